@@ -1,0 +1,62 @@
+// The kernels that exist once per instruction set, and the table through which the rest of the module calls them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace strop {
+
+enum class KlEstimator { token, schulman };
+
+// Σ over n tokens; mask may be null. Sums are taken in double whatever T is.
+template <class T>
+using KlBlock = double (*)(const T* log_p, const T* log_q, const uint8_t* mask, size_t n);
+
+// Sums of one block of rewards: Σ(r − shift), and Σ(r − shift − mean)².
+template <class T>
+using RewardSum = double (*)(const T* rewards, size_t n, double shift);
+template <class T>
+using RewardSquares = double (*)(const T* rewards, size_t n, double shift, double mean);
+
+// How centred rewards become advantages. A fixed scale multiplies every group; otherwise each is divided by its own
+// std + eps, the std being sqrt(squares · inverse_degrees).
+struct AdvantageRule {
+    double inverse_degrees;
+    double eps;
+    bool fixed_scale;
+    double scale;
+};
+
+// False, with `out` unfinished, where a group's rewards are not finite or leave the range in which squares are exact.
+template <class T>
+using GroupAdvantages = bool (*)(const T* rewards, size_t groups, size_t group_size, const AdvantageRule& rule, T* out);
+
+template <class T>
+struct TypedKernels {
+    KlBlock<T> token_kl, schulman_kl;
+    RewardSum<T> reward_sum;
+    RewardSquares<T> reward_squares;
+    GroupAdvantages<T> group_advantages;
+
+    KlBlock<T> kl(KlEstimator estimator) const {
+        return estimator == KlEstimator::token ? token_kl : schulman_kl;
+    }
+};
+
+struct Kernels {
+    const char* isa;
+    TypedKernels<float> f32;
+    TypedKernels<double> f64;
+
+    template <class T>
+    const TypedKernels<T>& of() const {
+        if constexpr (sizeof(T) == sizeof(float)) return f32;
+        else return f64;
+    }
+};
+
+// Squares of deviations in this range neither overflow nor lose precision; outside it the caller rescales.
+inline constexpr double kSmallestSafeSquares = 1e-280;
+inline constexpr double kLargestSafeSquares = 1e280;
+
+}  // namespace strop

@@ -1,0 +1,129 @@
+#include "primitives.h"
+
+#include <atomic>
+#include <cmath>
+#include <memory>
+
+#include "dispatch.h"
+#include "threads.h"
+
+namespace strop {
+namespace {
+
+// Sums are taken over blocks of this many elements and the blocks added in order, so that neither the number of
+// threads nor the length of a row changes how an element is rounded.
+constexpr size_t kBlock = 1024;
+
+// Below about 10 µs of work, sharing it costs more than it saves.
+template <class T>
+constexpr size_t kParallelElements = (size_t{1} << 17) / sizeof(T);
+
+// Neumaier's compensated sum: its error does not grow with the number of blocks.
+struct CompensatedSum {
+    double total = 0.0, lost = 0.0;
+
+    void add(double x) {
+        double sum = total + x;
+        lost += std::fabs(total) >= std::fabs(x) ? (total - sum) + x : (x - sum) + total;
+        total = sum;
+    }
+    // An infinite or NaN total has no meaningful correction.
+    double value() const { return std::isfinite(total) ? total + lost : total; }
+};
+
+size_t blocks_of(size_t n) { return (n + kBlock - 1) / kBlock; }
+size_t block_length(size_t n, size_t block) { return block + 1 < blocks_of(n) ? kBlock : n - block * kBlock; }
+
+// Consecutive work items a task takes, so that a task is worth handing to a thread.
+constexpr size_t kTaskElements = size_t{1} << 11;
+
+// body(first, last) over [0, items), in tasks of about kTaskElements elements each.
+template <class Body>
+void for_ranges(size_t items, size_t elements_per_item, bool parallel, Body&& body) {
+    if (!parallel) return body(size_t{0}, items);
+    size_t per_task = elements_per_item < kTaskElements ? kTaskElements / (elements_per_item + 1) + 1 : 1;
+    parallel_for((items + per_task - 1) / per_task, [&](size_t task) noexcept {
+        size_t first = task * per_task;
+        body(first, first + per_task < items ? first + per_task : items);
+    });
+}
+
+// Σ block_sum(start, length) over n elements.
+template <class T, class BlockSum>
+double sum_in_blocks(size_t n, BlockSum&& block_sum) {
+    const bool parallel = n >= kParallelElements<T>;
+    const size_t blocks = blocks_of(n);
+    std::unique_ptr<double[]> partial(new double[blocks]);
+    for_ranges(blocks, kBlock, parallel, [&](size_t first, size_t last) {
+        for (size_t b = first; b < last; ++b) partial[b] = block_sum(b * kBlock, block_length(n, b));
+    });
+    CompensatedSum total;
+    for (size_t b = 0; b < blocks; ++b) total.add(partial[b]);
+    return total.value();
+}
+
+}  // namespace
+
+template <class T, class Out>
+void kl_rows(KlEstimator estimator, const T* log_p, const T* log_q, const uint8_t* mask, size_t rows, size_t cols, Out* out) {
+    const KlBlock<T> block_sum = kernels().of<T>().kl(estimator);
+    auto sum_blocks = [&](size_t offset, size_t n) { return block_sum(log_p + offset, log_q + offset, mask ? mask + offset : nullptr, n); };
+
+    if (cols >= kParallelElements<T>) {  // few long rows: the threads share each row
+        for (size_t row = 0; row < rows; ++row)
+            out[row] = static_cast<Out>(sum_in_blocks<T>(cols, [&](size_t start, size_t n) { return sum_blocks(row * cols + start, n); }));
+        return;
+    }
+    for_ranges(rows, cols, rows * cols >= kParallelElements<T>, [&](size_t first, size_t last) {
+        for (size_t row = first; row < last; ++row) {
+            CompensatedSum total;
+            for (size_t b = 0; b < blocks_of(cols); ++b) total.add(sum_blocks(row * cols + b * kBlock, block_length(cols, b)));
+            out[row] = static_cast<Out>(total.value());
+        }
+    });
+}
+
+template void kl_rows<float, float>(KlEstimator, const float*, const float*, const uint8_t*, size_t, size_t, float*);
+template void kl_rows<float, double>(KlEstimator, const float*, const float*, const uint8_t*, size_t, size_t, double*);
+template void kl_rows<double, double>(KlEstimator, const double*, const double*, const uint8_t*, size_t, size_t, double*);
+
+namespace {
+
+// 1 / (std of all rewards + eps); 0 where all are equal; NaN where the sums leave the safe range.
+template <class T>
+double batch_scale(const T* rewards, size_t n, double ddof, double eps) {
+    const TypedKernels<T>& k = kernels().of<T>();
+    const double shift = rewards[0];
+    const double mean = sum_in_blocks<T>(n, [&](size_t at, size_t length) { return k.reward_sum(rewards + at, length, shift); }) / n;
+    const double squares =
+        sum_in_blocks<T>(n, [&](size_t at, size_t length) { return k.reward_squares(rewards + at, length, shift, mean); });
+    if (squares >= kSmallestSafeSquares && squares <= kLargestSafeSquares) return 1.0 / (std::sqrt(squares / (n - ddof)) + eps);
+    for (size_t i = 0; i < n; ++i)
+        if (rewards[i] != rewards[0]) return std::nan("");
+    return std::isfinite(shift) ? 0.0 : std::nan("");
+}
+
+}  // namespace
+
+template <class T>
+bool group_advantages(const T* rewards, size_t groups, size_t group_size, AdvantageScale scale, double ddof, double eps, T* out) {
+    const size_t n = groups * group_size;
+    if (n == 0) return true;
+    AdvantageRule rule{1.0 / (static_cast<double>(group_size) - ddof), eps, scale != AdvantageScale::group, 1.0};
+    if (scale == AdvantageScale::batch) {
+        rule.scale = batch_scale(rewards, n, ddof, eps);
+        if (std::isnan(rule.scale)) return false;
+    }
+    const GroupAdvantages<T> kernel = kernels().of<T>().group_advantages;
+    if (n < kParallelElements<T>) return kernel(rewards, groups, group_size, rule, out);
+    std::atomic<bool> finished{true};
+    for_ranges(groups, group_size, true, [&](size_t first, size_t last) {
+        if (!kernel(rewards + first * group_size, last - first, group_size, rule, out + first * group_size)) finished = false;
+    });
+    return finished;
+}
+
+template bool group_advantages<float>(const float*, size_t, size_t, AdvantageScale, double, double, float*);
+template bool group_advantages<double>(const double*, size_t, size_t, AdvantageScale, double, double, double*);
+
+}  // namespace strop

@@ -1,0 +1,40 @@
+// The primitives on plain arrays: threads, blocks and the order of sums. No Python here.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+
+namespace strop {
+
+// out[row] = Σ over the row's tokens, for (rows, cols) log-probs; mask may be null.
+template <class T, class Out>
+void kl_rows(KlEstimator estimator, const T* log_p, const T* log_q, const uint8_t* mask, size_t rows, size_t cols, Out* out);
+
+enum class AdvantageScale { group, batch, none };
+
+// False where the rewards need care that only the Python twin takes (not finite, or squares out of range).
+template <class T>
+bool group_advantages(const T* rewards, size_t groups, size_t group_size, AdvantageScale scale, double ddof, double eps, T* out);
+
+// First-fit decreasing; ties keep their order. Every length is in [0, max_length]. Bins of indices into lengths.
+std::vector<std::vector<int64_t>> first_fit_decreasing(const int64_t* lengths, size_t count, int64_t max_length);
+
+// Sequences laid into rows of one length; every array is filled completely. See src/strop/primitives/packing.py.
+struct PackedRows {
+    int64_t* input_ids;
+    int64_t* position_ids;
+    int64_t* labels;
+    int64_t* sequence_ids;
+};
+inline constexpr int64_t kIgnoredLabel = -100;
+inline constexpr int64_t kPaddingSequence = -1;
+
+// `order` lists the sequences row by row, `row_ends[r]` is where row r ends in it; tokens of sequence s start at starts[s].
+// Returns cu_seqlens over the flattened rows, the padding of a row being a segment of its own.
+std::vector<int32_t> collate_rows(const int64_t* tokens, const int64_t* starts, const int64_t* order, const int64_t* row_ends,
+                                  size_t rows, size_t row_length, int64_t pad_id, const PackedRows& out);
+
+}  // namespace strop

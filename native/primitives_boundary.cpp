@@ -1,0 +1,380 @@
+// The boundary of the primitives.
+//
+// Advantages and KL take microseconds, so their entry points stand directly on CPython's vectorcall and NumPy's C API.
+// They compute only what is plainly right: exact NumPy arrays, contiguous, of one float type, of matching shape. Every
+// other call (a list, a tensor, a strided view, a mistake) goes, unchanged, to the function's Python twin. The twin
+// explains what is wrong, or brings the input into that plain form and calls the entry point with no twin behind it. So
+// every message and every conversion is written once, in Python.
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#include "primitives_boundary.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <numpy/arrayobject.h>
+
+#include <cmath>
+#include <new>
+#include <string>
+
+#include "primitives.h"
+
+namespace nb = nanobind;
+
+namespace strop {
+namespace {
+
+// At this many elements the work takes longer than a hand-over of the interpreter lock.
+constexpr npy_intp kReleaseElements = npy_intp{1} << 14;
+
+class ReleaseInterpreter {
+  public:
+    explicit ReleaseInterpreter(bool release) : state_(release ? PyEval_SaveThread() : nullptr) {}
+    ~ReleaseInterpreter() {
+        if (state_) PyEval_RestoreThread(state_);
+    }
+    ReleaseInterpreter(const ReleaseInterpreter&) = delete;
+
+  private:
+    PyThreadState* state_;
+};
+
+// `self` is a module whose attribute `twin` is the Python twin (a builtin of a module pickles by its name), or None.
+struct Call {
+    PyObject* self;
+    PyObject* const* args;
+    Py_ssize_t count;
+    PyObject* keywords;
+
+    PyObject* hand_to_twin() const {
+        if (!has_twin()) {
+            PyErr_SetString(PyExc_RuntimeError, "strop's compiled primitives were called with arrays the Python side should have prepared");
+            return nullptr;
+        }
+        nb::object twin = nb::steal(PyObject_GetAttrString(self, "twin"));
+        return twin.is_valid() ? PyObject_Vectorcall(twin.ptr(), args, static_cast<size_t>(count), keywords) : nullptr;
+    }
+
+    bool has_twin() const { return self != Py_None; }
+
+    // The arguments in the order of `names`, absent ones null; false where the call does not have that form.
+    template <size_t N>
+    bool bind(PyObject* const (&names)[N], Py_ssize_t max_positional, PyObject* (&slots)[N]) const {
+        if (count > max_positional) return false;
+        for (size_t i = 0; i < N; ++i) slots[i] = static_cast<Py_ssize_t>(i) < count ? args[i] : nullptr;
+        const Py_ssize_t given = keywords ? PyTuple_GET_SIZE(keywords) : 0;
+        for (Py_ssize_t k = 0; k < given; ++k) {
+            size_t i = 0;
+            while (i < N && names[i] != PyTuple_GET_ITEM(keywords, k)) ++i;  // keywords are interned
+            if (i == N || slots[i]) return false;
+            slots[i] = args[count + k];
+        }
+        return true;
+    }
+};
+
+bool absent(PyObject* o) { return !o || o == Py_None; }
+
+PyArrayObject* plain_array(PyObject* o) {
+    if (!o || !PyArray_CheckExact(o)) return nullptr;
+    auto* array = reinterpret_cast<PyArrayObject*>(o);
+    return PyArray_ISCARRAY_RO(array) ? array : nullptr;
+}
+
+PyArrayObject* plain_floats(PyObject* o, bool only_f32 = false) {
+    PyArrayObject* array = plain_array(o);
+    if (!array) return nullptr;
+    const int type = PyArray_TYPE(array);
+    return type == NPY_FLOAT || (type == NPY_DOUBLE && !only_f32) ? array : nullptr;
+}
+
+bool same_shape(PyArrayObject* a, PyArrayObject* b) {
+    if (PyArray_NDIM(a) != PyArray_NDIM(b)) return false;
+    return PyArray_CompareLists(PyArray_DIMS(a), PyArray_DIMS(b), PyArray_NDIM(a));
+}
+
+template <class T>
+const T* data_of(PyArrayObject* a) {
+    return static_cast<const T*>(PyArray_DATA(a));
+}
+
+// A whole number in [low, high]; false for anything else.
+bool whole_number(PyObject* o, npy_intp low, npy_intp high, npy_intp* value) {
+    if (!PyLong_CheckExact(o)) return false;
+    int overflow = 0;
+    const long long found = PyLong_AsLongLongAndOverflow(o, &overflow);
+    *value = static_cast<npy_intp>(found);
+    return !overflow && found >= low && found <= high;
+}
+
+// ---- KL -------------------------------------------------------------------------------------------------------------
+
+PyObject* name_log_p;
+PyObject* name_log_q;
+PyObject* name_seq_len;
+PyObject* name_mask;
+
+struct KlInput {
+    PyArrayObject *log_p, *log_q;
+    const uint8_t* mask;
+
+    bool read(PyObject* p, PyObject* q, PyObject* m, bool only_f32) {
+        log_p = plain_floats(p, only_f32);
+        log_q = plain_floats(q, only_f32);
+        if (!log_p || !log_q || PyArray_TYPE(log_p) != PyArray_TYPE(log_q) || !same_shape(log_p, log_q)) return false;
+        mask = nullptr;
+        if (absent(m)) return true;
+        PyArrayObject* array = plain_array(m);
+        if (!array || PyArray_TYPE(array) != NPY_BOOL || !same_shape(array, log_p)) return false;
+        mask = data_of<uint8_t>(array);
+        return true;
+    }
+
+    bool is_f32() const { return PyArray_TYPE(log_p) == NPY_FLOAT; }
+    npy_intp size() const { return PyArray_SIZE(log_p); }
+
+    template <class T, class Out>
+    void rows(KlEstimator estimator, npy_intp count, npy_intp length, Out* out) const {
+        ReleaseInterpreter release(size() >= kReleaseElements);
+        kl_rows(estimator, data_of<T>(log_p), data_of<T>(log_q), mask, static_cast<size_t>(count), static_cast<size_t>(length), out);
+    }
+};
+
+// compute_token_kl…(log_p, log_q, mask=None) -> float
+template <KlEstimator estimator, bool only_f32>
+PyObject* kl_total(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+    const Call call{self, args, count, keywords};
+    PyObject* slots[3];
+    KlInput in;
+    PyObject* const names[] = {name_log_p, name_log_q, name_mask};
+    if (!call.bind(names, 3, slots) || !in.read(slots[0], slots[1], slots[2], only_f32)) return call.hand_to_twin();
+    double total = 0.0;
+    if (in.is_f32()) in.rows<float>(estimator, 1, in.size(), &total);
+    else in.rows<double>(estimator, 1, in.size(), &total);
+    return PyFloat_FromDouble(total);
+}
+
+// compute_batch_token_kl…(log_p, log_q, seq_len=None, mask=None) -> (B,)
+template <KlEstimator estimator, bool only_f32>
+PyObject* kl_batch(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+    const Call call{self, args, count, keywords};
+    PyObject* slots[4];
+    KlInput in;
+    PyObject* const names[] = {name_log_p, name_log_q, name_seq_len, name_mask};
+    if (!call.bind(names, 4, slots) || !in.read(slots[0], slots[1], slots[3], only_f32)) return call.hand_to_twin();
+
+    npy_intp rows, length;
+    if (PyArray_NDIM(in.log_p) == 2 && absent(slots[2])) {
+        rows = PyArray_DIM(in.log_p, 0);
+        length = PyArray_DIM(in.log_p, 1);
+    } else if (PyArray_NDIM(in.log_p) == 1 && !absent(slots[2]) && whole_number(slots[2], 1, NPY_MAX_INTP, &length) &&
+               in.size() % length == 0) {
+        rows = in.size() / length;
+    } else {
+        return call.hand_to_twin();
+    }
+    PyObject* out = PyArray_SimpleNew(1, &rows, PyArray_TYPE(in.log_p));
+    if (!out) return nullptr;
+    void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(out));
+    if (in.is_f32()) in.rows<float>(estimator, rows, length, static_cast<float*>(data));
+    else in.rows<double>(estimator, rows, length, static_cast<double*>(data));
+    return out;
+}
+
+// ---- advantages -----------------------------------------------------------------------------------------------------
+
+PyObject* name_rewards;
+PyObject* name_group_size;
+PyObject* name_ddof;
+PyObject* name_eps;
+PyObject* name_scale;
+PyObject* scale_words[3];
+
+bool read_ddof(PyObject* o, npy_intp* ddof) {
+    *ddof = 0;
+    return !o || whole_number(o, 0, 1 << 20, ddof);
+}
+
+bool read_eps(PyObject* o, double* eps) {
+    *eps = 0.0;
+    if (!o) return true;
+    if (!PyFloat_CheckExact(o)) return false;
+    *eps = PyFloat_AS_DOUBLE(o);
+    return std::isfinite(*eps) && *eps >= 0.0;
+}
+
+bool read_scale(PyObject* o, AdvantageScale* scale) {
+    *scale = AdvantageScale::group;
+    if (!o) return true;
+    for (int i = 0; i < 3; ++i)
+        if (o == scale_words[i]) {
+            *scale = static_cast<AdvantageScale>(i);
+            return true;
+        }
+    return false;
+}
+
+template <class T>
+bool advantages_into(PyObject* out, PyArrayObject* rewards, npy_intp groups, npy_intp group_size, AdvantageScale scale, npy_intp ddof,
+                     double eps) {
+    ReleaseInterpreter release(PyArray_SIZE(rewards) >= kReleaseElements);
+    return group_advantages(data_of<T>(rewards), static_cast<size_t>(groups), static_cast<size_t>(group_size), scale,
+                            static_cast<double>(ddof), eps, static_cast<T*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(out))));
+}
+
+PyObject* advantages(const Call& call, PyArrayObject* rewards, npy_intp groups, npy_intp group_size, AdvantageScale scale, npy_intp ddof,
+                     double eps) {
+    const npy_intp divided_by = scale == AdvantageScale::group ? group_size : groups * group_size;
+    if (scale != AdvantageScale::none && divided_by > 0 && ddof >= divided_by) return call.hand_to_twin();
+    PyObject* out = PyArray_SimpleNew(PyArray_NDIM(rewards), PyArray_DIMS(rewards), PyArray_TYPE(rewards));
+    if (!out) return nullptr;
+    const bool finished = PyArray_TYPE(rewards) == NPY_FLOAT ? advantages_into<float>(out, rewards, groups, group_size, scale, ddof, eps)
+                                                             : advantages_into<double>(out, rewards, groups, group_size, scale, ddof, eps);
+    if (finished) return out;
+    Py_DECREF(out);
+    return call.has_twin() ? call.hand_to_twin() : Py_NewRef(Py_None);
+}
+
+// compute_group_advantages(rewards, *, ddof=0, eps=0.0) -> (G,)
+PyObject* group_entry(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+    const Call call{self, args, count, keywords};
+    PyObject* slots[3];
+    npy_intp ddof;
+    double eps;
+    PyObject* const names[] = {name_rewards, name_ddof, name_eps};
+    PyArrayObject* rewards;
+    if (!call.bind(names, 1, slots) || !(rewards = plain_floats(slots[0])) || PyArray_NDIM(rewards) != 1 || !read_ddof(slots[1], &ddof) ||
+        !read_eps(slots[2], &eps))
+        return call.hand_to_twin();
+    return advantages(call, rewards, 1, PyArray_DIM(rewards, 0), AdvantageScale::group, ddof, eps);
+}
+
+// compute_batch_group_advantages(rewards, group_size=None, *, ddof=0, eps=0.0, scale="group") -> same shape
+PyObject* batch_entry(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+    const Call call{self, args, count, keywords};
+    PyObject* slots[5];
+    npy_intp ddof;
+    double eps;
+    AdvantageScale scale;
+    PyObject* const names[] = {name_rewards, name_group_size, name_ddof, name_eps, name_scale};
+    PyArrayObject* rewards;
+    if (!call.bind(names, 2, slots) || !(rewards = plain_floats(slots[0])) || !read_ddof(slots[2], &ddof) || !read_eps(slots[3], &eps) ||
+        !read_scale(slots[4], &scale))
+        return call.hand_to_twin();
+
+    npy_intp group_size;
+    if (PyArray_NDIM(rewards) == 2 && absent(slots[1])) {
+        group_size = PyArray_DIM(rewards, 1);
+        if (group_size == 0) return call.hand_to_twin();
+    } else if (PyArray_NDIM(rewards) != 1 || absent(slots[1]) || !whole_number(slots[1], 1, NPY_MAX_INTP, &group_size) ||
+               PyArray_SIZE(rewards) % group_size != 0) {
+        return call.hand_to_twin();
+    }
+    return advantages(call, rewards, PyArray_SIZE(rewards) / group_size, group_size, scale, ddof, eps);
+}
+
+// ---- entry points -----------------------------------------------------------------------------------------------------
+
+using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
+
+struct EntryPoint {
+    const char* name;
+    FastCall call;
+};
+
+constexpr EntryPoint kEntryPoints[] = {
+    {"compute_group_advantages", group_entry},
+    {"compute_batch_group_advantages", batch_entry},
+    {"compute_token_kl", kl_total<KlEstimator::token, false>},
+    {"compute_token_kl_f32", kl_total<KlEstimator::token, true>},
+    {"compute_token_kl_schulman", kl_total<KlEstimator::schulman, false>},
+    {"compute_token_kl_schulman_f32", kl_total<KlEstimator::schulman, true>},
+    {"compute_batch_token_kl", kl_batch<KlEstimator::token, false>},
+    {"compute_batch_token_kl_f32", kl_batch<KlEstimator::token, true>},
+    {"compute_batch_token_kl_schulman", kl_batch<KlEstimator::schulman, false>},
+    {"compute_batch_token_kl_schulman_f32", kl_batch<KlEstimator::schulman, true>},
+};
+
+// The builtin lives as long as the process, and its definition with it.
+nb::object entry_point(const std::string& name, nb::object twin, const std::string& doc, const std::string& module_name) {
+    for (const EntryPoint& entry : kEntryPoints) {
+        if (name != entry.name) continue;
+        const char* kept_doc = (new std::string(doc))->c_str();
+        auto* method = new PyMethodDef{entry.name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(entry.call)),
+                                       METH_FASTCALL | METH_KEYWORDS, kept_doc};
+        nb::object self = twin;
+        if (!twin.is_none()) {
+            self = nb::steal(PyModule_New(module_name.c_str()));
+            nb::setattr(self, "twin", twin);
+        }
+        return nb::steal(PyCFunction_NewEx(method, self.ptr(), nb::str(module_name.c_str()).ptr()));
+    }
+    throw nb::value_error(("no compiled primitive is called " + name).c_str());
+}
+
+// ---- packing ----------------------------------------------------------------------------------------------------------
+
+using Integers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Rows = nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+nb::list pack(Integers lengths, int64_t max_length) {
+    std::vector<std::vector<int64_t>> bins;
+    {
+        nb::gil_scoped_release release;
+        bins = first_fit_decreasing(lengths.data(), lengths.size(), max_length);
+    }
+    nb::list result = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(bins.size())));
+    for (size_t b = 0; b < bins.size(); ++b) {
+        PyObject* bin = PyList_New(static_cast<Py_ssize_t>(bins[b].size()));
+        if (!bin) throw nb::python_error();
+        PyList_SET_ITEM(result.ptr(), static_cast<Py_ssize_t>(b), bin);
+        for (size_t i = 0; i < bins[b].size(); ++i) PyList_SET_ITEM(bin, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(bins[b][i]));
+    }
+    return result;
+}
+
+nb::object collate(Integers tokens, Integers starts, Integers order, Integers row_ends, int64_t pad_id, Rows input_ids, Rows position_ids,
+                   Rows labels, Rows sequence_ids) {
+    std::vector<int32_t> cu_seqlens;
+    {
+        nb::gil_scoped_release release;
+        cu_seqlens = collate_rows(tokens.data(), starts.data(), order.data(), row_ends.data(), input_ids.shape(0), input_ids.shape(1), pad_id,
+                                  {input_ids.data(), position_ids.data(), labels.data(), sequence_ids.data()});
+    }
+    npy_intp count = static_cast<npy_intp>(cu_seqlens.size());
+    nb::object result = nb::steal(PyArray_SimpleNew(1, &count, NPY_INT32));
+    if (!result.is_valid()) throw nb::python_error();
+    std::copy(cu_seqlens.begin(), cu_seqlens.end(), static_cast<int32_t*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(result.ptr()))));
+    return result;
+}
+
+}  // namespace
+
+void define_primitives(nb::module_& m) {
+    if (_import_array() < 0) throw nb::python_error();
+    auto intern = [](const char* word) {
+        PyObject* s = PyUnicode_InternFromString(word);
+        if (!s) throw nb::python_error();
+        return s;
+    };
+    name_log_p = intern("log_p");
+    name_log_q = intern("log_q");
+    name_seq_len = intern("seq_len");
+    name_mask = intern("mask");
+    name_rewards = intern("rewards");
+    name_group_size = intern("group_size");
+    name_ddof = intern("ddof");
+    name_eps = intern("eps");
+    name_scale = intern("scale");
+    scale_words[static_cast<int>(AdvantageScale::group)] = intern("group");
+    scale_words[static_cast<int>(AdvantageScale::batch)] = intern("batch");
+    scale_words[static_cast<int>(AdvantageScale::none)] = intern("none");
+
+    m.def("entry_point", &entry_point, nb::arg("name"), nb::arg("twin").none(), nb::arg("doc"), nb::arg("module_name"),
+          "The compiled primitive of this name; calls it does not compute itself go to `twin`.");
+    m.def("pack", &pack, nb::arg("lengths"), nb::arg("max_length"));
+    m.def("collate", &collate, nb::arg("tokens"), nb::arg("starts"), nb::arg("order"), nb::arg("row_ends"), nb::arg("pad_id"),
+          nb::arg("input_ids"), nb::arg("position_ids"), nb::arg("labels"), nb::arg("sequence_ids"));
+}
+
+}  // namespace strop

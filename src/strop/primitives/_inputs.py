@@ -1,0 +1,136 @@
+"""What comes in: arrays, CPU tensors or lists, checked and brought into the plain form the kernels take.
+
+One kind of mistake has one exception type: TypeError for a wrong kind of thing (class, dtype, device), ValueError for
+a wrong shape, size or value. Every message names the argument, what was found and what is expected.
+"""
+
+import operator
+import sys
+from typing import Any
+
+import numpy as np
+
+FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+def is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")  # a tensor exists only where torch is already imported
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def like_input(result: np.ndarray, value: Any) -> Any:
+    """The result as a tensor, sharing its memory, where the input was one."""
+    return sys.modules["torch"].from_numpy(result) if is_tensor(value) else result
+
+
+def as_array(value: Any, name: str) -> np.ndarray:
+    """A view of an array or CPU tensor; a new array of a list."""
+    if is_tensor(value):
+        if value.device.type != "cpu":
+            raise TypeError(f"{name} must be on the CPU, found a tensor on {value.device}")
+        if value.requires_grad:
+            raise TypeError(f"{name} requires a gradient, which the primitives do not compute: pass {name}.detach()")
+        try:
+            return value.numpy()
+        except (TypeError, RuntimeError):  # bfloat16 and other types NumPy does not have
+            raise TypeError(f"{name} must have a dtype NumPy knows, found {value.dtype}") from None
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise ValueError(f"{name} must be rectangular, found nested sequences of different lengths") from None
+
+
+def _wrong_dtype(array: np.ndarray, name: str, value: Any, wanted: str) -> TypeError:
+    found = str(array.dtype) if array.dtype != object else f"{type(value).__name__} of objects"
+    return TypeError(f"{name} must be {wanted}, found {found}")
+
+
+def _plain(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Contiguous, aligned, in native byte order, of exactly NumPy's class: a copy only where it is not."""
+    return np.require(np.asarray(array), dtype=dtype.newbyteorder("="), requirements=["C", "A"])
+
+
+def as_log_probs(value: Any, name: str, dtype: type | None = None) -> np.ndarray:
+    array = as_array(value, name)
+    allowed = FLOATS if dtype is None else (np.dtype(dtype),)
+    native_dtype = array.dtype.newbyteorder("=")
+    if native_dtype not in allowed:
+        raise _wrong_dtype(array, name, value, " or ".join(str(d) for d in allowed))
+    return _plain(array, native_dtype)
+
+
+def as_rewards(value: Any, name: str = "rewards") -> np.ndarray:
+    """float32 and float64 stay; integers and booleans (verifiable rewards) become float64."""
+    array = as_array(value, name)
+    dtype = array.dtype.newbyteorder("=")
+    if dtype not in FLOATS:
+        if array.dtype.kind not in "biu" and array.size:
+            raise _wrong_dtype(array, name, value, "float32, float64 or integers")
+        dtype = np.dtype(np.float64)
+    array = _plain(array, dtype)
+    finite = np.isfinite(array)
+    if not finite.all():
+        index = tuple(int(i) for i in np.argwhere(~finite)[0])
+        raise ValueError(
+            f"{name} must be finite, found {array[index]} at index {index[0] if len(index) == 1 else index}"
+        )
+    return array
+
+
+def as_mask(value: Any, name: str, shape: tuple[int, ...], of: str) -> np.ndarray | None:
+    """Booleans, or numbers that are all 0 or 1."""
+    if value is None:
+        return None
+    array = as_array(value, name)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have the shape {shape} of {of}, found {array.shape}")
+    if array.dtype != bool:
+        if array.dtype.kind not in "iuf" and array.size:
+            raise _wrong_dtype(array, name, value, "boolean or numbers 0 and 1")
+        wrong = (array != 0) & (array != 1)
+        if wrong.any():
+            index = tuple(int(i) for i in np.argwhere(wrong)[0])
+            raise ValueError(f"{name} must hold only 0 and 1, found {array[index]} at index {index}")
+    return _plain(array != 0, np.dtype(bool))
+
+
+def as_whole_number(value: Any, name: str, minimum: int) -> int:
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, found {type(value).__name__}") from None
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, found {number}")
+    return number
+
+
+def as_integers(value: Any, name: str) -> np.ndarray:
+    """A 1-D array of int64."""
+    array = as_array(value, name)
+    if array.dtype.kind not in "iu" and array.size:
+        raise _wrong_dtype(array, name, value, "integers")
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, found shape {array.shape}")
+    return _plain(array, np.dtype(np.int64))
+
+
+def rows_and_columns(shape: tuple[int, ...], columns: Any, array_name: str, columns_name: str) -> tuple[int, int]:
+    """How a flat array with a given row length, or a 2-D array, divides into rows."""
+    if len(shape) == 2:
+        if columns is not None and as_whole_number(columns, columns_name, 1) != shape[1]:
+            raise ValueError(
+                f"{columns_name} must be {shape[1]} or left out for {array_name} of shape {shape}, found {columns}"
+            )
+        return shape
+    if len(shape) != 1:
+        raise ValueError(f"{array_name} must be one- or two-dimensional, found shape {shape}")
+    if columns is None:
+        raise ValueError(
+            f"{columns_name} is needed for {array_name} of shape {shape}; only a 2-D array carries its own"
+        )
+    columns = as_whole_number(columns, columns_name, 1)
+    if shape[0] % columns:
+        raise ValueError(f"{array_name} must have a multiple of {columns_name}={columns} elements, found {shape[0]}")
+    return shape[0] // columns, columns

@@ -1,0 +1,162 @@
+"""Packing sequences of different lengths into rows of one length, so that little of a batch is padding."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from strop import _compiled
+from strop.primitives._inputs import as_integers, as_whole_number, is_tensor, like_input
+
+IGNORED_LABEL = -100
+PADDING_SEQUENCE = -1
+
+
+def pack_sequences(lengths: Any, max_length: int) -> list[list[int]]:
+    """Assign sequences to bins of at most max_length tokens, first-fit decreasing.
+
+    lengths   their lengths, or the sequences themselves
+    returns   bins of indices; within a bin longer sequences come first, equal ones in their original order
+
+    First-fit decreasing never needs more than 11/9 of the fewest possible bins (+ 6/9).
+    """
+    max_length = as_whole_number(max_length, "max_length", 1)
+    array = _as_lengths(lengths)
+    for wrong, what in ((array > max_length, f"at most max_length={max_length}"), (array < 0, "at least 0")):
+        if wrong.any():
+            index = int(np.argmax(wrong))
+            raise ValueError(f"every length must be {what}, found {array[index]} at index {index}")
+    if _compiled.native is not None:
+        return _compiled.native.pack(array, max_length)
+    return _first_fit_decreasing(array, max_length)
+
+
+def collate_packed(
+    sequences: Sequence[Any], bins: Sequence[Sequence[int]], pad_to: int | None = None, *, pad_id: int = 0
+) -> dict[str, Any]:
+    """Lay packed sequences out as a batch of one row per bin, for a varlen or padding-free forward.
+
+    sequences      1-D token ids: lists, arrays or tensors (then the result holds tensors)
+    bins           what `pack_sequences` returned; sequences in no bin are left out
+    pad_to         length L of every row; by default that of the longest
+
+    input_ids      (bins, L) tokens, then pad_id
+    position_ids   (bins, L) counted from 0 in every sequence, and in the padding
+    cu_seqlens     (segments + 1,) int32, where each segment of the flattened batch starts and, last, where it ends: every
+                   sequence is a segment, and the padding of a row is one more
+    labels         (bins, L) the tokens, −100 on the first of each sequence (nothing before it predicts it) and on padding
+    sequence_ids   (bins, L) which sequence a token is from, −1 on padding: `x[sequence_ids == i]` is sequence i's part of
+                   any (bins, L) result, in its original order
+
+    One bin without pad_to gives a batch of shape (1, tokens) with no padding at all.
+    """
+    arrays = [as_integers(s, f"sequences[{i}]") for i, s in enumerate(sequences)]
+    order, row_ends = _flatten_bins(bins, len(arrays))
+    lengths = np.array([a.size for a in arrays], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    row_length = _row_length(lengths, bins, pad_to)
+    if len(bins) * row_length > np.iinfo(np.int32).max:
+        raise ValueError(f"a batch of {len(bins)} rows of {row_length} tokens is too large for the int32 of cu_seqlens")
+
+    tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
+    pad_id = as_whole_number(pad_id, "pad_id", np.iinfo(np.int64).min)
+    names = ("input_ids", "position_ids", "labels", "sequence_ids")
+    rows = {name: np.empty((len(bins), row_length), np.int64) for name in names}
+    collate = _collate_numpy if _compiled.native is None else _compiled.native.collate
+    cu_seqlens = collate(tokens, starts, order, row_ends, pad_id, **rows)
+
+    like = sequences[0] if len(arrays) else None
+    found = {**rows, "cu_seqlens": cu_seqlens}
+    return {
+        name: like_input(found[name], like)
+        for name in ("input_ids", "position_ids", "cu_seqlens", "labels", "sequence_ids")
+    }
+
+
+def _as_lengths(lengths: Any) -> np.ndarray:
+    if not (isinstance(lengths, np.ndarray) or is_tensor(lengths)):
+        if not isinstance(lengths, Iterable):
+            raise TypeError(f"lengths must be a sequence of integers or of sequences, found {type(lengths).__name__}")
+        lengths = list(lengths)
+        if lengths and hasattr(lengths[0], "__len__"):
+            return _lengths_of(lengths)
+    elif lengths.ndim == 2:
+        return np.full(lengths.shape[0], lengths.shape[1], dtype=np.int64)
+    return as_integers(lengths, "lengths")
+
+
+def _lengths_of(sequences: list[Any]) -> np.ndarray:
+    for i, sequence in enumerate(sequences):
+        if isinstance(sequence, str) or not hasattr(sequence, "__len__"):
+            raise TypeError(f"sequences[{i}] must be a sequence of token ids, found {type(sequence).__name__}")
+    return np.array([len(s) for s in sequences], dtype=np.int64)
+
+
+def _flatten_bins(bins: Sequence[Sequence[int]], num_sequences: int) -> tuple[np.ndarray, np.ndarray]:
+    """The sequences row by row, and where each row ends among them."""
+    per_bin = [as_integers(b, f"bins[{i}]") for i, b in enumerate(bins)]
+    order = np.concatenate(per_bin) if per_bin else np.zeros(0, np.int64)
+    outside = (order < 0) | (order >= num_sequences)
+    if outside.any():
+        raise ValueError(f"bins must hold indices from 0 to {num_sequences - 1}, found {order[outside][0]}")
+    values, counts = np.unique(order, return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(f"bins must hold each sequence once, found {values[counts > 1][0]} twice")
+    return order, np.cumsum([b.size for b in per_bin], dtype=np.int64)
+
+
+def _row_length(lengths: np.ndarray, bins: Sequence[Sequence[int]], pad_to: int | None) -> int:
+    totals = [int(lengths[np.asarray(b, dtype=np.int64)].sum()) for b in bins]
+    longest = max(totals, default=0)
+    if pad_to is None:
+        return longest
+    if as_whole_number(pad_to, "pad_to", 1) < longest:
+        raise ValueError(f"pad_to must be at least the {longest} tokens of bin {totals.index(longest)}, found {pad_to}")
+    return pad_to
+
+
+def _first_fit_decreasing(lengths: np.ndarray, max_length: int) -> list[list[int]]:
+    """The compiled function's tree, in Python: every node holds the largest room of the bins below it."""
+    leaves = 1 << max(len(lengths) - 1, 0).bit_length()
+    room = [max_length] * (2 * leaves)
+    bins: list[list[int]] = []
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        node = 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(index)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return bins
+
+
+def _collate_numpy(
+    tokens: np.ndarray, starts: np.ndarray, order: np.ndarray, row_ends: np.ndarray, pad_id: int, *,
+    input_ids: np.ndarray, position_ids: np.ndarray, labels: np.ndarray, sequence_ids: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """Fills the rows, returns cu_seqlens; the compiled function's twin."""
+    num_rows, row_length = input_ids.shape
+    cu_seqlens = [0]
+    first = 0
+    for row in range(num_rows):
+        at = 0
+        for sequence in order[first : row_ends[row]].tolist():
+            piece = tokens[starts[sequence] : starts[sequence + 1]]
+            place = slice(at, at + piece.size)
+            input_ids[row, place] = labels[row, place] = piece
+            labels[row, at : min(at + 1, place.stop)] = IGNORED_LABEL
+            position_ids[row, place] = np.arange(piece.size)
+            sequence_ids[row, place] = sequence
+            at = place.stop
+            cu_seqlens.append(row * row_length + at)
+        first = row_ends[row]
+        if at < row_length:
+            input_ids[row, at:], labels[row, at:], sequence_ids[row, at:] = pad_id, IGNORED_LABEL, PADDING_SEQUENCE
+            position_ids[row, at:] = np.arange(row_length - at)
+            cu_seqlens.append((row + 1) * row_length)
+    return np.array(cu_seqlens, dtype=np.int32)
