@@ -1,1 +1,14 @@
 """A Mixture-of-Experts transformer from scratch: NumPy only, every gradient by hand, equal to transformers' Mixtral."""
+
+from strop.moe.config import MoEConfig
+from strop.moe.engine import EngineUnavailable, available_engines, register_engine
+from strop.moe.model import Generation, MoETransformer
+
+__all__ = [
+    "EngineUnavailable",
+    "Generation",
+    "MoEConfig",
+    "MoETransformer",
+    "available_engines",
+    "register_engine",
+]
