@@ -9,7 +9,8 @@ from strop.moe.reference.swiglu import swiglu, swiglu_bwd
 def expert(x_MD, gate_up_2FD, down_DF):
     """y = swiglu(x·Wgᵀ, x·Wuᵀ)·Wdᵀ"""
     both_M2F, in_saved = linear(x_MD, gate_up_2FD)
-    gate_MF, up_MF = np.split(both_M2F, 2, axis=-1)
+    F = down_DF.shape[1]
+    gate_MF, up_MF = both_M2F[:, :F], both_M2F[:, F:]
     h_MF, act_saved = swiglu(gate_MF, up_MF)
     y_MD, out_saved = linear(h_MF, down_DF)
     return y_MD, (in_saved, act_saved, out_saved)

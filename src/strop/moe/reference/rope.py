@@ -20,12 +20,9 @@ def rope_angles(positions_N, head_dim, theta, dtype):
 def rope(x_NHC, cos_NP, sin_NP):
     """(a, b) → (a·cos − b·sin, b·cos + a·sin) for each pair"""
     cos_N1P, sin_N1P = cos_NP[:, None], sin_NP[:, None]
-    a_NHP, b_NHP = np.split(x_NHC, 2, axis=-1)
-    y_NHC = np.empty_like(x_NHC)
-    ya_NHP, yb_NHP = np.split(y_NHC, 2, axis=-1)  # views
-    ya_NHP[...] = a_NHP * cos_N1P - b_NHP * sin_N1P
-    yb_NHP[...] = b_NHP * cos_N1P + a_NHP * sin_N1P
-    return y_NHC
+    P = cos_NP.shape[1]
+    a_NHP, b_NHP = x_NHC[..., :P], x_NHC[..., P:]
+    return np.concatenate((a_NHP * cos_N1P - b_NHP * sin_N1P, b_NHP * cos_N1P + a_NHP * sin_N1P), axis=-1)
 
 
 def rope_bwd(dy_NHC, cos_NP, sin_NP):                   # y = R(φ)·x and R is orthogonal
