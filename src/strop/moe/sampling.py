@@ -26,10 +26,11 @@ def sampling_logps(
             np.put_along_axis(logps_BV, order_BV[:, top_k:], -np.inf, axis=-1)
             logps_BV = _log_softmax(logps_BV)
         if top_p < 1:
-            sorted_BV = np.exp(np.take_along_axis(logps_BV, order_BV, axis=-1))
-            before_BV = np.cumsum(sorted_BV, axis=-1) - sorted_BV  # mass of the tokens more probable than this one
+            sorted_BV = np.take_along_axis(logps_BV, order_BV, axis=-1)
+            p_BV = np.exp(sorted_BV)
+            before_BV = np.cumsum(p_BV, axis=-1) - p_BV  # mass of the tokens more probable than this one
             before_BV[:, 0] = 0.0  # the most probable token always stays
-            np.put_along_axis(logps_BV, order_BV, np.where(before_BV < top_p, np.log(sorted_BV), -np.inf), axis=-1)
+            np.put_along_axis(logps_BV, order_BV, np.where(before_BV < top_p, sorted_BV, -np.inf), axis=-1)
             logps_BV = _log_softmax(logps_BV)
     return logps_BV
 

@@ -22,6 +22,7 @@ from strop.moe.config import MoEConfig
 
 Arrays = dict[str, np.ndarray]
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+DISK_LAYER = ".block_sparse_moe."  # what is `.mlp.` in memory
 DEFAULT_ROPE_THETA = 1e6  # what Mixtral means by a config without one
 
 
@@ -49,22 +50,21 @@ def load(folder: str | Path, *, dtype: Any = None) -> tuple[MoEConfig, Arrays]:
     if not folder.is_dir():
         raise FileNotFoundError(f"folder must be a directory with {CONFIG} and {WEIGHTS}, found none at {folder}")
     config = from_mixtral(_read_json(folder / CONFIG))
-    expected = config.parameter_shapes()
-    stored = {}
+    stored: Arrays = {}
     for file in _weight_files(folder):
         stored.update(_read_safetensors(file))
-    stored = {name.replace(".block_sparse_moe.", ".mlp."): array for name, array in stored.items()}
     if config.tie_embeddings:
         stored.pop("lm_head.weight", None)  # some writers store the shared matrix twice
-    on_disk = _disk_shapes(config, fused=any(name.endswith("experts.gate_up_proj") for name in stored))
-    check_names(stored.keys(), on_disk.keys(), str(folder))
-    for name, shape in on_disk.items():
+    shapes = _disk_shapes(config, stored)
+    check_names(stored.keys(), shapes.keys(), str(folder))
+    for name, shape in shapes.items():
         if stored[name].shape != shape:
             raise ValueError(f"{name} in {folder} must have the shape {shape}, found {stored[name].shape}")
     if dtype is None:
         dtype = np.float64 if all(array.dtype == np.float64 for array in stored.values()) else np.float32
     params = _join_experts(stored, config)
-    return config, {name: np.ascontiguousarray(params[name], dtype=dtype) for name in expected}
+    # np.array copies: what came out of the file is read-only
+    return config, {name: np.array(params[name], dtype=dtype, order="C") for name in config.parameter_shapes()}
 
 
 def check_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
@@ -184,28 +184,31 @@ def _refuse_unknown_features(mixtral: dict[str, Any]) -> None:
 # ---- model.safetensors ----
 
 
-def _disk_shapes(config: MoEConfig, *, fused: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes a file must have, `.mlp.` standing for Mixtral's older `.block_sparse_moe.`"""
-    if fused:
-        return config.parameter_shapes()
+def _disk_shapes(config: MoEConfig, stored: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes a file must have, in the style the file's own names show."""
+    stored = list(stored)
+    fused = any(name.endswith("experts.gate_up_proj") for name in stored)
+    layer = ".mlp." if any(".mlp." in name for name in stored) else DISK_LAYER
     D, F = config.hidden_dim, config.intermediate_dim
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in config.parameter_shapes().items():
-        stem = name.rpartition(".")[0]
-        for e in range(config.num_experts):
-            if name.endswith("experts.gate_up_proj"):
-                shapes[f"{stem}.{e}.w1.weight"] = shapes[f"{stem}.{e}.w3.weight"] = (F, D)
-            elif name.endswith("experts.down_proj"):
-                shapes[f"{stem}.{e}.w2.weight"] = (D, F)
-        if ".experts." not in name:
+        name = name.replace(".mlp.", layer)
+        if fused or ".experts." not in name:
             shapes[name] = shape
+            continue
+        stem, _, kind = name.rpartition(".")
+        for e in range(config.num_experts):
+            if kind == "gate_up_proj":
+                shapes[f"{stem}.{e}.w1.weight"] = shapes[f"{stem}.{e}.w3.weight"] = (F, D)
+            else:
+                shapes[f"{stem}.{e}.w2.weight"] = (D, F)
     return shapes
 
 
 def _split_experts(params: Arrays) -> Arrays:
     disk: Arrays = {}
     for name, array in params.items():
-        disk_name = name.replace(".mlp.", ".block_sparse_moe.")
+        disk_name = name.replace(".mlp.", DISK_LAYER)
         stem = disk_name.rpartition(".")[0]
         if name.endswith("experts.gate_up_proj"):
             for e, gate_up_2FD in enumerate(array):
@@ -219,6 +222,7 @@ def _split_experts(params: Arrays) -> Arrays:
 
 
 def _join_experts(stored: Arrays, config: MoEConfig) -> Arrays:
+    stored = {name.replace(DISK_LAYER, ".mlp."): array for name, array in stored.items()}
     params = dict(stored)
     experts = range(config.num_experts)
     for name in config.parameter_shapes():
