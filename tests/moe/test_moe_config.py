@@ -56,6 +56,11 @@ def test_memory_estimate_is_near_what_is_allocated():
     tracemalloc.stop()
     weights_and_moments = 3 * 4 * config.num_parameters()
     assert 0.5 < (peak + weights_and_moments) / config.memory_bytes(4, 64, training=True) < 2
+    tracemalloc.start()
+    model.forward(tokens)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0.5 < (peak + weights_and_moments / 3) / config.memory_bytes(4, 64) < 2
     assert config.memory_bytes(1, 1) < 1.1 * 4 * config.num_parameters()
     assert config.memory_bytes(1, 1, dtype=np.float64) == 2 * config.memory_bytes(1, 1)
 

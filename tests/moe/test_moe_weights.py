@@ -76,6 +76,13 @@ def test_misshaped_tensor(folder):
         load(folder)
 
 
+def test_a_tied_head_stored_twice_is_one(tmp_path):
+    model = random_model(small_config(tie_embeddings=True), dtype=np.float32)
+    model.save(tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    assert list(load(tmp_path).params) == list(model.params)
+
+
 def test_integer_tensor(folder):
     change_tensors(folder, lambda tensors: tensors.update({EXPERT: np.ones((6, 8), np.int64)}))
     with pytest.raises(TypeError, match=f"{EXPERT} in .* must be BF16, F16, F32 or F64, found I64"):

@@ -115,8 +115,7 @@ class MoETransformer:
                 f"max_new_tokens must be at most {self.config.max_seq_len - longest} after a prompt of {longest} tokens "
                 f"(max_seq_len={self.config.max_seq_len}), found {max_new_tokens}"
             )
-        eos = self.config.eos_token_ids if eos_token_id is None else tuple(np.atleast_1d(eos_token_id).tolist())
-        pad = next(token for token in (pad_token_id, self.config.pad_token_id, *eos, 0) if token is not None)
+        eos, pad = self._end_tokens(eos_token_id, pad_token_id)
 
         num_rows = len(tokens_BT) * num_samples
         uniforms_BT = np.random.default_rng(seed).random((num_rows, max_new_tokens))
@@ -155,6 +154,14 @@ class MoETransformer:
         tokens_BT, mask_BT = _inputs.as_batch(prompts, attention_mask, self.config)
         longest = tokens_BT.shape[1] if mask_BT is None else int(mask_BT.sum(1).max())
         return tokens_BT, mask_BT, longest
+
+    def _end_tokens(self, eos_token_id: Any, pad_token_id: int | None) -> tuple[tuple[int, ...], int]:
+        eos = self.config.eos_token_ids if eos_token_id is None else tuple(np.atleast_1d(eos_token_id).tolist())
+        for token in eos:
+            self.config.check_token("eos_token_id", token)
+        if pad_token_id is not None:
+            self.config.check_token("pad_token_id", pad_token_id)
+        return eos, next(token for token in (pad_token_id, self.config.pad_token_id, *eos, 0) if token is not None)
 
     def num_parameters(self, *, active: bool = False) -> int:
         return self.config.num_parameters(active=active)

@@ -55,7 +55,7 @@ def fit(
     """Train for num_steps batches and return what each step measured.
 
     batches     dicts of `loss_and_grads`'s arguments: tokens, targets, and where needed mask, attention_mask
-    optimizer   one to go on with (its moments and its settings); otherwise a new one
+    optimizer   one to go on with, with its moments and settings (the learning rate still comes from here); else a new one
     on_step     called after each update
     progress    a progress bar; None shows it on a terminal only
     """

@@ -153,7 +153,7 @@ _FIELDS = {
 }
 
 
-def _rope_fields(mixtral: dict[str, Any]) -> dict[str, float]:
+def _rope_fields(mixtral: dict[str, Any]) -> dict[str, Any]:
     theta = (mixtral.get("rope_parameters") or {}).get("rope_theta", mixtral.get("rope_theta", DEFAULT_ROPE_THETA))
     base, alpha = mixtral.get("strop_rope_base"), mixtral.get("strop_rope_alpha")
     if base is not None and alpha is not None:

@@ -1,4 +1,7 @@
-"""One transformer block, pre-norm with two residual connections. Shapes: N tokens, D hidden."""
+"""One transformer block, pre-norm with two residual connections.
+
+Shapes: N tokens, D hidden, O = heads·channels, E experts, F intermediate.
+"""
 
 from strop.moe.reference.attention import attention, attention_bwd
 from strop.moe.reference.moe import moe, moe_bwd
@@ -11,12 +14,12 @@ EXPERTS = ("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj
 def block(x_ND, weights, config, angles, layout, cache=None):
     """m = x + attention(norm₁(x)),  y = m + moe(norm₂(m))"""
     n1_ND, norm1_saved = rms_norm(x_ND, weights["input_layernorm.weight"], config.rms_norm_eps)
-    a_ND, attention_saved = attention(
-        n1_ND, *(weights[name] for name in ATTENTION), config.head_dim, angles, layout, cache
-    )
+    wq_OD, wk_OD, wv_OD, wo_DO = (weights[name] for name in ATTENTION)
+    a_ND, attention_saved = attention(n1_ND, wq_OD, wk_OD, wv_OD, wo_DO, config.head_dim, angles, layout, cache)
     m_ND = x_ND + a_ND
     n2_ND, norm2_saved = rms_norm(m_ND, weights["post_attention_layernorm.weight"], config.rms_norm_eps)
-    e_ND, routing, moe_saved = moe(n2_ND, *(weights[name] for name in EXPERTS), config.top_k)
+    router_ED, gate_up_E2FD, down_EDF = (weights[name] for name in EXPERTS)
+    e_ND, routing, moe_saved = moe(n2_ND, router_ED, gate_up_E2FD, down_EDF, config.top_k)
     return m_ND + e_ND, routing, (norm1_saved, attention_saved, norm2_saved, moe_saved)
 
 

@@ -26,7 +26,7 @@ class NumpyEngine(Engine):
 
     def forward(self, tokens_BT, attention_mask_BT=None):
         tokens_N, layout = _real_tokens(tokens_BT, attention_mask_BT)
-        h_ND, _, _ = hidden_states(self.params, self.config, tokens_N, layout)
+        h_ND, _, _ = hidden_states(self.params, self.config, tokens_N, layout, keep=False)
         logits_NV, _ = head(self.params, h_ND)
         return _with_padding(logits_NV, tokens_BT, attention_mask_BT)
 
@@ -57,13 +57,13 @@ class NumpyEngine(Engine):
         config, dtype = self.config, next(iter(self.params.values())).dtype
         shape_BSKC = (len(tokens_BT), capacity, config.num_kv_heads, config.head_dim)
         layers = [(np.zeros(shape_BSKC, dtype), np.zeros(shape_BSKC, dtype)) for _ in range(config.num_layers)]
-        h_ND, _, _ = hidden_states(self.params, config, tokens_N, layout, layers)
+        h_ND, _, _ = hidden_states(self.params, config, tokens_N, layout, layers, keep=False)
         last_B = np.cumsum(lengths_B) - 1
         return head(self.params, h_ND[last_B])[0], NumpyCache(layers, lengths_B)
 
     def decode(self, tokens_B, cache):
         layout = layout_of(np.ones_like(cache.lengths_B), cache.lengths_B)
-        h_BD, _, _ = hidden_states(self.params, self.config, tokens_B, layout, cache.layers)
+        h_BD, _, _ = hidden_states(self.params, self.config, tokens_B, layout, cache.layers, keep=False)
         cache.lengths_B = cache.lengths_B + 1
         return head(self.params, h_BD)[0]
 

@@ -10,8 +10,12 @@ from strop.moe.reference.rope import rope_angles
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
-def hidden_states(params, config, tokens_N, layout, caches=None):
-    """h = norm(block_L(… block_1(embedding(tokens))));  caches: one (keys, values) per layer, or None"""
+def hidden_states(params, config, tokens_N, layout, caches=None, *, keep):
+    """h = norm(block_L(… block_1(embedding(tokens))))
+
+    caches   one (keys, values) per layer, or None
+    keep     whether a backward will follow; else each block's activations are let go when the next one runs
+    """
     x_ND, embedding_saved = embedding(tokens_N, params[EMBEDDING])
     angles = rope_angles(layout.positions_N, config.head_dim, config.rope_theta, x_ND.dtype)
     routings, blocks_saved = [], []
@@ -20,7 +24,7 @@ def hidden_states(params, config, tokens_N, layout, caches=None):
         cache = None if caches is None else caches[layer]
         x_ND, routing, saved = block(x_ND, weights, config, angles, layout, cache)
         routings.append(routing)
-        blocks_saved.append(saved)
+        blocks_saved.append(saved if keep else None)
     h_ND, norm_saved = rms_norm(x_ND, params[NORM], config.rms_norm_eps)
     return h_ND, routings, (embedding_saved, blocks_saved, norm_saved)
 
@@ -32,7 +36,7 @@ def head(params, h_ND):
 
 def forward(params, config, tokens_N, layout):
     """logits and the auxiliary loss (without its coefficient), with all the backward needs"""
-    h_ND, routings, hidden_saved = hidden_states(params, config, tokens_N, layout)
+    h_ND, routings, hidden_saved = hidden_states(params, config, tokens_N, layout, keep=True)
     logits_NV, head_saved = head(params, h_ND)
     aux, aux_saved = aux_loss(*zip(*routings, strict=True))
     return logits_NV, aux, (hidden_saved, head_saved, aux_saved, config)
