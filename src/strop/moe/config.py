@@ -69,11 +69,12 @@ class MoEConfig:
             object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
         for name, token in [("bos_token_id", self.bos_token_id), ("pad_token_id", self.pad_token_id)]:
             if token is not None:
-                self._check_token(name, token)
+                self.check_token(name, token)
         for token in self.eos_token_ids:
-            self._check_token("eos_token_id", token)
+            self.check_token("eos_token_id", token)
 
-    def _check_token(self, name: str, token: Any) -> None:
+    def check_token(self, name: str, token: Any) -> None:
+        """Raise unless `token` is an id of this vocabulary."""
         _check_int(name, token, 0)
         if token >= self.vocab_size:
             raise ValueError(f"{name} must be below vocab_size={self.vocab_size}, found {token}")

@@ -33,6 +33,8 @@ import numpy as np
 
 from strop import _compiled
 from strop.moe.config import MoEConfig
+from strop.moe.optim import adamw_update
+from strop.moe.sampling import sample
 
 Arrays = dict[str, np.ndarray]
 
@@ -123,8 +125,6 @@ class Engine(ABC):
         grad_scale: float = 1.0,
     ) -> None:
         """One AdamW step (from step=1) of one array, `param`, `m`, `v` in place. An engine may do it in one pass."""
-        from strop.moe.optim import adamw_update
-
         adamw_update(
             param,
             grad,
@@ -143,8 +143,6 @@ class Engine(ABC):
         self, logits_BV: np.ndarray, uniforms_B: np.ndarray, *, temperature: float, top_k: int, top_p: float
     ) -> tuple[np.ndarray, np.ndarray]:
         """tokens_B and logps_B by the rules of `strop.moe.sampling`, one uniform in [0, 1) a row. An engine may fuse it."""
-        from strop.moe.sampling import sample
-
         return sample(logits_BV, uniforms_B, temperature=temperature, top_k=top_k, top_p=top_p)
 
 
