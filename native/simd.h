@@ -265,7 +265,7 @@ static inline Wide widened_sum(Wide v) { return v; }
 
 template <class T>
 static inline VecOf<T> absolute(VecOf<T> v) {
-    constexpr auto all_but_sign = ~(BitsOf<T>{} + 1 << (8 * sizeof(T) - 1));
+    constexpr auto all_but_sign = ~((BitsOf<T>{} + 1) << (8 * sizeof(T) - 1));
     return (VecOf<T>)((BitsOf<T>)v & all_but_sign);
 }
 
