@@ -14,19 +14,19 @@ constexpr int kMaxVectors = 2;
 constexpr int rows_of_tile(int vectors) { return vectors == 2 ? 6 : 8; }
 #endif
 
-template <class T, int MR, int NR>
+// `tail` values of the last vector's columns exist; the others are neither read nor written.
+template <class T, int MR, int NR, bool whole>
 void tile(const Product<T>& p, size_t K, const T* a, const T* b, T* c, const T* plus, size_t tail, bool from_c) {
     constexpr size_t lanes = Lanes<T>::count;
     VecOf<T> sum[MR][NR];
-    const auto read = [&](const T* from, int i, int j) {
-        from += i * p.c_row + j * lanes;
-        return j == NR - 1 && tail != lanes ? load_first(from, tail) : load(from);
+    const auto read = [tail](const T* from, int j) {
+        return !whole && j == NR - 1 ? load_first(from + j * lanes, tail) : load(from + j * lanes);
     };
     if (from_c) {
 #pragma GCC unroll 8
         for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 8
-            for (int j = 0; j < NR; ++j) sum[i][j] = read(c, i, j);
+            for (int j = 0; j < NR; ++j) sum[i][j] = read(c + i * p.c_row, j);
     } else {
 #pragma GCC unroll 8
         for (int i = 0; i < MR; ++i)
@@ -37,7 +37,7 @@ void tile(const Product<T>& p, size_t K, const T* a, const T* b, T* c, const T* 
     for (size_t k = 0; k < K; ++k, a += a_col, b += b_row) {
         VecOf<T> b_k[NR];
 #pragma GCC unroll 8
-        for (int j = 0; j < NR; ++j) b_k[j] = load(b + j * lanes);
+        for (int j = 0; j < NR; ++j) b_k[j] = read(b, j);
 #pragma GCC unroll 8
         for (int i = 0; i < MR; ++i) {
             const VecOf<T> a_ik = broadcast<T>(a[i * a_row]);
@@ -49,9 +49,9 @@ void tile(const Product<T>& p, size_t K, const T* a, const T* b, T* c, const T* 
     for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 8
         for (int j = 0; j < NR; ++j) {
-            if (plus) sum[i][j] += read(plus, i, j);
+            if (plus) sum[i][j] += read(plus + i * p.c_row, j);
             T* to = c + i * p.c_row + j * lanes;
-            if (j == NR - 1 && tail != lanes) store_first(to, tail, sum[i][j]);
+            if (!whole && j == NR - 1) store_first(to, tail, sum[i][j]);
             else store(to, sum[i][j]);
         }
 }
@@ -59,25 +59,25 @@ void tile(const Product<T>& p, size_t K, const T* a, const T* b, T* c, const T* 
 template <class T>
 using Tile = void (*)(const Product<T>&, size_t, const T*, const T*, T*, const T*, size_t, bool);
 
-// tiles[rows − 1][vectors − 1]; a height above the tile's own never occurs.
-template <class T>
+// at[rows − 1][vectors − 1]; a height above the tile's own never occurs.
+template <class T, bool whole>
 struct Tiles {
     Tile<T> at[8][kMaxVectors];
     constexpr Tiles() : at{} { fill<1>(); }
 
     template <int rows>
     constexpr void fill() {
-        at[rows - 1][0] = tile<T, rows, 1>;
-        if constexpr (rows <= rows_of_tile(2)) at[rows - 1][1] = tile<T, rows, 2>;
+        at[rows - 1][0] = tile<T, rows, 1, whole>;
+        if constexpr (rows <= rows_of_tile(2)) at[rows - 1][1] = tile<T, rows, 2, whole>;
         if constexpr (kMaxVectors > 2) {
-            if constexpr (rows <= rows_of_tile(3)) at[rows - 1][2] = tile<T, rows, 3>;
-            if constexpr (rows <= rows_of_tile(4)) at[rows - 1][3] = tile<T, rows, 4>;
+            if constexpr (rows <= rows_of_tile(3)) at[rows - 1][2] = tile<T, rows, 3, whole>;
+            if constexpr (rows <= rows_of_tile(4)) at[rows - 1][3] = tile<T, rows, 4, whole>;
         }
         if constexpr (rows < 8) fill<rows + 1>();
     }
 };
-template <class T>
-constexpr Tiles<T> tiles;
+template <class T, bool whole>
+constexpr Tiles<T, whole> tiles;
 
 }  // namespace
 
@@ -97,8 +97,9 @@ void multiply_rows(const Product<T>& p, size_t first, size_t last) {
             for (size_t m = first; m < last; m += height) {
                 const size_t rows = last - m < height ? last - m : height;
                 const size_t at = m * p.c_row + n;
-                tiles<T>.at[rows - 1][vectors - 1](p, K, a + (m - first) * p.a_row, b + n, p.c + at,
-                                                   is_last && p.plus ? p.plus + at : nullptr, tail, from_c);
+                const Tile<T> tile = (tail == lanes ? tiles<T, true>.at : tiles<T, false>.at)[rows - 1][vectors - 1];
+                tile(p, K, a + (m - first) * p.a_row, b + n, p.c + at,
+                     is_last && p.plus ? p.plus + at : nullptr, tail, from_c);
             }
         }
         if (is_last) return;

@@ -9,7 +9,7 @@
 
 namespace strop::STROP_ISA {
 
-// C[m][n] = Σ_k A(m, k)·B[k][n],  A(m, k) = a[m·a_row + k·a_col].  Rows of B are read in whole vectors, beyond N.
+// C[m][n] = Σ_k A(m, k)·B[k][n],  A(m, k) = a[m·a_row + k·a_col].
 template <class T>
 struct Product {
     size_t M, N, K;

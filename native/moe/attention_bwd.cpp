@@ -10,11 +10,11 @@ namespace {
 constexpr size_t kQueries = 64;   // of a block
 constexpr size_t kWorkers = 32;   // tasks at most, each with scratch of its own
 
-// One row of a batch and one query head. q, dcontext, context and dq are rows of `stride`, at this head.
+// One row of a batch and one query head. q, dcontext and dq are rows of `stride`, at this head.
 template <class T>
 struct HeadRow {
     size_t C, tokens, S, stride, H;
-    const T *q_TC, *dcontext_TC, *context_TC;
+    const T *q_TC, *dcontext_TC;
     const T *max_TH, *sum_TH;
     const T *keys_CS, *keys_SC, *values_CS;
     T *dq_TC, *dk_SC, *dv_SC;  // dk and dv: what this head sends to its keys and values
@@ -27,20 +27,21 @@ void scores_bwd(const HeadRow<T>& r, size_t first, size_t n, T* p_TS, T* ds_TS) 
     const T scale = T(1) / static_cast<T>(__builtin_sqrt(static_cast<double>(r.C)));
     const size_t num_keys = first + n;
     for (size_t t = 0; t < n; ++t) {
-        const T *dcontext = r.dcontext_TC + (first + t) * r.stride, *context = r.context_TC + (first + t) * r.stride;
-        T through_sum = 0;                                             // Σ_s dp·p = dcontext·context
-        for (size_t i = 0; i < r.C; ++i) through_sum += dcontext[i] * context[i];
         const VecOf<T> max = broadcast<T>(-r.max_TH[(first + t) * r.H]);
         const T share = T(1) / r.sum_TH[(first + t) * r.H];
         T *p = p_TS + t * r.S, *ds = ds_TS + t * r.S;
+        VecOf<T> sum{};
         for (size_t s = 0; s < num_keys; s += lanes) {
-            const size_t seen = first + t + 1 > s ? first + t + 1 - s : 0;
-            const VecOf<T> e = exp_to_one<T>(multiply_add(load(p + s), broadcast<T>(scale), max)) * share;
-            const VecOf<T> p_s = first_lanes<T>(seen) ? e : VecOf<T>{};
-            const VecOf<T> dp = first_lanes<T>(seen) ? load(ds + s) : VecOf<T>{};
+            const BitsOf<T> seen = first_lanes<T>(first + t + 1 > s ? first + t + 1 - s : 0);
+            const VecOf<T> p_s = seen ? exp_to_one<T>(multiply_add(load(p + s), broadcast<T>(scale), max)) * share : VecOf<T>{};
+            const VecOf<T> dp = seen ? load(ds + s) : VecOf<T>{};
             store(p + s, p_s);
-            store(ds + s, p_s * (dp - through_sum) * scale);           // dL/dscore = p·(dp − Σ dp·p)/√C
+            store(ds + s, dp);
+            sum = multiply_add(dp, p_s, sum);
         }
+        const T through_sum = sum_lanes<T>(sum);
+        for (size_t s = 0; s < num_keys; s += lanes)                   // dL/dscore = p·(dp − Σ dp·p)/√C; 0 at hidden keys
+            store(ds + s, load(p + s) * (load(ds + s) - through_sum) * scale);
     }
 }
 
@@ -125,7 +126,7 @@ void attend_bwd_all(Pass<T>& pass, const BlockSaved<T>& saved, const Rows<T>& ro
             T *dk = rows.dk_BHSC + item * S * Cp, *dv = rows.dv_BHSC + item * S * Cp;
             __builtin_memset(dk, 0, count * Cp * sizeof(T));
             __builtin_memset(dv, 0, count * Cp * sizeof(T));
-            attend_bwd(HeadRow<T>{c.C, count, S, padded(O), c.H, rows.q_NO + at, rows.dcontext_NO + at, saved.context_NO + at,
+            attend_bwd(HeadRow<T>{c.C, count, S, padded(O), c.H, rows.q_NO + at, rows.dcontext_NO + at,
                                   saved.max_NH + start * c.H + h, saved.sum_NH + start * c.H + h, saved.kv.keys + row * c.C * S,
                                   rows.keys + row * S * Cp, rows.values + row * c.C * S, rows.dq_NO + at, dk, dv},
                        p_TS, ds_TS);

@@ -24,18 +24,22 @@ inline void swiglu(size_t rows, size_t tokens, const T* gate_FA, const T* up_FA,
         }
 }
 
-// dgate and dup from dh, in the place of dgate_FA and dup_FA.
+// Of one token: dgate, dup and h again from dh, gate and up; rows are padded to whole vectors.
 template <class T>
-inline void swiglu_bwd(size_t rows, size_t tokens, const T* dh_FA, const T* gate_FA, const T* up_FA, T* dgate_FA, T* dup_FA) {
+inline void swiglu_bwd(size_t F, const T* dh_F, const T* gate_F, const T* up_F, T* dgate_F, T* dup_F, T* h_F) {
     constexpr size_t lanes = Lanes<T>::count;
-    for (size_t f = 0; f < rows; ++f)
-        for (size_t i = 0; i < tokens; i += lanes) {
-            const size_t at = f * kPanel + i;
-            const VecOf<T> dh = load(dh_FA + at), gate = load(gate_FA + at), up = load(up_FA + at);
-            const VecOf<T> s = sigmoid<T>(gate), silu = gate * s;
-            store(dup_FA + at, dh * silu);                                      // dL/dup = dh·silu(g)
-            store(dgate_FA + at, dh * up * (s + silu * (T(1) - s)));            // dL/dgate = dh·up·silu′,  silu′ = σ + g·σ·(1 − σ)
-        }
+    for (size_t f = 0; f < F; f += lanes) {
+        const VecOf<T> dh = load(dh_F + f), gate = load(gate_F + f), up = load(up_F + f);
+        const VecOf<T> s = sigmoid<T>(gate), silu = gate * s;
+        store(h_F + f, silu * up);
+        store(dup_F + f, dh * silu);                                        // dL/dup = dh·silu(g)
+        store(dgate_F + f, dh * up * (s + silu * (T(1) - s)));              // dL/dgate = dh·up·silu′,  silu′ = σ + g·σ·(1 − σ)
+    }
+}
+
+size_t tokens_of(const Groups& groups, size_t e) {
+    const size_t first = groups.first_panels_E[e], last = groups.first_panels_E[e + 1];
+    return first == last ? 0 : (last - first - 1) * kPanel + static_cast<size_t>(groups.counts[last - 1]);
 }
 
 }  // namespace
@@ -70,57 +74,58 @@ void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved) {
     });
 }
 
+// Tokens are rows here: an expert's few tokens leave no lane idle, and the weights are read as they are stored.
 template <class T>
-void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_DA, const T* x_AD,
-                 const T* h_AF, T* dx_AD, const LayerWeights<T>& grads) {
+void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_AD, const T* x_AD, T* dx_AD,
+                 const LayerWeights<T>& grads) {
     const Config& c = *pass.config;
     const Groups& groups = saved.groups;
-    const size_t D = c.D, F = c.F, num_panels = groups.num_panels;
+    const size_t D = c.D, F = c.F, Dp = padded(D), Fp = padded(F), A = groups.num_panels * kPanel;
     Arena& arena = *pass.arena;
-    T* dh_FA = take_panels<T>(arena, F, num_panels);
-    T* dgate_up_2FA = take_panels<T>(arena, 2 * F, num_panels);
-    T* dx_DA = take_panels<T>(arena, D, num_panels);
-    auto* products = take<Product<T>>(arena, num_panels + c.E);
-    const auto tokens_of = [&](size_t e) {
-        const size_t first = groups.first_panels_E[e], last = groups.first_panels_E[e + 1];
-        return first == last ? 0 : (last - first - 1) * kPanel + static_cast<size_t>(groups.counts[last - 1]);
-    };
-
-    for (size_t panel = 0; panel < num_panels; ++panel)                                     // y = h·Wdᵀ
-        products[panel] = linear_bwd_input<T>(w.down_EDF + groups.experts[panel] * D * F, D, F, panel_of(dy_DA, D, panel),
-                                              groups.counts[panel], panel_of(dh_FA, F, panel));
-    for (size_t e = 0; e < c.E; ++e) {
-        const size_t first = groups.first_panels_E[e];
-        products[num_panels + e] = linear_bwd_weight<T>(panel_of(dy_DA, D, first), D, h_AF + first * kPanel * padded(F), F,
-                                                        tokens_of(e), grads.down_EDF + e * D * F);
-    }
-    run_products(products, num_panels + c.E, [&](size_t panel, size_t first, size_t last) {
-        if (panel >= num_panels) return;
-        const T* gate = panel_of(saved.gate_up_2FA, 2 * F, panel) + first * kPanel;         // h = silu(gate)·up
-        T* dgate = panel_of(dgate_up_2FA, 2 * F, panel) + first * kPanel;
-        swiglu_bwd(last - first, groups.counts[panel], panel_of(dh_FA, F, panel) + first * kPanel, gate, gate + F * kPanel,
-                   dgate, dgate + F * kPanel);
+    T *gate_up_A2F = take<T>(arena, A * 2 * Fp), *dgate_up_A2F = take<T>(arena, A * 2 * Fp);  // gate, then up from Fp on
+    T *dh_AF = take<T>(arena, A * Fp), *h_AF = take<T>(arena, A * Fp);
+    parallel_for(2 * groups.num_panels, [&](size_t task) noexcept {
+        const size_t panel = task / 2, is_up = task % 2;
+        to_rows<T>(F, groups.counts[panel], panel_of(saved.gate_up_2FA, 2 * F, panel) + is_up * F * kPanel,
+                   [&](size_t i) { return gate_up_A2F + (panel * kPanel + i) * 2 * Fp + is_up * Fp; });
     });
 
-    for (size_t panel = 0; panel < num_panels; ++panel)                                     // (gate, up) = x·(Wg, Wu)ᵀ
-        products[panel] = linear_bwd_input<T>(w.gate_up_E2FD + groups.experts[panel] * 2 * F * D, 2 * F, D,
-                                              panel_of(dgate_up_2FA, 2 * F, panel), groups.counts[panel], panel_of(dx_DA, D, panel));
-    for (size_t e = 0; e < c.E; ++e) {
-        const size_t first = groups.first_panels_E[e];
-        products[num_panels + e] = linear_bwd_weight<T>(panel_of(dgate_up_2FA, 2 * F, first), 2 * F, x_AD + first * kPanel * padded(D), D,
-                                                        tokens_of(e), grads.gate_up_E2FD + e * 2 * F * D);
+    auto* products = take<Product<T>>(arena, 4 * c.E);
+    size_t* firsts = take<size_t>(arena, c.E);  // assignment of each used expert's first token
+    size_t used = 0;
+    for (size_t e = 0; e < c.E; ++e) {                                                      // y = h·Wdᵀ
+        const size_t tokens = tokens_of(groups, e), first = groups.first_panels_E[e] * kPanel;
+        if (tokens == 0) continue;
+        firsts[used] = first;
+        products[used++] = linear_bwd_input_rows<T>(dy_AD + first * Dp, Dp, D, w.down_EDF + e * D * F, F, tokens, dh_AF + first * Fp);
     }
-    run_products(products, num_panels + c.E, [&](size_t panel, size_t first, size_t last) {
-        if (panel >= num_panels) return;
-        to_rows<T>(last - first, groups.counts[panel], panel_of(dx_DA, D, panel) + first * kPanel,
-                   [&](size_t i) { return dx_AD + (panel * kPanel + i) * padded(D) + first; });
+    run_products(products, used, [&](size_t i, size_t first, size_t last) {                 // h = silu(gate)·up
+        for (size_t a = firsts[i] + first; a < firsts[i] + last; ++a) {
+            const T* gate_F = gate_up_A2F + a * 2 * Fp;
+            T* dgate_F = dgate_up_A2F + a * 2 * Fp;
+            swiglu_bwd(F, dh_AF + a * Fp, gate_F, gate_F + Fp, dgate_F, dgate_F + Fp, h_AF + a * Fp);
+        }
     });
+
+    for (size_t e = 0; e < c.E; ++e) {                                                      // (gate, up) = x·(Wg, Wu)ᵀ
+        const size_t tokens = tokens_of(groups, e), first = groups.first_panels_E[e] * kPanel;
+        const T *dgate = dgate_up_A2F + first * 2 * Fp, *x = x_AD + first * Dp, *gate_up_2FD = w.gate_up_E2FD + e * 2 * F * D;
+        T* dgate_up_2FD = grads.gate_up_E2FD + e * 2 * F * D;
+        Product<T>* of_expert = products + 4 * e;
+        of_expert[0] = linear_bwd_weight_rows<T>(dy_AD + first * Dp, Dp, D, h_AF + first * Fp, F, tokens, grads.down_EDF + e * D * F);
+        of_expert[1] = linear_bwd_weight_rows<T>(dgate, 2 * Fp, F, x, D, tokens, dgate_up_2FD);
+        of_expert[2] = linear_bwd_weight_rows<T>(dgate + Fp, 2 * Fp, F, x, D, tokens, dgate_up_2FD + F * D);
+        of_expert[3] = linear_bwd_input_rows<T>(dgate, 2 * Fp, 2 * F, gate_up_2FD, D, tokens, dx_AD + first * Dp);
+        of_expert[3].k_block = F;  // from the gate's part of a row to the up projection's
+        of_expert[3].a_step = Fp;
+        of_expert[3].b_step = F * D;
+    }
+    run_products(products, 4 * c.E);
 }
 
 #define STROP_INSTANTIATE(T)                                                                        \
     template void experts<T>(Pass<T>&, const LayerWeights<T>&, BlockSaved<T>&);                     \
-    template void experts_bwd<T>(Pass<T>&, const LayerWeights<T>&, const BlockSaved<T>&, const T*, const T*, const T*, T*, \
-                                 const LayerWeights<T>&);
+    template void experts_bwd<T>(Pass<T>&, const LayerWeights<T>&, const BlockSaved<T>&, const T*, const T*, T*, const LayerWeights<T>&);
 STROP_INSTANTIATE(float)
 STROP_INSTANTIATE(double)
 

@@ -61,10 +61,10 @@ void group_by_expert(const Config& c, size_t N, const int32_t* experts_NJ, Group
 // y_AD of every assignment from x_DA.
 template <class T>
 void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved);
-// dx_AD from dy_DA and x_AD; h_AF is the activation token by token.
+// dx_AD from dy_AD and x_AD.
 template <class T>
-void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_DA, const T* x_AD,
-                 const T* h_AF, T* dx_AD, const LayerWeights<T>& grads);
+void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_AD, const T* x_AD, T* dx_AD,
+                 const LayerWeights<T>& grads);
 
 // ---- moe.cpp -----------------------------------------------------------------------------------------------------------
 
@@ -94,6 +94,11 @@ void block_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& sav
 // The loss; logits_VN become dL/dlogits.
 template <class T>
 double cross_entropy(size_t V, size_t N, const Targets& targets, Arena& arena, T* logits_VN);
+
+// ---- softmax.cpp -------------------------------------------------------------------------------------------------------
+
+template <class T>
+double softmax_row(const T* logits_V, size_t V, double temperature, double* p_V, double* sums);
 
 // ---- adamw.cpp ---------------------------------------------------------------------------------------------------------
 

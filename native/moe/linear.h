@@ -19,7 +19,7 @@ static inline Product<T> linear(const T* w_OD, size_t O, size_t D, const T* x_DN
     return p;
 }
 
-// dL/dx = Wᵀ·dy on one panel.
+// dL/dx = Wᵀ·dy on one panel: tokens as lanes.
 template <class T>
 static inline Product<T> linear_bwd_input(const T* w_OD, size_t O, size_t D, const T* dy_ON, size_t tokens, T* dx_DN) {
     Product<T> p{D, columns_of<T>(tokens), O, w_OD, 1, D, dy_ON, kPanel, dx_DN, kPanel};
@@ -35,6 +35,26 @@ static inline Product<T> linear_bwd_weight(const T* dy_ON, size_t O, const T* x_
     Product<T> p{O, D, tokens, dy_ON, kPanel, 1, x_ND, padded(D), dw_OD, D};
     p.k_block = kPanel;
     p.a_step = O * kPanel;
+    p.b_step = kPanel * padded(D);
+    return p;
+}
+
+// The same for tokens as rows: dL/dx = dy·W, the features as lanes. Tokens few or many, no lane is idle.
+template <class T>
+static inline Product<T> linear_bwd_input_rows(const T* dy_NO, size_t dy_row, size_t O, const T* w_OD, size_t D, size_t tokens, T* dx_ND) {
+    Product<T> p{tokens, D, O, dy_NO, dy_row, 1, w_OD, D, dx_ND, padded(D)};
+    p.k_block = kPanelRows;
+    p.a_step = kPanelRows;
+    p.b_step = kPanelRows * D;
+    return p;
+}
+
+// dL/dW with both token by token.
+template <class T>
+static inline Product<T> linear_bwd_weight_rows(const T* dy_NO, size_t dy_row, size_t O, const T* x_ND, size_t D, size_t tokens, T* dw_OD) {
+    Product<T> p{O, D, tokens, dy_NO, 1, dy_row, x_ND, padded(D), dw_OD, D};
+    p.k_block = kPanel;
+    p.a_step = kPanel * dy_row;
     p.b_step = kPanel * padded(D);
     return p;
 }

@@ -117,10 +117,13 @@ struct AdamW {
     double correction1, correction2;  // 1 − β₁ᵗ, √(1 − β₂ᵗ)
 };
 
+// By the rules of src/strop/moe/sampling.py: temperature 0 is greedy, top_k 0 and top_p 1 are all tokens.
 struct Sampling {
-    double temperature, top_p;
+    double temperature;
     int64_t top_k;
+    double top_p;
 };
+inline constexpr size_t kDrawBlock = 64;  // tokens whose probabilities are summed together before one is looked for
 
 // The engine as compiled for one instruction set; see model.cpp.
 template <class T>
@@ -135,6 +138,7 @@ struct Kernels {
     void (*backward)(Pass<T>& pass, const int64_t* rows_N, const T* dlogits, double daux, const Weights<T>& grads);
     double (*loss_and_grads)(Pass<T>& pass, const Targets& targets, double daux, const Weights<T>& grads);
 
+    double (*softmax_row)(const T* logits_V, size_t V, double temperature, double* p_V, double* sums);
     void (*adamw)(size_t count, T* param, const T* grad, T* m, T* v, const AdamW& step);
 };
 

@@ -71,7 +71,7 @@ void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>&
     constexpr size_t lanes = Lanes<T>::count;
     const Config& c = *pass.config;
     const Groups& groups = saved.groups;
-    const size_t N = pass.tokens.N, num_panels = panels_of(N), D = c.D, F = c.F, stride = padded(D), A = groups.num_panels * kPanel;
+    const size_t N = pass.tokens.N, num_panels = panels_of(N), D = c.D, stride = padded(D), A = groups.num_panels * kPanel;
     Arena& arena = *pass.arena;
     T *dy_ND = take<T>(arena, N * stride), *dweights_NJ = take<T>(arena, N * c.J);
     T *dlogits_EN = take_panels<T>(arena, c.E, num_panels), *via_router_DN = take_panels<T>(arena, D, num_panels);
@@ -86,21 +86,19 @@ void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>&
         multiply(linear_bwd_input<T>(w.router_ED, c.E, D, dlogits, tokens, panel_of(via_router_DN, D, panel)));
     });
 
-    T *dy_DA = take_panels<T>(arena, D, groups.num_panels), *weights_A = take<T>(arena, A);
-    T *x_AD = take<T>(arena, A * stride), *h_AF = take<T>(arena, A * padded(F)), *dx_AD = take<T>(arena, A * stride);
-    for (size_t a = 0; a < A; ++a) weights_A[a] = 0;
-    for (size_t a = 0; a < N * c.J; ++a) weights_A[groups.assignments_NJ[a]] = saved.weights_NJ[a];
-    parallel_for(groups.num_panels, [&](size_t panel) noexcept {
-        const size_t first = panel * kPanel, tokens = groups.counts[panel];
-        const int32_t* token = groups.tokens_A + first;
-        T* dy = panel_of(dy_DA, D, panel);
-        to_lanes<T>(D, tokens, [&](size_t i) { return dy_ND + token[i] * stride; }, dy);
-        for (size_t i = 0; i < tokens; i += lanes)                                          // dL/d expert_j(x_n) = w_nj·dy_n
-            for (size_t d = 0; d < D; ++d) store(dy + d * kPanel + i, load(dy + d * kPanel + i) * load(weights_A + first + i));
-        for (size_t i = 0; i < tokens; ++i) __builtin_memcpy(x_AD + (first + i) * stride, saved.n2_ND + token[i] * stride, D * sizeof(T));
-        to_rows<T>(F, tokens, panel_of(saved.h_FA, F, panel), [&](size_t i) { return h_AF + (first + i) * padded(F); });
+    T *dy_AD = take<T>(arena, A * stride), *x_AD = take<T>(arena, A * stride), *dx_AD = take<T>(arena, A * stride);
+    parallel_for(num_panels, [&](size_t panel) noexcept {
+        for (size_t n = panel * kPanel; n < panel * kPanel + tokens_in_panel(N, panel); ++n)
+            for (size_t j = 0; j < c.J; ++j) {
+                const size_t a = groups.assignments_NJ[n * c.J + j];
+                const T weight = saved.weights_NJ[n * c.J + j];
+                for (size_t d = 0; d < stride; d += lanes) {
+                    store(dy_AD + a * stride + d, weight * load(dy_ND + n * stride + d));   // dL/d expert_j(x_n) = w_nj·dy_n
+                    store(x_AD + a * stride + d, load(saved.n2_ND + n * stride + d));
+                }
+            }
     });
-    experts_bwd(pass, w, saved, dy_DA, x_AD, h_AF, dx_AD, grads);
+    experts_bwd(pass, w, saved, dy_AD, x_AD, dx_AD, grads);
 
     T *sum_ND = take<T>(arena, N * stride), *sum_DN = take_panels<T>(arena, D, num_panels);
     Product<T> drouter = linear_bwd_weight<T>(dlogits_EN, c.E, saved.n2_ND, D, N, grads.router_ED);

@@ -90,9 +90,12 @@ class NativeEngine(Engine):
         cache.lengths_B = cache.lengths_B + 1
         return logits_BV
 
-    def adamw_update(
-        self, param, grad, m, v, *, step, lr, beta1, beta2, eps, weight_decay, grad_scale=1.0
-    ):
+    def sample(self, logits_BV, uniforms_B, *, temperature, top_k, top_p):
+        tokens_B, logps_B = np.empty(len(logits_BV), np.int64), np.empty(len(logits_BV))
+        self.compiled.sample(logits_BV, uniforms_B, temperature, top_k, top_p, tokens_B, logps_B)
+        return tokens_B, logps_B
+
+    def adamw_update(self, param, grad, m, v, *, step, lr, beta1, beta2, eps, weight_decay, grad_scale=1.0):
         native.moe_adamw(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay, grad_scale)
 
     def _logits(self, tokens_BT, attention_mask_BT):
