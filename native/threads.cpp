@@ -1,6 +1,7 @@
 #include "threads.h"
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <condition_variable>
 #include <mutex>
@@ -40,15 +41,24 @@ inline void pause() {
 #endif
 }
 
-// True as soon as ready() is; false after some tens of microseconds. Waking a sleeping thread takes about that long, so a
-// thread that has just worked looks out for more work this long before it sleeps.
+// True as soon as ready() is; false after kPatience. Waking a sleeping thread takes tens of microseconds, so a thread that
+// has just worked looks out for more work as long as a caller may need to come back with it: a step of training or decoding
+// in Python comes every few hundred microseconds and has dozens of jobs. After kSpin it does so only while nothing else
+// wants its CPU.
+constexpr std::chrono::microseconds kSpin{20}, kPatience{200};
+
 template <class Ready>
 bool spin_until(Ready&& ready) {
-    for (int i = 0; i < 1000; ++i) {
-        if (ready()) return true;
-        pause();
+    const auto start = std::chrono::steady_clock::now();
+    for (;;) {
+        for (int i = 0; i < 32; ++i) {
+            if (ready()) return true;
+            pause();
+        }
+        const auto waited = std::chrono::steady_clock::now() - start;
+        if (waited > kPatience) return false;
+        if (waited > kSpin) std::this_thread::yield();
     }
-    return false;
 }
 
 using Body = void (*)(void*, size_t) noexcept;

@@ -99,6 +99,8 @@ double cross_entropy(size_t V, size_t N, const Targets& targets, Arena& arena, T
 
 template <class T>
 double softmax_row(const T* logits_V, size_t V, double temperature, double* p_V, double* sums);
+template <class T>
+double exp_sum_row(const T* logits_V, size_t V, T* max);
 
 // ---- adamw.cpp ---------------------------------------------------------------------------------------------------------
 

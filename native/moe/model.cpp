@@ -177,7 +177,7 @@ double loss_and_grads(Pass<T>& pass, const Targets& targets, double daux, const 
 }
 
 template <class T>
-constexpr moe::Kernels<T> table{hidden_states<T>, head<T>, head_of_last<T>, backward<T>, loss_and_grads<T>, softmax_row<T>, adamw<T>};
+constexpr moe::Kernels<T> table{hidden_states<T>, head<T>, head_of_last<T>, backward<T>, loss_and_grads<T>, softmax_row<T>, exp_sum_row<T>, adamw<T>};
 
 }  // namespace
 

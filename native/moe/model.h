@@ -139,6 +139,7 @@ struct Kernels {
     double (*loss_and_grads)(Pass<T>& pass, const Targets& targets, double daux, const Weights<T>& grads);
 
     double (*softmax_row)(const T* logits_V, size_t V, double temperature, double* p_V, double* sums);
+    double (*exp_sum_row)(const T* logits_V, size_t V, T* max);
     void (*adamw)(size_t count, T* param, const T* grad, T* m, T* v, const AdamW& step);
 };
 

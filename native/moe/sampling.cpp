@@ -82,25 +82,33 @@ size_t draw_among(const Row& row, size_t count, double u, double total) {
 template <class T>
 void sample(Arena& arena, const T* logits_BV, const double* uniforms_B, size_t B, size_t V, const Sampling& rule, int64_t* tokens_B,
             double* logps_B) {
-    const auto softmax_row = kernels().of<T>().moe->softmax_row;
-    const bool greedy = rule.temperature == 0;
+    const Kernels<T>& kernel = *kernels().of<T>().moe;
+    if (rule.temperature == 0) {
+        parallel_for(B, [&](size_t b) noexcept {
+            const T* logits_V = logits_BV + b * V;
+            T max;
+            logps_B[b] = -std::log(kernel.exp_sum_row(logits_V, V, &max));
+            tokens_B[b] = std::find(logits_V, logits_V + V - 1, max) - logits_V;
+        });
+        return;
+    }
     const size_t blocks = (V + kDrawBlock - 1) / kDrawBlock;
     double *p_BV = take<double>(arena, B * padded(V)), *sums_B = take<double>(arena, B * blocks);
     int32_t* ids_BV = take<int32_t>(arena, B * V);
     parallel_for(B, [&](size_t b) noexcept {
         const T* logits_V = logits_BV + b * V;
         const Row row{V, p_BV + b * padded(V), sums_B + b * blocks, ids_BV + b * V};
-        const double temperature = greedy ? 1.0 : rule.temperature;
-        const double max = softmax_row(logits_V, V, temperature, row.p_V, row.sums);
+        const double max = kernel.softmax_row(logits_V, V, rule.temperature, row.p_V, row.sums);
         double total = row.total();
         size_t token;
-        if (greedy) token = static_cast<size_t>(std::find(logits_V, logits_V + V - 1, static_cast<T>(max)) - logits_V);
-        else if (rule.top_k > 0 || rule.top_p < 1) {
+        if (rule.top_k > 0 || rule.top_p < 1) {
             const size_t count = restrict_to_top(row, rule, &total);
             token = draw_among(row, count, uniforms_B[b], total);
-        } else token = draw(row, uniforms_B[b], total);
+        } else {
+            token = draw(row, uniforms_B[b], total);
+        }
         tokens_B[b] = static_cast<int64_t>(token);
-        logps_B[b] = (static_cast<double>(logits_V[token]) * (1.0 / temperature) - max) - std::log(total);
+        logps_B[b] = (static_cast<double>(logits_V[token]) * (1.0 / rule.temperature) - max) - std::log(total);
     });
 }
 

@@ -1,4 +1,4 @@
-// The softmax of one row of logits in double precision, as sampling needs it.
+// The softmax of one row of logits, as sampling needs it.
 #include "layers.h"
 
 namespace strop::STROP_ISA {
@@ -13,7 +13,7 @@ inline Wide wide_at(const T* from, size_t n) {
 
 }  // namespace
 
-// p_v = exp(logits_v/t − max), and the sum of each block of kDrawBlock of them; returns max logits/t. p_V has room for
+// In double precision: p_v = exp(logits_v/t − max), and the sum of each block of kDrawBlock of them; returns max logits/t. p_V has room for
 // whole vectors.
 template <class T>
 double softmax_row(const T* logits_V, size_t V, double temperature, double* p_V, double* sums) {
@@ -32,6 +32,24 @@ double softmax_row(const T* logits_V, size_t V, double temperature, double* p_V,
     return max;
 }
 
+// Σ_v exp(logits_v − max), terms in the precision of the logits, their sum in double; max to *max.
+template <class T>
+double exp_sum_row(const T* logits_V, size_t V, T* max) {
+    constexpr size_t lanes = Lanes<T>::count;
+    const auto at = [&](size_t v) {
+        if (V - v >= lanes) return load(logits_V + v);
+        return first_lanes<T>(V - v) ? load_first(logits_V + v, V - v) : broadcast<T>(-__builtin_inff());
+    };
+    VecOf<T> top = at(0);
+    for (size_t v = lanes; v < V; v += lanes) top = larger<T>(at(v), top);
+    *max = max_lanes<T>(top);
+    Wide sum{};
+    for (size_t v = 0; v < V; v += lanes) sum += widened_sum(exp_to_one<T>(at(v) - *max));
+    return sum_lanes<double>(sum);
+}
+
+template double exp_sum_row<float>(const float*, size_t, float*);
+template double exp_sum_row<double>(const double*, size_t, double*);
 template double softmax_row<float>(const float*, size_t, double, double*, double*);
 template double softmax_row<double>(const double*, size_t, double, double*, double*);
 

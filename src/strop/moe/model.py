@@ -117,6 +117,7 @@ class MoETransformer:
             )
         eos, pad = self._end_tokens(eos_token_id, pad_token_id)
 
+        eos_E = np.array(eos, np.int64)
         num_rows = len(tokens_BT) * num_samples
         uniforms_BT = np.random.default_rng(seed).random((num_rows, max_new_tokens))
         new_BT = np.full((num_rows, max_new_tokens), pad, np.int64)
@@ -133,7 +134,7 @@ class MoETransformer:
                 logits, uniforms_BT[active, step], temperature=temperature, top_k=top_k, top_p=top_p
             )
             new_BT[active, step], logps_BT[active, step] = tokens, logps
-            finished = np.isin(tokens, eos)
+            finished = (tokens[:, None] == eos_E).any(1)
             if finished.any():
                 lengths_B[active[finished]] = step + 1
                 going = np.nonzero(~finished)[0]
