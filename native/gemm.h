@@ -36,12 +36,13 @@ void multiply(const Product<T>& product) {
     multiply_rows(product, 0, product.M);
 }
 
-// Rows that make a task of a few microseconds.
+// Rows that make a task of about a microsecond: the fewer, the better threads share them; but not fewer than two tiles.
 template <class T>
 static inline size_t rows_per_task(const Product<T>& p) {
-    constexpr size_t kTask = size_t{1} << 18, kRows = 24;  // multiply-adds; a multiple of every tile's height
-    const size_t work = p.N * p.K + 1;
-    return (kTask / sizeof(T) * 4 / work / kRows + 1) * kRows;
+    constexpr size_t kTask = size_t{1} << 18, kRows = 16;  // bytes of the factors multiplied; rows
+    const size_t by_work = p.M * p.N * p.K / (kTask / sizeof(T)) + 1, by_rows = (p.M + kRows - 1) / kRows;
+    const size_t tasks = by_work < by_rows ? by_work : by_rows;
+    return tasks == 0 ? 1 : (p.M + tasks - 1) / tasks;
 }
 
 // All products of a list in one parallel region; after(index, first, last) follows when those rows are done.
@@ -51,7 +52,7 @@ static void run_products(Product<T>* list, size_t count, After&& after) {
     for (size_t i = 0; i < count; ++i) {
         list[i].first_task = tasks;
         list[i].task_rows = rows_per_task(list[i]);
-        tasks += (list[i].M + list[i].task_rows - 1) / list[i].task_rows;
+        tasks += (list[i].M + list[i].task_rows - 1) / list[i].task_rows;  // none where there are no rows
     }
     parallel_for(tasks, [&](size_t task) noexcept {
         size_t low = 0, high = count;  // the last product that starts at or before this task
