@@ -24,7 +24,7 @@ struct Product {
     // After each k_block terms a and b move on by these instead: A and B may be stored in blocks along k.
     size_t k_block = 0, a_step = 0, b_step = 0;
 
-    size_t first_task = 0, task_rows = 0;  // set by run_products
+    size_t first_task = 0, task_rows = 0;  // set by for_rows_of
 };
 
 // Rows [first, last) of the product.
@@ -45,9 +45,9 @@ static inline size_t rows_per_task(const Product<T>& p) {
     return tasks == 0 ? 1 : (p.M + tasks - 1) / tasks;
 }
 
-// All products of a list in one parallel region; after(index, first, last) follows when those rows are done.
-template <class T, class After>
-static void run_products(Product<T>* list, size_t count, After&& after) {
+// body(index, first, last) for the rows of all products of a list, in one parallel region.
+template <class T, class Body>
+static void for_rows_of(Product<T>* list, size_t count, Body&& body) {
     size_t tasks = 0;
     for (size_t i = 0; i < count; ++i) {
         list[i].first_task = tasks;
@@ -64,8 +64,16 @@ static void run_products(Product<T>* list, size_t count, After&& after) {
         const Product<T>& p = list[low];
         const size_t first = (task - p.first_task) * p.task_rows;
         const size_t last = first + p.task_rows < p.M ? first + p.task_rows : p.M;
-        multiply_rows(p, first, last);
-        after(low, first, last);
+        body(low, first, last);
+    });
+}
+
+// All products of a list in one parallel region; after(index, first, last) follows when those rows are done.
+template <class T, class After>
+static void run_products(Product<T>* list, size_t count, After&& after) {
+    for_rows_of(list, count, [&](size_t i, size_t first, size_t last) {
+        multiply_rows(list[i], first, last);
+        after(i, first, last);
     });
 }
 

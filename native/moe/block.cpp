@@ -30,7 +30,7 @@ void take_block(Pass<T>& pass, BlockSaved<T>& s) {
     s.groups.assignments_NJ = take<int32_t>(arena, N * c.J);
     s.groups.first_panels_E = take<int32_t>(arena, c.E + 1);
     s.x_DA = take_panels<T>(arena, c.D, expert_panels);
-    s.gate_up_2FA = take_panels<T>(arena, 2 * c.F, expert_panels);
+    s.gate_up_2FA = pass.saving ? take_panels<T>(arena, 2 * c.F, expert_panels) : nullptr;
     s.h_FA = take_panels<T>(arena, c.F, expert_panels);
     s.y_AD = take<T>(arena, expert_panels * kPanel * padded(c.D));
 }

@@ -53,15 +53,22 @@ void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved) {
     auto* products = take<Product<T>>(arena, groups.num_panels);
     for (size_t panel = 0; panel < groups.num_panels; ++panel)
         products[panel] = linear<T>(w.gate_up_E2FD + groups.experts[panel] * 2 * F * D, F, D, panel_of(saved.x_DA, D, panel),
-                                    groups.counts[panel], panel_of(saved.gate_up_2FA, 2 * F, panel));
-    run_products(products, groups.num_panels, [&](size_t panel, size_t first, size_t last) {
-        const Product<T>& gate = products[panel];
-        Product<T> up = gate;
-        up.a = gate.a + F * D;
-        up.c = gate.c + F * kPanel;
-        multiply_rows(up, first, last);
-        swiglu(last - first, groups.counts[panel], gate.c + first * kPanel, up.c + first * kPanel,
-               panel_of(saved.h_FA, F, panel) + first * kPanel);
+                                    groups.counts[panel], pass.saving ? panel_of(saved.gate_up_2FA, 2 * F, panel) : nullptr);
+    for_rows_of(products, groups.num_panels, [&](size_t panel, size_t first, size_t last) {
+        constexpr size_t kRows = 24;
+        T unsaved[2 * kRows * kPanel];  // gate and up stay in the nearest cache where no backward will ask for them
+        for (size_t f = first; f < last; f += kRows) {
+            Product<T> gate = products[panel];
+            gate.M = smaller(last - f, kRows);
+            gate.a += f * D;
+            gate.c = pass.saving ? gate.c + f * kPanel : unsaved;
+            Product<T> up = gate;
+            up.a += F * D;
+            up.c += (pass.saving ? F : kRows) * kPanel;
+            multiply(gate);
+            multiply(up);
+            swiglu(gate.M, groups.counts[panel], gate.c, up.c, panel_of(saved.h_FA, F, panel) + f * kPanel);
+        }
     });
 
     T* y_DA = take_panels<T>(arena, D, groups.num_panels);
