@@ -6,11 +6,16 @@ or from the cache: bit for bit.
 Shapes: B rows, T columns, V vocabulary.
 """
 
+from types import ModuleType
+
 import numpy as np
 
-from strop._compiled import native
+from strop import _compiled
 from strop.moe.config import MoEConfig
 from strop.moe.engine import Arrays, Engine, KVCache, Saved
+
+assert _compiled.native is not None  # the registry loads this file only where it is built
+native: ModuleType = _compiled.native
 
 _ENGINES = {np.dtype(np.float32): "MoEEngineF32", np.dtype(np.float64): "MoEEngineF64"}
 
