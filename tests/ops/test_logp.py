@@ -73,7 +73,8 @@ def test_low_precision_is_computed_in_float32(backend, dtype, vocabulary):
     found.sum().backward()
     expected.sum().backward()
     assert logits.grad.dtype == dtype
-    torch.testing.assert_close(logits.grad, exact.grad.to(dtype), rtol=2e-6, atol=1e-7)
+    # the gradient is rounded to the dtype once: at most to the neighbour of the exact one
+    torch.testing.assert_close(logits.grad, exact.grad.to(dtype), rtol=max(2e-6, torch.finfo(dtype).eps), atol=1e-6)
 
 
 def test_masked_garbage_changes_nothing(backend):
