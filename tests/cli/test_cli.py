@@ -12,10 +12,8 @@ from strop.cli import doctor
 
 
 def run(*args, **environment):
-    program = "import sys; from strop.cli import main; sys.argv[0] = 'strop'; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, *args], capture_output=True, text=True, env=os.environ | environment
-    )
+    command = [sys.executable, "-m", "strop", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
 def test_version_and_help():
@@ -106,7 +104,7 @@ def test_bench_writes_its_result(tmp_path):
 
 def test_bench_of_some_cases_writes_nothing(tmp_path):
     found = subprocess.run(
-        [sys.executable, "-c", "from strop.cli import main; main()", "bench", "primitives", "--only", "advantages 16", "--rounds", "3"],
+        [sys.executable, "-m", "strop", "bench", "primitives", "--only", "advantages 16", "--rounds", "3"],
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
