@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from strop.moe import _hugging_face, _inputs, weights
 from strop.moe.config import MoEConfig
@@ -44,19 +43,18 @@ class EnginePass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # torch then refuses a backward after an in-place change of a weight, which the engine's backward reads
         ctx.save_for_backward(*params)
-        ctx.engine, ctx.saved = engine, engine.forward_saved(tokens_BT, mask_BT)
+        ctx.engine, ctx.batch = engine, (tokens_BT.copy(), mask_BT)  # the caller may reuse its ids before the backward
+        ctx.saved = engine.forward_saved(*ctx.batch)
         return torch.from_numpy(ctx.saved.logits_BTV), torch.tensor(ctx.saved.aux_loss, dtype=params[0].dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dlogits_BTV: torch.Tensor | None, daux: torch.Tensor | None):
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph must be False: the engine has first derivatives only")
         _ = ctx.saved_tensors  # reading them is what makes torch check them
         saved, ctx.saved = ctx.saved, None
-        if saved is None:
-            raise RuntimeError(
-                "a second backward through one forward: the engine's activations serve one; "
-                "add the losses up before backward, or run forward again"
-            )
+        if saved is None:  # a retained graph: activations serve one backward, and the weights are still the same
+            saved = ctx.engine.forward_saved(*ctx.batch)
         dlogits = np.zeros_like(saved.logits_BTV) if dlogits_BTV is None else dlogits_BTV.contiguous().numpy()
         grads = ctx.engine.backward(saved, dlogits, 0.0 if daux is None else daux.item())
         wanted = zip(ctx.engine.params, ctx.needs_input_grad[3:], strict=True)
@@ -73,6 +71,11 @@ class Sealed(nn.Module):
                 f"was made with, and nothing put beside or over them would count (change parameters in place)"
             )
         super().__setattr__(name, value)
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            f"{name} {tuple(param.shape)}" for name, param in self._parameters.items() if param is not None
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("this part of the model only holds parameters: call the whole model")
