@@ -222,6 +222,16 @@ def test_no_second_derivative(model):
         torch.autograd.grad(model(IDS).logits.sum(), model.lm_head.weight, create_graph=True)
 
 
+def test_under_autocast_and_compile(model):
+    want = model(IDS, labels=IDS).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model(IDS, labels=IDS).loss, want)
+    loss = torch.compile(model, backend="eager")(IDS, labels=IDS).loss
+    assert torch.equal(loss, want)
+    loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
 # ---- Mixtral ----
 
 

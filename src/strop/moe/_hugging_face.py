@@ -92,3 +92,8 @@ def targets_of(labels: Any, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, c
     if mask_BT is not None:
         targets_BT[~mask_BT] = IGNORE
     return targets_BT
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """None, one id or several, as a tuple"""
+    return () if value is None else tuple(np.atleast_1d(value).tolist())

@@ -15,6 +15,7 @@ loss of 0, not NaN; router logits, hidden states and attentions are not kept.
 Shapes: B rows, T columns, V vocabulary.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -59,6 +60,18 @@ class EnginePass(torch.autograd.Function):
         grads = ctx.engine.backward(saved, dlogits, 0.0 if daux is None else daux.item())
         wanted = zip(ctx.engine.params, ctx.needs_input_grad[3:], strict=True)
         return None, None, None, *(torch.from_numpy(grads[name]) if needed else None for name, needed in wanted)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run as it is under torch.compile, whose tracer would follow the call into NumPy."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)  # not before: it imports the whole compiler
+        return function(*args, **kwargs)
+
+    return call
 
 
 class Sealed(nn.Module):
@@ -112,6 +125,7 @@ class MoEForCausalLM(Sealed):
         self.config = _hugging_face.Config(**weights.to_mixtral(moe.config, moe.dtype))
         self._use(moe)
 
+    @uncompiled
     def forward(
         self,
         input_ids: Any,
@@ -147,7 +161,7 @@ class MoEForCausalLM(Sealed):
         aux = aux if with_aux else None
         loss = None
         if targets_BT is not None:
-            loss = _cross_entropy(logits_BTV, torch.from_numpy(targets_BT), num_items_in_batch)
+            loss = _cross_entropy(logits_BTV, targets_BT, num_items_in_batch)
             if aux is not None:
                 loss = loss + self.config.router_aux_loss_coef * aux
         output = _hugging_face.Output(loss=loss, aux_loss=aux, logits=_kept(logits_BTV, logits_to_keep))
@@ -179,7 +193,7 @@ class MoEForCausalLM(Sealed):
         self._check_sharing()
         sampling = _sampling(do_sample, temperature, top_k, top_p, generator)
         num_samples = as_whole_number(num_return_sequences, "num_return_sequences", 1)
-        eos = _token_ids(self.config.eos_token_id if eos_token_id is FROM_CONFIG else eos_token_id)
+        eos = _hugging_face.token_ids(self.config.eos_token_id if eos_token_id is FROM_CONFIG else eos_token_id)
         pad = self.config.pad_token_id if pad_token_id is FROM_CONFIG else pad_token_id
         prompts_BT = torch.from_numpy(_inputs.as_token_ids(input_ids, "input_ids"))
         if attention_mask is None and pad is not None and pad not in eos and (prompts_BT == pad).any():
@@ -347,26 +361,21 @@ class MoEForCausalLM(Sealed):
 
 
 def _cross_entropy(
-    logits_BTV: torch.Tensor, targets_BT: torch.Tensor, num_items_in_batch: int | torch.Tensor | None
+    logits_BTV: torch.Tensor, targets_BT: np.ndarray, num_items_in_batch: int | torch.Tensor | None
 ) -> torch.Tensor:
+    targets_N = torch.from_numpy(targets_BT).flatten()
     total = nn.functional.cross_entropy(
-        logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=_hugging_face.IGNORE, reduction="sum"
+        logits_BTV.flatten(0, 1), targets_N, ignore_index=_hugging_face.IGNORE, reduction="sum"
     )
-    count = (
-        (targets_BT != _hugging_face.IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    )
-    return total / count
+    if num_items_in_batch is None:
+        num_items_in_batch = max(1, np.count_nonzero(targets_BT != _hugging_face.IGNORE))
+    return total / num_items_in_batch
 
 
 def _kept(logits_BTV: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
     if isinstance(logits_to_keep, torch.Tensor):
         return logits_BTV[:, logits_to_keep]
     return logits_BTV[:, -count:] if (count := as_whole_number(logits_to_keep, "logits_to_keep", 0)) else logits_BTV
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    """None, one id or several, as tuple"""
-    return () if value is None else tuple(np.atleast_1d(value).tolist())
 
 
 def _sampling(
