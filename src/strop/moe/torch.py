@@ -367,9 +367,8 @@ def _cross_entropy(
     total = nn.functional.cross_entropy(
         logits_BTV.flatten(0, 1), targets_N, ignore_index=_hugging_face.IGNORE, reduction="sum"
     )
-    if num_items_in_batch is None:
-        num_items_in_batch = max(1, np.count_nonzero(targets_BT != _hugging_face.IGNORE))
-    return total / num_items_in_batch
+    count = int((targets_BT != _hugging_face.IGNORE).sum())
+    return total / (max(1, count) if num_items_in_batch is None else num_items_in_batch)
 
 
 def _kept(logits_BTV: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
