@@ -1,0 +1,170 @@
+"""The shape of a Mixture-of-Experts transformer: one frozen dataclass that checks itself.
+
+Shapes: D hidden, H query heads, K key/value heads, C channels of a head, E experts, F intermediate, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},  # the defaults below
+    "small": {"hidden_dim": 256, "head_dim": 64, "intermediate_dim": 512},  # tiny, four times as wide
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Sizes and constants of a model; the defaults are the preset `tiny`.
+
+    rope_alpha     NTK-aware scaling of RoPE: the base becomes rope_base·α^(d/(d−2)); 1 leaves it
+    aux_loss_coef  weight of the load-balancing loss in `loss_and_grads`; 0 leaves it out
+    eos_token_id   one id or several; generation ends at any of them
+    """
+
+    hidden_dim: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 1
+    head_dim: int = 16
+    num_experts: int = 4
+    top_k: int = 2
+    intermediate_dim: int = 128
+    vocab_size: int = 1000
+    max_seq_len: int = 512
+    rope_base: float = 10000.0
+    rope_alpha: float = 1.0
+    aux_loss_coef: float = 0.01
+    tie_embeddings: bool = False
+    rms_norm_eps: float = 1e-5
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            _check_int(name, getattr(self, name), 1)
+        for name in ("rope_base", "rope_alpha", "aux_loss_coef", "rms_norm_eps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, found {type(value).__name__}")
+            if not math.isfinite(value) or value < 0 or (value == 0 and name != "aux_loss_coef"):
+                wanted = "finite and not negative" if name == "aux_loss_coef" else "finite and above 0"
+                raise ValueError(f"{name} must be {wanted}, found {value}")
+        if not isinstance(self.tie_embeddings, bool):
+            raise TypeError(f"tie_embeddings must be a bool, found {type(self.tie_embeddings).__name__}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads={self.num_kv_heads}, found {self.num_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even (RoPE rotates pairs of channels), found {self.head_dim}")
+        if self.head_dim == 2 and self.rope_alpha != 1:
+            raise ValueError(f"rope_alpha must be 1 for head_dim=2 (α^(d/(d−2)) is undefined), found {self.rope_alpha}")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k must be at most num_experts={self.num_experts}, found {self.top_k}")
+        if isinstance(self.eos_token_id, list):  # as JSON gives it
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        for name, token in [("bos_token_id", self.bos_token_id), ("pad_token_id", self.pad_token_id)]:
+            if token is not None:
+                self.check_token(name, token)
+        for token in self.eos_token_ids:
+            self.check_token("eos_token_id", token)
+
+    def check_token(self, name: str, token: Any) -> None:
+        """Raise unless `token` is an id of this vocabulary."""
+        _check_int(name, token, 0)
+        if token >= self.vocab_size:
+            raise ValueError(f"{name} must be below vocab_size={self.vocab_size}, found {token}")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> "MoEConfig":
+        """`tiny` or `small`, with the given fields changed."""
+        if name not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, found {name!r}")
+        return replace(cls(), **{**PRESETS[name], **changes})
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        eos = self.eos_token_id
+        return () if eos is None else eos if isinstance(eos, tuple) else (eos,)
+
+    @property
+    def rope_theta(self) -> float:
+        """The base RoPE runs with: base·α^(d/(d−2)), NTK-aware."""
+        if self.rope_alpha == 1:
+            return float(self.rope_base)
+        return self.rope_base * self.rope_alpha ** (self.head_dim / (self.head_dim - 2))
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter in the order of the forward pass, under the names transformers' Mixtral gives it in memory.
+
+        Matrices are (out, in): y = x·Wᵀ. `gate_up_proj` holds the gate's F rows, then the up projection's F rows.
+        With tied embeddings there is no `lm_head.weight`.
+        """
+        D, C, E, F, V = self.hidden_dim, self.head_dim, self.num_experts, self.intermediate_dim, self.vocab_size
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D)}
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}."
+            shapes[prefix + "input_layernorm.weight"] = (D,)
+            shapes[prefix + "self_attn.q_proj.weight"] = (self.num_heads * C, D)
+            shapes[prefix + "self_attn.k_proj.weight"] = (self.num_kv_heads * C, D)
+            shapes[prefix + "self_attn.v_proj.weight"] = (self.num_kv_heads * C, D)
+            shapes[prefix + "self_attn.o_proj.weight"] = (D, self.num_heads * C)
+            shapes[prefix + "post_attention_layernorm.weight"] = (D,)
+            shapes[prefix + "mlp.gate.weight"] = (E, D)
+            shapes[prefix + "mlp.experts.gate_up_proj"] = (E, 2 * F, D)
+            shapes[prefix + "mlp.experts.down_proj"] = (E, D, F)
+        shapes["model.norm.weight"] = (D,)
+        if not self.tie_embeddings:
+            shapes["lm_head.weight"] = (V, D)
+        return shapes
+
+    def num_parameters(self, *, active: bool = False) -> int:
+        """All parameters, or with `active` only those one token passes through (top_k of the experts)."""
+        count = sum(math.prod(shape) for shape in self.parameter_shapes().values())
+        if active:
+            per_expert = 3 * self.hidden_dim * self.intermediate_dim
+            count -= self.num_layers * (self.num_experts - self.top_k) * per_expert
+        return count
+
+    def memory_bytes(self, batch: int, seq_len: int, *, training: bool = False, dtype: Any = np.float32) -> int:
+        """Estimate of a forward's peak, or of a training step's with gradients and AdamW's two moments.
+
+        Counts weights, logits and what the backward needs saved; small temporaries are not counted.
+        """
+        tokens, item = batch * seq_len, np.dtype(dtype).itemsize
+        heads = self.num_heads * self.head_dim
+        attention = 2 * heads + 2 * self.num_kv_heads * self.head_dim + 2 * self.num_heads * seq_len
+        experts = self.top_k * (2 * self.hidden_dim + 4 * self.intermediate_dim)
+        per_layer = 6 * self.hidden_dim + attention + self.num_experts + experts
+        layers = self.num_layers if training else 1
+        logits = self.vocab_size * (2 if training else 1)
+        states = 4 if training else 1  # weights, gradients, two moments
+        return item * (states * self.num_parameters() + tokens * (layers * per_layer + logits))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+_SIZES = (
+    "hidden_dim",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "num_experts",
+    "top_k",
+    "intermediate_dim",
+    "vocab_size",
+    "max_seq_len",
+)
+
+
+def _check_int(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, found {type(value).__name__}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, found {value}")

@@ -1,0 +1,201 @@
+"""The contract between `MoETransformer` and what computes: every engine is a subclass of `Engine`.
+
+The model checks every input once; an engine receives clean ones and checks nothing again:
+
+    tokens_BT            int64, C-contiguous, every id in [0, V), B ≥ 1, 1 ≤ T
+    attention_mask_BT    None (all real), or bool, C-contiguous, at least one True in each row; False is padding
+    params               {name: array} exactly as `config.parameter_shapes()` names, orders and shapes them,
+                         C-contiguous, all float32 or all float64
+
+**Parameters** are held by reference. The optimiser and torch change them in place between calls and the next call must
+see it: keep no private copy of a weight. `backward` may read weights, so they do not change between a
+`forward_saved` and its `backward`.
+
+**Padding** may stand anywhere (left, right, between). A row means its real tokens in order: positions count real tokens
+from 0, a query sees the real tokens up to itself, the router's load counts real tokens only. So a padded row equals the
+same row with the padding taken out, and an engine may take it out before the first product. Logits at padding are 0,
+and what `dlogits` holds there is ignored. Real tokens in a row never exceed `config.max_seq_len`.
+
+**Router ties.** Of equal probabilities the expert with the lower index is chosen first.
+
+**Gradients** come back as {name: array} with every parameter present (zeros where nothing flowed), in the parameters'
+dtype and shape. With `out` they are written over (not added to) those arrays, and `out` is returned.
+
+Shapes: B rows, T columns, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from strop import _compiled
+from strop.moe.config import MoEConfig
+from strop.moe.optim import adamw_update
+from strop.moe.sampling import sample
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass
+class Saved:
+    """A forward with what its backward needs. Any number may be alive at once; each serves one `backward`."""
+
+    logits_BTV: np.ndarray
+    aux_loss: float  # N·Σ fᵢ·Pᵢ, without its coefficient
+    state: Any  # the engine's own
+
+
+class KVCache(ABC):
+    """Keys and values of B rows. Row b holds `lengths_B[b]` real tokens; padding is never stored."""
+
+    lengths_B: np.ndarray  # int64
+    capacity: int  # the most tokens a row can hold
+
+    @abstractmethod
+    def select_rows(self, rows: np.ndarray) -> "KVCache":
+        """A new cache of the given rows (int64, in that order, repeats allowed): drops finished rows, fans prompts out."""
+
+
+class Engine(ABC):
+    """What computes. See the module's docstring for what it may rely on."""
+
+    name: ClassVar[str]
+    dtypes: ClassVar[tuple[type, ...]] = (np.float32, np.float64)
+    """Parameter dtypes the engine computes in; the model refuses others with a clear error."""
+
+    def __init__(self, config: MoEConfig, params: Arrays):
+        self.config = config
+        self.params = params
+
+    @abstractmethod
+    def forward(self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None = None) -> np.ndarray:
+        """logits_BTV in the parameters' dtype; a fresh array that the caller owns. Saves nothing for a backward."""
+
+    @abstractmethod
+    def forward_saved(self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None = None) -> Saved:
+        """The same logits and the auxiliary loss, with what `backward` needs, which the logits are not: the caller may
+        write over them."""
+
+    @abstractmethod
+    def backward(
+        self, saved: Saved, dlogits_BTV: np.ndarray, daux_loss: float = 0.0, out: Arrays | None = None
+    ) -> Arrays:
+        """Gradients of Σ dlogits·logits + daux_loss·aux_loss for every parameter."""
+
+    @abstractmethod
+    def loss_and_grads(
+        self,
+        tokens_BT: np.ndarray,
+        targets_BT: np.ndarray,
+        target_mask_BT: np.ndarray | None = None,
+        attention_mask_BT: np.ndarray | None = None,
+        out: Arrays | None = None,
+    ) -> tuple[float, Arrays]:
+        """Mean cross-entropy over the targets that count + aux_loss_coef·aux_loss, and its gradients.
+
+        targets_BT int64; a target counts where target_mask_BT (bool or None) is True. Elsewhere any value may stand.
+        The model has already taken padding out of target_mask_BT. No target counts: the cross-entropy is 0.
+        """
+
+    @abstractmethod
+    def prefill(
+        self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None, capacity: int
+    ) -> tuple[np.ndarray, KVCache]:
+        """logits_BV of each row's last real token, and a cache that holds the rows and room for `capacity` tokens each."""
+
+    @abstractmethod
+    def decode(self, tokens_B: np.ndarray, cache: KVCache) -> np.ndarray:
+        """Append one token (int64) to every row of the cache, in place; logits_BV after it. Every row has room."""
+
+    def adamw_update(
+        self,
+        param: np.ndarray,
+        grad: np.ndarray,
+        m: np.ndarray,
+        v: np.ndarray,
+        *,
+        step: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        grad_scale: float = 1.0,
+    ) -> None:
+        """One AdamW step (from step=1) of one array, `param`, `m`, `v` in place. An engine may do it in one pass."""
+        adamw_update(
+            param,
+            grad,
+            m,
+            v,
+            step=step,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_scale=grad_scale,
+        )
+
+    def sample(
+        self, logits_BV: np.ndarray, uniforms_B: np.ndarray, *, temperature: float, top_k: int, top_p: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """tokens_B and logps_B by the rules of `strop.moe.sampling`, one uniform in [0, 1) a row. An engine may fuse it."""
+        return sample(logits_BV, uniforms_B, temperature=temperature, top_k=top_k, top_p=top_p)
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine is known but cannot run here; the message says why and what to do."""
+
+
+_LOADERS: dict[str, Callable[[], type[Engine]]] = {}
+
+
+def register_engine(name: str, loader: Callable[[], type[Engine]]) -> None:
+    """Make an engine known. `loader` runs at first use; it returns the class or raises EngineUnavailable."""
+    _LOADERS[name] = loader
+
+
+def engine_class(name: str) -> type[Engine]:
+    if name not in _LOADERS:
+        raise ValueError(f"engine must be one of {', '.join(_LOADERS)}, found {name!r}")
+    return _LOADERS[name]()
+
+
+def available_engines() -> list[str]:
+    """The engines that run here; the numpy one always does."""
+    names = []
+    for name, loader in _LOADERS.items():
+        try:
+            loader()
+        except EngineUnavailable:
+            continue
+        names.append(name)
+    return names
+
+
+def _load_numpy() -> type[Engine]:
+    from strop.moe.reference.engine import NumpyEngine
+
+    return NumpyEngine
+
+
+def _load_native() -> type[Engine]:
+    if _compiled.native is None:
+        raise EngineUnavailable(
+            f"engine='native' needs the compiled module, which is {_compiled.native_status}; engine='numpy' runs without"
+        )
+    try:
+        from strop.moe.native import NativeEngine
+    except ModuleNotFoundError as error:
+        if error.name != "strop.moe.native":
+            raise
+        raise EngineUnavailable("engine='native' is not part of this build; engine='numpy' runs without") from None
+    return NativeEngine
+
+
+register_engine("numpy", _load_numpy)
+register_engine("native", _load_native)

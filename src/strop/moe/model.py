@@ -1,0 +1,208 @@
+"""`MoETransformer`: parameters, an engine that computes with them, and everything a user calls.
+
+Shapes: B rows, T tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from strop.moe import _inputs, weights
+from strop.moe.config import MoEConfig
+from strop.moe.engine import Arrays, engine_class
+from strop.moe.sampling import check_sampling
+from strop.primitives._inputs import as_whole_number
+
+INIT_STD = 0.02  # Mixtral's
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What `generate` made, without the prompts. Row b ends after lengths_B[b] tokens, its EOS among them."""
+
+    tokens_BT: np.ndarray  # int64; the pad id behind the end
+    logps_BT: np.ndarray  # log-prob of each token under the distribution it was drawn from; 0 behind the end
+    lengths_B: np.ndarray
+
+    @property
+    def completions(self) -> list[np.ndarray]:
+        return [row[:length] for row, length in zip(self.tokens_BT, self.lengths_B, strict=True)]
+
+
+class MoETransformer:
+    """A Mixture-of-Experts transformer with Mixtral's arithmetic, names and checkpoints.
+
+    engine   "native" (compiled) or "numpy" (the reference); the same weights give the same numbers
+    seed     of the initial weights: normal with standard deviation 0.02, norms 1
+    params   weights to use, and share, instead: the arrays are held, not copied
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        engine: str = "native",
+        seed: int = 42,
+        *,
+        dtype: Any = np.float32,
+        params: Arrays | None = None,
+    ):
+        if not isinstance(config, MoEConfig):
+            raise TypeError(f"config must be a MoEConfig, found {type(config).__name__}")
+        make_engine = engine_class(engine)
+        self.config = config
+        self.params = initial_params(config, seed, dtype) if params is None else _checked_params(params, config)
+        self.dtype = self.params["model.norm.weight"].dtype
+        if self.dtype not in make_engine.dtypes:
+            known = " or ".join(np.dtype(d).name for d in make_engine.dtypes)
+            raise TypeError(f"dtype must be {known} for engine={engine!r}, found {self.dtype}")
+        self.engine = make_engine(config, self.params)
+
+    def forward(self, tokens: Any, attention_mask: Any = None) -> np.ndarray:
+        """logits (B, T, V) of token ids (B, T).
+
+        attention_mask   (B, T), 0 at padding, wherever it stands: a padded row has the logits of the row without it.
+                         Logits at padding are 0.
+        """
+        return self.engine.forward(*_inputs.as_batch(tokens, attention_mask, self.config))
+
+    __call__ = forward
+
+    def loss_and_grads(
+        self, tokens: Any, targets: Any, mask: Any = None, *, attention_mask: Any = None, out: Arrays | None = None
+    ) -> tuple[float, Arrays]:
+        """Mean cross-entropy over the targets that count + aux_loss_coef·(load-balancing loss), and every gradient.
+
+        targets   (B, T), the token that follows each token
+        mask      (B, T), 1 where a target counts; elsewhere it may be anything (−100). None counts all.
+                  Where no target counts the cross-entropy is 0.
+        out       gradient arrays of an earlier call to write over, so that a training loop allocates none
+        """
+        tokens_BT, attention_mask_BT = _inputs.as_batch(tokens, attention_mask, self.config)
+        targets_BT, target_mask_BT = _inputs.as_targets(targets, mask, tokens_BT, attention_mask_BT, self.config)
+        return self.engine.loss_and_grads(tokens_BT, targets_BT, target_mask_BT, attention_mask_BT, out)
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        num_samples: int = 1,
+        seed: int | None = None,
+        attention_mask: Any = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+    ) -> Generation:
+        """Complete prompts with a KV cache; finished rows leave the batch.
+
+        prompts        a list of rows of ids, of any lengths; or (B, T) with an attention_mask where it is padded
+        temperature    0 is greedy; see `strop.moe.sampling` for it, top_k and top_p
+        num_samples    completions of each prompt, next to each other; the prompt is read once
+        seed           the same seed draws the same tokens; None draws new ones
+        eos_token_id   one or several ids that end a row, pad_token_id what stands behind it; the config's where None
+        """
+        check_sampling(temperature, top_k, top_p)
+        for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
+            as_whole_number(value, name, 1)
+        tokens_BT, mask_BT, longest = self._prompt_batch(prompts, attention_mask)
+        if longest + max_new_tokens > self.config.max_seq_len:
+            raise ValueError(
+                f"max_new_tokens must be at most {self.config.max_seq_len - longest} after a prompt of {longest} tokens "
+                f"(max_seq_len={self.config.max_seq_len}), found {max_new_tokens}"
+            )
+        eos, pad = self._end_tokens(eos_token_id, pad_token_id)
+
+        num_rows = len(tokens_BT) * num_samples
+        uniforms_BT = np.random.default_rng(seed).random((num_rows, max_new_tokens))
+        new_BT = np.full((num_rows, max_new_tokens), pad, np.int64)
+        logps_BT = np.zeros((num_rows, max_new_tokens))
+        lengths_B = np.full(num_rows, max_new_tokens)
+
+        logits, cache = self.engine.prefill(tokens_BT, mask_BT, longest + max_new_tokens)
+        if num_samples > 1:
+            fan_out = np.repeat(np.arange(len(tokens_BT)), num_samples)
+            logits, cache = logits[fan_out], cache.select_rows(fan_out)
+        active = np.arange(num_rows)  # the rows still in the cache, in its order
+        for step in range(max_new_tokens):
+            tokens, logps = self.engine.sample(
+                logits, uniforms_BT[active, step], temperature=temperature, top_k=top_k, top_p=top_p
+            )
+            new_BT[active, step], logps_BT[active, step] = tokens, logps
+            finished = np.isin(tokens, eos)
+            if finished.any():
+                lengths_B[active[finished]] = step + 1
+                going = np.nonzero(~finished)[0]
+                active, tokens, cache = active[going], tokens[going], cache.select_rows(going)
+            if not active.size or step + 1 == max_new_tokens:
+                break
+            logits = self.engine.decode(tokens, cache)
+        width = int(lengths_B.max())
+        return Generation(new_BT[:, :width], logps_BT[:, :width], lengths_B)
+
+    def _prompt_batch(self, prompts: Any, attention_mask: Any) -> tuple[np.ndarray, np.ndarray | None, int]:
+        if isinstance(prompts, (list, tuple)):
+            if attention_mask is not None:
+                raise ValueError(
+                    "attention_mask must be left out for a list of prompts, whose lengths speak for themselves"
+                )
+            prompts, attention_mask = _inputs.left_padded(prompts)
+        tokens_BT, mask_BT = _inputs.as_batch(prompts, attention_mask, self.config)
+        longest = tokens_BT.shape[1] if mask_BT is None else int(mask_BT.sum(1).max())
+        return tokens_BT, mask_BT, longest
+
+    def _end_tokens(self, eos_token_id: Any, pad_token_id: int | None) -> tuple[tuple[int, ...], int]:
+        eos = self.config.eos_token_ids if eos_token_id is None else tuple(np.atleast_1d(eos_token_id).tolist())
+        for token in eos:
+            self.config.check_token("eos_token_id", token)
+        if pad_token_id is not None:
+            self.config.check_token("pad_token_id", pad_token_id)
+        return eos, next(token for token in (pad_token_id, self.config.pad_token_id, *eos, 0) if token is not None)
+
+    def num_parameters(self, *, active: bool = False) -> int:
+        return self.config.num_parameters(active=active)
+
+    def save(self, folder: str | Path) -> None:
+        """Write config.json and model.safetensors as transformers' Mixtral has them."""
+        weights.save(folder, self.config, self.params)
+
+    @classmethod
+    def load(cls, folder: str | Path, engine: str = "native", *, dtype: Any = None) -> "MoETransformer":
+        """Open a folder that `save` or `MixtralForCausalLM.save_pretrained` wrote.
+
+        dtype   of the parameters; None keeps float64 and brings everything else to float32
+        """
+        config, params = weights.load(folder, dtype=dtype)
+        return cls(config, engine, params=params)
+
+    def __repr__(self) -> str:
+        return f"MoETransformer({self.num_parameters():,} parameters, engine={self.engine.name!r}, {self.dtype})"
+
+
+def initial_params(config: MoEConfig, seed: int, dtype: Any = np.float32) -> Arrays:
+    """Normal weights, norms of 1; drawn in float64, so that every dtype starts from the same numbers."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: np.ones(shape, dtype) if len(shape) == 1 else (INIT_STD * rng.standard_normal(shape)).astype(dtype)
+        for name, shape in config.parameter_shapes().items()
+    }
+
+
+def _checked_params(params: Arrays, config: MoEConfig) -> Arrays:
+    """The same arrays in the config's order; nothing is copied."""
+    shapes = config.parameter_shapes()
+    weights.check_names(params.keys(), shapes.keys(), "params")
+    dtype = params["model.norm.weight"].dtype
+    for name, shape in shapes.items():
+        array = params[name]
+        if array.shape != shape:
+            raise ValueError(f"params[{name!r}] must have the shape {shape}, found {array.shape}")
+        if array.dtype != dtype:
+            raise TypeError(f"params[{name!r}] must be {dtype} as model.norm.weight is, found {array.dtype}")
+        if not array.flags.c_contiguous:
+            raise ValueError(f"params[{name!r}] must be C-contiguous, found strides {array.strides}")
+    return {name: params[name] for name in shapes}

@@ -1,0 +1,23 @@
+"""Cross-entropy, the mean over the targets that count. Shapes: N tokens, V vocabulary."""
+
+import numpy as np
+
+
+def cross_entropy(logits_NV, targets_N, counts_N):
+    """L = −(1/M)·Σ_{n counts} log softmax(logits_n)[target_n],  M how many count;  0 where none does"""
+    targets_N = np.where(counts_N, targets_N, 0)  # what stands at a target that does not count may be no token at all
+    z_NV = logits_NV - logits_NV.max(-1, keepdims=True)
+    exp_NV = np.exp(z_NV)
+    sum_N1 = exp_NV.sum(-1, keepdims=True)
+    logp_N = z_NV[np.arange(len(z_NV)), targets_N] - np.log(sum_N1[:, 0])
+    num_counted = max(int(counts_N.sum()), 1)
+    loss = -logp_N.sum(where=counts_N, dtype=np.float64) / num_counted
+    return float(loss), (exp_NV, sum_N1, targets_N, counts_N, num_counted)
+
+
+def cross_entropy_bwd(saved):                           # of L itself: dL = 1
+    exp_NV, sum_N1, targets_N, counts_N, num_counted = saved
+    share_N1 = (counts_N / num_counted)[:, None].astype(exp_NV.dtype)
+    dlogits_NV = exp_NV * (share_N1 / sum_N1)           # dL/dz_nv = (softmax_nv …
+    dlogits_NV[np.arange(len(exp_NV)), targets_N] -= share_N1[:, 0]  # … − [v = target_n]) / M
+    return dlogits_NV

@@ -1,0 +1,96 @@
+"""The reference as an engine: the contract of `strop.moe.engine` on NumPy.
+
+Shapes: B rows, T columns, N real tokens, S room of a cache, K key/value heads, C channels of a head, V vocabulary.
+"""
+
+import numpy as np
+
+from strop.moe.engine import Arrays, Engine, KVCache, Saved
+from strop.moe.reference.cross_entropy import cross_entropy, cross_entropy_bwd
+from strop.moe.reference.layout import layout_of
+from strop.moe.reference.model import backward, forward, head, hidden_states
+
+
+class NumpyCache(KVCache):
+    def __init__(self, layers: list[tuple[np.ndarray, np.ndarray]], lengths_B: np.ndarray):
+        self.layers = layers  # keys_BSKC and values_BSKC of each layer
+        self.lengths_B = lengths_B
+        self.capacity = layers[0][0].shape[1]
+
+    def select_rows(self, rows: np.ndarray) -> "NumpyCache":
+        return NumpyCache([(keys[rows], values[rows]) for keys, values in self.layers], self.lengths_B[rows])
+
+
+class NumpyEngine(Engine):
+    name = "numpy"
+
+    def forward(self, tokens_BT, attention_mask_BT=None):
+        tokens_N, layout = _real_tokens(tokens_BT, attention_mask_BT)
+        h_ND, _, _ = hidden_states(self.params, self.config, tokens_N, layout, keep=False)
+        logits_NV, _ = head(self.params, h_ND)
+        return _with_padding(logits_NV, tokens_BT, attention_mask_BT)
+
+    def forward_saved(self, tokens_BT, attention_mask_BT=None):
+        tokens_N, layout = _real_tokens(tokens_BT, attention_mask_BT)
+        logits_NV, aux, saved = forward(self.params, self.config, tokens_N, layout)
+        return Saved(_with_padding(logits_NV, tokens_BT, attention_mask_BT), aux, (saved, attention_mask_BT))
+
+    def backward(self, saved, dlogits_BTV, daux_loss=0.0, out=None):
+        state, attention_mask_BT = saved.state
+        grads = backward(_without_padding(dlogits_BTV, attention_mask_BT), daux_loss, state)
+        return _written(grads, out)
+
+    def loss_and_grads(self, tokens_BT, targets_BT, target_mask_BT=None, attention_mask_BT=None, out=None):
+        tokens_N, layout = _real_tokens(tokens_BT, attention_mask_BT)
+        targets_N = _without_padding(targets_BT, attention_mask_BT)
+        counts_BT = np.ones(tokens_BT.shape, bool) if target_mask_BT is None else target_mask_BT
+        counts_N = _without_padding(counts_BT, attention_mask_BT)
+        logits_NV, aux, saved = forward(self.params, self.config, tokens_N, layout)
+        ce, ce_saved = cross_entropy(logits_NV, targets_N, counts_N)
+        loss = ce + self.config.aux_loss_coef * aux                         # L = CE + α·aux
+        grads = backward(cross_entropy_bwd(ce_saved), self.config.aux_loss_coef, saved)
+        return loss, _written(grads, out)
+
+    def prefill(self, tokens_BT, attention_mask_BT, capacity):
+        tokens_N, layout = _real_tokens(tokens_BT, attention_mask_BT)
+        lengths_B = np.bincount(layout.rows_N)
+        config, dtype = self.config, next(iter(self.params.values())).dtype
+        shape_BSKC = (len(tokens_BT), capacity, config.num_kv_heads, config.head_dim)
+        layers = [(np.zeros(shape_BSKC, dtype), np.zeros(shape_BSKC, dtype)) for _ in range(config.num_layers)]
+        h_ND, _, _ = hidden_states(self.params, config, tokens_N, layout, layers, keep=False)
+        last_B = np.cumsum(lengths_B) - 1
+        return head(self.params, h_ND[last_B])[0], NumpyCache(layers, lengths_B)
+
+    def decode(self, tokens_B, cache):
+        layout = layout_of(np.ones_like(cache.lengths_B), cache.lengths_B)
+        h_BD, _, _ = hidden_states(self.params, self.config, tokens_B, layout, cache.layers, keep=False)
+        cache.lengths_B = cache.lengths_B + 1
+        return head(self.params, h_BD)[0]
+
+
+def _real_tokens(tokens_BT, attention_mask_BT):
+    B, T = tokens_BT.shape
+    lengths_B = np.full(B, T) if attention_mask_BT is None else attention_mask_BT.sum(1)
+    return _without_padding(tokens_BT, attention_mask_BT), layout_of(lengths_B, np.zeros_like(lengths_B))
+
+
+def _without_padding(x_BT, attention_mask_BT):
+    """(B, T, …) → (N, …): row by row, the order of `layout_of`"""
+    return x_BT.reshape(-1, *x_BT.shape[2:]) if attention_mask_BT is None else x_BT[attention_mask_BT]
+
+
+def _with_padding(logits_NV, tokens_BT, attention_mask_BT):
+    shape_BTV = (*tokens_BT.shape, logits_NV.shape[-1])
+    if attention_mask_BT is None:
+        return logits_NV.reshape(shape_BTV)
+    logits_BTV = np.zeros(shape_BTV, logits_NV.dtype)
+    logits_BTV[attention_mask_BT] = logits_NV
+    return logits_BTV
+
+
+def _written(grads: Arrays, out: Arrays | None) -> Arrays:
+    if out is None:
+        return grads
+    for name, grad in grads.items():
+        out[name][...] = grad
+    return out

@@ -1,0 +1,75 @@
+"""From logits to a token: temperature, then top-k, then top-p, then one draw by the inverse of the distribution.
+
+Shapes: B rows, V vocabulary.
+"""
+
+import numpy as np
+
+
+def sampling_logps(
+    logits_BV: np.ndarray, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> np.ndarray:
+    """Log-probs of the distribution that is drawn from, float64; −inf where a token cannot be drawn.
+
+    temperature  softmax(logits / temperature), above 0
+    top_k        only the k most probable tokens; 0 is all
+    top_p        only the fewest most probable tokens whose probabilities reach top_p, after top_k; 1 is all
+                 (Holtzman et al. 2020). Of equally probable tokens the lower id counts as the more probable.
+    """
+    check_sampling(temperature, top_k, top_p)
+    if temperature == 0:
+        raise ValueError("temperature must be above 0 for a distribution (0 is greedy), found 0")
+    logps_BV = _log_softmax(logits_BV.astype(np.float64) / temperature)
+    if top_k or top_p < 1:
+        order_BV = np.argsort(-logps_BV, axis=-1, kind="stable")
+        if top_k:
+            np.put_along_axis(logps_BV, order_BV[:, top_k:], -np.inf, axis=-1)
+            logps_BV = _log_softmax(logps_BV)
+        if top_p < 1:
+            sorted_BV = np.take_along_axis(logps_BV, order_BV, axis=-1)
+            p_BV = np.exp(sorted_BV)
+            before_BV = np.cumsum(p_BV, axis=-1) - p_BV  # mass of the tokens more probable than this one
+            before_BV[:, 0] = 0.0  # the most probable token always stays
+            np.put_along_axis(logps_BV, order_BV, np.where(before_BV < top_p, sorted_BV, -np.inf), axis=-1)
+            logps_BV = _log_softmax(logps_BV)
+    return logps_BV
+
+
+def sample(
+    logits_BV: np.ndarray, uniforms_B: np.ndarray, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """tokens_B (int64) and the log-prob of each under the distribution it was drawn from (float64).
+
+    uniforms_B   one number in [0, 1) a row: the token is the first whose cumulative probability exceeds it
+    temperature  0 is greedy: the most probable token, with its log-prob under softmax(logits), since the log-prob
+                 under a distribution with one token would always be 0
+    """
+    check_sampling(temperature, top_k, top_p)
+    rows_B = np.arange(len(logits_BV))
+    if temperature == 0:
+        tokens_B = logits_BV.argmax(-1)
+        return tokens_B, _log_softmax(logits_BV.astype(np.float64))[rows_B, tokens_B]
+    logps_BV = sampling_logps(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p)
+    cdf_BV = np.cumsum(np.exp(logps_BV), axis=-1)
+    # u·total < total, so the count ends before the last token that has any mass
+    tokens_B = (cdf_BV <= (uniforms_B * cdf_BV[:, -1])[:, None]).sum(-1)
+    return tokens_B, logps_BV[rows_B, tokens_B]
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number, found {type(value).__name__}")
+    if isinstance(top_k, bool) or not isinstance(top_k, int):
+        raise TypeError(f"top_k must be an int, found {type(top_k).__name__}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be finite and at least 0 (0 is greedy), found {temperature}")
+    if top_k < 0:
+        raise ValueError(f"top_k must be at least 0 (0 is all tokens), found {top_k}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, found {top_p}")
+
+
+def _log_softmax(z_BV: np.ndarray) -> np.ndarray:
+    z_BV = z_BV - z_BV.max(-1, keepdims=True)
+    return z_BV - np.log(np.exp(z_BV).sum(-1, keepdims=True))

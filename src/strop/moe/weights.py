@@ -1,0 +1,303 @@
+"""Checkpoints in Mixtral's own layout: config.json and model.safetensors, readable by transformers and from it.
+
+In memory the experts of a layer are two arrays (`gate_up_proj`, `down_proj`), on disk each expert has its three
+matrices: w1 the gate, w3 the up projection, w2 the way down. Reading accepts both, and shards with an index.
+
+Shapes: E experts, D hidden, F intermediate.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from strop.moe.config import MoEConfig
+
+Arrays = dict[str, np.ndarray]
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+DISK_LAYER = ".block_sparse_moe."  # what is `.mlp.` in memory
+DEFAULT_ROPE_THETA = 1e6  # what Mixtral means by a config without one
+
+
+def save(folder: str | Path, config: MoEConfig, params: Arrays) -> None:
+    """Write a checkpoint. Each file appears whole or not at all, and other files of the folder stay.
+
+    The weights go first: an interrupted save over a folder of the same config leaves a good checkpoint.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"folder must be a directory, found a file: {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = params["model.norm.weight"].dtype
+    text = json.dumps(to_mixtral(config, dtype), indent=2, sort_keys=True) + "\n"
+    _write_atomically(folder / WEIGHTS, lambda path: save_file(_split_experts(params), path, metadata={"format": "pt"}))
+    _write_atomically(folder / CONFIG, lambda path: path.write_text(text))
+
+
+def load(folder: str | Path, *, dtype: Any = None) -> tuple[MoEConfig, Arrays]:
+    """The config and parameters of a Mixtral checkpoint, as `config.parameter_shapes()` names and orders them.
+
+    dtype   float32 or float64; None keeps float64 and brings everything else to float32
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"folder must be a directory with {CONFIG} and {WEIGHTS}, found none at {folder}")
+    config = from_mixtral(_read_json(folder / CONFIG))
+    stored: Arrays = {}
+    for file in _weight_files(folder):
+        stored.update(_read_safetensors(file))
+    if config.tie_embeddings:
+        stored.pop("lm_head.weight", None)  # some writers store the shared matrix twice
+    shapes = _disk_shapes(config, stored)
+    check_names(stored.keys(), shapes.keys(), str(folder))
+    for name, shape in shapes.items():
+        if stored[name].shape != shape:
+            raise ValueError(f"{name} in {folder} must have the shape {shape}, found {stored[name].shape}")
+    if dtype is None:
+        dtype = np.float64 if all(array.dtype == np.float64 for array in stored.values()) else np.float32
+    params = _join_experts(stored, config)
+    # np.array copies: what came out of the file is read-only
+    return config, {name: np.array(params[name], dtype=dtype, order="C") for name in config.parameter_shapes()}
+
+
+def check_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
+    found, wanted = set(found), set(wanted)
+    for kind, names in (("lacks", wanted - found), ("has the unknown", found - wanted)):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise ValueError(f"{where} {kind} tensor {sorted(names)[0]!r}{more}")
+
+
+# ---- config.json ----
+
+
+def to_mixtral(config: MoEConfig, dtype: Any = np.float32) -> dict[str, Any]:
+    """config.json as transformers writes it. `strop_*` keys keep what Mixtral folds together; others ignore them."""
+    eos = config.eos_token_id
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "dtype": np.dtype(dtype).name,
+        "hidden_size": config.hidden_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.top_k,
+        "intermediate_size": config.intermediate_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rms_norm_eps": config.rms_norm_eps,
+        "router_aux_loss_coef": config.aux_loss_coef,
+        "output_router_logits": config.aux_loss_coef > 0,  # what makes transformers add the auxiliary loss to the loss
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
+        "pad_token_id": config.pad_token_id,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "strop_rope_base": config.rope_base,
+        "strop_rope_alpha": config.rope_alpha,
+    }
+
+
+def from_mixtral(mixtral: dict[str, Any]) -> MoEConfig:
+    """A MoEConfig from Mixtral's config.json; what strop does not have is an error that names it."""
+    if (kind := mixtral.get("model_type")) != "mixtral":
+        raise ValueError(f"model_type in {CONFIG} must be 'mixtral', found {kind!r}")
+    _refuse_unknown_features(mixtral)
+    try:
+        sizes = {ours: mixtral[theirs] for ours, theirs in _FIELDS.items()}
+    except KeyError as missing:
+        raise ValueError(f"{CONFIG} lacks {missing}") from None
+    heads = mixtral.get("num_key_value_heads")
+    head_dim = mixtral.get("head_dim")
+    eos = mixtral.get("eos_token_id")
+    return MoEConfig(
+        **sizes,
+        **_rope_fields(mixtral),
+        num_kv_heads=sizes["num_heads"] if heads is None else heads,
+        head_dim=sizes["hidden_dim"] // sizes["num_heads"] if head_dim is None else head_dim,
+        rms_norm_eps=mixtral.get("rms_norm_eps", 1e-5),
+        # transformers adds the auxiliary loss only where output_router_logits asks for it
+        aux_loss_coef=mixtral.get("router_aux_loss_coef", 0.001) if mixtral.get("output_router_logits") else 0.0,
+        tie_embeddings=mixtral.get("tie_word_embeddings", False),
+        bos_token_id=mixtral.get("bos_token_id"),
+        eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
+        pad_token_id=mixtral.get("pad_token_id"),
+    )
+
+
+_FIELDS = {
+    "hidden_dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_experts": "num_local_experts",
+    "top_k": "num_experts_per_tok",
+    "intermediate_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+}
+
+
+def _rope_fields(mixtral: dict[str, Any]) -> dict[str, Any]:
+    theta = (mixtral.get("rope_parameters") or {}).get("rope_theta", mixtral.get("rope_theta", DEFAULT_ROPE_THETA))
+    base, alpha = mixtral.get("strop_rope_base"), mixtral.get("strop_rope_alpha")
+    if base is not None and alpha is not None:
+        head_dim = mixtral.get("head_dim") or mixtral["hidden_size"] // mixtral["num_attention_heads"]
+        ours = MoEConfig(rope_base=base, rope_alpha=alpha, head_dim=head_dim)
+        if ours.rope_theta == theta:  # else someone changed theta since, and theta is what counts
+            return {"rope_base": base, "rope_alpha": alpha}
+    return {"rope_base": theta}
+
+
+def _refuse_unknown_features(mixtral: dict[str, Any]) -> None:
+    window, longest = mixtral.get("sliding_window"), mixtral.get("max_position_embeddings", 0)
+    rope = mixtral.get("rope_parameters") or mixtral.get("rope_scaling") or {}
+    refused = {
+        "hidden_act": (mixtral.get("hidden_act", "silu"), "silu"),
+        "sliding_window": (None if window is None or window >= longest else window, None),
+        "attention_dropout": (mixtral.get("attention_dropout") or 0.0, 0.0),
+        "router_jitter_noise": (mixtral.get("router_jitter_noise") or 0.0, 0.0),
+        "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
+        "quantization_config": (mixtral.get("quantization_config"), None),
+    }
+    for name, (found, wanted) in refused.items():
+        if found != wanted:
+            raise ValueError(f"{name} in {CONFIG} must be {wanted!r} (strop has no other), found {found!r}")
+
+
+# ---- model.safetensors ----
+
+
+def _disk_shapes(config: MoEConfig, stored: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes a file must have, in the style the file's own names show."""
+    stored = list(stored)
+    fused = any(name.endswith("experts.gate_up_proj") for name in stored)
+    layer = ".mlp." if any(".mlp." in name for name in stored) else DISK_LAYER
+    D, F = config.hidden_dim, config.intermediate_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in config.parameter_shapes().items():
+        name = name.replace(".mlp.", layer)
+        if fused or ".experts." not in name:
+            shapes[name] = shape
+            continue
+        stem, _, kind = name.rpartition(".")
+        for e in range(config.num_experts):
+            if kind == "gate_up_proj":
+                shapes[f"{stem}.{e}.w1.weight"] = shapes[f"{stem}.{e}.w3.weight"] = (F, D)
+            else:
+                shapes[f"{stem}.{e}.w2.weight"] = (D, F)
+    return shapes
+
+
+def _split_experts(params: Arrays) -> Arrays:
+    disk: Arrays = {}
+    for name, array in params.items():
+        disk_name = name.replace(".mlp.", DISK_LAYER)
+        stem = disk_name.rpartition(".")[0]
+        if name.endswith("experts.gate_up_proj"):
+            for e, gate_up_2FD in enumerate(array):
+                gate_FD, up_FD = np.split(gate_up_2FD, 2)
+                disk[f"{stem}.{e}.w1.weight"], disk[f"{stem}.{e}.w3.weight"] = gate_FD, up_FD
+        elif name.endswith("experts.down_proj"):
+            disk.update({f"{stem}.{e}.w2.weight": down_DF for e, down_DF in enumerate(array)})
+        else:
+            disk[disk_name] = array
+    return disk
+
+
+def _join_experts(stored: Arrays, config: MoEConfig) -> Arrays:
+    stored = {name.replace(DISK_LAYER, ".mlp."): array for name, array in stored.items()}
+    params = dict(stored)
+    experts = range(config.num_experts)
+    for name in config.parameter_shapes():
+        stem = name.rpartition(".")[0]
+        if name in stored:
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            pairs = [(stored[f"{stem}.{e}.w1.weight"], stored[f"{stem}.{e}.w3.weight"]) for e in experts]
+            params[name] = np.stack([np.concatenate(pair) for pair in pairs])
+        else:
+            params[name] = np.stack([stored[f"{stem}.{e}.w2.weight"] for e in experts])
+    return params
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).exists():
+        raise FileNotFoundError(f"folder must hold {WEIGHTS} or {INDEX}, found neither in {folder}")
+    names = _read_json(folder / INDEX).get("weight_map", {}).values()
+    files = [folder / name for name in dict.fromkeys(names)]
+    for file in files:
+        if not file.exists():
+            raise FileNotFoundError(f"{INDEX} names {file.name}, found no such file in {folder}")
+    return files
+
+
+def _read_safetensors(file: Path) -> Arrays:
+    try:
+        tensors = safetensors.deserialize(file.read_bytes())
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{file} is truncated or no safetensors file: {error}") from None
+    return {name: _as_float(name, info, file) for name, info in tensors}
+
+
+def _as_float(name: str, info: dict[str, Any], file: Path) -> np.ndarray:
+    if info["dtype"] == "BF16":  # NumPy has no bfloat16: its bits are the upper half of a float32
+        array = (np.frombuffer(info["data"], "<u2").astype(np.uint32) << 16).view(np.float32)
+    elif dtype := {"F16": "<f2", "F32": "<f4", "F64": "<f8"}.get(info["dtype"]):
+        array = np.frombuffer(info["data"], dtype)
+    else:
+        raise TypeError(f"{name} in {file} must be BF16, F16, F32 or F64, found {info['dtype']}")
+    return array.reshape(info["shape"])
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"folder must hold {file.name}, found none in {file.parent}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} must be JSON, found an error: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _write_atomically(target: Path, write: Callable[[Path], Any]) -> None:
+    """Write beside the target, bring it to the disk, then rename over it; on an error nothing is left behind."""
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    os.close(handle)
+    partial = Path(name)
+    try:
+        write(partial)
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        partial.chmod(0o666 & ~_umask())
+        os.replace(partial, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            partial.unlink()
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,190 @@
+"""Checkpoints that are wrong, and saving that is interrupted."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from moe_models import random_model, small_config
+from safetensors.numpy import load_file, save_file
+
+from strop.moe import MoETransformer, weights
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random_model(small_config(), dtype=np.float32).save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def load(folder):
+    return MoETransformer.load(folder, "numpy")
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "gone"}))
+
+
+def test_layout_on_disk(folder):
+    tensors = load_file(folder / "model.safetensors")
+    model = load(folder)
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
+    gate_up = model.params["model.layers.1.mlp.experts.gate_up_proj"]
+    assert np.array_equal(tensors[EXPERT], gate_up[2, 6:])  # w3 is the up projection, the second half
+    assert np.array_equal(tensors[EXPERT.replace("w3", "w1")], gate_up[2, :6])
+    assert np.array_equal(tensors[EXPERT.replace("w3", "w2")], model.params["model.layers.1.mlp.experts.down_proj"][2])
+
+
+def test_loaded_parameters_can_be_trained(folder):
+    assert all(param.flags.writeable and param.flags.c_contiguous for param in load(folder).params.values())
+
+
+def test_float64_stays(tmp_path):
+    model = random_model(small_config())
+    model.save(tmp_path)
+    again = load(tmp_path)
+    assert again.dtype == np.float64
+    assert np.array_equal(again.params["lm_head.weight"], model.params["lm_head.weight"])
+    assert MoETransformer.load(tmp_path, "numpy", dtype=np.float32).dtype == np.float32
+
+
+def test_missing_tensor(folder):
+    change_tensors(folder, lambda tensors: tensors.pop(EXPERT))
+    with pytest.raises(ValueError, match=f"lacks tensor '{EXPERT}'$"):
+        load(folder)
+
+
+def test_extra_tensor(folder):
+    change_tensors(folder, lambda tensors: tensors.update({"model.layers.2.surprise": np.ones(3)}))
+    with pytest.raises(ValueError, match=r"has the unknown tensor 'model.layers.2.surprise'$"):
+        load(folder)
+
+
+def test_misshaped_tensor(folder):
+    change_tensors(folder, lambda tensors: tensors.update({EXPERT: np.ones((8, 6), np.float32)}))
+    with pytest.raises(ValueError, match=rf"{EXPERT} in .* must have the shape \(6, 8\), found \(8, 6\)"):
+        load(folder)
+
+
+def test_a_tied_head_stored_twice_is_one(tmp_path):
+    model = random_model(small_config(tie_embeddings=True), dtype=np.float32)
+    model.save(tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    assert list(load(tmp_path).params) == list(model.params)
+
+
+def test_integer_tensor(folder):
+    change_tensors(folder, lambda tensors: tensors.update({EXPERT: np.ones((6, 8), np.int64)}))
+    with pytest.raises(TypeError, match=f"{EXPERT} in .* must be BF16, F16, F32 or F64, found I64"):
+        load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300, -1])
+def test_truncated_file(folder, keep):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model.safetensors is truncated or no safetensors file"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type in config.json must be 'mixtral', found 'llama'"),
+        ({"hidden_size": "gone"}, "config.json lacks 'hidden_size'"),
+        ({"sliding_window": 8}, "sliding_window in config.json must be None .*, found 8"),
+        ({"hidden_act": "gelu"}, "hidden_act in config.json must be 'silu' .*, found 'gelu'"),
+        ({"attention_dropout": 0.1}, "attention_dropout in config.json must be 0.0 .*, found 0.1"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise in config.json must be 0.0 .*, found 0.1"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type .* 'default' .*, found 'yarn'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_type .*, found 'linear'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config in config.json must be None"),
+        ({"num_experts_per_tok": 9}, "top_k must be at most num_experts=3, found 9"),
+        ({"num_hidden_layers": 3}, r"lacks tensor 'model.layers.2.*' \(and 15 more\)"),
+    ],
+)
+def test_config_that_strop_cannot_run(folder, changes, message):
+    change_config(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_a_window_longer_than_any_row_does_nothing(folder):
+    change_config(folder, sliding_window=24)
+    assert load(folder).config.max_seq_len == 24
+
+
+def test_older_configs(folder):
+    """rope_theta at the top, no head_dim, no strop keys: as Mixtral's first checkpoints have it."""
+    change_config(folder, rope_parameters="gone", rope_theta=500.0, strop_rope_base="gone", strop_rope_alpha="gone",
+                  num_attention_heads=2, num_key_value_heads=1, head_dim=None)  # fmt: skip
+    config = weights.from_mixtral(json.loads((folder / "config.json").read_text()))
+    assert (config.rope_base, config.rope_alpha, config.head_dim) == (500.0, 1.0, 4)
+
+
+def test_changed_theta_wins_over_our_keys(folder):
+    change_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 777.0})
+    assert load(folder).config.rope_theta == 777.0
+
+
+def test_missing_files(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"folder must be a directory with config.json"):
+        load(tmp_path / "nowhere")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"must hold model.safetensors or model.safetensors.index.json"):
+        load(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    with pytest.raises(FileNotFoundError, match=r"names model-1.safetensors, found no such file"):
+        load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json must be JSON"):
+        load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"must hold config.json, found none"):
+        load(folder)
+
+
+@pytest.mark.parametrize("when", ["writing", "renaming"])
+def test_an_interrupted_save_leaves_the_last_good_checkpoint(folder, monkeypatch, when):
+    before = load(folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def half_then_killed(tensors, path, metadata=None):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    if when == "writing":
+        monkeypatch.setattr(weights, "save_file", half_then_killed)
+    else:
+        monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        random_model(small_config(), seed=9, dtype=np.float32).save(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    assert np.array_equal(load(folder).params["lm_head.weight"], before.params["lm_head.weight"])
+
+
+def test_saving_keeps_other_files_and_replaces_ours(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    other = random_model(small_config(), seed=9, dtype=np.float32)
+    other.save(folder)
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    assert np.array_equal(load(folder).params["lm_head.weight"], other.params["lm_head.weight"])
+
+
+def test_saving_over_a_file_is_refused(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(NotADirectoryError, match="folder must be a directory, found a file"):
+        random_model(small_config()).save(tmp_path / "taken")
