@@ -19,13 +19,19 @@ def result(**ratios):
         "method": {"rounds": 21, "confidence": 0.95},
         "cases": [{
             "work": "advantages 16×4", "labels": {"primitive": "advantages", "shape": "16×4", "dtype": "float64"},
-            "contenders": {"strop": {"median_ns": 251.3}}, "ratios": ratios or {"numpy": RATIO},
+            "contenders": {"strop": {"median_ns": 251.3, "samples_ns": [251.3]}, "numpy": {"median_ns": 806.67, "samples_ns": [806.67]}},
+            "ratios": ratios or {"numpy": RATIO},
         }],
     }  # fmt: skip
 
 
 def test_documents_of_this_repository_are_in_step():
     assert report.drifted(ROOT) == []
+
+
+def test_the_promised_blocks_are_there():
+    blocks = {(p.name, m["renderer"]) for p in report.documents(ROOT) for m in report.BLOCK.finditer(p.read_text())}
+    assert {("README.md", "primitives_summary"), ("benchmarks.md", "primitives_table")} <= blocks
 
 
 def test_a_changed_number_is_found_and_mended(tmp_path, monkeypatch):
@@ -75,8 +81,13 @@ def test_durations(ns, text):
 def test_mistakes_in_marks():
     with pytest.raises(ValueError, match="unknown renderer 'nope'; there are primitives_summary, primitives_table"):
         report.filled("<!-- generated: nope r.json -->\n<!-- end generated -->", ROOT)
-    with pytest.raises(ValueError, match="not closed by"):
-        report.filled("<!-- generated: primitives_table r.json -->\n", ROOT)
+    for mark in (
+        "<!-- generated: x r.json -->\n",
+        "<!--generated: x r.json -->\n<!-- end generated -->",
+        "<!-- Generated: x r -->",
+    ):
+        with pytest.raises(ValueError, match="not closed by"):
+            report.filled(mark, ROOT)
 
 
 def test_command_line(capsys):

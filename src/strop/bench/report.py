@@ -68,9 +68,7 @@ def primitives_table(
         if labels["primitive"] not in primitives:
             continue
         cells = [times(case["ratios"][p]) if p in case["ratios"] else "" for p in peers]
-        if labels.get("note") and cells[-1]:
-            cells[-1] += f" ({labels['note']})"
-        name = f"{labels['primitive']} {labels['shape']}"
+        name = f"{labels['primitive']} {labels['shape']}" + (f" ({labels['note']})" if "note" in labels else "")
         rows.append([name, labels["dtype"], duration(case["contenders"]["strop"]["median_ns"]), *cells])
     return table(["work", "dtype", "strop", *(f"faster than {p}" for p in peers)], rows) + provenance(result)
 
@@ -146,7 +144,7 @@ def filled(text: str, root: Path) -> str:
             raise ValueError(f"unknown renderer {name!r}; there are {', '.join(sorted(RENDERERS))}")
         return match[1] + RENDERERS[name](load(root / source)) + match[5]
 
-    if text.count("<!-- generated:") != len(BLOCK.findall(text)):
+    if len(re.findall(r"<!--\s*generated", text, re.IGNORECASE)) != len(BLOCK.findall(text)):
         raise ValueError("a generated block is not closed by <!-- end generated -->, or its mark is misspelt")
     return BLOCK.sub(fill, text)
 

@@ -1,6 +1,7 @@
 """`strop bench SUITE`"""
 
 import importlib
+import importlib.util
 import shlex
 import sys
 from pathlib import Path
@@ -23,29 +24,44 @@ def bench(
     """Measure a suite, print its table, write its JSON with all samples."""
     if suite not in SUITES:
         raise ValueError(f"unknown suite {suite!r}; there are {', '.join(SUITES)}")
+    if importlib.util.find_spec("scipy") is None:
+        raise ModuleNotFoundError("benchmarks need scipy: pip install 'strop[bench]'")
     from strop.bench import harness
 
     method = harness.Method(rounds=rounds)
-    cases = [c for c in importlib.import_module(f"strop.bench.suites.{suite}").cases() if only in c.work]
+    cases = [
+        c for c in importlib.import_module(f"strop.bench.suites.{suite}").cases() if only in f"{c.work} {c.labels}"
+    ]
     if not cases:
         raise ValueError(f"no case of {suite} contains {only!r}")
-    console = Console()
-    measured = []
-    with Progress(
-        *Progress.get_default_columns(), TimeElapsedColumn(), console=console, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task(suite, total=len(cases))
-        for case, found in zip(cases, harness.run_cases(cases, method), strict=True):
-            measured.append(found)
-            progress.update(task, advance=1, description=case.work)
-    console.print(_table(suite, measured))
-    if only:
-        return
-    found = harness.result(suite, measured, method, "strop " + shlex.join(sys.argv[1:]))
+    found = harness.header(suite, method, "strop " + shlex.join(sys.argv[1:]))
     name = f"{suite}-{found['machine']['architecture']}-{found['threads']['usable_cpus']}cores.json"
     path = output or Path("benchmarks/results") / name
-    harness.save(found, path)
-    console.print(f"wrote {path}")
+    if path.is_dir():
+        raise IsADirectoryError(f"--output must be a file, found the folder {path}")
+    console = Console()
+    found["cases"] = _measure(cases, method, suite, console)
+    console.print(_table(suite, found["cases"]))
+    if not only:
+        harness.save(found, path)
+        console.print(f"wrote {path}")
+
+
+def _measure(cases: list[Any], method: Any, suite: str, console: Console) -> list[dict[str, Any]]:
+    from strop.bench import harness
+
+    measured: list[dict[str, Any]] = []
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(suite, total=len(cases))
+        try:
+            for case, found in zip(cases, harness.run_cases(cases, method), strict=True):
+                measured.append(found)
+                progress.update(task, advance=1, description=case.work)
+        except KeyboardInterrupt:
+            console.print(f"interrupted after {len(measured)} of {len(cases)} cases; nothing was written")
+            raise typer.Exit(130) from None
+    return measured
 
 
 def _table(suite: str, measured: list[dict[str, Any]]) -> Table:
