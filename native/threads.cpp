@@ -3,6 +3,8 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
 
 #if defined(__linux__)
@@ -86,8 +88,12 @@ class Pool {
     }
 
   private:
+    // Where the system gives no more threads, the work is done by those there are.
     void start(int helpers) {
-        for (; started_ < helpers; ++started_) std::thread([this] { serve(); }).detach();
+        try {
+            for (; started_ < helpers; ++started_) std::thread([this] { serve(); }).detach();
+        } catch (const std::system_error&) {
+        }
     }
 
     void serve() {
@@ -130,15 +136,16 @@ void forget_pool_after_fork() {
     pool_taken = false;
 }
 
-Pool& the_pool() {
+// Null where there is no memory for it.
+Pool* the_pool() {
     if (!pool.load()) {
 #if !defined(_WIN32)
         static const int registered = pthread_atfork(nullptr, nullptr, forget_pool_after_fork);
         (void)registered;
 #endif
-        pool = new Pool;
+        pool = new (std::nothrow) Pool;
     }
-    return *pool.load();
+    return pool;
 }
 
 }  // namespace
@@ -154,7 +161,8 @@ void run_tasks(size_t tasks, void (*body)(void*, size_t) noexcept, void* context
         return;
     }
     Job job{body, context, tasks, static_cast<int>(helpers)};
-    the_pool().run(job, static_cast<int>(helpers));
+    if (Pool* workers = the_pool()) workers->run(job, static_cast<int>(helpers));
+    else job.work();
     pool_taken = false;
 }
 
