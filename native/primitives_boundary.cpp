@@ -333,12 +333,20 @@ nb::list pack(Integers lengths, int64_t max_length) {
     return result;
 }
 
-nb::object collate(Integers tokens, Integers starts, Integers order, Integers row_ends, int64_t pad_id, Rows input_ids, Rows position_ids,
-                   Rows labels, Rows sequence_ids) {
+// `arrays`: contiguous 1-D arrays of int64.
+nb::object collate(nb::list arrays, Integers order, Integers row_ends, int64_t pad_id, Rows input_ids, Rows position_ids, Rows labels,
+                   Rows sequence_ids) {
+    std::vector<Sequence> sequences;
+    sequences.reserve(arrays.size());
+    for (nb::handle array : arrays) {
+        PyArrayObject* plain = plain_array(array.ptr());
+        if (!plain || PyArray_TYPE(plain) != NPY_INT64 || PyArray_NDIM(plain) != 1) throw nb::type_error("collate takes plain arrays of int64");
+        sequences.push_back({data_of<int64_t>(plain), static_cast<size_t>(PyArray_SIZE(plain))});
+    }
     std::vector<int32_t> cu_seqlens;
     {
         nb::gil_scoped_release release;
-        cu_seqlens = collate_rows(tokens.data(), starts.data(), order.data(), row_ends.data(), input_ids.shape(0), input_ids.shape(1), pad_id,
+        cu_seqlens = collate_rows(sequences, order.data(), row_ends.data(), input_ids.shape(0), input_ids.shape(1), pad_id,
                                   {input_ids.data(), position_ids.data(), labels.data(), sequence_ids.data()});
     }
     npy_intp count = static_cast<npy_intp>(cu_seqlens.size());
@@ -373,7 +381,7 @@ void define_primitives(nb::module_& m) {
     m.def("entry_point", &entry_point, nb::arg("name"), nb::arg("twin").none(), nb::arg("doc"), nb::arg("module_name"),
           "The compiled primitive of this name; calls it does not compute itself go to `twin`.");
     m.def("pack", &pack, nb::arg("lengths"), nb::arg("max_length"));
-    m.def("collate", &collate, nb::arg("tokens"), nb::arg("starts"), nb::arg("order"), nb::arg("row_ends"), nb::arg("pad_id"),
+    m.def("collate", &collate, nb::arg("arrays"), nb::arg("order"), nb::arg("row_ends"), nb::arg("pad_id"),
           nb::arg("input_ids"), nb::arg("position_ids"), nb::arg("labels"), nb::arg("sequence_ids"));
 }
 

@@ -123,12 +123,12 @@ def test_collate_empty(engine):
 COLLATE_MISTAKES = [
     (([[1, 2], [3]], [[0], [2]]), ValueError, "bins must hold indices from 0 to 1, found 2"),
     (([[1, 2], [3]], [[0], [-1]]), ValueError, "bins must hold indices from 0 to 1, found -1"),
-    (([[1, 2], [3]], [[0, 1], [0]]), ValueError, "bins must hold each sequence once, found 0 twice"),
+    (([[1, 2], [3]], [[0, 1], [0]]), ValueError, "bins must hold each sequence once, found 0 2 times"),
     (([[1, 2], [3]], [[0, 1]], 2), ValueError, "pad_to must be at least the 3 tokens of bin 0, found 2"),
     (([[1, 2], [3]], [[0, 1]], 4.0), TypeError, "pad_to must be an int, found float"),
     (([[1.5, 2], [3]], [[0, 1]]), TypeError, "sequences[0] must be integers, found float64"),
     (([[[1, 2]], [3]], [[0, 1]]), ValueError, "sequences[0] must be one-dimensional, found shape (1, 2)"),
-    (([[1, 2]], [["a"]]), TypeError, "bins[0] must be integers, found <U1"),
+    (([[1, 2]], [["a"]]), TypeError, "bins must be integers, found <U1"),
 ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from strop import _compiled
-from strop.primitives._inputs import as_integers, as_whole_number, is_tensor, like_input
+from strop.primitives._inputs import as_integers, as_whole_number, is_plain_integers, is_tensor, like_input
 
 IGNORED_LABEL = -100
 PADDING_SEQUENCE = -1
@@ -50,27 +50,23 @@ def collate_packed(
 
     One bin without pad_to gives a batch of shape (1, tokens) with no padding at all.
     """
-    arrays = [as_integers(s, f"sequences[{i}]") for i, s in enumerate(sequences)]
+    arrays = [s if is_plain_integers(s) else as_integers(s, f"sequences[{i}]") for i, s in enumerate(sequences)]
+    lengths = np.fromiter((a.size for a in arrays), np.int64, len(arrays))
     order, row_ends = _flatten_bins(bins, len(arrays))
-    lengths = np.array([a.size for a in arrays], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    row_length = _row_length(lengths, bins, pad_to)
+    row_length = _row_length(lengths, order, row_ends, pad_to)
     if len(bins) * row_length > np.iinfo(np.int32).max:
         raise ValueError(f"a batch of {len(bins)} rows of {row_length} tokens is too large for the int32 of cu_seqlens")
 
-    tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
     pad_id = as_whole_number(pad_id, "pad_id", np.iinfo(np.int64).min)
     names = ("input_ids", "position_ids", "labels", "sequence_ids")
-    rows = {name: np.empty((len(bins), row_length), np.int64) for name in names}
+    rows = dict(zip(names, np.empty((len(names), len(bins), row_length), np.int64), strict=True))
     collate = _collate_numpy if _compiled.native is None else _compiled.native.collate
-    cu_seqlens = collate(tokens, starts, order, row_ends, pad_id, **rows)
+    cu_seqlens = collate(arrays, order, row_ends, pad_id, **rows)
 
     like = sequences[0] if len(arrays) else None
     found = {**rows, "cu_seqlens": cu_seqlens}
-    return {
-        name: like_input(found[name], like)
-        for name in ("input_ids", "position_ids", "cu_seqlens", "labels", "sequence_ids")
-    }
+    in_order = ("input_ids", "position_ids", "cu_seqlens", "labels", "sequence_ids")
+    return {name: like_input(found[name], like) for name in in_order}
 
 
 def _as_lengths(lengths: Any) -> np.ndarray:
@@ -94,24 +90,26 @@ def _lengths_of(sequences: list[Any]) -> np.ndarray:
 
 def _flatten_bins(bins: Sequence[Sequence[int]], num_sequences: int) -> tuple[np.ndarray, np.ndarray]:
     """The sequences row by row, and where each row ends among them."""
-    per_bin = [as_integers(b, f"bins[{i}]") for i, b in enumerate(bins)]
-    order = np.concatenate(per_bin) if per_bin else np.zeros(0, np.int64)
+    sizes = [len(b) for b in bins]
+    order = as_integers([index for b in bins for index in b], "bins")
     outside = (order < 0) | (order >= num_sequences)
     if outside.any():
         raise ValueError(f"bins must hold indices from 0 to {num_sequences - 1}, found {order[outside][0]}")
-    values, counts = np.unique(order, return_counts=True)
+    counts = np.bincount(order, minlength=num_sequences)
     if (counts > 1).any():
-        raise ValueError(f"bins must hold each sequence once, found {values[counts > 1][0]} twice")
-    return order, np.cumsum([b.size for b in per_bin], dtype=np.int64)
+        raise ValueError(f"bins must hold each sequence once, found {counts.argmax()} {counts.max()} times")
+    return order, np.cumsum(sizes, dtype=np.int64)
 
 
-def _row_length(lengths: np.ndarray, bins: Sequence[Sequence[int]], pad_to: int | None) -> int:
-    totals = [int(lengths[np.asarray(b, dtype=np.int64)].sum()) for b in bins]
-    longest = max(totals, default=0)
+def _row_length(lengths: np.ndarray, order: np.ndarray, row_ends: np.ndarray, pad_to: int | None) -> int:
+    tokens_before = np.concatenate([[0], np.cumsum(lengths[order])])
+    totals = np.diff(tokens_before[row_ends], prepend=0)
+    longest = int(totals.max(initial=0))
     if pad_to is None:
         return longest
-    if as_whole_number(pad_to, "pad_to", 1) < longest:
-        raise ValueError(f"pad_to must be at least the {longest} tokens of bin {totals.index(longest)}, found {pad_to}")
+    pad_to = as_whole_number(pad_to, "pad_to", 1)
+    if pad_to < longest:
+        raise ValueError(f"pad_to must be at least the {longest} tokens of bin {totals.argmax()}, found {pad_to}")
     return pad_to
 
 
@@ -136,7 +134,7 @@ def _first_fit_decreasing(lengths: np.ndarray, max_length: int) -> list[list[int
 
 
 def _collate_numpy(
-    tokens: np.ndarray, starts: np.ndarray, order: np.ndarray, row_ends: np.ndarray, pad_id: int, *,
+    arrays: list[np.ndarray], order: np.ndarray, row_ends: np.ndarray, pad_id: int, *,
     input_ids: np.ndarray, position_ids: np.ndarray, labels: np.ndarray, sequence_ids: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
     """Fills the rows, returns cu_seqlens; the compiled function's twin."""
@@ -146,7 +144,7 @@ def _collate_numpy(
     for row in range(num_rows):
         at = 0
         for sequence in order[first : row_ends[row]].tolist():
-            piece = tokens[starts[sequence] : starts[sequence + 1]]
+            piece = arrays[sequence]
             place = slice(at, at + piece.size)
             input_ids[row, place] = labels[row, place] = piece
             labels[row, at : min(at + 1, place.stop)] = IGNORED_LABEL

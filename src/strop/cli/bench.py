@@ -1,0 +1,64 @@
+"""`strop bench SUITE`"""
+
+import importlib
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+from rich.table import Table
+
+from strop.bench.suites import SUITES
+
+
+def bench(
+    suite: Annotated[str, typer.Argument(help="One of: " + "; ".join(f"{k} ({v})" for k, v in SUITES.items()))],
+    output: Annotated[Path | None, typer.Option(help="Where the JSON goes; by default benchmarks/results.")] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; each gives one sample per contender.")] = 21,
+    only: Annotated[str, typer.Option(help="Only the cases whose name contains this; nothing is written then.")] = "",
+) -> None:
+    """Measure a suite, print its table, write its JSON with all samples."""
+    if suite not in SUITES:
+        raise ValueError(f"unknown suite {suite!r}; there are {', '.join(SUITES)}")
+    from strop.bench import harness
+
+    method = harness.Method(rounds=rounds)
+    cases = [c for c in importlib.import_module(f"strop.bench.suites.{suite}").cases() if only in c.work]
+    if not cases:
+        raise ValueError(f"no case of {suite} contains {only!r}")
+    console = Console()
+    measured = []
+    with Progress(
+        *Progress.get_default_columns(), TimeElapsedColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(suite, total=len(cases))
+        for case, found in zip(cases, harness.run_cases(cases, method), strict=True):
+            measured.append(found)
+            progress.update(task, advance=1, description=case.work)
+    console.print(_table(suite, measured))
+    if only:
+        return
+    found = harness.result(suite, measured, method, "strop " + shlex.join(sys.argv[1:]))
+    name = f"{suite}-{found['machine']['architecture']}-{found['threads']['usable_cpus']}cores.json"
+    path = output or Path("benchmarks/results") / name
+    harness.save(found, path)
+    console.print(f"wrote {path}")
+
+
+def _table(suite: str, measured: list[dict[str, Any]]) -> Table:
+    from strop.bench.report import duration
+
+    peers = list(dict.fromkeys(peer for case in measured for peer in case["ratios"]))
+    table = Table("work", "dtype", "strop", *(f"{p} takes" for p in peers), title=f"{suite}: times as long as strop")
+    colours = {"faster": "green", "slower": "bold red", "same": "yellow"}
+    for case in measured:
+        cells = []
+        for peer in peers:
+            ratio = case["ratios"].get(peer)
+            cells.append(f"[{colours[ratio['verdict']]}]{ratio['value']:.3g}×[/]" if ratio else "")
+        strop_time = duration(case["contenders"]["strop"]["median_ns"])
+        table.add_row(case["work"], case["labels"].get("dtype", ""), strop_time, *cells)
+    return table
