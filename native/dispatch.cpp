@@ -11,11 +11,12 @@ namespace strop {
     extern const RewardSum<T> reward_sum_##suffix;             \
     extern const RewardSquares<T> reward_squares_##suffix;     \
     extern const GroupAdvantages<T> group_advantages_##suffix; \
+    extern const moe::Kernels<T> moe_##suffix;                 \
     }
 
 #define STROP_TYPED(isa, suffix)                                                           \
     {isa::token_kl_##suffix, isa::schulman_kl_##suffix, isa::reward_sum_##suffix,          \
-     isa::reward_squares_##suffix, isa::group_advantages_##suffix}
+     isa::reward_squares_##suffix, isa::group_advantages_##suffix, &isa::moe_##suffix}
 
 #define STROP_ISA_TABLE(isa)                                                               \
     STROP_DECLARE(isa, float, f32)                                                         \

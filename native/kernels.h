@@ -6,6 +6,11 @@
 
 namespace strop {
 
+namespace moe {
+template <class T>
+struct Kernels;  // moe/model.h
+}
+
 enum class KlEstimator { token, schulman };
 
 // Σ over n tokens; mask may be null. Sums are taken in double whatever T is.
@@ -37,6 +42,7 @@ struct TypedKernels {
     RewardSum<T> reward_sum;
     RewardSquares<T> reward_squares;
     GroupAdvantages<T> group_advantages;
+    const moe::Kernels<T>* moe;
 
     KlBlock<T> kl(KlEstimator estimator) const {
         return estimator == KlEstimator::token ? token_kl : schulman_kl;

@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "dispatch.h"
+#include "moe_boundary.h"
 #include "primitives_boundary.h"
 #include "threads.h"
 
@@ -17,4 +18,5 @@ NB_MODULE(_native, m) {
     m.def("num_threads", &strop::num_threads);
     m.def("set_num_threads", &strop::set_num_threads, nb::arg("count"));
     strop::define_primitives(m);
+    strop::define_moe(m);
 }

@@ -108,6 +108,21 @@ static inline void store(float* to, Wide v) {
     __builtin_memcpy(to, &half, sizeof half);
 }
 
+static inline void store(float* to, VecOf<float> v) { __builtin_memcpy(to, &v, sizeof v); }
+
+template <class T>
+static inline VecOf<T> broadcast(T x) {
+    return x - VecOf<T>{};
+}
+
+// All bits set in the lanes below `count`.
+template <class T>
+static inline BitsOf<T> first_lanes(size_t count) {
+    BitsOf<T> lane;
+    for (size_t i = 0; i < Lanes<T>::count; ++i) lane[i] = static_cast<decltype(lane[0] + 0)>(i);
+    return lane < static_cast<decltype(lane[0] + 0)>(count);
+}
+
 // All bits set in the lanes below `count`.
 static inline BitsOf<double> lanes_below(size_t count) {
     BitsOf<double> lane;
@@ -163,6 +178,30 @@ static inline void store_first(float* to, size_t count, Wide v) {
     _mm_maskstore_ps(to, half_lanes_below(count), (__m128)half);
 #else
     for (size_t i = 0; i < count; ++i) to[i] = half[i];
+#endif
+}
+
+static inline void store_first(float* to, size_t count, VecOf<float> v) {
+#if defined(STROP_AVX512)
+    _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1), (__m512)v);
+#elif defined(STROP_AVX2)
+    _mm256_maskstore_ps(to, (__m256i)first_lanes<float>(count), (__m256)v);
+#else
+    for (size_t i = 0; i < count; ++i) to[i] = v[i];
+#endif
+}
+
+static inline VecOf<double> load_first(const double* from, size_t count) { return load_wide_first(from, count); }
+
+static inline VecOf<float> load_first(const float* from, size_t count) {
+#if defined(STROP_AVX512)
+    return (VecOf<float>)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from);
+#elif defined(STROP_AVX2)
+    return (VecOf<float>)_mm256_maskload_ps(from, (__m256i)first_lanes<float>(count));
+#else
+    VecOf<float> v{};
+    for (size_t i = 0; i < count; ++i) v[i] = from[i];
+    return v;
 #endif
 }
 
@@ -226,7 +265,7 @@ static inline Wide widened_sum(Wide v) { return v; }
 
 template <class T>
 static inline VecOf<T> absolute(VecOf<T> v) {
-    constexpr auto all_but_sign = ~(BitsOf<T>{} + 1 << (8 * sizeof(T) - 1));
+    constexpr auto all_but_sign = ~((BitsOf<T>{} + 1) << (8 * sizeof(T) - 1));
     return (VecOf<T>)((BitsOf<T>)v & all_but_sign);
 }
 
@@ -267,6 +306,73 @@ static inline bool any_above(VecOf<float> v, float limit) {
 #else
     return v[0] > limit || v[1] > limit || v[2] > limit || v[3] > limit;
 #endif
+}
+
+// Sum and maximum of the lanes of either type, always in the same tree: halves are folded onto each other.
+template <class T>
+static inline T sum_lanes(VecOf<T> v) {
+    T lane[Lanes<T>::count];
+    __builtin_memcpy(lane, &v, sizeof v);
+    for (size_t half = Lanes<T>::count / 2; half > 0; half /= 2)
+        for (size_t i = 0; i < half; ++i) lane[i] += lane[i + half];
+    return lane[0];
+}
+
+template <class T>
+static inline T max_lanes(VecOf<T> v) {
+    T lane[Lanes<T>::count];
+    __builtin_memcpy(lane, &v, sizeof v);
+    for (size_t half = Lanes<T>::count / 2; half > 0; half /= 2)
+        for (size_t i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
+    return lane[0];
+}
+
+// ---- arithmetic the compiler must not choose the rounding of ----------------------------------------------------------
+
+// a·b + c, rounded once where the instruction set can (everywhere but in the baseline).
+static inline VecOf<float> multiply_add(VecOf<float> a, VecOf<float> b, VecOf<float> c) {
+#if defined(STROP_AVX512)
+    return (VecOf<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(STROP_AVX2)
+    return (VecOf<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+static inline VecOf<double> multiply_add(VecOf<double> a, VecOf<double> b, VecOf<double> c) {
+#if defined(STROP_AVX512)
+    return (VecOf<double>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(STROP_AVX2)
+    return (VecOf<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#else
+    return a * b + c;
+#endif
+}
+
+static inline VecOf<float> square_root(VecOf<float> v) {
+#if defined(STROP_AVX512)
+    return (VecOf<float>)_mm512_sqrt_ps((__m512)v);
+#elif defined(STROP_AVX2)
+    return (VecOf<float>)_mm256_sqrt_ps((__m256)v);
+#else
+    for (size_t i = 0; i < Lanes<float>::count; ++i) v[i] = __builtin_sqrtf(v[i]);
+    return v;
+#endif
+}
+static inline VecOf<double> square_root(VecOf<double> v) {
+#if defined(STROP_AVX512)
+    return (VecOf<double>)_mm512_sqrt_pd((__m512d)v);
+#elif defined(STROP_AVX2)
+    return (VecOf<double>)_mm256_sqrt_pd((__m256d)v);
+#else
+    for (size_t i = 0; i < Lanes<double>::count; ++i) v[i] = __builtin_sqrt(v[i]);
+    return v;
+#endif
+}
+
+template <class T>
+static inline VecOf<T> larger(VecOf<T> a, VecOf<T> b) {
+    return a > b ? a : b;
 }
 
 // ---- exp ---------------------------------------------------------------------------------------------------------------
@@ -324,6 +430,14 @@ static inline Wide exp_of_any(Wide x) {
     auto power_of_two = [](Wide k) { return (Wide)(((BitsOf<double>)(k + L::round) << L::mantissa_bits) + L::one); };
     Wide half = (e.n * 0.5 + L::round) - L::round;
     return ((e.r + e.t) + 1.0) * power_of_two(half) * power_of_two(e.n - half);
+}
+
+// exp(x) for x ≤ 0, what a softmax and a sigmoid need. Below the smallest normal number it is 0; NaN stays NaN.
+template <class T>
+static inline VecOf<T> exp_to_one(VecOf<T> x) {
+    constexpr T smallest = sizeof(T) == sizeof(float) ? T(-87.0) : T(-708.0);
+    ExpParts<VecOf<T>> e = exp_parts<T>(x < smallest ? broadcast<T>(smallest) : x);
+    return x < smallest ? VecOf<T>{} : e.s * ((e.r + e.t) + T(1));
 }
 
 }  // namespace strop::STROP_ISA

@@ -1,0 +1,76 @@
+// Matrix products whose every element is summed in one fixed order.
+//
+// An element of C is a single chain of multiply-adds over k = 0, 1, 2, … from 0, whatever tile, block or thread it falls
+// in. So it depends on its row of A and its column of B alone.
+#pragma once
+
+#include "simd.h"
+#include "threads.h"
+
+namespace strop::STROP_ISA {
+
+// C[m][n] = Σ_k A(m, k)·B[k][n],  A(m, k) = a[m·a_row + k·a_col].
+template <class T>
+struct Product {
+    size_t M, N, K;
+    const T* a;
+    size_t a_row, a_col;
+    const T* b;
+    size_t b_row;
+    T* c;
+    size_t c_row;
+    const T* plus = nullptr;  // laid out as C and added to it at the end
+    bool accumulate = false;  // the sum goes on from what C holds
+    // After each k_block terms a and b move on by these instead: A and B may be stored in blocks along k.
+    size_t k_block = 0, a_step = 0, b_step = 0;
+
+    size_t first_task = 0, task_rows = 0;  // set by run_products
+};
+
+// Rows [first, last) of the product.
+template <class T>
+void multiply_rows(const Product<T>& product, size_t first, size_t last);
+
+template <class T>
+void multiply(const Product<T>& product) {
+    multiply_rows(product, 0, product.M);
+}
+
+// Rows that make a task of a few microseconds.
+template <class T>
+static inline size_t rows_per_task(const Product<T>& p) {
+    constexpr size_t kTask = size_t{1} << 18, kRows = 24;  // multiply-adds; a multiple of every tile's height
+    const size_t work = p.N * p.K + 1;
+    return (kTask / sizeof(T) * 4 / work / kRows + 1) * kRows;
+}
+
+// All products of a list in one parallel region; after(index, first, last) follows when those rows are done.
+template <class T, class After>
+static void run_products(Product<T>* list, size_t count, After&& after) {
+    size_t tasks = 0;
+    for (size_t i = 0; i < count; ++i) {
+        list[i].first_task = tasks;
+        list[i].task_rows = rows_per_task(list[i]);
+        tasks += (list[i].M + list[i].task_rows - 1) / list[i].task_rows;
+    }
+    parallel_for(tasks, [&](size_t task) noexcept {
+        size_t low = 0, high = count;  // the last product that starts at or before this task
+        while (high - low > 1) {
+            const size_t middle = (low + high) / 2;
+            (list[middle].first_task <= task ? low : high) = middle;
+        }
+        while (low + 1 < count && list[low + 1].first_task <= task) ++low;
+        const Product<T>& p = list[low];
+        const size_t first = (task - p.first_task) * p.task_rows;
+        const size_t last = first + p.task_rows < p.M ? first + p.task_rows : p.M;
+        multiply_rows(p, first, last);
+        after(low, first, last);
+    });
+}
+
+template <class T>
+static void run_products(Product<T>* list, size_t count) {
+    run_products(list, count, [](size_t, size_t, size_t) {});
+}
+
+}  // namespace strop::STROP_ISA

@@ -1,0 +1,160 @@
+// Causal self-attention with RoPE and shared key/value heads (GQA; MQA where there is one).
+//
+// y = attend(RoPE(x·Wqᵀ), RoPE(x·Wkᵀ), x·Wvᵀ)·Woᵀ
+//
+// A query meets the keys in blocks of kBlock positions counted from 0, so the order of its sums depends on its position
+// alone: prefill, decoding and training give the same bits. The softmax is rescaled from block to block.
+#include "layers.h"
+#include "linear.h"
+
+namespace strop::STROP_ISA {
+namespace {
+
+constexpr size_t kBlock = 256;     // keys
+constexpr size_t kHeads = 8;       // query heads that share a visit of the keys
+constexpr size_t kTaskTokens = 4;  // queries of a task
+
+template <class T>
+inline T exp_of(T x) {
+    return exp_to_one<T>(broadcast<T>(x))[0];
+}
+
+// p = exp(s/√C − max) over n keys, in place; the running maximum, and the sum that the lanes make.
+template <class T>
+inline T exponentials(size_t n, T scale, T* s, T* max) {
+    constexpr size_t lanes = Lanes<T>::count;
+    VecOf<T> top = broadcast<T>(-__builtin_inff());
+    for (size_t j = 0; j < n; j += lanes) {
+        const BitsOf<T> seen = first_lanes<T>(n - j);
+        top = larger<T>(seen ? load(s + j) : top, top);
+    }
+    const T largest = max_lanes<T>(top) * scale;
+    *max = largest > *max ? largest : *max;
+    VecOf<T> sum{};
+    for (size_t j = 0; j < n; j += lanes) {
+        const BitsOf<T> seen = first_lanes<T>(n - j);
+        const VecOf<T> p = seen ? exp_to_one<T>(multiply_add(load(s + j), broadcast<T>(scale), broadcast<T>(-*max))) : VecOf<T>{};
+        store(s + j, p);
+        sum += p;
+    }
+    return sum_lanes<T>(sum);
+}
+
+// One token, `heads` of the query heads of one key/value head: context_HC = softmax(q·kᵀ/√C over keys ≤ position)·v
+template <class T>
+void attend_token(size_t C, size_t heads, size_t num_keys, const T* q, const T* keys_CS, const T* values_SC, size_t S,
+                  T* context_HC, T* max_H, T* sum_H) {
+    constexpr size_t lanes = Lanes<T>::count;
+    const T scale = T(1) / static_cast<T>(__builtin_sqrt(static_cast<double>(C)));
+    T scores[kHeads * kBlock];
+    for (size_t h = 0; h < heads; ++h) max_H[h] = -__builtin_inff(), sum_H[h] = 0;
+    for (size_t first = 0; first < num_keys; first += kBlock) {
+        const size_t n = smaller(num_keys - first, kBlock);
+        Product<T> dots{heads, (n + lanes - 1) / lanes * lanes, C, q, C * kPanel, kPanel, keys_CS + first, S, scores, kBlock};
+        multiply(dots);
+        for (size_t h = 0; h < heads; ++h) {
+            const T max_before = max_H[h];
+            const T sum = exponentials(n, scale, scores + h * kBlock, &max_H[h]);
+            const T rescale = first ? exp_of<T>(max_before - max_H[h]) : T(0);
+            sum_H[h] = first ? sum_H[h] * rescale + sum : sum;
+            if (first)
+                for (size_t i = 0; i < C; ++i) context_HC[h * C + i] *= rescale;
+        }
+        Product<T> mix{heads, C, n, scores, kBlock, 1, values_SC + first * padded(C), padded(C), context_HC, C};
+        mix.accumulate = first > 0;
+        multiply(mix);
+    }
+    for (size_t h = 0; h < heads; ++h)
+        for (size_t i = 0; i < C; ++i) context_HC[h * C + i] /= sum_H[h];
+}
+
+template <class T>
+void attend(const Config& c, const Tokens& tokens, BlockSaved<T>& saved) {
+    const size_t G = c.H / c.K, O = c.H * c.C, S = saved.kv.S;
+    const size_t chunks = (tokens.N + kTaskTokens - 1) / kTaskTokens;
+    parallel_for(chunks * c.K, [&](size_t task) noexcept {
+        const size_t k = task / chunks, first = task % chunks * kTaskTokens;
+        for (size_t n = first; n < smaller(first + kTaskTokens, tokens.N); ++n) {
+            const size_t row = static_cast<size_t>(tokens.rows_N[n]) * c.K + k;
+            const T* keys_CS = saved.kv.keys + row * c.C * S;
+            const T* values_SC = saved.kv.values + row * S * padded(c.C);
+            for (size_t g = 0; g < G; g += kHeads) {
+                const size_t head = k * G + g;
+                const T* q = panel_of(saved.q_ON, O, n / kPanel) + head * c.C * kPanel + n % kPanel;
+                attend_token(c.C, smaller(G - g, kHeads), static_cast<size_t>(tokens.positions_N[n]) + 1, q, keys_CS, values_SC, S,
+                             saved.context_NO + n * padded(O) + head * c.C, saved.max_NH + n * c.H + head,
+                             saved.sum_NH + n * c.H + head);
+            }
+        }
+    });
+}
+
+// Rotated keys and values of one panel to their places in the row they belong to.
+template <class T>
+void store_keys_values(const Config& c, const Tokens& tokens, size_t panel, const T* k_ON, const T* v_ON, const KeysValues<T>& kv) {
+    const size_t first = panel * kPanel, last = first + tokens_in_panel(tokens.N, panel);
+    for (size_t n = first; n < last;) {
+        size_t end = n + 1;  // a run of tokens of one row
+        while (end < last && tokens.rows_N[end] == tokens.rows_N[n]) ++end;
+        const size_t count = end - n, column = n - first, position = tokens.positions_N[n];
+        for (size_t k = 0; k < c.K; ++k) {
+            const size_t row = static_cast<size_t>(tokens.rows_N[n]) * c.K + k;
+            const T *from_k = k_ON + k * c.C * kPanel + column, *from_v = v_ON + k * c.C * kPanel + column;
+            T* key = kv.keys + row * c.C * kv.S + position;
+            T* value = kv.values + (row * kv.S + position) * padded(c.C);
+            for (size_t i = 0; i < c.C; ++i)
+                for (size_t t = 0; t < count; ++t) key[i * kv.S + t] = from_k[i * kPanel + t];
+            if (count == 1)
+                for (size_t i = 0; i < c.C; ++i) value[i] = from_v[i * kPanel];
+            else to_rows<T>(c.C, count, from_v, [&](size_t t) { return value + t * padded(c.C); });
+        }
+        n = end;
+    }
+}
+
+}  // namespace
+
+template <class T>
+void attention(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved) {
+    const Config& c = *pass.config;
+    const Tokens& tokens = pass.tokens;
+    const size_t num_panels = panels_of(tokens.N), O = c.H * c.C, KC = c.K * c.C;
+    Arena& arena = *pass.arena;
+    T *k_ON = take_panels<T>(arena, KC, num_panels), *v_ON = take_panels<T>(arena, KC, num_panels);
+    T* context_ON = take_panels<T>(arena, O, num_panels);
+
+    auto* products = take<Product<T>>(arena, 3 * num_panels);
+    for (size_t panel = 0; panel < num_panels; ++panel) {
+        const size_t count = tokens_in_panel(tokens.N, panel);
+        const T* x_DN = panel_of(saved.n1_DN, c.D, panel);
+        products[3 * panel] = linear<T>(w.wq_OD, O, c.D, x_DN, count, panel_of(saved.q_ON, O, panel));
+        products[3 * panel + 1] = linear<T>(w.wk_OD, KC, c.D, x_DN, count, panel_of(k_ON, KC, panel));
+        products[3 * panel + 2] = linear<T>(w.wv_OD, KC, c.D, x_DN, count, panel_of(v_ON, KC, panel));
+    }
+    run_products(products, 3 * num_panels);
+
+    parallel_for(num_panels, [&](size_t panel) noexcept {
+        const size_t count = tokens_in_panel(tokens.N, panel), P = c.C / 2;
+        const T *cos = panel_of(pass.cos_PN, P, panel), *sin = panel_of(pass.sin_PN, P, panel);
+        rope(c.H, c.C, count, cos, sin, false, panel_of(saved.q_ON, O, panel));
+        rope(c.K, c.C, count, cos, sin, false, panel_of(k_ON, KC, panel));
+        store_keys_values(c, tokens, panel, panel_of(k_ON, KC, panel), panel_of(v_ON, KC, panel), saved.kv);
+    });
+    attend(c, tokens, saved);
+
+    parallel_for(num_panels, [&](size_t panel) noexcept {
+        const T* rows = saved.context_NO + panel * kPanel * padded(O);
+        to_lanes<T>(O, tokens_in_panel(tokens.N, panel), [&](size_t i) { return rows + i * padded(O); }, panel_of(context_ON, O, panel));
+    });
+    for (size_t panel = 0; panel < num_panels; ++panel) {  // m = x + context·Woᵀ
+        products[panel] = linear<T>(w.wo_DO, c.D, O, panel_of(context_ON, O, panel), tokens_in_panel(tokens.N, panel),
+                                    panel_of(saved.m_DN, c.D, panel));
+        products[panel].plus = panel_of(saved.x_DN, c.D, panel);
+    }
+    run_products(products, num_panels);
+}
+
+template void attention<float>(Pass<float>&, const LayerWeights<float>&, BlockSaved<float>&);
+template void attention<double>(Pass<double>&, const LayerWeights<double>&, BlockSaved<double>&);
+
+}  // namespace strop::STROP_ISA

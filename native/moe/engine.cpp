@@ -1,0 +1,234 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "../dispatch.h"
+#include "sampling.h"
+
+namespace strop::moe {
+namespace {
+
+template <class T>
+const Kernels<T>& kernels_of() {
+    return *strop::kernels().of<T>().moe;
+}
+
+template <class T>
+Weights<T> by_name(const Config& config, const std::vector<T*>& arrays, std::vector<LayerWeights<T>>& layers) {
+    size_t next = 0;
+    Weights<T> weights;
+    weights.embedding_VD = arrays[next++];
+    layers.resize(config.num_layers);
+    for (LayerWeights<T>& layer : layers)
+        for (T** array : {&layer.norm1_D, &layer.wq_OD, &layer.wk_OD, &layer.wv_OD, &layer.wo_DO, &layer.norm2_D, &layer.router_ED,
+                          &layer.gate_up_E2FD, &layer.down_EDF})
+            *array = arrays[next++];
+    weights.layers = layers.data();
+    weights.norm_D = arrays[next++];
+    weights.head_VD = config.tied ? weights.embedding_VD : arrays[next++];
+    return weights;
+}
+
+}  // namespace
+
+std::unique_ptr<Arena> Arenas::borrow() {
+    std::lock_guard lock(mutex_);
+    if (free_.empty()) return std::make_unique<Arena>();
+    std::unique_ptr<Arena> arena = std::move(free_.back());
+    free_.pop_back();
+    return arena;
+}
+
+void Arenas::give_back(std::unique_ptr<Arena> arena) {
+    std::lock_guard lock(mutex_);
+    free_.push_back(std::move(arena));
+}
+
+size_t Arenas::capacity() {
+    std::lock_guard lock(mutex_);
+    size_t total = 0;
+    for (const auto& arena : free_) total += arena->capacity();
+    return total;
+}
+
+template <class T>
+Cache<T>::Cache(const Config& config, size_t B, size_t capacity)
+    : config_(config), B_(B), capacity_(capacity), S_(padded(capacity)), data_(new T[config.num_layers * B * row_elements() + kPad]()) {}
+
+template <class T>
+std::vector<KeysValues<T>> Cache<T>::layers() {
+    std::vector<KeysValues<T>> layers(config_.num_layers);
+    T* keys = data_.get();
+    for (KeysValues<T>& layer : layers) {
+        layer = {keys, keys + B_ * config_.K * config_.C * S_, S_};
+        keys += B_ * row_elements();
+    }
+    return layers;
+}
+
+template <class T>
+Cache<T> Cache<T>::select_rows(const int64_t* rows, size_t count) const {
+    Cache selected(config_, count, capacity_);
+    const size_t keys = config_.K * config_.C * S_, values = config_.K * S_ * padded(config_.C);
+    std::vector<KeysValues<T>> to = selected.layers(), from = const_cast<Cache*>(this)->layers();
+    for (size_t layer = 0; layer < to.size(); ++layer)
+        for (size_t b = 0; b < count; ++b) {
+            std::copy_n(from[layer].keys + rows[b] * keys, keys, to[layer].keys + b * keys);
+            std::copy_n(from[layer].values + rows[b] * values, values, to[layer].values + b * values);
+        }
+    return selected;
+}
+
+template <class T>
+OwnedPass<T>::OwnedPass(std::shared_ptr<Arenas> from) : arenas(std::move(from)), arena(arenas->borrow()) {
+    arena->reset();
+}
+
+template <class T>
+OwnedPass<T>::~OwnedPass() {
+    arenas->give_back(std::move(arena));
+}
+
+template <class T>
+Engine<T>::Engine(const Config& config, double rope_theta, size_t max_seq_len, const std::vector<T*>& weights)
+    : config_(config), rope_theta_(rope_theta), max_seq_len_(max_seq_len), weights_(by_name(config, weights, layers_)) {}
+
+// The table grows with the positions asked for; passes keep the one they started with.
+template <class T>
+std::shared_ptr<std::vector<T>> Engine<T>::rope_table(size_t positions) {
+    const size_t P = config_.C / 2;
+    std::lock_guard lock(rope_mutex_);
+    if (rope_ && rope_->size() >= 2 * positions * P) return rope_;
+    const size_t size = std::max(positions, std::min(max_seq_len_, std::max<size_t>(128, 2 * positions)));
+    auto table = std::make_shared<std::vector<T>>(2 * size * P);
+    for (size_t p = 0; p < P; ++p) {
+        const double frequency = std::pow(rope_theta_, -2.0 * static_cast<double>(p) / static_cast<double>(config_.C));
+        for (size_t position = 0; position < size; ++position) {
+            const double angle = static_cast<double>(position) * frequency;
+            (*table)[position * P + p] = static_cast<T>(std::cos(angle));
+            (*table)[(size + position) * P + p] = static_cast<T>(std::sin(angle));
+        }
+    }
+    return rope_ = table;
+}
+
+// The real tokens of a batch, positions counted from 0.
+template <class T>
+std::unique_ptr<OwnedPass<T>> Engine<T>::start(const Batch& batch, bool saving) {
+    auto owned = std::make_unique<OwnedPass<T>>(arenas_);
+    Arena& arena = *owned->arena;
+    const size_t most = batch.B * batch.T;
+    int64_t *ids = take<int64_t>(arena, most), *starts = take<int64_t>(arena, batch.B + 1);
+    int32_t *rows = take<int32_t>(arena, most), *positions = take<int32_t>(arena, most);
+    owned->rows_N = take<int64_t>(arena, most);
+    size_t n = 0, longest = 1;
+    for (size_t b = 0; b < batch.B; ++b) {
+        starts[b] = static_cast<int64_t>(n);
+        for (size_t at = b * batch.T; at < (b + 1) * batch.T; ++at) {
+            if (batch.mask_BT && !batch.mask_BT[at]) continue;
+            ids[n] = batch.tokens_BT[at];
+            rows[n] = static_cast<int32_t>(b);
+            positions[n] = static_cast<int32_t>(n - static_cast<size_t>(starts[b]));
+            owned->rows_N[n++] = static_cast<int64_t>(at);
+        }
+        longest = std::max(longest, n - static_cast<size_t>(starts[b]));
+    }
+    starts[batch.B] = static_cast<int64_t>(n);
+
+    Pass<T>& pass = owned->pass;
+    pass.config = &config_;
+    pass.weights = &weights_;
+    pass.tokens = {n, batch.B, ids, rows, positions, starts};
+    pass.arena = &arena;
+    pass.saving = saving;
+    owned->rope = rope_table(longest);
+    pass.rope = {owned->rope->data(), owned->rope->data() + owned->rope->size() / 2};
+    return owned;
+}
+
+template <class T>
+void Engine<T>::forward(const Batch& batch, T* logits_BTV) {
+    auto owned = start(batch, false);
+    const Kernels<T>& kernels = kernels_of<T>();
+    kernels.hidden_states(owned->pass);
+    kernels.head(owned->pass, owned->rows_N, logits_BTV);
+}
+
+template <class T>
+std::unique_ptr<OwnedPass<T>> Engine<T>::forward_saved(const Batch& batch, T* logits_BTV) {
+    auto owned = start(batch, true);
+    const Kernels<T>& kernels = kernels_of<T>();
+    kernels.hidden_states(owned->pass);
+    kernels.head(owned->pass, owned->rows_N, logits_BTV);
+    return owned;
+}
+
+template <class T>
+void Engine<T>::backward(OwnedPass<T>& saved, const T* dlogits_BTV, double daux, const std::vector<T*>& grads) {
+    std::vector<LayerWeights<T>> layers;
+    kernels_of<T>().backward(saved.pass, saved.rows_N, dlogits_BTV, daux, by_name(config_, grads, layers));
+}
+
+template <class T>
+double Engine<T>::loss_and_grads(const Batch& batch, const int64_t* targets_BT, const uint8_t* counts_BT, double aux_coef,
+                                 const std::vector<T*>& grads) {
+    auto owned = start(batch, true);
+    const size_t N = owned->pass.tokens.N;
+    int64_t* targets = take<int64_t>(*owned->arena, N);
+    uint8_t* counts = take<uint8_t>(*owned->arena, N);
+    size_t num_counted = 0;
+    for (size_t n = 0; n < N; ++n) {
+        const int64_t at = owned->rows_N[n];
+        targets[n] = targets_BT[at];
+        counts[n] = !counts_BT || counts_BT[at];
+        num_counted += counts[n];
+    }
+    std::vector<LayerWeights<T>> layers;
+    const Kernels<T>& kernels = kernels_of<T>();
+    kernels.hidden_states(owned->pass);
+    return kernels.loss_and_grads(owned->pass, {targets, counts, static_cast<double>(std::max<size_t>(num_counted, 1))}, aux_coef,
+                                  by_name(config_, grads, layers));
+}
+
+template <class T>
+void Engine<T>::prefill(const Batch& batch, Cache<T>& cache, T* logits_BV) {
+    auto owned = start(batch, false);
+    auto caches = cache.layers();
+    owned->pass.caches = caches.data();
+    const Kernels<T>& kernels = kernels_of<T>();
+    kernels.hidden_states(owned->pass);
+    kernels.head_of_last(owned->pass, logits_BV);
+}
+
+template <class T>
+void Engine<T>::decode(const int64_t* tokens_B, const int64_t* lengths_B, size_t B, Cache<T>& cache, T* logits_BV) {
+    auto owned = start({tokens_B, nullptr, B, 1}, false);
+    int32_t* positions = take<int32_t>(*owned->arena, B);  // each row goes on from what its cache holds
+    for (size_t b = 0; b < B; ++b) positions[b] = static_cast<int32_t>(lengths_B[b]);
+    Pass<T>& pass = owned->pass;
+    pass.tokens.positions_N = positions;
+    owned->rope = rope_table(static_cast<size_t>(*std::max_element(lengths_B, lengths_B + B)) + 1);
+    pass.rope = {owned->rope->data(), owned->rope->data() + owned->rope->size() / 2};
+    auto caches = cache.layers();
+    pass.caches = caches.data();
+    const Kernels<T>& kernels = kernels_of<T>();
+    kernels.hidden_states(pass);
+    kernels.head(pass, owned->rows_N, logits_BV);
+}
+
+template <class T>
+void Engine<T>::sample(const T* logits_BV, const double* uniforms_B, size_t B, const Sampling& rule, int64_t* tokens_B, double* logps_B) {
+    OwnedPass<T> memory(arenas_);
+    moe::sample(*memory.arena, logits_BV, uniforms_B, B, config_.V, rule, tokens_B, logps_B);
+}
+
+template struct OwnedPass<float>;
+template struct OwnedPass<double>;
+template class Cache<float>;
+template class Cache<double>;
+template class Engine<float>;
+template class Engine<double>;
+
+}  // namespace strop::moe

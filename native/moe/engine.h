@@ -1,0 +1,94 @@
+// The transformer as an object: its weights by reference, memory that is kept between passes, caches.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "model.h"
+
+namespace strop::moe {
+
+// Arenas that wait for the next pass. Passes may run at the same time, each with one of its own.
+class Arenas {
+  public:
+    std::unique_ptr<Arena> borrow();
+    void give_back(std::unique_ptr<Arena> arena);
+    size_t capacity();  // bytes that wait here
+
+  private:
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Arena>> free_;
+};
+
+// Rows of token ids; mask may be null (all real), otherwise a byte is 0 at padding.
+struct Batch {
+    const int64_t* tokens_BT;
+    const uint8_t* mask_BT;
+    size_t B, T;
+};
+
+// Keys and values of B rows in every layer.
+template <class T>
+class Cache {
+  public:
+    Cache(const Config& config, size_t B, size_t capacity);
+    Cache select_rows(const int64_t* rows, size_t count) const;
+    std::vector<KeysValues<T>> layers();
+    size_t capacity() const { return capacity_; }
+
+  private:
+    Config config_;
+    size_t B_, capacity_, S_;
+    size_t row_elements() const { return config_.K * S_ * (config_.C + padded(config_.C)); }
+    std::unique_ptr<T[]> data_;  // [layer][keys of every row, values of every row]
+};
+
+// A pass with the memory it stands in, which goes back when the pass ends.
+template <class T>
+struct OwnedPass {
+    OwnedPass(std::shared_ptr<Arenas> arenas);
+    ~OwnedPass();
+    OwnedPass(const OwnedPass&) = delete;
+
+    std::shared_ptr<Arenas> arenas;
+    std::unique_ptr<Arena> arena;
+    std::shared_ptr<std::vector<T>> rope;
+    Pass<T> pass{};
+    int64_t* rows_N = nullptr;  // of the batch with its padding, flattened: where token n stands
+};
+
+template <class T>
+class Engine {
+  public:
+    // weights: every parameter in the order of MoEConfig.parameter_shapes(). They must outlive the engine.
+    Engine(const Config& config, double rope_theta, size_t max_seq_len, const std::vector<T*>& weights);
+
+    // Logits at padding are left alone.
+    void forward(const Batch& batch, T* logits_BTV);
+    std::unique_ptr<OwnedPass<T>> forward_saved(const Batch& batch, T* logits_BTV);
+    void backward(OwnedPass<T>& saved, const T* dlogits_BTV, double daux, const std::vector<T*>& grads);
+    double loss_and_grads(const Batch& batch, const int64_t* targets_BT, const uint8_t* counts_BT, double aux_coef,
+                          const std::vector<T*>& grads);
+    void prefill(const Batch& batch, Cache<T>& cache, T* logits_BV);
+    void decode(const int64_t* tokens_B, const int64_t* lengths_B, size_t B, Cache<T>& cache, T* logits_BV);
+    void sample(const T* logits_BV, const double* uniforms_B, size_t B, const Sampling& rule, int64_t* tokens_B, double* logps_B);
+
+    const Config& config() const { return config_; }
+    size_t workspace_bytes() { return arenas_->capacity(); }
+
+  private:
+    std::unique_ptr<OwnedPass<T>> start(const Batch& batch, bool saving);
+    std::shared_ptr<std::vector<T>> rope_table(size_t positions);
+
+    Config config_;
+    double rope_theta_;
+    size_t max_seq_len_;
+    std::vector<LayerWeights<T>> layers_;
+    Weights<T> weights_;
+    std::shared_ptr<Arenas> arenas_ = std::make_shared<Arenas>();
+    std::mutex rope_mutex_;
+    std::shared_ptr<std::vector<T>> rope_;  // cos of every position, then sin
+};
+
+}  // namespace strop::moe

@@ -1,0 +1,132 @@
+// Experts: SwiGLU feed-forwards. y = swiglu(x·Wgᵀ, x·Wuᵀ)·Wdᵀ on the tokens that each was given.
+#include "layers.h"
+#include "linear.h"
+
+namespace strop::STROP_ISA {
+namespace {
+
+// 1 / (1 + exp(−x)), from exp(−|x|), which does not overflow
+template <class T>
+inline VecOf<T> sigmoid(VecOf<T> x) {
+    const VecOf<T> e = exp_to_one<T>(-absolute<T>(x));
+    return (x < T(0) ? e : broadcast<T>(1)) / (e + T(1));
+}
+
+// h = silu(gate)·up,  silu(g) = g·σ(g)
+template <class T>
+inline void swiglu(size_t rows, size_t tokens, const T* gate_FA, const T* up_FA, T* h_FA) {
+    constexpr size_t lanes = Lanes<T>::count;
+    for (size_t f = 0; f < rows; ++f)
+        for (size_t i = 0; i < tokens; i += lanes) {
+            const size_t at = f * kPanel + i;
+            const VecOf<T> gate = load(gate_FA + at);
+            store(h_FA + at, (gate * sigmoid<T>(gate)) * load(up_FA + at));
+        }
+}
+
+// Of one token: dgate, dup and h again from dh, gate and up; rows are padded to whole vectors.
+template <class T>
+inline void swiglu_bwd(size_t F, const T* dh_F, const T* gate_F, const T* up_F, T* dgate_F, T* dup_F, T* h_F) {
+    constexpr size_t lanes = Lanes<T>::count;
+    for (size_t f = 0; f < F; f += lanes) {
+        const VecOf<T> dh = load(dh_F + f), gate = load(gate_F + f), up = load(up_F + f);
+        const VecOf<T> s = sigmoid<T>(gate), silu = gate * s;
+        store(h_F + f, silu * up);
+        store(dup_F + f, dh * silu);                                        // dL/dup = dh·silu(g)
+        store(dgate_F + f, dh * up * (s + silu * (T(1) - s)));              // dL/dgate = dh·up·silu′,  silu′ = σ + g·σ·(1 − σ)
+    }
+}
+
+size_t tokens_of(const Groups& groups, size_t e) {
+    const size_t first = groups.first_panels_E[e], last = groups.first_panels_E[e + 1];
+    return first == last ? 0 : (last - first - 1) * kPanel + static_cast<size_t>(groups.counts[last - 1]);
+}
+
+}  // namespace
+
+template <class T>
+void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved) {
+    const Config& c = *pass.config;
+    const Groups& groups = saved.groups;
+    const size_t D = c.D, F = c.F;
+    Arena& arena = *pass.arena;
+    auto* products = take<Product<T>>(arena, groups.num_panels);
+    for (size_t panel = 0; panel < groups.num_panels; ++panel)
+        products[panel] = linear<T>(w.gate_up_E2FD + groups.experts[panel] * 2 * F * D, F, D, panel_of(saved.x_DA, D, panel),
+                                    groups.counts[panel], panel_of(saved.gate_up_2FA, 2 * F, panel));
+    run_products(products, groups.num_panels, [&](size_t panel, size_t first, size_t last) {
+        const Product<T>& gate = products[panel];
+        Product<T> up = gate;
+        up.a = gate.a + F * D;
+        up.c = gate.c + F * kPanel;
+        multiply_rows(up, first, last);
+        swiglu(last - first, groups.counts[panel], gate.c + first * kPanel, up.c + first * kPanel,
+               panel_of(saved.h_FA, F, panel) + first * kPanel);
+    });
+
+    T* y_DA = take_panels<T>(arena, D, groups.num_panels);
+    for (size_t panel = 0; panel < groups.num_panels; ++panel)
+        products[panel] = linear<T>(w.down_EDF + groups.experts[panel] * D * F, D, F, panel_of(saved.h_FA, F, panel),
+                                    groups.counts[panel], panel_of(y_DA, D, panel));
+    run_products(products, groups.num_panels, [&](size_t panel, size_t first, size_t last) {
+        to_rows<T>(last - first, groups.counts[panel], panel_of(y_DA, D, panel) + first * kPanel,
+                   [&](size_t i) { return saved.y_AD + (panel * kPanel + i) * padded(D) + first; });
+    });
+}
+
+// Tokens are rows here: an expert's few tokens leave no lane idle, and the weights are read as they are stored.
+template <class T>
+void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_AD, const T* x_AD, T* dx_AD,
+                 const LayerWeights<T>& grads) {
+    const Config& c = *pass.config;
+    const Groups& groups = saved.groups;
+    const size_t D = c.D, F = c.F, Dp = padded(D), Fp = padded(F), A = groups.num_panels * kPanel;
+    Arena& arena = *pass.arena;
+    T *gate_up_A2F = take<T>(arena, A * 2 * Fp), *dgate_up_A2F = take<T>(arena, A * 2 * Fp);  // gate, then up from Fp on
+    T *dh_AF = take<T>(arena, A * Fp), *h_AF = take<T>(arena, A * Fp);
+    parallel_for(2 * groups.num_panels, [&](size_t task) noexcept {
+        const size_t panel = task / 2, is_up = task % 2;
+        to_rows<T>(F, groups.counts[panel], panel_of(saved.gate_up_2FA, 2 * F, panel) + is_up * F * kPanel,
+                   [&](size_t i) { return gate_up_A2F + (panel * kPanel + i) * 2 * Fp + is_up * Fp; });
+    });
+
+    auto* products = take<Product<T>>(arena, 4 * c.E);
+    size_t* firsts = take<size_t>(arena, c.E);  // assignment of each used expert's first token
+    size_t used = 0;
+    for (size_t e = 0; e < c.E; ++e) {                                                      // y = h·Wdᵀ
+        const size_t tokens = tokens_of(groups, e), first = groups.first_panels_E[e] * kPanel;
+        if (tokens == 0) continue;
+        firsts[used] = first;
+        products[used++] = linear_bwd_input_rows<T>(dy_AD + first * Dp, Dp, D, w.down_EDF + e * D * F, F, tokens, dh_AF + first * Fp);
+    }
+    run_products(products, used, [&](size_t i, size_t first, size_t last) {                 // h = silu(gate)·up
+        for (size_t a = firsts[i] + first; a < firsts[i] + last; ++a) {
+            const T* gate_F = gate_up_A2F + a * 2 * Fp;
+            T* dgate_F = dgate_up_A2F + a * 2 * Fp;
+            swiglu_bwd(F, dh_AF + a * Fp, gate_F, gate_F + Fp, dgate_F, dgate_F + Fp, h_AF + a * Fp);
+        }
+    });
+
+    for (size_t e = 0; e < c.E; ++e) {                                                      // (gate, up) = x·(Wg, Wu)ᵀ
+        const size_t tokens = tokens_of(groups, e), first = groups.first_panels_E[e] * kPanel;
+        const T *dgate = dgate_up_A2F + first * 2 * Fp, *x = x_AD + first * Dp, *gate_up_2FD = w.gate_up_E2FD + e * 2 * F * D;
+        T* dgate_up_2FD = grads.gate_up_E2FD + e * 2 * F * D;
+        Product<T>* of_expert = products + 4 * e;
+        of_expert[0] = linear_bwd_weight_rows<T>(dy_AD + first * Dp, Dp, D, h_AF + first * Fp, F, tokens, grads.down_EDF + e * D * F);
+        of_expert[1] = linear_bwd_weight_rows<T>(dgate, 2 * Fp, F, x, D, tokens, dgate_up_2FD);
+        of_expert[2] = linear_bwd_weight_rows<T>(dgate + Fp, 2 * Fp, F, x, D, tokens, dgate_up_2FD + F * D);
+        of_expert[3] = linear_bwd_input_rows<T>(dgate, 2 * Fp, 2 * F, gate_up_2FD, D, tokens, dx_AD + first * Dp);
+        of_expert[3].k_block = F;  // from the gate's part of a row to the up projection's
+        of_expert[3].a_step = Fp;
+        of_expert[3].b_step = F * D;
+    }
+    run_products(products, 4 * c.E);
+}
+
+#define STROP_INSTANTIATE(T)                                                                        \
+    template void experts<T>(Pass<T>&, const LayerWeights<T>&, BlockSaved<T>&);                     \
+    template void experts_bwd<T>(Pass<T>&, const LayerWeights<T>&, const BlockSaved<T>&, const T*, const T*, T*, const LayerWeights<T>&);
+STROP_INSTANTIATE(float)
+STROP_INSTANTIATE(double)
+
+}  // namespace strop::STROP_ISA

@@ -1,0 +1,108 @@
+// The layers, forward and backward, in the order of src/strop/moe/reference. A backward returns gradients by writing them;
+// only where it says so does it add.
+#pragma once
+
+#include "../gemm.h"
+#include "layout.h"
+
+namespace strop::STROP_ISA {
+
+// ---- embedding.cpp -----------------------------------------------------------------------------------------------------
+
+template <class T>
+void embedding(const Config& c, const T* w_VD, const Tokens& tokens, T* x_DN);
+// Adds into dw_VD where `add`, otherwise writes all of it.
+template <class T>
+void embedding_bwd(const Config& c, const Tokens& tokens, const T* dx_DN, bool add, Arena& arena, T* dw_VD);
+
+// ---- rms_norm.cpp ------------------------------------------------------------------------------------------------------
+
+template <class T>
+void rms_norm(size_t D, double eps, size_t N, const T* x_DN, const T* w_D, T* y_DN, T* r_N);
+// dx_DN = residual_DN + the norm's dL/dx; the two may be the same array.
+template <class T>
+void rms_norm_bwd(size_t D, size_t N, const T* dy_DN, const T* x_DN, const T* r_N, const T* w_D, const T* residual_DN,
+                  Arena& arena, T* dx_DN, T* dw_D);
+
+// ---- linear.h has the products -----------------------------------------------------------------------------------------
+
+// ---- rope.cpp ----------------------------------------------------------------------------------------------------------
+
+template <class T>
+void rope_angles(const RopeTable<T>& table, size_t P, const Tokens& tokens, T* cos_PN, T* sin_PN);
+// In place on one panel of `heads` heads; backwards turns by −φ, which is the transpose of the rotation.
+template <class T>
+void rope(size_t heads, size_t C, size_t tokens, const T* cos_PN, const T* sin_PN, bool backwards, T* x_ON);
+
+// ---- attention.cpp, attention_bwd.cpp ----------------------------------------------------------------------------------
+
+// m = x + attention(n1); saved.n1_DN and saved.x_DN are given, everything else of attention is written.
+template <class T>
+void attention(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved);
+// dn1_DN from dm_DN.
+template <class T>
+void attention_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dm_DN, T* dn1_DN,
+                   const LayerWeights<T>& grads);
+
+// ---- router.cpp --------------------------------------------------------------------------------------------------------
+
+// Of one panel: p, the J choices and their weights.
+template <class T>
+void route(const Config& c, const T* router_ED, size_t panel, size_t N, BlockSaved<T>& saved);
+// dlogits_EN of one panel from dweights_NJ and what the auxiliary loss sends to every p.
+template <class T>
+void route_bwd(const Config& c, size_t panel, size_t N, const BlockSaved<T>& saved, const T* dweights_NJ, const T* dp_aux_E,
+               T* dlogits_EN);
+// Groups assignments by expert, in the order of the tokens.
+void group_by_expert(const Config& c, size_t N, const int32_t* experts_NJ, Groups& groups);
+
+// ---- experts.cpp -------------------------------------------------------------------------------------------------------
+
+// y_AD of every assignment from x_DA.
+template <class T>
+void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved);
+// dx_AD from dy_AD and x_AD.
+template <class T>
+void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_AD, const T* x_AD, T* dx_AD,
+                 const LayerWeights<T>& grads);
+
+// ---- moe.cpp -----------------------------------------------------------------------------------------------------------
+
+// y = m + moe(n2); saved.m_DN and saved.n2_DN are given.
+template <class T>
+void moe_layer(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved, T* y_DN);
+// dn2_DN from dy_DN.
+template <class T>
+void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_DN, const T* dp_aux_E,
+                   T* dn2_DN, const LayerWeights<T>& grads);
+
+// ---- block.cpp ---------------------------------------------------------------------------------------------------------
+
+// Memory for all that a block keeps, except its input and its keys and values.
+template <class T>
+void take_block(Pass<T>& pass, BlockSaved<T>& saved);
+// y_DN from saved.x_DN.
+template <class T>
+void block(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved, T* y_DN);
+// dy_DN becomes dx_DN.
+template <class T>
+void block_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dp_aux_E, T* dy_DN,
+               const LayerWeights<T>& grads);
+
+// ---- cross_entropy.cpp -------------------------------------------------------------------------------------------------
+
+// The loss; logits_VN become dL/dlogits.
+template <class T>
+double cross_entropy(size_t V, size_t N, const Targets& targets, Arena& arena, T* logits_VN);
+
+// ---- softmax.cpp -------------------------------------------------------------------------------------------------------
+
+template <class T>
+double softmax_row(const T* logits_V, size_t V, double temperature, double* p_V, double* sums);
+
+// ---- adamw.cpp ---------------------------------------------------------------------------------------------------------
+
+template <class T>
+void adamw(size_t count, T* param, const T* grad, T* m, T* v, const AdamW& step);
+
+}  // namespace strop::STROP_ISA

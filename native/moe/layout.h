@@ -1,0 +1,100 @@
+// Between tokens as lanes (panels) and tokens as rows. Data is moved, never computed with.
+#pragma once
+
+#include "../simd.h"
+#include "model.h"
+
+namespace strop::STROP_ISA {
+
+using namespace strop::moe;
+
+template <size_t... i>
+struct Indices {};
+template <size_t n, size_t... i>
+struct MakeIndices : MakeIndices<n - 1, n - 1, i...> {};
+template <size_t... i>
+struct MakeIndices<0, i...> {
+    using type = Indices<i...>;
+};
+
+// One step of a transpose: of two rows that are `width` apart, the blocks beside the diagonal change places.
+template <class T, size_t width, bool second, size_t... j>
+static inline VecOf<T> swapped(VecOf<T> a, VecOf<T> b, Indices<j...>) {
+    constexpr size_t lanes = Lanes<T>::count;
+    if constexpr (second) return __builtin_shufflevector(a, b, (j & width ? lanes + j : j + width)...);
+    else return __builtin_shufflevector(a, b, (j & width ? lanes + j - width : j)...);
+}
+
+template <class T, size_t width = Lanes<T>::count / 2>
+static inline void transpose_block(VecOf<T> (&v)[Lanes<T>::count]) {
+    using All = typename MakeIndices<Lanes<T>::count>::type;
+#pragma GCC unroll 16
+    for (size_t i = 0; i < Lanes<T>::count; ++i) {
+        if (i & width) continue;
+        const VecOf<T> a = v[i], b = v[i + width];
+        v[i] = swapped<T, width, false>(a, b, All{});
+        v[i + width] = swapped<T, width, true>(a, b, All{});
+    }
+    if constexpr (width > 1) transpose_block<T, width / 2>(v);
+}
+
+// to[d·stride + i] = row(i)[d] for i < count. Lanes after the last token, up to a whole vector, become 0.
+template <class T, class Row>
+static inline void to_lanes(size_t features, size_t count, Row&& row, T* to, size_t stride = kPanel) {
+    constexpr size_t lanes = Lanes<T>::count;
+    for (size_t i0 = 0; i0 < count; i0 += lanes)
+        for (size_t d0 = 0; d0 < features; d0 += lanes) {
+            const size_t n = smaller(count - i0, lanes), d = smaller(features - d0, lanes);
+            VecOf<T> v[lanes];
+#pragma GCC unroll 16
+            for (size_t i = 0; i < lanes; ++i) {
+                if (i >= n) v[i] = VecOf<T>{};
+                else v[i] = d == lanes ? load(row(i0 + i) + d0) : load_first(row(i0 + i) + d0, d);
+            }
+            transpose_block<T>(v);
+#pragma GCC unroll 16
+            for (size_t i = 0; i < lanes; ++i)
+                if (i < d) store(to + (d0 + i) * stride + i0, v[i]);
+        }
+}
+
+// row(i)[d] = from[d·stride + i] for i < count.
+template <class T, class Row>
+static inline void to_rows(size_t features, size_t count, const T* from, Row&& row, size_t stride = kPanel) {
+    constexpr size_t lanes = Lanes<T>::count;
+    for (size_t i0 = 0; i0 < count; i0 += lanes)
+        for (size_t d0 = 0; d0 < features; d0 += lanes) {
+            const size_t n = smaller(count - i0, lanes), d = smaller(features - d0, lanes);
+            VecOf<T> v[lanes];
+#pragma GCC unroll 16
+            for (size_t i = 0; i < lanes; ++i) v[i] = i < d ? load(from + (d0 + i) * stride + i0) : VecOf<T>{};
+            transpose_block<T>(v);
+#pragma GCC unroll 16
+            for (size_t i = 0; i < lanes; ++i) {
+                if (i >= n) continue;
+                if (d == lanes) store(row(i0 + i) + d0, v[i]);
+                else store_first(row(i0 + i) + d0, d, v[i]);
+            }
+        }
+}
+
+static inline size_t tokens_in_panel(size_t N, size_t panel) { return smaller(N - panel * kPanel, kPanel); }
+
+// Columns of a panel that are computed: whole vectors.
+template <class T>
+static inline size_t columns_of(size_t tokens) {
+    constexpr size_t lanes = Lanes<T>::count;
+    return (tokens + lanes - 1) / lanes * lanes;
+}
+
+template <class T>
+static inline T* panel_of(T* x, size_t features, size_t panel) {
+    return x + panel * features * kPanel;
+}
+
+template <class T>
+static inline T* take_panels(Arena& arena, size_t features, size_t num_panels) {
+    return take<T>(arena, features * num_panels * kPanel);
+}
+
+}  // namespace strop::STROP_ISA

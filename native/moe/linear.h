@@ -1,0 +1,62 @@
+// Linear map without bias, weights stored (out, in): y = x·Wᵀ, as products on panels.
+#pragma once
+
+#include "../gemm.h"
+#include "layout.h"
+
+namespace strop::STROP_ISA {
+
+// So many rows of a panel stay in the second-level cache while the weights pass by.
+inline constexpr size_t kPanelRows = 512;
+
+// y_ON = W·x_DN on one panel.
+template <class T>
+static inline Product<T> linear(const T* w_OD, size_t O, size_t D, const T* x_DN, size_t tokens, T* y_ON) {
+    Product<T> p{O, columns_of<T>(tokens), D, w_OD, D, 1, x_DN, kPanel, y_ON, kPanel};
+    p.k_block = kPanelRows;
+    p.a_step = kPanelRows;
+    p.b_step = kPanelRows * kPanel;
+    return p;
+}
+
+// dL/dx = Wᵀ·dy on one panel: tokens as lanes.
+template <class T>
+static inline Product<T> linear_bwd_input(const T* w_OD, size_t O, size_t D, const T* dy_ON, size_t tokens, T* dx_DN) {
+    Product<T> p{D, columns_of<T>(tokens), O, w_OD, 1, D, dy_ON, kPanel, dx_DN, kPanel};
+    p.k_block = kPanelRows;
+    p.a_step = kPanelRows * D;
+    p.b_step = kPanelRows * kPanel;
+    return p;
+}
+
+// dL/dW = Σ_n dy_n·x_nᵀ over all tokens in order: dy in panels, x token by token.
+template <class T>
+static inline Product<T> linear_bwd_weight(const T* dy_ON, size_t O, const T* x_ND, size_t D, size_t tokens, T* dw_OD) {
+    Product<T> p{O, D, tokens, dy_ON, kPanel, 1, x_ND, padded(D), dw_OD, D};
+    p.k_block = kPanel;
+    p.a_step = O * kPanel;
+    p.b_step = kPanel * padded(D);
+    return p;
+}
+
+// The same for tokens as rows: dL/dx = dy·W, the features as lanes. Tokens few or many, no lane is idle.
+template <class T>
+static inline Product<T> linear_bwd_input_rows(const T* dy_NO, size_t dy_row, size_t O, const T* w_OD, size_t D, size_t tokens, T* dx_ND) {
+    Product<T> p{tokens, D, O, dy_NO, dy_row, 1, w_OD, D, dx_ND, padded(D)};
+    p.k_block = kPanelRows;
+    p.a_step = kPanelRows;
+    p.b_step = kPanelRows * D;
+    return p;
+}
+
+// dL/dW with both token by token.
+template <class T>
+static inline Product<T> linear_bwd_weight_rows(const T* dy_NO, size_t dy_row, size_t O, const T* x_ND, size_t D, size_t tokens, T* dw_OD) {
+    Product<T> p{O, D, tokens, dy_NO, 1, dy_row, x_ND, padded(D), dw_OD, D};
+    p.k_block = kPanel;
+    p.a_step = kPanel * dy_row;
+    p.b_step = kPanel * padded(D);
+    return p;
+}
+
+}  // namespace strop::STROP_ISA

@@ -1,0 +1,188 @@
+// The whole transformer on the real tokens of a batch: h = norm(block_L(… block_1(embedding(tokens)))), logits = h·Wᵀ
+#include "layers.h"
+#include "linear.h"
+
+namespace strop::STROP_ISA {
+namespace {
+
+template <class T>
+KeysValues<T> take_keys_values(Pass<T>& pass) {
+    const Config& c = *pass.config;
+    size_t longest = 0;
+    for (size_t b = 0; b < pass.tokens.B; ++b) {
+        const size_t tokens = pass.tokens.starts_B[b + 1] - pass.tokens.starts_B[b];
+        longest = tokens > longest ? tokens : longest;
+    }
+    const size_t S = padded(longest), rows = pass.tokens.B * c.K;
+    return {take<T>(*pass.arena, rows * c.C * S), take<T>(*pass.arena, rows * S * padded(c.C)), S};
+}
+
+// E·Σ_e f_e·P_e over the tokens of all layers: f_e the share of tokens that chose e, P_e its mean probability.
+template <class T>
+double aux_loss(Pass<T>& pass) {
+    const Config& c = *pass.config;
+    const size_t N = pass.tokens.N;
+    const double total = static_cast<double>(N * c.num_layers);
+    pass.shares_E = take<double>(*pass.arena, c.E);
+    double loss = 0;
+    for (size_t e = 0; e < c.E; ++e) {
+        double chosen = 0, probability = 0;
+        for (size_t layer = 0; layer < c.num_layers; ++layer) {
+            const BlockSaved<T>& saved = pass.blocks[layer];
+            for (size_t a = 0; a < N * c.J; ++a) chosen += saved.experts_NJ[a] == static_cast<int32_t>(e);
+            for (size_t n = 0; n < N; ++n) probability += panel_of(saved.p_EN, c.E, n / kPanel)[e * kPanel + n % kPanel];
+        }
+        pass.shares_E[e] = chosen / total;
+        loss += pass.shares_E[e] * (probability / total);
+    }
+    return static_cast<double>(c.E) * loss;
+}
+
+template <class T>
+void hidden_states(Pass<T>& pass) {
+    const Config& c = *pass.config;
+    Arena& arena = *pass.arena;
+    const size_t N = pass.tokens.N, num_panels = panels_of(N), P = c.C / 2;
+    pass.cos_PN = take_panels<T>(arena, P, num_panels);
+    pass.sin_PN = take_panels<T>(arena, P, num_panels);
+    rope_angles(pass.rope, P, pass.tokens, pass.cos_PN, pass.sin_PN);
+    pass.x_DN = take_panels<T>(arena, c.D, num_panels);
+    embedding(c, pass.weights->embedding_VD, pass.tokens, pass.x_DN);
+
+    pass.blocks = take<BlockSaved<T>>(arena, c.num_layers);
+    for (size_t layer = 0; layer < c.num_layers; ++layer) {
+        BlockSaved<T>& saved = pass.blocks[layer];
+        if (layer == 0 || pass.saving) {
+            take_block(pass, saved);
+            if (!pass.caches) saved.kv = take_keys_values(pass);
+        } else {
+            saved = pass.blocks[0];
+        }
+        if (pass.caches) saved.kv = pass.caches[layer];
+        saved.x_DN = pass.x_DN;
+        if (pass.saving) pass.x_DN = take_panels<T>(arena, c.D, num_panels);  // otherwise x has been used when y is written
+        const Arena::Mark mark = arena.mark();
+        block(pass, pass.weights->layers[layer], saved, pass.x_DN);
+        arena.release(mark);  // what the block needed only for itself
+    }
+    pass.r_N = take<T>(arena, num_panels * kPanel);
+    pass.h_DN = take_panels<T>(arena, c.D, num_panels);
+    if (pass.saving) {
+        rms_norm(c.D, c.eps, N, pass.x_DN, pass.weights->norm_D, pass.h_DN, pass.r_N);
+        pass.aux_loss = aux_loss(pass);
+    }
+}
+
+// logits of `tokens` columns of h to out + rows[i]·V, token by token; a tile of them at a time stays in the cache.
+template <class T>
+void head_to_rows(const Config& c, const T* head_VD, size_t tokens, const T* h_DN, const int64_t* rows_N, T* out) {
+    constexpr size_t kRows = 48;
+    const size_t num_panels = panels_of(tokens), blocks = (c.V + kRows - 1) / kRows;
+    parallel_for(num_panels * blocks, [&](size_t task) noexcept {
+        const size_t panel = task / blocks, first = task % blocks * kRows, rows = smaller(c.V - first, kRows);
+        const size_t count = tokens_in_panel(tokens, panel);
+        const int64_t* row = rows_N + panel * kPanel;
+        T logits_VN[kRows * kPanel];
+        multiply(linear<T>(head_VD + first * c.D, rows, c.D, panel_of(h_DN, c.D, panel), count, logits_VN));
+        to_rows<T>(rows, count, logits_VN, [&](size_t i) { return out + row[i] * c.V + first; });
+    });
+}
+
+template <class T>
+void head(Pass<T>& pass, const int64_t* rows_N, T* out) {
+    const Config& c = *pass.config;
+    if (!pass.saving) rms_norm(c.D, c.eps, pass.tokens.N, pass.x_DN, pass.weights->norm_D, pass.h_DN, pass.r_N);
+    head_to_rows(c, pass.weights->head_VD, pass.tokens.N, pass.h_DN, rows_N, out);
+}
+
+template <class T>
+void head_of_last(Pass<T>& pass, T* out) {
+    const Config& c = *pass.config;
+    const size_t B = pass.tokens.B, num_panels = panels_of(B);
+    T *x_DB = take_panels<T>(*pass.arena, c.D, num_panels), *h_DB = take_panels<T>(*pass.arena, c.D, num_panels);
+    T* r_B = take<T>(*pass.arena, num_panels * kPanel);
+    int64_t* rows_B = take<int64_t>(*pass.arena, B);
+    for (size_t b = 0; b < B; ++b) rows_B[b] = static_cast<int64_t>(b);
+    parallel_for(num_panels, [&](size_t panel) noexcept {
+        T* x = panel_of(x_DB, c.D, panel);
+        for (size_t i = 0; i < kPanel; ++i) {
+            const size_t b = smaller(panel * kPanel + i, B - 1), n = pass.tokens.starts_B[b + 1] - 1;
+            const T* from = panel_of(pass.x_DN, c.D, n / kPanel) + n % kPanel;
+            for (size_t d = 0; d < c.D; ++d) x[d * kPanel + i] = from[d * kPanel];
+        }
+    });
+    rms_norm(c.D, c.eps, B, x_DB, pass.weights->norm_D, h_DB, r_B);
+    head_to_rows(c, pass.weights->head_VD, B, h_DB, rows_B, out);
+}
+
+// From dL/dlogits, in panels, to the gradient of every weight.
+template <class T>
+void model_bwd(Pass<T>& pass, const T* dlogits_VN, double daux, const Weights<T>& grads) {
+    const Config& c = *pass.config;
+    const Weights<T>& w = *pass.weights;
+    Arena& arena = *pass.arena;
+    const size_t N = pass.tokens.N, num_panels = panels_of(N);
+    T *d_DN = take_panels<T>(arena, c.D, num_panels), *dh_DN = take_panels<T>(arena, c.D, num_panels);
+    T* h_ND = take<T>(arena, N * padded(c.D));
+    parallel_for(num_panels, [&](size_t panel) noexcept {
+        to_rows<T>(c.D, tokens_in_panel(N, panel), panel_of(pass.h_DN, c.D, panel), [&](size_t i) { return h_ND + (panel * kPanel + i) * padded(c.D); });
+    });
+    auto* products = take<Product<T>>(arena, num_panels + 1);                               // logits = h·Wᵀ
+    for (size_t panel = 0; panel < num_panels; ++panel)
+        products[panel] = linear_bwd_input<T>(w.head_VD, c.V, c.D, panel_of(dlogits_VN, c.V, panel), tokens_in_panel(N, panel),
+                                              panel_of(dh_DN, c.D, panel));
+    products[num_panels] = linear_bwd_weight<T>(dlogits_VN, c.V, h_ND, c.D, N, grads.head_VD);
+    run_products(products, num_panels + 1);
+
+    __builtin_memset(d_DN, 0, c.D * num_panels * kPanel * sizeof(T));
+    rms_norm_bwd(c.D, N, dh_DN, pass.x_DN, pass.r_N, w.norm_D, d_DN, arena, d_DN, grads.norm_D);  // h = norm(x)
+    T* dp_aux_E = take<T>(arena, c.E);                                                      // dL/dp_ne = dL·E·f_e / tokens
+    for (size_t e = 0; e < c.E; ++e)
+        dp_aux_E[e] = static_cast<T>(daux * static_cast<double>(c.E) * pass.shares_E[e] / static_cast<double>(N * c.num_layers));
+    for (size_t layer = c.num_layers; layer-- > 0;)
+        block_bwd(pass, w.layers[layer], pass.blocks[layer], dp_aux_E, d_DN, grads.layers[layer]);
+    embedding_bwd(c, pass.tokens, d_DN, c.tied, arena, grads.embedding_VD);                 // tied: one matrix, used at both ends
+}
+
+template <class T>
+void backward(Pass<T>& pass, const int64_t* rows_N, const T* dlogits, double daux, const Weights<T>& grads) {
+    const size_t V = pass.config->V, N = pass.tokens.N;
+    T* dlogits_VN = take_panels<T>(*pass.arena, V, panels_of(N));
+    constexpr size_t kColumns = 256;
+    const size_t blocks = (V + kColumns - 1) / kColumns;
+    parallel_for(panels_of(N) * blocks, [&](size_t task) noexcept {
+        const size_t panel = task / blocks, first = task % blocks * kColumns;
+        const int64_t* row = rows_N + panel * kPanel;
+        to_lanes<T>(smaller(V - first, kColumns), tokens_in_panel(N, panel), [&](size_t i) { return dlogits + row[i] * V + first; },
+                    panel_of(dlogits_VN, V, panel) + first * kPanel);
+    });
+    model_bwd(pass, dlogits_VN, daux, grads);
+}
+
+// L = CE + α·aux,  α = daux
+template <class T>
+double loss_and_grads(Pass<T>& pass, const Targets& targets, double daux, const Weights<T>& grads) {
+    const Config& c = *pass.config;
+    const size_t N = pass.tokens.N, num_panels = panels_of(N);
+    T* logits_VN = take_panels<T>(*pass.arena, c.V, num_panels);
+    auto* products = take<Product<T>>(*pass.arena, num_panels);
+    for (size_t panel = 0; panel < num_panels; ++panel)
+        products[panel] = linear<T>(pass.weights->head_VD, c.V, c.D, panel_of(pass.h_DN, c.D, panel), tokens_in_panel(N, panel),
+                                    panel_of(logits_VN, c.V, panel));
+    run_products(products, num_panels);
+    const double loss = cross_entropy(c.V, N, targets, *pass.arena, logits_VN) + daux * pass.aux_loss;
+    model_bwd(pass, logits_VN, daux, grads);
+    return loss;
+}
+
+template <class T>
+constexpr moe::Kernels<T> table{hidden_states<T>, head<T>, head_of_last<T>, backward<T>, loss_and_grads<T>, softmax_row<T>, adamw<T>};
+
+}  // namespace
+
+extern const moe::Kernels<float> moe_f32;
+extern const moe::Kernels<double> moe_f64;
+const moe::Kernels<float> moe_f32 = table<float>;
+const moe::Kernels<double> moe_f64 = table<double>;
+
+}  // namespace strop::STROP_ISA

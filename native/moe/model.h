@@ -1,0 +1,145 @@
+// What a pass of the transformer works on. Plain data, shared by the code of every instruction set.
+//
+// Shapes, as in src/strop/moe/reference: B rows, N real tokens (padding is never here), D hidden, H query heads,
+// K key/value heads, G = H/K, C channels of a head, P = C/2 pairs, E experts, J = top-k choices, F intermediate,
+// V vocabulary, S room of a cache. A: assignments of tokens to experts, grouped by expert.
+//
+// Layouts. A token is a lane: activations stand in panels of 64 tokens, x_DN[panel][d][token], so that a product, a norm
+// or a softmax does the same to every token whatever stands beside it. This is what makes a token's bits independent of
+// the batch. x_ND is token by token, each row padded to a multiple of kPad elements.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "arena.h"
+
+namespace strop::moe {
+
+inline constexpr size_t kPanel = 64;  // tokens
+inline constexpr size_t kPad = 16;    // elements: no vector is longer
+
+static inline size_t padded(size_t n) { return (n + kPad - 1) / kPad * kPad; }
+static inline size_t panels_of(size_t tokens) { return (tokens + kPanel - 1) / kPanel; }
+static inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+
+struct Config {
+    size_t num_layers, D, H, K, C, E, J, F, V;
+    double eps;
+    bool tied;
+};
+
+// Weights, or their gradients, under the names of the reference; matrices are (out, in).
+template <class T>
+struct LayerWeights {
+    T *norm1_D, *wq_OD, *wk_OD, *wv_OD, *wo_DO, *norm2_D, *router_ED, *gate_up_E2FD, *down_EDF;
+};
+template <class T>
+struct Weights {
+    T* embedding_VD;
+    LayerWeights<T>* layers;
+    T* norm_D;
+    T* head_VD;  // the embedding where they are tied
+};
+
+// The tokens of a pass, row after row.
+struct Tokens {
+    size_t N, B;
+    const int64_t* ids_N;
+    const int32_t* rows_N;
+    const int32_t* positions_N;  // of a token in its row; tokens of a cache stand before it
+    const int64_t* starts_B;     // B + 1: row b brings the tokens from starts[b] to starts[b + 1]
+};
+
+// cos and sin of position·ω_p, one row of P per position.
+template <class T>
+struct RopeTable {
+    const T *cos_SP, *sin_SP;
+};
+
+// Keys and values of one layer: keys_BKCS with the positions along a row (lanes of a score), values_BKSC with the channels
+// along it, padded. S is a multiple of kPad.
+template <class T>
+struct KeysValues {
+    T *keys, *values;
+    size_t S;
+};
+
+// The assignments of tokens to experts. Each expert has panels of its own, filled in the order of the tokens; assignment a
+// is column a % kPanel of panel a / kPanel.
+struct Groups {
+    size_t num_panels;
+    int32_t* experts;         // of each panel
+    int32_t* counts;          // tokens in each panel
+    int32_t* tokens_A;
+    int32_t* assignments_NJ;  // where choice j of token n went
+    int32_t* first_panels_E;  // E + 1
+};
+
+// What a block keeps of its forward.
+template <class T>
+struct BlockSaved {
+    T *x_DN, *r1_N, *n1_DN;
+    T *q_ON, *context_NO, *max_NH, *sum_NH;
+    KeysValues<T> kv;
+    T *m_DN, *r2_N, *n2_DN, *n2_ND;
+    T *p_EN, *weights_NJ, *total_N;
+    int32_t* experts_NJ;
+    Groups groups;
+    T *x_DA, *gate_up_2FA, *h_FA, *y_AD;
+};
+
+template <class T>
+struct Pass {
+    const Config* config;
+    const Weights<T>* weights;
+    Tokens tokens;
+    RopeTable<T> rope;
+    Arena* arena;
+    bool saving;               // for a backward; otherwise the blocks share one set of buffers
+    KeysValues<T>* caches;     // one per layer, or null
+    T *cos_PN, *sin_PN;        // of the tokens' positions
+    BlockSaved<T>* blocks;
+    T *x_DN, *r_N, *h_DN;      // the stream after the last block; h = norm(x)
+    double* shares_E;          // f_e of the auxiliary loss
+    double aux_loss;
+};
+
+// Where the loss is taken: token n counts where counts_N[n]. num_counted is at least 1.
+struct Targets {
+    const int64_t* targets_N;
+    const uint8_t* counts_N;
+    double num_counted;
+};
+
+struct AdamW {
+    double lr, beta1, beta2, eps, weight_decay, grad_scale;
+    double correction1, correction2;  // 1 − β₁ᵗ, √(1 − β₂ᵗ)
+};
+
+// By the rules of src/strop/moe/sampling.py: temperature 0 is greedy, top_k 0 and top_p 1 are all tokens.
+struct Sampling {
+    double temperature;
+    int64_t top_k;
+    double top_p;
+};
+inline constexpr size_t kDrawBlock = 64;  // tokens whose probabilities are summed together before one is looked for
+
+// The engine as compiled for one instruction set; see model.cpp.
+template <class T>
+struct Kernels {
+    // h_DN of every token, the auxiliary loss where saving.
+    void (*hidden_states)(Pass<T>& pass);
+    // logits of token n to rows[n] of `out` (V elements each).
+    void (*head)(Pass<T>& pass, const int64_t* rows_N, T* out);
+    // The same for the last token of each row alone, to rows 0 … B − 1.
+    void (*head_of_last)(Pass<T>& pass, T* out);
+    // Gradients from dL/dlogits, read as `head` writes; from the masked mean cross-entropy, which is returned.
+    void (*backward)(Pass<T>& pass, const int64_t* rows_N, const T* dlogits, double daux, const Weights<T>& grads);
+    double (*loss_and_grads)(Pass<T>& pass, const Targets& targets, double daux, const Weights<T>& grads);
+
+    double (*softmax_row)(const T* logits_V, size_t V, double temperature, double* p_V, double* sums);
+    void (*adamw)(size_t count, T* param, const T* grad, T* m, T* v, const AdamW& step);
+};
+
+}  // namespace strop::moe

@@ -1,0 +1,122 @@
+// Mixture of experts: y_n = Σ_j weights_nj · expert_{e_nj}(x_n)
+#include "layers.h"
+#include "linear.h"
+
+namespace strop::STROP_ISA {
+namespace {
+
+// to_D = Σ_j weight(j)·row(j)_D, j in the router's order
+template <class T, class Weight, class Row>
+inline void weighted_sum(size_t D, size_t J, Weight&& weight, Row&& row, T* to_D) {
+    constexpr size_t lanes = Lanes<T>::count;
+    for (size_t d = 0; d < D; d += lanes) {  // rows are padded to whole vectors
+        VecOf<T> sum = broadcast<T>(weight(0)) * load(row(0) + d);
+        for (size_t j = 1; j < J; ++j) sum = multiply_add(broadcast<T>(weight(j)), load(row(j) + d), sum);
+        store(to_D + d, sum);
+    }
+}
+
+template <class T>
+inline T dot(size_t D, const T* a_D, const T* b_D) {
+    constexpr size_t lanes = Lanes<T>::count;
+    VecOf<T> sum{};
+    size_t d = 0;
+    for (; d + lanes <= D; d += lanes) sum = multiply_add(load(a_D + d), load(b_D + d), sum);
+    if (d < D) sum = multiply_add(load_first(a_D + d, D - d), load_first(b_D + d, D - d), sum);
+    return sum_lanes<T>(sum);
+}
+
+// x_DN of one panel += rows, token by token, which become lanes in `scratch`.
+template <class T>
+inline void add_rows(size_t D, size_t tokens, const T* rows_ND, const T* x_DN, T* y_DN, T* scratch_DN) {
+    constexpr size_t lanes = Lanes<T>::count;
+    to_lanes<T>(D, tokens, [&](size_t i) { return rows_ND + i * padded(D); }, scratch_DN);
+    for (size_t d = 0; d < D; ++d)
+        for (size_t i = 0; i < tokens; i += lanes)
+            store(y_DN + d * kPanel + i, load(x_DN + d * kPanel + i) + load(scratch_DN + d * kPanel + i));
+}
+
+}  // namespace
+
+template <class T>
+void moe_layer(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved, T* y_DN) {
+    const Config& c = *pass.config;
+    const size_t N = pass.tokens.N, num_panels = panels_of(N), D = c.D, stride = padded(D);
+    parallel_for(num_panels, [&](size_t panel) noexcept {
+        route(c, w.router_ED, panel, N, saved);
+        to_rows<T>(D, tokens_in_panel(N, panel), panel_of(saved.n2_DN, D, panel),
+                   [&](size_t i) { return saved.n2_ND + (panel * kPanel + i) * stride; });
+    });
+    Groups& groups = saved.groups;
+    group_by_expert(c, N, saved.experts_NJ, groups);
+    parallel_for(groups.num_panels, [&](size_t panel) noexcept {
+        const int32_t* token = groups.tokens_A + panel * kPanel;
+        to_lanes<T>(D, groups.counts[panel], [&](size_t i) { return saved.n2_ND + token[i] * stride; }, panel_of(saved.x_DA, D, panel));
+    });
+    experts(pass, w, saved);
+
+    T *sum_ND = take<T>(*pass.arena, N * stride), *sum_DN = take_panels<T>(*pass.arena, D, num_panels);
+    parallel_for(num_panels, [&](size_t panel) noexcept {
+        const size_t first = panel * kPanel, tokens = tokens_in_panel(N, panel);
+        for (size_t n = first; n < first + tokens; ++n)
+            weighted_sum<T>(D, c.J, [&](size_t j) { return saved.weights_NJ[n * c.J + j]; },
+                            [&](size_t j) { return saved.y_AD + groups.assignments_NJ[n * c.J + j] * stride; }, sum_ND + n * stride);
+        add_rows<T>(D, tokens, sum_ND + first * stride, panel_of(saved.m_DN, D, panel), panel_of(y_DN, D, panel), panel_of(sum_DN, D, panel));
+    });
+}
+
+template <class T>
+void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_DN, const T* dp_aux_E,
+                   T* dn2_DN, const LayerWeights<T>& grads) {
+    constexpr size_t lanes = Lanes<T>::count;
+    const Config& c = *pass.config;
+    const Groups& groups = saved.groups;
+    const size_t N = pass.tokens.N, num_panels = panels_of(N), D = c.D, stride = padded(D), A = groups.num_panels * kPanel;
+    Arena& arena = *pass.arena;
+    T *dy_ND = take<T>(arena, N * stride), *dweights_NJ = take<T>(arena, N * c.J);
+    T *dlogits_EN = take_panels<T>(arena, c.E, num_panels), *via_router_DN = take_panels<T>(arena, D, num_panels);
+    parallel_for(num_panels, [&](size_t panel) noexcept {
+        const size_t first = panel * kPanel, tokens = tokens_in_panel(N, panel);
+        to_rows<T>(D, tokens, panel_of(dy_DN, D, panel), [&](size_t i) { return dy_ND + (first + i) * stride; });
+        for (size_t n = first; n < first + tokens; ++n)
+            for (size_t j = 0; j < c.J; ++j)                                                // dL/dw_nj = dy_n·expert_j(x_n)
+                dweights_NJ[n * c.J + j] = dot<T>(D, dy_ND + n * stride, saved.y_AD + groups.assignments_NJ[n * c.J + j] * stride);
+        T* dlogits = panel_of(dlogits_EN, c.E, panel);
+        route_bwd(c, panel, N, saved, dweights_NJ, dp_aux_E, dlogits);
+        multiply(linear_bwd_input<T>(w.router_ED, c.E, D, dlogits, tokens, panel_of(via_router_DN, D, panel)));
+    });
+
+    T *dy_AD = take<T>(arena, A * stride), *x_AD = take<T>(arena, A * stride), *dx_AD = take<T>(arena, A * stride);
+    parallel_for(num_panels, [&](size_t panel) noexcept {
+        for (size_t n = panel * kPanel; n < panel * kPanel + tokens_in_panel(N, panel); ++n)
+            for (size_t j = 0; j < c.J; ++j) {
+                const size_t a = groups.assignments_NJ[n * c.J + j];
+                const T weight = saved.weights_NJ[n * c.J + j];
+                for (size_t d = 0; d < stride; d += lanes) {
+                    store(dy_AD + a * stride + d, weight * load(dy_ND + n * stride + d));   // dL/d expert_j(x_n) = w_nj·dy_n
+                    store(x_AD + a * stride + d, load(saved.n2_ND + n * stride + d));
+                }
+            }
+    });
+    experts_bwd(pass, w, saved, dy_AD, x_AD, dx_AD, grads);
+
+    T *sum_ND = take<T>(arena, N * stride), *sum_DN = take_panels<T>(arena, D, num_panels);
+    Product<T> drouter = linear_bwd_weight<T>(dlogits_EN, c.E, saved.n2_ND, D, N, grads.router_ED);
+    parallel_for(num_panels + 1, [&](size_t panel) noexcept {
+        if (panel == num_panels) return multiply(drouter);
+        const size_t first = panel * kPanel, tokens = tokens_in_panel(N, panel);
+        for (size_t n = first; n < first + tokens; ++n)                                     // x_n feeds its k experts
+            weighted_sum<T>(D, c.J, [](size_t) { return T(1); },
+                            [&](size_t j) { return dx_AD + groups.assignments_NJ[n * c.J + j] * stride; }, sum_ND + n * stride);
+        add_rows<T>(D, tokens, sum_ND + first * stride, panel_of(via_router_DN, D, panel), panel_of(dn2_DN, D, panel),
+                    panel_of(sum_DN, D, panel));                                            // and the router
+    });
+}
+
+#define STROP_INSTANTIATE(T)                                                                    \
+    template void moe_layer<T>(Pass<T>&, const LayerWeights<T>&, BlockSaved<T>&, T*);           \
+    template void moe_layer_bwd<T>(Pass<T>&, const LayerWeights<T>&, const BlockSaved<T>&, const T*, const T*, T*, const LayerWeights<T>&);
+STROP_INSTANTIATE(float)
+STROP_INSTANTIATE(double)
+
+}  // namespace strop::STROP_ISA

@@ -1,0 +1,120 @@
+// The boundary of the transformer: arrays come in as strop.moe.native prepared them, pointers go on.
+#include "moe_boundary.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <optional>
+
+#include "dispatch.h"
+#include "moe/engine.h"
+
+namespace nb = nanobind;
+
+namespace strop {
+namespace {
+
+using namespace moe;
+
+template <class T, int axes>
+using Array = nb::ndarray<T, nb::ndim<axes>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using AnyShape = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
+using Ids = Array<const int64_t, 2>;
+using Mask = std::optional<Array<const bool, 2>>;
+
+const uint8_t* bytes_of(const Mask& mask) { return mask ? reinterpret_cast<const uint8_t*>(mask->data()) : nullptr; }
+
+Batch batch_of(const Ids& tokens_BT, const Mask& mask_BT) {
+    return {tokens_BT.data(), bytes_of(mask_BT), tokens_BT.shape(0), tokens_BT.shape(1)};
+}
+
+template <class T>
+std::vector<T*> pointers(const std::vector<AnyShape<T>>& arrays) {
+    std::vector<T*> data;
+    data.reserve(arrays.size());
+    for (const AnyShape<T>& array : arrays) data.push_back(array.data());
+    return data;
+}
+
+template <class T>
+void define_engine(nb::module_& m, const char* engine_name, const char* pass_name, const char* cache_name) {
+    using Release = nb::gil_scoped_release;
+    using Arrays = std::vector<AnyShape<T>>;
+
+    nb::class_<OwnedPass<T>>(m, pass_name);
+    nb::class_<Cache<T>>(m, cache_name)
+        .def("select_rows", [](const Cache<T>& cache, Array<const int64_t, 1> rows) {
+            Release release;
+            return cache.select_rows(rows.data(), rows.shape(0));
+        });
+
+    nb::class_<Engine<T>>(m, engine_name)
+        .def(
+            "__init__",
+            [](Engine<T>* self, size_t num_layers, size_t hidden_dim, size_t num_heads, size_t num_kv_heads, size_t head_dim,
+               size_t num_experts, size_t top_k, size_t intermediate_dim, size_t vocab_size, size_t max_seq_len, double rms_norm_eps,
+               double rope_theta, bool tie_embeddings, const Arrays& params) {
+                const Config config{num_layers, hidden_dim,       num_heads,  num_kv_heads, head_dim,      num_experts,
+                                    top_k,      intermediate_dim, vocab_size, rms_norm_eps, tie_embeddings};
+                new (self) Engine<T>(config, rope_theta, max_seq_len, pointers(params));
+            },
+            nb::kw_only(), nb::arg("num_layers"), nb::arg("hidden_dim"), nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
+            nb::arg("num_experts"), nb::arg("top_k"), nb::arg("intermediate_dim"), nb::arg("vocab_size"), nb::arg("max_seq_len"),
+            nb::arg("rms_norm_eps"), nb::arg("rope_theta"), nb::arg("tie_embeddings"), nb::arg("params"))
+        .def("forward", [](Engine<T>& self, Ids tokens_BT, Mask mask_BT, Array<T, 3> logits_BTV) {
+            Release release;
+            self.forward(batch_of(tokens_BT, mask_BT), logits_BTV.data());
+        }, nb::arg(), nb::arg().none(), nb::arg())
+        .def("forward_saved", [](Engine<T>& self, Ids tokens_BT, Mask mask_BT, Array<T, 3> logits_BTV) {
+            Release release;
+            return self.forward_saved(batch_of(tokens_BT, mask_BT), logits_BTV.data());
+        }, nb::arg(), nb::arg().none(), nb::arg())
+        .def("aux_loss", [](Engine<T>&, OwnedPass<T>& saved) { return saved.pass.aux_loss; })
+        .def("backward", [](Engine<T>& self, OwnedPass<T>& saved, Array<const T, 3> dlogits_BTV, double daux, const Arrays& grads) {
+            const std::vector<T*> out = pointers(grads);
+            Release release;
+            self.backward(saved, dlogits_BTV.data(), daux, out);
+        })
+        .def("loss_and_grads", [](Engine<T>& self, Ids tokens_BT, Ids targets_BT, Mask target_mask_BT, Mask mask_BT, double aux_coef, const Arrays& grads) {
+            const std::vector<T*> out = pointers(grads);
+            Release release;
+            return self.loss_and_grads(batch_of(tokens_BT, mask_BT), targets_BT.data(), bytes_of(target_mask_BT), aux_coef, out);
+        }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg())
+        .def("prefill", [](Engine<T>& self, Ids tokens_BT, Mask mask_BT, size_t capacity, Array<T, 2> logits_BV) {
+            Release release;
+            Cache<T> cache(self.config(), tokens_BT.shape(0), capacity);
+            self.prefill(batch_of(tokens_BT, mask_BT), cache, logits_BV.data());
+            return cache;
+        }, nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
+        .def("decode", [](Engine<T>& self, Array<const int64_t, 1> tokens_B, Array<const int64_t, 1> lengths_B, Cache<T>& cache, Array<T, 2> logits_BV) {
+            Release release;
+            self.decode(tokens_B.data(), lengths_B.data(), tokens_B.shape(0), cache, logits_BV.data());
+        })
+        .def("sample", [](Engine<T>& self, Array<const T, 2> logits_BV, Array<const double, 1> uniforms_B, double temperature, int64_t top_k,
+                          double top_p, Array<int64_t, 1> tokens_B, Array<double, 1> logps_B) {
+            Release release;
+            self.sample(logits_BV.data(), uniforms_B.data(), logits_BV.shape(0), {temperature, top_k, top_p}, tokens_B.data(), logps_B.data());
+        })
+        .def("workspace_bytes", &Engine<T>::workspace_bytes);
+
+    m.def("moe_adamw", [](AnyShape<T> param, AnyShape<const T> grad, AnyShape<T> m, AnyShape<T> v, int64_t step, double lr, double beta1,
+                          double beta2, double eps, double weight_decay, double grad_scale) {
+        Release release;
+        const AdamW update{lr, beta1, beta2, eps, weight_decay, grad_scale, 1 - std::pow(beta1, static_cast<double>(step)),
+                           std::sqrt(1 - std::pow(beta2, static_cast<double>(step)))};
+        kernels().of<T>().moe->adamw(param.size(), param.data(), grad.data(), m.data(), v.data(), update);
+    });
+}
+
+}  // namespace
+
+void define_moe(nb::module_& m) {
+    define_engine<float>(m, "MoEEngineF32", "MoEPassF32", "MoECacheF32");
+    define_engine<double>(m, "MoEEngineF64", "MoEPassF64", "MoECacheF64");
+}
+
+}  // namespace strop

@@ -1,0 +1,107 @@
+"""The engine in C++ (native/moe): the contract of `strop.moe.engine` on the compiled module.
+
+The logits of a token do not depend on the batch, the padding, the number of threads, or whether they came from prefill
+or from the cache: bit for bit.
+
+Shapes: B rows, T columns, V vocabulary.
+"""
+
+import numpy as np
+
+from strop._compiled import native
+from strop.moe.config import MoEConfig
+from strop.moe.engine import Arrays, Engine, KVCache, Saved
+
+_ENGINES = {np.dtype(np.float32): "MoEEngineF32", np.dtype(np.float64): "MoEEngineF64"}
+
+
+class NativeCache(KVCache):
+    def __init__(self, rows, lengths_B: np.ndarray, capacity: int):
+        self.rows = rows  # the compiled cache
+        self.lengths_B = lengths_B
+        self.capacity = capacity
+
+    def select_rows(self, rows: np.ndarray) -> "NativeCache":
+        return NativeCache(self.rows.select_rows(rows), self.lengths_B[rows], self.capacity)
+
+
+class NativeEngine(Engine):
+    name = "native"
+
+    def __init__(self, config: MoEConfig, params: Arrays):
+        super().__init__(config, params)
+        self.arrays = list(params.values())  # the compiled engine holds their addresses
+        self.dtype = self.arrays[0].dtype
+        self.compiled = getattr(native, _ENGINES[self.dtype])(
+            num_layers=config.num_layers,
+            hidden_dim=config.hidden_dim,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            intermediate_dim=config.intermediate_dim,
+            vocab_size=config.vocab_size,
+            max_seq_len=config.max_seq_len,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=config.rope_theta,
+            tie_embeddings=config.tie_embeddings,
+            params=self.arrays,
+        )
+
+    def forward(self, tokens_BT, attention_mask_BT=None):
+        logits_BTV = self._logits(tokens_BT, attention_mask_BT)
+        self.compiled.forward(tokens_BT, attention_mask_BT, logits_BTV)
+        return logits_BTV
+
+    def forward_saved(self, tokens_BT, attention_mask_BT=None):
+        logits_BTV = self._logits(tokens_BT, attention_mask_BT)
+        state = self.compiled.forward_saved(tokens_BT, attention_mask_BT, logits_BTV)
+        return Saved(logits_BTV, self.compiled.aux_loss(state), state)
+
+    def backward(self, saved, dlogits_BTV, daux_loss=0.0, out=None):
+        grads = self._grads(out)
+        dlogits_BTV = np.ascontiguousarray(dlogits_BTV, self.dtype)
+        self.compiled.backward(saved.state, dlogits_BTV, daux_loss, [grads[name] for name in self.params])
+        return grads
+
+    def loss_and_grads(self, tokens_BT, targets_BT, target_mask_BT=None, attention_mask_BT=None, out=None):
+        grads = self._grads(out)
+        loss = self.compiled.loss_and_grads(
+            tokens_BT,
+            targets_BT,
+            target_mask_BT,
+            attention_mask_BT,
+            self.config.aux_loss_coef,
+            [grads[name] for name in self.params],
+        )
+        return loss, grads
+
+    def prefill(self, tokens_BT, attention_mask_BT, capacity):
+        B, T = tokens_BT.shape
+        lengths_B = np.full(B, T, np.int64) if attention_mask_BT is None else attention_mask_BT.sum(1)
+        logits_BV = np.empty((B, self.config.vocab_size), self.dtype)
+        rows = self.compiled.prefill(tokens_BT, attention_mask_BT, capacity, logits_BV)
+        return logits_BV, NativeCache(rows, lengths_B, capacity)
+
+    def decode(self, tokens_B, cache):
+        logits_BV = np.empty((len(tokens_B), self.config.vocab_size), self.dtype)
+        self.compiled.decode(tokens_B, cache.lengths_B, cache.rows, logits_BV)
+        cache.lengths_B = cache.lengths_B + 1
+        return logits_BV
+
+    def sample(self, logits_BV, uniforms_B, *, temperature, top_k, top_p):
+        tokens_B, logps_B = np.empty(len(logits_BV), np.int64), np.empty(len(logits_BV))
+        self.compiled.sample(logits_BV, uniforms_B, temperature, top_k, top_p, tokens_B, logps_B)
+        return tokens_B, logps_B
+
+    def adamw_update(self, param, grad, m, v, *, step, lr, beta1, beta2, eps, weight_decay, grad_scale=1.0):
+        native.moe_adamw(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay, grad_scale)
+
+    def _logits(self, tokens_BT, attention_mask_BT):
+        """Room for the logits; those at padding stay 0."""
+        make = np.empty if attention_mask_BT is None else np.zeros
+        return make((*tokens_BT.shape, self.config.vocab_size), self.dtype)
+
+    def _grads(self, out):
+        return {name: np.empty_like(array) for name, array in self.params.items()} if out is None else out
