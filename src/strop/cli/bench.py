@@ -35,9 +35,10 @@ def bench(
         *Progress.get_default_columns(), TimeElapsedColumn(), console=console, disable=not console.is_terminal
     ) as progress:
         task = progress.add_task(suite, total=len(cases))
-        for case, found in zip(cases, harness.run_cases(cases, method), strict=True):
-            measured.append(found)
-            progress.update(task, advance=1, description=case.work)
+        for case in cases:
+            progress.update(task, description=case.work)
+            measured.append(case.measure(method))
+            progress.advance(task)
     console.print(_table(suite, measured))
     if only:
         return
@@ -49,16 +50,20 @@ def bench(
 
 
 def _table(suite: str, measured: list[dict[str, Any]]) -> Table:
-    from strop.bench.report import duration
+    """Every timed row: what its first contender takes, and how many times as long the others do."""
+    from strop.bench.text import duration
 
-    peers = list(dict.fromkeys(peer for case in measured for peer in case["ratios"]))
-    table = Table("work", "dtype", "strop", *(f"{p} takes" for p in peers), title=f"{suite}: times as long as strop")
+    timed = [case for case in measured if case.get("contenders")]
+    first = next((next(iter(case["contenders"])) for case in timed), "")
+    peers = list(dict.fromkeys(peer for case in timed for peer in case["ratios"]))
+    table = Table("work", "dtype", first, *(f"{p} takes" for p in peers), title=f"{suite}: times as long as {first}")
     colours = {"faster": "green", "slower": "bold red", "same": "yellow"}
-    for case in measured:
+    for case in timed:
+        name, facts = next(iter(case["contenders"].items()))
         cells = []
         for peer in peers:
             ratio = case["ratios"].get(peer)
             cells.append(f"[{colours[ratio['verdict']]}]{ratio['value']:.3g}×[/]" if ratio else "")
-        strop_time = duration(case["contenders"]["strop"]["median_ns"])
-        table.add_row(case["work"], case["labels"].get("dtype", ""), strop_time, *cells)
+        own = duration(facts["median_ns"]) + ("" if name == first else f" ({name})")
+        table.add_row(case["work"], case["labels"].get("dtype", ""), own, *cells)
     return table

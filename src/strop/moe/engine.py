@@ -146,6 +146,16 @@ class Engine(ABC):
         return sample(logits_BV, uniforms_B, temperature=temperature, top_k=top_k, top_p=top_p)
 
 
+    @classmethod
+    def kernels(cls) -> dict[str, Callable[..., Any]]:
+        """Parts of the engine that can be called alone, for benchmarks; what it does not offer is absent.
+
+        matmul(a, b), softmax(z), rms_norm(x, w)   float32 arrays in, an array out
+        products([(a, b), …])                      a function that multiplies all pairs, and returns nothing
+        """
+        return {}
+
+
 class EngineUnavailable(RuntimeError):
     """The engine is known but cannot run here; the message says why and what to do."""
 
