@@ -11,6 +11,7 @@
 
 #include "dispatch.h"
 #include "moe/engine.h"
+#include "moe/sampling.h"
 
 namespace nb = nanobind;
 
@@ -94,13 +95,18 @@ void define_engine(nb::module_& m, const char* engine_name, const char* pass_nam
             Release release;
             self.decode(tokens_B.data(), lengths_B.data(), tokens_B.shape(0), cache, logits_BV.data());
         })
-        .def("sample", [](Engine<T>& self, Array<const T, 2> logits_BV, Array<const double, 1> uniforms_B, double temperature, int64_t top_k,
-                          double top_p, Array<int64_t, 1> tokens_B, Array<double, 1> logps_B) {
-            Release release;
-            self.sample(logits_BV.data(), uniforms_B.data(), logits_BV.shape(0), {temperature, top_k, top_p}, tokens_B.data(), logps_B.data());
-        })
         .def("workspace_bytes", &Engine<T>::workspace_bytes);
 
+    m.def("moe_sample", [](Array<const T, 2> logits_BV, Array<const double, 1> uniforms_B, double temperature, int64_t top_k, double top_p,
+                           Array<int64_t, 1> tokens_B, Array<double, 1> logps_B) {
+        Release release;
+        static Arenas& arenas = *new Arenas;  // never destroyed: a thread may still sample when the process ends
+        std::unique_ptr<Arena> arena = arenas.borrow();
+        arena->reset();
+        sample(*arena, logits_BV.data(), uniforms_B.data(), logits_BV.shape(0), logits_BV.shape(1), {temperature, top_k, top_p},
+               tokens_B.data(), logps_B.data());
+        arenas.give_back(std::move(arena));
+    });
     m.def("moe_adamw", [](AnyShape<T> param, AnyShape<const T> grad, AnyShape<T> m, AnyShape<T> v, int64_t step, double lr, double beta1,
                           double beta2, double eps, double weight_decay, double grad_scale) {
         Release release;

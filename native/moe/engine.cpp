@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "../dispatch.h"
-#include "sampling.h"
 
 namespace strop::moe {
 namespace {
@@ -216,12 +215,6 @@ void Engine<T>::decode(const int64_t* tokens_B, const int64_t* lengths_B, size_t
     const Kernels<T>& kernels = kernels_of<T>();
     kernels.hidden_states(pass);
     kernels.head(pass, owned->rows_N, logits_BV);
-}
-
-template <class T>
-void Engine<T>::sample(const T* logits_BV, const double* uniforms_B, size_t B, const Sampling& rule, int64_t* tokens_B, double* logps_B) {
-    OwnedPass<T> memory(arenas_);
-    moe::sample(*memory.arena, logits_BV, uniforms_B, B, config_.V, rule, tokens_B, logps_B);
 }
 
 template struct OwnedPass<float>;

@@ -72,7 +72,6 @@ class Engine {
                           const std::vector<T*>& grads);
     void prefill(const Batch& batch, Cache<T>& cache, T* logits_BV);
     void decode(const int64_t* tokens_B, const int64_t* lengths_B, size_t B, Cache<T>& cache, T* logits_BV);
-    void sample(const T* logits_BV, const double* uniforms_B, size_t B, const Sampling& rule, int64_t* tokens_B, double* logps_B);
 
     const Config& config() const { return config_; }
     size_t workspace_bytes() { return arenas_->capacity(); }

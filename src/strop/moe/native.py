@@ -92,7 +92,7 @@ class NativeEngine(Engine):
 
     def sample(self, logits_BV, uniforms_B, *, temperature, top_k, top_p):
         tokens_B, logps_B = np.empty(len(logits_BV), np.int64), np.empty(len(logits_BV))
-        self.compiled.sample(logits_BV, uniforms_B, temperature, top_k, top_p, tokens_B, logps_B)
+        native.moe_sample(logits_BV, uniforms_B, temperature, top_k, top_p, tokens_B, logps_B)
         return tokens_B, logps_B
 
     def adamw_update(self, param, grad, m, v, *, step, lr, beta1, beta2, eps, weight_decay, grad_scale=1.0):
