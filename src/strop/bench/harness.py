@@ -172,8 +172,6 @@ def measure(case: Case, method: Method) -> dict[str, Any]:
             facts["finite"] = contender.is_finite()
         if contender.notes:
             facts |= contender.notes()
-    for name, alone in measure_alone(case.contenders).items():
-        found["contenders"][name] |= alone
     return found
 
 
@@ -211,15 +209,45 @@ def _collector_clock() -> Iterator[dict[str, float]]:
         gc.callbacks.remove(watch)
 
 
-def measure_alone(contenders: Sequence[Contender]) -> dict[str, dict[str, Any]]:
-    """Peak memory and allocations of each contender that can run alone, two fresh processes at a time."""
+def measure_alone(cases: Sequence[Measurable], measured: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Adds to each result the memory and allocations of its contenders, two fresh processes at a time; yields names."""
     from concurrent.futures import ThreadPoolExecutor
 
     from strop.bench.alone import run_alone
 
-    able = [c for c in contenders if c.alone]
+    jobs = [(found, c) for case, found in zip(cases, measured, strict=True) for c in able_alone(case)]
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip([c.name for c in able], pool.map(lambda c: run_alone(*c.alone), able), strict=True))
+        for (found, c), facts in zip(jobs, pool.map(lambda job: run_alone(*job[1].alone), jobs), strict=True):
+            found["contenders"][c.name] |= facts
+            yield f"alone: {c.name}"
+
+
+def able_alone(case: Measurable) -> list[Contender]:
+    return [c for c in getattr(case, "contenders", ()) if c.alone]
+
+
+class Load:
+    """How much of the machine other processes took since this was made: what makes a timing doubtful."""
+
+    def __init__(self) -> None:
+        self.wall, self.busy, self.own = time.perf_counter(), _busy_seconds(), _cpu_seconds()
+
+    def by_others(self) -> float | None:
+        """Their share of all CPU time, from 0 to 1; None where the system does not tell."""
+        if self.busy is None:
+            return None
+        seconds = (time.perf_counter() - self.wall) * (os.cpu_count() or 1)
+        others = (_busy_seconds() or 0.0) - self.busy - (_cpu_seconds() - self.own)
+        return round(min(1.0, max(0.0, others / seconds)), 3)
+
+
+def _busy_seconds() -> float | None:
+    """CPU seconds that all processes together have used."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split(maxsplit=9)[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def statistics(samples: Sequence[float]) -> dict[str, Any]:
@@ -252,7 +280,9 @@ def ratio(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     return {"value": round(value, 3), "low": round(low, 3), "high": round(high, 3), "verdict": verdict}
 
 
-def result(suite: str, cases: list[dict[str, Any]], method: Method, command: str) -> dict[str, Any]:
+def result(
+    suite: str, cases: list[dict[str, Any]], method: Method, command: str, load: Load | None = None
+) -> dict[str, Any]:
     """Everything a reader needs to trust or repeat the figures."""
     return {
         "schema": SCHEMA,
@@ -261,6 +291,7 @@ def result(suite: str, cases: list[dict[str, Any]], method: Method, command: str
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),
+        "load_by_others": load.by_others() if load else None,
         "threads": threads(),
         "versions": versions(),
         "method": {"rounds": method.rounds, "sample_seconds": method.sample_seconds, "confidence": CONFIDENCE},

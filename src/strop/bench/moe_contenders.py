@@ -79,7 +79,7 @@ class StropContender:
 
     def kernel(self, name: str, *arrays: np.ndarray) -> Call | None:
         kernel = engine_class(self.name).kernels().get(name)
-        return None if kernel is None else functools.partial(kernel, *arrays)
+        return None if kernel is None else kernel(*arrays)
 
     def forward_by_workers(self, config: MoEConfig, batches: Sequence[np.ndarray]) -> Call:
         """One thread and one engine for each batch; the engines share the weights."""

@@ -30,19 +30,23 @@ def bench(
     if not cases:
         raise ValueError(f"no case of {suite} contains {only!r}")
     console = Console()
+    load = harness.Load()
     measured = []
     with Progress(
         *Progress.get_default_columns(), TimeElapsedColumn(), console=console, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task(suite, total=len(cases))
+        task = progress.add_task(suite, total=len(cases) + sum(len(harness.able_alone(case)) for case in cases))
         for case in cases:
             progress.update(task, description=case.work)
             measured.append(case.measure(method))
             progress.advance(task)
-    console.print(_table(suite, measured))
+        for name in harness.measure_alone(cases, measured):
+            progress.update(task, advance=1, description=name)
+    if any(case.get("contenders") for case in measured):
+        console.print(_table(suite, measured))
     if only:
         return
-    found = harness.result(suite, measured, method, "strop " + shlex.join(sys.argv[1:]))
+    found = harness.result(suite, measured, method, "strop " + shlex.join(sys.argv[1:]), load)
     name = f"{suite}-{found['machine']['architecture']}-{found['threads']['usable_cpus']}cores.json"
     path = output or Path("benchmarks/results") / name
     harness.save(found, path)

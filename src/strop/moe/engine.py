@@ -148,10 +148,10 @@ class Engine(ABC):
 
     @classmethod
     def kernels(cls) -> dict[str, Callable[..., Any]]:
-        """Parts of the engine that can be called alone, for benchmarks; what it does not offer is absent.
+        """Parts of the engine that can run alone, for benchmarks; what it does not offer is absent.
 
-        matmul(a, b), softmax(z), rms_norm(x, w)   float32 arrays in, an array out
-        products([(a, b), …])                      a function that multiplies all pairs, and returns nothing
+        Each takes float32 arrays, prepares them as the engine has them, and returns a function that does the work:
+        matmul(a, b), softmax(z), rms_norm(x, w), and products([(a, b), …]), which multiplies all pairs.
         """
         return {}
 

@@ -72,11 +72,16 @@ class NumpyEngine(Engine):
     @classmethod
     def kernels(cls):
         return {
-            "matmul": np.matmul,
-            "softmax": softmax,
-            "rms_norm": lambda x, w: rms_norm(x, w, 1e-5)[0],
-            "products": lambda pairs: lambda: [np.matmul(a, b) for a, b in pairs] and None,
+            "matmul": lambda a, b: lambda: a @ b,
+            "softmax": lambda z: lambda: softmax(z),
+            "rms_norm": lambda x, w: lambda: rms_norm(x, w, 1e-5)[0],
+            "products": lambda pairs: lambda: _multiply_all(pairs),
         }
+
+
+def _multiply_all(pairs):
+    for a, b in pairs:
+        a @ b
 
 
 def _real_tokens(tokens_BT, attention_mask_BT):
