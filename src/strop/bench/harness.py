@@ -71,7 +71,6 @@ class Contender:
                 f"contender {self.name} does not do the same work: its result differs from what is expected"
             )
 
-
     def is_finite(self) -> bool:
         """Whether every number of the result is finite, now that it has been timed."""
         return bool(np.isfinite(np.asarray(self.function(*self.args, **self.kwargs), dtype=np.float64)).all())
@@ -151,7 +150,7 @@ def measure(case: Case, method: Method) -> dict[str, Any]:
             wall[name].append(round(elapsed / calls[name] * 1e9, 2))
             cpu[name].append(cpu_elapsed / calls[name] * 1e9)
             collecting[name].append(clock["seconds"] / calls[name] * 1e9)
-    found = {
+    found: dict[str, Any] = {
         "work": case.work,
         "labels": case.labels,
         "contenders": {

@@ -28,7 +28,7 @@ from strop.moe.weights import to_mixtral
 
 Call = Callable[[], Any]
 SEED = 42
-ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
 COLD_THREADS = 2
 BLAS_THREADS = 1  # more than one makes NumPy's small products slower; the suite measures it
 
@@ -50,25 +50,12 @@ class StropContender:
         model = self.model(config)
         return lambda: model.forward(tokens_BT)
 
-    def trainer(self, config: MoEConfig, learning_rate: float = 0.0) -> Callable[[np.ndarray, np.ndarray], float]:
-        """A function of tokens and targets: one step of forward, backward and AdamW; the loss before it."""
-        model = self.model(config)
-        update = model.engine.adamw_update
-        optimizer = AdamW(model.params, learning_rate=learning_rate, update=update, **ADAMW)  # type: ignore[arg-type]
-        grads = None
-
-        def step(tokens_BT: np.ndarray, targets_BT: np.ndarray) -> float:
-            nonlocal grads
-            loss, grads = model.loss_and_grads(tokens_BT, targets_BT, out=grads)
-            optimizer.step(grads)
-            return loss
-
-        step.model = model  # type: ignore[attr-defined]
-        return step
+    def trainer(self, config: MoEConfig, learning_rate: float = 0.0) -> "StropTrainer":
+        return StropTrainer(self.model(config), learning_rate)
 
     def train_step(self, config: MoEConfig, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> Call:
-        step = self.trainer(config)
-        return lambda: step(tokens_BT, targets_BT)
+        trainer = self.trainer(config)
+        return lambda: trainer.step(tokens_BT, targets_BT)
 
     def loss_and_grads(self, config: MoEConfig, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> tuple[float, dict]:
         return self.model(config).loss_and_grads(tokens_BT, targets_BT)
@@ -92,7 +79,7 @@ class StropContender:
         """Gradients of each batch in its own thread, their mean, one step of AdamW."""
         params = initial_params(config, SEED)
         models = [MoETransformer(config, self.name, params=params) for _ in batches]
-        optimizer = AdamW(params, learning_rate=0.0, update=models[0].engine.adamw_update, **ADAMW)  # type: ignore[arg-type]
+        optimizer = _adamw(models[0], params, 0.0)
         grads: list[dict[str, np.ndarray] | None] = [None] * len(batches)
         run = _workers(len(batches))
 
@@ -124,6 +111,48 @@ class StropContender:
         )
 
 
+class StropTrainer:
+    """One step is forward, backward and AdamW; it returns the loss before the update."""
+
+    def __init__(self, model: MoETransformer, learning_rate: float):
+        self.model = model
+        self.optimizer = _adamw(model, model.params, learning_rate)
+        self.grads: dict[str, np.ndarray] | None = None
+
+    def step(self, tokens_BT: np.ndarray, targets_BT: np.ndarray, learning_rate: float | None = None) -> float:
+        loss, self.grads = self.model.loss_and_grads(tokens_BT, targets_BT, out=self.grads)
+        self.optimizer.step(self.grads, learning_rate=learning_rate)
+        return loss
+
+    def logits(self, tokens_BT: np.ndarray) -> np.ndarray:
+        return self.model.forward(tokens_BT)
+
+
+class MixtralTrainer:
+    """The same with torch: `plain` holds the weights, `model` is called."""
+
+    def __init__(self, plain: Any, model: Any, learning_rate: float):
+        self.model, self.optimizer = model, _torch_adamw(plain, learning_rate)
+
+    def step(self, tokens_BT: np.ndarray, targets_BT: np.ndarray, learning_rate: float | None = None) -> float:
+        import torch
+
+        if learning_rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+        self.optimizer.zero_grad()
+        loss = _mixtral_loss(self.model, torch.from_numpy(tokens_BT), torch.from_numpy(targets_BT))
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def logits(self, tokens_BT: np.ndarray) -> np.ndarray:
+        import torch
+
+        with torch.no_grad():
+            return self.model(input_ids=torch.from_numpy(tokens_BT), use_cache=False).logits.numpy()
+
+
 class MixtralContender:
     """transformers' MixtralForCausalLM with the same weights, eager or through torch.compile."""
 
@@ -151,28 +180,19 @@ class MixtralContender:
 
         return forward
 
-    def trainer(self, config: MoEConfig, learning_rate: float = 0.0) -> Callable[[Any, Any], float]:
+    def trainer(self, config: MoEConfig, learning_rate: float = 0.0) -> "MixtralTrainer":
+        """With a learning rate the model has weights of its own; without, it is the one everything else runs on."""
         import torch
 
-        plain, model = _mixtral(config), self.model(config)
-        if learning_rate:  # weights of its own
-            plain = _new_mixtral(config)
-            model = torch.compile(plain) if self.compiled else plain
-        optimizer = _torch_adamw(plain, learning_rate)
-
-        def step(tokens_BT: np.ndarray, targets_BT: np.ndarray) -> float:
-            optimizer.zero_grad()
-            loss = _mixtral_loss(model, torch.from_numpy(tokens_BT), torch.from_numpy(targets_BT))
-            loss.backward()
-            optimizer.step()
-            return loss.item()
-
-        step.model = model  # type: ignore[attr-defined]
-        return step
+        if not learning_rate:
+            return MixtralTrainer(_mixtral(config), self.model(config), learning_rate)
+        _quiet()
+        plain = _new_mixtral(config)
+        return MixtralTrainer(plain, torch.compile(plain) if self.compiled else plain, learning_rate)
 
     def train_step(self, config: MoEConfig, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> Call:
-        step = self.trainer(config)
-        return lambda: step(tokens_BT, targets_BT)
+        trainer = self.trainer(config)
+        return lambda: trainer.step(tokens_BT, targets_BT)
 
     def loss_and_grads(self, config: MoEConfig, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> tuple[float, dict]:
         import torch
@@ -378,7 +398,7 @@ def _quiet() -> None:
 
     warnings.filterwarnings("ignore", module=r"torch\..*")
     torch._logging.set_logs(dynamo=logging.CRITICAL, inductor=logging.CRITICAL, aot=logging.CRITICAL)
-    torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]
+    torch._dynamo.config.recompile_limit = 64
 
 
 def _new_mixtral(config: MoEConfig) -> Any:
@@ -416,11 +436,16 @@ def _mixtral_loss(model: Any, tokens: Any, targets: Any) -> Any:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def _adamw(model: MoETransformer, params: dict[str, np.ndarray], learning_rate: float) -> AdamW:
+    update = model.engine.adamw_update
+    return AdamW(params, learning_rate=learning_rate, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, update=update)
+
+
 def _torch_adamw(model: Any, learning_rate: float) -> Any:
     """Matrices decay, norms do not, as in `strop.moe.AdamW`."""
     import torch
 
     matrices = [p for p in model.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=learning_rate, fused=True, **ADAMW)  # type: ignore[arg-type]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)

@@ -26,7 +26,8 @@ def bench(
     from strop.bench import harness
 
     method = harness.Method(rounds=rounds)
-    cases = [c for c in importlib.import_module(f"strop.bench.suites.{suite}").cases() if only in c.work]
+    module = importlib.import_module(f"strop.bench.suites.{suite}")
+    cases = [c for c in module.cases() if only in c.work]
     if not cases:
         raise ValueError(f"no case of {suite} contains {only!r}")
     console = Console()
@@ -42,7 +43,13 @@ def bench(
             progress.advance(task)
         for name in harness.measure_alone(cases, measured):
             progress.update(task, advance=1, description=name)
-    if any(case.get("contenders") for case in measured):
+    if hasattr(module, "summary"):
+        header, rows = module.summary(measured)
+        table = Table(*header, title=suite)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    else:
         console.print(_table(suite, measured))
     if only:
         return

@@ -145,7 +145,6 @@ class Engine(ABC):
         """tokens_B and logps_B by the rules of `strop.moe.sampling`, one uniform in [0, 1) a row. An engine may fuse it."""
         return sample(logits_BV, uniforms_B, temperature=temperature, top_k=top_k, top_p=top_p)
 
-
     @classmethod
     def kernels(cls) -> dict[str, Callable[..., Any]]:
         """Parts of the engine that can run alone, for benchmarks; what it does not offer is absent.

@@ -12,6 +12,8 @@ from strop._compiled import native
 from strop.moe.config import MoEConfig
 from strop.moe.engine import Arrays, Engine, KVCache, Saved
 
+assert native is not None  # `strop.moe.engine` asks for this module only where it is built
+
 _ENGINES = {np.dtype(np.float32): "MoEEngineF32", np.dtype(np.float64): "MoEEngineF64"}
 
 

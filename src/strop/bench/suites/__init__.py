@@ -1,4 +1,5 @@
-"""The suites by name. A suite module has `cases()`: a list of `harness.Measurable`."""
+"""The suites by name. A suite module has `cases()`, a list of `harness.Measurable`, and where its rows are not timings
+`summary(measured)`, a header and rows for the command line."""
 
 SUITES = {
     "primitives": "advantages, KL and packing on the CPU against NumPy, torch and rlox",

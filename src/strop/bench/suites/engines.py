@@ -62,11 +62,11 @@ SCENARIOS = [
     Scenario(axis="dispatch", name="warm, forward 1×1", kind="forward", shape=(1, 1)),
     Scenario(axis="dispatch", name="cold, new process to first forward 2×32", kind="cold"),
     *(
-        Scenario(axis="parallel", name=f"inference 2×32, {w} workers", kind="forward", workers=w)
+        Scenario(axis="parallel", name=f"inference 2×32, {w} worker{'s'[: w > 1]}", kind="forward", workers=w)
         for w in (1, 2, 4)
     ),
     *(
-        Scenario(axis="parallel", name=f"training 2×8, {w} workers", kind="train", shape=TRAIN, workers=w)
+        Scenario(axis="parallel", name=f"training 2×8, {w} worker{'s'[: w > 1]}", kind="train", shape=TRAIN, workers=w)
         for w in (1, 2, 4)
     ),
     Scenario(axis="scale", name="hidden 256, forward 2×32", kind="forward", hidden=256),
@@ -226,7 +226,7 @@ class Agreement:
 
     def measure(self, method: Method) -> dict[str, Any]:
         config = CONFIGS[self.hidden]
-        tokens_BT, targets_BT = tokens_of(config, FORWARD)
+        tokens_BT, _ = tokens_of(config, FORWARD)
         want_BTV = _exact_model(config).forward(tokens_BT)
         want_loss, want_grads = _exact_model(config).loss_and_grads(*tokens_of(config, TRAIN))
         found = {}
