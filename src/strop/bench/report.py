@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from strop.bench.harness import load
-from strop.bench.pages.primitives import primitives_figure, primitives_summary, primitives_table
+from strop.bench.pages import convergence, engines, primitives
 from strop.bench.text import Result
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,11 +25,33 @@ BLOCK = re.compile(
     r"(<!-- generated: (?P<renderer>\w+) (?P<source>\S+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL
 )
 
-RENDERERS: dict[str, Callable[[Result], str]] = {f.__name__: f for f in (primitives_table, primitives_summary)}
+RENDERERS: dict[str, Callable[[Result], str]] = {
+    renderer.__name__: renderer
+    for renderer in (
+        primitives.primitives_table,
+        primitives.primitives_summary,
+        engines.engines_summary,
+        engines.engines_table,
+        engines.engines_decode,
+        engines.engines_memory,
+        engines.engines_details,
+        engines.engines_agreement,
+        engines.engines_blas,
+        engines.engines_shares,
+        engines.engines_host_language,
+        convergence.convergence_table,
+    )
+}
 
-
+PRIMITIVES, ENGINES, CONVERGENCE = (
+    f"benchmarks/results/{suite}-x86_64-2cores.json" for suite in ("primitives", "engines", "convergence")
+)
 FIGURES: dict[str, tuple[Callable[[Result, Path, dict[str, str]], None], str]] = {
-    "docs/images/primitives.png": (primitives_figure, "benchmarks/results/primitives-x86_64-2cores.json"),
+    "docs/images/primitives.png": (primitives.primitives_figure, PRIMITIVES),
+    "docs/images/engines.png": (engines.engines_figure, ENGINES),
+    "docs/images/engines-scaling.png": (engines.engines_scaling_figure, ENGINES),
+    "docs/images/convergence.png": (convergence.convergence_figure, CONVERGENCE),
+    "docs/images/convergence.gif": (convergence.convergence_animation, CONVERGENCE),
 }
 
 
@@ -52,13 +74,13 @@ def documents(root: Path) -> Iterator[Path]:
 
 
 def _fingerprint(draw: Callable[..., None], source: Path) -> str:
-    """What a figure was made from: the data and the code that draws it."""
-    return hashlib.sha256(source.read_bytes() + inspect.getsource(draw).encode()).hexdigest()
+    """What a figure was made from: the data, and the module with the code that draws it."""
+    return hashlib.sha256(source.read_bytes() + inspect.getsource(inspect.getmodule(draw)).encode()).hexdigest()  # type: ignore[arg-type]
 
 
 def _drawn_from(path: Path) -> str | None:
-    """The fingerprint kept in the PNG's text chunk."""
-    found = re.search(rb"tEXtComment\x00([0-9a-f]{64})", path.read_bytes()) if path.exists() else None
+    """The fingerprint kept in the PNG's text chunk or the GIF's comment."""
+    found = re.search(rb"(?:tEXtComment\x00|!\xfe@)([0-9a-f]{64})", path.read_bytes()) if path.exists() else None
     return found[1].decode() if found else None
 
 

@@ -24,15 +24,27 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def provenance(result: Result) -> str:
+    """Where timings come from, and how they were taken."""
+    method = result["method"]
+    return (
+        f"{origin(result)} Medians of {method['rounds']} interleaved rounds; ratios with"
+        f" {method['confidence']:.0%} bootstrap intervals.{_load(result)}\n"
+    )
+
+
+def _load(result: Result) -> str:
+    others = result.get("load_by_others")
+    return "" if others is None else f" Other processes took {others:.0%} of the CPU during the run."
+
+
+def origin(result: Result) -> str:
+    """Machine, threads, versions, commit, date and command."""
     machine, threads, versions = result["machine"], result["threads"], result["versions"]
     packages = ", ".join(f"{k} {v}" for k, v in versions.items() if v and k != "strop")
     commit = (result["commit"]["id"] or "unknown")[:9] + ("" if result["commit"]["clean"] else " with changes")
-    others = result.get("load_by_others")
-    busy = "" if others is None else f" Other processes took {others:.0%} of the CPU during the run."
     return (
         f"\n{machine['cpu']}, {threads['usable_cpus']} cores, {machine['instruction_set']}; strop on {threads['strop']} threads"
         f"{', torch on ' + str(threads['torch']) if 'torch' in threads else ''}"
         f"{', BLAS on ' + str(threads['blas']) if 'blas' in threads else ''}; {packages}; commit {commit};"
-        f" {result['created'][:10]}; `{result['command']}`. Medians of {result['method']['rounds']} interleaved rounds;"
-        f" ratios with {result['method']['confidence']:.0%} bootstrap intervals.{busy}\n"
+        f" {result['created'][:10]}; `{result['command']}`."
     )

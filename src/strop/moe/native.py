@@ -6,13 +6,15 @@ or from the cache: bit for bit.
 Shapes: B rows, T columns, V vocabulary.
 """
 
+from typing import Any
+
 import numpy as np
 
-from strop._compiled import native
+from strop import _compiled
 from strop.moe.config import MoEConfig
 from strop.moe.engine import Arrays, Engine, KVCache, Saved
 
-assert native is not None  # `strop.moe.engine` asks for this module only where it is built
+native: Any = _compiled.native  # `strop.moe.engine` asks for this engine only where it is built
 
 _ENGINES = {np.dtype(np.float32): "MoEEngineF32", np.dtype(np.float64): "MoEEngineF64"}
 
