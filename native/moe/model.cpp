@@ -124,8 +124,9 @@ void model_bwd(Pass<T>& pass, const T* dlogits_VN, double daux, const Weights<T>
     const size_t N = pass.tokens.N, num_panels = panels_of(N);
     T *d_DN = take_panels<T>(arena, c.D, num_panels), *dh_DN = take_panels<T>(arena, c.D, num_panels);
     T* h_ND = take<T>(arena, N * padded(c.D));
-    parallel_for(num_panels, [&](size_t panel) noexcept {
-        to_rows<T>(c.D, tokens_in_panel(N, panel), panel_of(pass.h_DN, c.D, panel), [&](size_t i) { return h_ND + (panel * kPanel + i) * padded(c.D); });
+    parallel_for(strips_of(N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(N, task);
+        to_rows<T>(c.D, strip.tokens, strip_of(pass.h_DN, c.D, strip), [&](size_t i) { return h_ND + (strip.first + i) * padded(c.D); });
     });
     auto* products = take<Product<T>>(arena, num_panels + 1);                               // logits = h·Wᵀ
     for (size_t panel = 0; panel < num_panels; ++panel)
