@@ -10,7 +10,7 @@ from strop.bench.text import Result, origin, table
 
 TITLES = {"memorise": "A fixed batch, memorised", "language": "A language, held-out loss"}
 # Wide and pale below, narrow and dark above: all of them show where they lie on each other.
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     "Mixtral compiled": {"lw": 9, "alpha": 0.35}, "Mixtral eager": {"lw": 6, "alpha": 0.5},
     "numpy": {"lw": 3, "alpha": 0.9}, "native": {"lw": 1.1, "ls": "--", "color": "black"},
 }  # fmt: skip

@@ -156,7 +156,7 @@ def engines_figure(result: Result, path: Path, metadata: dict[str, str]) -> None
     left.set_title("Time", loc="left")
     left.legend(frameon=False, fontsize=9, loc="lower right")
 
-    shares = [case for case in _shares(result)][::-1]
+    shares = _shares(result)[::-1]
     for k, (part, label, colour) in enumerate((
         ("products", "matrix products alone", "#55a868"), ("calls", "the same calls, next to no numbers", "#937860"),
     )):  # fmt: skip
