@@ -311,6 +311,10 @@ static inline bool any_above(VecOf<float> v, float limit) {
 // Sum and maximum of the lanes of either type, always in the same tree: halves are folded onto each other.
 template <class T>
 static inline T sum_lanes(VecOf<T> v) {
+#if defined(STROP_AVX512)
+    if constexpr (sizeof(T) == sizeof(float)) return _mm512_reduce_add_ps((__m512)v);
+    else return _mm512_reduce_add_pd((__m512d)v);
+#endif
     T lane[Lanes<T>::count];
     __builtin_memcpy(lane, &v, sizeof v);
     for (size_t half = Lanes<T>::count / 2; half > 0; half /= 2)
@@ -320,6 +324,10 @@ static inline T sum_lanes(VecOf<T> v) {
 
 template <class T>
 static inline T max_lanes(VecOf<T> v) {
+#if defined(STROP_AVX512)
+    if constexpr (sizeof(T) == sizeof(float)) return _mm512_reduce_max_ps((__m512)v);
+    else return _mm512_reduce_max_pd((__m512d)v);
+#endif
     T lane[Lanes<T>::count];
     __builtin_memcpy(lane, &v, sizeof v);
     for (size_t half = Lanes<T>::count / 2; half > 0; half /= 2)

@@ -89,26 +89,22 @@ void attend(const Config& c, const Tokens& tokens, BlockSaved<T>& saved) {
     });
 }
 
-// Rotated keys and values of one panel to their places in the row they belong to.
+// Rotated keys and values of one strip to their places in the rows they belong to.
 template <class T>
-void store_keys_values(const Config& c, const Tokens& tokens, size_t panel, const T* k_ON, const T* v_ON, const KeysValues<T>& kv) {
-    const size_t first = panel * kPanel, last = first + tokens_in_panel(tokens.N, panel);
-    for (size_t n = first; n < last;) {
-        size_t end = n + 1;  // a run of tokens of one row
-        while (end < last && tokens.rows_N[end] == tokens.rows_N[n]) ++end;
-        const size_t count = end - n, column = n - first, position = tokens.positions_N[n];
-        for (size_t k = 0; k < c.K; ++k) {
-            const size_t row = static_cast<size_t>(tokens.rows_N[n]) * c.K + k;
-            const T *from_k = k_ON + k * c.C * kPanel + column, *from_v = v_ON + k * c.C * kPanel + column;
-            T* key = kv.keys + row * c.C * kv.S + position;
-            T* value = kv.values + (row * kv.S + position) * padded(c.C);
+void store_keys_values(const Config& c, const Tokens& tokens, const Strip& strip, const T* k_ON, const T* v_ON, const KeysValues<T>& kv) {
+    const int32_t *rows = tokens.rows_N + strip.first, *positions = tokens.positions_N + strip.first;
+    for (size_t k = 0; k < c.K; ++k) {
+        const T *from_k = k_ON + k * c.C * kPanel, *from_v = v_ON + k * c.C * kPanel;
+        for (size_t t = 0; t < strip.tokens;) {
+            size_t end = t + 1;  // a run of tokens of one row
+            while (end < strip.tokens && rows[end] == rows[t]) ++end;
+            T* key = kv.keys + (rows[t] * c.K + k) * c.C * kv.S + positions[t];
             for (size_t i = 0; i < c.C; ++i)
-                for (size_t t = 0; t < count; ++t) key[i * kv.S + t] = from_k[i * kPanel + t];
-            if (count == 1)
-                for (size_t i = 0; i < c.C; ++i) value[i] = from_v[i * kPanel];
-            else to_rows<T>(c.C, count, from_v, [&](size_t t) { return value + t * padded(c.C); });
+                for (size_t at = t; at < end; ++at) key[i * kv.S + at - t] = from_k[i * kPanel + at];
+            t = end;
         }
-        n = end;
+        to_rows<T>(c.C, strip.tokens, from_v,
+                   [&](size_t t) { return kv.values + ((rows[t] * c.K + k) * kv.S + positions[t]) * padded(c.C); });
     }
 }
 
@@ -133,18 +129,19 @@ void attention(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved) {
     }
     run_products(products, 3 * num_panels);
 
-    parallel_for(num_panels, [&](size_t panel) noexcept {
-        const size_t count = tokens_in_panel(tokens.N, panel), P = c.C / 2;
-        const T *cos = panel_of(pass.cos_PN, P, panel), *sin = panel_of(pass.sin_PN, P, panel);
-        rope(c.H, c.C, count, cos, sin, false, panel_of(saved.q_ON, O, panel));
-        rope(c.K, c.C, count, cos, sin, false, panel_of(k_ON, KC, panel));
-        store_keys_values(c, tokens, panel, panel_of(k_ON, KC, panel), panel_of(v_ON, KC, panel), saved.kv);
+    parallel_for(strips_of(tokens.N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(tokens.N, task);
+        const T *cos = strip_of(pass.cos_PN, c.C / 2, strip), *sin = strip_of(pass.sin_PN, c.C / 2, strip);
+        rope(c.H, c.C, strip.tokens, cos, sin, false, strip_of(saved.q_ON, O, strip));
+        rope(c.K, c.C, strip.tokens, cos, sin, false, strip_of(k_ON, KC, strip));
+        store_keys_values(c, tokens, strip, strip_of(k_ON, KC, strip), strip_of(v_ON, KC, strip), saved.kv);
     });
     attend(c, tokens, saved);
 
-    parallel_for(num_panels, [&](size_t panel) noexcept {
-        const T* rows = saved.context_NO + panel * kPanel * padded(O);
-        to_lanes<T>(O, tokens_in_panel(tokens.N, panel), [&](size_t i) { return rows + i * padded(O); }, panel_of(context_ON, O, panel));
+    parallel_for(strips_of(tokens.N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(tokens.N, task);
+        const T* rows = saved.context_NO + strip.first * padded(O);
+        to_lanes<T>(O, strip.tokens, [&](size_t i) { return rows + i * padded(O); }, strip_of(context_ON, O, strip));
     });
     for (size_t panel = 0; panel < num_panels; ++panel) {  // m = x + context·Woᵀ
         products[panel] = linear<T>(w.wo_DO, c.D, O, panel_of(context_ON, O, panel), tokens_in_panel(tokens.N, panel),

@@ -90,19 +90,20 @@ Rows<T> rows_of(Pass<T>& pass, const BlockSaved<T>& saved, const T* dcontext_ON)
     rows.dk_BHSC = take<T>(arena, tokens.B * c.H * S * Cp);
     rows.dv_BHSC = take<T>(arena, tokens.B * c.H * S * Cp);
 
-    const size_t num_panels = panels_of(N);
-    parallel_for(num_panels + tokens.B * c.K, [&](size_t task) noexcept {
-        if (task < num_panels) {
-            const size_t count = tokens_in_panel(N, task), first = task * kPanel;
+    const size_t num_strips = strips_of(N);
+    parallel_for(num_strips + tokens.B * c.K, [&](size_t task) noexcept {
+        if (task < num_strips) {
+            const Strip strip = strip_at(N, task);
             const auto to = [&](size_t features, const T* from, T* rows_out) {
-                to_rows<T>(features, count, panel_of(from, features, task), [&](size_t i) { return rows_out + (first + i) * padded(features); });
+                to_rows<T>(features, strip.tokens, strip_of(from, features, strip),
+                           [&](size_t i) { return rows_out + (strip.first + i) * padded(features); });
             };
             to(c.D, saved.n1_DN, rows.n1_ND);
             to(O, saved.q_ON, rows.q_NO);
             to(O, dcontext_ON, rows.dcontext_NO);
             return;
         }
-        const size_t row = task - num_panels, b = row / c.K, count = tokens.starts_B[b + 1] - tokens.starts_B[b];
+        const size_t row = task - num_strips, b = row / c.K, count = tokens.starts_B[b + 1] - tokens.starts_B[b];
         T* keys_SC = rows.keys + row * S * Cp;
         const T* values_SC = saved.kv.values + row * S * Cp;
         to_rows<T>(c.C, count, saved.kv.keys + row * c.C * S, [&](size_t s) { return keys_SC + s * Cp; }, S);
@@ -170,21 +171,22 @@ void attention_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>&
 
     T *dq_ON = dcontext_ON, *dk_ON = take_panels<T>(arena, KC, num_panels), *dv_ON = take_panels<T>(arena, KC, num_panels);
     T *dk_NO = take<T>(arena, N * padded(KC)), *dv_NO = take<T>(arena, N * padded(KC));
-    parallel_for(num_panels, [&](size_t panel) noexcept {
-        const size_t count = tokens_in_panel(N, panel), first = panel * kPanel, P = c.C / 2;
-        for (size_t n = first; n < first + count; ++n) {
+    parallel_for(strips_of(N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(N, task);
+        for (size_t n = strip.first; n < strip.first + strip.tokens; ++n) {
             sum_heads(c, tokens, saved.kv.S, rows.dk_BHSC, n, dk_NO + n * padded(KC));
             sum_heads(c, tokens, saved.kv.S, rows.dv_BHSC, n, dv_NO + n * padded(KC));
         }
         const auto to = [&](size_t features, const T* from, T* lanes_out) {
-            to_lanes<T>(features, count, [&](size_t i) { return from + (first + i) * padded(features); }, panel_of(lanes_out, features, panel));
+            to_lanes<T>(features, strip.tokens, [&](size_t i) { return from + (strip.first + i) * padded(features); },
+                        strip_of(lanes_out, features, strip));
         };
         to(O, rows.dq_NO, dq_ON);
         to(KC, dk_NO, dk_ON);
         to(KC, dv_NO, dv_ON);
-        const T *cos = panel_of(pass.cos_PN, P, panel), *sin = panel_of(pass.sin_PN, P, panel);
-        rope(c.H, c.C, count, cos, sin, true, panel_of(dq_ON, O, panel));                   // q = R(φ)·(x·Wqᵀ): rotate back
-        rope(c.K, c.C, count, cos, sin, true, panel_of(dk_ON, KC, panel));                  // v is not rotated
+        const T *cos = strip_of(pass.cos_PN, c.C / 2, strip), *sin = strip_of(pass.sin_PN, c.C / 2, strip);
+        rope(c.H, c.C, strip.tokens, cos, sin, true, strip_of(dq_ON, O, strip));                   // q = R(φ)·(x·Wqᵀ): rotate back
+        rope(c.K, c.C, strip.tokens, cos, sin, true, strip_of(dk_ON, KC, strip));                  // v is not rotated
     });
 
     for (size_t panel = 0; panel < num_panels; ++panel)                                     // x feeds queries, keys and values

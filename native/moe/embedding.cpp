@@ -5,10 +5,10 @@ namespace strop::STROP_ISA {
 
 template <class T>
 void embedding(const Config& c, const T* w_VD, const Tokens& tokens, T* x_DN) {
-    parallel_for(panels_of(tokens.N), [&](size_t panel) noexcept {
-        const int64_t* ids = tokens.ids_N + panel * kPanel;
-        to_lanes<T>(
-            c.D, tokens_in_panel(tokens.N, panel), [&](size_t i) { return w_VD + ids[i] * c.D; }, panel_of(x_DN, c.D, panel));
+    parallel_for(strips_of(tokens.N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(tokens.N, task);
+        const int64_t* ids = tokens.ids_N + strip.first;
+        to_lanes<T>(c.D, strip.tokens, [&](size_t i) { return w_VD + ids[i] * c.D; }, strip_of(x_DN, c.D, strip));
     });
 }
 
@@ -18,9 +18,9 @@ void embedding_bwd(const Config& c, const Tokens& tokens, const T* dx_DN, bool a
     constexpr size_t lanes = Lanes<T>::count;
     const size_t stride = padded(c.D);
     T* dx_ND = take<T>(arena, tokens.N * stride);
-    parallel_for(panels_of(tokens.N), [&](size_t panel) noexcept {
-        to_rows<T>(c.D, tokens_in_panel(tokens.N, panel), panel_of(dx_DN, c.D, panel),
-                   [&](size_t i) { return dx_ND + (panel * kPanel + i) * stride; });
+    parallel_for(strips_of(tokens.N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(tokens.N, task);
+        to_rows<T>(c.D, strip.tokens, strip_of(dx_DN, c.D, strip), [&](size_t i) { return dx_ND + (strip.first + i) * stride; });
     });
     const size_t zero_rows = add ? 0 : c.V;
     constexpr size_t kRows = 256;

@@ -30,7 +30,7 @@ void rms_norm_bwd(size_t D, size_t N, const T* dy_DN, const T* x_DN, const T* r_
 
 template <class T>
 void rope_angles(const RopeTable<T>& table, size_t P, const Tokens& tokens, T* cos_PN, T* sin_PN);
-// In place on one panel of `heads` heads; backwards turns by −φ, which is the transpose of the rotation.
+// In place on one strip of `heads` heads; backwards turns by −φ, which is the transpose of the rotation.
 template <class T>
 void rope(size_t heads, size_t C, size_t tokens, const T* cos_PN, const T* sin_PN, bool backwards, T* x_ON);
 
@@ -46,12 +46,12 @@ void attention_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>&
 
 // ---- router.cpp --------------------------------------------------------------------------------------------------------
 
-// Of one panel: p, the J choices and their weights.
+// Of one strip: p, the J choices and their weights.
 template <class T>
-void route(const Config& c, const T* router_ED, size_t panel, size_t N, BlockSaved<T>& saved);
-// dlogits_EN of one panel from dweights_NJ and what the auxiliary loss sends to every p.
+void route(const Config& c, const T* router_ED, const Strip& strip, BlockSaved<T>& saved);
+// dlogits_EN of one strip from dweights_NJ and what the auxiliary loss sends to every p.
 template <class T>
-void route_bwd(const Config& c, size_t panel, size_t N, const BlockSaved<T>& saved, const T* dweights_NJ, const T* dp_aux_E,
+void route_bwd(const Config& c, const Strip& strip, const BlockSaved<T>& saved, const T* dweights_NJ, const T* dp_aux_E,
                T* dlogits_EN);
 // Groups assignments by expert, in the order of the tokens.
 void group_by_expert(const Config& c, size_t N, const int32_t* experts_NJ, Groups& groups);

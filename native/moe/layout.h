@@ -80,6 +80,23 @@ static inline void to_rows(size_t features, size_t count, const T* from, Row&& r
 
 static inline size_t tokens_in_panel(size_t N, size_t panel) { return smaller(N - panel * kPanel, kPanel); }
 
+// The tokens a task of a layer without products takes: a quarter of a panel, whole vectors of every instruction set.
+struct Strip {
+    static constexpr size_t size = 16;
+    size_t panel, column;  // where it starts in its panel
+    size_t first, tokens;
+};
+static inline size_t strips_of(size_t N) { return (N + Strip::size - 1) / Strip::size; }
+static inline Strip strip_at(size_t N, size_t index) {
+    const size_t first = index * Strip::size;
+    return {first / kPanel, first % kPanel, first, smaller(N - first, Strip::size)};
+}
+
+template <class T>
+static inline T* strip_of(T* x, size_t features, const Strip& strip) {
+    return x + strip.panel * features * kPanel + strip.column;
+}
+
 // Columns of a panel that are computed: whole vectors.
 template <class T>
 static inline size_t columns_of(size_t tokens) {

@@ -124,8 +124,9 @@ void model_bwd(Pass<T>& pass, const T* dlogits_VN, double daux, const Weights<T>
     const size_t N = pass.tokens.N, num_panels = panels_of(N);
     T *d_DN = take_panels<T>(arena, c.D, num_panels), *dh_DN = take_panels<T>(arena, c.D, num_panels);
     T* h_ND = take<T>(arena, N * padded(c.D));
-    parallel_for(num_panels, [&](size_t panel) noexcept {
-        to_rows<T>(c.D, tokens_in_panel(N, panel), panel_of(pass.h_DN, c.D, panel), [&](size_t i) { return h_ND + (panel * kPanel + i) * padded(c.D); });
+    parallel_for(strips_of(N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(N, task);
+        to_rows<T>(c.D, strip.tokens, strip_of(pass.h_DN, c.D, strip), [&](size_t i) { return h_ND + (strip.first + i) * padded(c.D); });
     });
     auto* products = take<Product<T>>(arena, num_panels + 1);                               // logits = h·Wᵀ
     for (size_t panel = 0; panel < num_panels; ++panel)
@@ -176,7 +177,18 @@ double loss_and_grads(Pass<T>& pass, const Targets& targets, double daux, const 
 }
 
 template <class T>
-constexpr moe::Kernels<T> table{hidden_states<T>, head<T>, head_of_last<T>, backward<T>, loss_and_grads<T>, softmax_row<T>, adamw<T>};
+void multiply_all(const Multiplication<T>* list, size_t count, Arena& arena) {
+    auto* products = take<Product<T>>(arena, count);
+    for (size_t i = 0; i < count; ++i) {
+        const Multiplication<T>& m = list[i];
+        products[i] = Product<T>{m.M, m.N, m.K, m.a, m.a_row, m.a_col, m.b, m.N, m.c, m.N};
+    }
+    run_products(products, count);
+}
+
+template <class T>
+constexpr moe::Kernels<T> table{hidden_states<T>, head<T>, head_of_last<T>, backward<T>, loss_and_grads<T>, softmax_row<T>, adamw<T>,
+                                multiply_all<T>, rms_norm<T>};
 
 }  // namespace
 

@@ -26,7 +26,7 @@ inline T dot(size_t D, const T* a_D, const T* b_D) {
     return sum_lanes<T>(sum);
 }
 
-// x_DN of one panel += rows, token by token, which become lanes in `scratch`.
+// y_DN = x_DN + rows, token by token, which become lanes in `scratch`.
 template <class T>
 inline void add_rows(size_t D, size_t tokens, const T* rows_ND, const T* x_DN, T* y_DN, T* scratch_DN) {
     constexpr size_t lanes = Lanes<T>::count;
@@ -42,26 +42,31 @@ template <class T>
 void moe_layer(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved, T* y_DN) {
     const Config& c = *pass.config;
     const size_t N = pass.tokens.N, num_panels = panels_of(N), D = c.D, stride = padded(D);
-    parallel_for(num_panels, [&](size_t panel) noexcept {
-        route(c, w.router_ED, panel, N, saved);
-        to_rows<T>(D, tokens_in_panel(N, panel), panel_of(saved.n2_DN, D, panel),
-                   [&](size_t i) { return saved.n2_ND + (panel * kPanel + i) * stride; });
+    parallel_for(strips_of(N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(N, task);
+        route(c, w.router_ED, strip, saved);
+        to_rows<T>(D, strip.tokens, strip_of(saved.n2_DN, D, strip), [&](size_t i) { return saved.n2_ND + (strip.first + i) * stride; });
     });
     Groups& groups = saved.groups;
     group_by_expert(c, N, saved.experts_NJ, groups);
-    parallel_for(groups.num_panels, [&](size_t panel) noexcept {
-        const int32_t* token = groups.tokens_A + panel * kPanel;
-        to_lanes<T>(D, groups.counts[panel], [&](size_t i) { return saved.n2_ND + token[i] * stride; }, panel_of(saved.x_DA, D, panel));
+    parallel_for(strips_of(groups.num_panels * kPanel), [&](size_t task) noexcept {
+        const Strip strip = strip_at(groups.num_panels * kPanel, task);
+        const size_t count = groups.counts[strip.panel];
+        if (strip.column >= count) return;
+        const int32_t* token = groups.tokens_A + strip.first;
+        to_lanes<T>(D, smaller(count - strip.column, Strip::size), [&](size_t i) { return saved.n2_ND + token[i] * stride; },
+                    strip_of(saved.x_DA, D, strip));
     });
     experts(pass, w, saved);
 
     T *sum_ND = take<T>(*pass.arena, N * stride), *sum_DN = take_panels<T>(*pass.arena, D, num_panels);
-    parallel_for(num_panels, [&](size_t panel) noexcept {
-        const size_t first = panel * kPanel, tokens = tokens_in_panel(N, panel);
-        for (size_t n = first; n < first + tokens; ++n)
+    parallel_for(strips_of(N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(N, task);
+        for (size_t n = strip.first; n < strip.first + strip.tokens; ++n)
             weighted_sum<T>(D, c.J, [&](size_t j) { return saved.weights_NJ[n * c.J + j]; },
                             [&](size_t j) { return saved.y_AD + groups.assignments_NJ[n * c.J + j] * stride; }, sum_ND + n * stride);
-        add_rows<T>(D, tokens, sum_ND + first * stride, panel_of(saved.m_DN, D, panel), panel_of(y_DN, D, panel), panel_of(sum_DN, D, panel));
+        add_rows<T>(D, strip.tokens, sum_ND + strip.first * stride, strip_of(saved.m_DN, D, strip), strip_of(y_DN, D, strip),
+                    strip_of(sum_DN, D, strip));
     });
 }
 
@@ -75,20 +80,21 @@ void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>&
     Arena& arena = *pass.arena;
     T *dy_ND = take<T>(arena, N * stride), *dweights_NJ = take<T>(arena, N * c.J);
     T *dlogits_EN = take_panels<T>(arena, c.E, num_panels), *via_router_DN = take_panels<T>(arena, D, num_panels);
-    parallel_for(num_panels, [&](size_t panel) noexcept {
-        const size_t first = panel * kPanel, tokens = tokens_in_panel(N, panel);
-        to_rows<T>(D, tokens, panel_of(dy_DN, D, panel), [&](size_t i) { return dy_ND + (first + i) * stride; });
-        for (size_t n = first; n < first + tokens; ++n)
+    parallel_for(strips_of(N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(N, task);
+        to_rows<T>(D, strip.tokens, strip_of(dy_DN, D, strip), [&](size_t i) { return dy_ND + (strip.first + i) * stride; });
+        for (size_t n = strip.first; n < strip.first + strip.tokens; ++n)
             for (size_t j = 0; j < c.J; ++j)                                                // dL/dw_nj = dy_n·expert_j(x_n)
                 dweights_NJ[n * c.J + j] = dot<T>(D, dy_ND + n * stride, saved.y_AD + groups.assignments_NJ[n * c.J + j] * stride);
-        T* dlogits = panel_of(dlogits_EN, c.E, panel);
-        route_bwd(c, panel, N, saved, dweights_NJ, dp_aux_E, dlogits);
-        multiply(linear_bwd_input<T>(w.router_ED, c.E, D, dlogits, tokens, panel_of(via_router_DN, D, panel)));
+        T* dlogits = strip_of(dlogits_EN, c.E, strip);
+        route_bwd(c, strip, saved, dweights_NJ, dp_aux_E, dlogits);
+        multiply(linear_bwd_input<T>(w.router_ED, c.E, D, dlogits, strip.tokens, strip_of(via_router_DN, D, strip)));
     });
 
     T *dy_AD = take<T>(arena, A * stride), *x_AD = take<T>(arena, A * stride), *dx_AD = take<T>(arena, A * stride);
-    parallel_for(num_panels, [&](size_t panel) noexcept {
-        for (size_t n = panel * kPanel; n < panel * kPanel + tokens_in_panel(N, panel); ++n)
+    parallel_for(strips_of(N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(N, task);
+        for (size_t n = strip.first; n < strip.first + strip.tokens; ++n)
             for (size_t j = 0; j < c.J; ++j) {
                 const size_t a = groups.assignments_NJ[n * c.J + j];
                 const T weight = saved.weights_NJ[n * c.J + j];
@@ -102,14 +108,14 @@ void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>&
 
     T *sum_ND = take<T>(arena, N * stride), *sum_DN = take_panels<T>(arena, D, num_panels);
     Product<T> drouter = linear_bwd_weight<T>(dlogits_EN, c.E, saved.n2_ND, D, N, grads.router_ED);
-    parallel_for(num_panels + 1, [&](size_t panel) noexcept {
-        if (panel == num_panels) return multiply(drouter);
-        const size_t first = panel * kPanel, tokens = tokens_in_panel(N, panel);
-        for (size_t n = first; n < first + tokens; ++n)                                     // x_n feeds its k experts
+    parallel_for(strips_of(N) + 1, [&](size_t task) noexcept {
+        if (task == strips_of(N)) return multiply(drouter);
+        const Strip strip = strip_at(N, task);
+        for (size_t n = strip.first; n < strip.first + strip.tokens; ++n)                                     // x_n feeds its k experts
             weighted_sum<T>(D, c.J, [](size_t) { return T(1); },
                             [&](size_t j) { return dx_AD + groups.assignments_NJ[n * c.J + j] * stride; }, sum_ND + n * stride);
-        add_rows<T>(D, tokens, sum_ND + first * stride, panel_of(via_router_DN, D, panel), panel_of(dn2_DN, D, panel),
-                    panel_of(sum_DN, D, panel));                                            // and the router
+        add_rows<T>(D, strip.tokens, sum_ND + strip.first * stride, strip_of(via_router_DN, D, strip), strip_of(dn2_DN, D, strip),
+                    strip_of(sum_DN, D, strip));                                            // and the router
     });
 }
 

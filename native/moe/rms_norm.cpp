@@ -21,16 +21,17 @@ inline VecOf<T> sum_over_features(size_t D, Term&& term) {
 template <class T>
 void rms_norm(size_t D, double eps, size_t N, const T* x_DN, const T* w_D, T* y_DN, T* r_N) {
     constexpr size_t lanes = Lanes<T>::count;
-    parallel_for(panels_of(N), [&](size_t panel) noexcept {
-        for (size_t i = 0; i < tokens_in_panel(N, panel); i += lanes) {
-            const T* x = panel_of(x_DN, D, panel) + i;
-            T* y = panel_of(y_DN, D, panel) + i;
+    parallel_for(strips_of(N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(N, task);
+        for (size_t i = 0; i < strip.tokens; i += lanes) {
+            const T* x = strip_of(x_DN, D, strip) + i;
+            T* y = strip_of(y_DN, D, strip) + i;
             const VecOf<T> squares = sum_over_features<T>(D, [&](size_t d, VecOf<T> sum) {
                 const VecOf<T> x_d = load(x + d * kPanel);
                 return multiply_add(x_d, x_d, sum);
             });
             const VecOf<T> r = T(1) / square_root(squares / static_cast<T>(D) + static_cast<T>(eps));
-            store(r_N + panel * kPanel + i, r);
+            store(r_N + strip.first + i, r);
             for (size_t d = 0; d < D; ++d) store(y + d * kPanel, (load(x + d * kPanel) * r) * w_D[d]);
         }
     });
@@ -40,18 +41,18 @@ template <class T>
 void rms_norm_bwd(size_t D, size_t N, const T* dy_DN, const T* x_DN, const T* r_N, const T* w_D, const T* residual_DN,
                   Arena& arena, T* dx_DN, T* dw_D) {
     constexpr size_t lanes = Lanes<T>::count;
-    const size_t num_panels = panels_of(N);
-    T* parts = take<T>(arena, num_panels * D);  // dL/dw of each panel
-    parallel_for(num_panels, [&](size_t panel) noexcept {
-        T* part_D = parts + panel * D;
+    const size_t num_strips = strips_of(N);
+    T* parts = take<T>(arena, num_strips * D);  // dL/dw of each strip
+    parallel_for(num_strips, [&](size_t task) noexcept {
+        const Strip strip = strip_at(N, task);
+        T* part_D = parts + task * D;
         for (size_t d = 0; d < D; ++d) part_D[d] = 0;
-        const size_t tokens = tokens_in_panel(N, panel);
-        for (size_t i = 0; i < tokens; i += lanes) {
-            const size_t at = panel * D * kPanel + i;
+        for (size_t i = 0; i < strip.tokens; i += lanes) {
+            const size_t at = strip.panel * D * kPanel + strip.column + i;
             const T *dy = dy_DN + at, *x = x_DN + at, *residual = residual_DN + at;
             T* dx = dx_DN + at;
-            const VecOf<T> r = load(r_N + panel * kPanel + i);
-            const BitsOf<T> real = first_lanes<T>(tokens - i);
+            const VecOf<T> r = load(r_N + strip.first + i);
+            const BitsOf<T> real = first_lanes<T>(strip.tokens - i);
             const VecOf<T> via_r = sum_over_features<T>(D, [&](size_t d, VecOf<T> sum) {
                 const VecOf<T> n = load(x + d * kPanel) * r, dy_d = load(dy + d * kPanel);
                 part_D[d] += sum_lanes<T>(real ? dy_d * n : VecOf<T>{});              // dL/dw = Σ_n dy·n
@@ -65,7 +66,7 @@ void rms_norm_bwd(size_t D, size_t N, const T* dy_DN, const T* x_DN, const T* r_
     });
     for (size_t d = 0; d < D; ++d) {
         T sum = 0;
-        for (size_t panel = 0; panel < num_panels; ++panel) sum += parts[panel * D + d];
+        for (size_t strip = 0; strip < num_strips; ++strip) sum += parts[strip * D + d];
         dw_D[d] = sum;
     }
 }

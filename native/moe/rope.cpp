@@ -5,11 +5,11 @@ namespace strop::STROP_ISA {
 
 template <class T>
 void rope_angles(const RopeTable<T>& table, size_t P, const Tokens& tokens, T* cos_PN, T* sin_PN) {
-    parallel_for(panels_of(tokens.N), [&](size_t panel) noexcept {
-        const size_t count = tokens_in_panel(tokens.N, panel);
-        const int32_t* positions = tokens.positions_N + panel * kPanel;
-        to_lanes<T>(P, count, [&](size_t i) { return table.cos_SP + positions[i] * P; }, panel_of(cos_PN, P, panel));
-        to_lanes<T>(P, count, [&](size_t i) { return table.sin_SP + positions[i] * P; }, panel_of(sin_PN, P, panel));
+    parallel_for(strips_of(tokens.N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(tokens.N, task);
+        const int32_t* positions = tokens.positions_N + strip.first;
+        to_lanes<T>(P, strip.tokens, [&](size_t i) { return table.cos_SP + positions[i] * P; }, strip_of(cos_PN, P, strip));
+        to_lanes<T>(P, strip.tokens, [&](size_t i) { return table.sin_SP + positions[i] * P; }, strip_of(sin_PN, P, strip));
     });
 }
 

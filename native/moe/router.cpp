@@ -42,14 +42,13 @@ inline Choice<T> next_choice(size_t E, const T* p_EN, const Choice<T>& last) {
 }  // namespace
 
 template <class T>
-void route(const Config& c, const T* router_ED, size_t panel, size_t N, BlockSaved<T>& saved) {
+void route(const Config& c, const T* router_ED, const Strip& strip, BlockSaved<T>& saved) {
     constexpr size_t lanes = Lanes<T>::count;
-    const size_t tokens = tokens_in_panel(N, panel);
-    T* p_EN = panel_of(saved.p_EN, c.E, panel);
-    multiply(linear<T>(router_ED, c.E, c.D, panel_of(saved.n2_DN, c.D, panel), tokens, p_EN));
-    for (size_t i = 0; i < tokens; i += lanes) {
+    T* p_EN = strip_of(saved.p_EN, c.E, strip);
+    multiply(linear<T>(router_ED, c.E, c.D, strip_of(saved.n2_DN, c.D, strip), strip.tokens, p_EN));
+    for (size_t i = 0; i < strip.tokens; i += lanes) {
         softmax_over_experts(c.E, p_EN + i);
-        const size_t count = smaller(tokens - i, lanes), first = panel * kPanel + i;
+        const size_t count = smaller(strip.tokens - i, lanes), first = strip.first + i;
         VecOf<T> total{};
         Choice<T> choice{broadcast<T>(__builtin_inff()), BitsOf<T>{} - 1};
         for (size_t j = 0; j < c.J; ++j) {
@@ -67,16 +66,15 @@ void route(const Config& c, const T* router_ED, size_t panel, size_t N, BlockSav
 }
 
 template <class T>
-void route_bwd(const Config& c, size_t panel, size_t N, const BlockSaved<T>& saved, const T* dweights_NJ, const T* dp_aux_E,
+void route_bwd(const Config& c, const Strip& strip, const BlockSaved<T>& saved, const T* dweights_NJ, const T* dp_aux_E,
                T* dlogits_EN) {
     constexpr size_t lanes = Lanes<T>::count;
-    const size_t tokens = tokens_in_panel(N, panel);
-    const T* p_EN = panel_of(saved.p_EN, c.E, panel);
-    for (size_t i = 0; i < tokens; i += lanes) {
+    const T* p_EN = strip_of(saved.p_EN, c.E, strip);
+    for (size_t i = 0; i < strip.tokens; i += lanes) {
         T* d_EN = dlogits_EN + i;
         for (size_t e = 0; e < c.E; ++e) store(d_EN + e * kPanel, broadcast<T>(dp_aux_E[e]));       // path through the auxiliary loss
-        for (size_t t = 0; t < smaller(tokens - i, lanes); ++t) {
-            const size_t n = panel * kPanel + i + t;
+        for (size_t t = 0; t < smaller(strip.tokens - i, lanes); ++t) {
+            const size_t n = strip.first + i + t;
             const T *dw_J = dweights_NJ + n * c.J, *w_J = saved.weights_NJ + n * c.J;
             T via_total = 0;
             for (size_t j = 0; j < c.J; ++j) via_total += dw_J[j] * w_J[j];
@@ -117,8 +115,8 @@ void group_by_expert(const Config& c, size_t N, const int32_t* experts_NJ, Group
 }
 
 #define STROP_INSTANTIATE(T)                                                                \
-    template void route<T>(const Config&, const T*, size_t, size_t, BlockSaved<T>&);        \
-    template void route_bwd<T>(const Config&, size_t, size_t, const BlockSaved<T>&, const T*, const T*, T*);
+    template void route<T>(const Config&, const T*, const Strip&, BlockSaved<T>&);          \
+    template void route_bwd<T>(const Config&, const Strip&, const BlockSaved<T>&, const T*, const T*, T*);
 STROP_INSTANTIATE(float)
 STROP_INSTANTIATE(double)
 

@@ -88,7 +88,6 @@ def found():
 def test_result_records_what_a_reader_needs(found, tmp_path):
     assert {"commit", "machine", "threads", "versions", "method", "created", "command"} <= found.keys()
     assert found["machine"]["cpu"]
-    assert len(found["machine"]["load_average"]) == 3
     assert found["threads"]["strop"] >= 1
     assert found["versions"]["numpy"] == np.__version__
     path = tmp_path / "deep" / "result.json"

@@ -7,21 +7,28 @@ then a timed stretch, long enough for the clock. One stretch gives one sample, i
 
 The figure is the median; a ratio of medians comes with a bootstrap interval over rounds, and the verdict says "faster"
 or "slower" only where that interval leaves 1 out.
+
+What a fresh process needs (peak memory, heap allocations of a call) is measured in fresh processes after the timing,
+see `strop.bench.alone`.
 """
 
 import datetime
+import gc
 import json
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
+import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,20 +41,27 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One way to do the work: `function(*args, **kwargs)`, and the result it must give."""
+    """One way to do the work: `function(*args, **kwargs)`, and the result it must give.
+
+    alone   arguments of `python -m strop.bench.alone` that do the same work in a fresh process, for its memory
+    notes   what else is known after the calls, for the JSON
+    """
 
     name: str
     function: Callable[..., Any]
-    args: tuple[Any, ...]
+    args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     expected: Any = None
     tolerance: float = 1e-4
+    alone: tuple[str, ...] = ()
+    notes: Callable[[], dict[str, Any]] | None = None
 
-    def timer(self) -> timeit.Timer:
+    def timer(self, setup: str = "pass") -> timeit.Timer:
         """The bare call, its arguments being names, so that the loop adds as little as it can."""
         names = {f"a{i}": value for i, value in enumerate(self.args)} | {f"k_{k}": v for k, v in self.kwargs.items()}
         arguments = [f"a{i}" for i in range(len(self.args))] + [f"{k}=k_{k}" for k in self.kwargs]
-        return timeit.Timer(f"function({', '.join(arguments)})", globals={"function": self.function, **names})
+        call = f"function({', '.join(arguments)})"
+        return timeit.Timer(call, setup, globals={"function": self.function, "gc": gc, **names})
 
     def check(self) -> None:
         if self.expected is None:
@@ -63,14 +77,43 @@ class Contender:
                 f"contender {self.name} does not do the same work: its result differs from what is expected"
             )
 
+    def is_finite(self) -> bool:
+        """Whether every number of the result is finite, now that it has been timed."""
+        return bool(np.isfinite(np.asarray(self.function(*self.args, **self.kwargs), dtype=np.float64)).all())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row of a table. The first contender is the one the others are compared with."""
+    """One row of a table. The first contender is the one the others are compared with.
+
+    tokens, flops   of one call, for the rates
+    collect         the garbage collector stays on, as in a program, and its time is recorded
+    warm_up         False times every call: for what starts a process, which nothing warms
+    rounds          instead of the method's
+    setup           called before the case is measured (threads)
+    """
 
     work: str
     labels: dict[str, Any]
     contenders: Sequence[Contender]
+    tokens: int | None = None
+    flops: int | None = None
+    collect: bool = False
+    warm_up: bool = True
+    rounds: int | None = None
+    setup: Callable[[], None] | None = None
+
+    def measure(self, method: "Method") -> dict[str, Any]:
+        return measure(self, method)
+
+
+class Measurable(Protocol):
+    """What a suite is a list of: a `Case`, or anything else with a name and a result."""
+
+    @property
+    def work(self) -> str: ...
+
+    def measure(self, method: "Method") -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,22 +135,124 @@ def _calls_per_sample(timer: timeit.Timer, seconds: float) -> int:
 
 def measure(case: Case, method: Method) -> dict[str, Any]:
     """Samples, statistics and ratios of one case, ready for JSON."""
+    if case.setup:
+        case.setup()
     for contender in case.contenders:
         contender.check()
-    timers = {c.name: c.timer() for c in case.contenders}
-    calls = {name: _calls_per_sample(timer, method.sample_seconds) for name, timer in timers.items()}
-    samples: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(method.rounds):
+    timers = {c.name: c.timer("gc.enable()" if case.collect else "pass") for c in case.contenders}
+    seconds = method.sample_seconds
+    calls = {name: _calls_per_sample(timer, seconds) if case.warm_up else 1 for name, timer in timers.items()}
+    wall: dict[str, list[float]] = {name: [] for name in timers}
+    cpu: dict[str, list[float]] = {name: [] for name in timers}
+    collecting: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(case.rounds or method.rounds):
         for name, timer in timers.items():
-            timer.timeit(calls[name])
-            samples[name].append(round(timer.timeit(calls[name]) / calls[name] * 1e9, 2))
-    ours, *others = timers
-    return {
+            if case.warm_up:
+                timer.timeit(calls[name])
+            with _collector_clock() as clock:
+                cpu_before = _cpu_seconds()
+                elapsed = timer.timeit(calls[name])
+                cpu_elapsed = _cpu_seconds() - cpu_before
+            wall[name].append(round(elapsed / calls[name] * 1e9, 2))
+            cpu[name].append(cpu_elapsed / calls[name] * 1e9)
+            collecting[name].append(clock["seconds"] / calls[name] * 1e9)
+    found: dict[str, Any] = {
         "work": case.work,
         "labels": case.labels,
-        "contenders": {name: {"calls": calls[name], **statistics(samples[name])} for name in timers},
-        "ratios": {name: ratio(samples[name], samples[ours]) for name in others},
+        "contenders": {
+            name: {
+                "calls": calls[name],
+                **statistics(wall[name]),
+                "cpu_ns": round(float(np.median(cpu[name])), 2),
+                **_rates(case, float(np.median(wall[name]))),
+            }
+            for name in timers
+        },
+        "ratios": {name: ratio(wall[name], wall[next(iter(timers))]) for name in list(timers)[1:]},
     }
+    for contender in case.contenders:
+        facts = found["contenders"][contender.name]
+        if case.collect:
+            facts["gc_ns"] = round(float(np.mean(collecting[contender.name])), 2)
+            facts["finite"] = contender.is_finite()
+        if contender.notes:
+            facts |= contender.notes()
+    return found
+
+
+def _rates(case: Case, nanoseconds: float) -> dict[str, float]:
+    rates = {}
+    if case.tokens:
+        rates["tokens_per_second"] = round(case.tokens / nanoseconds * 1e9, 1)
+    if case.flops:
+        rates["gflops"] = round(case.flops / nanoseconds, 4)
+    return rates
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process, all its threads, and the processes it has waited for."""
+    usages = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+@contextmanager
+def _collector_clock() -> Iterator[dict[str, float]]:
+    """The seconds the garbage collector takes inside the block."""
+    clock = {"seconds": 0.0, "started": 0.0}
+
+    def watch(phase: str, _: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            clock["started"] = now
+        else:
+            clock["seconds"] += now - clock["started"]
+
+    gc.callbacks.append(watch)
+    try:
+        yield clock
+    finally:
+        gc.callbacks.remove(watch)
+
+
+def measure_alone(cases: Sequence[Measurable], measured: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Adds to each result the memory and allocations of its contenders, two fresh processes at a time; yields names."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from strop.bench.alone import run_alone
+
+    jobs = [(found, c) for case, found in zip(cases, measured, strict=True) for c in able_alone(case)]
+    with ThreadPoolExecutor(2) as pool:
+        for (found, c), facts in zip(jobs, pool.map(lambda job: run_alone(*job[1].alone), jobs), strict=True):
+            found["contenders"][c.name] |= facts
+            yield f"alone: {c.name}"
+
+
+def able_alone(case: Measurable) -> list[Contender]:
+    return [c for c in getattr(case, "contenders", ()) if c.alone]
+
+
+class Load:
+    """How much of the machine other processes took since this was made: what makes a timing doubtful."""
+
+    def __init__(self) -> None:
+        self.wall, self.busy, self.own = time.perf_counter(), _busy_seconds(), _cpu_seconds()
+
+    def by_others(self) -> float | None:
+        """Their share of all CPU time, from 0 to 1; None where the system does not tell."""
+        if self.busy is None:
+            return None
+        seconds = (time.perf_counter() - self.wall) * (os.cpu_count() or 1)
+        others = (_busy_seconds() or 0.0) - self.busy - (_cpu_seconds() - self.own)
+        return round(min(1.0, max(0.0, others / seconds)), 3)
+
+
+def _busy_seconds() -> float | None:
+    """CPU seconds that all processes together have used."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split(maxsplit=9)[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def statistics(samples: Sequence[float]) -> dict[str, Any]:
@@ -138,11 +283,6 @@ def ratio(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
         low, high = float(interval.low), float(interval.high)
     verdict = "faster" if low > 1 else "slower" if high < 1 else "same"
     return {"value": round(value, 3), "low": round(low, 3), "high": round(high, 3), "verdict": verdict}
-
-
-def run_cases(cases: Sequence[Case], method: Method) -> Iterator[dict[str, Any]]:
-    for case in cases:
-        yield measure(case, method)
 
 
 def header(suite: str, method: Method, command: str) -> dict[str, Any]:
@@ -187,7 +327,6 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "architecture": platform.machine(),
         "system": platform.system(),
-        "load_average": [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "instruction_set": _compiled.native.isa() if _compiled.native else "none (NumPy)",
     }
 
@@ -199,9 +338,21 @@ def threads() -> dict[str, Any]:
     }
     if "torch" in sys.modules:
         found["torch"] = sys.modules["torch"].get_num_threads()
-    for variable in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "STROP_NUM_THREADS"):
+    blas = blas_threads()
+    if blas is not None:
+        found["blas"] = blas
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "STROP_NUM_THREADS"):
         found[variable] = os.environ.get(variable)
     return found
+
+
+def blas_threads() -> int | None:
+    """Threads of NumPy's BLAS, where threadpoolctl is there to ask."""
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return None
+    return next((pool["num_threads"] for pool in threadpool_info() if "numpy" in pool["filepath"]), None)
 
 
 def versions() -> dict[str, str | None]:
@@ -215,7 +366,7 @@ def versions() -> dict[str, str | None]:
 
 
 def save(found: dict[str, Any], path: Path) -> None:
-    """Small enough to diff: one line for every list of samples."""
+    """Small enough to diff: one line for every list of samples or losses."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(found, indent=1, ensure_ascii=False)
     path.write_text(_samples_on_one_line(text) + "\n", encoding="utf-8")
@@ -230,7 +381,7 @@ def _samples_on_one_line(text: str) -> str:
             inside = not line.strip().startswith("]")
         else:
             lines.append(line)
-            inside = line.rstrip().endswith('"samples_ns": [')
+            inside = line.rstrip().endswith(('"samples_ns": [', '"losses": [', '"steps": ['))
     return "\n".join(line.replace(" ]", "]") for line in lines)
 
 
@@ -248,6 +399,9 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _check_figures(case: dict[str, Any]) -> None:
+    """The printed figures of a timed case; other measurements carry their curves themselves."""
+    if "contenders" not in case:
+        return
     contenders = case["contenders"]
     for name, stored in contenders.items():
         if stored["median_ns"] != statistics(stored["samples_ns"])["median_ns"]:

@@ -29,9 +29,8 @@ def bench(
     from strop.bench import harness
 
     method = harness.Method(rounds=rounds)
-    cases = [
-        c for c in importlib.import_module(f"strop.bench.suites.{suite}").cases() if only in f"{c.work} {c.labels}"
-    ]
+    module = importlib.import_module(f"strop.bench.suites.{suite}")
+    cases = [c for c in module.cases() if only in f"{c.work} {getattr(c, 'labels', '')}"]
     if not cases:
         raise ValueError(f"no case of {suite} contains {only!r}")
     found = harness.header(suite, method, "strop " + shlex.join(sys.argv[1:]))
@@ -40,8 +39,10 @@ def bench(
     if path.is_dir():
         raise IsADirectoryError(f"--output must be a file, found the folder {path}")
     console = Console()
+    load = harness.Load()
     found["cases"] = _measure(cases, method, suite, console)
-    console.print(_table(suite, found["cases"]))
+    found["load_by_others"] = load.by_others()
+    console.print(_summary(suite, module, found["cases"]))
     if not only:
         harness.save(found, path)
         console.print(f"wrote {path}")
@@ -53,28 +54,46 @@ def _measure(cases: list[Any], method: Any, suite: str, console: Console) -> lis
     measured: list[dict[str, Any]] = []
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(suite, total=len(cases))
+        task = progress.add_task(suite, total=len(cases) + sum(len(harness.able_alone(case)) for case in cases))
         try:
-            for case, found in zip(cases, harness.run_cases(cases, method), strict=True):
-                measured.append(found)
-                progress.update(task, advance=1, description=case.work)
+            for case in cases:
+                progress.update(task, description=case.work)
+                measured.append(case.measure(method))
+                progress.advance(task)
+            for name in harness.measure_alone(cases, measured):
+                progress.update(task, advance=1, description=name)
         except KeyboardInterrupt:
             console.print(f"interrupted after {len(measured)} of {len(cases)} cases; nothing was written")
             raise typer.Exit(130) from None
     return measured
 
 
-def _table(suite: str, measured: list[dict[str, Any]]) -> Table:
-    from strop.bench.report import duration
+def _summary(suite: str, module: Any, measured: list[dict[str, Any]]) -> Table:
+    """The suite's own table where its rows are not timings."""
+    if not hasattr(module, "summary"):
+        return _table(suite, measured)
+    header, rows = module.summary(measured)
+    table = Table(*header, title=suite)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
-    peers = list(dict.fromkeys(peer for case in measured for peer in case["ratios"]))
-    table = Table("work", "dtype", "strop", *(f"{p} takes" for p in peers), title=f"{suite}: times as long as strop")
+
+def _table(suite: str, measured: list[dict[str, Any]]) -> Table:
+    """Every timed row: what its first contender takes, and how many times as long the others do."""
+    from strop.bench.text import duration
+
+    timed = [case for case in measured if case.get("contenders")]
+    first = next((next(iter(case["contenders"])) for case in timed), "")
+    peers = list(dict.fromkeys(peer for case in timed for peer in case["ratios"]))
+    table = Table("work", "dtype", first, *(f"{p} takes" for p in peers), title=f"{suite}: times as long as {first}")
     colours = {"faster": "green", "slower": "bold red", "same": "yellow"}
-    for case in measured:
+    for case in timed:
+        name, facts = next(iter(case["contenders"].items()))
         cells = []
         for peer in peers:
             ratio = case["ratios"].get(peer)
             cells.append(f"[{colours[ratio['verdict']]}]{ratio['value']:.3g}×[/]" if ratio else "")
-        strop_time = duration(case["contenders"]["strop"]["median_ns"])
-        table.add_row(case["work"], case["labels"].get("dtype", ""), strop_time, *cells)
+        own = duration(facts["median_ns"]) + ("" if name == first else f" ({name})")
+        table.add_row(case["work"], case["labels"].get("dtype", ""), own, *cells)
     return table

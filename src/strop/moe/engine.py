@@ -146,6 +146,15 @@ class Engine(ABC):
         """tokens_B and logps_B by the rules of `strop.moe.sampling`, one uniform in [0, 1) a row. An engine may fuse it."""
         return sample(logits_BV, uniforms_B, temperature=temperature, top_k=top_k, top_p=top_p)
 
+    @classmethod
+    def kernels(cls) -> dict[str, Callable[..., Any]]:
+        """Parts of the engine that can run alone, for benchmarks; what it does not offer is absent.
+
+        Each takes float32 arrays, prepares them as the engine has them, and returns a function that does the work:
+        matmul(a, b), softmax(z), rms_norm(x, w), and products([(a, b), …]), which multiplies all pairs.
+        """
+        return {}
+
 
 class EngineUnavailable(RuntimeError):
     """The engine is known but cannot run here; the message says why and what to do."""
