@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.bench import report
+from strop.bench import report, text
+from strop.bench.pages import primitives
 
 ROOT = Path(__file__).resolve().parents[2]
 RATIO = {"value": 3.21, "low": 3.0, "high": 3.5, "verdict": "faster"}
@@ -31,7 +32,11 @@ def test_documents_of_this_repository_are_in_step():
 
 def test_the_promised_blocks_are_there():
     blocks = {(p.name, m["renderer"]) for p in report.documents(ROOT) for m in report.BLOCK.finditer(p.read_text())}
-    assert {("README.md", "primitives_summary"), ("benchmarks.md", "primitives_table")} <= blocks
+    assert {
+        ("README.md", "primitives_summary"),
+        ("benchmarks.md", "primitives_table"),
+        ("moe.md", "engines_table"),
+    } <= blocks
 
 
 def test_a_changed_number_is_found_and_mended(tmp_path, monkeypatch):
@@ -41,12 +46,12 @@ def test_a_changed_number_is_found_and_mended(tmp_path, monkeypatch):
     readme.write_text("before\n<!-- generated: primitives_table r.json -->\n<!-- end generated -->\nafter\n")
     assert report.drifted(tmp_path) == ["README.md"]
     assert report.write(tmp_path) == ["README.md"]
-    text = readme.read_text()
-    assert "| advantages 16×4 | float64 | 251 ns | 3.21× [3, 3.5] |" in text
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
+    written = readme.read_text()
+    assert "| advantages 16×4 | float64 | 251 ns | 3.21× [3, 3.5] |" in written
+    assert written.startswith("before\n")
+    assert written.endswith("after\n")
     assert report.drifted(tmp_path) == []
-    readme.write_text(text.replace("3.21×", "9.99×"))
+    readme.write_text(written.replace("3.21×", "9.99×"))
     assert report.drifted(tmp_path) == ["README.md"]
 
 
@@ -68,18 +73,18 @@ def test_a_figure_follows_its_data(tmp_path, monkeypatch):
 def test_slower_is_as_visible_as_faster():
     slower = {"value": 0.5, "low": 0.4, "high": 0.6, "verdict": "slower"}
     same = {"value": 1.01, "low": 0.9, "high": 1.1, "verdict": "same"}
-    text = report.primitives_table(result(numpy=slower, torch=same))
-    assert "**slower** 0.5× [0.4, 0.6]" in text
-    assert "no difference 1.01× [0.9, 1.1]" in text
+    page = primitives.primitives_table(result(numpy=slower, torch=same))
+    assert "**slower** 0.5× [0.4, 0.6]" in page
+    assert "no difference 1.01× [0.9, 1.1]" in page
 
 
-@pytest.mark.parametrize(("ns", "text"), [(12.34, "12.3 ns"), (1500, "1.5 µs"), (2.5e6, "2.5 ms"), (3.2e9, "3.2 s")])
-def test_durations(ns, text):
-    assert report.duration(ns) == text
+@pytest.mark.parametrize(("ns", "words"), [(12.34, "12.3 ns"), (1500, "1.5 µs"), (2.5e6, "2.5 ms"), (3.2e9, "3.2 s")])
+def test_durations(ns, words):
+    assert text.duration(ns) == words
 
 
 def test_mistakes_in_marks():
-    with pytest.raises(ValueError, match="unknown renderer 'nope'; there are primitives_summary, primitives_table"):
+    with pytest.raises(ValueError, match=r"unknown renderer 'nope'; there are .*primitives_summary, primitives_table"):
         report.filled("<!-- generated: nope r.json -->\n<!-- end generated -->", ROOT)
     for mark in (
         "<!-- generated: x r.json -->\n",
