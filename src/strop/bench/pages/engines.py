@@ -154,7 +154,7 @@ def engines_figure(result: Result, path: Path, metadata: dict[str, str]) -> None
     left.set_yticks(range(len(works)), [HEADLINES[work] for work in works], fontsize=9)
     left.set_xlabel("milliseconds, logarithmic: shorter is faster")
     left.set_title("Time", loc="left")
-    left.legend(frameon=False, fontsize=9, loc="lower right")
+    left.legend(frameon=False, fontsize=9, loc="upper right")
 
     shares = _shares(result)[::-1]
     for k, (part, label, colour) in enumerate((
