@@ -5,7 +5,9 @@ in every contender. Fairness, where it is a choice:
 
 - Mixtral runs as transformers configures it by default on this machine (the fastest of its attention and expert
   implementations), without a cache in plain forwards, with torch's fused AdamW.
-- torch.compile has its defaults: the first shape is compiled for itself, further ones with dynamic sizes.
+- torch.compile has its defaults: the first shape is compiled for itself, further ones with dynamic sizes. In training
+  the experts stay outside its graph, and run as in eager mode: inductor stops at the backward of their grouped product in
+  float32 on a CPU, and everything would run in pieces, slower than eager.
 - The learning rate of a timed training step is 0: the arithmetic is the same, and every step works on the same numbers.
 - The auxiliary loss is off: Mixtral's own breaks the graph of torch.compile.
 """
@@ -169,6 +171,10 @@ class MixtralContender:
         """The module to call; one per config, so that what is compiled is compiled once."""
         return _compiled_mixtral(config) if self.compiled else _mixtral(config)
 
+    def training_model(self, config: MoEConfig) -> tuple[Any, Any]:
+        """The module with the weights, and what is called to train it."""
+        return _compiled_for_training(config) if self.compiled else (_mixtral(config), _mixtral(config))
+
     def forward(self, config: MoEConfig, tokens_BT: np.ndarray) -> Call:
         import torch
 
@@ -182,13 +188,10 @@ class MixtralContender:
 
     def trainer(self, config: MoEConfig, learning_rate: float = 0.0) -> "MixtralTrainer":
         """With a learning rate the model has weights of its own; without, it is the one everything else runs on."""
-        import torch
-
         if not learning_rate:
-            return MixtralTrainer(_mixtral(config), self.model(config), learning_rate)
-        _quiet()
+            return MixtralTrainer(*self.training_model(config), learning_rate)
         plain = _new_mixtral(config)
-        return MixtralTrainer(plain, torch.compile(plain) if self.compiled else plain, learning_rate)
+        return MixtralTrainer(plain, _compile_for_training(plain) if self.compiled else plain, learning_rate)
 
     def train_step(self, config: MoEConfig, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> Call:
         trainer = self.trainer(config)
@@ -197,11 +200,11 @@ class MixtralContender:
     def loss_and_grads(self, config: MoEConfig, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> tuple[float, dict]:
         import torch
 
-        model = self.model(config)
-        model.zero_grad()
+        plain, model = self.training_model(config)
+        plain.zero_grad()
         loss = _mixtral_loss(model, torch.from_numpy(tokens_BT), torch.from_numpy(targets_BT))
         loss.backward()
-        return loss.item(), {name: p.grad.numpy().copy() for name, p in _mixtral(config).named_parameters()}
+        return loss.item(), {name: p.grad.numpy().copy() for name, p in plain.named_parameters()}
 
     def generate(self, config: MoEConfig, prompts_BT: np.ndarray, count: int) -> Call | None:
         """Hugging Face's own `generate` with its cache. It does not go through a compiled module's forward."""
@@ -249,7 +252,7 @@ class MixtralContender:
     def train_by_workers(self, config: MoEConfig, batches: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> Call:
         import torch
 
-        model, plain = self.model(config), _mixtral(config)
+        plain, model = self.training_model(config)
         params = list(plain.parameters())
         optimizer = _torch_adamw(plain, 0.0)
         run = _workers(len(batches), lambda: self.set_threads(1))
@@ -426,6 +429,21 @@ def _compiled_mixtral(config: MoEConfig) -> Any:
 
     _quiet()
     return torch.compile(_mixtral(config))
+
+
+@functools.cache
+def _compiled_for_training(config: MoEConfig) -> tuple[Any, Any]:
+    plain = _new_mixtral(config)
+    return plain, _compile_for_training(plain)
+
+
+def _compile_for_training(plain: Any) -> Any:
+    import torch
+
+    _quiet()
+    for layer in plain.model.layers:
+        layer.mlp.experts.forward = torch.compiler.disable(layer.mlp.experts.forward)
+    return torch.compile(plain)
 
 
 def _mixtral_loss(model: Any, tokens: Any, targets: Any) -> Any:

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,7 @@ def bench(
     load = harness.Load()
     found["cases"] = _measure(cases, method, suite, console)
     found["load_by_others"] = load.by_others()
-    console.print(_summary(suite, module, found["cases"]))
+    console.print(*_summary(suite, module, found["cases"]), sep="\n")
     if not only:
         harness.save(found, path)
         console.print(f"wrote {path}")
@@ -68,32 +69,35 @@ def _measure(cases: list[Any], method: Any, suite: str, console: Console) -> lis
     return measured
 
 
-def _summary(suite: str, module: Any, measured: list[dict[str, Any]]) -> Table:
+def _summary(suite: str, module: Any, measured: list[dict[str, Any]]) -> Iterator[Table]:
     """The suite's own table where its rows are not timings."""
     if not hasattr(module, "summary"):
-        return _table(suite, measured)
+        yield from _tables(suite, measured)
+        return
     header, rows = module.summary(measured)
     table = Table(*header, title=suite)
     for row in rows:
         table.add_row(*row)
-    return table
+    yield table
 
 
-def _table(suite: str, measured: list[dict[str, Any]]) -> Table:
-    """Every timed row: what its first contender takes, and how many times as long the others do."""
+def _tables(suite: str, measured: list[dict[str, Any]]) -> Iterator[Table]:
+    """Timed rows with the same contenders together: what the first one takes, how many times as long the others do."""
     from strop.bench.text import duration
 
-    timed = [case for case in measured if case.get("contenders")]
-    first = next((next(iter(case["contenders"])) for case in timed), "")
-    peers = list(dict.fromkeys(peer for case in timed for peer in case["ratios"]))
-    table = Table("work", "dtype", first, *(f"{p} takes" for p in peers), title=f"{suite}: times as long as {first}")
     colours = {"faster": "green", "slower": "bold red", "same": "yellow"}
+    timed = [case for case in measured if case.get("contenders")]
+    tables: dict[str, list[dict[str, Any]]] = {}
     for case in timed:
-        name, facts = next(iter(case["contenders"].items()))
-        cells = []
-        for peer in peers:
-            ratio = case["ratios"].get(peer)
-            cells.append(f"[{colours[ratio['verdict']]}]{ratio['value']:.3g}×[/]" if ratio else "")
-        own = duration(facts["median_ns"]) + ("" if name == first else f" ({name})")
-        table.add_row(case["work"], case["labels"].get("dtype", ""), own, *cells)
-    return table
+        tables.setdefault(next(iter(case["contenders"])), []).append(case)
+    for first, cases in tables.items():
+        peers = list(dict.fromkeys(peer for case in cases for peer in case["ratios"]))
+        table = Table(
+            "work", "dtype", first, *(f"{p} takes" for p in peers), title=f"{suite}: times as long as {first}"
+        )
+        for case in cases:
+            ratios = [case["ratios"].get(peer) for peer in peers]
+            cells = [f"[{colours[ratio['verdict']]}]{ratio['value']:.3g}×[/]" if ratio else "" for ratio in ratios]
+            own = duration(case["contenders"][first]["median_ns"])
+            table.add_row(case["work"], case["labels"].get("dtype", ""), own, *cells)
+        yield table
