@@ -66,11 +66,12 @@ class Contender:
     def check(self) -> None:
         if self.expected is None:
             return
-        if isinstance(self.expected, list):
-            if self.function(*self.args, **self.kwargs) != self.expected:
+        result = self.function(*self.args, **self.kwargs)
+        if isinstance(result, list):
+            if result != self.expected:
                 raise RuntimeError(f"contender {self.name} does not do the same work: its result is another list")
             return
-        found = np.asarray(self.function(*self.args, **self.kwargs), dtype=np.float64)
+        found = np.asarray(result, dtype=np.float64)
         expected = np.asarray(self.expected, dtype=np.float64)
         if found.shape != expected.shape or not np.allclose(found, expected, rtol=self.tolerance, atol=self.tolerance):
             raise RuntimeError(
