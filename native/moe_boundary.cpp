@@ -118,9 +118,43 @@ void define_engine(nb::module_& m, const char* engine_name, const char* pass_nam
 
 }  // namespace
 
+// Parts of the engine by themselves, for benchmarks: `strop.moe.native.NativeEngine.kernels`.
+void define_parts(nb::module_& m) {
+    using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+
+    struct Products {
+        std::vector<Matrix> a;
+        std::vector<Array<const float, 2>> b;
+        std::vector<Array<float, 2>> c;
+        std::vector<Multiplication<float>> list;
+        Arena arena;
+    };
+    nb::class_<Products>(m, "MoEProducts")
+        .def("__init__", [](Products* self, std::vector<Matrix> a, std::vector<Array<const float, 2>> b, std::vector<Array<float, 2>> c) {
+            new (self) Products{std::move(a), std::move(b), std::move(c), {}, {}};
+            for (size_t i = 0; i < self->a.size(); ++i) {
+                const Matrix& left = self->a[i];
+                self->list.push_back({left.shape(0), self->b[i].shape(1), left.shape(1), left.data(), static_cast<size_t>(left.stride(0)),
+                                      static_cast<size_t>(left.stride(1)), self->b[i].data(), self->c[i].data()});
+            }
+        })
+        .def("run", [](Products& self) {
+            nb::gil_scoped_release release;
+            self.arena.reset();
+            kernels().of<float>().moe->multiply_all(self.list.data(), self.list.size(), self.arena);
+        });
+    m.def("moe_softmax", [](Array<const float, 1> logits_V, Array<double, 1> p_V, Array<double, 1> sums) {
+        return kernels().of<float>().moe->softmax_row(logits_V.data(), logits_V.shape(0), 1.0, p_V.data(), sums.data());
+    });
+    m.def("moe_rms_norm", [](Array<const float, 2> x_DN, Array<const float, 1> w_D, double eps, Array<float, 2> y_DN, Array<float, 1> r_N) {
+        kernels().of<float>().moe->rms_norm(x_DN.shape(0), eps, x_DN.shape(1), x_DN.data(), w_D.data(), y_DN.data(), r_N.data());
+    });
+}
+
 void define_moe(nb::module_& m) {
     define_engine<float>(m, "MoEEngineF32", "MoEPassF32", "MoECacheF32");
     define_engine<double>(m, "MoEEngineF64", "MoEPassF64", "MoECacheF64");
+    define_parts(m);
 }
 
 }  // namespace strop

@@ -53,34 +53,30 @@ std::vector<std::vector<int64_t>> first_fit_decreasing(const int64_t* lengths, s
     return bins;
 }
 
-std::vector<int32_t> collate_rows(const int64_t* tokens, const int64_t* starts, const int64_t* order, const int64_t* row_ends,
-                                  size_t rows, size_t row_length, int64_t pad_id, const PackedRows& out) {
+std::vector<int32_t> collate_rows(const std::vector<Sequence>& sequences, const int64_t* order, const int64_t* row_ends, size_t rows,
+                                  size_t row_length, int64_t pad_id, const PackedRows& out) {
     std::vector<int32_t> cu_seqlens{0};
     size_t at = 0;
-    auto close_segment = [&] { cu_seqlens.push_back(static_cast<int32_t>(at)); };
-
+    // One segment of `length` tokens: positions count from 0, the first token has nothing to be predicted from.
+    auto close_segment = [&](size_t length, int64_t sequence) {
+        std::iota(out.position_ids + at, out.position_ids + at + length, int64_t{0});
+        std::fill_n(out.sequence_ids + at, length, sequence);
+        at += length;
+        cu_seqlens.push_back(static_cast<int32_t>(at));
+    };
     for (size_t row = 0, k = 0; row < rows; ++row) {
         for (; k < static_cast<size_t>(row_ends[row]); ++k) {
-            const int64_t sequence = order[k];
-            const int64_t* from = tokens + starts[sequence];
-            const int64_t length = starts[sequence + 1] - starts[sequence];
-            for (int64_t position = 0; position < length; ++position, ++at) {
-                out.input_ids[at] = from[position];
-                out.position_ids[at] = position;
-                out.labels[at] = position == 0 ? kIgnoredLabel : from[position];
-                out.sequence_ids[at] = sequence;
-            }
-            close_segment();
+            const Sequence& sequence = sequences[static_cast<size_t>(order[k])];
+            std::copy_n(sequence.tokens, sequence.length, out.input_ids + at);
+            std::copy_n(sequence.tokens, sequence.length, out.labels + at);
+            if (sequence.length > 0) out.labels[at] = kIgnoredLabel;
+            close_segment(sequence.length, order[k]);
         }
-        const size_t row_end = (row + 1) * row_length;
-        if (at == row_end) continue;
-        for (int64_t position = 0; at < row_end; ++position, ++at) {
-            out.input_ids[at] = pad_id;
-            out.position_ids[at] = position;
-            out.labels[at] = kIgnoredLabel;
-            out.sequence_ids[at] = kPaddingSequence;
-        }
-        close_segment();
+        const size_t padding = (row + 1) * row_length - at;
+        if (padding == 0) continue;
+        std::fill_n(out.input_ids + at, padding, pad_id);
+        std::fill_n(out.labels + at, padding, kIgnoredLabel);
+        close_segment(padding, kPaddingSequence);
     }
     return cu_seqlens;
 }

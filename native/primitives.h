@@ -32,9 +32,14 @@ struct PackedRows {
 inline constexpr int64_t kIgnoredLabel = -100;
 inline constexpr int64_t kPaddingSequence = -1;
 
-// `order` lists the sequences row by row, `row_ends[r]` is where row r ends in it; tokens of sequence s start at starts[s].
-// Returns cu_seqlens over the flattened rows, the padding of a row being a segment of its own.
-std::vector<int32_t> collate_rows(const int64_t* tokens, const int64_t* starts, const int64_t* order, const int64_t* row_ends,
-                                  size_t rows, size_t row_length, int64_t pad_id, const PackedRows& out);
+struct Sequence {
+    const int64_t* tokens;
+    size_t length;
+};
+
+// `order` lists the sequences row by row, `row_ends[r]` is where row r ends in it. Returns cu_seqlens over the flattened
+// rows, the padding of a row being a segment of its own.
+std::vector<int32_t> collate_rows(const std::vector<Sequence>& sequences, const int64_t* order, const int64_t* row_ends, size_t rows,
+                                  size_t row_length, int64_t pad_id, const PackedRows& out);
 
 }  // namespace strop

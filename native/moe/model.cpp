@@ -177,7 +177,18 @@ double loss_and_grads(Pass<T>& pass, const Targets& targets, double daux, const 
 }
 
 template <class T>
-constexpr moe::Kernels<T> table{hidden_states<T>, head<T>, head_of_last<T>, backward<T>, loss_and_grads<T>, softmax_row<T>, exp_sum_row<T>, adamw<T>};
+void multiply_all(const Multiplication<T>* list, size_t count, Arena& arena) {
+    auto* products = take<Product<T>>(arena, count);
+    for (size_t i = 0; i < count; ++i) {
+        const Multiplication<T>& m = list[i];
+        products[i] = Product<T>{m.M, m.N, m.K, m.a, m.a_row, m.a_col, m.b, m.N, m.c, m.N};
+    }
+    run_products(products, count);
+}
+
+template <class T>
+constexpr moe::Kernels<T> table{hidden_states<T>, head<T>, head_of_last<T>, backward<T>, loss_and_grads<T>, softmax_row<T>, exp_sum_row<T>, adamw<T>,
+                                multiply_all<T>, rms_norm<T>};
 
 }  // namespace
 

@@ -125,6 +125,16 @@ struct Sampling {
 };
 inline constexpr size_t kDrawBlock = 64;  // tokens whose probabilities are summed together before one is looked for
 
+// C = A·B by itself, for benchmarks: A with any strides, rows of B and C without gaps.
+template <class T>
+struct Multiplication {
+    size_t M, N, K;
+    const T* a;
+    size_t a_row, a_col;
+    const T* b;
+    T* c;
+};
+
 // The engine as compiled for one instruction set; see model.cpp.
 template <class T>
 struct Kernels {
@@ -141,6 +151,10 @@ struct Kernels {
     double (*softmax_row)(const T* logits_V, size_t V, double temperature, double* p_V, double* sums);
     double (*exp_sum_row)(const T* logits_V, size_t V, T* max);
     void (*adamw)(size_t count, T* param, const T* grad, T* m, T* v, const AdamW& step);
+
+    // Parts by themselves, for benchmarks: a list of products in one parallel region, and the norm on panels.
+    void (*multiply_all)(const Multiplication<T>* list, size_t count, Arena& arena);
+    void (*rms_norm)(size_t D, double eps, size_t N, const T* x_DN, const T* w_D, T* y_DN, T* r_N);
 };
 
 }  // namespace strop::moe

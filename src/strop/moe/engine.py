@@ -76,7 +76,8 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_saved(self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None = None) -> Saved:
-        """The same logits and the auxiliary loss, with what `backward` needs. The caller may not change the logits."""
+        """The same logits and the auxiliary loss, with what `backward` needs, which the logits are not: the caller may
+        write over them."""
 
     @abstractmethod
     def backward(
@@ -144,6 +145,15 @@ class Engine(ABC):
     ) -> tuple[np.ndarray, np.ndarray]:
         """tokens_B and logps_B by the rules of `strop.moe.sampling`, one uniform in [0, 1) a row. An engine may fuse it."""
         return sample(logits_BV, uniforms_B, temperature=temperature, top_k=top_k, top_p=top_p)
+
+    @classmethod
+    def kernels(cls) -> dict[str, Callable[..., Any]]:
+        """Parts of the engine that can run alone, for benchmarks; what it does not offer is absent.
+
+        Each takes float32 arrays, prepares them as the engine has them, and returns a function that does the work:
+        matmul(a, b), softmax(z), rms_norm(x, w), and products([(a, b), …]), which multiplies all pairs.
+        """
+        return {}
 
 
 class EngineUnavailable(RuntimeError):

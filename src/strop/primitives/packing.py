@@ -1,12 +1,12 @@
 """Packing sequences of different lengths into rows of one length, so that little of a batch is padding."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from strop import _compiled
-from strop.primitives._inputs import as_integers, as_whole_number, is_tensor, like_input
+from strop.primitives._inputs import as_integers, as_whole_number, is_plain_integers, is_tensor, like_input
 
 IGNORED_LABEL = -100
 PADDING_SEQUENCE = -1
@@ -50,27 +50,30 @@ def collate_packed(
 
     One bin without pad_to gives a batch of shape (1, tokens) with no padding at all.
     """
-    arrays = [as_integers(s, f"sequences[{i}]") for i, s in enumerate(sequences)]
+    sequences, bins = _as_list(sequences, "sequences"), _as_list(bins, "bins")
+    arrays = [s if is_plain_integers(s) else as_integers(s, f"sequences[{i}]") for i, s in enumerate(sequences)]
+    lengths = np.fromiter((a.size for a in arrays), np.int64, len(arrays))
     order, row_ends = _flatten_bins(bins, len(arrays))
-    lengths = np.array([a.size for a in arrays], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    row_length = _row_length(lengths, bins, pad_to)
+    row_length = _row_length(lengths, order, row_ends, pad_to)
     if len(bins) * row_length > np.iinfo(np.int32).max:
         raise ValueError(f"a batch of {len(bins)} rows of {row_length} tokens is too large for the int32 of cu_seqlens")
 
-    tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
     pad_id = as_whole_number(pad_id, "pad_id", np.iinfo(np.int64).min)
     names = ("input_ids", "position_ids", "labels", "sequence_ids")
-    rows = {name: np.empty((len(bins), row_length), np.int64) for name in names}
+    rows = dict(zip(names, np.empty((len(names), len(bins), row_length), np.int64), strict=True))
     collate = _collate_numpy if _compiled.native is None else _compiled.native.collate
-    cu_seqlens = collate(tokens, starts, order, row_ends, pad_id, **rows)
+    cu_seqlens = collate(arrays, order, row_ends, pad_id, *rows.values())
 
     like = sequences[0] if len(arrays) else None
     found = {**rows, "cu_seqlens": cu_seqlens}
-    return {
-        name: like_input(found[name], like)
-        for name in ("input_ids", "position_ids", "cu_seqlens", "labels", "sequence_ids")
-    }
+    in_order = ("input_ids", "position_ids", "cu_seqlens", "labels", "sequence_ids")
+    return {name: like_input(found[name], like) for name in in_order}
+
+
+def _as_list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
+        raise TypeError(f"{name} must be a sequence of sequences, found {type(value).__name__}")
+    return list(value)
 
 
 def _as_lengths(lengths: Any) -> np.ndarray:
@@ -78,7 +81,7 @@ def _as_lengths(lengths: Any) -> np.ndarray:
         if not isinstance(lengths, Iterable):
             raise TypeError(f"lengths must be a sequence of integers or of sequences, found {type(lengths).__name__}")
         lengths = list(lengths)
-        if lengths and hasattr(lengths[0], "__len__"):
+        if lengths and hasattr(lengths[0], "__len__") and getattr(lengths[0], "ndim", 1) != 0:
             return _lengths_of(lengths)
     elif lengths.ndim == 2:
         return np.full(lengths.shape[0], lengths.shape[1], dtype=np.int64)
@@ -87,31 +90,38 @@ def _as_lengths(lengths: Any) -> np.ndarray:
 
 def _lengths_of(sequences: list[Any]) -> np.ndarray:
     for i, sequence in enumerate(sequences):
-        if isinstance(sequence, str) or not hasattr(sequence, "__len__"):
+        if isinstance(sequence, (str, Mapping)) or not hasattr(sequence, "__len__"):
             raise TypeError(f"sequences[{i}] must be a sequence of token ids, found {type(sequence).__name__}")
+        if getattr(sequence, "ndim", 1) != 1:
+            raise ValueError(f"sequences[{i}] must be one-dimensional, found shape {tuple(sequence.shape)}")
     return np.array([len(s) for s in sequences], dtype=np.int64)
 
 
 def _flatten_bins(bins: Sequence[Sequence[int]], num_sequences: int) -> tuple[np.ndarray, np.ndarray]:
     """The sequences row by row, and where each row ends among them."""
-    per_bin = [as_integers(b, f"bins[{i}]") for i, b in enumerate(bins)]
-    order = np.concatenate(per_bin) if per_bin else np.zeros(0, np.int64)
+    for i, b in enumerate(bins):
+        if not hasattr(b, "__len__"):
+            raise TypeError(f"bins[{i}] must be a sequence of indices, found {type(b).__name__}")
+    sizes = [len(b) for b in bins]
+    order = as_integers([index for b in bins for index in b], "bins")
     outside = (order < 0) | (order >= num_sequences)
     if outside.any():
         raise ValueError(f"bins must hold indices from 0 to {num_sequences - 1}, found {order[outside][0]}")
-    values, counts = np.unique(order, return_counts=True)
+    counts = np.bincount(order, minlength=num_sequences)
     if (counts > 1).any():
-        raise ValueError(f"bins must hold each sequence once, found {values[counts > 1][0]} twice")
-    return order, np.cumsum([b.size for b in per_bin], dtype=np.int64)
+        raise ValueError(f"bins must hold each sequence once, found {counts.argmax()} {counts.max()} times")
+    return order, np.cumsum(sizes, dtype=np.int64)
 
 
-def _row_length(lengths: np.ndarray, bins: Sequence[Sequence[int]], pad_to: int | None) -> int:
-    totals = [int(lengths[np.asarray(b, dtype=np.int64)].sum()) for b in bins]
-    longest = max(totals, default=0)
+def _row_length(lengths: np.ndarray, order: np.ndarray, row_ends: np.ndarray, pad_to: int | None) -> int:
+    tokens_before = np.concatenate([[0], np.cumsum(lengths[order])])
+    totals = np.diff(tokens_before[row_ends], prepend=0)
+    longest = int(totals.max(initial=0))
     if pad_to is None:
         return longest
-    if as_whole_number(pad_to, "pad_to", 1) < longest:
-        raise ValueError(f"pad_to must be at least the {longest} tokens of bin {totals.index(longest)}, found {pad_to}")
+    pad_to = as_whole_number(pad_to, "pad_to", 1)
+    if pad_to < longest:
+        raise ValueError(f"pad_to must be at least the {longest} tokens of bin {totals.argmax()}, found {pad_to}")
     return pad_to
 
 
@@ -136,7 +146,7 @@ def _first_fit_decreasing(lengths: np.ndarray, max_length: int) -> list[list[int
 
 
 def _collate_numpy(
-    tokens: np.ndarray, starts: np.ndarray, order: np.ndarray, row_ends: np.ndarray, pad_id: int, *,
+    arrays: list[np.ndarray], order: np.ndarray, row_ends: np.ndarray, pad_id: int,
     input_ids: np.ndarray, position_ids: np.ndarray, labels: np.ndarray, sequence_ids: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
     """Fills the rows, returns cu_seqlens; the compiled function's twin."""
@@ -146,7 +156,7 @@ def _collate_numpy(
     for row in range(num_rows):
         at = 0
         for sequence in order[first : row_ends[row]].tolist():
-            piece = tokens[starts[sequence] : starts[sequence + 1]]
+            piece = arrays[sequence]
             place = slice(at, at + piece.size)
             input_ids[row, place] = labels[row, place] = piece
             labels[row, at : min(at + 1, place.stop)] = IGNORED_LABEL

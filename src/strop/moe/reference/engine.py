@@ -9,6 +9,8 @@ from strop.moe.engine import Arrays, Engine, KVCache, Saved
 from strop.moe.reference.cross_entropy import cross_entropy, cross_entropy_bwd
 from strop.moe.reference.layout import layout_of
 from strop.moe.reference.model import backward, forward, head, hidden_states
+from strop.moe.reference.rms_norm import rms_norm
+from strop.moe.reference.softmax import softmax
 
 
 class NumpyCache(KVCache):
@@ -66,6 +68,20 @@ class NumpyEngine(Engine):
         h_BD, _, _ = hidden_states(self.params, self.config, tokens_B, layout, cache.layers, keep=False)
         cache.lengths_B = cache.lengths_B + 1
         return head(self.params, h_BD)[0]
+
+    @classmethod
+    def kernels(cls):
+        return {
+            "matmul": lambda a, b: lambda: a @ b,
+            "softmax": lambda z: lambda: softmax(z),
+            "rms_norm": lambda x, w: lambda: rms_norm(x, w, 1e-5)[0],
+            "products": lambda pairs: lambda: _multiply_all(pairs),
+        }
+
+
+def _multiply_all(pairs):
+    for a, b in pairs:
+        a @ b
 
 
 def _real_tokens(tokens_BT, attention_mask_BT):

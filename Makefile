@@ -1,0 +1,80 @@
+# Every target sets up what it needs. One environment, .venv by default, with the versions of constraints.txt.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+SANITIZED := build/sanitize
+NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/*) $(wildcard native/*/*)
+INSTALLED := $(VENV)/installed
+
+.PHONY: help demo test test-gpu bench docs lint check sanitize dist clean
+
+help:
+	@echo "make demo       set up and run the demonstration"
+	@echo "make test       set up and run the tests"
+	@echo "make check      everything CI runs: lint, types, tests, sanitizer, documents, distribution"
+	@echo "make lint       style and types            make docs       tables and figures from benchmarks/results"
+	@echo "make bench      measure the CPU suites     make test-gpu   tests that need a GPU, with the python3 at hand"
+	@echo "make sanitize   AddressSanitizer over the compiled module's tests"
+	@echo "make dist       sdist and wheel, installed into an empty environment"
+
+$(VENV)/created:
+	@command -v "$(PYTHON)" >/dev/null || { echo "Python 3.11 or newer is needed and was not found; set PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, $(PYTHON) is older; set PYTHON=..."; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || { echo "a C++ compiler is needed and was not found: install g++ or clang++, or set CXX=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The packages change with these files alone, the compiled module with its sources too.
+$(VENV)/packages: pyproject.toml constraints.txt | $(VENV)/created
+	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt scikit-build-core nanobind numpy cmake ninja
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
+	@touch $@
+
+$(INSTALLED): $(VENV)/packages $(NATIVE)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/strop demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+test-gpu:
+	PYTHONPATH=src python3 -m pytest tests/gpu
+
+bench: $(INSTALLED)
+	$(BIN)/strop bench primitives
+
+docs: $(INSTALLED)
+	$(BIN)/python -m strop.bench.report
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test sanitize dist
+	$(BIN)/python -m strop.bench.report --check
+	@echo "check: all passed"
+
+# An environment of its own, because an editable install would be imported in place of the sanitized build.
+sanitize: $(INSTALLED)
+	rm -rf $(SANITIZED)
+	$(PYTHON) -m venv $(SANITIZED)
+	$(SANITIZED)/bin/python -m pip install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja numpy pytest hypothesis
+	$(SANITIZED)/bin/python -m pip install --quiet --no-build-isolation --no-deps -C cmake.define.STROP_SANITIZE=address -C build-dir=build/address .
+	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(SANITIZED)/bin/python -m pytest -p no:cacheprovider -W default tests/primitives
+
+dist: $(INSTALLED)
+	rm -rf build/dist
+	$(BIN)/python -m build --quiet --no-isolation --outdir build/dist .
+	for form in whl tar.gz; do \
+	  rm -rf build/dist/venv && $(PYTHON) -m venv build/dist/venv && \
+	  build/dist/venv/bin/python -m pip install --quiet -c constraints.txt build/dist/*.$$form && \
+	  build/dist/venv/bin/strop demo > build/dist/demo.txt && build/dist/venv/bin/strop doctor || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist

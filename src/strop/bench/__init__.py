@@ -1,0 +1,1 @@
+"""The benchmark harness, its suites, and the documents made from their results."""

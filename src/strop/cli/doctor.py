@@ -1,0 +1,131 @@
+"""`strop doctor`: what is here, what is active and why not the rest, and whether anything is broken."""
+
+import importlib
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import strop
+from strop import _compiled
+
+OPTIONAL = {
+    "torch": "operators and algorithms",
+    "triton": "GPU kernels",
+    "transformers": "models and tokenizers",
+    "peft": "LoRA",
+    "datasets": "Hugging Face data sets",
+    "scipy": "benchmarks",
+    "matplotlib": "plots",
+    "rlox": "a peer in the benchmarks",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    part: str
+    status: str  # "ok", "absent" or "broken"
+    detail: str
+
+
+def findings() -> Iterator[Finding]:
+    yield Finding("strop", "ok", strop.__version__)
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    old = int(np.__version__.split(".")[0]) < 2
+    yield Finding("numpy", "broken" if old else "ok", np.__version__ + ("; 2.0 or newer is needed" if old else ""))
+    yield compiled_module()
+    for problem in _compiled.environment_problems:
+        yield Finding("environment", "broken", problem)
+    yield from packages()
+    yield from operators()
+
+
+def compiled_module() -> Finding:
+    if _compiled.native is None:
+        status = "broken" if _compiled.native_is_broken else "absent"
+        return Finding("compiled module", status, f"{_compiled.native_status}; the primitives run in NumPy")
+    if wrong := _self_check():
+        return Finding("compiled module", "broken", f"{wrong} differs from its NumPy twin")
+    isas = [f"[{name}]" if name == _compiled.native.isa() else name for name in _compiled.native.available_isas()]
+    return Finding("compiled module", "ok", f"instruction set {' '.join(isas)}, {strop.get_num_threads()} threads")
+
+
+def _self_check() -> str | None:
+    """The name of a compiled primitive that does not agree with NumPy."""
+    from strop.primitives import advantages, kl
+
+    p, q = np.linspace(-5, 0, 64).reshape(2, 32), np.linspace(0, -5, 64).reshape(2, 32)
+    pairs = {
+        "advantages": (strop.compute_batch_group_advantages(p), advantages._advantages_numpy(p, 0, 0.0, "group")),
+        "token KL": (strop.compute_batch_token_kl(p, q), kl._sums_numpy(kl._token_kl_terms, p, q, None)),
+        "k3 KL": (strop.compute_batch_token_kl_schulman(p, q), kl._sums_numpy(kl._schulman_terms, p, q, None)),
+    }
+    return next((name for name, (a, b) in pairs.items() if not np.allclose(a, b, rtol=1e-12)), None)
+
+
+def packages() -> Iterator[Finding]:
+    for name, purpose in OPTIONAL.items():
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding(name, "absent", f"not installed; needed for: {purpose}")
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            yield Finding(name, "broken", f"{version} is installed but does not import: {error}")
+            continue
+        yield Finding(name, "ok", version)
+
+
+def operators() -> Iterator[Finding]:
+    try:
+        import torch
+
+        from strop.ops import registry
+    except ImportError:
+        yield Finding("operators", "absent", "they need torch")
+        return
+    if torch.cuda.is_available():
+        yield Finding("gpu", "ok", f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
+    else:
+        built = (
+            f"torch is built for CUDA {torch.version.cuda}, but sees no device"
+            if torch.version.cuda
+            else "torch is a CPU build"
+        )
+        yield Finding("gpu", "absent", built)
+    for name in registry.ops():
+        yield _operator(registry.get_op(name))
+
+
+def _operator(op: Any) -> Finding:
+    listed = ", ".join(op.backends())
+    try:
+        forced = op.forced()
+    except ValueError as error:
+        return Finding(f"operator {op.name}", "broken", f"STROP_BACKEND: {error}")
+    if forced and forced[0] not in op.backends():
+        return Finding(f"operator {op.name}", "broken", f"{forced[1]} asks for {forced[0]!r}; there are {listed}")
+    return Finding(f"operator {op.name}", "ok", listed + (f"; {forced[1]} asks for {forced[0]}" if forced else ""))
+
+
+def doctor() -> None:
+    """Show what is installed and active. Exits with 1 when something is broken, not when it is merely absent."""
+    table = Table("part", "status", "detail", title="strop doctor")
+    colours = {"ok": "green", "absent": "yellow", "broken": "bold red"}
+    found = list(findings())
+    for finding in found:
+        detail = finding.detail.replace("[", r"\[")
+        table.add_row(finding.part, f"[{colours[finding.status]}]{finding.status}[/]", detail)
+    Console().print(table)
+    broken = [f.part for f in found if f.status == "broken"]
+    if broken:
+        print(f"broken: {', '.join(broken)}")
+        raise typer.Exit(1)

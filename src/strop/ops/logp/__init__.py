@@ -1,0 +1,3 @@
+from strop.ops.logp.reference import logp
+
+__all__ = ["logp"]

@@ -1,0 +1,228 @@
+"""Operators and their backends.
+
+An operator is one contract with several implementations. Its reference, in plain torch, is the backend "torch"; it runs
+everywhere and is the truth the others are tested against. Every call chooses anew, by the tensors it was given: the
+backend registered last is asked first, and the first that can run does. Nothing is tried a second time: an error inside
+the chosen backend reaches the caller.
+
+A choice can be forced, and then that backend runs or raises:
+
+    with use_backend("torch"): ...              every operator
+    with use_backend(logp="triton"): ...        one operator
+    STROP_BACKEND=torch  or  logp=triton,grpo_loss=torch   in the environment; `use_backend` goes before it
+"""
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+REFERENCE = "torch"
+
+Usable = Callable[..., "bool | str"]
+"""Called with the operator's own arguments: true where the backend can take them, else the reason why not."""
+
+
+def _verdict(backend: "Backend", args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """None where the backend can run, else why not."""
+    usable = backend.when(*args, **kwargs)
+    if isinstance(usable, str):
+        return usable
+    return None if usable else "its condition does not hold"
+
+
+def always(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    function: Callable[..., Any]
+    when: Usable
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend a call would run, and a sentence on each of them."""
+
+    op: str
+    chosen: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.reasons))
+        lines = [f"  {name:{width}}  {reason}" for name, reason in self.reasons.items()]
+        return "\n".join([f"{self.op}: {self.chosen}", *lines])
+
+
+_ops: dict[str, "Op"] = {}
+_forced: ContextVar[dict[str | None, str]] = ContextVar("strop_forced_backends", default={})  # noqa: B039 (never mutated)
+
+
+class Op:
+    """An operator: call it as the function it was made from."""
+
+    def __init__(self, reference: Callable[..., Any]) -> None:
+        self.name = reference.__name__
+        self.signature = inspect.signature(reference)
+        self._backends = {REFERENCE: Backend(REFERENCE, reference, always)}
+        functools.update_wrapper(self, reference)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._choose(args, kwargs).function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return get_op, (self.name,)  # there is one operator of a name: copies and pickles are that one
+
+    def __repr__(self) -> str:
+        return f"<operator {self.name}: {', '.join(self.backends())}>"
+
+    def backends(self) -> list[str]:
+        """In the order in which they are asked: the newest first, the reference last."""
+        return list(reversed(self._backends))
+
+    def backend(
+        self, name: str, *, when: Usable = always, replace: bool = False
+    ) -> Callable[[Callable[..., Any]], Any]:
+        """Decorator: register a function as this operator's backend `name`, usable where `when` says so."""
+
+        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+            if name == REFERENCE:
+                raise ValueError(f"the reference {name!r} of {self.name} is what others are tested against and stays")
+            if name in self._backends and not replace:
+                raise ValueError(f"{self.name} has a backend {name!r} already; replace=True replaces it")
+            wanted, found = _bare(self.signature), _bare(inspect.signature(function))
+            if wanted != found:
+                raise ValueError(f"a backend of {self.name} must take {wanted}, found {found}")
+            self._backends[name] = Backend(name, function, when)
+            return function
+
+        return add
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        forced = self.forced()
+        chosen = self._choose(args, kwargs).name
+        reasons = {}
+        for name in self.backends():
+            if name == chosen:
+                reasons[name] = f"chosen: asked for by {forced[1]}" if forced else "chosen: the first that can run"
+            elif reason := _verdict(self._backends[name], args, kwargs):
+                reasons[name] = f"cannot run: {reason}"
+            else:
+                reasons[name] = (
+                    f"not chosen: {forced[1]} asks for {chosen}" if forced else f"not chosen: {chosen} comes first"
+                )
+        return Explanation(self.name, chosen, reasons)
+
+    def forced(self) -> tuple[str, str] | None:
+        """The backend asked for by name, and by what."""
+        for choices, source in ((_forced.get(), "use_backend"), (_from_environment(), "STROP_BACKEND")):
+            if name := choices.get(self.name) or choices.get(None):
+                return name, source
+        return None
+
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
+        try:
+            return self._forced_backend(args, kwargs) or next(
+                backend for backend in reversed(self._backends.values()) if _verdict(backend, args, kwargs) is None
+            )
+        except TypeError:
+            self.signature.bind(*args, **kwargs)  # a call that does not fit says so in the operator's own words
+            raise
+
+    def _forced_backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend | None:
+        forced = self.forced()
+        if forced is None:
+            return None
+        name, source = forced
+        if name not in self._backends:
+            raise ValueError(f"{source} asks for backend {name!r}; {self.name} has {_listed(self.backends())}")
+        if reason := _verdict(self._backends[name], args, kwargs):
+            raise RuntimeError(f"{source} asks for backend {name!r} of {self.name}, which cannot run: {reason}")
+        return self._backends[name]
+
+
+def _bare(signature: inspect.Signature) -> str:
+    """Names, kinds and defaults, without annotations."""
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
+
+
+def op(reference: Callable[..., Any]) -> Op:
+    """Decorator: make a torch function an operator, itself being the reference."""
+    if reference.__name__ in _ops:
+        raise ValueError(f"an operator {reference.__name__!r} exists already")
+    made = _ops[reference.__name__] = Op(reference)
+    return made
+
+
+def register(
+    name: str, backend: str, function: Callable[..., Any], *, when: Usable = always, replace: bool = False
+) -> None:
+    """Add a backend to an existing operator: `register("logp", "mine", my_logp, when=on_my_device)`."""
+    get_op(name).backend(backend, when=when, replace=replace)(function)
+
+
+def get_op(name: str) -> Op:
+    if name not in _ops:
+        raise ValueError(f"unknown operator {name!r}; there are {_listed(_ops)}")
+    return _ops[name]
+
+
+def ops() -> list[str]:
+    """The names of all operators."""
+    return sorted(_ops)
+
+
+def backends(name: str) -> list[str]:
+    """The operator's backends in the order in which they are asked."""
+    return get_op(name).backends()
+
+
+def explain(name: str, *args: Any, **kwargs: Any) -> Explanation:
+    """Which backend the operator would choose for these arguments, and why not the others."""
+    return get_op(name).explain(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def use_backend(backend: str | None = None, /, **per_op: str) -> Iterator[None]:
+    """Within the block, run this backend, or for single operators these; inner blocks go before outer ones."""
+    if backend is not None:
+        known = {name for one in _ops.values() for name in one.backends()}
+        if backend not in known:
+            raise ValueError(f"unknown backend {backend!r}; there are {_listed(known)}")
+    for name, wanted in per_op.items():
+        if wanted not in backends(name):
+            raise ValueError(f"unknown backend {wanted!r}; {name} has {_listed(backends(name))}")
+    choices: dict[str | None, str] = dict(_forced.get()) if backend is None else {None: backend}
+    choices |= per_op  # type: ignore[arg-type]  # a str is a str | None
+    token = _forced.set(choices)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(setting: str) -> dict[str | None, str]:
+    choices: dict[str | None, str] = {}
+    for part in filter(None, (p.strip() for p in setting.split(","))):
+        left, separator, right = (piece.strip() for piece in part.partition("="))
+        name, backend = (get_op(left).name, right) if separator else (None, left)
+        if not backend or name in choices:
+            raise ValueError(f"STROP_BACKEND must be a backend or op=backend,op=backend, found {setting!r}")
+        choices[name] = backend
+    return choices
+
+
+def _from_environment() -> dict[str | None, str]:
+    return _parse(os.environ.get("STROP_BACKEND", ""))
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,161 @@
+"""logp on every backend: by hand, TRL's numbers, finite differences, invariances, bad input."""
+
+import math
+
+import pytest
+import torch
+
+from strop.ops import logp, registry
+
+
+@pytest.fixture(params=registry.backends("logp"))
+def backend(request):
+    with registry.use_backend(logp=request.param):
+        yield request.param
+
+
+def test_by_hand(backend):
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]))
+    found, entropy = logp(logits, torch.tensor([1, 2]), entropy=True)
+    assert found.tolist() == pytest.approx([math.log(0.25), math.log(0.7)])
+    expected = [-sum(p * math.log(p) for p in row) for row in ([0.5, 0.25, 0.25], [0.1, 0.2, 0.7])]
+    assert entropy.tolist() == pytest.approx(expected)
+
+
+def test_trl_golden_values(backend, golden):
+    assert golden["logp"]
+    for case in golden["logp"]:
+        logits = torch.tensor(case["logits"], dtype=torch.float64)
+        found, entropy = logp(logits, torch.tensor(case["ids"]), temperature=case["temperature"], entropy=True)
+        torch.testing.assert_close(found, torch.tensor(case["logp"], dtype=torch.float64), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(entropy, torch.tensor(case["entropy"], dtype=torch.float64), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("banned", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients(backend, banned, masked):
+    torch.manual_seed(0)
+    free = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(0, 5, (2, 3))
+    ban = torch.zeros(7, dtype=torch.bool)
+    ban[5] = banned
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]) if masked else None
+
+    def both(x):
+        return logp(x.masked_fill(ban, -torch.inf), ids, temperature=0.7, completion_mask=mask, entropy=True)
+
+    assert torch.autograd.gradcheck(both, free)
+
+
+def test_gradient_equations(backend):
+    torch.manual_seed(0)
+    logits = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([0, 3, 8, 3])
+    found, entropy = logp(logits, ids, temperature=2.0, entropy=True)
+    p = (logits / 2).softmax(-1).detach()
+    (d_logp,) = torch.autograd.grad(found.sum(), logits, retain_graph=True)
+    (d_entropy,) = torch.autograd.grad(entropy.sum(), logits)
+    torch.testing.assert_close(d_logp, (torch.nn.functional.one_hot(ids, 9) - p) / 2)
+    torch.testing.assert_close(d_entropy, -p * (p.log() + entropy.detach()[:, None]) / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocabulary", [1, 2, 64, 8003])
+def test_low_precision_is_computed_in_float32(backend, dtype, vocabulary):
+    torch.manual_seed(1)
+    logits = (torch.randn(5, vocabulary) * 4).to(dtype).requires_grad_()
+    ids = torch.randint(0, vocabulary, (5,), dtype=torch.int32)
+    found = logp(logits, ids)
+    exact = logits.detach().double().requires_grad_()
+    expected = logp(exact, ids)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-6)
+    found.sum().backward()
+    expected.sum().backward()
+    assert logits.grad.dtype == dtype
+    # the gradient is rounded to the dtype once: at most to the neighbour of the exact one
+    torch.testing.assert_close(logits.grad, exact.grad.to(dtype), rtol=max(2e-6, torch.finfo(dtype).eps), atol=1e-6)
+
+
+def test_masked_garbage_changes_nothing(backend):
+    torch.manual_seed(2)
+    logits, ids = torch.randn(2, 4, 6), torch.randint(0, 6, (2, 4))
+    mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0]])
+    results = []
+    for garbage_logit, garbage_id in ((0.0, 0), (math.nan, -100), (math.inf, 11), (-math.inf, 2**40)):
+        dirty = logits.masked_fill(mask[..., None] == 0, garbage_logit).requires_grad_()
+        found, entropy = logp(dirty, ids.masked_fill(mask == 0, garbage_id), completion_mask=mask, entropy=True)
+        (found.sum() + entropy.sum()).backward()
+        results.append((found, entropy, dirty.grad))
+        assert (found[mask == 0] == 0).all()
+        assert (entropy[mask == 0] == 0).all()
+        assert (dirty.grad[mask == 0] == 0).all()
+    for other in results[1:]:
+        for a, b in zip(other, results[0], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_banned_tokens(backend):
+    logits = torch.tensor([[0.0, -torch.inf, 0.0], [-torch.inf, -torch.inf, 5.0]])
+    found, entropy = logp(logits, torch.tensor([1, 2]), entropy=True)
+    assert found.tolist() == [-math.inf, 0.0]
+    assert entropy.tolist() == pytest.approx([math.log(2), 0.0])
+
+
+def test_peaked_and_shifted_logits(backend):
+    logits = torch.tensor([[1e4, 0.0, -1e4]])
+    assert logp(logits, torch.tensor([0])).item() == 0.0
+    assert logp(logits, torch.tensor([1])).item() == -1e4
+    torch.testing.assert_close(logp(logits + 1e5, torch.tensor([1])), torch.tensor([-1e4]))
+
+
+@pytest.mark.parametrize("offset", [0.0, 50.0, 1e4, 1e6])
+def test_a_common_offset_costs_no_more_than_the_rounding_of_the_logits(backend, offset):
+    torch.manual_seed(4)
+    logits = (torch.randn(64, 100) * 3 + offset).requires_grad_()
+    ids = torch.randint(0, 100, (64,))
+    found, entropy = logp(logits, ids, entropy=True)
+    expected, expected_entropy = logp(logits.detach().double(), ids, entropy=True)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-6, atol=2e-6)
+
+
+def test_float16_at_the_end_of_its_range(backend):
+    found = logp(torch.tensor([[60000, 60000, -60000]], dtype=torch.float16), torch.tensor([0]))
+    assert found.item() == pytest.approx(-math.log(2), rel=1e-6)
+
+
+def test_shapes(backend):
+    torch.manual_seed(3)
+    logits, ids = torch.randn(2, 5, 11), torch.randint(0, 11, (2, 5))
+    whole = logp(logits, ids)
+    assert torch.equal(logp(logits[:, :-1], ids[:, 1:]), logp(logits[:, :-1].contiguous(), ids[:, 1:].contiguous()))
+    assert torch.equal(logp(logits.transpose(0, 1), ids.T).T, whole)
+    assert torch.equal(logp(logits[0, 0], ids[0, 0]), whole[0, 0])
+    assert logp(torch.randn(2, 0, 11), torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0)
+    assert logp(logits, ids, completion_mask=torch.zeros(2, 5)).tolist() == [[0.0] * 5] * 2
+
+
+L, I = torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)  # noqa: E741
+MISTAKES = [
+    ((L, I[:, :2]), {}, ValueError, "ids must have shape [2, 3], found [2, 2]"),
+    ((L, I.float()), {}, TypeError, "ids must be int64 or int32, found torch.float32"),
+    ((L.long(), I), {}, TypeError, "logits must be of a floating dtype, found torch.int64"),
+    ((L.numpy(), I), {}, TypeError, "logits must be a tensor, found ndarray"),
+    ((L[..., :0], I), {}, ValueError, "logits must have shape [.., V] with V at least 1, found [2, 3, 0]"),
+    ((L, I), {"completion_mask": I[0]}, ValueError, "completion_mask must have shape [2, 3], found [3]"),
+    ((L, I), {"completion_mask": [1]}, TypeError, "completion_mask must be a tensor, found list"),
+    ((L, I), {"temperature": 0.0}, ValueError, "temperature must be finite and above 0, found 0.0"),
+    ((L, I), {"temperature": math.nan}, ValueError, "temperature must be finite and above 0, found nan"),
+    ((L, I), {"temperature": "1"}, TypeError, "temperature must be a float, found str"),
+    ((L, I), {"completion_mask": L[..., 0]}, ValueError, "completion_mask must hold only 0 and 1, found"),
+    ((L, I + 4), {}, ValueError, "ids must be from 0 to 3, found 4 at index [0, 0]"),
+    ((L, I - 1), {"completion_mask": torch.tensor([[0, 0, 0], [0, 1, 0]])}, ValueError, "found -1 at index [1, 1]"),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "error", "message"), MISTAKES)
+def test_mistakes(backend, args, kwargs, error, message):
+    with pytest.raises(error) as raised:
+        logp(*args, **kwargs)
+    assert message in str(raised.value)

@@ -1,0 +1,81 @@
+"""Each layer imports alone, and no arrow of the architecture points back."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ["torch", "transformers", "triton", "scipy", "matplotlib", "typer", "rich"]
+LAYERS = {
+    # layer: what importing it may bring along
+    "strop": [],
+    "strop.primitives": [],
+    "strop.moe": [],
+    "strop.moe.engine": [],
+    "strop.moe.model": [],
+    "strop.moe.train": [],
+    "strop.moe.weights": [],
+    "strop.moe.reference.engine": [],
+    "strop.ops": ["torch"],
+    "strop.ops.registry": ["torch"],
+    "strop.bench.harness": [],
+    "strop.bench.report": [],
+    "strop.bench.alone": [],
+    "strop.bench.suites.primitives": [],
+    "strop.bench.suites.engines": [],
+    "strop.bench.suites.convergence": [],
+    "strop.cli": ["typer", "rich"],
+}
+KNOWS_NOTHING_OF = {
+    "strop.primitives": ["strop.moe", "strop.ops", "strop.bench", "strop.cli"],
+    "strop.moe": ["strop.ops", "strop.bench", "strop.cli"],
+    "strop.moe.reference.engine": ["strop.moe.native", "strop.ops", "strop.bench", "strop.cli"],
+    "strop.ops": ["strop.bench", "strop.cli"],
+    "strop.bench.harness": ["strop.cli"],
+}
+
+
+def modules_after_import(name):
+    program = f"import sys; import {name}; print('\\n'.join(sys.modules))"
+    return set(
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    )
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_alone(layer):
+    loaded = modules_after_import(layer)
+    assert {h for h in HEAVY if h in loaded} <= set(LAYERS[layer]) | ({"triton"} if "torch" in LAYERS[layer] else set())
+    for other in KNOWS_NOTHING_OF.get(layer, []):
+        assert not {m for m in loaded if m == other or m.startswith(other + ".")}
+
+
+def test_a_model_at_work_brings_in_no_framework():
+    """Not only the import: a step, a generation and a checkpoint."""
+    program = (
+        "import sys, tempfile; from strop.moe import MoEConfig, MoETransformer, available_engines, fit\n"
+        "for engine in available_engines():\n"
+        "    model = MoETransformer(MoEConfig(vocab_size=20), engine)\n"
+        "    fit(model, [{'tokens': [[1, 2, 3]], 'targets': [[2, 3, 4]]}], num_steps=1, progress=False)\n"
+        "    model.generate([[1, 2]], max_new_tokens=2)\n"
+        "    model.save(folder := tempfile.mkdtemp()); MoETransformer.load(folder, engine)\n"
+        "print(sorted({'torch', 'transformers', 'scipy', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_import_is_quick():
+    """Of five fresh processes the best, in CPU time, which a busy machine does not stretch: strop over NumPy, and both."""
+    program = (
+        "import time; a = time.process_time(); import numpy; b = time.process_time(); import strop;"
+        "c = time.process_time(); print(b - a, c - b)"
+    )
+    runs = [
+        tuple(
+            map(float, subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.split())
+        )
+        for _ in range(5)
+    ]
+    assert min(ours for _, ours in runs) < 0.05
+    assert min(numpy + ours for numpy, ours in runs) < 0.2
