@@ -1,6 +1,7 @@
 #include "threads.h"
 
 #include <atomic>
+#include <cstdint>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -15,6 +16,8 @@
 namespace strop {
 namespace {
 
+constexpr int kMaxThreads = 1024;
+
 int usable_cpus() {
 #if defined(__linux__)
     cpu_set_t set;
@@ -25,21 +28,9 @@ int usable_cpus() {
 }
 
 std::atomic<int>& thread_count() {
-    static std::atomic<int> count{usable_cpus()};
+    static std::atomic<int> count{usable_cpus() < kMaxThreads ? usable_cpus() : kMaxThreads};
     return count;
 }
-
-struct Job {
-    void (*body)(void*, size_t) noexcept;
-    void* context;
-    size_t tasks;
-    std::atomic<int> open_places;
-    alignas(64) std::atomic<size_t> next{0};  // alone in its cache line: every thread writes it
-
-    void work() noexcept {
-        for (size_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(context, task);
-    }
-};
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -60,64 +51,108 @@ bool spin_until(Ready&& ready) {
     return false;
 }
 
-// Workers wait until a job is posted, join it if it is still open when they notice, and are waited for only if they joined.
-//
-// A small job is posted, joined and left without a lock. Whoever writes one of a pair and then reads the other, with the
-// other side doing the reverse, cannot be overlooked (both are sequentially consistent): a worker says that it works, then
-// looks for the job; the caller takes the job away, then looks whether anyone works. The same holds for `posted_` and
-// `sleeping_`. The lock is for sleeping only.
+using Body = void (*)(void*, size_t) noexcept;
+
+// One participant's share of a job, in a cache line of its own. The ticket is (number of the job, next task). A task is
+// claimed by advancing the ticket, which fails as soon as it has changed; and it is taken away before any other field is
+// written. So whoever claims a task has read the other fields of the same job.
+struct alignas(64) Desk {
+    std::atomic<uint64_t> ticket{0};
+    std::atomic<uint64_t> end{0};
+    std::atomic<Body> body{nullptr};
+    std::atomic<void*> context{nullptr};
+
+    static constexpr uint64_t kNoTicket = 0;  // jobs are counted from 1
+    static uint32_t job_of(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
+
+    void put(uint32_t job, Body new_body, void* new_context, size_t first, size_t last) {
+        ticket.store(kNoTicket, std::memory_order_relaxed);
+        end.store(last, std::memory_order_release);
+        body.store(new_body, std::memory_order_relaxed);
+        context.store(new_context, std::memory_order_relaxed);
+        ticket = uint64_t{job} << 32 | first;  // sequentially consistent: see Pool
+    }
+
+    // Runs what is left of this job here; how many tasks that were.
+    size_t work(uint32_t job) noexcept {
+        size_t done = 0;
+        uint64_t seen = ticket.load(std::memory_order_acquire);
+        while (job_of(seen) == job && static_cast<uint32_t>(seen) < end.load(std::memory_order_acquire)) {
+            const Body run = body.load(std::memory_order_relaxed);
+            void* const with = context.load(std::memory_order_relaxed);
+            if (!ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
+            run(with, static_cast<uint32_t>(seen));
+            ++done;
+            seen = ticket.load(std::memory_order_acquire);
+        }
+        return done;
+    }
+};
+
+// Every participant has a contiguous share of the tasks on its desk: the same one each time a job comes again, so that what
+// it read then is still in its cache. Whoever is done helps at the other desks, so a worker that sleeps or was
+// interrupted holds nobody up. Nothing is locked, except to sleep: a worker says that it sleeps and then looks at its desk
+// once more, the caller fills the desks and then looks whether anyone sleeps; so one of the two always notices.
 class Pool {
   public:
-    void run(Job& job, int helpers) {
-        if (started_ < helpers) start(helpers);
-        job_ = &job;
-        ++posted_;
+    void run(size_t tasks, Body body, void* context, int participants) {
+        for (; started_ < participants; ++started_) std::thread([this, at = started_.load()] { serve(at); }).detach();
+        if (++jobs_ == 0) ++jobs_;
+        const uint32_t job = jobs_;
+        done_.store(0, std::memory_order_relaxed);
+        const auto first = [&](int at) { return tasks * static_cast<size_t>(at) / static_cast<size_t>(participants); };
+        for (int at = participants - 1; at >= 0; --at) desks_[at].put(job, body, context, first(at), first(at + 1));
         if (sleeping_ > 0) {
             { std::lock_guard lock(mutex_); }  // a worker that is about to sleep does so first
             wake_.notify_all();
         }
-        job.work();
-        job_ = nullptr;
-        if (spin_until([this] { return working_ == 0; })) return;
+        done_ += work(0, job, participants);
+        const auto finished = [&] { return done_ == tasks; };
+        if (spin_until(finished)) return;
         std::unique_lock lock(mutex_);
         caller_sleeps_ = true;
-        done_.wait(lock, [this] { return working_ == 0; });
+        finished_.wait(lock, finished);
         caller_sleeps_ = false;
     }
 
   private:
-    void start(int helpers) {
-        for (; started_ < helpers; ++started_) std::thread([this] { serve(); }).detach();
+    size_t work(int at, uint32_t job, int participants) noexcept {
+        size_t done = desks_[at].work(job);
+        for (int other = 1; other < participants; ++other) done += desks_[(at + other) % participants].work(job);
+        return done;
     }
 
-    void serve() {
-        unsigned seen = 0;
+    void serve(int at) {
+        Desk& desk = desks_[at];
+        uint32_t seen = 0;
         for (;;) {
-            const auto posted = [&] { return posted_ != seen; };
+            uint32_t job = 0;
+            const auto posted = [&] { return (job = Desk::job_of(desk.ticket)) != seen && job != 0; };
             if (!spin_until(posted)) {
                 std::unique_lock lock(mutex_);
                 ++sleeping_;
                 wake_.wait(lock, posted);
                 --sleeping_;
             }
-            seen = posted_;
-            ++working_;
-            if (Job* job = job_; job && job->open_places.fetch_sub(1) > 0) job->work();
-            if (--working_ == 0 && caller_sleeps_) {
+            seen = job;
+            const size_t done = work(at, job, started_);
+            if (done == 0) continue;
+            done_ += done;
+            if (caller_sleeps_) {
                 { std::lock_guard lock(mutex_); }
-                done_.notify_one();
+                finished_.notify_one();
             }
         }
     }
 
+    Desk desks_[kMaxThreads];  // the caller's first
     std::mutex mutex_;
-    std::condition_variable wake_, done_;
-    int started_ = 0;
-    alignas(64) std::atomic<Job*> job_{nullptr};
-    std::atomic<unsigned> posted_{0};
-    alignas(64) std::atomic<int> working_{0};
-    std::atomic<int> sleeping_{0};
+    std::condition_variable wake_, finished_;
+    std::atomic<int> started_{1};  // the caller needs no start
+    uint32_t jobs_ = 0;
+    alignas(64) std::atomic<size_t> done_{0};
     std::atomic<bool> caller_sleeps_{false};
+    alignas(64) std::atomic<int> sleeping_{0};
 };
 
 // The pool is never destroyed: its sleeping threads must outlive static destruction. A forked child has none of them,
@@ -144,17 +179,16 @@ Pool& the_pool() {
 }  // namespace
 
 int num_threads() { return thread_count().load(std::memory_order_relaxed); }
-void set_num_threads(int count) { thread_count() = count; }
+void set_num_threads(int count) { thread_count() = count < kMaxThreads ? count : kMaxThreads; }
 
 void run_tasks(size_t tasks, void (*body)(void*, size_t) noexcept, void* context) {
-    size_t helpers = static_cast<size_t>(num_threads()) - 1;
-    if (tasks > 0 && helpers > tasks - 1) helpers = tasks - 1;
-    if (tasks == 0 || helpers == 0 || pool_taken.exchange(true)) {
+    size_t participants = static_cast<size_t>(num_threads());
+    if (participants > tasks) participants = tasks;
+    if (participants <= 1 || pool_taken.exchange(true)) {
         for (size_t task = 0; task < tasks; ++task) body(context, task);
         return;
     }
-    Job job{body, context, tasks, static_cast<int>(helpers)};
-    the_pool().run(job, static_cast<int>(helpers));
+    the_pool().run(tasks, body, context, static_cast<int>(participants));
     pool_taken = false;
 }
 
