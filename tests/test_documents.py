@@ -32,3 +32,59 @@ def test_no_page_is_lost():
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
             linked.add((path.parent / target).resolve())
     assert {p for p in DOCUMENTS if p.is_relative_to(ROOT / "docs")} <= linked
+
+
+def equations():
+    """The links of the equation-to-code table: row, name, file."""
+    text = (ROOT / "docs/moe.md").read_text(encoding="utf-8").split("## Equations and code")[1].split("\n## ")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "](" in line]
+    return [
+        (row.split("|")[1].strip(), name, target)
+        for row in rows
+        for name, target in re.findall(r"\[`(\w+)`\]\(([^)]+)\)", row)
+    ]
+
+
+def is_defined(name, path):
+    """A Python function of that name, or a C++ one with its body; a declaration or a call is not enough."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return re.search(rf"^ *def {name}\(", text, re.MULTILINE) is not None
+    definition = rf"^(?:[\w:<>,*&\s]+[\s*&:])?{name}\([^;{{]*\)(?: const)?(?: noexcept)? \{{"
+    return re.search(definition, text, re.MULTILINE) is not None
+
+
+@pytest.mark.parametrize(("row", "name", "target"), equations())
+def test_equations_lead_to_their_code(row, name, target):
+    path = ROOT / "docs" / target
+    assert path.exists(), f"{row}: no file {target}"
+    assert is_defined(name, path), f"{row}: {name} is not defined in {target}"
+
+
+def test_equations_are_complete():
+    """Every formula that was promised, and the backward of every layer the reference has."""
+    promised = ("embedding, RMSNorm, linear, SiLU, SwiGLU, softmax, RoPE rotation, RoPE frequencies, NTK-aware scaling, attention, "
+                "causal mask, MoE combine, router, auxiliary loss, cross-entropy, its gradient, AdamW, clipping, warm-up, cosine, "
+                "temperature, top-p")  # fmt: skip
+    assert set(promised.split(", ")) <= {row for row, _, _ in equations()}
+    linked = {name for _, name, _ in equations()}
+    reference = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "src/strop/moe/reference").glob("*.py"))
+    assert set(re.findall(r"^def (\w+_bwd)\(", reference, re.MULTILINE)) <= linked
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "found"),
+    [
+        ("template <class T>\nvoid rope(size_t n, T* x) {\n}", "rope", True),
+        ("inline VecOf<T> sigmoid(VecOf<T> x) {", "sigmoid", True),
+        ("std::shared_ptr<std::vector<T>> Engine<T>::rope_table(size_t n) {", "rope_table", True),
+        ("void f(const Config& c,\n       Arena& a) {", "f", True),
+        ("void rope(size_t n, T* x);", "rope", False),
+        ("    rope(n, x);\n    if (x) {", "rope", False),
+        ("void rope_angles(size_t n) {", "rope", False),
+    ],
+)  # fmt: skip
+def test_a_definition_is_told_from_a_call(text, name, found, tmp_path):
+    path = tmp_path / "a.cpp"
+    path.write_text(text)
+    assert is_defined(name, path) is found

@@ -10,15 +10,26 @@ LAYERS = {
     # layer: what importing it may bring along
     "strop": [],
     "strop.primitives": [],
+    "strop.moe": [],
+    "strop.moe.engine": [],
+    "strop.moe.model": [],
+    "strop.moe.train": [],
+    "strop.moe.weights": [],
+    "strop.moe.reference.engine": [],
     "strop.ops": ["torch"],
     "strop.ops.registry": ["torch"],
     "strop.bench.harness": [],
     "strop.bench.report": [],
+    "strop.bench.alone": [],
     "strop.bench.suites.primitives": [],
+    "strop.bench.suites.engines": [],
+    "strop.bench.suites.convergence": [],
     "strop.cli": ["typer", "rich"],
 }
 KNOWS_NOTHING_OF = {
-    "strop.primitives": ["strop.ops", "strop.bench", "strop.cli"],
+    "strop.primitives": ["strop.moe", "strop.ops", "strop.bench", "strop.cli"],
+    "strop.moe": ["strop.ops", "strop.bench", "strop.cli"],
+    "strop.moe.reference.engine": ["strop.moe.native", "strop.ops", "strop.bench", "strop.cli"],
     "strop.ops": ["strop.bench", "strop.cli"],
     "strop.bench.harness": ["strop.cli"],
 }
@@ -37,6 +48,21 @@ def test_imports_alone(layer):
     assert {h for h in HEAVY if h in loaded} <= set(LAYERS[layer]) | ({"triton"} if "torch" in LAYERS[layer] else set())
     for other in KNOWS_NOTHING_OF.get(layer, []):
         assert not {m for m in loaded if m == other or m.startswith(other + ".")}
+
+
+def test_a_model_at_work_brings_in_no_framework():
+    """Not only the import: a step, a generation and a checkpoint."""
+    program = (
+        "import sys, tempfile; from strop.moe import MoEConfig, MoETransformer, available_engines, fit\n"
+        "for engine in available_engines():\n"
+        "    model = MoETransformer(MoEConfig(vocab_size=20), engine)\n"
+        "    fit(model, [{'tokens': [[1, 2, 3]], 'targets': [[2, 3, 4]]}], num_steps=1, progress=False)\n"
+        "    model.generate([[1, 2]], max_new_tokens=2)\n"
+        "    model.save(folder := tempfile.mkdtemp()); MoETransformer.load(folder, engine)\n"
+        "print(sorted({'torch', 'transformers', 'scipy', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_import_is_quick():

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.bench import report
+from strop.bench import report, text
+from strop.bench.pages.primitives import primitives_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RATIO = {"value": 3.21, "low": 3.0, "high": 3.5, "verdict": "faster"}
@@ -35,12 +36,12 @@ def test_a_changed_number_is_found_and_mended(tmp_path, monkeypatch):
     readme.write_text("before\n<!-- generated: primitives_table r.json -->\n<!-- end generated -->\nafter\n")
     assert report.drifted(tmp_path) == ["README.md"]
     assert report.write(tmp_path) == ["README.md"]
-    text = readme.read_text()
-    assert "| advantages 16×4 | float64 | 251 ns | 3.21× [3, 3.5] |" in text
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
+    filled = readme.read_text()
+    assert "| advantages 16×4 | float64 | 251 ns | 3.21× [3, 3.5] |" in filled
+    assert filled.startswith("before\n")
+    assert filled.endswith("after\n")
     assert report.drifted(tmp_path) == []
-    readme.write_text(text.replace("3.21×", "9.99×"))
+    readme.write_text(filled.replace("3.21×", "9.99×"))
     assert report.drifted(tmp_path) == ["README.md"]
 
 
@@ -62,18 +63,18 @@ def test_a_figure_follows_its_data(tmp_path, monkeypatch):
 def test_slower_is_as_visible_as_faster():
     slower = {"value": 0.5, "low": 0.4, "high": 0.6, "verdict": "slower"}
     same = {"value": 1.01, "low": 0.9, "high": 1.1, "verdict": "same"}
-    text = report.primitives_table(result(numpy=slower, torch=same))
-    assert "**slower** 0.5× [0.4, 0.6]" in text
-    assert "no difference 1.01× [0.9, 1.1]" in text
+    block = primitives_table(result(numpy=slower, torch=same))
+    assert "**slower** 0.5× [0.4, 0.6]" in block
+    assert "no difference 1.01× [0.9, 1.1]" in block
 
 
-@pytest.mark.parametrize(("ns", "text"), [(12.34, "12.3 ns"), (1500, "1.5 µs"), (2.5e6, "2.5 ms"), (3.2e9, "3.2 s")])
-def test_durations(ns, text):
-    assert report.duration(ns) == text
+@pytest.mark.parametrize(("ns", "words"), [(12.34, "12.3 ns"), (1500, "1.5 µs"), (2.5e6, "2.5 ms"), (3.2e9, "3.2 s")])
+def test_durations(ns, words):
+    assert text.duration(ns) == words
 
 
 def test_mistakes_in_marks():
-    with pytest.raises(ValueError, match="unknown renderer 'nope'; there are primitives_summary, primitives_table"):
+    with pytest.raises(ValueError, match="unknown renderer 'nope'; there are convergence_table, engines_agreement"):
         report.filled("<!-- generated: nope r.json -->\n<!-- end generated -->", ROOT)
     with pytest.raises(ValueError, match="not closed by"):
         report.filled("<!-- generated: primitives_table r.json -->\n", ROOT)
