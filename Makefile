@@ -18,7 +18,7 @@ help:
 	@echo "make dist       sdist and wheel, installed into an empty environment"
 
 $(VENV)/created:
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed and was not found; set PYTHON=..."; exit 1; }
+	@command -v "$(PYTHON)" >/dev/null || { echo "Python 3.11 or newer is needed and was not found; set PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, $(PYTHON) is older; set PYTHON=..."; exit 1; }
 	@command -v $${CXX:-c++} >/dev/null || { echo "a C++ compiler is needed and was not found: install g++ or clang++, or set CXX=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -73,10 +73,10 @@ sanitize: $(INSTALLED)
 dist: $(INSTALLED)
 	rm -rf build/dist
 	$(BIN)/python -m build --quiet --no-isolation --outdir build/dist .
-	$(PYTHON) -m venv build/dist/venv
-	build/dist/venv/bin/python -m pip install --quiet -c constraints.txt build/dist/*.whl
-	build/dist/venv/bin/strop demo > build/dist/demo.txt
-	build/dist/venv/bin/strop doctor
+	for form in whl tar.gz; do \
+	  rm -rf build/dist/venv && $(PYTHON) -m venv build/dist/venv && \
+	  build/dist/venv/bin/python -m pip install --quiet -c constraints.txt build/dist/*.$$form && \
+	  build/dist/venv/bin/strop demo > build/dist/demo.txt && build/dist/venv/bin/strop doctor || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist

@@ -9,10 +9,10 @@
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #include "primitives_boundary.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <numpy/arrayobject.h>
 
+#include <algorithm>
 #include <cmath>
 #include <new>
 #include <string>
@@ -27,17 +27,21 @@ namespace {
 // At this many elements the work takes longer than a hand-over of the interpreter lock.
 constexpr npy_intp kReleaseElements = npy_intp{1} << 14;
 
-class ReleaseInterpreter {
-  public:
-    explicit ReleaseInterpreter(bool release) : state_(release ? PyEval_SaveThread() : nullptr) {}
-    ~ReleaseInterpreter() {
-        if (state_) PyEval_RestoreThread(state_);
+// Runs body(), without the interpreter lock where that pays; false with MemoryError set where memory ran out. The lock is
+// taken back in plain code: at the end of the process Python ends this thread right there, which no destructor may see.
+template <class Body>
+bool compute(bool without_lock, Body&& body) {
+    bool enough_memory = true;
+    PyThreadState* state = without_lock ? PyEval_SaveThread() : nullptr;
+    try {
+        body();
+    } catch (const std::bad_alloc&) {
+        enough_memory = false;
     }
-    ReleaseInterpreter(const ReleaseInterpreter&) = delete;
-
-  private:
-    PyThreadState* state_;
-};
+    if (state) PyEval_RestoreThread(state);
+    if (!enough_memory) PyErr_NoMemory();
+    return enough_memory;
+}
 
 // `self` is a module whose attribute `twin` is the Python twin (a builtin of a module pickles by its name), or None.
 struct Call {
@@ -134,9 +138,10 @@ struct KlInput {
     npy_intp size() const { return PyArray_SIZE(log_p); }
 
     template <class T, class Out>
-    void rows(KlEstimator estimator, npy_intp count, npy_intp length, Out* out) const {
-        ReleaseInterpreter release(size() >= kReleaseElements);
-        kl_rows(estimator, data_of<T>(log_p), data_of<T>(log_q), mask, static_cast<size_t>(count), static_cast<size_t>(length), out);
+    bool rows(KlEstimator estimator, npy_intp count, npy_intp length, Out* out) const {
+        return compute(size() >= kReleaseElements, [&] {
+            kl_rows(estimator, data_of<T>(log_p), data_of<T>(log_q), mask, static_cast<size_t>(count), static_cast<size_t>(length), out);
+        });
     }
 };
 
@@ -149,9 +154,8 @@ PyObject* kl_total(PyObject* self, PyObject* const* args, Py_ssize_t count, PyOb
     PyObject* const names[] = {name_log_p, name_log_q, name_mask};
     if (!call.bind(names, 3, slots) || !in.read(slots[0], slots[1], slots[2], only_f32)) return call.hand_to_twin();
     double total = 0.0;
-    if (in.is_f32()) in.rows<float>(estimator, 1, in.size(), &total);
-    else in.rows<double>(estimator, 1, in.size(), &total);
-    return PyFloat_FromDouble(total);
+    const bool done = in.is_f32() ? in.rows<float>(estimator, 1, in.size(), &total) : in.rows<double>(estimator, 1, in.size(), &total);
+    return done ? PyFloat_FromDouble(total) : nullptr;
 }
 
 // compute_batch_token_kl…(log_p, log_q, seq_len=None, mask=None) -> (B,)
@@ -176,9 +180,11 @@ PyObject* kl_batch(PyObject* self, PyObject* const* args, Py_ssize_t count, PyOb
     PyObject* out = PyArray_SimpleNew(1, &rows, PyArray_TYPE(in.log_p));
     if (!out) return nullptr;
     void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(out));
-    if (in.is_f32()) in.rows<float>(estimator, rows, length, static_cast<float*>(data));
-    else in.rows<double>(estimator, rows, length, static_cast<double*>(data));
-    return out;
+    const bool done = in.is_f32() ? in.rows<float>(estimator, rows, length, static_cast<float*>(data))
+                                  : in.rows<double>(estimator, rows, length, static_cast<double*>(data));
+    if (done) return out;
+    Py_DECREF(out);
+    return nullptr;
 }
 
 // ---- advantages -----------------------------------------------------------------------------------------------------
@@ -192,7 +198,7 @@ PyObject* scale_words[3];
 
 bool read_ddof(PyObject* o, npy_intp* ddof) {
     *ddof = 0;
-    return !o || whole_number(o, 0, 1 << 20, ddof);
+    return !o || whole_number(o, 0, NPY_MAX_INTP, ddof);
 }
 
 bool read_eps(PyObject* o, double* eps) {
@@ -214,24 +220,33 @@ bool read_scale(PyObject* o, AdvantageScale* scale) {
     return false;
 }
 
-template <class T>
-bool advantages_into(PyObject* out, PyArrayObject* rewards, npy_intp groups, npy_intp group_size, AdvantageScale scale, npy_intp ddof,
-                     double eps) {
-    ReleaseInterpreter release(PyArray_SIZE(rewards) >= kReleaseElements);
-    return group_advantages(data_of<T>(rewards), static_cast<size_t>(groups), static_cast<size_t>(group_size), scale,
-                            static_cast<double>(ddof), eps, static_cast<T*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(out))));
-}
+struct AdvantageCall {
+    PyArrayObject* rewards;
+    npy_intp groups, group_size, ddof;
+    double eps;
+    AdvantageScale scale;
 
-PyObject* advantages(const Call& call, PyArrayObject* rewards, npy_intp groups, npy_intp group_size, AdvantageScale scale, npy_intp ddof,
-                     double eps) {
-    const npy_intp divided_by = scale == AdvantageScale::group ? group_size : groups * group_size;
-    if (scale != AdvantageScale::none && divided_by > 0 && ddof >= divided_by) return call.hand_to_twin();
-    PyObject* out = PyArray_SimpleNew(PyArray_NDIM(rewards), PyArray_DIMS(rewards), PyArray_TYPE(rewards));
+    // Whether the memory sufficed, and in `finished` whether the kernel could take these rewards.
+    template <class T>
+    bool into(PyObject* out, bool* finished) const {
+        return compute(PyArray_SIZE(rewards) >= kReleaseElements, [&] {
+            *finished = group_advantages(data_of<T>(rewards), static_cast<size_t>(groups), static_cast<size_t>(group_size), scale,
+                                         static_cast<double>(ddof), eps,
+                                         static_cast<T*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(out))));
+        });
+    }
+};
+
+PyObject* advantages(const Call& call, const AdvantageCall& in) {
+    const npy_intp divided_by = in.scale == AdvantageScale::group ? in.group_size : in.groups * in.group_size;
+    if (in.scale != AdvantageScale::none && divided_by > 0 && in.ddof >= divided_by) return call.hand_to_twin();
+    PyObject* out = PyArray_SimpleNew(PyArray_NDIM(in.rewards), PyArray_DIMS(in.rewards), PyArray_TYPE(in.rewards));
     if (!out) return nullptr;
-    const bool finished = PyArray_TYPE(rewards) == NPY_FLOAT ? advantages_into<float>(out, rewards, groups, group_size, scale, ddof, eps)
-                                                             : advantages_into<double>(out, rewards, groups, group_size, scale, ddof, eps);
-    if (finished) return out;
+    bool finished = false;
+    const bool done = PyArray_TYPE(in.rewards) == NPY_FLOAT ? in.into<float>(out, &finished) : in.into<double>(out, &finished);
+    if (done && finished) return out;
     Py_DECREF(out);
+    if (!done) return nullptr;
     return call.has_twin() ? call.hand_to_twin() : Py_NewRef(Py_None);
 }
 
@@ -246,7 +261,7 @@ PyObject* group_entry(PyObject* self, PyObject* const* args, Py_ssize_t count, P
     if (!call.bind(names, 1, slots) || !(rewards = plain_floats(slots[0])) || PyArray_NDIM(rewards) != 1 || !read_ddof(slots[1], &ddof) ||
         !read_eps(slots[2], &eps))
         return call.hand_to_twin();
-    return advantages(call, rewards, 1, PyArray_DIM(rewards, 0), AdvantageScale::group, ddof, eps);
+    return advantages(call, {rewards, 1, PyArray_DIM(rewards, 0), ddof, eps, AdvantageScale::group});
 }
 
 // compute_batch_group_advantages(rewards, group_size=None, *, ddof=0, eps=0.0, scale="group") -> same shape
@@ -270,7 +285,7 @@ PyObject* batch_entry(PyObject* self, PyObject* const* args, Py_ssize_t count, P
                PyArray_SIZE(rewards) % group_size != 0) {
         return call.hand_to_twin();
     }
-    return advantages(call, rewards, PyArray_SIZE(rewards) / group_size, group_size, scale, ddof, eps);
+    return advantages(call, {rewards, PyArray_SIZE(rewards) / group_size, group_size, ddof, eps, scale});
 }
 
 // ---- entry points -----------------------------------------------------------------------------------------------------
@@ -314,47 +329,76 @@ nb::object entry_point(const std::string& name, nb::object twin, const std::stri
 
 // ---- packing ----------------------------------------------------------------------------------------------------------
 
-using Integers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Rows = nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+const char kNotPrepared[] = "strop's compiled packing was called with arrays the Python side should have prepared";
 
-nb::list pack(Integers lengths, int64_t max_length) {
-    std::vector<std::vector<int64_t>> bins;
-    {
-        nb::gil_scoped_release release;
-        bins = first_fit_decreasing(lengths.data(), lengths.size(), max_length);
-    }
-    nb::list result = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(bins.size())));
-    for (size_t b = 0; b < bins.size(); ++b) {
+// A contiguous array of int64 with this many dimensions, or null.
+PyArrayObject* plain_int64(PyObject* o, int dimensions) {
+    PyArrayObject* array = plain_array(o);
+    if (!array || !PyArray_ISSIGNED(array) || PyArray_ITEMSIZE(array) != sizeof(int64_t)) return nullptr;
+    return PyArray_NDIM(array) == dimensions ? array : nullptr;
+}
+
+PyObject* list_of_bins(const std::vector<std::vector<int64_t>>& bins) {
+    nb::object result = nb::steal(PyList_New(static_cast<Py_ssize_t>(bins.size())));
+    for (size_t b = 0; result.is_valid() && b < bins.size(); ++b) {
         PyObject* bin = PyList_New(static_cast<Py_ssize_t>(bins[b].size()));
-        if (!bin) throw nb::python_error();
+        if (!bin) return nullptr;
         PyList_SET_ITEM(result.ptr(), static_cast<Py_ssize_t>(b), bin);
-        for (size_t i = 0; i < bins[b].size(); ++i) PyList_SET_ITEM(bin, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(bins[b][i]));
+        for (size_t i = 0; i < bins[b].size(); ++i) {
+            PyObject* index = PyLong_FromLongLong(bins[b][i]);
+            if (!index) return nullptr;
+            PyList_SET_ITEM(bin, static_cast<Py_ssize_t>(i), index);
+        }
     }
+    return result.release().ptr();
+}
+
+// pack(lengths, max_length) -> list of bins
+PyObject* pack(PyObject*, PyObject* args) {
+    PyObject* object;
+    long long max_length;
+    if (!PyArg_ParseTuple(args, "OL", &object, &max_length)) return nullptr;
+    PyArrayObject* lengths = plain_int64(object, 1);
+    if (!lengths) return PyErr_Format(PyExc_RuntimeError, kNotPrepared);
+    std::vector<std::vector<int64_t>> bins;
+    auto body = [&] { bins = first_fit_decreasing(data_of<int64_t>(lengths), static_cast<size_t>(PyArray_SIZE(lengths)), max_length); };
+    return compute(true, body) ? list_of_bins(bins) : nullptr;
+}
+
+// collate(arrays, order, row_ends, pad_id, input_ids, position_ids, labels, sequence_ids) -> cu_seqlens; fills the last four
+PyObject* collate(PyObject*, PyObject* args) {
+    PyObject *list, *order_object, *ends_object, *row_objects[4];
+    long long pad_id;
+    if (!PyArg_ParseTuple(args, "O!OOLOOOO", &PyList_Type, &list, &order_object, &ends_object, &pad_id, &row_objects[0], &row_objects[1],
+                          &row_objects[2], &row_objects[3]))
+        return nullptr;
+    PyArrayObject *order = plain_int64(order_object, 1), *row_ends = plain_int64(ends_object, 1), *rows[4];
+    bool prepared = order && row_ends;
+    for (int i = 0; i < 4; ++i) prepared = prepared && (rows[i] = plain_int64(row_objects[i], 2)) && PyArray_ISWRITEABLE(rows[i]);
+    std::vector<Sequence> sequences;
+    for (Py_ssize_t i = 0; prepared && i < PyList_GET_SIZE(list); ++i) {
+        PyArrayObject* tokens = plain_int64(PyList_GET_ITEM(list, i), 1);
+        prepared = tokens != nullptr;
+        if (tokens) sequences.push_back({data_of<int64_t>(tokens), static_cast<size_t>(PyArray_SIZE(tokens))});
+    }
+    if (!prepared) return PyErr_Format(PyExc_RuntimeError, kNotPrepared);
+
+    auto data = [&](int i) { return static_cast<int64_t*>(PyArray_DATA(rows[i])); };
+    std::vector<int32_t> cu_seqlens;
+    auto body = [&] {
+        cu_seqlens = collate_rows(sequences, data_of<int64_t>(order), data_of<int64_t>(row_ends), static_cast<size_t>(PyArray_DIM(rows[0], 0)),
+                                  static_cast<size_t>(PyArray_DIM(rows[0], 1)), pad_id, {data(0), data(1), data(2), data(3)});
+    };
+    if (!compute(true, body)) return nullptr;
+    npy_intp count = static_cast<npy_intp>(cu_seqlens.size());
+    PyObject* result = PyArray_SimpleNew(1, &count, NPY_INT32);
+    if (result) std::copy(cu_seqlens.begin(), cu_seqlens.end(), static_cast<int32_t*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(result))));
     return result;
 }
 
-// `arrays`: contiguous 1-D arrays of int64.
-nb::object collate(nb::list arrays, Integers order, Integers row_ends, int64_t pad_id, Rows input_ids, Rows position_ids, Rows labels,
-                   Rows sequence_ids) {
-    std::vector<Sequence> sequences;
-    sequences.reserve(arrays.size());
-    for (nb::handle array : arrays) {
-        PyArrayObject* plain = plain_array(array.ptr());
-        if (!plain || PyArray_TYPE(plain) != NPY_INT64 || PyArray_NDIM(plain) != 1) throw nb::type_error("collate takes plain arrays of int64");
-        sequences.push_back({data_of<int64_t>(plain), static_cast<size_t>(PyArray_SIZE(plain))});
-    }
-    std::vector<int32_t> cu_seqlens;
-    {
-        nb::gil_scoped_release release;
-        cu_seqlens = collate_rows(sequences, order.data(), row_ends.data(), input_ids.shape(0), input_ids.shape(1), pad_id,
-                                  {input_ids.data(), position_ids.data(), labels.data(), sequence_ids.data()});
-    }
-    npy_intp count = static_cast<npy_intp>(cu_seqlens.size());
-    nb::object result = nb::steal(PyArray_SimpleNew(1, &count, NPY_INT32));
-    if (!result.is_valid()) throw nb::python_error();
-    std::copy(cu_seqlens.begin(), cu_seqlens.end(), static_cast<int32_t*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(result.ptr()))));
-    return result;
-}
+PyMethodDef kPacking[] = {{"pack", pack, METH_VARARGS, "Bins of indices, first-fit decreasing."},
+                          {"collate", collate, METH_VARARGS, "Fills the rows of a packed batch; cu_seqlens."},
+                          {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
@@ -380,9 +424,7 @@ void define_primitives(nb::module_& m) {
 
     m.def("entry_point", &entry_point, nb::arg("name"), nb::arg("twin").none(), nb::arg("doc"), nb::arg("module_name"),
           "The compiled primitive of this name; calls it does not compute itself go to `twin`.");
-    m.def("pack", &pack, nb::arg("lengths"), nb::arg("max_length"));
-    m.def("collate", &collate, nb::arg("arrays"), nb::arg("order"), nb::arg("row_ends"), nb::arg("pad_id"),
-          nb::arg("input_ids"), nb::arg("position_ids"), nb::arg("labels"), nb::arg("sequence_ids"));
+    if (PyModule_AddFunctions(m.ptr(), kPacking) < 0) throw nb::python_error();
 }
 
 }  // namespace strop

@@ -409,19 +409,16 @@ struct ExpParts {
     Vec n, s, r, t;
 };
 
-// T: the arithmetic. Precision: the type whose precision is wanted (float's needs a shorter polynomial).
 // Adding 1.5·2^mantissa_bits rounds to an integer and leaves that integer in the low bits, from where a shift makes it an
 // exponent. s is right while 2^n is a normal number.
-template <class T, class Precision = T>
+template <class T>
 static inline ExpParts<VecOf<T>> exp_parts(VecOf<T> x) {
     using L = Lanes<T>;
-    using Tail = ExpTail<Precision>;
+    using Tail = ExpTail<T>;
     VecOf<T> rounded = x * T(1.4426950408889634074) + L::round;
     VecOf<T> n = rounded - L::round;
     VecOf<T> s = (VecOf<T>)(((BitsOf<T>)rounded << L::mantissa_bits) + L::one);
-    VecOf<T> r;
-    if constexpr (sizeof(T) == sizeof(Precision)) r = (x - n * L::ln2_high) - n * L::ln2_low;
-    else r = x - n * T(0.69314718055994530942);
+    VecOf<T> r = (x - n * L::ln2_high) - n * L::ln2_low;
     VecOf<T> p = T(Tail::coefficient[Tail::degree]) - VecOf<T>{};
 #pragma GCC unroll 16
     for (int k = Tail::degree - 1; k >= 0; --k) p = p * r + T(Tail::coefficient[k]);

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <condition_variable>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
 
 #if defined(__linux__)
@@ -96,7 +98,7 @@ struct alignas(64) Desk {
 class Pool {
   public:
     void run(size_t tasks, Body body, void* context, int participants) {
-        for (; started_ < participants; ++started_) std::thread([this, at = started_.load()] { serve(at); }).detach();
+        start(participants);
         if (++jobs_ == 0) ++jobs_;
         const uint32_t job = jobs_;
         done_.store(0, std::memory_order_relaxed);
@@ -116,6 +118,14 @@ class Pool {
     }
 
   private:
+    // Where the system gives no more threads, the work is done by those there are: they help at the empty desks.
+    void start(int participants) {
+        try {
+            for (; started_ < participants; ++started_) std::thread([this, at = started_.load()] { serve(at); }).detach();
+        } catch (const std::system_error&) {
+        }
+    }
+
     size_t work(int at, uint32_t job, int participants) noexcept {
         size_t done = desks_[at].work(job);
         for (int other = 1; other < participants; ++other) done += desks_[(at + other) % participants].work(job);
@@ -165,15 +175,16 @@ void forget_pool_after_fork() {
     pool_taken = false;
 }
 
-Pool& the_pool() {
+// Null where there is no memory for it.
+Pool* the_pool() {
     if (!pool.load()) {
 #if !defined(_WIN32)
         static const int registered = pthread_atfork(nullptr, nullptr, forget_pool_after_fork);
         (void)registered;
 #endif
-        pool = new Pool;
+        pool = new (std::nothrow) Pool;
     }
-    return *pool.load();
+    return pool;
 }
 
 }  // namespace
@@ -188,7 +199,11 @@ void run_tasks(size_t tasks, void (*body)(void*, size_t) noexcept, void* context
         for (size_t task = 0; task < tasks; ++task) body(context, task);
         return;
     }
-    the_pool().run(tasks, body, context, static_cast<int>(participants));
+    if (Pool* workers = the_pool()) {
+        workers->run(tasks, body, context, static_cast<int>(participants));
+    } else {
+        for (size_t task = 0; task < tasks; ++task) body(context, task);
+    }
     pool_taken = false;
 }
 

@@ -3,7 +3,10 @@
 STROP_NATIVE=0 leaves it out, STROP_ISA names an instruction set, STROP_NUM_THREADS bounds its threads.
 """
 
+import importlib
+import importlib.util
 import inspect
+import operator
 import os
 import warnings
 from collections.abc import Callable
@@ -17,27 +20,29 @@ def _load() -> tuple[ModuleType | None, str, bool]:
     """The module or None, why, and whether that is a fault rather than a choice."""
     if os.environ.get("STROP_NATIVE", "1") == "0":
         return None, "switched off by STROP_NATIVE=0", False
+    if importlib.util.find_spec("strop._native") is None:
+        return None, "not built; `pip install .` builds it with a C++ compiler", False
     try:
-        from strop import _native  # type: ignore[attr-defined]
+        return importlib.import_module("strop._native"), "built", False
     except ImportError as error:
-        if error.name == "strop._native" or "cannot import name '_native'" in str(error):
-            return None, "not built; `pip install .` builds it with a C++ compiler", False
-        warnings.warn(
-            f"strop's compiled module does not load, NumPy is used instead: {error}", RuntimeWarning, stacklevel=2
-        )
-        return None, f"does not load: {error}", True
-    return _native, "built", False
+        reason = f"does not load: {error}" + (f" ({error.__cause__})" if error.__cause__ else "")
+        warnings.warn(f"strop's compiled module {reason}; NumPy is used instead", RuntimeWarning, stacklevel=2)
+        return None, reason, True
 
 
 native, native_status, native_is_broken = _load()
 
 
+MOST_THREADS = 1024
+
+
 def set_num_threads(count: int) -> None:
-    """Let every compiled function use up to `count` threads, the calling one among them. Results do not depend on it."""
-    if isinstance(count, bool) or not isinstance(count, int):
+    """Let every compiled function use up to `count` threads, the calling one included; no result depends on it."""
+    if isinstance(count, bool) or not hasattr(count, "__index__"):
         raise TypeError(f"count must be an int, found {type(count).__name__}")
-    if not 1 <= count <= 1024:
-        raise ValueError(f"count must be from 1 to 1024, found {count}")
+    count = operator.index(count)
+    if not 1 <= count <= MOST_THREADS:
+        raise ValueError(f"count must be from 1 to {MOST_THREADS}, found {count}")
     if native is None:
         warnings.warn(f"the compiled module is {native_status}: NumPy runs on one thread", RuntimeWarning, stacklevel=2)
     else:
@@ -49,18 +54,27 @@ def get_num_threads() -> int:
     return 1 if native is None else native.num_threads()
 
 
-def _configure_from_environment() -> None:
+def _configure_from_environment() -> list[str]:
+    """What the environment asks for and cannot have."""
     if native is None:
-        return
-    if (isa := os.environ.get("STROP_ISA")) and not native.set_isa(isa):
-        raise ValueError(f"STROP_ISA must be one of {', '.join(native.available_isas())}, found {isa!r}")
-    if threads := os.environ.get("STROP_NUM_THREADS"):
-        if not threads.isdecimal() or not 1 <= int(threads) <= 1024:
-            raise ValueError(f"STROP_NUM_THREADS must be a whole number from 1 to 1024, found {threads!r}")
+        return []
+    wrong = []
+    isa, threads = os.environ.get("STROP_ISA"), os.environ.get("STROP_NUM_THREADS")
+    if isa and not native.set_isa(isa):
+        wrong.append(
+            f"STROP_ISA must be one of {', '.join(native.available_isas())}, found {isa!r}; using {native.isa()}"
+        )
+    if threads and threads.isdecimal() and 1 <= int(threads) <= MOST_THREADS:
         native.set_num_threads(int(threads))
+    elif threads:
+        wanted = f"STROP_NUM_THREADS must be a whole number from 1 to {MOST_THREADS}, found {threads!r}"
+        wrong.append(f"{wanted}; using {native.num_threads()}")
+    for line in wrong:
+        warnings.warn(line, RuntimeWarning, stacklevel=2)
+    return wrong
 
 
-_configure_from_environment()
+environment_problems = _configure_from_environment()
 
 
 def _entry_point(twin: Callable[..., Any], behind: Callable[..., Any] | None) -> Any:

@@ -1,5 +1,6 @@
 """The harness on work of known length, so that a wrong ratio, order or statistic shows."""
 
+import copy
 import json
 import time
 
@@ -56,7 +57,7 @@ def test_samples_are_of_the_bare_call():
 
 
 def test_a_contender_that_does_other_work_stops_the_run():
-    wrong = Contender(name="wrong", function=lambda: np.array([1.0, 2.5]), args=(), expected=[1.0, 2.0])
+    wrong = Contender(name="wrong", function=lambda: np.array([1.0, 2.5]), args=(), expected=np.array([1.0, 2.0]))
     with pytest.raises(RuntimeError, match="contender wrong does not do the same work"):
         harness.measure(Case(work="w", labels={}, contenders=[wrong]), Method(rounds=3))
     shape = Contender(name="shape", function=lambda: np.ones((2, 1)), args=(), expected=np.ones(2))
@@ -64,18 +65,27 @@ def test_a_contender_that_does_other_work_stops_the_run():
         shape.check()
 
 
+def test_lists_are_compared_whole():
+    right = Contender(name="right", function=lambda: [[0, 2], [1]], args=(), expected=[[0, 2], [1]])
+    right.check()
+    with pytest.raises(RuntimeError, match="contender wrong"):
+        Contender(name="wrong", function=lambda: [[0], [2, 1]], args=(), expected=[[0, 2], [1]]).check()
+
+
 def test_method_is_checked():
     with pytest.raises(ValueError, match="rounds must be at least 3 for an interval, found 2"):
         Method(rounds=2)
 
 
-def test_result_records_what_a_reader_needs(tmp_path):
-    cases = [
-        harness.measure(
-            Case(work="w", labels={}, contenders=[Contender(name="a", function=int, args=())]), Method(rounds=3)
-        )
-    ]
-    found = harness.result("suite", cases, Method(rounds=3), "strop bench suite")
+@pytest.fixture
+def found():
+    found = harness.header("suite", Method(rounds=3), "strop bench suite")
+    contenders = [Contender(name=n, function=int, args=()) for n in "ab"]
+    found["cases"] = [harness.measure(Case(work="w", labels={}, contenders=contenders), Method(rounds=3))]
+    return found
+
+
+def test_result_records_what_a_reader_needs(found, tmp_path):
     assert {"commit", "machine", "threads", "versions", "method", "created", "command"} <= found.keys()
     assert found["machine"]["cpu"]
     assert found["threads"]["strop"] >= 1
@@ -84,11 +94,36 @@ def test_result_records_what_a_reader_needs(tmp_path):
     harness.save(found, path)
     assert harness.load(path) == json.loads(json.dumps(found))
     samples = [line for line in path.read_text().splitlines() if "samples_ns" in line]
-    assert len(samples) == 1
+    assert len(samples) == 2
     assert samples[0].count(",") >= 2  # one line holds them all
-    path.write_text('{"schema": 99}')
-    with pytest.raises(ValueError, match="must have schema 1, found 99"):
+
+
+def test_a_result_must_be_that_of_its_samples(found, tmp_path):
+    path = tmp_path / "result.json"
+
+    def refused(change, message):
+        changed = copy.deepcopy(found)
+        change(changed)
+        path.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=message) as raised:
+            harness.load(path)
+        assert str(path) in str(raised.value)
+
+    refused(lambda f: f.update(schema=99), "schema must be 1, found 99")
+    refused(
+        lambda f: f["cases"][0]["contenders"]["a"].update(median_ns=1.0),
+        "the median of a in w is not that of its samples",
+    )
+    refused(lambda f: f["cases"][0]["ratios"]["b"].update(value=77.0), "the ratio of b in w is not that of its samples")
+    refused(lambda f: f.pop("cases"), "KeyError: 'cases'")
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="is not a result of the harness"):
         harness.load(path)
+
+
+def test_commit_outside_a_repository(monkeypatch):
+    monkeypatch.setattr(harness.shutil, "which", lambda name: None)
+    assert harness.commit() == {"id": None, "clean": None}
 
 
 def test_the_primitives_suite_measures_the_same_work_on_all_sides():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from strop.bench import report, text
-from strop.bench.pages.primitives import primitives_table
+from strop.bench.pages import primitives
 
 ROOT = Path(__file__).resolve().parents[2]
 RATIO = {"value": 3.21, "low": 3.0, "high": 3.5, "verdict": "faster"}
@@ -20,13 +20,23 @@ def result(**ratios):
         "method": {"rounds": 21, "confidence": 0.95},
         "cases": [{
             "work": "advantages 16×4", "labels": {"primitive": "advantages", "shape": "16×4", "dtype": "float64"},
-            "contenders": {"strop": {"median_ns": 251.3}}, "ratios": ratios or {"numpy": RATIO},
+            "contenders": {"strop": {"median_ns": 251.3, "samples_ns": [251.3]}, "numpy": {"median_ns": 806.67, "samples_ns": [806.67]}},
+            "ratios": ratios or {"numpy": RATIO},
         }],
     }  # fmt: skip
 
 
 def test_documents_of_this_repository_are_in_step():
     assert report.drifted(ROOT) == []
+
+
+def test_the_promised_blocks_are_there():
+    blocks = {(p.name, m["renderer"]) for p in report.documents(ROOT) for m in report.BLOCK.finditer(p.read_text())}
+    assert {
+        ("README.md", "primitives_summary"),
+        ("benchmarks.md", "primitives_table"),
+        ("moe.md", "engines_table"),
+    } <= blocks
 
 
 def test_a_changed_number_is_found_and_mended(tmp_path, monkeypatch):
@@ -36,12 +46,12 @@ def test_a_changed_number_is_found_and_mended(tmp_path, monkeypatch):
     readme.write_text("before\n<!-- generated: primitives_table r.json -->\n<!-- end generated -->\nafter\n")
     assert report.drifted(tmp_path) == ["README.md"]
     assert report.write(tmp_path) == ["README.md"]
-    filled = readme.read_text()
-    assert "| advantages 16×4 | float64 | 251 ns | 3.21× [3, 3.5] |" in filled
-    assert filled.startswith("before\n")
-    assert filled.endswith("after\n")
+    written = readme.read_text()
+    assert "| advantages 16×4 | float64 | 251 ns | 3.21× [3, 3.5] |" in written
+    assert written.startswith("before\n")
+    assert written.endswith("after\n")
     assert report.drifted(tmp_path) == []
-    readme.write_text(filled.replace("3.21×", "9.99×"))
+    readme.write_text(written.replace("3.21×", "9.99×"))
     assert report.drifted(tmp_path) == ["README.md"]
 
 
@@ -63,9 +73,9 @@ def test_a_figure_follows_its_data(tmp_path, monkeypatch):
 def test_slower_is_as_visible_as_faster():
     slower = {"value": 0.5, "low": 0.4, "high": 0.6, "verdict": "slower"}
     same = {"value": 1.01, "low": 0.9, "high": 1.1, "verdict": "same"}
-    block = primitives_table(result(numpy=slower, torch=same))
-    assert "**slower** 0.5× [0.4, 0.6]" in block
-    assert "no difference 1.01× [0.9, 1.1]" in block
+    page = primitives.primitives_table(result(numpy=slower, torch=same))
+    assert "**slower** 0.5× [0.4, 0.6]" in page
+    assert "no difference 1.01× [0.9, 1.1]" in page
 
 
 @pytest.mark.parametrize(("ns", "words"), [(12.34, "12.3 ns"), (1500, "1.5 µs"), (2.5e6, "2.5 ms"), (3.2e9, "3.2 s")])
@@ -74,10 +84,15 @@ def test_durations(ns, words):
 
 
 def test_mistakes_in_marks():
-    with pytest.raises(ValueError, match="unknown renderer 'nope'; there are convergence_table, engines_agreement"):
+    with pytest.raises(ValueError, match=r"unknown renderer 'nope'; there are .*primitives_summary, primitives_table"):
         report.filled("<!-- generated: nope r.json -->\n<!-- end generated -->", ROOT)
-    with pytest.raises(ValueError, match="not closed by"):
-        report.filled("<!-- generated: primitives_table r.json -->\n", ROOT)
+    for mark in (
+        "<!-- generated: x r.json -->\n",
+        "<!--generated: x r.json -->\n<!-- end generated -->",
+        "<!-- Generated: x r -->",
+    ):
+        with pytest.raises(ValueError, match="not closed by"):
+            report.filled(mark, ROOT)
 
 
 def test_command_line(capsys):

@@ -2,8 +2,13 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
+import time
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +17,8 @@ from strop.cli import doctor
 
 
 def run(*args, **environment):
-    program = "import sys; from strop.cli import main; sys.argv[0] = 'strop'; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, *args], capture_output=True, text=True, env=os.environ | environment
-    )
+    command = [sys.executable, "-m", "strop", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
 def test_version_and_help():
@@ -54,6 +57,36 @@ def test_doctor_fails_for_what_is_broken():
     found = run("doctor", STROP_BACKEND="nope=torch", COLUMNS="200")
     assert found.returncode == 1
     assert "unknown operator 'nope'" in found.stdout
+
+
+def test_doctor_reports_a_wrong_setting():
+    if doctor._compiled.native is None:
+        pytest.skip("needs the compiled module")
+    found = run("doctor", STROP_ISA="mmx", COLUMNS="200")
+    assert found.returncode == 1
+    assert "STROP_ISA must be one of" in found.stdout
+
+
+def test_doctor_tells_a_broken_module_from_an_absent_one(tmp_path):
+    """A copy of the package, without its compiled module and with something else in its place."""
+    source = Path(strop.__file__).parent
+    shutil.copytree(source, tmp_path / "strop", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    program = "import sys; sys.meta_path = [f for f in sys.meta_path if 'Redirect' not in type(f).__name__]; sys.path.insert(0, '.');"
+    command = [sys.executable, "-c", program + "from strop.cli import main; sys.argv = ['strop', 'doctor']; main()"]
+
+    def doctor_there():
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}
+        )
+
+    absent = doctor_there()
+    assert absent.returncode == 0, absent.stderr
+    assert "not built" in absent.stdout
+    (tmp_path / "strop" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"not a library")
+    broken = doctor_there()
+    assert broken.returncode == 1
+    assert "does not load" in broken.stdout
+    assert "NumPy is used instead" in broken.stderr
 
 
 def test_doctor_notices_wrong_results(monkeypatch):
@@ -121,9 +154,27 @@ def test_bench_of_curves(tmp_path):
     assert max(map(len, path.read_text().splitlines())) > 80  # on one line
 
 
+def test_bench_does_not_start_what_it_could_not_write(tmp_path):
+    found = run("bench", "primitives", "--output", str(tmp_path))
+    assert found.returncode == 1
+    assert found.stderr == f"strop: IsADirectoryError: --output must be a file, found the folder {tmp_path}\n"
+
+
+def test_bench_can_be_interrupted(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "strop", "bench", "primitives"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    time.sleep(6)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted after" in output
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_bench_of_some_cases_writes_nothing(tmp_path):
     found = subprocess.run(
-        [sys.executable, "-c", "from strop.cli import main; main()", "bench", "primitives", "--only", "advantages 16", "--rounds", "3"],
+        [sys.executable, "-m", "strop", "bench", "primitives", "--only", "advantages 16", "--rounds", "3"],
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr

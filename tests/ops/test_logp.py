@@ -109,6 +109,22 @@ def test_peaked_and_shifted_logits(backend):
     torch.testing.assert_close(logp(logits + 1e5, torch.tensor([1])), torch.tensor([-1e4]))
 
 
+@pytest.mark.parametrize("offset", [0.0, 50.0, 1e4, 1e6])
+def test_a_common_offset_costs_no_more_than_the_rounding_of_the_logits(backend, offset):
+    torch.manual_seed(4)
+    logits = (torch.randn(64, 100) * 3 + offset).requires_grad_()
+    ids = torch.randint(0, 100, (64,))
+    found, entropy = logp(logits, ids, entropy=True)
+    expected, expected_entropy = logp(logits.detach().double(), ids, entropy=True)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-6, atol=2e-6)
+
+
+def test_float16_at_the_end_of_its_range(backend):
+    found = logp(torch.tensor([[60000, 60000, -60000]], dtype=torch.float16), torch.tensor([0]))
+    assert found.item() == pytest.approx(-math.log(2), rel=1e-6)
+
+
 def test_shapes(backend):
     torch.manual_seed(3)
     logits, ids = torch.randn(2, 5, 11), torch.randint(0, 11, (2, 5))
@@ -131,6 +147,8 @@ MISTAKES = [
     ((L, I), {"completion_mask": [1]}, TypeError, "completion_mask must be a tensor, found list"),
     ((L, I), {"temperature": 0.0}, ValueError, "temperature must be finite and above 0, found 0.0"),
     ((L, I), {"temperature": math.nan}, ValueError, "temperature must be finite and above 0, found nan"),
+    ((L, I), {"temperature": "1"}, TypeError, "temperature must be a float, found str"),
+    ((L, I), {"completion_mask": L[..., 0]}, ValueError, "completion_mask must hold only 0 and 1, found"),
     ((L, I + 4), {}, ValueError, "ids must be from 0 to 3, found 4 at index [0, 0]"),
     ((L, I - 1), {"completion_mask": torch.tensor([[0, 0, 0], [0, 1, 0]])}, ValueError, "found -1 at index [1, 1]"),
 ]

@@ -1,11 +1,15 @@
 """The registry on operators made for the test: which backend runs, and what is said when none can."""
 
 import concurrent.futures
+import copy
 import os
+import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from strop.ops import registry
 
@@ -127,12 +131,44 @@ def test_explain(double):
 def test_registration_is_checked(double):
     with pytest.raises(ValueError, match="double has a backend 'fast' already"):
         registry.register("double", "fast", lambda x, *, bias=0: x)
-    with pytest.raises(ValueError, match=r"a backend of double must take \(x, bias\), found \(y\)"):
+    with pytest.raises(ValueError, match=r"a backend of double must take \(x, \*, bias=0\), found \(y\)"):
         registry.register("double", "other", lambda y: y)
     registry.register("double", "fast", lambda x, *, bias=0: "replaced", replace=True)
     assert double(3) == "replaced"
     with pytest.raises(ValueError, match="an operator 'double' exists already"):
         registry.op(double._backends["torch"].function)
+
+
+def test_a_backend_keeps_kinds_and_defaults(double):
+    with pytest.raises(ValueError, match=r"must take \(x, \*, bias=0\), found \(x, \*, bias=9\)"):
+        registry.register("double", "other", lambda x, *, bias=9: x)
+    with pytest.raises(ValueError, match="the reference 'torch' of double is what others are tested against and stays"):
+        registry.register("double", "torch", lambda x, *, bias=0: x, replace=True)
+
+
+@pytest.mark.parametrize("true", [1, np.bool_(True), torch.tensor(True)])
+def test_a_true_condition_is_true_whatever_its_type(double, true):
+    registry.register("double", "newest", lambda x, *, bias=0: "newest", when=lambda x, *, bias=0: true)
+    assert double(3) == "newest"
+
+
+def test_a_call_that_does_not_fit_is_told_so(double):
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        double()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bais'"):
+        double(3, bais=1)
+
+
+def test_there_is_one_operator_of_a_name():
+    assert pickle.loads(pickle.dumps(registry.get_op("logp"))) is registry.get_op("logp")
+    assert copy.deepcopy(registry.get_op("logp")) is registry.get_op("logp")
+
+
+@pytest.mark.parametrize("setting", ["logp=", "torch,mine", "logp=torch,logp=mine", "=torch"])
+def test_settings_that_mean_nothing(double, monkeypatch, setting):
+    monkeypatch.setenv("STROP_BACKEND", setting)
+    with pytest.raises(ValueError, match=r"STROP_BACKEND must be a backend or op=backend|unknown operator ''"):
+        double(3)
 
 
 def test_environment_in_a_fresh_process():

@@ -137,6 +137,25 @@ def test_every_finite_reward(engine, values, scale):
         assert (found**2).mean() == pytest.approx(1, rel=1e-6)
 
 
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_every_size_of_reward(engine, scale):
+    """Advantages do not change with the unit of the rewards, also where squares overflow or vanish."""
+    rewards = np.random.default_rng(8).standard_normal((3, 5))
+    expected = strop.compute_batch_group_advantages(rewards, scale=scale)
+    for exponent in range(-1000, 1020, 20):
+        found = strop.compute_batch_group_advantages(np.ldexp(rewards, exponent), scale=scale)
+        np.testing.assert_allclose(found, expected, rtol=1e-13, atol=1e-15)
+
+
+def test_scale_may_come_from_anywhere(engine):
+    rewards = np.arange(8.0)
+    for scale in SCALES:
+        expected = strop.compute_batch_group_advantages(rewards, 4, scale=scale)
+        for word in ("".join(list(scale)), np.str_(scale), type("Text", (str,), {})(scale)):
+            np.testing.assert_array_equal(strop.compute_batch_group_advantages(rewards, 4, scale=word), expected)
+    strop.compute_batch_group_advantages(rewards, 4, scale="none", ddof=1 << 30)
+
+
 def test_strided_and_foreign_inputs(engine):
     base = np.random.default_rng(0).standard_normal((8, 12))
     expected = strop.compute_batch_group_advantages(base[:, ::3].copy())
@@ -182,6 +201,15 @@ MISTAKES = [
     (GROUP, (np.arange(4.0),), {"ddof": 0.5}, TypeError, "ddof must be an int, found float"),
     (GROUP, (np.arange(4.0),), {"eps": -1.0}, ValueError, "eps must be finite and at least 0, found -1.0"),
     (GROUP, (np.arange(4.0),), {"eps": math.nan}, ValueError, "eps must be finite and at least 0, found nan"),
+    (GROUP, (np.arange(4.0),), {"eps": 10**400}, ValueError, "eps must be finite and at least 0, found 1000"),
+    (
+        GROUP,
+        (np.ma.masked_array([1.0, 2.0], [0, 1]),),
+        {},
+        TypeError,
+        "rewards must be an array without a mask of its own",
+    ),
+    (BATCH, (np.zeros(6), 2), {"scale": np.array(["a"])}, ValueError, "scale must be one of"),
     (GROUP, (np.arange(4.0),), {"eps": "x"}, TypeError, "eps must be a float, found str"),
     (BATCH, (np.zeros(6),), {}, ValueError, "group_size is needed for rewards of shape (6,)"),
     (BATCH, (np.zeros(6), 4), {}, ValueError, "rewards must have a multiple of group_size=4 elements, found 6"),

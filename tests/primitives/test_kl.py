@@ -97,6 +97,44 @@ def test_constant_offsets_do_not_add_up_their_rounding(engine, dtype):
             check("schulman", dtype, strop.compute_token_kl_schulman(p, q), p, q)
 
 
+@pytest.mark.parametrize("vocabulary", [8, 50, 1000])
+def test_nearly_equal_distributions(engine, vocabulary):
+    """Σ exp(p)·(p − q) over a vocabulary is d²/2-small while its terms are d-large: what is left must still be right."""
+    rng = np.random.default_rng(vocabulary)
+    logits = rng.standard_normal(vocabulary)
+    p = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+    q = (p + 1e-4 * rng.standard_normal(vocabulary)).astype(np.float32)
+    expected, _ = exact("token", p, q)
+    assert strop.compute_token_kl(p, q) == pytest.approx(expected, rel=1e-6)
+
+
+def test_far_float32_differences_are_not_rounded_first(engine):
+    """q − p is not a float32 there, and exp would multiply its rounding by d."""
+    rng = np.random.default_rng(9)
+    p = rng.uniform(-40, 0, 400).astype(np.float32)
+    for d in np.linspace(8, 40, 65):
+        q = (p + np.float32(d)).astype(np.float32)
+        expected, _ = exact("schulman", p[:8], q[:8])
+        for a, b in zip(p[:40], q[:40], strict=True):
+            one, _ = exact("schulman", a[None], b[None])
+            assert strop.compute_token_kl_schulman(a[None], b[None]) == pytest.approx(one, rel=6e-7)
+        assert strop.compute_token_kl_schulman(p[:8], q[:8]) == pytest.approx(expected, rel=6e-7)
+
+
+def test_many_small_blocks_beside_a_large_one(engine):
+    """2,000 blocks of about 1 added to 1e16: each alone is below its rounding, together they are 2e-13 of it."""
+    if engine == "numpy":
+        pytest.skip("NumPy's pairwise sum adds the small ones first")
+    p = np.zeros(2001 * 1024)
+    q = np.full(p.size, 0.0441)  # k3 ≈ 1/1024
+    q[:1024] = 0.0
+    q[0] = 36.85
+    d = np.unique(q)
+    k3 = {x: exact("schulman", np.zeros(1), np.array([x]))[0] for x in d}
+    expected = math.fsum([k3[36.85], 2000 * 1024 * k3[0.0441]])
+    assert strop.compute_token_kl_schulman(p, q) == pytest.approx(expected, rel=5e-14)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_sums_keep_their_precision(engine, dtype):
     rng = np.random.default_rng(1)
@@ -229,6 +267,7 @@ MISTAKES = [
     ("total", (P, np.zeros(6, np.float16)), TypeError, "log_q must be float32 or float64, found float16"),
     ("total", (P, None), TypeError, "log_q must be float32 or float64, found NoneType of objects"),
     ("total", (P,), TypeError, "missing 1 required positional argument: 'log_q'"),
+    ("total", (np.ma.masked_array(P, P == 0), P), TypeError, "log_p must be an array without a mask of its own"),
     ("total", (P, P, np.zeros(5, bool)), ValueError, "mask must have the shape (6,) of log_p, found (5,)"),
     ("total", (P, P, np.array([0, 1, 2, 0, 0, 0])), ValueError, "mask must hold only 0 and 1, found 2 at index (2,)"),
     ("total", (P, P, np.array(["a"] * 6)), TypeError, "mask must be boolean or numbers 0 and 1, found <U1"),

@@ -63,6 +63,10 @@ PACK_MISTAKES = [
     (([[1, 2], 3], 8), TypeError, "sequences[1] must be a sequence of token ids, found int"),
     ((["ab", "c"], 8), TypeError, "sequences[0] must be a sequence of token ids, found str"),
     ((5, 8), TypeError, "lengths must be a sequence of integers or of sequences, found int"),
+    (([{"input_ids": [1] * 7}], 8), TypeError, "sequences[0] must be a sequence of token ids, found dict"),
+    (([np.zeros((1, 6), int)], 8), ValueError, "sequences[0] must be one-dimensional, found shape (1, 6)"),
+    (([1], 2**63), ValueError, "max_length must be at most 9223372036854775807, found 9223372036854775808"),
+    ((np.array([2**63], np.uint64), 8), ValueError, "lengths must be at most 9223372036854775807"),
     (([[1] * 9], 8), ValueError, "every length must be at most max_length=8, found 9 at index 0"),
 ]
 
@@ -114,6 +118,20 @@ def test_every_sequence_is_recovered(engine, lengths, extra, seed):
     assert len(cu) - 1 == len(sequences) + (padding.any(axis=1)).sum()
 
 
+def test_collate_takes_any_array_of_integers(engine):
+    unaligned = np.frombuffer(b"x" + np.array([1, 2, 3]).tobytes(), np.uint8)[1:].view(np.int64)
+    assert not unaligned.flags.aligned
+    expected = strop.collate_packed([[1, 2, 3]], [[0]])["input_ids"]
+    for tokens in (
+        unaligned,
+        np.array([1, 2, 3], np.longlong),
+        np.array([1, 2, 3], ">i8"),
+        np.array([1, 9, 2, 9, 3])[::2],
+    ):
+        np.testing.assert_array_equal(strop.collate_packed([tokens], [[0]])["input_ids"], expected)
+    np.testing.assert_array_equal(strop.collate_packed(iter([[1, 2, 3]]), iter([(0,)]))["input_ids"], expected)
+
+
 def test_collate_empty(engine):
     batch = strop.collate_packed([], [])
     assert batch["input_ids"].shape == (0, 0)
@@ -128,6 +146,8 @@ COLLATE_MISTAKES = [
     (([[1, 2], [3]], [[0, 1]], 4.0), TypeError, "pad_to must be an int, found float"),
     (([[1.5, 2], [3]], [[0, 1]]), TypeError, "sequences[0] must be integers, found float64"),
     (([[[1, 2]], [3]], [[0, 1]]), ValueError, "sequences[0] must be one-dimensional, found shape (1, 2)"),
+    (([[1, 2]], [0]), TypeError, "bins[0] must be a sequence of indices, found int"),
+    (([[1, 2]], None), TypeError, "bins must be a sequence of sequences, found NoneType"),
     (([[1, 2]], [["a"]]), TypeError, "bins must be integers, found <U1"),
 ]
 

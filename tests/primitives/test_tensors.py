@@ -54,6 +54,9 @@ def test_packed_tensors(engine):
     bins = strop.pack_sequences(sequences, 4)
     assert bins == [[0, 1]]
     assert strop.pack_sequences(torch.tensor([3, 1]), 4) == bins
+    assert strop.pack_sequences([torch.tensor(3), torch.tensor(1)], 4) == bins
+    with pytest.raises(ValueError, match=r"sequences\[0\] must be one-dimensional, found shape \(1, 6\)"):
+        strop.pack_sequences([torch.zeros(1, 6, dtype=torch.long)], 8)
     batch = strop.collate_packed(sequences, bins)
     assert {k: v.dtype for k, v in batch.items()} == {
         k: torch.int32 if k == "cu_seqlens" else torch.int64 for k in batch
@@ -65,7 +68,7 @@ def test_tensors_that_cannot_go_in(engine):
     x = torch.randn(4)
     with pytest.raises(TypeError, match=r"log_q requires a gradient.*pass log_q\.detach\(\)"):
         strop.compute_token_kl(x, x.clone().requires_grad_())
-    with pytest.raises(TypeError, match=r"log_p must have a dtype NumPy knows, found torch\.bfloat16"):
+    with pytest.raises(TypeError, match=r"log_p must be a dense tensor of a dtype NumPy knows, found torch\.bfloat16"):
         strop.compute_token_kl(x.bfloat16(), x.bfloat16())
     with pytest.raises(TypeError, match="rewards must be on the CPU, found a tensor on meta"):
         strop.compute_group_advantages(torch.empty(4, device="meta"))

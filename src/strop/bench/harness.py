@@ -18,7 +18,9 @@ import json
 import os
 import platform
 import resource
+import shutil
 import subprocess
+import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +65,10 @@ class Contender:
 
     def check(self) -> None:
         if self.expected is None:
+            return
+        if isinstance(self.expected, list):
+            if self.function(*self.args, **self.kwargs) != self.expected:
+                raise RuntimeError(f"contender {self.name} does not do the same work: its result is another list")
             return
         found = np.asarray(self.function(*self.args, **self.kwargs), dtype=np.float64)
         expected = np.asarray(self.expected, dtype=np.float64)
@@ -279,10 +285,8 @@ def ratio(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     return {"value": round(value, 3), "low": round(low, 3), "high": round(high, 3), "verdict": verdict}
 
 
-def result(
-    suite: str, cases: list[dict[str, Any]], method: Method, command: str, load: Load | None = None
-) -> dict[str, Any]:
-    """Everything a reader needs to trust or repeat the figures."""
+def header(suite: str, method: Method, command: str) -> dict[str, Any]:
+    """Everything a reader needs to trust or repeat the figures; taken before the measuring starts."""
     return {
         "schema": SCHEMA,
         "suite": suite,
@@ -290,22 +294,24 @@ def result(
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),
-        "load_by_others": load.by_others() if load else None,
         "threads": threads(),
         "versions": versions(),
         "method": {"rounds": method.rounds, "sample_seconds": method.sample_seconds, "confidence": CONFIDENCE},
-        "cases": cases,
     }
 
 
 def commit() -> dict[str, Any]:
-    def git(*args: str) -> str:
-        return subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    """The commit this package was run from, where it was run from its own repository."""
 
-    return {
-        "id": git("rev-parse", "HEAD") or None,
-        "clean": git("status", "--porcelain", "--", ":/src", ":/native") == "",
-    }
+    def git(*args: str) -> str | None:
+        if shutil.which("git") is None:
+            return None
+        done = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return {"id": None, "clean": None}
+    return {"id": git("rev-parse", "HEAD"), "clean": git("status", "--porcelain", "--", ":/src", ":/native") == ""}
 
 
 def machine() -> dict[str, Any]:
@@ -330,8 +336,6 @@ def threads() -> dict[str, Any]:
         "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "strop": strop.get_num_threads(),
     }
-    import sys
-
     if "torch" in sys.modules:
         found["torch"] = sys.modules["torch"].get_num_threads()
     blas = blas_threads()
@@ -382,7 +386,28 @@ def _samples_on_one_line(text: str) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found.get("schema") != SCHEMA:
-        raise ValueError(f"{path} must have schema {SCHEMA}, found {found.get('schema')!r}")
+    """A result whose figures are those of its samples; anything else is an error that names the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found.get("schema") != SCHEMA:
+            raise ValueError(f"schema must be {SCHEMA}, found {found.get('schema')!r}")
+        for case in found["cases"]:
+            _check_figures(case)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a result of the harness: {type(error).__name__}: {error}") from None
     return found
+
+
+def _check_figures(case: dict[str, Any]) -> None:
+    """The printed figures of a timed case; other measurements carry their curves themselves."""
+    if "contenders" not in case:
+        return
+    contenders = case["contenders"]
+    for name, stored in contenders.items():
+        if stored["median_ns"] != statistics(stored["samples_ns"])["median_ns"]:
+            raise ValueError(f"the median of {name} in {case['work']} is not that of its samples")
+    ours = next(iter(contenders.values()))
+    for name, stored in case["ratios"].items():
+        value = np.median(contenders[name]["samples_ns"]) / np.median(ours["samples_ns"])
+        if abs(stored["value"] - value) > 6e-4 * max(value, 1):
+            raise ValueError(f"the ratio of {name} in {case['work']} is not that of its samples")

@@ -64,7 +64,7 @@ def filled(text: str, root: Path) -> str:
             raise ValueError(f"unknown renderer {name!r}; there are {', '.join(sorted(RENDERERS))}")
         return match[1] + RENDERERS[name](load(root / source)) + match[5]
 
-    if text.count("<!-- generated:") != len(BLOCK.findall(text)):
+    if len(re.findall(r"<!--\s*generated", text, re.IGNORECASE)) != len(BLOCK.findall(text)):
         raise ValueError("a generated block is not closed by <!-- end generated -->, or its mark is misspelt")
     return BLOCK.sub(fill, text)
 

@@ -1,6 +1,7 @@
 """`strop bench SUITE`"""
 
 import importlib
+import importlib.util
 import shlex
 import sys
 from collections.abc import Iterator
@@ -24,48 +25,64 @@ def bench(
     """Measure a suite, print its table, write its JSON with all samples."""
     if suite not in SUITES:
         raise ValueError(f"unknown suite {suite!r}; there are {', '.join(SUITES)}")
+    if importlib.util.find_spec("scipy") is None:
+        raise ModuleNotFoundError("benchmarks need scipy: pip install 'strop[bench]'")
     from strop.bench import harness
 
     method = harness.Method(rounds=rounds)
     module = importlib.import_module(f"strop.bench.suites.{suite}")
-    cases = [c for c in module.cases() if only in c.work]
+    cases = [c for c in module.cases() if only in f"{c.work} {getattr(c, 'labels', '')}"]
     if not cases:
         raise ValueError(f"no case of {suite} contains {only!r}")
+    found = harness.header(suite, method, "strop " + shlex.join(sys.argv[1:]))
+    name = f"{suite}-{found['machine']['architecture']}-{found['threads']['usable_cpus']}cores.json"
+    path = output or Path("benchmarks/results") / name
+    if path.is_dir():
+        raise IsADirectoryError(f"--output must be a file, found the folder {path}")
     console = Console()
     load = harness.Load()
-    measured = []
-    with Progress(
-        *Progress.get_default_columns(), TimeElapsedColumn(), console=console, disable=not console.is_terminal
-    ) as progress:
+    found["cases"] = _measure(cases, method, suite, console)
+    found["load_by_others"] = load.by_others()
+    for table in _tables(suite, module, found["cases"]):
+        console.print(table)
+    if not only:
+        harness.save(found, path)
+        console.print(f"wrote {path}")
+
+
+def _measure(cases: list[Any], method: Any, suite: str, console: Console) -> list[dict[str, Any]]:
+    from strop.bench import harness
+
+    measured: list[dict[str, Any]] = []
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(suite, total=len(cases) + sum(len(harness.able_alone(case)) for case in cases))
-        for case in cases:
-            progress.update(task, description=case.work)
-            measured.append(case.measure(method))
-            progress.advance(task)
-        for name in harness.measure_alone(cases, measured):
-            progress.update(task, advance=1, description=name)
+        try:
+            for case in cases:
+                progress.update(task, description=case.work)
+                measured.append(case.measure(method))
+                progress.advance(task)
+            for name in harness.measure_alone(cases, measured):
+                progress.update(task, advance=1, description=name)
+        except KeyboardInterrupt:
+            console.print(f"interrupted after {len(measured)} of {len(cases)} cases; nothing was written")
+            raise typer.Exit(130) from None
+    return measured
+
+
+def _tables(suite: str, module: Any, measured: list[dict[str, Any]]) -> Iterator[Table]:
+    """Rows with the same first contender together: what it takes, and how many times as long the others do.
+
+    A suite whose rows are not timings has a table of its own."""
+    from strop.bench.text import duration
+
     if hasattr(module, "summary"):
         header, rows = module.summary(measured)
         table = Table(*header, title=suite)
         for row in rows:
             table.add_row(*row)
-        console.print(table)
-    else:
-        for table in _tables(suite, measured):
-            console.print(table)
-    if only:
+        yield table
         return
-    found = harness.result(suite, measured, method, "strop " + shlex.join(sys.argv[1:]), load)
-    name = f"{suite}-{found['machine']['architecture']}-{found['threads']['usable_cpus']}cores.json"
-    path = output or Path("benchmarks/results") / name
-    harness.save(found, path)
-    console.print(f"wrote {path}")
-
-
-def _tables(suite: str, measured: list[dict[str, Any]]) -> Iterator[Table]:
-    """Timed rows with the same contenders together: what the first one takes, how many times as long the others do."""
-    from strop.bench.text import duration
-
     colours = {"faster": "green", "slower": "bold red", "same": "yellow"}
     timed = [case for case in measured if case.get("contenders")]
     tables: dict[str, list[dict[str, Any]]] = {}

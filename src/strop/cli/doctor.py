@@ -1,11 +1,11 @@
 """`strop doctor`: what is here, what is active and why not the rest, and whether anything is broken."""
 
 import importlib
-import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 import numpy as np
 import typer
@@ -37,8 +37,11 @@ class Finding:
 def findings() -> Iterator[Finding]:
     yield Finding("strop", "ok", strop.__version__)
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    yield Finding("numpy", "ok", np.__version__)
+    old = int(np.__version__.split(".")[0]) < 2
+    yield Finding("numpy", "broken" if old else "ok", np.__version__ + ("; 2.0 or newer is needed" if old else ""))
     yield compiled_module()
+    for problem in _compiled.environment_problems:
+        yield Finding("environment", "broken", problem)
     yield from packages()
     yield from operators()
 
@@ -98,21 +101,19 @@ def operators() -> Iterator[Finding]:
             else "torch is a CPU build"
         )
         yield Finding("gpu", "absent", built)
-    setting = os.environ.get("STROP_BACKEND")
     for name in registry.ops():
-        listed = ", ".join(registry.backends(name))
-        try:
-            registry.get_op(name)._forced_name()
-        except ValueError as error:
-            yield Finding(f"operator {name}", "broken", f"STROP_BACKEND={setting}: {error}")
-            continue
-        forced = registry.get_op(name)._forced_name()
-        if forced and forced[0] not in registry.backends(name):
-            yield Finding(f"operator {name}", "broken", f"STROP_BACKEND asks for {forced[0]!r}; there are {listed}")
-        else:
-            yield Finding(
-                f"operator {name}", "ok", f"{listed}" + (f"; STROP_BACKEND asks for {forced[0]}" if forced else "")
-            )
+        yield _operator(registry.get_op(name))
+
+
+def _operator(op: Any) -> Finding:
+    listed = ", ".join(op.backends())
+    try:
+        forced = op.forced()
+    except ValueError as error:
+        return Finding(f"operator {op.name}", "broken", f"STROP_BACKEND: {error}")
+    if forced and forced[0] not in op.backends():
+        return Finding(f"operator {op.name}", "broken", f"{forced[1]} asks for {forced[0]!r}; there are {listed}")
+    return Finding(f"operator {op.name}", "ok", listed + (f"; {forced[1]} asks for {forced[0]}" if forced else ""))
 
 
 def doctor() -> None:

@@ -36,13 +36,18 @@ def check_range(ids_BT: np.ndarray, name: str, config: MoEConfig, counts_BT: np.
         )
 
 
-def as_batch(tokens: Any, attention_mask: Any, config: MoEConfig) -> tuple[np.ndarray, np.ndarray | None]:
-    """Tokens and the mask of real ones (None where all are), fit for an engine; ids under padding become 0."""
-    tokens_BT = as_token_ids(tokens, "tokens")
-    mask_BT = as_mask(attention_mask, "attention_mask", tokens_BT.shape, of="tokens")
+def as_batch(
+    tokens: Any, attention_mask: Any, config: MoEConfig, name: str = "tokens"
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Tokens and the mask of real ones (None where all are), fit for an engine; ids under padding become 0.
+
+    name   what the caller calls the tokens, for the messages
+    """
+    tokens_BT = as_token_ids(tokens, name)
+    mask_BT = as_mask(attention_mask, "attention_mask", tokens_BT.shape, of=name)
     if mask_BT is not None and mask_BT.all():
         mask_BT = None
-    check_range(tokens_BT, "tokens", config, mask_BT)
+    check_range(tokens_BT, name, config, mask_BT)
     longest = tokens_BT.shape[1]
     if mask_BT is not None:
         lengths_B = mask_BT.sum(1)
@@ -53,7 +58,7 @@ def as_batch(tokens: Any, attention_mask: Any, config: MoEConfig) -> tuple[np.nd
         longest = int(lengths_B.max())
         tokens_BT = np.where(mask_BT, tokens_BT, 0)
     if longest > config.max_seq_len:
-        raise ValueError(f"tokens must have at most max_seq_len={config.max_seq_len} tokens in a row, found {longest}")
+        raise ValueError(f"{name} must have at most max_seq_len={config.max_seq_len} tokens in a row, found {longest}")
     return tokens_BT, mask_BT
 
 

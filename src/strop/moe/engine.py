@@ -76,7 +76,8 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_saved(self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None = None) -> Saved:
-        """The same logits and the auxiliary loss, with what `backward` needs. The caller may not change the logits."""
+        """The same logits and the auxiliary loss, with what `backward` needs, which the logits are not: the caller may
+        write over them."""
 
     @abstractmethod
     def backward(

@@ -33,10 +33,16 @@ def as_completion_mask(mask: Any, shape: torch.Size) -> torch.Tensor | None:
         raise TypeError(f"completion_mask must be a tensor, found {type(mask).__name__}")
     if mask.shape != shape:
         raise ValueError(f"completion_mask must have shape {list(shape)}, found {list(mask.shape)}")
-    return mask if mask.dtype == torch.bool else mask != 0
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.device.type == "cpu" and (wrong := (mask != 0) & (mask != 1)).any():
+        raise ValueError(f"completion_mask must hold only 0 and 1, found {mask[wrong][0].item()}")
+    return mask != 0
 
 
-def check_temperature(temperature: float) -> None:
+def check_temperature(temperature: Any) -> None:
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise TypeError(f"temperature must be a float, found {type(temperature).__name__}")
     if not (temperature > 0 and temperature != float("inf")):
         raise ValueError(f"temperature must be finite and above 0, found {temperature}")
 

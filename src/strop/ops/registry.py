@@ -24,7 +24,15 @@ from typing import Any
 REFERENCE = "torch"
 
 Usable = Callable[..., "bool | str"]
-"""Called with the operator's own arguments: True where the backend can take them, else the reason why not."""
+"""Called with the operator's own arguments: true where the backend can take them, else the reason why not."""
+
+
+def _verdict(backend: "Backend", args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """None where the backend can run, else why not."""
+    usable = backend.when(*args, **kwargs)
+    if isinstance(usable, str):
+        return usable
+    return None if usable else "its condition does not hold"
 
 
 def always(*args: Any, **kwargs: Any) -> bool:
@@ -68,6 +76,9 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._choose(args, kwargs).function(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return get_op, (self.name,)  # there is one operator of a name: copies and pickles are that one
+
     def __repr__(self) -> str:
         return f"<operator {self.name}: {', '.join(self.backends())}>"
 
@@ -81,35 +92,34 @@ class Op:
         """Decorator: register a function as this operator's backend `name`, usable where `when` says so."""
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
+            if name == REFERENCE:
+                raise ValueError(f"the reference {name!r} of {self.name} is what others are tested against and stays")
             if name in self._backends and not replace:
                 raise ValueError(f"{self.name} has a backend {name!r} already; replace=True replaces it")
-            wanted, found = list(self.signature.parameters), list(inspect.signature(function).parameters)
+            wanted, found = _bare(self.signature), _bare(inspect.signature(function))
             if wanted != found:
-                raise ValueError(
-                    f"a backend of {self.name} must take ({', '.join(wanted)}), found ({', '.join(found)})"
-                )
+                raise ValueError(f"a backend of {self.name} must take {wanted}, found {found}")
             self._backends[name] = Backend(name, function, when)
             return function
 
         return add
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        forced = self._forced_name()
+        forced = self.forced()
         chosen = self._choose(args, kwargs).name
         reasons = {}
         for name in self.backends():
-            usable = self._backends[name].when(*args, **kwargs)
             if name == chosen:
                 reasons[name] = f"chosen: asked for by {forced[1]}" if forced else "chosen: the first that can run"
-            elif usable is True:
+            elif reason := _verdict(self._backends[name], args, kwargs):
+                reasons[name] = f"cannot run: {reason}"
+            else:
                 reasons[name] = (
                     f"not chosen: {forced[1]} asks for {chosen}" if forced else f"not chosen: {chosen} comes first"
                 )
-            else:
-                reasons[name] = f"cannot run: {usable or 'its condition does not hold'}"
         return Explanation(self.name, chosen, reasons)
 
-    def _forced_name(self) -> tuple[str, str] | None:
+    def forced(self) -> tuple[str, str] | None:
         """The backend asked for by name, and by what."""
         for choices, source in ((_forced.get(), "use_backend"), (_from_environment(), "STROP_BACKEND")):
             if name := choices.get(self.name) or choices.get(None):
@@ -117,19 +127,30 @@ class Op:
         return None
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
-        if forced := self._forced_name():
-            name, source = forced
-            if name not in self._backends:
-                raise ValueError(f"{source} asks for backend {name!r}; {self.name} has {_listed(self.backends())}")
-            usable = self._backends[name].when(*args, **kwargs)
-            if usable is not True:
-                reason = usable or "its condition does not hold"
-                raise RuntimeError(f"{source} asks for backend {name!r} of {self.name}, which cannot run: {reason}")
-            return self._backends[name]
-        for backend in reversed(self._backends.values()):
-            if backend.when(*args, **kwargs) is True:
-                return backend
-        raise AssertionError("the reference is always usable")
+        try:
+            return self._forced_backend(args, kwargs) or next(
+                backend for backend in reversed(self._backends.values()) if _verdict(backend, args, kwargs) is None
+            )
+        except TypeError:
+            self.signature.bind(*args, **kwargs)  # a call that does not fit says so in the operator's own words
+            raise
+
+    def _forced_backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend | None:
+        forced = self.forced()
+        if forced is None:
+            return None
+        name, source = forced
+        if name not in self._backends:
+            raise ValueError(f"{source} asks for backend {name!r}; {self.name} has {_listed(self.backends())}")
+        if reason := _verdict(self._backends[name], args, kwargs):
+            raise RuntimeError(f"{source} asks for backend {name!r} of {self.name}, which cannot run: {reason}")
+        return self._backends[name]
+
+
+def _bare(signature: inspect.Signature) -> str:
+    """Names, kinds and defaults, without annotations."""
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
 
 
 def op(reference: Callable[..., Any]) -> Op:
@@ -191,10 +212,11 @@ def use_backend(backend: str | None = None, /, **per_op: str) -> Iterator[None]:
 def _parse(setting: str) -> dict[str | None, str]:
     choices: dict[str | None, str] = {}
     for part in filter(None, (p.strip() for p in setting.split(","))):
-        name, separator, backend = part.partition("=")
-        if separator:
-            get_op(name.strip())
-        choices[name.strip() if separator else None] = (backend if separator else name).strip()
+        left, separator, right = (piece.strip() for piece in part.partition("="))
+        name, backend = (get_op(left).name, right) if separator else (None, left)
+        if not backend or name in choices:
+            raise ValueError(f"STROP_BACKEND must be a backend or op=backend,op=backend, found {setting!r}")
+        choices[name] = backend
     return choices
 
 

@@ -14,8 +14,9 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 def is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # a tensor exists only where torch is already imported
-    return torch is not None and isinstance(value, torch.Tensor)
+    """A tensor exists only where torch is imported; another thread may be importing it just now."""
+    tensor_class = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor_class is not None and isinstance(value, tensor_class)
 
 
 def like_input(result: np.ndarray, value: Any) -> Any:
@@ -32,8 +33,13 @@ def as_array(value: Any, name: str) -> np.ndarray:
             raise TypeError(f"{name} requires a gradient, which the primitives do not compute: pass {name}.detach()")
         try:
             return value.numpy()
-        except (TypeError, RuntimeError):  # bfloat16 and other types NumPy does not have
-            raise TypeError(f"{name} must have a dtype NumPy knows, found {value.dtype}") from None
+        except (TypeError, RuntimeError):  # bfloat16, sparse, conjugated views and the like
+            what = f"{value.dtype}, {str(value.layout).removeprefix('torch.')}"
+            raise TypeError(f"{name} must be a dense tensor of a dtype NumPy knows, found {what}") from None
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} must be an array without a mask of its own, found a masked array: pass {name}.data and a mask"
+        )
     try:
         return np.asarray(value)
     except ValueError:
@@ -94,6 +100,9 @@ def as_mask(value: Any, name: str, shape: tuple[int, ...], of: str) -> np.ndarra
     return _plain(array != 0, np.dtype(bool))
 
 
+LARGEST = np.iinfo(np.int64).max
+
+
 def as_whole_number(value: Any, name: str, minimum: int) -> int:
     try:
         if isinstance(value, (bool, np.bool_)):
@@ -103,12 +112,16 @@ def as_whole_number(value: Any, name: str, minimum: int) -> int:
         raise TypeError(f"{name} must be an int, found {type(value).__name__}") from None
     if number < minimum:
         raise ValueError(f"{name} must be at least {minimum}, found {number}")
+    if number > LARGEST:
+        raise ValueError(f"{name} must be at most {LARGEST}, found {number}")
     return number
 
 
 def is_plain_integers(value: Any) -> bool:
     """Already what `as_integers` returns; worth asking first where there are thousands of them."""
-    return type(value) is np.ndarray and value.dtype == np.int64 and value.ndim == 1 and value.flags.c_contiguous
+    if type(value) is not np.ndarray or value.dtype != np.int64 or value.ndim != 1:
+        return False
+    return value.flags.c_contiguous and value.flags.aligned
 
 
 def as_integers(value: Any, name: str) -> np.ndarray:
@@ -118,6 +131,8 @@ def as_integers(value: Any, name: str) -> np.ndarray:
         raise _wrong_dtype(array, name, value, "integers")
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, found shape {array.shape}")
+    if array.dtype == np.uint64 and (array > LARGEST).any():
+        raise ValueError(f"{name} must be at most {LARGEST}, found {array.max()}")
     return _plain(array, np.dtype(np.int64))
 
 

@@ -13,6 +13,7 @@ Shapes: P prompts, G samples for each.
 """
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,11 @@ def compute_batch_group_advantages(
 def _advantages(array: np.ndarray, groups: int, size: int, ddof: int, eps: float, scale: str) -> np.ndarray:
     ddof = as_whole_number(ddof, "ddof", 0)
     eps = _as_eps(eps)
-    if scale not in SCALES:
+    if not isinstance(scale, str) or scale not in SCALES:
         raise ValueError(f"scale must be one of {', '.join(map(repr, SCALES))}, found {scale!r}")
+    scale = SCALES[SCALES.index(scale)]  # the literal itself: the kernel compares identity
+    if scale == "none":
+        ddof = 0
     if array.size == 0 or size == 1:
         return np.zeros_like(array)
     divided_by = {"group": size, "batch": array.size, "none": math.inf}[scale]
@@ -78,7 +82,7 @@ def _advantages(array: np.ndarray, groups: int, size: int, ddof: int, eps: float
 def _as_eps(eps: Any) -> float:
     if isinstance(eps, bool) or not isinstance(eps, (int, float, np.floating, np.integer)):
         raise TypeError(f"eps must be a float, found {type(eps).__name__}")
-    if not (math.isfinite(eps) and eps >= 0):
+    if not 0 <= eps <= sys.float_info.max:
         raise ValueError(f"eps must be finite and at least 0, found {eps}")
     return float(eps)
 

@@ -1,6 +1,6 @@
 """Packing sequences of different lengths into rows of one length, so that little of a batch is padding."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ def collate_packed(
 
     One bin without pad_to gives a batch of shape (1, tokens) with no padding at all.
     """
+    sequences, bins = _as_list(sequences, "sequences"), _as_list(bins, "bins")
     arrays = [s if is_plain_integers(s) else as_integers(s, f"sequences[{i}]") for i, s in enumerate(sequences)]
     lengths = np.fromiter((a.size for a in arrays), np.int64, len(arrays))
     order, row_ends = _flatten_bins(bins, len(arrays))
@@ -61,7 +62,7 @@ def collate_packed(
     names = ("input_ids", "position_ids", "labels", "sequence_ids")
     rows = dict(zip(names, np.empty((len(names), len(bins), row_length), np.int64), strict=True))
     collate = _collate_numpy if _compiled.native is None else _compiled.native.collate
-    cu_seqlens = collate(arrays, order, row_ends, pad_id, **rows)
+    cu_seqlens = collate(arrays, order, row_ends, pad_id, *rows.values())
 
     like = sequences[0] if len(arrays) else None
     found = {**rows, "cu_seqlens": cu_seqlens}
@@ -69,12 +70,18 @@ def collate_packed(
     return {name: like_input(found[name], like) for name in in_order}
 
 
+def _as_list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
+        raise TypeError(f"{name} must be a sequence of sequences, found {type(value).__name__}")
+    return list(value)
+
+
 def _as_lengths(lengths: Any) -> np.ndarray:
     if not (isinstance(lengths, np.ndarray) or is_tensor(lengths)):
         if not isinstance(lengths, Iterable):
             raise TypeError(f"lengths must be a sequence of integers or of sequences, found {type(lengths).__name__}")
         lengths = list(lengths)
-        if lengths and hasattr(lengths[0], "__len__"):
+        if lengths and hasattr(lengths[0], "__len__") and getattr(lengths[0], "ndim", 1) != 0:
             return _lengths_of(lengths)
     elif lengths.ndim == 2:
         return np.full(lengths.shape[0], lengths.shape[1], dtype=np.int64)
@@ -83,13 +90,18 @@ def _as_lengths(lengths: Any) -> np.ndarray:
 
 def _lengths_of(sequences: list[Any]) -> np.ndarray:
     for i, sequence in enumerate(sequences):
-        if isinstance(sequence, str) or not hasattr(sequence, "__len__"):
+        if isinstance(sequence, (str, Mapping)) or not hasattr(sequence, "__len__"):
             raise TypeError(f"sequences[{i}] must be a sequence of token ids, found {type(sequence).__name__}")
+        if getattr(sequence, "ndim", 1) != 1:
+            raise ValueError(f"sequences[{i}] must be one-dimensional, found shape {tuple(sequence.shape)}")
     return np.array([len(s) for s in sequences], dtype=np.int64)
 
 
 def _flatten_bins(bins: Sequence[Sequence[int]], num_sequences: int) -> tuple[np.ndarray, np.ndarray]:
     """The sequences row by row, and where each row ends among them."""
+    for i, b in enumerate(bins):
+        if not hasattr(b, "__len__"):
+            raise TypeError(f"bins[{i}] must be a sequence of indices, found {type(b).__name__}")
     sizes = [len(b) for b in bins]
     order = as_integers([index for b in bins for index in b], "bins")
     outside = (order < 0) | (order >= num_sequences)
@@ -134,7 +146,7 @@ def _first_fit_decreasing(lengths: np.ndarray, max_length: int) -> list[list[int
 
 
 def _collate_numpy(
-    arrays: list[np.ndarray], order: np.ndarray, row_ends: np.ndarray, pad_id: int, *,
+    arrays: list[np.ndarray], order: np.ndarray, row_ends: np.ndarray, pad_id: int,
     input_ids: np.ndarray, position_ids: np.ndarray, labels: np.ndarray, sequence_ids: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
     """Fills the rows, returns cu_seqlens; the compiled function's twin."""

@@ -16,9 +16,7 @@ def primitives_table(
         if labels["primitive"] not in primitives:
             continue
         cells = [times(case["ratios"][p]) if p in case["ratios"] else "" for p in peers]
-        if labels.get("note") and cells[-1]:
-            cells[-1] += f" ({labels['note']})"
-        name = f"{labels['primitive']} {labels['shape']}"
+        name = f"{labels['primitive']} {labels['shape']}" + (f" ({labels['note']})" if "note" in labels else "")
         rows.append([name, labels["dtype"], duration(case["contenders"]["strop"]["median_ns"]), *cells])
     return table(["work", "dtype", "strop", *(f"faster than {p}" for p in peers)], rows) + provenance(result)
 

@@ -5,7 +5,9 @@ in float64 only, so in float32 rows it is given a float64 copy made beforehand (
 exchanged (see strop.primitives.kl), so it is called with them exchanged and all contenders return the same numbers.
 """
 
+import importlib
 import importlib.util
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +22,15 @@ DTYPES = [np.float64, np.float32]
 
 
 def _optional(name: str) -> ModuleType | None:
-    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+    if importlib.util.find_spec(name) is None:
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        warnings.warn(
+            f"{name} is installed but does not import, so it is left out: {error}", RuntimeWarning, stacklevel=2
+        )
+        return None
 
 
 def cases() -> list[Case]:
@@ -48,13 +58,13 @@ def advantages_torch(rewards: Any, group_size: int) -> Any:
 def _advantages(torch: Any, rlox: Any, rng: np.random.Generator, dtype: type, shape: tuple[int, int]) -> Case:
     groups, size = shape
     rewards: np.ndarray = rng.standard_normal(groups * size).astype(dtype)
-    plain = strop.compute_batch_group_advantages(rewards, size)
+    plain = advantages_numpy(rewards.astype(np.float64), size)
     contenders = [
         Contender(name="strop", function=strop.compute_batch_group_advantages, args=(rewards, size), expected=plain),
         Contender(name="numpy", function=advantages_numpy, args=(rewards, size), expected=plain),
     ]
     if torch:
-        as_trl = strop.compute_batch_group_advantages(rewards, size, ddof=1, eps=1e-4)
+        as_trl = advantages_torch(torch.from_numpy(rewards.astype(np.float64)), size)
         contenders.append(
             Contender(name="torch", function=advantages_torch, args=(torch.from_numpy(rewards), size), expected=as_trl)
         )
@@ -69,7 +79,7 @@ def _advantages(torch: Any, rlox: Any, rng: np.random.Generator, dtype: type, sh
         )
     labels = {"primitive": "advantages", "shape": f"{groups}×{size}", "dtype": np.dtype(dtype).name}
     if rlox and dtype is np.float32:
-        labels["note"] = "rlox in float64"
+        labels["note"] = "rlox: float64"
     return Case(work=f"advantages {groups}×{size}", labels=labels, contenders=contenders)
 
 
@@ -98,7 +108,7 @@ def _kl(torch: Any, rlox: Any, rng: np.random.Generator, estimator: str, dtype: 
     q: np.ndarray = (p + 0.2 * rng.standard_normal(shape)).astype(dtype)
     k3 = estimator == "k3"
     ours = strop.compute_batch_token_kl_schulman if k3 else strop.compute_batch_token_kl
-    expected = ours(p.astype(np.float64), q.astype(np.float64))
+    expected = (k3_numpy if k3 else token_numpy)(p.astype(np.float64), q.astype(np.float64))
     contenders = [
         Contender(name="strop", function=ours, args=(p, q), expected=expected),
         Contender(
@@ -124,17 +134,22 @@ def pack_and_collate(sequences: list[np.ndarray], max_length: int) -> dict[str, 
 
 
 def _packing(rlox: Any, rng: np.random.Generator) -> list[Case]:
-    from strop.primitives.packing import _first_fit_decreasing
+    from strop.primitives.packing import _first_fit_decreasing as twin
 
     many, lengths = rng.integers(1, 2049, 1_000_000), rng.integers(1, 2049, 20_000)
     ours = strop.pack_sequences
     found = [
         Case(
             work="pack 20,000 lengths",
-            labels={"primitive": "packing", "shape": "20,000 lengths", "dtype": "int64"},
+            labels={
+                "primitive": "packing",
+                "shape": "20,000 lengths",
+                "dtype": "int64",
+                "note": "numpy: strop's own twin",
+            },
             contenders=[
-                Contender(name="strop", function=ours, args=(lengths, 4096)),
-                Contender(name="numpy", function=_first_fit_decreasing, args=(lengths, 4096)),
+                Contender(name="strop", function=ours, args=(lengths, 4096), expected=twin(lengths, 4096)),
+                Contender(name="numpy", function=twin, args=(lengths, 4096)),
             ],
         ),
         Case(
@@ -148,5 +163,10 @@ def _packing(rlox: Any, rng: np.random.Generator) -> list[Case]:
     if rlox:
         words = [s.astype(np.uint32) for s in sequences]
         contenders.append(Contender(name="rlox", function=rlox.pack_sequences, args=(words, 2048)))
-    labels = {"primitive": "packing", "shape": "1,000 sequences, collated", "dtype": "int64"}
+    labels = {
+        "primitive": "packing",
+        "shape": "1,000 sequences, collated",
+        "dtype": "int64",
+        "note": "rlox: other layout",
+    }
     return [*found, Case(work="pack and collate 1,000 sequences", labels=labels, contenders=contenders)]

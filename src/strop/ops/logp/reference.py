@@ -43,14 +43,13 @@ def logp(
     x = logits if logits.dtype == torch.float64 else logits.float()
     if mask is not None:  # before any arithmetic: garbage under the mask may be NaN
         x = x.masked_fill(~mask[..., None], 0.0)
-    x = x / temperature
-    lse = x.logsumexp(-1)
-    picked = x.gather(-1, torch.where(in_range, ids, 0).long()[..., None]).squeeze(-1)
-    logps = torch.where(in_range, picked - lse, torch.nan)
+    log_probs = (x / temperature).log_softmax(-1)
+    picked = log_probs.gather(-1, torch.where(in_range, ids, 0).long()[..., None]).squeeze(-1)
+    logps = torch.where(in_range, picked, torch.nan)
     if mask is not None:
         logps = logps.masked_fill(~mask, 0.0)
     if not entropy:
         return logps
-    # H = lse − Σ p·x; a banned token has p = 0 and contributes 0, not 0·(−inf)
-    entropies = lse - (x.softmax(-1) * x.masked_fill(x == -torch.inf, 0.0)).sum(-1)
+    # a banned token has p = 0 and contributes 0, not 0·(−inf)
+    entropies = -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)
     return logps, entropies if mask is None else entropies.masked_fill(~mask, 0.0)
