@@ -43,8 +43,7 @@ def bench(
     load = harness.Load()
     found["cases"] = _measure(cases, method, suite, console)
     found["load_by_others"] = load.by_others()
-    for table in _tables(suite, module, found["cases"]):
-        console.print(table)
+    console.print(*_summary(suite, module, found["cases"]), sep="\n")
     if not only:
         harness.save(found, path)
         console.print(f"wrote {path}")
@@ -70,19 +69,22 @@ def _measure(cases: list[Any], method: Any, suite: str, console: Console) -> lis
     return measured
 
 
-def _tables(suite: str, module: Any, measured: list[dict[str, Any]]) -> Iterator[Table]:
-    """Rows with the same first contender together: what it takes, and how many times as long the others do.
+def _summary(suite: str, module: Any, measured: list[dict[str, Any]]) -> Iterator[Table]:
+    """The suite's own table where its rows are not timings."""
+    if not hasattr(module, "summary"):
+        yield from _tables(suite, measured)
+        return
+    header, rows = module.summary(measured)
+    table = Table(*header, title=suite)
+    for row in rows:
+        table.add_row(*row)
+    yield table
 
-    A suite whose rows are not timings has a table of its own."""
+
+def _tables(suite: str, measured: list[dict[str, Any]]) -> Iterator[Table]:
+    """Timed rows with the same contenders together: what the first one takes, how many times as long the others do."""
     from strop.bench.text import duration
 
-    if hasattr(module, "summary"):
-        header, rows = module.summary(measured)
-        table = Table(*header, title=suite)
-        for row in rows:
-            table.add_row(*row)
-        yield table
-        return
     colours = {"faster": "green", "slower": "bold red", "same": "yellow"}
     timed = [case for case in measured if case.get("contenders")]
     tables: dict[str, list[dict[str, Any]]] = {}
