@@ -46,6 +46,8 @@ test-gpu:
 
 bench: $(INSTALLED)
 	$(BIN)/strop bench primitives
+	$(BIN)/strop bench engines
+	$(BIN)/strop bench convergence
 
 docs: $(INSTALLED)
 	$(BIN)/python -m strop.bench.report

@@ -137,6 +137,23 @@ def test_bench_writes_its_result(tmp_path):
     assert all(len(c["contenders"]["strop"]["samples_ns"]) == 3 for c in found["cases"])
 
 
+def test_bench_of_curves(tmp_path):
+    """A suite without timings has a table of its own."""
+    path = tmp_path / "found.json"
+    program = (
+        "import sys; from strop.bench.suites import convergence as c; from strop.cli import main; from dataclasses import replace;"
+        "from strop.bench.moe_contenders import StropContender; c.contenders = lambda: [StropContender('numpy')];"
+        "c.MEMORISE, c.LANGUAGE = (replace(s, batch=2, seq_len=4, num_steps=10) for s in (c.MEMORISE, c.LANGUAGE));"
+        f"sys.argv = ['strop', 'bench', 'convergence', '--output', {str(path)!r}]; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "largest difference" in done.stdout
+    assert [c["work"] for c in json.loads(path.read_text())["cases"]] == ["memorise: numpy", "language: numpy"]
+    assert '"losses": [' in path.read_text()
+    assert max(map(len, path.read_text().splitlines())) > 80  # on one line
+
+
 def test_bench_does_not_start_what_it_could_not_write(tmp_path):
     found = run("bench", "primitives", "--output", str(tmp_path))
     assert found.returncode == 1

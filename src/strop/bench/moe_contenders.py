@@ -330,8 +330,12 @@ def contender(name: str) -> Contender:
 
 def set_threads(count: int) -> None:
     """The same number for every contender; NumPy's BLAS has its own, `BLAS_THREADS`."""
-    from threadpoolctl import threadpool_limits
-
+    try:
+        from threadpoolctl import threadpool_limits
+    except ModuleNotFoundError:
+        raise RuntimeError(
+            "threadpoolctl is needed to fix the threads of NumPy's BLAS; pip install 'strop[bench]'"
+        ) from None
     for c in contenders():
         c.set_threads(count)
     threadpool_limits(BLAS_THREADS, "blas")

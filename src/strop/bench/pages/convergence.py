@@ -42,44 +42,50 @@ def convergence_table(result: Result) -> str:
 
 
 def convergence_figure(result: Result, path: Path, metadata: dict[str, str]) -> None:
-    figure = _drawn(result, 1.0)
+    figure, _ = _drawn(result)
     figure.savefig(path, dpi=110, metadata=metadata)
     _close(figure)
 
 
 def convergence_animation(result: Result, path: Path, metadata: dict[str, str]) -> None:
-    """The curves as they come, in a GIF of as few colours as they need."""
+    """The curves as they come, in a GIF of few colours. The axes are those of the whole from the start."""
     from PIL import Image
 
+    figure, curves = _drawn(result)
+    figure.set_dpi(80)
+    figure.canvas.draw()
+    figure.set_layout_engine("none")  # it stands; nothing moves but the curves
     frames = []
     for number in range(1, NUM_FRAMES + 1):
-        figure = _drawn(result, number / NUM_FRAMES)
-        figure.set_dpi(80)
+        for line, case in curves:
+            count = max(1, math.ceil(number / NUM_FRAMES * len(case["steps"])))
+            line.set_data(case["steps"][:count], case["losses"][:count])
         figure.canvas.draw()
         image = Image.frombytes("RGBA", figure.canvas.get_width_height(), bytes(figure.canvas.buffer_rgba()))
         frames.append(image.convert("RGB").quantize(64, dither=Image.Dither.NONE))
-        _close(figure)
+    _close(figure)
     durations = [FRAME_MILLISECONDS] * (NUM_FRAMES - 1) + [LAST_FRAME_MILLISECONDS]
     frames[0].save(
         path, save_all=True, append_images=frames[1:], duration=durations, loop=0, comment=metadata["Comment"].encode()
     )
 
 
-def _drawn(result: Result, part: float) -> Any:
-    """Both tasks up to this part of their steps. The axes are those of the whole."""
+def _drawn(result: Result) -> tuple[Any, list[tuple[Any, dict[str, Any]]]]:
+    """The figure of both tasks, and each line with the curve it shows."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    drawn = []
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for axes, task in ((left, "memorise"), (right, "language")):
         curves = {c["labels"]["engine"]: c for c in result["cases"] if c["labels"]["task"] == task}
         for engine in [*(n for n in STYLES if n in curves), *(n for n in curves if n not in STYLES)]:
             case = curves[engine]
-            count = max(1, math.ceil(part * len(case["steps"])))
             style = {"color": COLOURS.get(engine, "#555555"), **STYLES.get(engine, {})}
-            axes.plot(case["steps"][:count], case["losses"][:count], label=engine, solid_capstyle="butt", **style)
+            (line,) = axes.plot(case["steps"], case["losses"], label=engine, solid_capstyle="butt", **style)
+            drawn.append((line, case))
         last = max(case["steps"][-1] for case in curves.values())
         axes.set_xlim(-0.01 * last, 1.01 * last)
         axes.set_xlabel("training step")
@@ -103,7 +109,7 @@ def _drawn(result: Result, part: float) -> Any:
         right.axhline(height, color="#555555", lw=0.8, ls=":")
         right.text(0.99, height + (0.08 if above else -0.12), text, transform=right.get_yaxis_transform(), ha="right",
                    va="bottom" if above else "top", fontsize=8.5, color="#333333")  # fmt: skip
-    return figure
+    return figure, drawn
 
 
 def _close(figure: Any) -> None:

@@ -128,7 +128,7 @@ def engines_host_language(result: Result) -> str:
 
 
 def engines_figure(result: Result, path: Path, metadata: dict[str, str]) -> None:
-    """Left: the time of the README's rows. Right: the measured shares of a training step."""
+    """Left: how many times as long the others take. Right: the measured shares of a training step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -136,25 +136,32 @@ def engines_figure(result: Result, path: Path, metadata: dict[str, str]) -> None
 
     cases = {case["work"]: case for case in result["cases"]}
     works = [work for work in HEADLINES if work in cases][::-1]
-    names = engines(result)
+    first, *others = engines(result)
     figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 5), layout="constrained", width_ratios=[3, 2])
-    height = 0.8 / len(names)
-    for k, name in enumerate(names):
-        rows = [
-            (i, cases[work]["contenders"][name]) for i, work in enumerate(works) if name in cases[work]["contenders"]
-        ]
-        places = [i + (len(names) / 2 - k - 0.5) * height for i, _ in rows]
-        values = [facts["median_ns"] / 1e6 for _, facts in rows]
-        left.barh(places, values, height * 0.92, color=COLOURS.get(name, "#555555"), label=name)
-        for place, value in zip(places, values, strict=True):
-            left.text(value * 1.08, place, duration(value * 1e6), va="center", fontsize=7)
+    height = 0.8 / max(1, len(others))
+    for k, name in enumerate(others):
+        rows = [(i, cases[work]) for i, work in enumerate(works) if name in cases[work]["ratios"]]
+        places = [i + (len(others) / 2 - k - 0.5) * height for i, _ in rows]
+        ratios = [case["ratios"][name] for _, case in rows]
+        widths = [ratio["value"] - 1 for ratio in ratios]  # bars start at 1: as long as the first
+        errors = [[r["value"] - r["low"] for r in ratios], [r["high"] - r["value"] for r in ratios]]
+        left.barh(places, widths, height * 0.92, left=1, color=COLOURS.get(name, "#555555"), label=name,
+                  xerr=errors, error_kw={"lw": 0.8, "ecolor": "#333"})  # fmt: skip
+        for place, ratio, (_, case) in zip(places, ratios, rows, strict=True):
+            text = f"{ratio['value']:.3g}×, {duration(case['contenders'][name]['median_ns'])}"
+            left.text(max(ratio["high"], 1) * 1.05, place, text, va="center", fontsize=7.5)
+    left.axvline(1, color="black", lw=1)
     left.set_xscale("log")
-    low, high = left.get_xlim()
-    left.set_xlim(low, high * 2.5)
-    left.set_yticks(range(len(works)), [HEADLINES[work] for work in works], fontsize=9)
-    left.set_xlabel("milliseconds, logarithmic: shorter is faster")
+    left.set_xlim(right=left.get_xlim()[1] * 2)
+    ticks = [t for t in (0.5, 1, 2, 5, 10, 20, 50, 100) if left.get_xlim()[0] <= t <= left.get_xlim()[1]]
+    left.set_xticks(ticks, [f"{t:g}×" for t in ticks])
+    left.minorticks_off()
+    times_of_first = [duration(cases[work]["contenders"][first]["median_ns"]) for work in works]
+    labels = [f"{HEADLINES[work]}\n{first}: {time}" for work, time in zip(works, times_of_first, strict=True)]
+    left.set_yticks(range(len(works)), labels, fontsize=8.5)
+    left.set_xlabel(f"times as long as {first}, logarithmic")
     left.set_title("Time", loc="left")
-    left.legend(frameon=False, fontsize=9, loc="upper right")
+    left.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
 
     shares = _shares(result)[::-1]
     for k, (part, label, colour) in enumerate((
