@@ -206,7 +206,7 @@ void set_num_threads(int count) { thread_count() = count < kMaxThreads ? count :
 void run_tasks(size_t tasks, void (*body)(void*, size_t) noexcept, void* context) {
     size_t participants = static_cast<size_t>(num_threads());
     if (participants > tasks) participants = tasks;
-    if (participants <= 1 || pool_taken.exchange(true)) {
+    if (participants <= 1 || pool_taken.load(std::memory_order_relaxed) || pool_taken.exchange(true)) {
         for (size_t task = 0; task < tasks; ++task) body(context, task);
         return;
     }

@@ -22,4 +22,11 @@ void parallel_for(size_t tasks, Body&& body) {
         tasks, [](void* context, size_t task) noexcept { (*static_cast<Body*>(context))(task); }, &body);
 }
 
+// The same for `work` elements to be moved or so: without the pool where that is done before a second thread has begun.
+template <class Body>
+void for_tasks(size_t tasks, size_t work, Body&& body) {
+    if (work > size_t{1} << 14) return parallel_for(tasks, static_cast<Body&&>(body));
+    for (size_t task = 0; task < tasks; ++task) body(task);
+}
+
 }  // namespace strop

@@ -69,12 +69,12 @@ void attend_token(size_t C, size_t heads, size_t num_keys, const T* q, const T* 
 }
 
 template <class T>
-void attend(const Config& c, const Tokens& tokens, BlockSaved<T>& saved) {
-    const size_t G = c.H / c.K, O = c.H * c.C, S = saved.kv.S;
-    const size_t chunks = (tokens.N + kTaskTokens - 1) / kTaskTokens;
+void attend(const Config& c, const Tokens& tokens, const Strip& strip, BlockSaved<T>& saved) {
+    const size_t G = c.H / c.K, O = c.H * c.C, S = saved.kv.S, end = strip.first + strip.tokens;
+    const size_t chunks = (strip.tokens + kTaskTokens - 1) / kTaskTokens;
     parallel_for(chunks * c.K, [&](size_t task) noexcept {
-        const size_t k = task / chunks, first = task % chunks * kTaskTokens;
-        for (size_t n = first; n < smaller(first + kTaskTokens, tokens.N); ++n) {
+        const size_t k = task / chunks, first = strip.first + task % chunks * kTaskTokens;
+        for (size_t n = first; n < smaller(first + kTaskTokens, end); ++n) {
             const size_t row = static_cast<size_t>(tokens.rows_N[n]) * c.K + k;
             const T* keys_CS = saved.kv.keys + row * c.C * S;
             const T* values_SC = saved.kv.values + row * S * padded(c.C);
@@ -111,47 +111,37 @@ void store_keys_values(const Config& c, const Tokens& tokens, const Strip& strip
 }  // namespace
 
 template <class T>
-void attention(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved) {
+void queries_keys_values(Pass<T>& pass, const LayerWeights<T>& w, const Strip& strip, BlockSaved<T>& saved) {
     const Config& c = *pass.config;
-    const Tokens& tokens = pass.tokens;
-    const size_t num_panels = panels_of(tokens.N), O = c.H * c.C, KC = c.K * c.C;
-    Arena& arena = *pass.arena;
-    T *k_ON = take_panels<T>(arena, KC, num_panels), *v_ON = take_panels<T>(arena, KC, num_panels);
-    T* context_ON = take_panels<T>(arena, O, num_panels);
-
-    auto* products = take<Product<T>>(arena, 3 * num_panels);
-    for (size_t panel = 0; panel < num_panels; ++panel) {
-        const size_t count = tokens_in_panel(tokens.N, panel);
-        const T* x_DN = panel_of(saved.n1_DN, c.D, panel);
-        products[3 * panel] = linear<T>(w.wq_OD, O, c.D, x_DN, count, panel_of(saved.q_ON, O, panel));
-        products[3 * panel + 1] = linear<T>(w.wk_OD, KC, c.D, x_DN, count, panel_of(k_ON, KC, panel));
-        products[3 * panel + 2] = linear<T>(w.wv_OD, KC, c.D, x_DN, count, panel_of(v_ON, KC, panel));
-    }
-    run_products(products, 3 * num_panels);
-
-    parallel_for(strips_of(tokens.N), [&](size_t task) noexcept {
-        const Strip strip = strip_at(tokens.N, task);
-        const T *cos = strip_of(pass.cos_PN, c.C / 2, strip), *sin = strip_of(pass.sin_PN, c.C / 2, strip);
-        rope(c.H, c.C, strip.tokens, cos, sin, false, strip_of(saved.q_ON, O, strip));
-        rope(c.K, c.C, strip.tokens, cos, sin, false, strip_of(k_ON, KC, strip));
-        store_keys_values(c, tokens, strip, strip_of(k_ON, KC, strip), strip_of(v_ON, KC, strip), saved.kv);
-    });
-    attend(c, tokens, saved);
-
-    parallel_for(strips_of(tokens.N), [&](size_t task) noexcept {
-        const Strip strip = strip_at(tokens.N, task);
-        const T* rows = saved.context_NO + strip.first * padded(O);
-        to_lanes<T>(O, strip.tokens, [&](size_t i) { return rows + i * padded(O); }, strip_of(context_ON, O, strip));
-    });
-    for (size_t panel = 0; panel < num_panels; ++panel) {  // m = x + context·Woᵀ
-        products[panel] = linear<T>(w.wo_DO, c.D, O, panel_of(context_ON, O, panel), tokens_in_panel(tokens.N, panel),
-                                    panel_of(saved.m_DN, c.D, panel));
-        products[panel].plus = panel_of(saved.x_DN, c.D, panel);
-    }
-    run_products(products, num_panels);
+    const size_t O = c.H * c.C, KC = c.K * c.C;
+    const T* x_DN = strip_of(saved.n1_DN, c.D, strip);
+    T *q_ON = strip_of(saved.q_ON, O, strip), *k_ON = strip_of(pass.k_ON, KC, strip), *v_ON = strip_of(pass.v_ON, KC, strip);
+    Product<T> products[] = {linear<T>(w.wq_OD, O, c.D, x_DN, strip.tokens, q_ON), linear<T>(w.wk_OD, KC, c.D, x_DN, strip.tokens, k_ON),
+                             linear<T>(w.wv_OD, KC, c.D, x_DN, strip.tokens, v_ON)};
+    run_products(products, 3);
+    const T *cos = strip_of(pass.cos_PN, c.C / 2, strip), *sin = strip_of(pass.sin_PN, c.C / 2, strip);
+    rope(c.H, c.C, strip.tokens, cos, sin, false, q_ON);
+    rope(c.K, c.C, strip.tokens, cos, sin, false, k_ON);
+    store_keys_values(c, pass.tokens, strip, k_ON, v_ON, saved.kv);
 }
 
-template void attention<float>(Pass<float>&, const LayerWeights<float>&, BlockSaved<float>&);
-template void attention<double>(Pass<double>&, const LayerWeights<double>&, BlockSaved<double>&);
+template <class T>
+void attention(Pass<T>& pass, const LayerWeights<T>& w, const Strip& strip, BlockSaved<T>& saved) {
+    const Config& c = *pass.config;
+    const size_t O = c.H * c.C;
+    attend(c, pass.tokens, strip, saved);
+    const T* rows = saved.context_NO + strip.first * padded(O);
+    T* context_ON = strip_of(pass.context_ON, O, strip);
+    to_lanes<T>(O, strip.tokens, [&](size_t i) { return rows + i * padded(O); }, context_ON);
+    Product<T> output = linear<T>(w.wo_DO, c.D, O, context_ON, strip.tokens, strip_of(saved.m_DN, c.D, strip));
+    output.plus = strip_of(saved.x_DN, c.D, strip);                                         // m = x + context·Woᵀ
+    run_products(&output, 1);
+}
+
+#define STROP_INSTANTIATE(T)                                                                                    \
+    template void queries_keys_values<T>(Pass<T>&, const LayerWeights<T>&, const Strip&, BlockSaved<T>&);       \
+    template void attention<T>(Pass<T>&, const LayerWeights<T>&, const Strip&, BlockSaved<T>&);
+STROP_INSTANTIATE(float)
+STROP_INSTANTIATE(double)
 
 }  // namespace strop::STROP_ISA

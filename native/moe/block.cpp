@@ -35,13 +35,44 @@ void take_block(Pass<T>& pass, BlockSaved<T>& s) {
     s.y_AD = take<T>(arena, expert_panels * kPanel * padded(c.D));
 }
 
+namespace {
+
+// Whether no row has tokens in two strips: then a strip's queries meet only keys of that strip, or of a cache.
+bool rows_in_one_strip(const Tokens& tokens, size_t size) {
+    for (size_t n = size; n < tokens.N; n += size)
+        if (tokens.rows_N[n - 1] == tokens.rows_N[n]) return false;
+    return true;
+}
+
+}  // namespace
+
+// A parallel region takes a strip as far as it goes without the others: to its keys, to its choice of experts.
 template <class T>
-void block(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved, T* y_DN) {
+void block(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>* before, BlockSaved<T>& saved) {
     const Config& c = *pass.config;
-    rms_norm(c.D, c.eps, pass.tokens.N, saved.x_DN, w.norm1_D, saved.n1_DN, saved.r1_N);
-    attention(pass, w, saved);
-    rms_norm(c.D, c.eps, pass.tokens.N, saved.m_DN, w.norm2_D, saved.n2_DN, saved.r2_N);
-    moe_layer(pass, w, saved, y_DN);
+    const size_t N = pass.tokens.N, size = tokens_per_task(N);
+    const auto to_keys = [&](const Strip& strip) {
+        if (before) {
+            add_experts(pass, *before, strip, saved.x_DN);
+        } else {
+            embedding(c, pass.weights->embedding_VD, pass.tokens, strip, saved.x_DN);
+            rope_angles(pass.rope, c.C / 2, pass.tokens, strip, pass.cos_PN, pass.sin_PN);
+        }
+        rms_norm(c.D, c.eps, strip, saved.x_DN, w.norm1_D, saved.n1_DN, saved.r1_N);
+        queries_keys_values(pass, w, strip, saved);
+    };
+    const auto to_choice = [&](const Strip& strip) {
+        attention(pass, w, strip, saved);
+        rms_norm(c.D, c.eps, strip, saved.m_DN, w.norm2_D, saved.n2_DN, saved.r2_N);
+        choose_experts(pass, w, strip, saved);
+    };
+    if (rows_in_one_strip(pass.tokens, size)) {
+        for_strips(N, size, [&](const Strip& strip) { to_keys(strip), to_choice(strip); });
+    } else {
+        for_strips(N, size, to_keys);
+        for_strips(N, size, to_choice);
+    }
+    run_experts(pass, w, saved);
 }
 
 template <class T>
@@ -60,7 +91,7 @@ void block_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& sav
 
 #define STROP_INSTANTIATE(T)                                                                    \
     template void take_block<T>(Pass<T>&, BlockSaved<T>&);                                      \
-    template void block<T>(Pass<T>&, const LayerWeights<T>&, BlockSaved<T>&, T*);               \
+    template void block<T>(Pass<T>&, const LayerWeights<T>&, const BlockSaved<T>*, BlockSaved<T>&); \
     template void block_bwd<T>(Pass<T>&, const LayerWeights<T>&, const BlockSaved<T>&, const T*, T*, const LayerWeights<T>&);
 STROP_INSTANTIATE(float)
 STROP_INSTANTIATE(double)

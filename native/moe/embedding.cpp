@@ -4,12 +4,9 @@
 namespace strop::STROP_ISA {
 
 template <class T>
-void embedding(const Config& c, const T* w_VD, const Tokens& tokens, T* x_DN) {
-    parallel_for(strips_of(tokens.N), [&](size_t task) noexcept {
-        const Strip strip = strip_at(tokens.N, task);
-        const int64_t* ids = tokens.ids_N + strip.first;
-        to_lanes<T>(c.D, strip.tokens, [&](size_t i) { return w_VD + ids[i] * c.D; }, strip_of(x_DN, c.D, strip));
-    });
+void embedding(const Config& c, const T* w_VD, const Tokens& tokens, const Strip& strip, T* x_DN) {
+    const int64_t* ids = tokens.ids_N + strip.first;
+    to_lanes<T>(c.D, strip.tokens, [&](size_t i) { return w_VD + ids[i] * c.D; }, strip_of(x_DN, c.D, strip));
 }
 
 // dL/dW[v] = Σ_{n: token_n = v} dx_n, in the order of the tokens. A task has some of the features of every token.
@@ -39,7 +36,7 @@ void embedding_bwd(const Config& c, const Tokens& tokens, const T* dx_DN, bool a
 }
 
 #define STROP_INSTANTIATE(T)                                                    \
-    template void embedding<T>(const Config&, const T*, const Tokens&, T*);     \
+    template void embedding<T>(const Config&, const T*, const Tokens&, const Strip&, T*); \
     template void embedding_bwd<T>(const Config&, const Tokens&, const T*, bool, Arena&, T*);
 STROP_INSTANTIATE(float)
 STROP_INSTANTIATE(double)

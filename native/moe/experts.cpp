@@ -50,6 +50,16 @@ void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved) {
     const Groups& groups = saved.groups;
     const size_t D = c.D, F = c.F;
     Arena& arena = *pass.arena;
+    const size_t columns = groups.num_panels * kPanel;
+    for_tasks(strips_of(columns), columns * D, [&](size_t task) noexcept {
+        const Strip strip = strip_at(columns, task);
+        const size_t count = groups.counts[strip.panel];
+        if (strip.column >= count) return;
+        const int32_t* token = groups.tokens_A + strip.first;
+        to_lanes<T>(D, smaller(count - strip.column, Strip::size), [&](size_t i) { return saved.n2_ND + token[i] * padded(D); },
+                    strip_of(saved.x_DA, D, strip));
+    });
+
     auto* products = take<Product<T>>(arena, groups.num_panels);
     for (size_t panel = 0; panel < groups.num_panels; ++panel)
         products[panel] = linear<T>(w.gate_up_E2FD + groups.experts[panel] * 2 * F * D, F, D, panel_of(saved.x_DA, D, panel),

@@ -10,7 +10,7 @@ namespace strop::STROP_ISA {
 // ---- embedding.cpp -----------------------------------------------------------------------------------------------------
 
 template <class T>
-void embedding(const Config& c, const T* w_VD, const Tokens& tokens, T* x_DN);
+void embedding(const Config& c, const T* w_VD, const Tokens& tokens, const Strip& strip, T* x_DN);
 // Adds into dw_VD where `add`, otherwise writes all of it.
 template <class T>
 void embedding_bwd(const Config& c, const Tokens& tokens, const T* dx_DN, bool add, Arena& arena, T* dw_VD);
@@ -18,7 +18,7 @@ void embedding_bwd(const Config& c, const Tokens& tokens, const T* dx_DN, bool a
 // ---- rms_norm.cpp ------------------------------------------------------------------------------------------------------
 
 template <class T>
-void rms_norm(size_t D, double eps, size_t N, const T* x_DN, const T* w_D, T* y_DN, T* r_N);
+void rms_norm(size_t D, double eps, const Strip& strip, const T* x_DN, const T* w_D, T* y_DN, T* r_N);
 // dx_DN = residual_DN + the norm's dL/dx; the two may be the same array.
 template <class T>
 void rms_norm_bwd(size_t D, size_t N, const T* dy_DN, const T* x_DN, const T* r_N, const T* w_D, const T* residual_DN,
@@ -29,16 +29,19 @@ void rms_norm_bwd(size_t D, size_t N, const T* dy_DN, const T* x_DN, const T* r_
 // ---- rope.cpp ----------------------------------------------------------------------------------------------------------
 
 template <class T>
-void rope_angles(const RopeTable<T>& table, size_t P, const Tokens& tokens, T* cos_PN, T* sin_PN);
+void rope_angles(const RopeTable<T>& table, size_t P, const Tokens& tokens, const Strip& strip, T* cos_PN, T* sin_PN);
 // In place on one strip of `heads` heads; backwards turns by −φ, which is the transpose of the rotation.
 template <class T>
 void rope(size_t heads, size_t C, size_t tokens, const T* cos_PN, const T* sin_PN, bool backwards, T* x_ON);
 
 // ---- attention.cpp, attention_bwd.cpp ----------------------------------------------------------------------------------
 
-// m = x + attention(n1); saved.n1_DN and saved.x_DN are given, everything else of attention is written.
+// q of a strip, and its keys and values in their places, from saved.n1_DN.
 template <class T>
-void attention(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved);
+void queries_keys_values(Pass<T>& pass, const LayerWeights<T>& w, const Strip& strip, BlockSaved<T>& saved);
+// m = x + attention(n1) of a strip. The keys and values of all tokens before it are in their places.
+template <class T>
+void attention(Pass<T>& pass, const LayerWeights<T>& w, const Strip& strip, BlockSaved<T>& saved);
 // dn1_DN from dm_DN.
 template <class T>
 void attention_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dm_DN, T* dn1_DN,
@@ -58,7 +61,7 @@ void group_by_expert(const Config& c, size_t N, const int32_t* experts_NJ, Group
 
 // ---- experts.cpp -------------------------------------------------------------------------------------------------------
 
-// y_AD of every assignment from x_DA.
+// y_AD of every assignment from n2_ND.
 template <class T>
 void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved);
 // dx_AD from dy_AD and x_AD.
@@ -68,9 +71,15 @@ void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& s
 
 // ---- moe.cpp -----------------------------------------------------------------------------------------------------------
 
-// y = m + moe(n2); saved.m_DN and saved.n2_DN are given.
+// p, choices and weights of a strip, and its n2_ND, from n2_DN.
 template <class T>
-void moe_layer(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved, T* y_DN);
+void choose_experts(Pass<T>& pass, const LayerWeights<T>& w, const Strip& strip, BlockSaved<T>& saved);
+// What each expert makes of the tokens that chose it: y_AD.
+template <class T>
+void run_experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved);
+// y = m + moe(n2) of a strip, when the experts are done.
+template <class T>
+void add_experts(Pass<T>& pass, const BlockSaved<T>& saved, const Strip& strip, T* y_DN);
 // dn2_DN from dy_DN.
 template <class T>
 void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_DN, const T* dp_aux_E,
@@ -81,9 +90,10 @@ void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>&
 // Memory for all that a block keeps, except its input and its keys and values.
 template <class T>
 void take_block(Pass<T>& pass, BlockSaved<T>& saved);
-// y_DN from saved.x_DN.
+// All of a block but the last sum, which the next to come takes for its strips: add_experts. `before` is the block
+// before this one, whose sum is taken here; null at the first, which takes the embedding.
 template <class T>
-void block(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved, T* y_DN);
+void block(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>* before, BlockSaved<T>& saved);
 // dy_DN becomes dx_DN.
 template <class T>
 void block_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dp_aux_E, T* dy_DN,

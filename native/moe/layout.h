@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../simd.h"
+#include "../threads.h"
 #include "model.h"
 
 namespace strop::STROP_ISA {
@@ -80,16 +81,29 @@ static inline void to_rows(size_t features, size_t count, const T* from, Row&& r
 
 static inline size_t tokens_in_panel(size_t N, size_t panel) { return smaller(N - panel * kPanel, kPanel); }
 
-// The tokens a task of a layer without products takes: a quarter of a panel, whole vectors of every instruction set.
+// The tokens a task takes: whole vectors of every instruction set, all in one panel.
 struct Strip {
     static constexpr size_t size = 16;
     size_t panel, column;  // where it starts in its panel
     size_t first, tokens;
 };
-static inline size_t strips_of(size_t N) { return (N + Strip::size - 1) / Strip::size; }
-static inline Strip strip_at(size_t N, size_t index) {
-    const size_t first = index * Strip::size;
-    return {first / kPanel, first % kPanel, first, smaller(N - first, Strip::size)};
+static inline size_t strips_of(size_t N, size_t size = Strip::size) { return (N + size - 1) / size; }
+static inline Strip strip_at(size_t N, size_t index, size_t size = Strip::size) {
+    const size_t first = index * size;
+    return {first / kPanel, first % kPanel, first, smaller(N - first, size)};
+}
+
+// Tokens of a task that has products in it. The more tokens meet the weights at a time, the better; but every thread
+// shall have some. No result depends on it.
+static inline size_t tokens_per_task(size_t N) {
+    const size_t threads = static_cast<size_t>(num_threads());
+    return N >= 2 * kPanel * threads ? kPanel : N >= kPanel / 2 * threads ? kPanel / 2 : Strip::size;
+}
+
+// body(strip) for all tokens, in one parallel region.
+template <class Body>
+static void for_strips(size_t N, size_t size, Body&& body) {
+    parallel_for(strips_of(N, size), [&](size_t task) noexcept { body(strip_at(N, task, size)); });
 }
 
 template <class T>

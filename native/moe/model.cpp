@@ -38,18 +38,30 @@ double aux_loss(Pass<T>& pass) {
     return static_cast<double>(c.E) * loss;
 }
 
+// Memory that every block uses anew.
+template <class T>
+void take_scratch(Pass<T>& pass) {
+    const Config& c = *pass.config;
+    Arena& arena = *pass.arena;
+    const size_t num_panels = panels_of(pass.tokens.N), O = c.H * c.C, KC = c.K * c.C;
+    pass.cos_PN = take_panels<T>(arena, c.C / 2, num_panels);
+    pass.sin_PN = take_panels<T>(arena, c.C / 2, num_panels);
+    pass.k_ON = take_panels<T>(arena, KC, num_panels);
+    pass.v_ON = take_panels<T>(arena, KC, num_panels);
+    pass.context_ON = take_panels<T>(arena, O, num_panels);
+    pass.sum_ND = take<T>(arena, pass.tokens.N * padded(c.D));
+    pass.sum_DN = take_panels<T>(arena, c.D, num_panels);
+}
+
 template <class T>
 void hidden_states(Pass<T>& pass) {
     const Config& c = *pass.config;
     Arena& arena = *pass.arena;
-    const size_t N = pass.tokens.N, num_panels = panels_of(N), P = c.C / 2;
-    pass.cos_PN = take_panels<T>(arena, P, num_panels);
-    pass.sin_PN = take_panels<T>(arena, P, num_panels);
-    rope_angles(pass.rope, P, pass.tokens, pass.cos_PN, pass.sin_PN);
+    const size_t N = pass.tokens.N, num_panels = panels_of(N);
+    take_scratch(pass);
     pass.x_DN = take_panels<T>(arena, c.D, num_panels);
-    embedding(c, pass.weights->embedding_VD, pass.tokens, pass.x_DN);
-
     pass.blocks = take<BlockSaved<T>>(arena, c.num_layers);
+    const BlockSaved<T>* before = nullptr;
     for (size_t layer = 0; layer < c.num_layers; ++layer) {
         BlockSaved<T>& saved = pass.blocks[layer];
         if (layer == 0 || pass.saving) {
@@ -62,15 +74,17 @@ void hidden_states(Pass<T>& pass) {
         saved.x_DN = pass.x_DN;
         if (pass.saving) pass.x_DN = take_panels<T>(arena, c.D, num_panels);  // otherwise x has been used when y is written
         const Arena::Mark mark = arena.mark();
-        block(pass, pass.weights->layers[layer], saved, pass.x_DN);
+        block(pass, pass.weights->layers[layer], before, saved);
         arena.release(mark);  // what the block needed only for itself
+        before = &saved;
     }
     pass.r_N = take<T>(arena, num_panels * kPanel);
     pass.h_DN = take_panels<T>(arena, c.D, num_panels);
-    if (pass.saving) {
-        rms_norm(c.D, c.eps, N, pass.x_DN, pass.weights->norm_D, pass.h_DN, pass.r_N);
-        pass.aux_loss = aux_loss(pass);
-    }
+    for_strips(N, tokens_per_task(N), [&](const Strip& strip) {
+        add_experts(pass, *before, strip, pass.x_DN);
+        rms_norm(c.D, c.eps, strip, pass.x_DN, pass.weights->norm_D, pass.h_DN, pass.r_N);
+    });
+    if (pass.saving) pass.aux_loss = aux_loss(pass);
 }
 
 // logits of `tokens` columns of h to out + rows[i]·V, token by token; a tile of them at a time stays in the cache.
@@ -90,28 +104,24 @@ void head_to_rows(const Config& c, const T* head_VD, size_t tokens, const T* h_D
 
 template <class T>
 void head(Pass<T>& pass, const int64_t* rows_N, T* out) {
-    const Config& c = *pass.config;
-    if (!pass.saving) rms_norm(c.D, c.eps, pass.tokens.N, pass.x_DN, pass.weights->norm_D, pass.h_DN, pass.r_N);
-    head_to_rows(c, pass.weights->head_VD, pass.tokens.N, pass.h_DN, rows_N, out);
+    head_to_rows(*pass.config, pass.weights->head_VD, pass.tokens.N, pass.h_DN, rows_N, out);
 }
 
 template <class T>
 void head_of_last(Pass<T>& pass, T* out) {
     const Config& c = *pass.config;
     const size_t B = pass.tokens.B, num_panels = panels_of(B);
-    T *x_DB = take_panels<T>(*pass.arena, c.D, num_panels), *h_DB = take_panels<T>(*pass.arena, c.D, num_panels);
-    T* r_B = take<T>(*pass.arena, num_panels * kPanel);
+    T* h_DB = take_panels<T>(*pass.arena, c.D, num_panels);
     int64_t* rows_B = take<int64_t>(*pass.arena, B);
     for (size_t b = 0; b < B; ++b) rows_B[b] = static_cast<int64_t>(b);
     parallel_for(num_panels, [&](size_t panel) noexcept {
-        T* x = panel_of(x_DB, c.D, panel);
+        T* h = panel_of(h_DB, c.D, panel);
         for (size_t i = 0; i < kPanel; ++i) {
             const size_t b = smaller(panel * kPanel + i, B - 1), n = pass.tokens.starts_B[b + 1] - 1;
-            const T* from = panel_of(pass.x_DN, c.D, n / kPanel) + n % kPanel;
-            for (size_t d = 0; d < c.D; ++d) x[d * kPanel + i] = from[d * kPanel];
+            const T* from = panel_of(pass.h_DN, c.D, n / kPanel) + n % kPanel;
+            for (size_t d = 0; d < c.D; ++d) h[d * kPanel + i] = from[d * kPanel];
         }
     });
-    rms_norm(c.D, c.eps, B, x_DB, pass.weights->norm_D, h_DB, r_B);
     head_to_rows(c, pass.weights->head_VD, B, h_DB, rows_B, out);
 }
 
@@ -187,8 +197,13 @@ void multiply_all(const Multiplication<T>* list, size_t count, Arena& arena) {
 }
 
 template <class T>
-constexpr moe::Kernels<T> table{hidden_states<T>, head<T>, head_of_last<T>, backward<T>, loss_and_grads<T>, softmax_row<T>, exp_sum_row<T>, adamw<T>,
-                                multiply_all<T>, rms_norm<T>};
+void rms_norm_all(size_t D, double eps, size_t N, const T* x_DN, const T* w_D, T* y_DN, T* r_N) {
+    for_strips(N, tokens_per_task(N), [&](const Strip& strip) { rms_norm(D, eps, strip, x_DN, w_D, y_DN, r_N); });
+}
+
+template <class T>
+constexpr moe::Kernels<T> table{hidden_states<T>, head<T>,        head_of_last<T>, backward<T>,     loss_and_grads<T>,
+                                softmax_row<T>,   exp_sum_row<T>, adamw<T>,        multiply_all<T>, rms_norm_all<T>};
 
 }  // namespace
 

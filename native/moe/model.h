@@ -99,6 +99,7 @@ struct Pass {
     bool saving;               // for a backward; otherwise the blocks share one set of buffers
     KeysValues<T>* caches;     // one per layer, or null
     T *cos_PN, *sin_PN;        // of the tokens' positions
+    T *k_ON, *v_ON, *context_ON, *sum_ND, *sum_DN;  // of use inside a strip's task alone
     BlockSaved<T>* blocks;
     T *x_DN, *r_N, *h_DN;      // the stream after the last block; h = norm(x)
     double* shares_E;          // f_e of the auxiliary loss

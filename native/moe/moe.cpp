@@ -39,35 +39,28 @@ inline void add_rows(size_t D, size_t tokens, const T* rows_ND, const T* x_DN, T
 }  // namespace
 
 template <class T>
-void moe_layer(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved, T* y_DN) {
-    const Config& c = *pass.config;
-    const size_t N = pass.tokens.N, num_panels = panels_of(N), D = c.D, stride = padded(D);
-    parallel_for(strips_of(N), [&](size_t task) noexcept {
-        const Strip strip = strip_at(N, task);
-        route(c, w.router_ED, strip, saved);
-        to_rows<T>(D, strip.tokens, strip_of(saved.n2_DN, D, strip), [&](size_t i) { return saved.n2_ND + (strip.first + i) * stride; });
-    });
-    Groups& groups = saved.groups;
-    group_by_expert(c, N, saved.experts_NJ, groups);
-    parallel_for(strips_of(groups.num_panels * kPanel), [&](size_t task) noexcept {
-        const Strip strip = strip_at(groups.num_panels * kPanel, task);
-        const size_t count = groups.counts[strip.panel];
-        if (strip.column >= count) return;
-        const int32_t* token = groups.tokens_A + strip.first;
-        to_lanes<T>(D, smaller(count - strip.column, Strip::size), [&](size_t i) { return saved.n2_ND + token[i] * stride; },
-                    strip_of(saved.x_DA, D, strip));
-    });
-    experts(pass, w, saved);
+void choose_experts(Pass<T>& pass, const LayerWeights<T>& w, const Strip& strip, BlockSaved<T>& saved) {
+    const size_t D = pass.config->D, stride = padded(D);
+    route(*pass.config, w.router_ED, strip, saved);
+    to_rows<T>(D, strip.tokens, strip_of(saved.n2_DN, D, strip), [&](size_t i) { return saved.n2_ND + (strip.first + i) * stride; });
+}
 
-    T *sum_ND = take<T>(*pass.arena, N * stride), *sum_DN = take_panels<T>(*pass.arena, D, num_panels);
-    parallel_for(strips_of(N), [&](size_t task) noexcept {
-        const Strip strip = strip_at(N, task);
-        for (size_t n = strip.first; n < strip.first + strip.tokens; ++n)
-            weighted_sum<T>(D, c.J, [&](size_t j) { return saved.weights_NJ[n * c.J + j]; },
-                            [&](size_t j) { return saved.y_AD + groups.assignments_NJ[n * c.J + j] * stride; }, sum_ND + n * stride);
-        add_rows<T>(D, strip.tokens, sum_ND + strip.first * stride, strip_of(saved.m_DN, D, strip), strip_of(y_DN, D, strip),
-                    strip_of(sum_DN, D, strip));
-    });
+template <class T>
+void run_experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved) {
+    group_by_expert(*pass.config, pass.tokens.N, saved.experts_NJ, saved.groups);
+    experts(pass, w, saved);
+}
+
+template <class T>
+void add_experts(Pass<T>& pass, const BlockSaved<T>& saved, const Strip& strip, T* y_DN) {
+    const Config& c = *pass.config;
+    const Groups& groups = saved.groups;
+    const size_t D = c.D, stride = padded(D);
+    for (size_t n = strip.first; n < strip.first + strip.tokens; ++n)
+        weighted_sum<T>(D, c.J, [&](size_t j) { return saved.weights_NJ[n * c.J + j]; },
+                        [&](size_t j) { return saved.y_AD + groups.assignments_NJ[n * c.J + j] * stride; }, pass.sum_ND + n * stride);
+    add_rows<T>(D, strip.tokens, pass.sum_ND + strip.first * stride, strip_of(saved.m_DN, D, strip), strip_of(y_DN, D, strip),
+                strip_of(pass.sum_DN, D, strip));
 }
 
 template <class T>
@@ -120,7 +113,9 @@ void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>&
 }
 
 #define STROP_INSTANTIATE(T)                                                                    \
-    template void moe_layer<T>(Pass<T>&, const LayerWeights<T>&, BlockSaved<T>&, T*);           \
+    template void choose_experts<T>(Pass<T>&, const LayerWeights<T>&, const Strip&, BlockSaved<T>&); \
+    template void run_experts<T>(Pass<T>&, const LayerWeights<T>&, BlockSaved<T>&);             \
+    template void add_experts<T>(Pass<T>&, const BlockSaved<T>&, const Strip&, T*);             \
     template void moe_layer_bwd<T>(Pass<T>&, const LayerWeights<T>&, const BlockSaved<T>&, const T*, const T*, T*, const LayerWeights<T>&);
 STROP_INSTANTIATE(float)
 STROP_INSTANTIATE(double)

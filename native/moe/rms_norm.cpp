@@ -19,22 +19,19 @@ inline VecOf<T> sum_over_features(size_t D, Term&& term) {
 }  // namespace
 
 template <class T>
-void rms_norm(size_t D, double eps, size_t N, const T* x_DN, const T* w_D, T* y_DN, T* r_N) {
+void rms_norm(size_t D, double eps, const Strip& strip, const T* x_DN, const T* w_D, T* y_DN, T* r_N) {
     constexpr size_t lanes = Lanes<T>::count;
-    parallel_for(strips_of(N), [&](size_t task) noexcept {
-        const Strip strip = strip_at(N, task);
-        for (size_t i = 0; i < strip.tokens; i += lanes) {
-            const T* x = strip_of(x_DN, D, strip) + i;
-            T* y = strip_of(y_DN, D, strip) + i;
-            const VecOf<T> squares = sum_over_features<T>(D, [&](size_t d, VecOf<T> sum) {
-                const VecOf<T> x_d = load(x + d * kPanel);
-                return multiply_add(x_d, x_d, sum);
-            });
-            const VecOf<T> r = T(1) / square_root(squares / static_cast<T>(D) + static_cast<T>(eps));
-            store(r_N + strip.first + i, r);
-            for (size_t d = 0; d < D; ++d) store(y + d * kPanel, (load(x + d * kPanel) * r) * w_D[d]);
-        }
-    });
+    for (size_t i = 0; i < strip.tokens; i += lanes) {
+        const T* x = strip_of(x_DN, D, strip) + i;
+        T* y = strip_of(y_DN, D, strip) + i;
+        const VecOf<T> squares = sum_over_features<T>(D, [&](size_t d, VecOf<T> sum) {
+            const VecOf<T> x_d = load(x + d * kPanel);
+            return multiply_add(x_d, x_d, sum);
+        });
+        const VecOf<T> r = T(1) / square_root(squares / static_cast<T>(D) + static_cast<T>(eps));
+        store(r_N + strip.first + i, r);
+        for (size_t d = 0; d < D; ++d) store(y + d * kPanel, (load(x + d * kPanel) * r) * w_D[d]);
+    }
 }
 
 template <class T>
@@ -72,7 +69,7 @@ void rms_norm_bwd(size_t D, size_t N, const T* dy_DN, const T* x_DN, const T* r_
 }
 
 #define STROP_INSTANTIATE(T)                                                                \
-    template void rms_norm<T>(size_t, double, size_t, const T*, const T*, T*, T*);          \
+    template void rms_norm<T>(size_t, double, const Strip&, const T*, const T*, T*, T*);    \
     template void rms_norm_bwd<T>(size_t, size_t, const T*, const T*, const T*, const T*, const T*, Arena&, T*, T*);
 STROP_INSTANTIATE(float)
 STROP_INSTANTIATE(double)

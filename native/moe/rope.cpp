@@ -4,13 +4,10 @@
 namespace strop::STROP_ISA {
 
 template <class T>
-void rope_angles(const RopeTable<T>& table, size_t P, const Tokens& tokens, T* cos_PN, T* sin_PN) {
-    parallel_for(strips_of(tokens.N), [&](size_t task) noexcept {
-        const Strip strip = strip_at(tokens.N, task);
-        const int32_t* positions = tokens.positions_N + strip.first;
-        to_lanes<T>(P, strip.tokens, [&](size_t i) { return table.cos_SP + positions[i] * P; }, strip_of(cos_PN, P, strip));
-        to_lanes<T>(P, strip.tokens, [&](size_t i) { return table.sin_SP + positions[i] * P; }, strip_of(sin_PN, P, strip));
-    });
+void rope_angles(const RopeTable<T>& table, size_t P, const Tokens& tokens, const Strip& strip, T* cos_PN, T* sin_PN) {
+    const int32_t* positions = tokens.positions_N + strip.first;
+    to_lanes<T>(P, strip.tokens, [&](size_t i) { return table.cos_SP + positions[i] * P; }, strip_of(cos_PN, P, strip));
+    to_lanes<T>(P, strip.tokens, [&](size_t i) { return table.sin_SP + positions[i] * P; }, strip_of(sin_PN, P, strip));
 }
 
 // (a, b) → (a·cos − b·sin, b·cos + a·sin) for each pair; backwards (a·cos + b·sin, b·cos − a·sin)
@@ -34,7 +31,7 @@ void rope(size_t heads, size_t C, size_t tokens, const T* cos_PN, const T* sin_P
 }
 
 #define STROP_INSTANTIATE(T)                                                                    \
-    template void rope_angles<T>(const RopeTable<T>&, size_t, const Tokens&, T*, T*);           \
+    template void rope_angles<T>(const RopeTable<T>&, size_t, const Tokens&, const Strip&, T*, T*); \
     template void rope<T>(size_t, size_t, size_t, const T*, const T*, bool, T*);
 STROP_INSTANTIATE(float)
 STROP_INSTANTIATE(double)
