@@ -6,6 +6,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <cmath>
 #include <optional>
 
@@ -40,6 +41,21 @@ std::vector<T*> pointers(const std::vector<AnyShape<T>>& arrays) {
     for (const AnyShape<T>& array : arrays) data.push_back(array.data());
     return data;
 }
+
+// False once a signal's handler has raised, as Ctrl-C's does. The interpreter's lock is taken for the question, so it is
+// asked now and then.
+struct Interrupts {
+    using Clock = std::chrono::steady_clock;
+    Clock::time_point asked = Clock::now();
+
+    bool operator()() {
+        const Clock::time_point now = Clock::now();
+        if (now - asked < std::chrono::milliseconds(50)) return true;
+        asked = now;
+        nb::gil_scoped_acquire acquire;
+        return PyErr_CheckSignals() == 0;
+    }
+};
 
 template <class T>
 void define_engine(nb::module_& m, const char* engine_name, const char* pass_name, const char* cache_name) {
@@ -95,8 +111,21 @@ void define_engine(nb::module_& m, const char* engine_name, const char* pass_nam
             Release release;
             self.decode(tokens_B.data(), lengths_B.data(), tokens_B.shape(0), cache, logits_BV.data());
         })
+        .def("generate", [](Engine<T>& self, Ids tokens_BT, Mask mask_BT, size_t capacity, size_t num_samples, double temperature, int64_t top_k,
+                            double top_p, Array<const int64_t, 1> ends, Array<const double, 2> uniforms_BT, Array<int64_t, 2> new_BT,
+                            Array<double, 2> logps_BT, Array<int64_t, 1> lengths_B) {
+            const Completion wanted{capacity, new_BT.shape(1), num_samples, {temperature, top_k, top_p}, ends.data(), ends.shape(0),
+                                    uniforms_BT.data(), new_BT.data(), logps_BT.data(), lengths_B.data()};
+            bool finished;
+            {
+                Release release;
+                finished = self.generate(batch_of(tokens_BT, mask_BT), wanted, Interrupts{});
+            }
+            if (!finished) throw nb::python_error();
+        }, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("workspace_bytes", &Engine<T>::workspace_bytes);
 
+    // There is one of each for float and for double: the arrays decide which, so they must not be converted to fit.
     m.def("moe_sample", [](Array<const T, 2> logits_BV, Array<const double, 1> uniforms_B, double temperature, int64_t top_k, double top_p,
                            Array<int64_t, 1> tokens_B, Array<double, 1> logps_B) {
         Release release;
@@ -106,14 +135,15 @@ void define_engine(nb::module_& m, const char* engine_name, const char* pass_nam
         sample(*arena, logits_BV.data(), uniforms_B.data(), logits_BV.shape(0), logits_BV.shape(1), {temperature, top_k, top_p},
                tokens_B.data(), logps_B.data());
         arenas.give_back(std::move(arena));
-    });
+    }, nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
     m.def("moe_adamw", [](AnyShape<T> param, AnyShape<const T> grad, AnyShape<T> m, AnyShape<T> v, int64_t step, double lr, double beta1,
                           double beta2, double eps, double weight_decay, double grad_scale) {
         Release release;
         const AdamW update{lr, beta1, beta2, eps, weight_decay, grad_scale, 1 - std::pow(beta1, static_cast<double>(step)),
                            std::sqrt(1 - std::pow(beta2, static_cast<double>(step)))};
         kernels().of<T>().moe->adamw(param.size(), param.data(), grad.data(), m.data(), v.data(), update);
-    });
+    }, nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+       nb::arg(), nb::arg(), nb::arg());
 }
 
 }  // namespace

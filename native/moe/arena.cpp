@@ -75,8 +75,7 @@ void Arena::reset() {
 
 Arena::Mark Arena::mark() const { return {newest_, used_}; }
 void Arena::release(const Mark& mark) {
-    if (mark.block != newest_) return;
-    used_ = mark.used;
+    used_ = mark.block == newest_ ? mark.used : 0;  // a block that came after the mark holds nothing from before it
     if (newest_) STROP_FORBID(newest_->data() + used_, newest_->size - used_);
 }
 

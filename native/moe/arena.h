@@ -18,7 +18,7 @@ class Arena {
     void* take(size_t bytes);
     void reset();
 
-    // What was taken since `mark` is given back, if it stands in the same block; otherwise `reset` will do it.
+    // What was taken since `mark` is given back, as far as it stands in the newest block; `reset` does the rest.
     struct Mark {
         void* block;
         size_t used;

@@ -54,15 +54,19 @@ size_t Arenas::capacity() {
 
 template <class T>
 Cache<T>::Cache(const Config& config, size_t B, size_t capacity)
-    : config_(config), B_(B), capacity_(capacity), S_(padded(capacity)), data_(new T[config.num_layers * B * row_elements() + kPad]()) {}
+    : config_(config), B_(B), capacity_(capacity), S_(padded(capacity)), data_(new T[config.num_layers * B * row_elements(config, S_) + kPad]()) {}
 
 template <class T>
 std::vector<KeysValues<T>> Cache<T>::layers() {
-    std::vector<KeysValues<T>> layers(config_.num_layers);
-    T* keys = data_.get();
+    return layers_in(data_.get(), config_, B_, S_);
+}
+
+template <class T>
+std::vector<KeysValues<T>> Cache<T>::layers_in(T* data, const Config& config, size_t B, size_t S) {
+    std::vector<KeysValues<T>> layers(config.num_layers);
     for (KeysValues<T>& layer : layers) {
-        layer = {keys, keys + B_ * config_.K * config_.C * S_, S_};
-        keys += B_ * row_elements();
+        layer = {data, data + B * config.K * config.C * S, S};
+        data += B * row_elements(config, S);
     }
     return layers;
 }
@@ -115,7 +119,7 @@ std::shared_ptr<std::vector<T>> Engine<T>::rope_table(size_t positions) {
 
 // The real tokens of a batch, positions counted from 0.
 template <class T>
-std::unique_ptr<OwnedPass<T>> Engine<T>::start(const Batch& batch, bool saving) {
+std::unique_ptr<OwnedPass<T>> Engine<T>::start(const Batch& batch, bool saving, size_t row_step) {
     auto owned = std::make_unique<OwnedPass<T>>(arenas_);
     Arena& arena = *owned->arena;
     const size_t most = batch.B * batch.T;
@@ -128,7 +132,7 @@ std::unique_ptr<OwnedPass<T>> Engine<T>::start(const Batch& batch, bool saving) 
         for (size_t at = b * batch.T; at < (b + 1) * batch.T; ++at) {
             if (batch.mask_BT && !batch.mask_BT[at]) continue;
             ids[n] = batch.tokens_BT[at];
-            rows[n] = static_cast<int32_t>(b);
+            rows[n] = static_cast<int32_t>(b * row_step);
             positions[n] = static_cast<int32_t>(n - static_cast<size_t>(starts[b]));
             owned->rows_N[n++] = static_cast<int64_t>(at);
         }
@@ -142,9 +146,14 @@ std::unique_ptr<OwnedPass<T>> Engine<T>::start(const Batch& batch, bool saving) 
     pass.tokens = {n, batch.B, ids, rows, positions, starts};
     pass.arena = &arena;
     pass.saving = saving;
-    owned->rope = rope_table(longest);
-    pass.rope = {owned->rope->data(), owned->rope->data() + owned->rope->size() / 2};
+    prepare_positions(*owned, longest);
     return owned;
+}
+
+template <class T>
+void Engine<T>::prepare_positions(OwnedPass<T>& owned, size_t positions) {
+    owned.rope = rope_table(positions);
+    owned.pass.rope = {owned.rope->data(), owned.rope->data() + owned.rope->size() / 2};
 }
 
 template <class T>
@@ -208,8 +217,7 @@ void Engine<T>::decode(const int64_t* tokens_B, const int64_t* lengths_B, size_t
     for (size_t b = 0; b < B; ++b) positions[b] = static_cast<int32_t>(lengths_B[b]);
     Pass<T>& pass = owned->pass;
     pass.tokens.positions_N = positions;
-    owned->rope = rope_table(static_cast<size_t>(*std::max_element(lengths_B, lengths_B + B)) + 1);
-    pass.rope = {owned->rope->data(), owned->rope->data() + owned->rope->size() / 2};
+    prepare_positions(*owned, static_cast<size_t>(*std::max_element(lengths_B, lengths_B + B)) + 1);
     auto caches = cache.layers();
     pass.caches = caches.data();
     const Kernels<T>& kernels = kernels_of<T>();

@@ -1,6 +1,7 @@
 // The transformer as an object: its weights by reference, memory that is kept between passes, caches.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -37,10 +38,13 @@ class Cache {
     std::vector<KeysValues<T>> layers();
     size_t capacity() const { return capacity_; }
 
+    // Elements of a row in one layer; the layers of a cache that stands in `data`.
+    static size_t row_elements(const Config& config, size_t S) { return config.K * S * (config.C + padded(config.C)); }
+    static std::vector<KeysValues<T>> layers_in(T* data, const Config& config, size_t B, size_t S);
+
   private:
     Config config_;
     size_t B_, capacity_, S_;
-    size_t row_elements() const { return config_.K * S_ * (config_.C + padded(config_.C)); }
     std::unique_ptr<T[]> data_;  // [layer][keys of every row, values of every row]
 };
 
@@ -58,6 +62,19 @@ struct OwnedPass {
     int64_t* rows_N = nullptr;  // of the batch with its padding, flattened: where token n stands
 };
 
+// What is wanted of `generate` and where it goes. Rows are the prompts', num_samples of each next to each other.
+struct Completion {
+    size_t capacity;  // tokens of the longest row when it is finished
+    size_t max_new_tokens, num_samples;
+    Sampling rule;
+    const int64_t* ends;  // tokens that end a row
+    size_t num_ends;
+    const double* uniforms_BT;
+    int64_t* tokens_BT;  // left alone behind the end of a row, as are logps
+    double* logps_BT;
+    int64_t* lengths_B;
+};
+
 template <class T>
 class Engine {
   public:
@@ -72,13 +89,17 @@ class Engine {
                           const std::vector<T*>& grads);
     void prefill(const Batch& batch, Cache<T>& cache, T* logits_BV);
     void decode(const int64_t* tokens_B, const int64_t* lengths_B, size_t B, Cache<T>& cache, T* logits_BV);
+    // False, with what there is by then, where `going_on`, asked before every further token, says no.
+    bool generate(const Batch& prompts, const Completion& wanted, const std::function<bool()>& going_on);
 
     const Config& config() const { return config_; }
     size_t workspace_bytes() { return arenas_->capacity(); }
 
   private:
-    std::unique_ptr<OwnedPass<T>> start(const Batch& batch, bool saving);
+    // Row b of the batch is row b·row_step of the caches.
+    std::unique_ptr<OwnedPass<T>> start(const Batch& batch, bool saving, size_t row_step = 1);
     std::shared_ptr<std::vector<T>> rope_table(size_t positions);
+    void prepare_positions(OwnedPass<T>& owned, size_t positions);
 
     Config config_;
     double rope_theta_;

@@ -9,18 +9,17 @@ namespace {
 template <class T>
 inline VecOf<T> sigmoid(VecOf<T> x) {
     const VecOf<T> e = exp_to_one<T>(-absolute<T>(x));
-    return (x < T(0) ? e : broadcast<T>(1)) / (e + T(1));
+    return (x < T(0) ? e : broadcast<T>(1)) * reciprocal(e + T(1));
 }
 
-// h = silu(gate)·up,  silu(g) = g·σ(g)
+// h = silu(gate)·up,  silu(g) = g·σ(g): rows of whole vectors, gate and up in rows of kPanel
 template <class T>
-inline void swiglu(size_t rows, size_t tokens, const T* gate_FA, const T* up_FA, T* h_FA) {
+inline void swiglu(size_t rows, size_t columns, const T* gate, const T* up, T* h, size_t h_row) {
     constexpr size_t lanes = Lanes<T>::count;
-    for (size_t f = 0; f < rows; ++f)
-        for (size_t i = 0; i < tokens; i += lanes) {
-            const size_t at = f * kPanel + i;
-            const VecOf<T> gate = load(gate_FA + at);
-            store(h_FA + at, (gate * sigmoid<T>(gate)) * load(up_FA + at));
+    for (size_t row = 0; row < rows; ++row)
+        for (size_t i = 0; i < columns; i += lanes) {
+            const VecOf<T> g = load(gate + row * kPanel + i);
+            store(h + row * h_row + i, (g * sigmoid<T>(g)) * load(up + row * kPanel + i));
         }
 }
 
@@ -77,7 +76,7 @@ void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved) {
             up.c += (pass.saving ? F : kRows) * kPanel;
             multiply(gate);
             multiply(up);
-            swiglu(gate.M, groups.counts[panel], gate.c, up.c, panel_of(saved.h_FA, F, panel) + f * kPanel);
+            swiglu(gate.M, groups.counts[panel], gate.c, up.c, panel_of(saved.h_FA, F, panel) + f * kPanel, kPanel);
         }
     });
 
@@ -89,6 +88,57 @@ void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved) {
         to_rows<T>(last - first, groups.counts[panel], panel_of(y_DA, D, panel) + first * kPanel,
                    [&](size_t i) { return saved.y_AD + (panel * kPanel + i) * padded(D) + first; });
     });
+}
+
+template <class T>
+void experts_by_rows(Pass<T>& pass, const typename Transposed<T>::Layer& w, BlockSaved<T>& saved) {
+    const Config& c = *pass.config;
+    const Groups& groups = saved.groups;
+    const size_t D = c.D, F = c.F, Dp = padded(D), Fp = padded(F), A = groups.num_panels * kPanel;
+    const size_t F_panels = panels_of(F), D_panels = panels_of(D);
+    Arena& arena = *pass.arena;
+    T *x_AD = take<T>(arena, A * Dp), *h_AF = take<T>(arena, A * Fp);
+    for_tasks(groups.num_panels, A * D, [&](size_t panel) noexcept {
+        const int32_t* token = groups.tokens_A + panel * kPanel;
+        for (size_t i = 0; i < static_cast<size_t>(groups.counts[panel]); ++i)
+            __builtin_memcpy(x_AD + (panel * kPanel + i) * Dp, saved.n2_ND + token[i] * Dp, D * sizeof(T));
+    });
+
+    auto* products = take<Product<T>>(arena, c.E * (F_panels > D_panels ? F_panels : D_panels));
+    size_t count = 0;
+    for (size_t e = 0; e < c.E; ++e)
+        for (size_t panel = 0; panel < F_panels && tokens_of(groups, e); ++panel) {
+            const size_t first = groups.first_panels_E[e] * kPanel, f = panel * kPanel;
+            products[count++] = linear_by_rows<T>(x_AD + first * Dp, Dp, D, panel_of(w.gate_up_E, D, 2 * e * F_panels + panel),
+                                                  columns_of<T>(smaller(F - f, kPanel)), tokens_of(groups, e), h_AF + first * Fp + f, Fp);
+        }
+    for_rows_of(products, count, [&](size_t index, size_t first, size_t last) {
+        constexpr size_t kRows = 24;
+        T gate_up[2 * kRows * kPanel];
+        for (size_t row = first; row < last; row += kRows) {
+            Product<T> gate = products[index];
+            T* h = gate.c + row * Fp;
+            gate.M = smaller(last - row, kRows);
+            gate.a += row * Dp;
+            gate.c = gate_up;
+            gate.c_row = kPanel;
+            Product<T> up = gate;
+            up.b += F_panels * D * kPanel;
+            up.c += kRows * kPanel;
+            multiply(gate);
+            multiply(up);
+            swiglu(gate.M, gate.N, gate.c, up.c, h, Fp);
+        }
+    });
+
+    count = 0;
+    for (size_t e = 0; e < c.E; ++e)
+        for (size_t panel = 0; panel < D_panels && tokens_of(groups, e); ++panel) {
+            const size_t first = groups.first_panels_E[e] * kPanel, d = panel * kPanel;
+            products[count++] = linear_by_rows<T>(h_AF + first * Fp, Fp, F, panel_of(w.down_E, F, e * D_panels + panel),
+                                                  columns_of<T>(smaller(D - d, kPanel)), tokens_of(groups, e), saved.y_AD + first * Dp + d, Dp);
+        }
+    run_products(products, count);
 }
 
 // Tokens are rows here: an expert's few tokens leave no lane idle, and the weights are read as they are stored.
@@ -142,6 +192,7 @@ void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& s
 
 #define STROP_INSTANTIATE(T)                                                                        \
     template void experts<T>(Pass<T>&, const LayerWeights<T>&, BlockSaved<T>&);                     \
+    template void experts_by_rows<T>(Pass<T>&, const typename Transposed<T>::Layer&, BlockSaved<T>&); \
     template void experts_bwd<T>(Pass<T>&, const LayerWeights<T>&, const BlockSaved<T>&, const T*, const T*, T*, const LayerWeights<T>&);
 STROP_INSTANTIATE(float)
 STROP_INSTANTIATE(double)

@@ -64,6 +64,8 @@ void group_by_expert(const Config& c, size_t N, const int32_t* experts_NJ, Group
 // y_AD of every assignment from n2_ND.
 template <class T>
 void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved);
+template <class T>
+void experts_by_rows(Pass<T>& pass, const typename Transposed<T>::Layer& w, BlockSaved<T>& saved);
 // dx_AD from dy_AD and x_AD.
 template <class T>
 void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_AD, const T* x_AD, T* dx_AD,
@@ -84,6 +86,11 @@ void add_experts(Pass<T>& pass, const BlockSaved<T>& saved, const Strip& strip, 
 template <class T>
 void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_DN, const T* dp_aux_E,
                    T* dn2_DN, const LayerWeights<T>& grads);
+
+// ---- transposed.cpp ----------------------------------------------------------------------------------------------------
+
+template <class T>
+Transposed<T> transpose(const Config& c, const Weights<T>& weights, Arena& arena);
 
 // ---- block.cpp ---------------------------------------------------------------------------------------------------------
 
@@ -110,7 +117,7 @@ double cross_entropy(size_t V, size_t N, const Targets& targets, Arena& arena, T
 template <class T>
 double softmax_row(const T* logits_V, size_t V, double temperature, double* p_V, double* sums);
 template <class T>
-double exp_sum_row(const T* logits_V, size_t V, T* max);
+size_t greedy_row(const T* logits_V, size_t V, double* sum);
 
 // ---- adamw.cpp ---------------------------------------------------------------------------------------------------------
 

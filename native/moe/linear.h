@@ -19,6 +19,18 @@ static inline Product<T> linear(const T* w_OD, size_t O, size_t D, const T* x_DN
     return p;
 }
 
+// The same with the weights transposed, for one panel of them: y_NO = x_ND·Wᵀ, `outputs` columns of it. The sum of an element
+// is the same chain.
+template <class T>
+static inline Product<T> linear_by_rows(const T* x_ND, size_t x_row, size_t D, const T* panel_DO, size_t outputs, size_t tokens, T* y_NO,
+                                        size_t y_row) {
+    Product<T> p{tokens, outputs, D, x_ND, x_row, 1, panel_DO, kPanel, y_NO, y_row};
+    p.k_block = kPanelRows;
+    p.a_step = kPanelRows;
+    p.b_step = kPanelRows * kPanel;
+    return p;
+}
+
 // dL/dx = Wᵀ·dy on one panel: tokens as lanes.
 template <class T>
 static inline Product<T> linear_bwd_input(const T* w_OD, size_t O, size_t D, const T* dy_ON, size_t tokens, T* dx_DN) {

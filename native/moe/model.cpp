@@ -102,9 +102,27 @@ void head_to_rows(const Config& c, const T* head_VD, size_t tokens, const T* h_D
     });
 }
 
+// The same with the weights transposed; to rows 0, 1, 2, … of `out`.
+template <class T>
+void head_by_rows(const Config& c, const T* transposed, size_t tokens, const T* h_DN, Arena& arena, T* out) {
+    const size_t stride = padded(c.D), V_panels = panels_of(c.V);
+    T* h_ND = take<T>(arena, tokens * stride);
+    for_tasks(strips_of(tokens), tokens * c.D, [&](size_t task) noexcept {
+        const Strip strip = strip_at(tokens, task);
+        to_rows<T>(c.D, strip.tokens, strip_of(h_DN, c.D, strip), [&](size_t i) { return h_ND + (strip.first + i) * stride; });
+    });
+    auto* products = take<Product<T>>(arena, V_panels);
+    for (size_t panel = 0; panel < V_panels; ++panel)
+        products[panel] = linear_by_rows<T>(h_ND, stride, c.D, panel_of(transposed, c.D, panel), smaller(c.V - panel * kPanel, kPanel), tokens,
+                                            out + panel * kPanel, c.V);
+    run_products(products, V_panels);
+}
+
 template <class T>
 void head(Pass<T>& pass, const int64_t* rows_N, T* out) {
-    head_to_rows(*pass.config, pass.weights->head_VD, pass.tokens.N, pass.h_DN, rows_N, out);
+    const Config& c = *pass.config;
+    if (pass.transposed) head_by_rows(c, pass.transposed->head, pass.tokens.N, pass.h_DN, *pass.arena, out);
+    else head_to_rows(c, pass.weights->head_VD, pass.tokens.N, pass.h_DN, rows_N, out);
 }
 
 template <class T>
@@ -122,7 +140,8 @@ void head_of_last(Pass<T>& pass, T* out) {
             for (size_t d = 0; d < c.D; ++d) h[d * kPanel + i] = from[d * kPanel];
         }
     });
-    head_to_rows(c, pass.weights->head_VD, B, h_DB, rows_B, out);
+    if (pass.transposed) head_by_rows(c, pass.transposed->head, B, h_DB, *pass.arena, out);
+    else head_to_rows(c, pass.weights->head_VD, B, h_DB, rows_B, out);
 }
 
 // From dL/dlogits, in panels, to the gradient of every weight.
@@ -202,8 +221,8 @@ void rms_norm_all(size_t D, double eps, size_t N, const T* x_DN, const T* w_D, T
 }
 
 template <class T>
-constexpr moe::Kernels<T> table{hidden_states<T>, head<T>,        head_of_last<T>, backward<T>,     loss_and_grads<T>,
-                                softmax_row<T>,   exp_sum_row<T>, adamw<T>,        multiply_all<T>, rms_norm_all<T>};
+constexpr moe::Kernels<T> table{transpose<T>,   hidden_states<T>, head<T>,  head_of_last<T>, backward<T>,    loss_and_grads<T>,
+                                softmax_row<T>, greedy_row<T>,    adamw<T>, multiply_all<T>, rms_norm_all<T>};
 
 }  // namespace
 

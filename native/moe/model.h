@@ -42,6 +42,17 @@ struct Weights {
     T* head_VD;  // the embedding where they are tied
 };
 
+// Matrices the other way round, [panel of 64 outputs][input][output]: with them tokens are rows and outputs lanes, so that
+// few tokens leave no lane idle. Worth its making where the weights serve many passes; see generate.cpp.
+template <class T>
+struct Transposed {
+    struct Layer {
+        T *gate_up_E, *down_E;  // one expert after the other; its gate, then its up projection
+    };
+    Layer* layers;
+    T* head;
+};
+
 // The tokens of a pass, row after row.
 struct Tokens {
     size_t N, B;
@@ -98,6 +109,7 @@ struct Pass {
     Arena* arena;
     bool saving;               // for a backward; otherwise the blocks share one set of buffers
     KeysValues<T>* caches;     // one per layer, or null
+    const Transposed<T>* transposed;  // or null
     T *cos_PN, *sin_PN;        // of the tokens' positions
     T *k_ON, *v_ON, *context_ON, *sum_ND, *sum_DN;  // of use inside a strip's task alone
     BlockSaved<T>* blocks;
@@ -139,6 +151,7 @@ struct Multiplication {
 // The engine as compiled for one instruction set; see model.cpp.
 template <class T>
 struct Kernels {
+    Transposed<T> (*transpose)(const Config& config, const Weights<T>& weights, Arena& arena);
     // h_DN of every token, the auxiliary loss where saving.
     void (*hidden_states)(Pass<T>& pass);
     // logits of token n to rows[n] of `out` (V elements each).
@@ -150,7 +163,7 @@ struct Kernels {
     double (*loss_and_grads)(Pass<T>& pass, const Targets& targets, double daux, const Weights<T>& grads);
 
     double (*softmax_row)(const T* logits_V, size_t V, double temperature, double* p_V, double* sums);
-    double (*exp_sum_row)(const T* logits_V, size_t V, T* max);
+    size_t (*greedy_row)(const T* logits_V, size_t V, double* sum);
     void (*adamw)(size_t count, T* param, const T* grad, T* m, T* v, const AdamW& step);
 
     // Parts by themselves, for benchmarks: a list of products in one parallel region, and the norm on panels.

@@ -48,7 +48,8 @@ void choose_experts(Pass<T>& pass, const LayerWeights<T>& w, const Strip& strip,
 template <class T>
 void run_experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved) {
     group_by_expert(*pass.config, pass.tokens.N, saved.experts_NJ, saved.groups);
-    experts(pass, w, saved);
+    if (pass.transposed) experts_by_rows(pass, pass.transposed->layers[&w - pass.weights->layers], saved);
+    else experts(pass, w, saved);
 }
 
 template <class T>

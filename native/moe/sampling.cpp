@@ -85,10 +85,9 @@ void sample(Arena& arena, const T* logits_BV, const double* uniforms_B, size_t B
     const Kernels<T>& kernel = *kernels().of<T>().moe;
     if (rule.temperature == 0) {
         parallel_for(B, [&](size_t b) noexcept {
-            const T* logits_V = logits_BV + b * V;
-            T max;
-            logps_B[b] = -std::log(kernel.exp_sum_row(logits_V, V, &max));
-            tokens_B[b] = std::find(logits_V, logits_V + V - 1, max) - logits_V;
+            double sum;
+            tokens_B[b] = static_cast<int64_t>(kernel.greedy_row(logits_BV + b * V, V, &sum));
+            logps_B[b] = -std::log(sum);
         });
         return;
     }

@@ -32,24 +32,40 @@ double softmax_row(const T* logits_V, size_t V, double temperature, double* p_V,
     return max;
 }
 
-// Σ_v exp(logits_v − max), terms in the precision of the logits, their sum in double; max to *max.
+// The most probable token, the first of equals, and in *sum Σ_v exp(logits_v − max): terms and the sums of four of them in
+// the precision of the logits, the rest in double.
 template <class T>
-double exp_sum_row(const T* logits_V, size_t V, T* max) {
-    constexpr size_t lanes = Lanes<T>::count;
-    const auto at = [&](size_t v) {
-        if (V - v >= lanes) return load(logits_V + v);
-        return first_lanes<T>(V - v) ? load_first(logits_V + v, V - v) : broadcast<T>(-__builtin_inff());
+size_t greedy_row(const T* logits_V, size_t V, double* sum) {
+    constexpr size_t lanes = Lanes<T>::count, four = 4 * lanes;
+    const auto at = [&](size_t v) {  // −inf beyond the last
+        if (v + lanes <= V) return load(logits_V + v);
+        return v < V ? (first_lanes<T>(V - v) ? load_first(logits_V + v, V - v) : broadcast<T>(-__builtin_inff())) : broadcast<T>(-__builtin_inff());
     };
-    VecOf<T> top = at(0);
-    for (size_t v = lanes; v < V; v += lanes) top = larger<T>(at(v), top);
-    *max = max_lanes<T>(top);
-    Wide sum{};
-    for (size_t v = 0; v < V; v += lanes) sum += widened_sum(exp_to_one<T>(at(v) - *max));
-    return sum_lanes<double>(sum);
+    const auto maximum = [&](VecOf<T> top, auto&& z, size_t v) {
+        return larger<T>(larger<T>(larger<T>(z(v), z(v + lanes)), larger<T>(z(v + 2 * lanes), z(v + 3 * lanes))), top);
+    };
+    const auto whole = [&](size_t v) { return load(logits_V + v); };
+    VecOf<T> top = broadcast<T>(-__builtin_inff());
+    size_t v = 0;
+    for (; v + four <= V; v += four) top = maximum(top, whole, v);
+    const T max = max_lanes<T>(maximum(top, at, v));
+
+    const auto terms = [&](auto&& z, size_t from) {
+        const auto e = [&](size_t at_v) { return exp_to_one<T>(z(at_v) - max); };
+        return widened_sum((e(from) + e(from + lanes)) + (e(from + 2 * lanes) + e(from + 3 * lanes)));
+    };
+    Wide total{};
+    for (v = 0; v + four <= V; v += four) total += terms(whole, v);
+    *sum = sum_lanes<double>(total + terms(at, v));
+
+    const auto is_here = [&](size_t from) { return any_above(load(logits_V + from) == max ? broadcast<T>(1) : VecOf<T>{}, T(0)); };
+    for (v = 0; v + lanes <= V && !is_here(v);) v += lanes;
+    while (v + 1 < V && logits_V[v] != max) ++v;
+    return v;
 }
 
-template double exp_sum_row<float>(const float*, size_t, float*);
-template double exp_sum_row<double>(const double*, size_t, double*);
+template size_t greedy_row<float>(const float*, size_t, double*);
+template size_t greedy_row<double>(const double*, size_t, double*);
 template double softmax_row<float>(const float*, size_t, double, double*, double*);
 template double softmax_row<double>(const double*, size_t, double, double*, double*);
 

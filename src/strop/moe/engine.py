@@ -146,6 +146,50 @@ class Engine(ABC):
         """tokens_B and logps_B by the rules of `strop.moe.sampling`, one uniform in [0, 1) a row. An engine may fuse it."""
         return sample(logits_BV, uniforms_B, temperature=temperature, top_k=top_k, top_p=top_p)
 
+    def complete(
+        self,
+        tokens_BT: np.ndarray,
+        attention_mask_BT: np.ndarray | None,
+        uniforms_BT: np.ndarray,
+        *,
+        capacity: int,
+        num_samples: int,
+        eos: np.ndarray,
+        pad: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """num_samples completions of each prompt, next to each other: new tokens_BT, their logps_BT, lengths_B.
+
+        uniforms_BT has a row for each completion and a column for each token it may have; `capacity` is the tokens of
+        the longest prompt and these. A row ends after a token of `eos` (int64); behind it stand `pad` and 0. An engine
+        may have a loop of its own.
+        """
+        num_rows, max_new_tokens = uniforms_BT.shape
+        new_BT = np.full((num_rows, max_new_tokens), pad, np.int64)
+        logps_BT = np.zeros((num_rows, max_new_tokens))
+        lengths_B = np.full(num_rows, max_new_tokens)
+        logits, cache = self.prefill(tokens_BT, attention_mask_BT, capacity)
+        if num_samples > 1:
+            fan_out = np.repeat(np.arange(len(tokens_BT)), num_samples)
+            logits, cache = logits[fan_out], cache.select_rows(fan_out)
+        active = np.arange(num_rows)  # the rows still in the cache, in its order
+        for step in range(max_new_tokens):
+            tokens, logps = self.sample(
+                logits, uniforms_BT[active, step], temperature=temperature, top_k=top_k, top_p=top_p
+            )
+            new_BT[active, step], logps_BT[active, step] = tokens, logps
+            finished = (tokens[:, None] == eos).any(1)
+            if finished.any():
+                lengths_B[active[finished]] = step + 1
+                going = np.nonzero(~finished)[0]
+                active, tokens, cache = active[going], tokens[going], cache.select_rows(going)
+            if not active.size or step + 1 == max_new_tokens:
+                break
+            logits = self.decode(tokens, cache)
+        return new_BT, logps_BT, lengths_B
+
     @classmethod
     def kernels(cls) -> dict[str, Callable[..., Any]]:
         """Parts of the engine that can run alone, for benchmarks; what it does not offer is absent.

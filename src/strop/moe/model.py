@@ -117,31 +117,19 @@ class MoETransformer:
             )
         eos, pad = self._end_tokens(eos_token_id, pad_token_id)
 
-        eos_E = np.array(eos, np.int64)
         num_rows = len(tokens_BT) * num_samples
-        uniforms_BT = np.random.default_rng(seed).random((num_rows, max_new_tokens))
-        new_BT = np.full((num_rows, max_new_tokens), pad, np.int64)
-        logps_BT = np.zeros((num_rows, max_new_tokens))
-        lengths_B = np.full(num_rows, max_new_tokens)
-
-        logits, cache = self.engine.prefill(tokens_BT, mask_BT, longest + max_new_tokens)
-        if num_samples > 1:
-            fan_out = np.repeat(np.arange(len(tokens_BT)), num_samples)
-            logits, cache = logits[fan_out], cache.select_rows(fan_out)
-        active = np.arange(num_rows)  # the rows still in the cache, in its order
-        for step in range(max_new_tokens):
-            tokens, logps = self.engine.sample(
-                logits, uniforms_BT[active, step], temperature=temperature, top_k=top_k, top_p=top_p
-            )
-            new_BT[active, step], logps_BT[active, step] = tokens, logps
-            finished = (tokens[:, None] == eos_E).any(1)
-            if finished.any():
-                lengths_B[active[finished]] = step + 1
-                going = np.nonzero(~finished)[0]
-                active, tokens, cache = active[going], tokens[going], cache.select_rows(going)
-            if not active.size or step + 1 == max_new_tokens:
-                break
-            logits = self.engine.decode(tokens, cache)
+        new_BT, logps_BT, lengths_B = self.engine.complete(
+            tokens_BT,
+            mask_BT,
+            np.random.default_rng(seed).random((num_rows, max_new_tokens)),
+            capacity=longest + max_new_tokens,
+            num_samples=num_samples,
+            eos=np.array(eos, np.int64),
+            pad=pad,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+        )
         width = int(lengths_B.max())
         return Generation(new_BT[:, :width], logps_BT[:, :width], lengths_B)
 

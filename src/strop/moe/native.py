@@ -99,6 +99,28 @@ class NativeEngine(Engine):
         native.moe_sample(logits_BV, uniforms_B, temperature, top_k, top_p, tokens_B, logps_B)
         return tokens_B, logps_B
 
+    def complete(
+        self,
+        tokens_BT,
+        attention_mask_BT,
+        uniforms_BT,
+        *,
+        capacity,
+        num_samples,
+        eos,
+        pad,
+        temperature,
+        top_k,
+        top_p,
+    ):
+        new_BT, logps_BT = np.full(uniforms_BT.shape, pad, np.int64), np.zeros(uniforms_BT.shape)
+        lengths_B = np.empty(len(uniforms_BT), np.int64)
+        self.compiled.generate(
+            tokens_BT, attention_mask_BT, capacity, num_samples, temperature, top_k, top_p, eos, uniforms_BT,
+            new_BT, logps_BT, lengths_B,
+        )  # fmt: skip
+        return new_BT, logps_BT, lengths_B
+
     def adamw_update(self, param, grad, m, v, *, step, lr, beta1, beta2, eps, weight_decay, grad_scale=1.0):
         native.moe_adamw(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay, grad_scale)
 
