@@ -48,7 +48,13 @@ static inline size_t rows_per_task(const Product<T>& p) {
 // body(index, first, last) for the rows of all products of a list, in one parallel region.
 template <class T, class Body>
 static void for_rows_of(Product<T>* list, size_t count, Body&& body) {
-    size_t tasks = 0;
+    constexpr size_t kWorthSharing = size_t{1} << 18;  // multiply-adds: a few microseconds
+    size_t tasks = 0, work = 0;
+    for (size_t i = 0; i < count; ++i) work += list[i].M * list[i].N * list[i].K;
+    if (work < kWorthSharing) {
+        for (size_t i = 0; i < count; ++i) body(i, 0, list[i].M);
+        return;
+    }
     for (size_t i = 0; i < count; ++i) {
         list[i].first_task = tasks;
         list[i].task_rows = rows_per_task(list[i]);

@@ -44,11 +44,40 @@ bool rows_in_one_strip(const Tokens& tokens, size_t size) {
     return true;
 }
 
+// The last token of each row, in panels of their own.
+template <class T>
+T* take_last(const Tokens& tokens, size_t features, const T* x_DN, Arena& arena) {
+    T* last_DB = take_panels<T>(arena, features, panels_of(tokens.B));
+    for (size_t b = 0; b < tokens.B; ++b) {
+        const size_t n = tokens.starts_B[b + 1] - 1;
+        const T* from = panel_of(x_DN, features, n / kPanel) + n % kPanel;
+        T* to = panel_of(last_DB, features, b / kPanel) + b % kPanel;
+        for (size_t d = 0; d < features; ++d) to[d * kPanel] = from[d * kPanel];
+    }
+    return last_DB;
+}
+
+template <class T>
+void go_on_with_last(Pass<T>& pass, BlockSaved<T>& saved) {
+    const Config& c = *pass.config;
+    Tokens& tokens = pass.tokens;
+    saved.x_DN = take_last(tokens, c.D, saved.x_DN, *pass.arena);
+    saved.q_ON = take_last(tokens, c.H * c.C, saved.q_ON, *pass.arena);
+    int32_t *rows_B = take<int32_t>(*pass.arena, tokens.B), *positions_B = take<int32_t>(*pass.arena, tokens.B);
+    for (size_t b = 0; b < tokens.B; ++b) {
+        rows_B[b] = tokens.rows_N[tokens.starts_B[b + 1] - 1];
+        positions_B[b] = tokens.positions_N[tokens.starts_B[b + 1] - 1];
+    }
+    tokens.N = tokens.B;
+    tokens.rows_N = rows_B;
+    tokens.positions_N = positions_B;
+}
+
 }  // namespace
 
 // A parallel region takes a strip as far as it goes without the others: to its keys, to its choice of experts.
 template <class T>
-void block(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>* before, BlockSaved<T>& saved) {
+void block(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>* before, bool narrow, BlockSaved<T>& saved) {
     const Config& c = *pass.config;
     const size_t N = pass.tokens.N, size = tokens_per_task(N);
     const auto to_keys = [&](const Strip& strip) {
@@ -66,11 +95,12 @@ void block(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>* before,
         rms_norm(c.D, c.eps, strip, saved.m_DN, w.norm2_D, saved.n2_DN, saved.r2_N);
         choose_experts(pass, w, strip, saved);
     };
-    if (rows_in_one_strip(pass.tokens, size)) {
+    if (!narrow && rows_in_one_strip(pass.tokens, size)) {
         for_strips(N, size, [&](const Strip& strip) { to_keys(strip), to_choice(strip); });
     } else {
         for_strips(N, size, to_keys);
-        for_strips(N, size, to_choice);
+        if (narrow) go_on_with_last(pass, saved);
+        for_strips(pass.tokens.N, tokens_per_task(pass.tokens.N), to_choice);
     }
     run_experts(pass, w, saved);
 }
@@ -91,7 +121,7 @@ void block_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& sav
 
 #define STROP_INSTANTIATE(T)                                                                    \
     template void take_block<T>(Pass<T>&, BlockSaved<T>&);                                      \
-    template void block<T>(Pass<T>&, const LayerWeights<T>&, const BlockSaved<T>*, BlockSaved<T>&); \
+    template void block<T>(Pass<T>&, const LayerWeights<T>&, const BlockSaved<T>*, bool, BlockSaved<T>&); \
     template void block_bwd<T>(Pass<T>&, const LayerWeights<T>&, const BlockSaved<T>&, const T*, T*, const LayerWeights<T>&);
 STROP_INSTANTIATE(float)
 STROP_INSTANTIATE(double)

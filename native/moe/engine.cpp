@@ -30,6 +30,13 @@ Weights<T> by_name(const Config& config, const std::vector<T*>& arrays, std::vec
     return weights;
 }
 
+// 0, 1, 2, …: the rows of logits when each row of a batch has one token.
+int64_t* row_numbers(size_t B, Arena& arena) {
+    int64_t* rows_B = take<int64_t>(arena, B);
+    for (size_t b = 0; b < B; ++b) rows_B[b] = static_cast<int64_t>(b);
+    return rows_B;
+}
+
 }  // namespace
 
 std::unique_ptr<Arena> Arenas::borrow() {
@@ -205,9 +212,10 @@ void Engine<T>::prefill(const Batch& batch, Cache<T>& cache, T* logits_BV) {
     auto owned = start(batch, false);
     auto caches = cache.layers();
     owned->pass.caches = caches.data();
+    owned->pass.last_only = true;
     const Kernels<T>& kernels = kernels_of<T>();
     kernels.hidden_states(owned->pass);
-    kernels.head_of_last(owned->pass, logits_BV);
+    kernels.head(owned->pass, row_numbers(batch.B, *owned->arena), logits_BV);
 }
 
 template <class T>

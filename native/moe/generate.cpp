@@ -88,8 +88,10 @@ bool Engine<T>::generate(const Batch& prompts, const Completion& wanted, const s
     Going going = all_rows(pass.tokens, wanted.num_samples, arena);
     const Arena::Mark mark = arena.mark();
 
+    pass.last_only = true;
     kernels.hidden_states(pass);
-    kernels.head_of_last(pass, logits_BV);
+    kernels.head(pass, going.starts, logits_BV);
+    pass.last_only = false;
     fan_out(config_, caches, prompts.B, wanted.num_samples, logits_BV);
     for (size_t step = 0;; ++step) {
         arena.release(mark);

@@ -98,9 +98,10 @@ Transposed<T> transpose(const Config& c, const Weights<T>& weights, Arena& arena
 template <class T>
 void take_block(Pass<T>& pass, BlockSaved<T>& saved);
 // All of a block but the last sum, which the next to come takes for its strips: add_experts. `before` is the block
-// before this one, whose sum is taken here; null at the first, which takes the embedding.
+// before this one, whose sum is taken here; null at the first, which takes the embedding. With `narrow` only the last token of
+// each row goes on after the keys.
 template <class T>
-void block(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>* before, BlockSaved<T>& saved);
+void block(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>* before, bool narrow, BlockSaved<T>& saved);
 // dy_DN becomes dx_DN.
 template <class T>
 void block_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dp_aux_E, T* dy_DN,

@@ -8,6 +8,7 @@ namespace strop::STROP_ISA {
 
 // So many rows of a panel stay in the second-level cache while the weights pass by.
 inline constexpr size_t kPanelRows = 512;
+inline constexpr size_t kLinearRows = 128;
 
 // y_ON = W·x_DN on one panel.
 template <class T>
@@ -25,9 +26,9 @@ template <class T>
 static inline Product<T> linear_by_rows(const T* x_ND, size_t x_row, size_t D, const T* panel_DO, size_t outputs, size_t tokens, T* y_NO,
                                         size_t y_row) {
     Product<T> p{tokens, outputs, D, x_ND, x_row, 1, panel_DO, kPanel, y_NO, y_row};
-    p.k_block = kPanelRows;
-    p.a_step = kPanelRows;
-    p.b_step = kPanelRows * kPanel;
+    p.k_block = kLinearRows;
+    p.a_step = kLinearRows;
+    p.b_step = kLinearRows * kPanel;
     return p;
 }
 

@@ -57,7 +57,7 @@ template <class T>
 void hidden_states(Pass<T>& pass) {
     const Config& c = *pass.config;
     Arena& arena = *pass.arena;
-    const size_t N = pass.tokens.N, num_panels = panels_of(N);
+    const size_t num_panels = panels_of(pass.tokens.N);
     take_scratch(pass);
     pass.x_DN = take_panels<T>(arena, c.D, num_panels);
     pass.blocks = take<BlockSaved<T>>(arena, c.num_layers);
@@ -73,14 +73,15 @@ void hidden_states(Pass<T>& pass) {
         if (pass.caches) saved.kv = pass.caches[layer];
         saved.x_DN = pass.x_DN;
         if (pass.saving) pass.x_DN = take_panels<T>(arena, c.D, num_panels);  // otherwise x has been used when y is written
+        const bool narrow = pass.last_only && layer + 1 == c.num_layers;
         const Arena::Mark mark = arena.mark();
-        block(pass, pass.weights->layers[layer], before, saved);
-        arena.release(mark);  // what the block needed only for itself
+        block(pass, pass.weights->layers[layer], before, narrow, saved);
+        if (!narrow) arena.release(mark);  // what the block needed only for itself
         before = &saved;
     }
     pass.r_N = take<T>(arena, num_panels * kPanel);
     pass.h_DN = take_panels<T>(arena, c.D, num_panels);
-    for_strips(N, tokens_per_task(N), [&](const Strip& strip) {
+    for_strips(pass.tokens.N, tokens_per_task(pass.tokens.N), [&](const Strip& strip) {
         add_experts(pass, *before, strip, pass.x_DN);
         rms_norm(c.D, c.eps, strip, pass.x_DN, pass.weights->norm_D, pass.h_DN, pass.r_N);
     });
@@ -123,25 +124,6 @@ void head(Pass<T>& pass, const int64_t* rows_N, T* out) {
     const Config& c = *pass.config;
     if (pass.transposed) head_by_rows(c, pass.transposed->head, pass.tokens.N, pass.h_DN, *pass.arena, out);
     else head_to_rows(c, pass.weights->head_VD, pass.tokens.N, pass.h_DN, rows_N, out);
-}
-
-template <class T>
-void head_of_last(Pass<T>& pass, T* out) {
-    const Config& c = *pass.config;
-    const size_t B = pass.tokens.B, num_panels = panels_of(B);
-    T* h_DB = take_panels<T>(*pass.arena, c.D, num_panels);
-    int64_t* rows_B = take<int64_t>(*pass.arena, B);
-    for (size_t b = 0; b < B; ++b) rows_B[b] = static_cast<int64_t>(b);
-    parallel_for(num_panels, [&](size_t panel) noexcept {
-        T* h = panel_of(h_DB, c.D, panel);
-        for (size_t i = 0; i < kPanel; ++i) {
-            const size_t b = smaller(panel * kPanel + i, B - 1), n = pass.tokens.starts_B[b + 1] - 1;
-            const T* from = panel_of(pass.h_DN, c.D, n / kPanel) + n % kPanel;
-            for (size_t d = 0; d < c.D; ++d) h[d * kPanel + i] = from[d * kPanel];
-        }
-    });
-    if (pass.transposed) head_by_rows(c, pass.transposed->head, B, h_DB, *pass.arena, out);
-    else head_to_rows(c, pass.weights->head_VD, B, h_DB, rows_B, out);
 }
 
 // From dL/dlogits, in panels, to the gradient of every weight.
@@ -221,7 +203,7 @@ void rms_norm_all(size_t D, double eps, size_t N, const T* x_DN, const T* w_D, T
 }
 
 template <class T>
-constexpr moe::Kernels<T> table{transpose<T>,   hidden_states<T>, head<T>,  head_of_last<T>, backward<T>,    loss_and_grads<T>,
+constexpr moe::Kernels<T> table{transpose<T>,   hidden_states<T>, head<T>,  backward<T>,     loss_and_grads<T>,
                                 softmax_row<T>, greedy_row<T>,    adamw<T>, multiply_all<T>, rms_norm_all<T>};
 
 }  // namespace

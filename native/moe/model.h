@@ -108,6 +108,7 @@ struct Pass {
     RopeTable<T> rope;
     Arena* arena;
     bool saving;               // for a backward; otherwise the blocks share one set of buffers
+    bool last_only;            // of each row: once the last block has all keys and values, `tokens` are the last tokens
     KeysValues<T>* caches;     // one per layer, or null
     const Transposed<T>* transposed;  // or null
     T *cos_PN, *sin_PN;        // of the tokens' positions
@@ -156,8 +157,6 @@ struct Kernels {
     void (*hidden_states)(Pass<T>& pass);
     // logits of token n to rows[n] of `out` (V elements each).
     void (*head)(Pass<T>& pass, const int64_t* rows_N, T* out);
-    // The same for the last token of each row alone, to rows 0 … B − 1.
-    void (*head_of_last)(Pass<T>& pass, T* out);
     // Gradients from dL/dlogits, read as `head` writes; from the masked mean cross-entropy, which is returned.
     void (*backward)(Pass<T>& pass, const int64_t* rows_N, const T* dlogits, double daux, const Weights<T>& grads);
     double (*loss_and_grads)(Pass<T>& pass, const Targets& targets, double daux, const Weights<T>& grads);
