@@ -1,10 +1,13 @@
 // The boundary of the transformer: arrays come in as strop.moe.native prepared them, pointers go on.
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #include "moe_boundary.h"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+#include <numpy/arrayobject.h>
 
 #include <chrono>
 #include <cmath>
@@ -42,6 +45,32 @@ std::vector<T*> pointers(const std::vector<AnyShape<T>>& arrays) {
     return data;
 }
 
+// An array of a list that Python prepared. By NumPy's own interface: with the general one, the arrays of a step take longer to
+// hand over than a small model's optimiser needs.
+template <class T>
+PyArrayObject* array_of(nb::handle object) {
+    auto* array = reinterpret_cast<PyArrayObject*>(object.ptr());
+    constexpr int type = sizeof(T) == sizeof(float) ? NPY_FLOAT : NPY_DOUBLE;
+    if (!PyArray_Check(object.ptr()) || PyArray_TYPE(array) != type || !PyArray_ISCARRAY(array))
+        throw nb::type_error("parameters and gradients must be contiguous, writable NumPy arrays of one float type");
+    return array;
+}
+
+template <class T>
+T* data_of(nb::handle object, size_t count) {
+    PyArrayObject* array = array_of<T>(object);
+    if (static_cast<size_t>(PyArray_SIZE(array)) != count) throw nb::value_error("a gradient or moment has another size than its parameter");
+    return static_cast<T*>(PyArray_DATA(array));
+}
+
+template <class T>
+std::vector<T*> data_of_all(const nb::list& arrays) {
+    std::vector<T*> data;
+    data.reserve(arrays.size());
+    for (nb::handle array : arrays) data.push_back(static_cast<T*>(PyArray_DATA(array_of<T>(array))));
+    return data;
+}
+
 // False once a signal's handler has raised, as Ctrl-C's does. The interpreter's lock is taken for the question, so it is
 // asked now and then.
 struct Interrupts {
@@ -58,7 +87,7 @@ struct Interrupts {
 };
 
 template <class T>
-void define_engine(nb::module_& m, const char* engine_name, const char* pass_name, const char* cache_name) {
+void define_engine(nb::module_& m, const char* engine_name, const char* pass_name, const char* cache_name, const char* adamw_name) {
     using Release = nb::gil_scoped_release;
     using Arrays = std::vector<AnyShape<T>>;
 
@@ -91,13 +120,13 @@ void define_engine(nb::module_& m, const char* engine_name, const char* pass_nam
             return self.forward_saved(batch_of(tokens_BT, mask_BT), logits_BTV.data());
         }, nb::arg(), nb::arg().none(), nb::arg())
         .def("aux_loss", [](Engine<T>&, OwnedPass<T>& saved) { return saved.pass.aux_loss; })
-        .def("backward", [](Engine<T>& self, OwnedPass<T>& saved, Array<const T, 3> dlogits_BTV, double daux, const Arrays& grads) {
-            const std::vector<T*> out = pointers(grads);
+        .def("backward", [](Engine<T>& self, OwnedPass<T>& saved, Array<const T, 3> dlogits_BTV, double daux, const nb::list& grads) {
+            const std::vector<T*> out = data_of_all<T>(grads);
             Release release;
             self.backward(saved, dlogits_BTV.data(), daux, out);
         })
-        .def("loss_and_grads", [](Engine<T>& self, Ids tokens_BT, Ids targets_BT, Mask target_mask_BT, Mask mask_BT, double aux_coef, const Arrays& grads) {
-            const std::vector<T*> out = pointers(grads);
+        .def("loss_and_grads", [](Engine<T>& self, Ids tokens_BT, Ids targets_BT, Mask target_mask_BT, Mask mask_BT, double aux_coef, const nb::list& grads) {
+            const std::vector<T*> out = data_of_all<T>(grads);
             Release release;
             return self.loss_and_grads(batch_of(tokens_BT, mask_BT), targets_BT.data(), bytes_of(target_mask_BT), aux_coef, out);
         }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg())
@@ -125,7 +154,7 @@ void define_engine(nb::module_& m, const char* engine_name, const char* pass_nam
         }, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("workspace_bytes", &Engine<T>::workspace_bytes);
 
-    // There is one of each for float and for double: the arrays decide which, so they must not be converted to fit.
+    // One for float and one for double: the array decides which, so it must not be converted to fit.
     m.def("moe_sample", [](Array<const T, 2> logits_BV, Array<const double, 1> uniforms_B, double temperature, int64_t top_k, double top_p,
                            Array<int64_t, 1> tokens_B, Array<double, 1> logps_B) {
         Release release;
@@ -136,14 +165,20 @@ void define_engine(nb::module_& m, const char* engine_name, const char* pass_nam
                tokens_B.data(), logps_B.data());
         arenas.give_back(std::move(arena));
     }, nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
-    m.def("moe_adamw", [](AnyShape<T> param, AnyShape<const T> grad, AnyShape<T> m, AnyShape<T> v, int64_t step, double lr, double beta1,
-                          double beta2, double eps, double weight_decay, double grad_scale) {
-        Release release;
-        const AdamW update{lr, beta1, beta2, eps, weight_decay, grad_scale, 1 - std::pow(beta1, static_cast<double>(step)),
+    m.def(adamw_name, [](const nb::list& params, const nb::list& grads, const nb::list& ms, const nb::list& vs, const std::vector<double>& decays,
+                         int64_t step, double lr, double beta1, double beta2, double eps, double grad_scale) {
+        std::vector<Updated<T>> arrays(params.size());
+        if (grads.size() != arrays.size() || ms.size() != arrays.size() || vs.size() != arrays.size() || decays.size() != arrays.size())
+            throw nb::value_error("AdamW needs as many gradients, moments and weight decays as parameters");
+        for (size_t i = 0; i < arrays.size(); ++i) {
+            const size_t count = static_cast<size_t>(PyArray_SIZE(array_of<T>(params[i])));
+            arrays[i] = {count, data_of<T>(params[i], count), data_of<T>(grads[i], count), data_of<T>(ms[i], count), data_of<T>(vs[i], count), decays[i], 0};
+        }
+        const AdamW update{lr, beta1, beta2, eps, grad_scale, 1 - std::pow(beta1, static_cast<double>(step)),
                            std::sqrt(1 - std::pow(beta2, static_cast<double>(step)))};
-        kernels().of<T>().moe->adamw(param.size(), param.data(), grad.data(), m.data(), v.data(), update);
-    }, nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-       nb::arg(), nb::arg(), nb::arg());
+        Release release;
+        kernels().of<T>().moe->adamw(arrays.data(), arrays.size(), update);
+    });
 }
 
 }  // namespace
@@ -182,8 +217,9 @@ void define_parts(nb::module_& m) {
 }
 
 void define_moe(nb::module_& m) {
-    define_engine<float>(m, "MoEEngineF32", "MoEPassF32", "MoECacheF32");
-    define_engine<double>(m, "MoEEngineF64", "MoEPassF64", "MoECacheF64");
+    if (_import_array() < 0) throw nb::python_error();
+    define_engine<float>(m, "MoEEngineF32", "MoEPassF32", "MoECacheF32", "moe_adamw_f32");
+    define_engine<double>(m, "MoEEngineF64", "MoEPassF64", "MoECacheF64", "moe_adamw_f64");
     define_parts(m);
 }
 

@@ -123,6 +123,6 @@ size_t greedy_row(const T* logits_V, size_t V, double* sum);
 // ---- adamw.cpp ---------------------------------------------------------------------------------------------------------
 
 template <class T>
-void adamw(size_t count, T* param, const T* grad, T* m, T* v, const AdamW& step);
+void adamw(Updated<T>* arrays, size_t count, const AdamW& step);
 
 }  // namespace strop::STROP_ISA

@@ -127,8 +127,19 @@ struct Targets {
 };
 
 struct AdamW {
-    double lr, beta1, beta2, eps, weight_decay, grad_scale;
+    double lr, beta1, beta2, eps, grad_scale;
     double correction1, correction2;  // 1 − β₁ᵗ, √(1 − β₂ᵗ)
+};
+
+// One array with its moments.
+template <class T>
+struct Updated {
+    size_t count;
+    T* param;
+    const T* grad;
+    T *m, *v;
+    double weight_decay;
+    size_t first_task;  // set by adamw
 };
 
 // By the rules of src/strop/moe/sampling.py: temperature 0 is greedy, top_k 0 and top_p 1 are all tokens.
@@ -163,7 +174,7 @@ struct Kernels {
 
     double (*softmax_row)(const T* logits_V, size_t V, double temperature, double* p_V, double* sums);
     size_t (*greedy_row)(const T* logits_V, size_t V, double* sum);
-    void (*adamw)(size_t count, T* param, const T* grad, T* m, T* v, const AdamW& step);
+    void (*adamw)(Updated<T>* arrays, size_t count, const AdamW& step);
 
     // Parts by themselves, for benchmarks: a list of products in one parallel region, and the norm on panels.
     void (*multiply_all)(const Multiplication<T>* list, size_t count, Arena& arena);

@@ -95,10 +95,10 @@ def test_adamw_of_the_reference(isa):
             arrays.append(rng.random(count).astype(dtype))
             param, grad, m, v = arrays
             twins = [array.astype(np.float64) for array in arrays]
-            options = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.5}
+            options = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "grad_scale": 0.5}
             for step in (1, 2):
-                engine.adamw_update(param, grad, m, v, step=step, **options)
-                adamw_update(*twins, step=step, **options)
+                engine.adamw_update_all([param], [grad], [m], [v], step=step, weight_decays=[0.1], **options)
+                adamw_update(*twins, step=step, weight_decay=0.1, **options)
             for found, wanted in zip(arrays, twins, strict=True):
                 assert np.abs(found - wanted).max() <= 4 * rel * np.abs(wanted).max()
 

@@ -23,7 +23,7 @@ def test_against_torch(dtype, tolerance, moe_engine):
         {"params": [t for t in tensors.values() if t.ndim == 1], "weight_decay": 0.0},
     ]
     theirs = torch.optim.AdamW(groups, lr=1e-2, **settings)
-    ours = AdamW(params, learning_rate=1e-2, weight_decay=0.3, update=model.engine.adamw_update, **settings)
+    ours = AdamW(params, learning_rate=1e-2, weight_decay=0.3, update=model.engine.adamw_update_all, **settings)
     rng = np.random.default_rng(0)
     for step in range(20):
         grads = {name: rng.standard_normal(param.shape).astype(dtype) for name, param in params.items()}

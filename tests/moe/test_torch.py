@@ -574,13 +574,13 @@ def test_sampling_obeys_the_generator(model):
 
 def test_sampling_arguments_reach_the_sampler(model, monkeypatch):
     seen = []
-    sample = model.moe.engine.sample
+    complete = model.moe.engine.complete
 
-    def spy(logits, uniforms, **arguments):
+    def spy(*prompts, **arguments):
         seen.append((arguments["temperature"], arguments["top_k"], arguments["top_p"]))
-        return sample(logits, uniforms, **arguments)
+        return complete(*prompts, **arguments)
 
-    monkeypatch.setattr(model.moe.engine, "sample", spy)
+    monkeypatch.setattr(model.moe.engine, "complete", spy)
     for arguments in (
         {"do_sample": True, "temperature": 0.7, "top_k": 3, "top_p": 0.9},
         {"do_sample": True},

@@ -459,7 +459,7 @@ def _mixtral_loss(model: Any, tokens: Any, targets: Any) -> Any:
 
 
 def _adamw(model: MoETransformer, params: dict[str, np.ndarray], learning_rate: float) -> AdamW:
-    update = model.engine.adamw_update
+    update = model.engine.adamw_update_all
     return AdamW(params, learning_rate=learning_rate, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, update=update)
 
 

@@ -25,7 +25,7 @@ Shapes: B rows, T columns, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ import numpy as np
 
 from strop import _compiled
 from strop.moe.config import MoEConfig
-from strop.moe.optim import adamw_update
+from strop.moe.optim import adamw_update_all
 from strop.moe.sampling import sample
 
 Arrays = dict[str, np.ndarray]
@@ -110,35 +110,16 @@ class Engine(ABC):
     def decode(self, tokens_B: np.ndarray, cache: KVCache) -> np.ndarray:
         """Append one token (int64) to every row of the cache, in place; logits_BV after it. Every row has room."""
 
-    def adamw_update(
+    def adamw_update_all(
         self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        m: np.ndarray,
-        v: np.ndarray,
-        *,
-        step: int,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        grad_scale: float = 1.0,
+        params: Sequence[np.ndarray],
+        grads: Sequence[np.ndarray],
+        ms: Sequence[np.ndarray],
+        vs: Sequence[np.ndarray],
+        **settings: Any,
     ) -> None:
-        """One AdamW step (from step=1) of one array, `param`, `m`, `v` in place. An engine may do it in one pass."""
-        adamw_update(
-            param,
-            grad,
-            m,
-            v,
-            step=step,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            grad_scale=grad_scale,
-        )
+        """`strop.moe.optim.adamw_update_all`; an engine may do it in one pass."""
+        adamw_update_all(params, grads, ms, vs, **settings)
 
     def sample(
         self, logits_BV: np.ndarray, uniforms_B: np.ndarray, *, temperature: float, top_k: int, top_p: float

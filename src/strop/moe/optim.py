@@ -1,7 +1,8 @@
 """AdamW, clipping by the global norm, and the warm-up + cosine schedule."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,20 @@ def adamw_update(
     param -= work
 
 
+def adamw_update_all(
+    params: Sequence[np.ndarray],
+    grads: Sequence[np.ndarray],
+    ms: Sequence[np.ndarray],
+    vs: Sequence[np.ndarray],
+    *,
+    weight_decays: Sequence[float],
+    **settings: Any,
+) -> None:
+    """`adamw_update` of several arrays, each with its weight_decay."""
+    for param, grad, m, v, weight_decay in zip(params, grads, ms, vs, weight_decays, strict=True):
+        adamw_update(param, grad, m, v, weight_decay=weight_decay, **settings)
+
+
 class AdamW:
     """AdamW over named arrays, changed in place. Matrices decay, norms (arrays of one axis) do not."""
 
@@ -55,9 +70,9 @@ class AdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
-        update: Callable[..., None] = adamw_update,
+        update: Callable[..., None] = adamw_update_all,
     ):
-        """`update` is the arithmetic: `adamw_update` or an engine's method of that name."""
+        """`update` is the arithmetic: `adamw_update_all` or an engine's method of that name."""
         for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, found {value}")
@@ -78,20 +93,20 @@ class AdamW:
             raise ValueError(f"grads must name the parameters exactly, found a difference at {wrong!r}")
         self.step_count += 1
         lr = self.learning_rate if learning_rate is None else learning_rate
-        for name, param in self.params.items():
-            self.update(
-                param,
-                grads[name],
-                self.m[name],
-                self.v[name],
-                step=self.step_count,
-                lr=lr,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                eps=self.eps,
-                weight_decay=self.weight_decay if param.ndim > 1 else 0.0,
-                grad_scale=grad_scale,
-            )
+        params = list(self.params.values())
+        self.update(
+            params,
+            [grads[name] for name in self.params],
+            [self.m[name] for name in self.params],
+            [self.v[name] for name in self.params],
+            step=self.step_count,
+            lr=lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            eps=self.eps,
+            weight_decays=[self.weight_decay if param.ndim > 1 else 0.0 for param in params],
+            grad_scale=grad_scale,
+        )
 
 
 def global_norm(grads: Arrays) -> float:

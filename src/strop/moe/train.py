@@ -67,7 +67,7 @@ def fit(
             learning_rate=learning_rate,
             betas=betas,
             weight_decay=weight_decay,
-            update=model.engine.adamw_update,
+            update=model.engine.adamw_update_all,
         )
     history: list[StepMetrics] = []
     grads = None
