@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cmath>
 #include <optional>
+#include <thread>
 
 #include "dispatch.h"
 #include "moe/engine.h"
@@ -44,6 +45,29 @@ std::vector<T*> pointers(const std::vector<AnyShape<T>>& arrays) {
     for (const AnyShape<T>& array : arrays) data.push_back(array.data());
     return data;
 }
+
+// Takes the interpreter's lock by take(). At the end of the process Python ends a thread that asks for it, by an unwinding that
+// destructors on the way would turn into an abort; so the thread waits here instead, and ends with the process.
+template <class Take>
+auto take_lock(Take&& take) noexcept {
+    try {
+        return take();
+    } catch (...) {  // nothing else comes out of these functions
+        for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+    }
+}
+
+class Release {
+  public:
+    Release() : state_(PyEval_SaveThread()) {}
+    ~Release() {
+        take_lock([this] { PyEval_RestoreThread(state_); });
+    }
+    Release(const Release&) = delete;
+
+  private:
+    PyThreadState* state_;
+};
 
 // An array of a list that Python prepared. By NumPy's own interface: with the general one, the arrays of a step take longer to
 // hand over than a small model's optimiser needs.
@@ -81,14 +105,15 @@ struct Interrupts {
         const Clock::time_point now = Clock::now();
         if (now - asked < std::chrono::milliseconds(50)) return true;
         asked = now;
-        nb::gil_scoped_acquire acquire;
-        return PyErr_CheckSignals() == 0;
+        const PyGILState_STATE state = take_lock([] { return PyGILState_Ensure(); });
+        const bool go_on = PyErr_CheckSignals() == 0;
+        PyGILState_Release(state);
+        return go_on;
     }
 };
 
 template <class T>
 void define_engine(nb::module_& m, const char* engine_name, const char* pass_name, const char* cache_name, const char* adamw_name) {
-    using Release = nb::gil_scoped_release;
     using Arrays = std::vector<AnyShape<T>>;
 
     nb::class_<OwnedPass<T>>(m, pass_name);
@@ -204,7 +229,7 @@ void define_parts(nb::module_& m) {
             }
         })
         .def("run", [](Products& self) {
-            nb::gil_scoped_release release;
+            Release release;
             self.arena.reset();
             kernels().of<float>().moe->multiply_all(self.list.data(), self.list.size(), self.arena);
         });

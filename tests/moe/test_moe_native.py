@@ -1,6 +1,10 @@
 """What only the native engine promises: the same bits whatever stands around a token, memory kept, safety in threads."""
 
 import concurrent.futures
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ from moe_models import random_batch, random_model, small_config
 import strop
 from strop import _compiled
 from strop.moe import MoEConfig, MoETransformer
+from strop.moe.engine import Engine
 from strop.moe.optim import adamw_update
 from strop.moe.sampling import sample
 
@@ -186,6 +191,29 @@ def test_prefill_decode_and_training_have_the_same_bits(config, dtype, isa):
         assert same_bits(logits, training.logits_BTV[:, column].copy())
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"temperature": 0},
+        {"temperature": 1.3, "num_samples": 3},
+        {"temperature": 0.9, "top_k": 9, "top_p": 0.8, "num_samples": 2, "eos_token_id": list(range(3, 9))},
+    ],
+    ids=["greedy", "samples", "top-k, top-p and ends"],
+)
+def test_completions_have_the_bits_of_prefill_decode_and_sample(config, dtype, rule, isa, monkeypatch):
+    """The compiled loop, on transposed weights, against the loop in Python that every engine has."""
+    model = native_model(config, dtype)
+    rng = np.random.default_rng(8)
+    prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in (3, 17, 1, 70, 9)]
+    found = model.generate(prompts, max_new_tokens=12, seed=1, **rule)
+    monkeypatch.setattr(type(model.engine), "complete", Engine.complete)
+    wanted = model.generate(prompts, max_new_tokens=12, seed=1, **rule)
+    assert same_bits(found.tokens_BT, wanted.tokens_BT)
+    assert same_bits(found.logps_BT, wanted.logps_BT)
+    assert same_bits(found.lengths_B, wanted.lengths_B)
+
+
 def test_step_by_step_from_the_first_token(isa):
     config = CONFIGS["tiny"]
     model = native_model(config)
@@ -227,6 +255,7 @@ def test_memory_is_kept_and_does_not_grow():
         logits, cache = model.engine.prefill(tokens, None, 40)
         model.engine.decode(tokens[:, 0].copy(), cache)
         model.engine.sample(logits, np.zeros(4), temperature=1.0, top_k=0, top_p=1.0)
+        model.generate(tokens, max_new_tokens=20, seed=0)
         return model.engine.compiled.workspace_bytes()
 
     step(), step()
@@ -274,3 +303,90 @@ def test_updates_in_place_are_seen_by_the_next_call():
     assert after < loss
     fresh = MoETransformer(config, params={name: param.copy() for name, param in model.params.items()})
     assert same_bits(fresh.forward(tokens), model.forward(tokens))
+
+
+def test_whole_numbers_as_settings_of_float64(isa):
+    """An int where a float is usual must not send float64 arrays to the float32 kernel."""
+    engine = native_model(small_config(), np.float64).engine
+    logits = np.random.default_rng(0).standard_normal((3, 50))
+    _, logps = engine.sample(logits, np.zeros(3), temperature=0, top_k=0, top_p=1)
+    assert np.abs(logps - sample(logits, np.zeros(3), temperature=0)[1]).max() <= 1e-14
+    param, grad, m, v = np.ones(9), np.ones(9), np.zeros(9), np.zeros(9)
+    engine.adamw_update_all([param], [grad], [m], [v], step=1, lr=1, beta1=0, beta2=0, eps=1e-8, weight_decays=[0])
+    assert np.abs(param).max() <= 2e-8  # 1 − lr·sign(grad)
+
+
+def test_adamw_refuses_what_does_not_belong_together():
+    engine = native_model(small_config()).engine
+    settings = {"step": 1, "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decays": [0.0]}
+    good, short, double = np.ones(9, np.float32), np.ones(8, np.float32), np.ones(9)
+    with pytest.raises(ValueError, match="another size"):
+        engine.adamw_update_all([good], [short], [good.copy()], [good.copy()], **settings)
+    with pytest.raises(ValueError, match="as many"):
+        engine.adamw_update_all([good], [], [good.copy()], [good.copy()], **settings)
+    with pytest.raises(TypeError, match="one float type"):
+        engine.adamw_update_all([good], [double], [good.copy()], [good.copy()], **settings)
+    with pytest.raises(TypeError, match="contiguous"):
+        engine.adamw_update_all([np.ones(18, np.float32)[::2]], [good], [good.copy()], [good.copy()], **settings)
+
+
+def test_an_interrupt_ends_generate():
+    config = CONFIGS["tiny"]
+    model = native_model(config)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        started = time.perf_counter()
+        with pytest.raises(KeyboardInterrupt):
+            while True:  # each call lasts long enough for several looks at the signals
+                model.generate(np.zeros((500, 1), np.int64), max_new_tokens=590)
+        assert time.perf_counter() - started < 5
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert model.generate([[1, 2]], max_new_tokens=3).tokens_BT.shape == (1, 3)
+
+
+PROGRAMS = {
+    "a child after a fork": """
+import os
+wanted = model.forward(tokens).tobytes()
+child = os.fork()
+if child == 0:
+    os._exit(model.forward(tokens).tobytes() != wanted)
+assert os.waitpid(child, 0)[1] == 0
+assert model.forward(tokens).tobytes() == wanted
+""",
+    "daemon threads at the end": """
+import threading, time
+def work():
+    while True:
+        model.generate(tokens, max_new_tokens=30)
+        model.loss_and_grads(tokens, tokens)
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.2)
+""",
+    "more threads than CPUs": """
+import strop
+wanted = model.forward(tokens).tobytes()
+strop.set_num_threads(9)
+assert all(model.forward(tokens).tobytes() == wanted for _ in range(50))
+""",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs(program):
+    start = """
+import numpy as np
+from strop.moe import MoEConfig, MoETransformer
+model = MoETransformer(MoEConfig(), "native")
+tokens = np.arange(128).reshape(4, 32)
+"""
+    done = subprocess.run([sys.executable, "-c", start + PROGRAMS[program]], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
