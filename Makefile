@@ -6,7 +6,7 @@ SANITIZED := build/sanitize
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/*) $(wildcard native/*/*)
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test test-gpu bench docs lint check sanitize dist clean
+.PHONY: help demo test test-gpu bench docs lint check sanitize sanitize-threads dist clean
 
 help:
 	@echo "make demo       set up and run the demonstration"
@@ -14,7 +14,7 @@ help:
 	@echo "make check      everything CI runs: lint, types, tests, sanitizer, documents, distribution"
 	@echo "make lint       style and types            make docs       tables and figures from benchmarks/results"
 	@echo "make bench      measure the CPU suites     make test-gpu   tests that need a GPU, with the python3 at hand"
-	@echo "make sanitize   AddressSanitizer over the compiled module's tests"
+	@echo "make sanitize   AddressSanitizer over the compiled module's tests; sanitize-threads: ThreadSanitizer"
 	@echo "make dist       sdist and wheel, installed into an empty environment"
 
 $(VENV)/created:
@@ -61,14 +61,26 @@ check: lint test sanitize dist
 	$(BIN)/python -m strop.bench.report --check
 	@echo "check: all passed"
 
-# An environment of its own, because an editable install would be imported in place of the sanitized build.
-sanitize: $(INSTALLED)
+# The sanitized module has an environment of its own, because an editable install would be imported in its place.
+define build_sanitized
 	rm -rf $(SANITIZED)
 	$(PYTHON) -m venv $(SANITIZED)
-	$(SANITIZED)/bin/python -m pip install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja numpy pytest hypothesis
-	$(SANITIZED)/bin/python -m pip install --quiet --no-build-isolation --no-deps -C cmake.define.STROP_SANITIZE=address -C build-dir=build/address .
-	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(SANITIZED)/bin/python -m pytest -p no:cacheprovider -W default tests/primitives
+	$(SANITIZED)/bin/python -m pip install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja numpy safetensors pytest hypothesis
+	$(SANITIZED)/bin/python -m pip install --quiet --no-build-isolation --no-deps -C cmake.define.STROP_SANITIZE=$(1) -C build-dir=build/$(1) .
+endef
+LIBRARY = $$($${CXX:-c++} -print-file-name=$(1))
+SANITIZED_PYTEST = OPENBLAS_NUM_THREADS=1 $(SANITIZED)/bin/python -m pytest -p no:cacheprovider -W default -q
+
+sanitize: $(INSTALLED)
+	$(call build_sanitized,address)
+	LD_PRELOAD="$(call LIBRARY,libasan.so) $(call LIBRARY,libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+	$(SANITIZED_PYTEST) tests/primitives tests/moe/test_moe_native.py
+
+# The pool, and calls from several threads at once: bits do not change with the threads, models are shared between them.
+sanitize-threads: $(INSTALLED)
+	$(call build_sanitized,thread)
+	LD_PRELOAD="$(call LIBRARY,libtsan.so)" TSAN_OPTIONS="exitcode=66 halt_on_error=1 die_after_fork=0" \
+	$(SANITIZED_PYTEST) tests/primitives tests/moe/test_moe_native.py -k "thread or fork or bits or generate"
 
 dist: $(INSTALLED)
 	rm -rf build/dist
