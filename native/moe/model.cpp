@@ -81,7 +81,9 @@ void hidden_states(Pass<T>& pass) {
     }
     pass.r_N = take<T>(arena, num_panels * kPanel);
     pass.h_DN = take_panels<T>(arena, c.D, num_panels);
-    for_strips(pass.tokens.N, tokens_per_task(pass.tokens.N), [&](const Strip& strip) {
+    const size_t N = pass.tokens.N;  // fewer than before where only the last ones went on
+    for_tasks(strips_of(N, kPanel), N * c.D, [&](size_t task) noexcept {
+        const Strip strip = strip_at(N, task, kPanel);
         add_experts(pass, *before, strip, pass.x_DN);
         rms_norm(c.D, c.eps, strip, pass.x_DN, pass.weights->norm_D, pass.h_DN, pass.r_N);
     });
@@ -112,11 +114,16 @@ void head_by_rows(const Config& c, const T* transposed, size_t tokens, const T* 
         const Strip strip = strip_at(tokens, task);
         to_rows<T>(c.D, strip.tokens, strip_of(h_DN, c.D, strip), [&](size_t i) { return h_ND + (strip.first + i) * stride; });
     });
-    auto* products = take<Product<T>>(arena, V_panels);
-    for (size_t panel = 0; panel < V_panels; ++panel)
-        products[panel] = linear_by_rows<T>(h_ND, stride, c.D, panel_of(transposed, c.D, panel), smaller(c.V - panel * kPanel, kPanel), tokens,
-                                            out + panel * kPanel, c.V);
-    run_products(products, V_panels);
+    // Strip by strip, so that the thread which will look for a token in a row has written most of it.
+    const size_t num_strips = strips_of(tokens);
+    auto* products = take<Product<T>>(arena, num_strips * V_panels);
+    for (size_t i = 0; i < num_strips * V_panels; ++i) {
+        const Strip strip = strip_at(tokens, i / V_panels);
+        const size_t panel = i % V_panels;
+        products[i] = linear_by_rows<T>(h_ND + strip.first * stride, stride, c.D, panel_of(transposed, c.D, panel),
+                                        smaller(c.V - panel * kPanel, kPanel), strip.tokens, out + strip.first * c.V + panel * kPanel, c.V);
+    }
+    run_products(products, num_strips * V_panels);
 }
 
 template <class T>
