@@ -116,10 +116,20 @@ class Engine(ABC):
         grads: Sequence[np.ndarray],
         ms: Sequence[np.ndarray],
         vs: Sequence[np.ndarray],
-        **settings: Any,
+        *,
+        weight_decays: Sequence[float],
+        step: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        grad_scale: float = 1.0,
     ) -> None:
         """`strop.moe.optim.adamw_update_all`; an engine may do it in one pass."""
-        adamw_update_all(params, grads, ms, vs, **settings)
+        adamw_update_all(
+            params, grads, ms, vs, weight_decays=weight_decays,
+            step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps, grad_scale=grad_scale,
+        )  # fmt: skip
 
     def sample(
         self, logits_BV: np.ndarray, uniforms_B: np.ndarray, *, temperature: float, top_k: int, top_p: float

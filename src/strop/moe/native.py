@@ -121,9 +121,7 @@ class NativeEngine(Engine):
         )  # fmt: skip
         return new_BT, logps_BT, lengths_B
 
-    def adamw_update_all(
-        self, params, grads, ms, vs, *, step, lr, beta1, beta2, eps, weight_decays, grad_scale=1.0
-    ):
+    def adamw_update_all(self, params, grads, ms, vs, *, weight_decays, step, lr, beta1, beta2, eps, grad_scale=1.0):
         update = native.moe_adamw_f32 if params[0].dtype == np.float32 else native.moe_adamw_f64
         update(params, grads, ms, vs, weight_decays, step, lr, beta1, beta2, eps, grad_scale)
 
