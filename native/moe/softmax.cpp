@@ -61,7 +61,7 @@ size_t greedy_row(const T* logits_V, size_t V, double* sum) {
     const auto is_here = [&](size_t from) { return any_above(load(logits_V + from) == max ? broadcast<T>(1) : VecOf<T>{}, T(0)); };
     for (v = 0; v + lanes <= V && !is_here(v);) v += lanes;
     while (v + 1 < V && logits_V[v] != max) ++v;
-    return v;
+    return smaller(v, V - 1);  // the last where none is found, as among NaN
 }
 
 template size_t greedy_row<float>(const float*, size_t, double*);

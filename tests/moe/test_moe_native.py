@@ -305,6 +305,15 @@ def test_updates_in_place_are_seen_by_the_next_call():
     assert same_bits(fresh.forward(tokens), model.forward(tokens))
 
 
+@pytest.mark.parametrize("vocab_size", [1, 5, 16, 64, 65])
+def test_greedy_among_nan_stays_in_the_vocabulary(vocab_size, isa):
+    engine = native_model(small_config()).engine
+    for dtype in (np.float32, np.float64):
+        logits = np.full((2, vocab_size), np.nan, dtype)
+        tokens, _ = engine.sample(logits, np.zeros(2), temperature=0, top_k=0, top_p=1.0)
+        assert tokens.max() < vocab_size
+
+
 def test_whole_numbers_as_settings_of_float64(isa):
     """An int where a float is usual must not send float64 arrays to the float32 kernel."""
     engine = native_model(small_config(), np.float64).engine
