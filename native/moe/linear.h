@@ -8,7 +8,7 @@ namespace strop::STROP_ISA {
 
 // So many rows of a panel stay in the second-level cache while the weights pass by.
 inline constexpr size_t kPanelRows = 512;
-inline constexpr size_t kLinearRows = 128;
+inline constexpr size_t kLinearRows = 128;  // and of transposed weights in the first-level cache, for all rows of a task
 
 // y_ON = W·x_DN on one panel.
 template <class T>
