@@ -4,14 +4,20 @@ from typing import Any
 
 import torch
 
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+from strop._tensors import FLOATS, as_completion_mask, check_floats, check_number
+
+__all__ = [
+    "FLOATS",
+    "as_completion_mask",
+    "check_ids",
+    "check_ids_in_range",
+    "check_logits",
+    "check_temperature",
+]
 
 
 def check_logits(logits: Any, name: str = "logits") -> None:
-    if not isinstance(logits, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, found {type(logits).__name__}")
-    if logits.dtype not in FLOATS:
-        raise TypeError(f"{name} must be of a floating dtype, found {logits.dtype}")
+    check_floats(logits, name)
     if logits.ndim < 1 or logits.shape[-1] < 1:
         raise ValueError(f"{name} must have shape [.., V] with V at least 1, found {list(logits.shape)}")
 
@@ -25,24 +31,8 @@ def check_ids(ids: Any, shape: torch.Size, name: str = "ids") -> None:
         raise ValueError(f"{name} must have shape {list(shape)}, found {list(ids.shape)}")
 
 
-def as_completion_mask(mask: Any, shape: torch.Size) -> torch.Tensor | None:
-    """The mask as booleans: True where a token counts."""
-    if mask is None:
-        return None
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"completion_mask must be a tensor, found {type(mask).__name__}")
-    if mask.shape != shape:
-        raise ValueError(f"completion_mask must have shape {list(shape)}, found {list(mask.shape)}")
-    if mask.dtype == torch.bool:
-        return mask
-    if mask.device.type == "cpu" and (wrong := (mask != 0) & (mask != 1)).any():
-        raise ValueError(f"completion_mask must hold only 0 and 1, found {mask[wrong][0].item()}")
-    return mask != 0
-
-
 def check_temperature(temperature: Any) -> None:
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
-        raise TypeError(f"temperature must be a float, found {type(temperature).__name__}")
+    check_number(temperature, "temperature")
     if not (temperature > 0 and temperature != float("inf")):
         raise ValueError(f"temperature must be finite and above 0, found {temperature}")
 
