@@ -13,20 +13,32 @@ from strop.losses.policy import (
     token_policy_loss,
     token_weights,
 )
+from strop.losses.preference import (
+    PREFERENCE_LOSS_TYPES,
+    PreferenceLoss,
+    pair_preference_loss,
+    preference_loss,
+    sequence_logps,
+)
 
 __all__ = [
     "ADVANTAGE_SCALES",
     "IMPORTANCE_LEVELS",
     "KL_ESTIMATORS",
     "POLICY_LOSS_TYPES",
+    "PREFERENCE_LOSS_TYPES",
     "PolicyLoss",
+    "PreferenceLoss",
     "clip_bounds",
     "group_advantages",
     "kl_estimate",
+    "pair_preference_loss",
     "policy_loss",
     "policy_metrics",
+    "preference_loss",
     "rloo_advantages",
     "rloo_loss",
+    "sequence_logps",
     "token_policy_loss",
     "token_weights",
 ]

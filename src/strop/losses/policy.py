@@ -38,37 +38,17 @@ from strop._tensors import (
     check_shape,
     in_float,
 )
+from strop.losses._common import Count, LossResult, Metrics, as_divisor
 from strop.losses.kl import KL_ESTIMATORS, kl_estimate
 
 POLICY_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
 IMPORTANCE_LEVELS = ("token", "sequence")
 
 ClipEps = float | tuple[float, float]
-Count = int | float | torch.Tensor
 
 
-class PolicyLoss(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
-    """`loss, policy_loss, kl`, 0-d tensors. `metrics`: a dict of 0-d tensors, computed when first asked for."""
-
-    _compute_metrics: Callable[[], dict[str, torch.Tensor]]
-
-    def __new__(
-        cls,
-        loss: torch.Tensor,
-        policy_loss: torch.Tensor,
-        kl: torch.Tensor,
-        compute_metrics: Callable[[], dict[str, torch.Tensor]] = dict,
-    ) -> "PolicyLoss":
-        self = super().__new__(cls, (loss, policy_loss, kl))
-        self._compute_metrics = compute_metrics
-        return self
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return (*self, self._compute_metrics)
-
-    @property
-    def loss(self) -> torch.Tensor:
-        return self[0]
+class PolicyLoss(LossResult):
+    """`loss, policy_loss, kl`, 0-d tensors. `metrics`: see `policy_metrics`, computed when first asked for."""
 
     @property
     def policy_loss(self) -> torch.Tensor:
@@ -77,11 +57,6 @@ class PolicyLoss(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
     @property
     def kl(self) -> torch.Tensor:
         return self[2]
-
-    @functools.cached_property
-    def metrics(self) -> dict[str, torch.Tensor]:
-        with torch.no_grad():
-            return self._compute_metrics()
 
 
 @dataclass(frozen=True)
@@ -250,9 +225,9 @@ def token_weights(
     active_BT = mask_BT.to(dtype)
     if loss_type in ("bnpo", "dapo", "cispo"):
         tokens = mask_BT.sum() if num_tokens is None else num_tokens
-        return active_BT / _divisor(tokens, "num_tokens", active_BT)
+        return active_BT / as_divisor(tokens, "num_tokens", active_BT)
     sequences = mask_BT.shape[0] if num_sequences is None else num_sequences
-    divisor = _divisor(sequences, "num_sequences", active_BT)
+    divisor = as_divisor(sequences, "num_sequences", active_BT)
     if loss_type == "dr_grpo":
         return active_BT / (divisor * _as_max_completion_length(max_completion_length))
     length_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
@@ -311,7 +286,7 @@ def policy_metrics(
     ref_logps: torch.Tensor | None = None,
     kl_estimator: str = "k3",
     entropy: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor]:
+) -> Metrics:
     """What to watch in training, 0-d tensors without gradient; arguments as in `policy_loss`.
 
     Means over the tokens that count, whatever the loss's weights, so that loss types compare; 0 where none counts.
@@ -454,19 +429,6 @@ def _per_token(advantages: Any, logps: torch.Tensor) -> torch.Tensor:
     check_device(advantages, logps, "advantages", "logps")
     advantages = advantages.detach()
     return advantages[:, None].expand_as(logps) if advantages.ndim == 1 else advantages
-
-
-def _divisor(count: Any, name: str, like: torch.Tensor) -> Count:
-    """A count to divide by; 1 in place of 0, where everything divided is 0."""
-    if isinstance(count, torch.Tensor):
-        if count.ndim:
-            raise ValueError(f"{name} must be a number or a tensor of shape [], found shape {list(count.shape)}")
-        count = count.to(like.device, like.dtype, non_blocking=True)
-        return torch.where(count > 0, count, torch.ones_like(count))
-    check_number(count, name)
-    if not 0 <= count < math.inf:
-        raise ValueError(f"{name} must be finite and at least 0, found {count}")
-    return count or 1
 
 
 def _as_max_completion_length(length: Any) -> int:
