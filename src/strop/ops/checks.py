@@ -4,16 +4,9 @@ from typing import Any
 
 import torch
 
-from strop._tensors import FLOATS, as_completion_mask, check_floats, check_number
+from strop._tensors import as_completion_mask, check_device, check_floats, check_number, check_shape
 
-__all__ = [
-    "FLOATS",
-    "as_completion_mask",
-    "check_ids",
-    "check_ids_in_range",
-    "check_logits",
-    "check_temperature",
-]
+LOGP_NAMES = ("logits", "ids")
 
 
 def check_logits(logits: Any, name: str = "logits") -> None:
@@ -39,12 +32,47 @@ def check_temperature(temperature: Any) -> None:
 
 def check_ids_in_range(
     ids: torch.Tensor, mask: torch.Tensor | None, vocabulary: int, validate: bool, name: str = "ids"
-) -> torch.Tensor:
-    """Where an id that counts lies in the vocabulary. One outside raises where looking is free (CPU) or wanted."""
-    in_range = (ids >= 0) & (ids < vocabulary)
-    if validate or ids.device.type == "cpu":
-        wrong = ~in_range if mask is None else ~in_range & mask
-        if wrong.any():
-            at = wrong.nonzero()[0].tolist()
-            raise ValueError(f"{name} must be from 0 to {vocabulary - 1}, found {ids[tuple(at)].item()} at index {at}")
-    return in_range
+) -> None:
+    """An id that counts and lies outside the vocabulary raises where looking is free (CPU) or wanted."""
+    if not validate and (ids.device.type != "cpu" or torch.compiler.is_compiling()):
+        return
+    wrong = (ids < 0) | (ids >= vocabulary)
+    if mask is not None:
+        wrong &= mask
+    if wrong.any():
+        at = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{name} must be from 0 to {vocabulary - 1}, found {ids[tuple(at)].item()} at index {at}")
+
+
+def check_logp(
+    logits: Any, ids: Any, temperature: Any, completion_mask: Any, validate: bool, *, names: tuple[str, str] = LOGP_NAMES
+) -> torch.Tensor | None:
+    """Everything `logp` asks of its arguments. Returns the mask as booleans."""
+    check_logits(logits, names[0])
+    check_ids(ids, logits.shape[:-1], names[1])
+    check_device(ids, logits, names[1], names[0])
+    check_temperature(temperature)
+    mask = as_completion_mask(completion_mask, ids.shape)
+    if mask is not None:
+        check_device(mask, logits, "completion_mask", names[0])
+    check_ids_in_range(ids, mask, logits.shape[-1], validate, names[1])
+    return mask
+
+
+def check_head(hidden: Any, weight: Any, bias: Any) -> None:
+    """An LM head: hidden states [.., H], its weight [V, H] and bias [V]."""
+    check_floats(hidden, "hidden")
+    if hidden.ndim < 1 or hidden.shape[-1] < 1:
+        raise ValueError(f"hidden must have shape [.., H] with H at least 1, found {list(hidden.shape)}")
+    check_floats(weight, "weight")
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] < 1:
+        raise ValueError(f"weight must have shape [V, {hidden.shape[-1]}], found {list(weight.shape)}")
+    check_device(weight, hidden, "weight", "hidden")
+    if bias is not None:
+        check_floats(bias, "bias")
+        check_shape(bias, weight.shape[:1], "bias")
+        check_device(bias, hidden, "bias", "hidden")
+    if not torch.is_autocast_enabled(hidden.device.type):
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None and tensor.dtype != hidden.dtype:
+                raise TypeError(f"{name} must be {hidden.dtype} as hidden is, found {tensor.dtype} (autocast is off)")

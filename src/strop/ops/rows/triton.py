@@ -1,0 +1,214 @@
+"""Rows of logits on a GPU: launchers of the kernels. The same functions as in `strop.ops.rows.torch`.
+
+Shapes: `[.., V]` logits with any leading dimensions; N their number of rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from strop.ops.rows import TokenLoss, kernels
+from strop.ops.rows.kernels import LOG2E
+
+INTERPRETED = isinstance(kernels.logp_kernel, triton.runtime.interpreter.InterpretedFunction)
+
+
+
+def bytes_per_logit(dtype: torch.dtype) -> int:
+    """Of working memory: the logit itself."""
+    return dtype.itemsize
+
+
+class Rows(NamedTuple):
+    """How the rows of a tensor lie in memory: [B, T] rows with two strides, V elements each, one after another."""
+
+    N: int
+    T: int
+    V: int
+    stride_B: int
+    stride_T: int
+    misaligned: int  # elements from a 16-byte boundary to the tensor's first
+    per: int  # elements in 16 bytes
+
+
+def as_rows(logits: torch.Tensor) -> tuple[torch.Tensor, Rows]:
+    """The logits, copied only where they are not rows with two strides."""
+    found = _rows(logits)
+    if found is None:
+        logits = logits.contiguous()
+        found = _rows(logits)
+        assert found is not None
+    return logits, found
+
+
+def _rows(logits: torch.Tensor) -> Rows | None:
+    *lead, V = logits.shape
+    *strides, unit = logits.stride()
+    if unit != 1 and V > 1:
+        return None
+    # neighbouring dimensions that lie one after another are one dimension; those of size 1 are none
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(lead, strides, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    if len(merged) > 2 or any(stride < V for _, stride in merged):  # a stride below V: rows that overlap
+        return None
+    (B, stride_B), (T, stride_T) = [(1, 0), (1, 0), *merged][-2:]
+    misaligned = logits.data_ptr() % 16 // logits.element_size()
+    return Rows(B * T, T, V, stride_B, stride_T, misaligned, 16 // logits.element_size())
+
+
+def empty_gradient(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Memory for the gradient, each row as far from a 16-byte boundary as the logits' row."""
+    if rows.misaligned == 0 and logits.is_contiguous():
+        return torch.empty_like(logits)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(logits.shape, logits.stride(), strict=True))
+    memory = logits.new_empty(rows.misaligned + max(span, 0))
+    return memory.as_strided(logits.shape, logits.stride(), rows.misaligned)
+
+
+def _forward_launch(V: int) -> dict[str, int]:
+    """Few warps and many rows in flight: measured best on an H200 at every vocabulary from 32,768."""
+    return {"warps": 4, "unroll": 2} if V >= 4096 else {"warps": 2 if V < 1024 else 4, "unroll": 1}
+
+
+def _gradient_launch(V: int) -> dict[str, int]:
+    """Rows are visited twice, so fewer in flight, with more warps each, to find them in the cache the second time."""
+    if V >= 65536:
+        return {"warps": 16, "unroll": 4}
+    if V >= 16384:
+        return {"warps": 16, "unroll": 2}
+    return {"warps": 8 if V >= 4096 else 4, "unroll": 1}
+
+
+def _tiling(rows: Rows, launch: dict[str, int]) -> dict[str, int]:
+    return {"LANES": 32 * launch["warps"] * launch["unroll"], "PER": rows.per, "num_warps": launch["warps"]}
+
+
+def logps(
+    logits: torch.Tensor,
+    ids_N: torch.Tensor,
+    mask_N: torch.Tensor | None,
+    temperature: float,
+    entropy: bool,
+    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    block: tuple[int, int, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs [N], statistics [2, N] for the way back, entropies [N] (empty unless asked for).
+
+    block   (first id, vocabulary, number of this block) where the logits are one block of a vocabulary that comes in
+            several; `into` holds what the blocks before have found
+    """
+    logits, rows = as_rows(logits)
+    first_id, vocabulary, number = block or (0, rows.V, 0)
+    logps_N, stats_2N, entropies_N = into or (
+        torch.empty(size, device=logits.device) for size in ((rows.N,), (2, rows.N), (rows.N if entropy else 0,))
+    )
+    if rows.N:
+        kernels.logp_kernel[(rows.N,)](
+            logits, ids_N, _mask(mask_N, ids_N), logps_N, stats_2N[0], stats_2N[1], entropies_N,
+            rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T, rows.misaligned, _scale(temperature),
+            MASKED=mask_N is not None, ENTROPY=entropy, FIRST=number == 0, LAST=first_id + rows.V == vocabulary,
+            **_tiling(rows, _forward_launch(rows.V)),
+        )  # fmt: skip
+    return logps_N, stats_2N, entropies_N
+
+
+def logps_bwd(
+    logits: torch.Tensor,
+    ids_N: torch.Tensor,
+    mask_N: torch.Tensor | None,
+    stats_2N: torch.Tensor,
+    entropies_N: torch.Tensor,
+    d_logps_N: torch.Tensor,
+    d_entropies_N: torch.Tensor | None,
+    temperature: float,
+    in_place: bool,
+    block: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """The gradient of the logits, or with in_place of their memory. block: (first id, vocabulary)."""
+    given = logits
+    logits, rows = as_rows(logits)
+    out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows)
+    first_id, vocabulary = block or (0, rows.V)
+    if rows.N:
+        kernels.logp_bwd_kernel[(rows.N,)](
+            logits, out, ids_N, _mask(mask_N, ids_N), stats_2N[0], stats_2N[1], entropies_N, d_logps_N,
+            d_logps_N if d_entropies_N is None else d_entropies_N,
+            rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T, rows.misaligned, _scale(temperature),
+            MASKED=mask_N is not None, ENTROPY=d_entropies_N is not None,
+            **_tiling(rows, _forward_launch(rows.V)),
+        )  # fmt: skip
+    return out
+
+
+def policy_terms(
+    logits: torch.Tensor,
+    ids_N: torch.Tensor,
+    mask_N: torch.Tensor | None,
+    old_logps_N: torch.Tensor | None,
+    ref_logps_N: torch.Tensor | None,
+    advantages_N: torch.Tensor,
+    weights_N: torch.Tensor,
+    temperature: float,
+    loss: TokenLoss,
+    gradient: bool,
+    in_place: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs [N], the loss's terms [3, N] and the gradient of the logits (empty without `gradient`)."""
+    given, bounds = logits, loss.bounds
+    token_loss = kernels.clipped_weight if loss.loss_type == "cispo" else kernels.clipped_surrogate
+    logits, rows = as_rows(logits)
+    logps_N, terms_3N = logits.new_empty(rows.N, dtype=torch.float32), logits.new_empty(3, rows.N, dtype=torch.float32)
+    out = logits.new_empty(0)
+    if gradient:
+        out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows)
+    if rows.N:
+        kernels.policy_loss_kernel[(rows.N,)](
+            logits, out, ids_N, _mask(mask_N, ids_N), _or(old_logps_N, weights_N), _or(ref_logps_N, weights_N),
+            advantages_N, weights_N, logps_N, terms_3N,
+            rows.N, rows.T, rows.V, rows.stride_B, rows.stride_T, rows.misaligned, _scale(temperature),
+            bounds.low, bounds.high, bounds.delta, loss.beta,
+            TOKEN_LOSS=token_loss, MASKED=mask_N is not None, ON_POLICY=old_logps_N is None,
+            KL=0 if ref_logps_N is None else int(loss.kl_estimator[1]), GRADIENT=gradient,
+            **_tiling(rows, _gradient_launch(rows.V) if gradient else _forward_launch(rows.V)),
+        )  # fmt: skip
+    return logps_N, terms_3N, out
+
+
+def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
+    """gradient · factor in place. Where the factor is 1, which only the device knows, nothing is read or written."""
+    block = 8192
+    flat = gradient.as_strided((_span(gradient),), (1,)) if gradient.numel() else gradient.reshape(-1)
+    if flat.numel():
+        kernels.scale_kernel[(triton.cdiv(flat.numel(), block),)](flat, factor, flat.numel(), BLOCK=block, num_warps=8)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _scale(temperature: float) -> float:
+    return LOG2E.value / temperature
+
+
+def _mask(mask_N: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
+    return otherwise if mask_N is None else mask_N.view(torch.uint8)
+
+
+def _or(tensor: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
+    return otherwise if tensor is None else tensor
+
+
+def _same_memory(given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    if rows.data_ptr() != given.data_ptr():
+        raise ValueError(
+            f"in_place needs logits whose rows lie in memory one after another, found strides {list(given.stride())} "
+            f"of shape {list(given.shape)}"
+        )
+    return rows
