@@ -104,6 +104,32 @@ def test_gradients(loss_type):
     assert torch.autograd.gradcheck(lambda c, r: preference_loss(c, r, **inputs, **options).loss, leaves)
 
 
+def test_gradient_equations():
+    """d loss / d policy_chosen, as docs/losses.md has it."""
+    inputs = example()
+    beta, eps = 0.3, 0.1
+    c = inputs["policy_chosen"] - inputs["ref_chosen"]
+    r = inputs["policy_rejected"] - inputs["ref_rejected"]
+    h, s = beta * (c - r), torch.sigmoid
+    mean = c / inputs["chosen_lengths"] - r / inputs["rejected_lengths"]
+    expected = {
+        "sigmoid": -beta * (s(-h) - eps),
+        "robust": -beta * ((1 - eps) / (1 - 2 * eps) - s(h)),
+        "hinge": -beta * (h < 1).double(),
+        "ipo": 2 * (mean - 1 / (2 * beta)) / inputs["chosen_lengths"],
+        "sigmoid_norm": -beta * s(-beta * mean) / inputs["chosen_lengths"],
+        "exo_pair": beta * s(h) * s(-h) * (h - math.log((1 - eps) / eps)),
+        "nca_pair": -beta * (1 - 1.5 * s(beta * c)),
+        "apo_zero": -beta * s(beta * c) * s(-beta * c),
+        "apo_down": beta * (s(beta * c) * s(-beta * c) - s(h) * s(-h)),
+        "sppo_hard": 2 * (c - 1 / (2 * beta)),
+    }
+    assert set(expected) == set(PREFERENCE_LOSS_TYPES)
+    for loss_type, gradient in expected.items():
+        _, (found, _) = run(loss_type, beta=beta, num_pairs=1)
+        torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-12)
+
+
 @every_loss_type
 def test_a_better_margin_is_a_smaller_loss(loss_type):
     """Except where a loss aims at a finite margin: from equal log-probs towards it, every loss falls."""

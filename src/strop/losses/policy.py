@@ -122,7 +122,7 @@ def policy_loss(
     logps             [B, T] of the policy, any floating dtype; computed in float32 (float64 in float64)
     old_logps         [B, T] of the policy that sampled the tokens; None: the policy itself, so that the ratio is 1
     advantages        [B], or [B, T] for one per token
-    completion_mask   [B, T] tokens that count; what stands elsewhere changes neither value nor gradient
+    completion_mask   [B, T] tokens that count (None: all); what stands elsewhere changes neither value nor gradient
     clip_eps          ε, or (low, high): the ratio's range is 1 − low to 1 + high. For cispo `high` is the bound itself
     delta             an upper bound of the ratio where A < 0 (two-sided clipping); at least 1 + high
     ref_logps, beta   the KL to the reference and its coefficient; the kl is computed wherever ref_logps is given
