@@ -348,7 +348,7 @@ def _tokens(logps: Any, old_logps: Any, advantages: Any, completion_mask: Any, i
     if old_logps is not None:
         check_like(old_logps, logps, "old_logps", "logps")
         old_BT = _active(old_logps.detach(), mask_BT).to(logps_BT.dtype)
-    advantages_BT = _active(_per_token(advantages, logps), mask_BT).to(logps_BT.dtype)
+    advantages_BT = _active(per_token(advantages, logps), mask_BT).to(logps_BT.dtype)
     log_ratio_BT = logps_BT - old_BT
     if importance_level == "sequence":
         length_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
@@ -421,7 +421,8 @@ def _like_tokens(values: Any, tokens: _Tokens, name: str) -> torch.Tensor:
     return _active(values, tokens.mask_BT).to(tokens.logps_BT.dtype)
 
 
-def _per_token(advantages: Any, logps: torch.Tensor) -> torch.Tensor:
+def per_token(advantages: Any, logps: torch.Tensor) -> torch.Tensor:
+    """Advantages [B] or [B, T] as [B, T], checked against the log-probs."""
     check_floats(advantages, "advantages")
     if advantages.shape not in (logps.shape, logps.shape[:1]):
         rows, columns = logps.shape

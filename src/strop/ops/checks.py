@@ -59,20 +59,31 @@ def check_logp(
     return mask
 
 
-def check_head(hidden: Any, weight: Any, bias: Any) -> None:
+def check_head(hidden: Any, weight: Any, bias: Any, prefix: str = "") -> None:
     """An LM head: hidden states [.., H], its weight [V, H] and bias [V]."""
-    check_floats(hidden, "hidden")
+    hidden_name, weight_name, bias_name = (f"{prefix}{name}" for name in ("hidden", "weight", "bias"))
+    check_floats(hidden, hidden_name)
     if hidden.ndim < 1 or hidden.shape[-1] < 1:
-        raise ValueError(f"hidden must have shape [.., H] with H at least 1, found {list(hidden.shape)}")
-    check_floats(weight, "weight")
+        raise ValueError(f"{hidden_name} must have shape [.., H] with H at least 1, found {list(hidden.shape)}")
+    check_floats(weight, weight_name)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] < 1:
-        raise ValueError(f"weight must have shape [V, {hidden.shape[-1]}], found {list(weight.shape)}")
-    check_device(weight, hidden, "weight", "hidden")
+        raise ValueError(f"{weight_name} must have shape [V, {hidden.shape[-1]}], found {list(weight.shape)}")
     if bias is not None:
-        check_floats(bias, "bias")
-        check_shape(bias, weight.shape[:1], "bias")
-        check_device(bias, hidden, "bias", "hidden")
-    if not torch.is_autocast_enabled(hidden.device.type):
-        for name, tensor in (("weight", weight), ("bias", bias)):
-            if tensor is not None and tensor.dtype != hidden.dtype:
-                raise TypeError(f"{name} must be {hidden.dtype} as hidden is, found {tensor.dtype} (autocast is off)")
+        check_floats(bias, bias_name)
+        check_shape(bias, weight.shape[:1], bias_name)
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    for tensor, name in ((weight, weight_name), (bias, bias_name)):
+        if tensor is None:
+            continue
+        check_device(tensor, hidden, name, hidden_name)
+        if tensor.dtype != hidden.dtype and not autocast:
+            raise TypeError(f"{name} must be {hidden.dtype} as {hidden_name} is, found {tensor.dtype} (autocast is off)")
+
+
+def check_workspace(workspace: Any) -> None:
+    if workspace is None:
+        return
+    if isinstance(workspace, bool) or not isinstance(workspace, int):
+        raise TypeError(f"workspace must be a number of bytes, found {type(workspace).__name__}")
+    if workspace < 1:
+        raise ValueError(f"workspace must be at least 1 byte, found {workspace}")

@@ -1,7 +1,5 @@
 """`logp` by the row kernels: one read of the logits forward; one read and one write backward."""
 
-from typing import Any
-
 import torch
 
 from strop.ops.checks import check_logp
@@ -10,16 +8,8 @@ from strop.ops.logp.reference import logp
 from strop.ops.rows import implementation, on_gpu, on_gpu_or_interpreted
 
 
-def _when(logits: torch.Tensor, *_: Any, **__: Any) -> bool | str:
-    return on_gpu(logits)
-
-
-def _by_name(logits: torch.Tensor, *_: Any, **__: Any) -> bool | str:
-    return on_gpu_or_interpreted(logits)
-
-
-@logp.backend("triton", when=_when, by_name=_by_name)
-def _(
+@logp.backend("triton", when=on_gpu, by_name=on_gpu_or_interpreted)
+def logp_triton(
     logits: torch.Tensor,
     ids: torch.Tensor,
     *,

@@ -7,10 +7,13 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from strop.losses.policy import ClipBounds, clip_bounds
+
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -32,29 +35,34 @@ def implementation(name: str) -> ModuleType:
     return importlib.import_module(f"strop.ops.rows.{name}")
 
 
-def on_gpu(tensor: torch.Tensor) -> bool | str:
-    """Whether the kernels of Triton can take the tensor, or why not."""
-    if not isinstance(tensor, torch.Tensor):
+def on_gpu(*args: Any, **kwargs: Any) -> bool | str:
+    """Whether the kernels can take an operator's arguments, judged by the first tensor of floats; or why not."""
+    tensor = _first_floats(args, kwargs)
+    if tensor is None:
         return True  # and raises, as every backend does
     if not tensor.is_cuda:
         return f"the tensors are on {tensor.device}, it needs a GPU"
-    return _installed() or _float64(tensor) or True
+    return _cannot_take(tensor) or True
 
 
-def on_gpu_or_interpreted(tensor: torch.Tensor) -> bool | str:
+def on_gpu_or_interpreted(*args: Any, **kwargs: Any) -> bool | str:
     """The same where the backend is asked for by name: then Triton's interpreter will do too."""
-    if not isinstance(tensor, torch.Tensor) or tensor.is_cuda or tensor.device.type != "cpu":
-        return on_gpu(tensor)
-    if reason := _installed() or _float64(tensor):
+    tensor = _first_floats(args, kwargs)
+    if tensor is None or tensor.device.type != "cpu":
+        return on_gpu(*args, **kwargs)
+    if reason := _cannot_take(tensor):
         return reason
     if implementation("triton").INTERPRETED:
         return True
     return "the tensors are on the CPU, where it runs only through Triton's interpreter (TRITON_INTERPRET=1)"
 
 
-def _installed() -> str:
-    return "" if importlib.util.find_spec("triton") else "Triton is not installed"
+def _first_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    values = (*args, *kwargs.values())
+    return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
 
 
-def _float64(tensor: torch.Tensor) -> str:
+def _cannot_take(tensor: torch.Tensor) -> str:
+    if not _TRITON_INSTALLED:
+        return "Triton is not installed"
     return "float64 is computed by the reference" if tensor.dtype == torch.float64 else ""

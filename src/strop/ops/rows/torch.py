@@ -136,5 +136,10 @@ def policy_terms(
     return logps_N, terms_3N, d_logits
 
 
+def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
+    """gradient · factor in place."""
+    gradient.mul_(factor)
+
+
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return (logits if logits.dtype == torch.float64 else logits.float()) / temperature

@@ -1,0 +1,119 @@
+"""`linear_grpo_loss` by chunks (see `strop.ops.chunks`): "chunked" with torch's row functions on any device, "triton" with
+the row kernels. Three products in all, two with a frozen head: the gradients are made in the forward.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from strop.losses import PolicyLoss
+from strop.ops.chunks import Wanted, linear_policy_terms
+from strop.ops.library import library_op
+from strop.ops.linear_grpo_loss.reference import (
+    check_linear_grpo_loss,
+    composed_from_hidden,
+    linear_grpo_loss,
+    ref_logps_of,
+)
+from strop.ops.linear_logp.chunked import (
+    computed_in,
+    fake_gradients,
+    head_in,
+    linear_logp_chunked,
+    linear_logp_triton,
+)
+from strop.ops.policy import GradientFromForward, PolicyOptions, fused_result, row_inputs
+from strop.ops.rows import TokenLoss, implementation, on_gpu, on_gpu_or_interpreted
+
+
+@linear_grpo_loss.backend("chunked")
+def linear_grpo_loss_chunked(hidden, weight, action_ids, old_logps, rewards, completion_mask, **options) -> PolicyLoss:
+    given = action_ids, old_logps, rewards, completion_mask
+    return _linear_grpo_loss("torch", linear_logp_chunked, hidden, weight, *given, **options)
+
+
+@linear_grpo_loss.backend("triton", when=on_gpu, by_name=on_gpu_or_interpreted)
+def linear_grpo_loss_triton(hidden, weight, action_ids, old_logps, rewards, completion_mask, **options) -> PolicyLoss:
+    given = action_ids, old_logps, rewards, completion_mask
+    return _linear_grpo_loss("triton", linear_logp_triton, hidden, weight, *given, **options)
+
+
+def _linear_grpo_loss(
+    rows: str,
+    linear_logp_of: Any,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    action_ids: torch.Tensor,
+    old_logps: torch.Tensor | None,
+    rewards: torch.Tensor | None,
+    completion_mask: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ref_hidden: torch.Tensor | None = None,
+    ref_weight: torch.Tensor | None = None,
+    ref_bias: torch.Tensor | None = None,
+    workspace: int | None = None,
+    **options: Any,
+) -> PolicyLoss:
+    chosen = PolicyOptions(**options)
+    head, ref = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
+    batch = check_linear_grpo_loss(head, ref, action_ids, old_logps, rewards, completion_mask, workspace, chosen)
+    if not chosen.row_suffices:
+        return composed_from_hidden(linear_logp_of, batch, head, ref, action_ids, workspace)
+    ref_logps = ref_logps_of(linear_logp_of, batch, ref, action_ids, workspace)
+    dtype = computed_in(hidden)
+    inputs = row_inputs(batch, action_ids, ref_logps, torch.float64 if dtype == torch.float64 else torch.float32)
+    loss, policy_and_kl, logps_N = _LinearPolicyLoss.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, inputs, float(chosen.temperature), chosen.token_loss,
+        (rows, workspace, dtype),
+    )  # fmt: skip
+    return fused_result(batch, ref_logps, loss, policy_and_kl, logps_N.view(action_ids.shape))
+
+
+class _LinearPolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_NH, weight, bias, rows, temperature, loss, settings):
+        wanted = list(ctx.needs_input_grad[:3])
+        logps_N, total, policy_and_kl, *gradients = linear_policy_loss(
+            hidden_NH, weight, bias, rows.ids_N, rows.mask_N, rows.old_logps_N, rows.ref_logps_N, rows.advantages_N,
+            rows.weights_N, temperature, loss.loss_type, loss.clip_eps, loss.delta, loss.beta, loss.kl_estimator,
+            *settings, wanted,
+        )  # fmt: skip
+        ctx.wanted, ctx.rows = wanted, settings[0]
+        if any(wanted):
+            ctx.gradient = GradientFromForward("linear_grpo_loss", *gradients)
+        ctx.mark_non_differentiable(policy_and_kl, logps_N)
+        return total, policy_and_kl, logps_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_total, _policy_and_kl, _logps):
+        gradients = ctx.gradient.scaled(d_total, implementation(ctx.rows).scale_)
+        return (*(g if w else None for g, w in zip(gradients, ctx.wanted, strict=True)), None, None, None, None)
+
+
+def _fake(hidden_NH, weight, bias, ids_N, *rest):
+    *_, dtype, wanted = rest
+    make = partial(hidden_NH.new_empty, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    return make(ids_N.shape), make(()), make(2), *fake_gradients(hidden_NH, weight, bias, wanted)
+
+
+@library_op(
+    "linear_policy_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? mask, Tensor? old_logps, "
+    "Tensor? ref_logps, Tensor advantages, Tensor weights, float temperature, str loss_type, float[] clip_eps, "
+    "float? delta, float beta, str kl_estimator, str rows, int? workspace, ScalarType dtype, bool[] wanted) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake,
+)
+def linear_policy_loss(
+    hidden_NH, weight, bias, ids_N, mask_N, old_N, ref_N, advantages_N, weights_N, temperature, loss_type, clip_eps,
+    delta, beta, kl_estimator, rows, workspace, dtype, wanted,
+):  # fmt: skip
+    logps_N, sums_3, gradients = linear_policy_terms(
+        hidden_NH, head_in(dtype, weight, bias), ids_N, mask_N, old_N, ref_N, advantages_N, weights_N, temperature,
+        TokenLoss(loss_type, tuple(clip_eps), delta, beta, kl_estimator), implementation(rows), workspace,
+        Wanted(*wanted, weight.dtype),
+    )  # fmt: skip
+    d_bias = gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
+    return logps_N, sums_3[0].clone(), sums_3[1:].clone(), gradients.hidden_NH, gradients.weight_VH, d_bias
