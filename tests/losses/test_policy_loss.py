@@ -299,6 +299,15 @@ def test_metrics_by_hand():
     assert found.metrics is found.metrics  # computed once
 
 
+def test_metrics_see_only_what_counts():
+    """Masked tokens are no ratio of 1, and a ratio outside the range is not cut where A = 0."""
+    logps, mask = torch.log(torch.tensor([[2.0, 4.0, 0.1]])), torch.tensor([[1, 1, 0]])
+    metrics = policy_metrics(logps, torch.zeros(1, 3), torch.tensor([0.0]), mask)
+    assert [metrics[f"ratio_{name}"].item() for name in ("min", "mean", "max")] == pytest.approx([2, 3, 4])
+    assert policy_metrics(-logps, torch.zeros(1, 3), torch.tensor([0.0]), mask)["ratio_max"] == 0.5
+    assert metrics["clip_fraction"] == metrics["clip_fraction_high"] == 0
+
+
 def test_metrics_of_cispo_count_both_signs():
     logps = torch.log(torch.tensor([[6.0, 2.0], [6.0, 0.1]]))
     metrics = policy_metrics(

@@ -188,6 +188,16 @@ def test_float32_against_float64(loss_type):
     torch.testing.assert_close([g.double() for g in gradients], exact_gradients, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss_type", ["sigmoid", "apo_zero", "apo_down"])
+def test_a_small_loss_keeps_its_digits(loss_type):
+    """A pair already right by 40: σ(−40) is far below float32's resolution at 1."""
+    chosen, rejected = (-80.0, -120.0) if loss_type == "apo_down" else (40.0, -40.0)
+    zero = torch.zeros(1)
+    found = pair_preference_loss(zero + chosen, zero + rejected, zero, zero, beta=1.0, loss_type=loss_type)
+    expected = {"sigmoid": sigma(-80), "apo_zero": 2 * sigma(-40), "apo_down": sigma(-80) + sigma(-40)}[loss_type]
+    assert found.item() == pytest.approx(expected, rel=1e-6, abs=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_computed_in_float32(dtype):
     low = {name: example(dtype)[name] for name in NAMES[:4]}
