@@ -237,7 +237,7 @@ def linear_policy_terms(
         if wanted.weight:
             (_add_product if number else _product)(logits_nV.T, hidden_nH, grads.weight_VH)
         if wanted.bias:
-            grads.bias_V += logits_nV.sum(0, dtype=_sums_in(tokens.dtype))
+            grads.bias_V.add_(logits_nV.sum(0, dtype=_sums_in(tokens.dtype)))
     if wanted.weight:
         grads = grads._replace(weight_VH=_narrowed(grads.weight_VH, wanted.weight_dtype))
     return tokens.spread(logps_n), sums_3, grads

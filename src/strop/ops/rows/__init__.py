@@ -1,6 +1,6 @@
 """Rows of logits: from a row to the log-prob of its token, to its term of a loss, and back to the row's gradient.
 
-`strop.ops.rows.torch` and `strop.ops.rows.triton` hold the same functions; `implementation` gives one of them by name.
+`strop.ops.rows.torch_rows` and `strop.ops.rows.triton_rows` hold the same functions; `implementation` gives one of them by name.
 """
 
 import importlib
@@ -32,7 +32,7 @@ class TokenLoss:
 
 
 def implementation(name: str) -> ModuleType:
-    return importlib.import_module(f"strop.ops.rows.{name}")
+    return importlib.import_module(f"strop.ops.rows.{name}_rows")
 
 
 def on_gpu(*args: Any, **kwargs: Any) -> bool | str:

@@ -1,4 +1,4 @@
-"""Rows of logits in plain torch: the functions of `strop.ops.rows.triton` for every other device.
+"""Rows of logits in plain torch: the functions of `strop.ops.rows.triton_rows` for every other device.
 
 The logits come as [N, V] chunks small enough that a few more of their size do not matter.
 """

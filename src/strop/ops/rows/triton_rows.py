@@ -1,4 +1,4 @@
-"""Rows of logits on a GPU: launchers of the kernels. The same functions as in `strop.ops.rows.torch`.
+"""Rows of logits on a GPU: launchers of the kernels. The same functions as in `strop.ops.rows.torch_rows`.
 
 Shapes: `[.., V]` logits with any leading dimensions; N their number of rows.
 """
