@@ -36,6 +36,11 @@ def check_device(tensor: torch.Tensor, other: torch.Tensor, name: str, other_nam
         raise TypeError(f"{name} must be on {other.device} as {other_name} is, found {tensor.device}")
 
 
+def can_look(tensor: torch.Tensor) -> bool:
+    """Whether looking at values costs nothing: a GPU would be waited for, and a graph being compiled has none yet."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def as_completion_mask(mask: Any, shape: torch.Size) -> torch.Tensor | None:
     """The mask as booleans: True where a token counts."""
     if mask is None:
@@ -46,7 +51,7 @@ def as_completion_mask(mask: Any, shape: torch.Size) -> torch.Tensor | None:
         raise ValueError(f"completion_mask must have shape {list(shape)}, found {list(mask.shape)}")
     if mask.dtype == torch.bool:
         return mask
-    if mask.device.type == "cpu" and (wrong := (mask != 0) & (mask != 1)).any():
+    if can_look(mask) and (wrong := (mask != 0) & (mask != 1)).any():
         raise ValueError(f"completion_mask must hold only 0 and 1, found {mask[wrong][0].item()}")
     return mask != 0
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from strop._tensors import FLOATS, check_choice, check_number
+from strop._tensors import FLOATS, can_look, check_choice, check_number
 from strop.primitives._inputs import as_whole_number
 
 ADVANTAGE_SCALES = ("group", "batch", "none")
@@ -95,16 +95,15 @@ def rloo_advantages(rewards: torch.Tensor, samples_per_prompt: int) -> torch.Ten
 class _Groups:
     """Groups of known sizes as the rows of one matrix, without waiting for the device.
 
-    place_B    where each reward stands in the flattened matrix
+    place_B    where each reward stands in the flattened matrix; None where the groups are of one size and it is full
     """
 
     def __init__(self, sizes: list[int], device: torch.device) -> None:
         self.shape = len(sizes), max(sizes, default=1)
-        starts = range(0, self.shape[0] * self.shape[1], self.shape[1])
-        if sum(sizes) == self.shape[0] * self.shape[1]:
-            self.place_B = torch.arange(sum(sizes), device=device)
-            self.size_P1: torch.Tensor | int = self.shape[1]
-        else:
+        self.place_B: torch.Tensor | None = None
+        self.size_P1: torch.Tensor | int = self.shape[1]
+        if sum(sizes) < self.shape[0] * self.shape[1]:
+            starts = range(0, self.shape[0] * self.shape[1], self.shape[1])
             places = [start + i for start, size in zip(starts, sizes, strict=True) for i in range(size)]
             self.place_B = torch.tensor(places).to(device, non_blocking=True)
             self.size_P1 = torch.tensor(sizes).to(device, non_blocking=True)[:, None]
@@ -112,15 +111,20 @@ class _Groups:
     def centred(self, values_B: torch.Tensor) -> torch.Tensor:
         """Each reward minus its group's mean, [P, G]; 0 in the padding."""
         rows, columns = self.shape
+        # measured from the first reward: equal rewards give exactly 0, also where their mean is rounded
+        if self.place_B is None:
+            values_PG = values_B.view(rows, columns)
+            from_first_PG = values_PG - values_PG[:, :1]
+            return from_first_PG - from_first_PG.mean(1, keepdim=True)
         padded_PG = values_B.new_zeros(rows * columns).index_copy(0, self.place_B, values_B).view(rows, columns)
         padding_PG = padded_PG.new_ones(rows * columns).index_fill(0, self.place_B, 0.0).view(rows, columns).bool()
-        # measured from the first reward: equal rewards give exactly 0, also where their mean is rounded
         from_first_PG = (padded_PG - padded_PG[:, :1]).masked_fill(padding_PG, 0.0)
         mean_P1 = from_first_PG.sum(1, keepdim=True) / self.size_P1
         return (from_first_PG - mean_P1).masked_fill(padding_PG, 0.0)
 
     def flat(self, values_PG: torch.Tensor) -> torch.Tensor:
-        return values_PG.reshape(-1).index_select(0, self.place_B)
+        values = values_PG.reshape(-1)
+        return values if self.place_B is None else values.index_select(0, self.place_B)
 
 
 def _std(centred: torch.Tensor, count: torch.Tensor | int, ddof: int, dim: int) -> torch.Tensor:
@@ -140,7 +144,7 @@ def _as_rewards(rewards: Any) -> torch.Tensor:
     if rewards.ndim != 1:
         raise ValueError(f"rewards must have shape [B], found {list(rewards.shape)}")
     values_B = rewards.detach().double()
-    if values_B.device.type == "cpu" and not (finite := values_B.isfinite()).all():
+    if can_look(values_B) and not (finite := values_B.isfinite()).all():
         at = int((~finite).nonzero()[0])
         raise ValueError(f"rewards must be finite, found {values_B[at].item()} at index {at}")
     return values_B

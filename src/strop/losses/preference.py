@@ -28,6 +28,7 @@ from torch.nn.functional import logsigmoid
 
 from strop._tensors import (
     as_completion_mask,
+    can_look,
     check_choice,
     check_device,
     check_floats,
@@ -291,6 +292,6 @@ def _as_lengths(lengths: Any, policy_chosen: torch.Tensor, name: str, loss_type:
         raise TypeError(f"{name} must be a tensor, found {type(lengths).__name__}")
     check_shape(lengths, policy_chosen.shape, name)
     check_device(lengths, policy_chosen, name, "policy_chosen")
-    if lengths.device.type == "cpu" and (wrong := ~(lengths >= 0)).any():
+    if can_look(lengths) and (wrong := ~(lengths >= 0)).any():
         raise ValueError(f"{name} must be at least 0, found {lengths[wrong][0].item()}")
     return lengths.detach().clamp(min=1)

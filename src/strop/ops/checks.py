@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from strop._tensors import as_completion_mask, check_device, check_floats, check_number, check_shape
+from strop._tensors import as_completion_mask, can_look, check_device, check_floats, check_number, check_shape
 
 LOGP_NAMES = ("logits", "ids")
 
@@ -34,7 +34,7 @@ def check_ids_in_range(
     ids: torch.Tensor, mask: torch.Tensor | None, vocabulary: int, validate: bool, name: str = "ids"
 ) -> None:
     """An id that counts and lies outside the vocabulary raises where looking is free (CPU) or wanted."""
-    if not validate and (ids.device.type != "cpu" or torch.compiler.is_compiling()):
+    if not validate and not can_look(ids):
         return
     wrong = (ids < 0) | (ids >= vocabulary)
     if mask is not None:

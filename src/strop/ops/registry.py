@@ -10,6 +10,8 @@ A choice can be forced, and then that backend runs or raises:
     with use_backend("torch"): ...              every operator
     with use_backend(logp="triton"): ...        one operator
     STROP_BACKEND=torch  or  logp=triton,grpo_loss=torch   in the environment; `use_backend` goes before it
+
+In a function given to torch.compile the choice is made when it is compiled.
 """
 
 import contextlib
@@ -20,6 +22,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 REFERENCE = "torch"
 
@@ -129,10 +133,7 @@ class Op:
 
     def forced(self) -> tuple[str, str] | None:
         """The backend asked for by name, and by what."""
-        for choices, source in ((_forced.get(), "use_backend"), (_from_environment(), "STROP_BACKEND")):
-            if name := choices.get(self.name) or choices.get(None):
-                return name, source
-        return None
+        return _forced_choice(self.name)
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         try:
@@ -153,6 +154,14 @@ class Op:
         if reason := _verdict(self._backends[name].by_name, args, kwargs):
             raise RuntimeError(f"{source} asks for backend {name!r} of {self.name}, which cannot run: {reason}")
         return self._backends[name]
+
+
+@torch.compiler.assume_constant_result  # in a compiled function the choice is made when it is compiled
+def _forced_choice(op_name: str) -> tuple[str, str] | None:
+    for choices, source in ((_forced.get(), "use_backend"), (_from_environment(), "STROP_BACKEND")):
+        if name := choices.get(op_name) or choices.get(None):
+            return name, source
+    return None
 
 
 def _bare(signature: inspect.Signature, positional_only: bool = False) -> str:

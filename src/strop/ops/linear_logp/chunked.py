@@ -77,11 +77,12 @@ class _LinearLogp(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_logps_N, d_entropies_N):
         hidden_NH, weight, bias, ids_N, mask_N, stats_2N, entropies_N = ctx.saved_tensors
+        temperature, entropy, rows, workspace, dtype = ctx.settings
+        d_entropies_N = d_entropies_N if entropy else None  # a compiled graph gives the empty one a gradient
         if d_logps_N is None and d_entropies_N is None:
             return (None,) * 6
         d_logps_N = stats_2N.new_zeros(stats_2N.shape[1]) if d_logps_N is None else d_logps_N.contiguous()
         d_entropies_N = None if d_entropies_N is None else d_entropies_N.contiguous()
-        temperature, _, rows, workspace, dtype = ctx.settings
         wanted = list(ctx.needs_input_grad[:3])
         gradients = linear_logp_backward(
             hidden_NH, weight, bias, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N,

@@ -31,7 +31,7 @@ class _Logp(torch.autograd.Function):
     def forward(ctx, logits, ids_N, mask_N, temperature, entropy, in_place):
         logps_N, stats_2N, entropies_N = logp_forward(logits, ids_N, mask_N, temperature, entropy)
         ctx.save_for_backward(logits, ids_N, mask_N, stats_2N, entropies_N)
-        ctx.temperature, ctx.in_place, ctx.overwritten = temperature, in_place, False
+        ctx.temperature, ctx.entropy, ctx.in_place, ctx.overwritten = temperature, entropy, in_place, False
         ctx.set_materialize_grads(False)
         return logps_N, entropies_N
 
@@ -39,6 +39,7 @@ class _Logp(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_logps_N, d_entropies_N):
         logits, ids_N, mask_N, stats_2N, entropies_N = ctx.saved_tensors
+        d_entropies_N = d_entropies_N if ctx.entropy else None  # a compiled graph gives the empty one a gradient
         if d_logps_N is None and d_entropies_N is None:
             return (None,) * 6
         d_logps_N = stats_2N.new_zeros(stats_2N.shape[1]) if d_logps_N is None else d_logps_N.contiguous()

@@ -52,9 +52,14 @@ def on_gpu_or_interpreted(*args: Any, **kwargs: Any) -> bool | str:
         return on_gpu(*args, **kwargs)
     if reason := _cannot_take(tensor):
         return reason
-    if implementation("triton").INTERPRETED:
+    if _interpreted():
         return True
     return "the tensors are on the CPU, where it runs only through Triton's interpreter (TRITON_INTERPRET=1)"
+
+
+@torch.compiler.assume_constant_result
+def _interpreted() -> bool:
+    return implementation("triton").INTERPRETED
 
 
 def _first_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
