@@ -42,14 +42,21 @@ class LossResult(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
             return self._compute_metrics()
 
 
-def as_divisor(count: Any, name: str, like: torch.Tensor) -> Count:
-    """A count to divide by; 1 in place of 0, where everything divided is 0. A tensor is not waited for."""
+def check_count(count: Any, name: str) -> Count:
     if isinstance(count, torch.Tensor):
         if count.ndim:
             raise ValueError(f"{name} must be a number or a tensor of shape [], found shape {list(count.shape)}")
-        count = count.to(like.device, like.dtype, non_blocking=True)
-        return torch.where(count > 0, count, torch.ones_like(count))
+        return count
     check_number(count, name)
     if not 0 <= count < math.inf:
         raise ValueError(f"{name} must be finite and at least 0, found {count}")
+    return count
+
+
+def as_divisor(count: Any, name: str, like: torch.Tensor) -> Count:
+    """A count to divide by; 1 in place of 0, where everything divided is 0. A tensor is not waited for."""
+    count = check_count(count, name)
+    if isinstance(count, torch.Tensor):
+        count = count.to(like.device, like.dtype, non_blocking=True)
+        return torch.where(count > 0, count, torch.ones_like(count))
     return count or 1

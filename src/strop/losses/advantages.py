@@ -154,10 +154,15 @@ def _like_rewards(values_B: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor
     return values_B if rewards.dtype == torch.float64 else values_B.float()
 
 
-def _equal_sizes(num_rewards: int, samples_per_prompt: Any) -> list[int]:
+def check_group_size(num_rewards: int, samples_per_prompt: Any) -> int:
     size = as_whole_number(samples_per_prompt, "samples_per_prompt", 1)
     if num_rewards % size:
         raise ValueError(f"rewards must have a multiple of samples_per_prompt={size} elements, found {num_rewards}")
+    return size
+
+
+def _equal_sizes(num_rewards: int, samples_per_prompt: Any) -> list[int]:
+    size = check_group_size(num_rewards, samples_per_prompt)
     return [size] * (num_rewards // size)
 
 

@@ -38,7 +38,7 @@ from strop._tensors import (
     check_shape,
     in_float,
 )
-from strop.losses._common import Count, LossResult, Metrics, as_divisor
+from strop.losses._common import Count, LossResult, Metrics, as_divisor, check_count
 from strop.losses.kl import KL_ESTIMATORS, kl_estimate
 
 POLICY_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
@@ -222,16 +222,25 @@ def token_weights(
     mask_BT = as_completion_mask(completion_mask, getattr(completion_mask, "shape", torch.Size()))
     if mask_BT is None:
         raise TypeError("completion_mask must be a tensor, found NoneType")
+    count, tokens = weight_counts(mask_BT, loss_type, max_completion_length, num_tokens, num_sequences)
     active_BT = mask_BT.to(dtype)
+    per_token_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1).to(dtype) if tokens is None else tokens
+    return active_BT / (as_divisor(count, "count", active_BT) * per_token_B1)
+
+
+def weight_counts(
+    mask_BT: torch.Tensor,
+    loss_type: str,
+    max_completion_length: int | None,
+    num_tokens: Count | None,
+    num_sequences: Count | None,
+) -> tuple[Count, int | None]:
+    """(count, tokens) of the weight 1/(count·tokens); tokens None: the length of the token's own sequence."""
+    check_choice(loss_type, POLICY_LOSS_TYPES, "loss_type")
     if loss_type in ("bnpo", "dapo", "cispo"):
-        tokens = mask_BT.sum() if num_tokens is None else num_tokens
-        return active_BT / as_divisor(tokens, "num_tokens", active_BT)
-    sequences = mask_BT.shape[0] if num_sequences is None else num_sequences
-    divisor = as_divisor(sequences, "num_sequences", active_BT)
-    if loss_type == "dr_grpo":
-        return active_BT / (divisor * _as_max_completion_length(max_completion_length))
-    length_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    return active_BT / (divisor * length_B1.to(dtype))
+        return mask_BT.sum() if num_tokens is None else check_count(num_tokens, "num_tokens"), 1
+    sequences = mask_BT.shape[0] if num_sequences is None else check_count(num_sequences, "num_sequences")
+    return sequences, _as_max_completion_length(max_completion_length) if loss_type == "dr_grpo" else None
 
 
 def rloo_loss(

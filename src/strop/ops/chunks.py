@@ -108,11 +108,13 @@ class Tokens:
 
 
 def _chunks(total: int, most: int) -> Iterator[slice]:
-    """The fewest chunks of at most `most`, and these as equal as can be."""
+    """The fewest chunks of at most `most`, as equal as can be in multiples of 128: others leave products misaligned."""
     if not total:
         return
     count = -(-total // max(most, 1))
     size = -(-total // count)
+    if most >= 128:
+        size = min(-(-size // 128), most // 128) * 128
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
 
@@ -212,8 +214,8 @@ def linear_policy_terms(
     rows: ModuleType,
     workspace: int | None,
     wanted: Wanted,
-) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
-    """Log-probs [N], the sums [3] of the loss's terms, and the gradients of the first of them."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
+    """The loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype)
     n = max(1, _train_logits(rows, tokens, workspace) // head.V)
     parts = list(_chunks(tokens.count, n))
@@ -222,16 +224,18 @@ def linear_policy_terms(
     grads = _empty_gradients(tokens, head, wanted._replace(weight_dtype=weight_dtype))
     memory = tokens.workspace(max((part.stop - part.start for part in parts), default=0) * head.V)
     logps_n = hidden_NH.new_empty(tokens.count, dtype=_sums_in(tokens.dtype))
-    sums_3 = logps_n.new_zeros(3)
+    total, policy_and_kl = logps_n.new_zeros(()), logps_n.new_zeros(2)
     for number, part in enumerate(parts):
         hidden_nH = tokens.hidden(part)
         logits_nV = head.logits(hidden_nH, slice(0, head.V), memory)
-        logps_n[part], terms_3n, _ = rows.policy_terms(
+        terms = rows.policy_terms(
             logits_nV, tokens.take(ids_N, part), None, tokens.take_optional(old_logps_N, part),
             tokens.take_optional(ref_logps_N, part), tokens.take(advantages_N, part), tokens.take(weights_N, part),
             temperature, loss, any(wanted[:3]), True,
         )  # fmt: skip
-        sums_3 += terms_3n.sum(-1)
+        logps_n[part] = terms.logps_N
+        total += terms.total
+        policy_and_kl += terms.policy_and_kl
         if wanted.hidden:
             tokens.put(torch.mm(logits_nV, head.weight_VH), part, grads.hidden_NH)
         if wanted.weight:
@@ -240,7 +244,7 @@ def linear_policy_terms(
             grads.bias_V.add_(logits_nV.sum(0, dtype=_sums_in(tokens.dtype)))
     if wanted.weight:
         grads = grads._replace(weight_VH=_narrowed(grads.weight_VH, wanted.weight_dtype))
-    return tokens.spread(logps_n), sums_3, grads
+    return total, policy_and_kl, tokens.spread(logps_n), grads
 
 
 def _train_logits(rows: ModuleType, tokens: Tokens, workspace: int | None) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from strop._tensors import as_completion_mask, check_choice, check_device, check_floats, check_number, check_shape
+from strop._tensors import as_completion_mask, check_choice, check_device, check_floats, check_number, check_shape, in_float
 from strop.losses import (
     IMPORTANCE_LEVELS,
     KL_ESTIMATORS,
@@ -24,8 +24,10 @@ from strop.losses import (
     token_weights,
 )
 from strop.losses._common import Count
-from strop.losses.policy import ClipEps, per_token
-from strop.ops.rows import TokenLoss
+from strop.losses.advantages import check_group_size
+from strop.losses.policy import ClipEps, per_token, weight_counts
+from strop.ops.library import library_op
+from strop.ops.rows import TokenLoss, implementation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,26 @@ class PolicyBatch:
     options: PolicyOptions
     mask_BT: torch.Tensor
     old_logps_BT: torch.Tensor | None
-    advantages: torch.Tensor  # [B] or [B, T]
+    rewards: torch.Tensor | None  # [B], None where advantages are given
+
+    def advantages(self) -> torch.Tensor:
+        """[B] or [B, T]"""
+        if self.rewards is None:
+            assert self.options.advantages is not None
+            return self.options.advantages
+        return group_advantages(self.rewards, **self.options.of("samples_per_prompt", "group_boundaries"))
+
+    @property
+    def old_logps_N(self) -> torch.Tensor | None:
+        return flat(self.old_logps_BT)
+
+    @property
+    def ref_logps_N(self) -> torch.Tensor | None:
+        return flat(self.options.ref_logps)
+
+
+def flat(logps_BT: torch.Tensor | None) -> torch.Tensor | None:
+    return None if logps_BT is None else in_float(logps_BT.detach()).reshape(-1)
 
 
 def check_batch(
@@ -95,23 +116,24 @@ def check_batch(
     check_number(options.beta, "beta")
     if options.beta and ref is None and options.ref_logps is None:
         raise ValueError(f"{ref_name} or ref_logps must be given where beta is above 0, found beta={options.beta}")
-    return PolicyBatch(options, mask_BT, old_logps, _advantages(rewards, options, ids))
+    return PolicyBatch(options, mask_BT, old_logps, _check_rewards(rewards, options, ids))
 
 
-def _advantages(rewards: Any, options: PolicyOptions, ids: torch.Tensor) -> torch.Tensor:
-    given = options.of("samples_per_prompt", "group_boundaries", "advantages")
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) != 1:
-        found = " and ".join(named) or "none"
-        raise ValueError(f"exactly one of samples_per_prompt, group_boundaries, advantages must be given, found {found}")
+def _check_rewards(rewards: Any, options: PolicyOptions, ids: torch.Tensor) -> torch.Tensor | None:
+    """The rewards, or None where advantages are given."""
+    given = options.samples_per_prompt, options.group_boundaries, options.advantages
+    if sum(value is not None for value in given) != 1:
+        names = ("samples_per_prompt", "group_boundaries", "advantages")
+        found = " and ".join(name for name, value in zip(names, given, strict=True) if value is not None) or "none"
+        raise ValueError(f"exactly one of {', '.join(names)} must be given, found {found}")
     if options.advantages is not None:
-        return options.advantages
+        per_token(options.advantages, ids)
+        return None
     if not isinstance(rewards, torch.Tensor):
         raise TypeError(f"rewards must be a tensor, found {type(rewards).__name__}")
-    if rewards.shape != ids.shape[:1]:
-        raise ValueError(f"rewards must have shape [{ids.shape[0]}], found {list(rewards.shape)}")
+    check_shape(rewards, ids.shape[:1], "rewards")
     check_device(rewards, ids, "rewards", "action_ids")
-    return group_advantages(rewards, **options.of("samples_per_prompt", "group_boundaries"))
+    return rewards
 
 
 def composed(
@@ -124,7 +146,7 @@ def composed(
     result = policy_loss(
         logps_BT,
         batch.old_logps_BT,
-        batch.advantages,
+        batch.advantages(),
         batch.mask_BT,
         ref_logps=ref_logps_BT,
         entropy=entropy_BT,
@@ -135,43 +157,56 @@ def composed(
     return PolicyLoss(result.loss, result.policy_loss.detach(), result.kl.detach(), result._compute_metrics)
 
 
-@dataclass(frozen=True)
-class RowInputs:
-    """What a row function reads of a batch, flat."""
-
-    ids_N: torch.Tensor
-    mask_N: torch.Tensor
-    old_logps_N: torch.Tensor | None
-    ref_logps_N: torch.Tensor | None
-    advantages_N: torch.Tensor
-    weights_N: torch.Tensor
-
-
-def row_inputs(batch: PolicyBatch, ids: torch.Tensor, ref_logps_BT: torch.Tensor | None, dtype: torch.dtype) -> RowInputs:
-    options = batch.options
+def token_coefficients(batch: PolicyBatch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and weights of every token, [N] and [N]."""
     weights_BT = token_weights(
         batch.mask_BT,
-        options.loss_type,
+        batch.options.loss_type,
         dtype=dtype,
-        **options.of("max_completion_length", "num_tokens", "num_sequences"),
+        **batch.options.of("max_completion_length", "num_tokens", "num_sequences"),
     )
-    old_logps_N, ref_logps_N = (
-        None if logps is None else logps.detach().to(dtype).reshape(-1) for logps in (batch.old_logps_BT, ref_logps_BT)
+    return per_token(batch.advantages(), weights_BT).to(dtype).reshape(-1), weights_BT.reshape(-1)
+
+
+def coefficients(batch: PolicyBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Advantages and weights for the row kernels, one per sequence or one per token; and their counter, if at hand.
+
+    Where groups are of one size, and their advantages and the weights take thirty launches in torch, one kernel does it.
+    """
+    options, rewards = batch.options, batch.rewards
+    easy = options.samples_per_prompt is not None and rewards is not None and rewards.dtype != torch.float64
+    if not easy:
+        return *token_coefficients(batch, torch.float32), None
+    group_size = check_group_size(len(rewards), options.samples_per_prompt)
+    count, tokens = weight_counts(
+        batch.mask_BT, options.loss_type, options.max_completion_length, options.num_tokens, options.num_sequences
     )
-    return RowInputs(
-        ids.reshape(-1),
-        batch.mask_BT.reshape(-1),
-        old_logps_N,
-        ref_logps_N,
-        per_token(batch.advantages, weights_BT).to(dtype).reshape(-1),
-        weights_BT.reshape(-1),
+    count = count.to(rewards.device, non_blocking=True) if isinstance(count, torch.Tensor) else count or 1
+    on_device = isinstance(count, torch.Tensor)
+    return batch_coefficients(
+        rewards, batch.mask_BT, group_size, count if on_device else None, 0.0 if on_device else float(count), tokens
     )
+
+
+def _fake_coefficients(rewards_B, *_):
+    B = rewards_B.shape[0]
+    return (*(rewards_B.new_empty(B, dtype=torch.float32) for _ in range(2)), rewards_B.new_empty(1, dtype=torch.int32))
+
+
+@library_op(
+    "batch_coefficients(Tensor rewards, Tensor mask, int group_size, Tensor? count_on_device, float count, int? tokens) "
+    "-> (Tensor, Tensor, Tensor)",
+    _fake_coefficients,
+)
+def batch_coefficients(rewards_B, mask_BT, group_size, count_on_device, count, tokens):
+    return implementation("triton").batch_coefficients(rewards_B, mask_BT, group_size, count_on_device, count, tokens)
 
 
 def fused_result(
     batch: PolicyBatch,
+    advantages: torch.Tensor,
     ref_logps_BT: torch.Tensor | None,
-    loss: torch.Tensor,
+    total: torch.Tensor,
     policy_and_kl: torch.Tensor,
     logps_BT: torch.Tensor,
 ) -> PolicyLoss:
@@ -180,12 +215,12 @@ def fused_result(
         policy_metrics,
         logps_BT,
         batch.old_logps_BT,
-        batch.advantages,
+        advantages if advantages.ndim == 1 and len(advantages) == len(logps_BT) else advantages.view(logps_BT.shape),
         batch.mask_BT,
         ref_logps=ref_logps_BT,
         **batch.options.of("loss_type", "importance_level", "clip_eps", "delta", "kl_estimator"),
     )
-    return PolicyLoss(loss, policy, kl, compute_metrics)
+    return PolicyLoss(total, policy, kl, compute_metrics)
 
 
 class GradientFromForward:

@@ -1,7 +1,8 @@
-"""`grpo_loss` by the row kernels: loss and gradient in one visit of a row.
+"""`grpo_loss` by the row kernels: the reference's log-prob, the loss and the gradient in one visit of a row.
 
 A row's coefficient in the loss needs only the row, so the gradient is written in the forward; backward hands it out,
-scaled by the incoming gradient unless that is 1.
+scaled by the incoming gradient unless that is 1. Two launches forward, one backward: at small sizes launching is what
+takes the time.
 """
 
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from strop.losses import PolicyLoss
 from strop.ops.grpo_loss.reference import check_grpo_loss, composed_from_logits, grpo_loss
 from strop.ops.library import library_op
-from strop.ops.logp.triton import logp_forward, logp_triton
-from strop.ops.policy import GradientFromForward, PolicyOptions, fused_result, row_inputs
+from strop.ops.logp.triton import logp_triton
+from strop.ops.policy import GradientFromForward, PolicyOptions, coefficients, fused_result
 from strop.ops.rows import TokenLoss, implementation, on_gpu, on_gpu_or_interpreted
 
 
@@ -32,72 +33,78 @@ def grpo_loss_triton(
     batch = check_grpo_loss(policy_logits, ref_logits, action_ids, old_logps, rewards, completion_mask, chosen)
     if not chosen.row_suffices:
         return composed_from_logits(logp_triton, batch, policy_logits, ref_logits, action_ids, in_place)
-    ref_logps = chosen.ref_logps
-    if ref_logits is not None:
-        flat_ids, flat_mask = action_ids.reshape(-1), batch.mask_BT.reshape(-1)
-        ref_logps, _, _ = logp_forward(ref_logits.detach(), flat_ids, flat_mask, float(chosen.temperature), False)
-        ref_logps = ref_logps.view(action_ids.shape)
-    rows = row_inputs(batch, action_ids, ref_logps, torch.float32)
-    loss, policy_and_kl, logps_N = _PolicyLoss.apply(
-        policy_logits, rows, float(chosen.temperature), chosen.token_loss, in_place
+    given = coefficients(batch)
+    total, policy_and_kl, logps_N, ref_logps_N = _PolicyLoss.apply(
+        policy_logits,
+        None if ref_logits is None else ref_logits.detach(),
+        (action_ids.reshape(-1), batch.mask_BT.reshape(-1), batch.old_logps_N, batch.ref_logps_N, *given),
+        float(chosen.temperature),
+        chosen.token_loss,
+        in_place,
     )
-    return fused_result(batch, ref_logps, loss, policy_and_kl, logps_N.view(action_ids.shape))
+    shape = action_ids.shape
+    ref_logps_BT = chosen.ref_logps if ref_logits is None else ref_logps_N.view(shape)
+    return fused_result(batch, given[0], ref_logps_BT, total, policy_and_kl, logps_N.view(shape))
 
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, rows, temperature, loss, in_place):
+    def forward(ctx, logits, ref_logits, tensors, temperature, loss, in_place):
         gradient = ctx.needs_input_grad[0]
-        given = rows.ids_N, rows.mask_N, rows.old_logps_N, rows.ref_logps_N, rows.advantages_N, rows.weights_N
         settings = temperature, loss.loss_type, loss.clip_eps, loss.delta, loss.beta, loss.kl_estimator
         if gradient and in_place:
-            logps_N, total, policy_and_kl = policy_terms_(logits, *given, *settings)
-            d_logits = logits.detach()
+            *results, d_logits = *policy_terms_(logits, ref_logits, *tensors, *settings), logits.detach()
         else:
-            logps_N, total, policy_and_kl, d_logits = policy_terms(logits, *given, *settings, gradient)
+            *results, d_logits = policy_terms(logits, ref_logits, *tensors, *settings, gradient)
         if gradient:
             ctx.gradient = GradientFromForward("grpo_loss", d_logits)
-        ctx.mark_non_differentiable(policy_and_kl, logps_N)
-        return total, policy_and_kl, logps_N
+        ctx.mark_non_differentiable(*results[1:])
+        return tuple(results)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, d_total, _policy_and_kl, _logps):
+    def backward(ctx, d_total, *_):
         (d_logits,) = ctx.gradient.scaled(d_total, scale_)
-        return d_logits, None, None, None, None
+        return d_logits, None, None, None, None, None
 
 
 _TERMS = (
-    "Tensor ids, Tensor? mask, Tensor? old_logps, Tensor? ref_logps, Tensor advantages, Tensor weights, "
+    "Tensor? ref_logits, Tensor ids, Tensor? mask, Tensor? old_logps, Tensor? ref_logps, Tensor advantages, "
+    "Tensor weights, Tensor? counter, "
     "float temperature, str loss_type, float[] clip_eps, float? delta, float beta, str kl_estimator"
 )
 
 
-def _fake_terms(logits, ids_N, *_):
-    return tuple(logits.new_empty(size, dtype=torch.float32) for size in (ids_N.shape, (), (2,)))
+def _fake_terms(logits, ref_logits, ids_N, *_):
+    ref_shape = (0,) if ref_logits is None else ids_N.shape
+    return tuple(logits.new_empty(size, dtype=torch.float32) for size in ((), (2,), ids_N.shape, ref_shape))
 
 
-def _run(logits, ids_N, mask_N, old_N, ref_N, advantages_N, weights_N, temperature, *loss, gradient, in_place):
+def _run(
+    logits, ref_logits, ids_N, mask_N, old_N, ref_N, advantages, weights, counter, temperature, *loss, gradient, in_place
+):  # fmt: skip
     loss_type, clip_eps, delta, beta, kl_estimator = loss
-    logps_N, terms_3N, d_logits = implementation("triton").policy_terms(
-        logits, ids_N, mask_N, old_N, ref_N, advantages_N, weights_N, temperature,
-        TokenLoss(loss_type, tuple(clip_eps), delta, beta, kl_estimator), gradient, in_place,
+    terms = implementation("triton").policy_terms(
+        logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature,
+        TokenLoss(loss_type, tuple(clip_eps), delta, beta, kl_estimator), gradient, in_place, ref_logits, counter,
     )  # fmt: skip
-    return logps_N, terms_3N[0].sum(), terms_3N[1:].sum(-1), d_logits
+    ref_logps_N = terms.logps_N.new_empty(0) if ref_logits is None else terms.ref_logps_N
+    return terms.total, terms.policy_and_kl, terms.logps_N, ref_logps_N, terms.d_logits
 
 
 @library_op(
-    f"policy_terms(Tensor logits, {_TERMS}, bool gradient) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda logits, ids_N, *rest: (*_fake_terms(logits, ids_N), logits.new_empty(logits.shape if rest[-1] else 0)),
+    f"policy_terms(Tensor logits, {_TERMS}, bool gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda logits, *rest: (*_fake_terms(logits, *rest), logits.new_empty(logits.shape if rest[-1] else 0)),
 )
 def policy_terms(logits, *rest):
     *rest, gradient = rest
-    return _run(logits, *rest, gradient=gradient, in_place=False)
+    *results, d_logits = _run(logits, *rest, gradient=gradient, in_place=False)
+    return *results, logits.new_empty(0) if d_logits is None else d_logits
 
 
-@library_op(f"policy_terms_(Tensor(a!) logits, {_TERMS}) -> (Tensor, Tensor, Tensor)", _fake_terms)
+@library_op(f"policy_terms_(Tensor(a!) logits, {_TERMS}) -> (Tensor, Tensor, Tensor, Tensor)", _fake_terms)
 def policy_terms_(logits, *rest):
-    return _run(logits, *rest, gradient=True, in_place=True)[:3]
+    return _run(logits, *rest, gradient=True, in_place=True)[:-1]
 
 
 @library_op("scale_(Tensor(a!) gradient, Tensor factor) -> ()", lambda gradient, factor: None)

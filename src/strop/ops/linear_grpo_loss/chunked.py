@@ -23,7 +23,7 @@ from strop.ops.linear_logp.chunked import (
     linear_logp_chunked,
     linear_logp_triton,
 )
-from strop.ops.policy import GradientFromForward, PolicyOptions, fused_result, row_inputs
+from strop.ops.policy import GradientFromForward, PolicyOptions, flat, fused_result, token_coefficients
 from strop.ops.rows import TokenLoss, implementation, on_gpu, on_gpu_or_interpreted
 
 
@@ -63,21 +63,25 @@ def _linear_grpo_loss(
         return composed_from_hidden(linear_logp_of, batch, head, ref, action_ids, workspace)
     ref_logps = ref_logps_of(linear_logp_of, batch, ref, action_ids, workspace)
     dtype = computed_in(hidden)
-    inputs = row_inputs(batch, action_ids, ref_logps, torch.float64 if dtype == torch.float64 else torch.float32)
-    loss, policy_and_kl, logps_N = _LinearPolicyLoss.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, inputs, float(chosen.temperature), chosen.token_loss,
+    advantages_N, weights_N = token_coefficients(batch, torch.float64 if dtype == torch.float64 else torch.float32)
+    total, policy_and_kl, logps_N = _LinearPolicyLoss.apply(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        (action_ids.reshape(-1), batch.mask_BT.reshape(-1), batch.old_logps_N, flat(ref_logps), advantages_N, weights_N),
+        float(chosen.temperature),
+        chosen.token_loss,
         (rows, workspace, dtype),
-    )  # fmt: skip
-    return fused_result(batch, ref_logps, loss, policy_and_kl, logps_N.view(action_ids.shape))
+    )
+    return fused_result(batch, advantages_N, ref_logps, total, policy_and_kl, logps_N.view(action_ids.shape))
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NH, weight, bias, rows, temperature, loss, settings):
+    def forward(ctx, hidden_NH, weight, bias, tensors, temperature, loss, settings):
         wanted = list(ctx.needs_input_grad[:3])
-        logps_N, total, policy_and_kl, *gradients = linear_policy_loss(
-            hidden_NH, weight, bias, rows.ids_N, rows.mask_N, rows.old_logps_N, rows.ref_logps_N, rows.advantages_N,
-            rows.weights_N, temperature, loss.loss_type, loss.clip_eps, loss.delta, loss.beta, loss.kl_estimator,
+        total, policy_and_kl, logps_N, *gradients = linear_policy_loss(
+            hidden_NH, weight, bias, *tensors, temperature, loss.loss_type, loss.clip_eps, loss.delta, loss.beta, loss.kl_estimator,
             *settings, wanted,
         )  # fmt: skip
         ctx.wanted, ctx.rows = wanted, settings[0]
@@ -96,7 +100,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
 def _fake(hidden_NH, weight, bias, ids_N, *rest):
     *_, dtype, wanted = rest
     make = partial(hidden_NH.new_empty, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    return make(ids_N.shape), make(()), make(2), *fake_gradients(hidden_NH, weight, bias, wanted)
+    return make(()), make(2), make(ids_N.shape), *fake_gradients(hidden_NH, weight, bias, wanted)
 
 
 @library_op(
@@ -110,10 +114,10 @@ def linear_policy_loss(
     hidden_NH, weight, bias, ids_N, mask_N, old_N, ref_N, advantages_N, weights_N, temperature, loss_type, clip_eps,
     delta, beta, kl_estimator, rows, workspace, dtype, wanted,
 ):  # fmt: skip
-    logps_N, sums_3, gradients = linear_policy_terms(
+    total, policy_and_kl, logps_N, gradients = linear_policy_terms(
         hidden_NH, head_in(dtype, weight, bias), ids_N, mask_N, old_N, ref_N, advantages_N, weights_N, temperature,
         TokenLoss(loss_type, tuple(clip_eps), delta, beta, kl_estimator), implementation(rows), workspace,
         Wanted(*wanted, weight.dtype),
     )  # fmt: skip
     d_bias = gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
-    return logps_N, sums_3[0].clone(), sums_3[1:].clone(), gradients.hidden_NH, gradients.weight_VH, d_bias
+    return total, policy_and_kl, logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,16 @@ class TokenLoss:
     @property
     def bounds(self) -> ClipBounds:
         return clip_bounds(self.clip_eps, self.delta, self.loss_type)
+
+
+class PolicyTerms(NamedTuple):
+    """A loss and its parts: the sum of the terms and, in one tensor, those of the policy and of the KL."""
+
+    total: torch.Tensor
+    policy_and_kl: torch.Tensor
+    logps_N: torch.Tensor
+    ref_logps_N: torch.Tensor | None
+    d_logits: torch.Tensor | None
 
 
 def implementation(name: str) -> ModuleType:

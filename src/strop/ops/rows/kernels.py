@@ -59,7 +59,9 @@ def _edge_offsets(before, V, PER: tl.constexpr):
 
 
 @triton.jit
-def _row_stats(x_ptr, before, V, scale, ENTROPY: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr):
+def _row_stats(
+    x_ptr, before, V, scale, ENTROPY: tl.constexpr, EVICTION: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr
+):
     """m, s, t of a whole row that begins at x_ptr, of which `before` elements come before the first 16-byte boundary."""
     lane = tl.arange(0, LANES)
     tile = lane[:, None] * PER + tl.arange(0, PER)[None, :]
@@ -70,7 +72,7 @@ def _row_stats(x_ptr, before, V, scale, ENTROPY: tl.constexpr, LANES: tl.constex
     lanes = tl.maximum(V - before, 0) // PER
     tiles = lanes // LANES
     for k in range(tiles):
-        x = tl.load(body_ptr + k * (LANES * PER) + tile, eviction_policy="evict_last").to(tl.float32)
+        x = tl.load(body_ptr + k * (LANES * PER) + tile, eviction_policy=EVICTION).to(tl.float32)
         m, s, t = _merge(x, m, s, t, scale, ENTROPY)
     if tiles * LANES < lanes:
         rest = (lane < lanes - tiles * LANES)[:, None]
@@ -186,7 +188,7 @@ def logp_kernel(
     start = _row_start(row, T, stride_B, stride_T)
     x_ptr += start
     target = tl.load(id_ptr + row).to(tl.int64)
-    m, s, t = _row_stats(x_ptr, _before(misaligned, start, PER), V, scale, ENTROPY, LANES, PER)
+    m, s, t = _row_stats(x_ptr, _before(misaligned, start, PER), V, scale, ENTROPY, "", LANES, PER)
     here = (target >= first_id) & (target < first_id + V)
     picked = tl.load(x_ptr + (target - first_id), mask=here, other=0.0).to(tl.float32)
     if FIRST:
@@ -269,16 +271,72 @@ def clipped_weight(logp, old, advantage, low, high, delta):
 
 
 @triton.jit
-def policy_loss_kernel(
-    x_ptr, dx_ptr, id_ptr, mask_ptr, old_ptr, ref_ptr, advantage_ptr, weight_ptr, logp_ptr, terms_ptr,
-    N, T, V, stride_B, stride_T, misaligned, scale, low, high, delta, beta,
-    TOKEN_LOSS: tl.constexpr, MASKED: tl.constexpr, ON_POLICY: tl.constexpr, KL: tl.constexpr, GRADIENT: tl.constexpr,
-    LANES: tl.constexpr, PER: tl.constexpr,
+def batch_kernel(
+    reward_ptr, mask_ptr, count_ptr, advantage_ptr, weight_ptr, counter_ptr,
+    T, group_size, count, tokens,
+    COUNT_ON_DEVICE: tl.constexpr, BY_LENGTH: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """A row's term of a policy loss and its gradient in one visit.
+    """A sequence's advantage and the weight of its tokens in the loss; one program a sequence.
+
+    advantage = (r − mean)/std of its group, as `strop.losses.group_advantages`; weight = 1/(count·tokens), or with
+    BY_LENGTH 1/(count·length), as `strop.losses.token_weights`. Also sets the counter of `policy_loss_kernel` to 0.
+    """
+    sequence = tl.program_id(0)
+    if sequence == 0:
+        tl.store(counter_ptr, 0)
+    if COUNT_ON_DEVICE:
+        count = tl.load(count_ptr).to(tl.float32)
+        count = tl.where(count > 0, count, 1.0)
+    if BY_LENGTH:
+        length = tl.zeros([BLOCK_T], tl.int32)
+        for start in range(0, T, BLOCK_T):
+            t = start + tl.arange(0, BLOCK_T)
+            length += tl.load(mask_ptr + sequence.to(tl.int64) * T + t, mask=t < T, other=0).to(tl.int32)
+        tokens = tl.maximum(tl.sum(length, 0), 1).to(tl.float32)
+    tl.store(weight_ptr + sequence, 1.0 / (count * tokens))
+    g = tl.arange(0, BLOCK_G)
+    first = (sequence // group_size) * group_size
+    # measured from the first reward: equal rewards give exactly 0, also where their mean is rounded
+    r = tl.load(reward_ptr + first + g, mask=g < group_size, other=0).to(tl.float64)
+    r = tl.where(g < group_size, r - tl.load(reward_ptr + first).to(tl.float64), 0.0)
+    centred = tl.where(g < group_size, r - tl.sum(r, 0) / group_size, 0.0)
+    std = tl.sqrt(tl.sum(centred * centred, 0) / group_size)
+    mine = tl.sum(tl.where(g == sequence - first, centred, 0.0), 0)
+    tl.store(advantage_ptr + sequence, tl.where(mine == 0, 0.0, mine / std).to(tl.float32))
+
+
+@triton.jit
+def _finish(terms_ptr, counter_ptr, total_ptr, policy_and_kl_ptr, N, BLOCK: tl.constexpr):
+    """The program that comes last sums the terms of all, in their order: the same bits every time."""
+    tl.debug_barrier()
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == N - 1:
+        n = tl.arange(0, BLOCK)
+        for i in tl.static_range(3):
+            total = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, N, BLOCK):
+                # past this multiprocessor's own cache: the terms were written by others
+                total += tl.load(terms_ptr + i * N + start + n, mask=start + n < N, other=0.0, cache_modifier=".cg")
+            if i == 0:
+                tl.store(total_ptr, tl.sum(total, 0))
+            else:
+                tl.store(policy_and_kl_ptr + (i - 1), tl.sum(total, 0))
+
+
+@triton.jit
+def policy_loss_kernel(
+    x_ptr, dx_ptr, ref_x_ptr, id_ptr, mask_ptr, old_ptr, ref_ptr, advantage_ptr, weight_ptr,
+    logp_ptr, terms_ptr, counter_ptr, total_ptr, policy_and_kl_ptr,
+    N, rows_per_advantage, V, T, stride_B, stride_T, misaligned, ref_T, ref_stride_B, ref_stride_T, ref_misaligned,
+    scale, low, high, delta, beta,
+    TOKEN_LOSS: tl.constexpr, MASKED: tl.constexpr, ON_POLICY: tl.constexpr, KL: tl.constexpr, REF_LOGITS: tl.constexpr,
+    GRADIENT: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr, REF_PER: tl.constexpr,
+):  # fmt: skip
+    """A row's term of a policy loss and its gradient in one visit, and the sums of the terms.
 
     terms [3, N]: weight·(loss + beta·kl), weight·loss, weight·kl. The coefficient of the gradient needs only the row:
-    dx = weight·d(loss + beta·kl)/d logp · (onehot − p)/temperature.
+    dx = weight·d(loss + beta·kl)/d logp · (onehot − p)/temperature. Several rows, those of
+    a sequence, may share an advantage and a weight. With REF_LOGITS the reference's log-prob is made here, else it is read.
     """
     row = tl.program_id(0).to(tl.int64)
     start = _row_start(row, T, stride_B, stride_T)
@@ -288,25 +346,39 @@ def policy_loss_kernel(
     if MASKED:
         if tl.load(mask_ptr + row) == 0:
             tl.store(logp_ptr + row, 0.0)
+            if REF_LOGITS:
+                tl.store(ref_ptr + row, 0.0)
             for i in tl.static_range(3):
                 tl.store(terms_ptr + i * N + row, 0.0)
+            _finish(terms_ptr, counter_ptr, total_ptr, policy_and_kl_ptr, N, LANES)
             if GRADIENT:
                 _write_zeros(dx_ptr, V, LANES, PER)
             return
     target = tl.load(id_ptr + row).to(tl.int64)
+    ref_logp = 0.0
+    if REF_LOGITS:
+        ref_start = _row_start(row, ref_T, ref_stride_B, ref_stride_T)
+        ref_before = _before(ref_misaligned, ref_start, REF_PER)
+        ref_picked = _read_target(ref_x_ptr + ref_start, target, V)
+        ref_m, ref_s, _ = _row_stats(ref_x_ptr + ref_start, ref_before, V, scale, False, "evict_first", LANES, REF_PER)
+        ref_logp = ((ref_picked - ref_m) * scale - tl.log2(ref_s)) * LN2
+        tl.store(ref_ptr + row, ref_logp)
+    elif KL > 0:
+        ref_logp = tl.load(ref_ptr + row)
     before = _before(misaligned, start, PER)
     picked = _read_target(x_ptr, target, V)
-    top, total, _ = _row_stats(x_ptr, before, V, scale, False, LANES, PER)
+    top, total, _ = _row_stats(x_ptr, before, V, scale, False, "evict_last" if GRADIENT else "evict_first", LANES, PER)
     log2_sum = tl.log2(total)
     logp = ((picked - top) * scale - log2_sum) * LN2
 
     old = logp
     if not ON_POLICY:
         old = tl.load(old_ptr + row)
-    loss, d_loss = TOKEN_LOSS(logp, old, tl.load(advantage_ptr + row), low, high, delta)
+    owner = row // rows_per_advantage
+    loss, d_loss = TOKEN_LOSS(logp, old, tl.load(advantage_ptr + owner), low, high, delta)
     kl, d_kl = 0.0, 0.0
     if KL > 0:
-        d = tl.load(ref_ptr + row) - logp
+        d = ref_logp - logp
         if KL == 1:  # k1 = −d
             kl, d_kl = -d, 1.0
         elif KL == 2:  # k2 = d²/2
@@ -314,11 +386,12 @@ def policy_loss_kernel(
         else:  # k3 = exp(d) − d − 1
             kl = _k3(d)
             d_kl = -(kl + d)
-    weight = tl.load(weight_ptr + row)
+    weight = tl.load(weight_ptr + owner)
     tl.store(logp_ptr + row, logp)
     tl.store(terms_ptr + row, weight * (loss + beta * kl))
     tl.store(terms_ptr + N + row, weight * loss)
     tl.store(terms_ptr + 2 * N + row, weight * kl)
+    _finish(terms_ptr, counter_ptr, total_ptr, policy_and_kl_ptr, N, LANES)
     if GRADIENT:
         d_logp = weight * (d_loss + beta * d_kl) * (scale * LN2)
         _write_gradient(

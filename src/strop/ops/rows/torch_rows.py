@@ -6,7 +6,7 @@ The logits come as [N, V] chunks small enough that a few more of their size do n
 import torch
 
 from strop.losses import kl_estimate, token_policy_loss
-from strop.ops.rows import TokenLoss
+from strop.ops.rows import PolicyTerms, TokenLoss
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -106,21 +106,21 @@ def policy_terms(
     mask_N: torch.Tensor | None,
     old_logps_N: torch.Tensor | None,
     ref_logps_N: torch.Tensor | None,
-    advantages_N: torch.Tensor,
-    weights_N: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
     temperature: float,
     loss: TokenLoss,
     gradient: bool,
     in_place: bool,
-) -> Results:
-    """Log-probs [N], the loss's terms [3, N] and the gradient of the logits (empty without `gradient`)."""
+) -> PolicyTerms:
+    """The terms of a policy loss and the gradient of the logits; advantages and weights [N]."""
     logps_N, stats_2N, entropies_N = logps(logits, ids_N, mask_N, temperature, False)
     with torch.enable_grad():
         variable_N = logps_N.detach().requires_grad_()
         loss_N = token_policy_loss(
             variable_N[None],
             None if old_logps_N is None else old_logps_N[None],
-            advantages_N[None],
+            advantages[None],
             loss_type=loss.loss_type,
             clip_eps=loss.clip_eps,
             delta=loss.delta,
@@ -128,12 +128,12 @@ def policy_terms(
         kl_N = torch.zeros_like(logps_N) if ref_logps_N is None else kl_estimate(variable_N, ref_logps_N, loss.kl_estimator)
         total_N = loss_N + loss.beta * kl_N if loss.beta else loss_N  # 0·inf is NaN
         (d_total_N,) = torch.autograd.grad(total_N.sum(), variable_N)
-    terms_3N = torch.stack([total_N, loss_N, kl_N]).detach() * weights_N
-    if not gradient:
-        return logps_N, terms_3N, logits.new_empty(0)
-    d_logps_N = weights_N * d_total_N
-    d_logits = logps_bwd(logits, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, None, temperature, in_place)
-    return logps_N, terms_3N, d_logits
+    sums_3 = (torch.stack([total_N, loss_N, kl_N]).detach() * weights).sum(-1)
+    d_logits = None
+    if gradient:
+        d_logps_N = weights * d_total_N
+        d_logits = logps_bwd(logits, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, None, temperature, in_place)
+    return PolicyTerms(sums_3[0], sums_3[1:], logps_N, ref_logps_N, d_logits)
 
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:

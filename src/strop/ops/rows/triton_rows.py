@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 import triton
 
-from strop.ops.rows import TokenLoss, kernels
+from strop.ops.rows import PolicyTerms, TokenLoss, kernels
 from strop.ops.rows.kernels import LOG2E
 
-INTERPRETED = isinstance(kernels.logp_kernel, triton.runtime.interpreter.InterpretedFunction)
+INTERPRETED = not isinstance(kernels.logp_kernel, triton.JITFunction)
 
 
 
@@ -43,24 +43,24 @@ def as_rows(logits: torch.Tensor) -> tuple[torch.Tensor, Rows]:
 
 
 def _rows(logits: torch.Tensor) -> Rows | None:
-    *lead, V = logits.shape
-    *strides, unit = logits.stride()
-    if unit != 1 and V > 1:
+    V, size = logits.shape[-1], logits.element_size()
+    misaligned, per = logits.data_ptr() % 16 // size, 16 // size
+    if logits.is_contiguous():
+        N = logits.numel() // V
+        return Rows(N, max(N, 1), V, 0, V, misaligned, per)
+    if logits.stride(-1) != 1 and V > 1:
         return None
     # neighbouring dimensions that lie one after another are one dimension; those of size 1 are none
     merged: list[tuple[int, int]] = []
-    for size, stride in zip(lead, strides, strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == size * stride:
-            merged[-1] = (merged[-1][0] * size, stride)
-        else:
-            merged.append((size, stride))
+    for length, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
+        if merged and merged[-1][1] == length * stride:
+            merged[-1] = (merged[-1][0] * length, stride)
+        elif length != 1:
+            merged.append((length, stride))
     if len(merged) > 2 or any(stride < V for _, stride in merged):  # a stride below V: rows that overlap
         return None
     (B, stride_B), (T, stride_T) = [(1, 0), (1, 0), *merged][-2:]
-    misaligned = logits.data_ptr() % 16 // logits.element_size()
-    return Rows(B * T, T, V, stride_B, stride_T, misaligned, 16 // logits.element_size())
+    return Rows(B * T, max(T, 1), V, stride_B, stride_T, misaligned, per)
 
 
 def empty_gradient(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -111,7 +111,7 @@ def logps(
     )
     if rows.N:
         kernels.logp_kernel[(rows.N,)](
-            logits, ids_N, _mask(mask_N, ids_N), logps_N, stats_2N[0], stats_2N[1], entropies_N,
+            logits, ids_N, ids_N if mask_N is None else _bytes(mask_N), logps_N, stats_2N[0], stats_2N[1], entropies_N,
             rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T, rows.misaligned, _scale(temperature),
             MASKED=mask_N is not None, ENTROPY=entropy, FIRST=number == 0, LAST=first_id + rows.V == vocabulary,
             **_tiling(rows, _forward_launch(rows.V)),
@@ -138,7 +138,7 @@ def logps_bwd(
     first_id, vocabulary = block or (0, rows.V)
     if rows.N:
         kernels.logp_bwd_kernel[(rows.N,)](
-            logits, out, ids_N, _mask(mask_N, ids_N), stats_2N[0], stats_2N[1], entropies_N, d_logps_N,
+            logits, out, ids_N, ids_N if mask_N is None else _bytes(mask_N), stats_2N[0], stats_2N[1], entropies_N, d_logps_N,
             d_logps_N if d_entropies_N is None else d_entropies_N,
             rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T, rows.misaligned, _scale(temperature),
             MASKED=mask_N is not None, ENTROPY=d_entropies_N is not None,
@@ -147,38 +147,82 @@ def logps_bwd(
     return out
 
 
+def batch_coefficients(
+    rewards_B: torch.Tensor,
+    mask_BT: torch.Tensor,
+    group_size: int,
+    count_on_device: torch.Tensor | None,
+    count: float,
+    tokens: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Advantages [B], weights of the sequences' tokens [B], and a counter at 0 for `policy_terms`.
+
+    weight = 1/(count·tokens); tokens None: the sequence's own length
+    """
+    B, T = mask_BT.shape
+    advantages_B, weights_B = (torch.empty(B, device=mask_BT.device) for _ in range(2))
+    counter = torch.empty(1, dtype=torch.int32, device=mask_BT.device)
+    if B:
+        kernels.batch_kernel[(B,)](
+            rewards_B.contiguous(), _bytes(mask_BT.contiguous()), _or(count_on_device, weights_B),
+            advantages_B, weights_B, counter, T, group_size, count, float(tokens or 0),
+            COUNT_ON_DEVICE=count_on_device is not None, BY_LENGTH=tokens is None,
+            BLOCK_G=triton.next_power_of_2(group_size), BLOCK_T=min(1024, triton.next_power_of_2(max(T, 1))), num_warps=1,
+        )  # fmt: skip
+    return advantages_B, weights_B, counter
+
+
 def policy_terms(
     logits: torch.Tensor,
     ids_N: torch.Tensor,
     mask_N: torch.Tensor | None,
     old_logps_N: torch.Tensor | None,
     ref_logps_N: torch.Tensor | None,
-    advantages_N: torch.Tensor,
-    weights_N: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
     temperature: float,
     loss: TokenLoss,
     gradient: bool,
     in_place: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs [N], the loss's terms [3, N] and the gradient of the logits (empty without `gradient`)."""
+    ref_logits: torch.Tensor | None = None,
+    counter: torch.Tensor | None = None,
+) -> PolicyTerms:
+    """The terms of a policy loss and the gradient of the logits.
+
+    advantages, weights   [N] one for every row, or [B] one for every N/B rows
+    ref_logits            the reference's log-probs are made of them
+    counter               one int32 at 0, if there is one already
+    """
     given, bounds = logits, loss.bounds
     token_loss = kernels.clipped_weight if loss.loss_type == "cispo" else kernels.clipped_surrogate
     logits, rows = as_rows(logits)
-    logps_N, terms_3N = logits.new_empty(rows.N, dtype=torch.float32), logits.new_empty(3, rows.N, dtype=torch.float32)
-    out = logits.new_empty(0)
+    memory = torch.empty(4, rows.N, device=logits.device)
+    logps_N, terms_3N = torch.empty(rows.N, device=logits.device), memory[:3]
+    if rows.N == 0:
+        zero = torch.zeros(3, device=logits.device)
+        return PolicyTerms(zero[0].clone(), zero[1:], logps_N, ref_logps_N, torch.empty_like(logits) if gradient else None)
+    ref, ref_rows = logits, rows
+    if ref_logits is not None:
+        ref, ref_rows = as_rows(ref_logits)
+        ref_logps_N = memory[3]
+    total, policy_and_kl = torch.empty((), device=logits.device), torch.empty(2, device=logits.device)
+    out = None
     if gradient:
         out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows)
-    if rows.N:
-        kernels.policy_loss_kernel[(rows.N,)](
-            logits, out, ids_N, _mask(mask_N, ids_N), _or(old_logps_N, weights_N), _or(ref_logps_N, weights_N),
-            advantages_N, weights_N, logps_N, terms_3N,
-            rows.N, rows.T, rows.V, rows.stride_B, rows.stride_T, rows.misaligned, _scale(temperature),
-            bounds.low, bounds.high, bounds.delta, loss.beta,
-            TOKEN_LOSS=token_loss, MASKED=mask_N is not None, ON_POLICY=old_logps_N is None,
-            KL=0 if ref_logps_N is None else int(loss.kl_estimator[1]), GRADIENT=gradient,
-            **_tiling(rows, _gradient_launch(rows.V) if gradient else _forward_launch(rows.V)),
-        )  # fmt: skip
-    return logps_N, terms_3N, out
+    kernels.policy_loss_kernel[(rows.N,)](
+        logits, logits if out is None else out, ref, ids_N, ids_N if mask_N is None else _bytes(mask_N),
+        _or(old_logps_N, weights), _or(ref_logps_N, weights), advantages, weights,
+        logps_N, terms_3N, torch.zeros(1, dtype=torch.int32, device=logits.device) if counter is None else counter,
+        total, policy_and_kl,
+        rows.N, rows.N // len(advantages), rows.V, rows.T, rows.stride_B, rows.stride_T, rows.misaligned,
+        ref_rows.T, ref_rows.stride_B, ref_rows.stride_T, ref_rows.misaligned,
+        _scale(temperature), bounds.low, bounds.high, bounds.delta, loss.beta,
+        TOKEN_LOSS=token_loss, MASKED=mask_N is not None, ON_POLICY=old_logps_N is None,
+        KL=0 if ref_logps_N is None else int(loss.kl_estimator[1]), REF_LOGITS=ref_logits is not None,
+        GRADIENT=gradient, REF_PER=ref_rows.per,
+        **_tiling(rows, _gradient_launch(rows.V) if gradient else _forward_launch(rows.V)),
+    )  # fmt: skip
+    return PolicyTerms(total, policy_and_kl, logps_N, ref_logps_N, out)
 
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
@@ -197,8 +241,8 @@ def _scale(temperature: float) -> float:
     return LOG2E.value / temperature
 
 
-def _mask(mask_N: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
-    return otherwise if mask_N is None else mask_N.view(torch.uint8)
+def _bytes(mask: torch.Tensor) -> torch.Tensor:
+    return mask.view(torch.uint8)
 
 
 def _or(tensor: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
