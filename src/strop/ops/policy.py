@@ -168,16 +168,16 @@ def token_coefficients(batch: PolicyBatch, dtype: torch.dtype) -> tuple[torch.Te
     return per_token(batch.advantages(), weights_BT).to(dtype).reshape(-1), weights_BT.reshape(-1)
 
 
-def coefficients(batch: PolicyBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Advantages and weights for the row kernels, one per sequence or one per token; and their counter, if at hand.
+def coefficients(batch: PolicyBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and weights for the row kernels, one per sequence or one per token.
 
     Where groups are of one size, and their advantages and the weights take thirty launches in torch, one kernel does it.
     """
     options, rewards = batch.options, batch.rewards
     easy = options.samples_per_prompt is not None and rewards is not None and rewards.dtype != torch.float64
     if not easy:
-        return *token_coefficients(batch, torch.float32), None
-    group_size = check_group_size(len(rewards), options.samples_per_prompt)
+        return token_coefficients(batch, torch.float32)
+    group_size = check_group_size(rewards.shape[0], options.samples_per_prompt)
     count, tokens = weight_counts(
         batch.mask_BT, options.loss_type, options.max_completion_length, options.num_tokens, options.num_sequences
     )
@@ -189,13 +189,12 @@ def coefficients(batch: PolicyBatch) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def _fake_coefficients(rewards_B, *_):
-    B = rewards_B.shape[0]
-    return (*(rewards_B.new_empty(B, dtype=torch.float32) for _ in range(2)), rewards_B.new_empty(1, dtype=torch.int32))
+    return tuple(rewards_B.new_empty(rewards_B.shape, dtype=torch.float32) for _ in range(2))
 
 
 @library_op(
     "batch_coefficients(Tensor rewards, Tensor mask, int group_size, Tensor? count_on_device, float count, int? tokens) "
-    "-> (Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor)",
     _fake_coefficients,
 )
 def batch_coefficients(rewards_B, mask_BT, group_size, count_on_device, count, tokens):
@@ -215,7 +214,7 @@ def fused_result(
         policy_metrics,
         logps_BT,
         batch.old_logps_BT,
-        advantages if advantages.ndim == 1 and len(advantages) == len(logps_BT) else advantages.view(logps_BT.shape),
+        advantages if advantages.ndim == 1 and advantages.shape[0] == logps_BT.shape[0] else advantages.view(logps_BT.shape),
         batch.mask_BT,
         ref_logps=ref_logps_BT,
         **batch.options.of("loss_type", "importance_level", "clip_eps", "delta", "kl_estimator"),

@@ -1,8 +1,8 @@
-"""`grpo_loss` by the row kernels: the reference's log-prob, the loss and the gradient in one visit of a row.
+"""`grpo_loss` by the row kernels: the loss and the gradient in one visit of a row.
 
 A row's coefficient in the loss needs only the row, so the gradient is written in the forward; backward hands it out,
-scaled by the incoming gradient unless that is 1. Two launches forward, one backward: at small sizes launching is what
-takes the time.
+scaled by the incoming gradient unless that is 1. Four launches forward (advantages and weights, the reference's
+log-probs, loss and gradient, sums) and one backward: at small sizes launching is what takes the time.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from strop.losses import PolicyLoss
 from strop.ops.grpo_loss.reference import check_grpo_loss, composed_from_logits, grpo_loss
 from strop.ops.library import library_op
-from strop.ops.logp.triton import logp_triton
+from strop.ops.logp.triton import logp_forward, logp_triton
 from strop.ops.policy import GradientFromForward, PolicyOptions, coefficients, fused_result
 from strop.ops.rows import TokenLoss, implementation, on_gpu, on_gpu_or_interpreted
 
@@ -33,29 +33,31 @@ def grpo_loss_triton(
     batch = check_grpo_loss(policy_logits, ref_logits, action_ids, old_logps, rewards, completion_mask, chosen)
     if not chosen.row_suffices:
         return composed_from_logits(logp_triton, batch, policy_logits, ref_logits, action_ids, in_place)
-    given = coefficients(batch)
-    total, policy_and_kl, logps_N, ref_logps_N = _PolicyLoss.apply(
+    ids_N, mask_N, temperature = action_ids.reshape(-1), batch.mask_BT.reshape(-1), float(chosen.temperature)
+    ref_logps_N, ref_logps_BT = batch.ref_logps_N, chosen.ref_logps
+    if ref_logits is not None:
+        ref_logps_N, _, _ = logp_forward(ref_logits.detach(), ids_N, mask_N, temperature, False)
+        ref_logps_BT = ref_logps_N.view(action_ids.shape)
+    advantages, weights = coefficients(batch)
+    total, policy_and_kl, logps_N = _PolicyLoss.apply(
         policy_logits,
-        None if ref_logits is None else ref_logits.detach(),
-        (action_ids.reshape(-1), batch.mask_BT.reshape(-1), batch.old_logps_N, batch.ref_logps_N, *given),
-        float(chosen.temperature),
+        (ids_N, mask_N, batch.old_logps_N, ref_logps_N, advantages, weights),
+        temperature,
         chosen.token_loss,
+        policy_logits.requires_grad and torch.is_grad_enabled(),
         in_place,
     )
-    shape = action_ids.shape
-    ref_logps_BT = chosen.ref_logps if ref_logits is None else ref_logps_N.view(shape)
-    return fused_result(batch, given[0], ref_logps_BT, total, policy_and_kl, logps_N.view(shape))
+    return fused_result(batch, advantages, ref_logps_BT, total, policy_and_kl, logps_N.view(action_ids.shape))
 
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, ref_logits, tensors, temperature, loss, in_place):
-        gradient = ctx.needs_input_grad[0]
+    def forward(ctx, logits, tensors, temperature, loss, gradient, in_place):
         settings = temperature, loss.loss_type, loss.clip_eps, loss.delta, loss.beta, loss.kl_estimator
         if gradient and in_place:
-            *results, d_logits = *policy_terms_(logits, ref_logits, *tensors, *settings), logits.detach()
+            *results, d_logits = *policy_terms_(logits, *tensors, *settings), logits.detach()
         else:
-            *results, d_logits = policy_terms(logits, ref_logits, *tensors, *settings, gradient)
+            *results, d_logits = policy_terms(logits, *tensors, *settings, gradient)
         if gradient:
             ctx.gradient = GradientFromForward("grpo_loss", d_logits)
         ctx.mark_non_differentiable(*results[1:])
@@ -69,31 +71,25 @@ class _PolicyLoss(torch.autograd.Function):
 
 
 _TERMS = (
-    "Tensor? ref_logits, Tensor ids, Tensor? mask, Tensor? old_logps, Tensor? ref_logps, Tensor advantages, "
-    "Tensor weights, Tensor? counter, "
+    "Tensor ids, Tensor? mask, Tensor? old_logps, Tensor? ref_logps, Tensor advantages, Tensor weights, "
     "float temperature, str loss_type, float[] clip_eps, float? delta, float beta, str kl_estimator"
 )
 
 
-def _fake_terms(logits, ref_logits, ids_N, *_):
-    ref_shape = (0,) if ref_logits is None else ids_N.shape
-    return tuple(logits.new_empty(size, dtype=torch.float32) for size in ((), (2,), ids_N.shape, ref_shape))
+def _fake_terms(logits, ids_N, *_):
+    return tuple(logits.new_empty(size, dtype=torch.float32) for size in ((), (2,), ids_N.shape))
 
 
-def _run(
-    logits, ref_logits, ids_N, mask_N, old_N, ref_N, advantages, weights, counter, temperature, *loss, gradient, in_place
-):  # fmt: skip
+def _run(logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature, *loss, gradient, in_place):
     loss_type, clip_eps, delta, beta, kl_estimator = loss
-    terms = implementation("triton").policy_terms(
+    return implementation("triton").policy_terms(
         logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature,
-        TokenLoss(loss_type, tuple(clip_eps), delta, beta, kl_estimator), gradient, in_place, ref_logits, counter,
+        TokenLoss(loss_type, tuple(clip_eps), delta, beta, kl_estimator), gradient, in_place,
     )  # fmt: skip
-    ref_logps_N = terms.logps_N.new_empty(0) if ref_logits is None else terms.ref_logps_N
-    return terms.total, terms.policy_and_kl, terms.logps_N, ref_logps_N, terms.d_logits
 
 
 @library_op(
-    f"policy_terms(Tensor logits, {_TERMS}, bool gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"policy_terms(Tensor logits, {_TERMS}, bool gradient) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda logits, *rest: (*_fake_terms(logits, *rest), logits.new_empty(logits.shape if rest[-1] else 0)),
 )
 def policy_terms(logits, *rest):
@@ -102,9 +98,9 @@ def policy_terms(logits, *rest):
     return *results, logits.new_empty(0) if d_logits is None else d_logits
 
 
-@library_op(f"policy_terms_(Tensor(a!) logits, {_TERMS}) -> (Tensor, Tensor, Tensor, Tensor)", _fake_terms)
+@library_op(f"policy_terms_(Tensor(a!) logits, {_TERMS}) -> (Tensor, Tensor, Tensor)", _fake_terms)
 def policy_terms_(logits, *rest):
-    return _run(logits, *rest, gradient=True, in_place=True)[:-1]
+    return tuple(_run(logits, *rest, gradient=True, in_place=True)[:-1])
 
 
 @library_op("scale_(Tensor(a!) gradient, Tensor factor) -> ()", lambda gradient, factor: None)

@@ -72,14 +72,14 @@ def _linear_grpo_loss(
         float(chosen.temperature),
         chosen.token_loss,
         (rows, workspace, dtype),
+        [torch.is_grad_enabled() and x is not None and x.requires_grad for x in head],
     )
     return fused_result(batch, advantages_N, ref_logps, total, policy_and_kl, logps_N.view(action_ids.shape))
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NH, weight, bias, tensors, temperature, loss, settings):
-        wanted = list(ctx.needs_input_grad[:3])
+    def forward(ctx, hidden_NH, weight, bias, tensors, temperature, loss, settings, wanted):
         total, policy_and_kl, logps_N, *gradients = linear_policy_loss(
             hidden_NH, weight, bias, *tensors, temperature, loss.loss_type, loss.clip_eps, loss.delta, loss.beta, loss.kl_estimator,
             *settings, wanted,
@@ -94,7 +94,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_total, _policy_and_kl, _logps):
         gradients = ctx.gradient.scaled(d_total, implementation(ctx.rows).scale_)
-        return (*(g if w else None for g, w in zip(gradients, ctx.wanted, strict=True)), None, None, None, None)
+        return (*(g if w else None for g, w in zip(gradients, ctx.wanted, strict=True)), None, None, None, None, None)
 
 
 def _fake(hidden_NH, weight, bias, ids_N, *rest):

@@ -3,6 +3,7 @@
 `strop.ops.rows.torch_rows` and `strop.ops.rows.triton_rows` hold the same functions; `implementation` gives one of them by name.
 """
 
+import functools
 import importlib
 import importlib.util
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class TokenLoss:
     beta: float
     kl_estimator: str
 
-    @property
+    @functools.cached_property
     def bounds(self) -> ClipBounds:
         return clip_bounds(self.clip_eps, self.delta, self.loss_type)
 
@@ -37,10 +38,10 @@ class PolicyTerms(NamedTuple):
     total: torch.Tensor
     policy_and_kl: torch.Tensor
     logps_N: torch.Tensor
-    ref_logps_N: torch.Tensor | None
     d_logits: torch.Tensor | None
 
 
+@functools.cache
 def implementation(name: str) -> ModuleType:
     return importlib.import_module(f"strop.ops.rows.{name}_rows")
 

@@ -115,23 +115,24 @@ def _write_gradient(
     tile = lane[:, None] * PER + tl.arange(0, PER)[None, :]
     body_ptr, d_body_ptr = tl.multiple_of(x_ptr + before, 16), tl.multiple_of(dx_ptr + before, 16)
     dtype = dx_ptr.dtype.element_ty
+    body_target = (target - before).to(tl.int32)  # 64 bits would double the cost of the comparison
     lanes = tl.maximum(V - before, 0) // PER
     tiles = lanes // LANES
     if lanes * PER < V:
         offsets, inside = _edge_offsets(before, V, PER)
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        dx = _gradient(x, offsets == target, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY)
+        dx = _gradient(x, offsets == body_target + before, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY)
         tl.store(dx_ptr + offsets, dx.to(dtype), mask=inside)
     if tiles * LANES < lanes:
         rest = (lane < lanes - tiles * LANES)[:, None]
         offset = tiles * (LANES * PER) + tile
         x = tl.load(body_ptr + offset, mask=rest, other=0.0).to(tl.float32)
-        dx = _gradient(x, offset == target - before, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY)
+        dx = _gradient(x, offset == body_target, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY)
         tl.store(d_body_ptr + offset, dx.to(dtype), mask=rest, cache_modifier=".cs")
     for i in range(tiles):
         offset = (tiles - 1 - i) * (LANES * PER) + tile
         x = tl.load(body_ptr + offset, eviction_policy="evict_first").to(tl.float32)
-        dx = _gradient(x, offset == target - before, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY)
+        dx = _gradient(x, offset == body_target, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY)
         tl.store(d_body_ptr + offset, dx.to(dtype), cache_modifier=".cs")
 
 
@@ -272,7 +273,7 @@ def clipped_weight(logp, old, advantage, low, high, delta):
 
 @triton.jit
 def batch_kernel(
-    reward_ptr, mask_ptr, count_ptr, advantage_ptr, weight_ptr, counter_ptr,
+    reward_ptr, mask_ptr, count_ptr, advantage_ptr, weight_ptr,
     T, group_size, count, tokens,
     COUNT_ON_DEVICE: tl.constexpr, BY_LENGTH: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -280,11 +281,9 @@ def batch_kernel(
     """A sequence's advantage and the weight of its tokens in the loss; one program a sequence.
 
     advantage = (r − mean)/std of its group, as `strop.losses.group_advantages`; weight = 1/(count·tokens), or with
-    BY_LENGTH 1/(count·length), as `strop.losses.token_weights`. Also sets the counter of `policy_loss_kernel` to 0.
+    BY_LENGTH 1/(count·length), as `strop.losses.token_weights`.
     """
     sequence = tl.program_id(0)
-    if sequence == 0:
-        tl.store(counter_ptr, 0)
     if COUNT_ON_DEVICE:
         count = tl.load(count_ptr).to(tl.float32)
         count = tl.where(count > 0, count, 1.0)
@@ -307,36 +306,17 @@ def batch_kernel(
 
 
 @triton.jit
-def _finish(terms_ptr, counter_ptr, total_ptr, policy_and_kl_ptr, N, BLOCK: tl.constexpr):
-    """The program that comes last sums the terms of all, in their order: the same bits every time."""
-    tl.debug_barrier()
-    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == N - 1:
-        n = tl.arange(0, BLOCK)
-        for i in tl.static_range(3):
-            total = tl.zeros([BLOCK], tl.float32)
-            for start in range(0, N, BLOCK):
-                # past this multiprocessor's own cache: the terms were written by others
-                total += tl.load(terms_ptr + i * N + start + n, mask=start + n < N, other=0.0, cache_modifier=".cg")
-            if i == 0:
-                tl.store(total_ptr, tl.sum(total, 0))
-            else:
-                tl.store(policy_and_kl_ptr + (i - 1), tl.sum(total, 0))
-
-
-@triton.jit
 def policy_loss_kernel(
-    x_ptr, dx_ptr, ref_x_ptr, id_ptr, mask_ptr, old_ptr, ref_ptr, advantage_ptr, weight_ptr,
-    logp_ptr, terms_ptr, counter_ptr, total_ptr, policy_and_kl_ptr,
-    N, rows_per_advantage, V, T, stride_B, stride_T, misaligned, ref_T, ref_stride_B, ref_stride_T, ref_misaligned,
-    scale, low, high, delta, beta,
-    TOKEN_LOSS: tl.constexpr, MASKED: tl.constexpr, ON_POLICY: tl.constexpr, KL: tl.constexpr, REF_LOGITS: tl.constexpr,
-    GRADIENT: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr, REF_PER: tl.constexpr,
+    x_ptr, dx_ptr, id_ptr, mask_ptr, old_ptr, ref_ptr, advantage_ptr, weight_ptr, logp_ptr, terms_ptr,
+    N, rows_per_advantage, V, T, stride_B, stride_T, misaligned, scale, low, high, delta, beta,
+    TOKEN_LOSS: tl.constexpr, MASKED: tl.constexpr, ON_POLICY: tl.constexpr, KL: tl.constexpr, GRADIENT: tl.constexpr,
+    LANES: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """A row's term of a policy loss and its gradient in one visit, and the sums of the terms.
+    """A row's term of a policy loss and its gradient in one visit.
 
     terms [3, N]: weight·(loss + beta·kl), weight·loss, weight·kl. The coefficient of the gradient needs only the row:
-    dx = weight·d(loss + beta·kl)/d logp · (onehot − p)/temperature. Several rows, those of
-    a sequence, may share an advantage and a weight. With REF_LOGITS the reference's log-prob is made here, else it is read.
+    dx = weight·d(loss + beta·kl)/d logp · (onehot − p)/temperature. Several rows, those of a sequence, may share an
+    advantage and a weight.
     """
     row = tl.program_id(0).to(tl.int64)
     start = _row_start(row, T, stride_B, stride_T)
@@ -346,28 +326,15 @@ def policy_loss_kernel(
     if MASKED:
         if tl.load(mask_ptr + row) == 0:
             tl.store(logp_ptr + row, 0.0)
-            if REF_LOGITS:
-                tl.store(ref_ptr + row, 0.0)
             for i in tl.static_range(3):
                 tl.store(terms_ptr + i * N + row, 0.0)
-            _finish(terms_ptr, counter_ptr, total_ptr, policy_and_kl_ptr, N, LANES)
             if GRADIENT:
                 _write_zeros(dx_ptr, V, LANES, PER)
             return
     target = tl.load(id_ptr + row).to(tl.int64)
-    ref_logp = 0.0
-    if REF_LOGITS:
-        ref_start = _row_start(row, ref_T, ref_stride_B, ref_stride_T)
-        ref_before = _before(ref_misaligned, ref_start, REF_PER)
-        ref_picked = _read_target(ref_x_ptr + ref_start, target, V)
-        ref_m, ref_s, _ = _row_stats(ref_x_ptr + ref_start, ref_before, V, scale, False, "evict_first", LANES, REF_PER)
-        ref_logp = ((ref_picked - ref_m) * scale - tl.log2(ref_s)) * LN2
-        tl.store(ref_ptr + row, ref_logp)
-    elif KL > 0:
-        ref_logp = tl.load(ref_ptr + row)
     before = _before(misaligned, start, PER)
     picked = _read_target(x_ptr, target, V)
-    top, total, _ = _row_stats(x_ptr, before, V, scale, False, "evict_last" if GRADIENT else "evict_first", LANES, PER)
+    top, total, _ = _row_stats(x_ptr, before, V, scale, False, "evict_last" if GRADIENT else "", LANES, PER)
     log2_sum = tl.log2(total)
     logp = ((picked - top) * scale - log2_sum) * LN2
 
@@ -378,7 +345,7 @@ def policy_loss_kernel(
     loss, d_loss = TOKEN_LOSS(logp, old, tl.load(advantage_ptr + owner), low, high, delta)
     kl, d_kl = 0.0, 0.0
     if KL > 0:
-        d = ref_logp - logp
+        d = tl.load(ref_ptr + row) - logp
         if KL == 1:  # k1 = −d
             kl, d_kl = -d, 1.0
         elif KL == 2:  # k2 = d²/2
@@ -391,12 +358,25 @@ def policy_loss_kernel(
     tl.store(terms_ptr + row, weight * (loss + beta * kl))
     tl.store(terms_ptr + N + row, weight * loss)
     tl.store(terms_ptr + 2 * N + row, weight * kl)
-    _finish(terms_ptr, counter_ptr, total_ptr, policy_and_kl_ptr, N, LANES)
     if GRADIENT:
         d_logp = weight * (d_loss + beta * d_kl) * (scale * LN2)
         _write_gradient(
             x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, 0.0, 0.0, False, LANES, PER
         )
+
+
+@triton.jit
+def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N, BLOCK: tl.constexpr):
+    """The sums of terms [3, N], in one order; one program each."""
+    i = tl.program_id(0)
+    n = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        total += tl.load(terms_ptr + i.to(tl.int64) * N + start + n, mask=start + n < N, other=0.0)
+    if i == 0:
+        tl.store(total_ptr, tl.sum(total, 0))
+    else:
+        tl.store(policy_and_kl_ptr + (i - 1), tl.sum(total, 0))
 
 
 @triton.jit

@@ -133,7 +133,7 @@ def policy_terms(
     if gradient:
         d_logps_N = weights * d_total_N
         d_logits = logps_bwd(logits, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, None, temperature, in_place)
-    return PolicyTerms(sums_3[0], sums_3[1:], logps_N, ref_logps_N, d_logits)
+    return PolicyTerms(sums_3[0], sums_3[1:], logps_N, d_logits)
 
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:

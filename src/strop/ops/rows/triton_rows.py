@@ -79,8 +79,6 @@ def _forward_launch(V: int) -> dict[str, int]:
 
 def _gradient_launch(V: int) -> dict[str, int]:
     """Rows are visited twice, so fewer in flight, with more warps each, to find them in the cache the second time."""
-    if V >= 65536:
-        return {"warps": 16, "unroll": 4}
     if V >= 16384:
         return {"warps": 16, "unroll": 2}
     return {"warps": 8 if V >= 4096 else 4, "unroll": 1}
@@ -154,22 +152,22 @@ def batch_coefficients(
     count_on_device: torch.Tensor | None,
     count: float,
     tokens: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Advantages [B], weights of the sequences' tokens [B], and a counter at 0 for `policy_terms`.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages [B] and weights of the sequences' tokens [B].
 
     weight = 1/(count·tokens); tokens None: the sequence's own length
     """
     B, T = mask_BT.shape
-    advantages_B, weights_B = (torch.empty(B, device=mask_BT.device) for _ in range(2))
-    counter = torch.empty(1, dtype=torch.int32, device=mask_BT.device)
+    device = mask_BT.device
+    advantages_B, weights_B = torch.empty(B, device=device), torch.empty(B, device=device)
     if B:
         kernels.batch_kernel[(B,)](
             rewards_B.contiguous(), _bytes(mask_BT.contiguous()), _or(count_on_device, weights_B),
-            advantages_B, weights_B, counter, T, group_size, count, float(tokens or 0),
+            advantages_B, weights_B, T, group_size, count, float(tokens or 0),
             COUNT_ON_DEVICE=count_on_device is not None, BY_LENGTH=tokens is None,
             BLOCK_G=triton.next_power_of_2(group_size), BLOCK_T=min(1024, triton.next_power_of_2(max(T, 1))), num_warps=1,
         )  # fmt: skip
-    return advantages_B, weights_B, counter
+    return advantages_B, weights_B
 
 
 def policy_terms(
@@ -184,45 +182,33 @@ def policy_terms(
     loss: TokenLoss,
     gradient: bool,
     in_place: bool,
-    ref_logits: torch.Tensor | None = None,
-    counter: torch.Tensor | None = None,
 ) -> PolicyTerms:
-    """The terms of a policy loss and the gradient of the logits.
+    """The terms of a policy loss, summed, and the gradient of the logits.
 
     advantages, weights   [N] one for every row, or [B] one for every N/B rows
-    ref_logits            the reference's log-probs are made of them
-    counter               one int32 at 0, if there is one already
     """
-    given, bounds = logits, loss.bounds
-    token_loss = kernels.clipped_weight if loss.loss_type == "cispo" else kernels.clipped_surrogate
+    given, bounds, device = logits, loss.bounds, logits.device
     logits, rows = as_rows(logits)
-    memory = torch.empty(4, rows.N, device=logits.device)
-    logps_N, terms_3N = torch.empty(rows.N, device=logits.device), memory[:3]
-    if rows.N == 0:
-        zero = torch.zeros(3, device=logits.device)
-        return PolicyTerms(zero[0].clone(), zero[1:], logps_N, ref_logps_N, torch.empty_like(logits) if gradient else None)
-    ref, ref_rows = logits, rows
-    if ref_logits is not None:
-        ref, ref_rows = as_rows(ref_logits)
-        ref_logps_N = memory[3]
-    total, policy_and_kl = torch.empty((), device=logits.device), torch.empty(2, device=logits.device)
+    logps_N = torch.empty(rows.N, device=device)
+    total, policy_and_kl = torch.empty((), device=device), torch.empty(2, device=device)
     out = None
     if gradient:
         out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows)
+    if rows.N == 0:
+        return PolicyTerms(total.zero_(), policy_and_kl.zero_(), logps_N, out)
+    terms_3N = torch.empty(3, rows.N, device=device)
     kernels.policy_loss_kernel[(rows.N,)](
-        logits, logits if out is None else out, ref, ids_N, ids_N if mask_N is None else _bytes(mask_N),
-        _or(old_logps_N, weights), _or(ref_logps_N, weights), advantages, weights,
-        logps_N, terms_3N, torch.zeros(1, dtype=torch.int32, device=logits.device) if counter is None else counter,
-        total, policy_and_kl,
-        rows.N, rows.N // len(advantages), rows.V, rows.T, rows.stride_B, rows.stride_T, rows.misaligned,
-        ref_rows.T, ref_rows.stride_B, ref_rows.stride_T, ref_rows.misaligned,
+        logits, logits if out is None else out, ids_N, ids_N if mask_N is None else _bytes(mask_N),
+        _or(old_logps_N, weights), _or(ref_logps_N, weights), advantages, weights, logps_N, terms_3N,
+        rows.N, rows.N // advantages.shape[0], rows.V, rows.T, rows.stride_B, rows.stride_T, rows.misaligned,
         _scale(temperature), bounds.low, bounds.high, bounds.delta, loss.beta,
-        TOKEN_LOSS=token_loss, MASKED=mask_N is not None, ON_POLICY=old_logps_N is None,
-        KL=0 if ref_logps_N is None else int(loss.kl_estimator[1]), REF_LOGITS=ref_logits is not None,
-        GRADIENT=gradient, REF_PER=ref_rows.per,
+        TOKEN_LOSS=kernels.clipped_weight if loss.loss_type == "cispo" else kernels.clipped_surrogate,
+        MASKED=mask_N is not None, ON_POLICY=old_logps_N is None,
+        KL=0 if ref_logps_N is None else int(loss.kl_estimator[1]), GRADIENT=gradient,
         **_tiling(rows, _gradient_launch(rows.V) if gradient else _forward_launch(rows.V)),
     )  # fmt: skip
-    return PolicyTerms(total, policy_and_kl, logps_N, ref_logps_N, out)
+    kernels.sums_kernel[(3,)](terms_3N, total, policy_and_kl, rows.N, BLOCK=1024)
+    return PolicyTerms(total, policy_and_kl, logps_N, out)
 
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
