@@ -48,15 +48,19 @@ def check_logp(
     logits: Any, ids: Any, temperature: Any, completion_mask: Any, validate: bool, *, names: tuple[str, str] = LOGP_NAMES
 ) -> torch.Tensor | None:
     """Everything `logp` asks of its arguments. Returns the mask as booleans."""
-    check_logits(logits, names[0])
-    check_ids(ids, logits.shape[:-1], names[1])
-    check_device(ids, logits, names[1], names[0])
-    check_temperature(temperature)
+    check_logits_and_ids(logits, ids, temperature, names)
     mask = as_completion_mask(completion_mask, ids.shape)
     if mask is not None:
         check_device(mask, logits, "completion_mask", names[0])
     check_ids_in_range(ids, mask, logits.shape[-1], validate, names[1])
     return mask
+
+
+def check_logits_and_ids(logits: Any, ids: Any, temperature: Any, names: tuple[str, str]) -> None:
+    check_logits(logits, names[0])
+    check_ids(ids, logits.shape[:-1], names[1])
+    check_device(ids, logits, names[1], names[0])
+    check_temperature(temperature)
 
 
 def check_head(hidden: Any, weight: Any, bias: Any, prefix: str = "") -> None:

@@ -7,8 +7,7 @@ visit. Composed: log-probs by an operator, then `strop.losses.policy_loss`; for 
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +29,7 @@ from strop.ops.library import library_op
 from strop.ops.rows import TokenLoss, implementation
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyOptions:
+class PolicyOptions(NamedTuple):
     """The keyword arguments of `grpo_loss`; their meaning is written there."""
 
     samples_per_prompt: int | None = None
@@ -64,8 +62,7 @@ class PolicyOptions:
         return {name: getattr(self, name) for name in names}
 
 
-@dataclass(frozen=True)
-class PolicyBatch:
+class PolicyBatch(NamedTuple):
     """The tensors of [B] and [B, T] besides the logits, checked."""
 
     options: PolicyOptions

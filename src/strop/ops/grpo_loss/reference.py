@@ -11,7 +11,8 @@ import torch
 from strop.losses import PolicyLoss
 from strop.losses._common import Count
 from strop.losses.policy import ClipEps
-from strop.ops.checks import check_logits, check_logp
+from strop._tensors import check_device
+from strop.ops.checks import check_ids_in_range, check_logits, check_logits_and_ids
 from strop.ops.logp import logp
 from strop.ops.policy import PolicyBatch, PolicyOptions, check_batch, composed
 from strop.ops.registry import op
@@ -80,18 +81,20 @@ def grpo_loss(
 
 
 def check_grpo_loss(policy_logits, ref_logits, action_ids, old_logps, rewards, completion_mask, options) -> PolicyBatch:
-    check_logits(policy_logits, "policy_logits")
+    check_logits_and_ids(policy_logits, action_ids, options.temperature, LOGITS_NAMES)
     if policy_logits.ndim != 3:
         raise ValueError(f"policy_logits must have shape [B, T, V], found {list(policy_logits.shape)}")
-    check_logp(policy_logits, action_ids, options.temperature, completion_mask, options.validate, names=LOGITS_NAMES)
     if ref_logits is not None:
         check_logits(ref_logits, "ref_logits")
+        check_device(ref_logits, policy_logits, "ref_logits", "policy_logits")
         if ref_logits.shape != policy_logits.shape:
             raise ValueError(
                 f"ref_logits must have shape {list(policy_logits.shape)} as policy_logits has, "
                 f"found {list(ref_logits.shape)}"
             )
-    return check_batch(action_ids, old_logps, rewards, completion_mask, options, ref_logits, "ref_logits")
+    batch = check_batch(action_ids, old_logps, rewards, completion_mask, options, ref_logits, "ref_logits")
+    check_ids_in_range(action_ids, batch.mask_BT, policy_logits.shape[-1], options.validate, "action_ids")
+    return batch
 
 
 def composed_from_logits(logp_of, batch: PolicyBatch, policy_logits, ref_logits, action_ids, in_place) -> PolicyLoss:

@@ -6,19 +6,15 @@
 import functools
 import importlib
 import importlib.util
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from strop.losses.policy import ClipBounds, clip_bounds
-
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
-@dataclass(frozen=True)
-class TokenLoss:
+class TokenLoss(NamedTuple):
     """A token's loss as a function of its log-prob alone: its formula in `strop.losses`, and β times the KL's."""
 
     loss_type: str
@@ -26,10 +22,6 @@ class TokenLoss:
     delta: float | None
     beta: float
     kl_estimator: str
-
-    @functools.cached_property
-    def bounds(self) -> ClipBounds:
-        return clip_bounds(self.clip_eps, self.delta, self.loss_type)
 
 
 class PolicyTerms(NamedTuple):

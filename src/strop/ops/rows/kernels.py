@@ -385,7 +385,9 @@ def scale_kernel(x_ptr, scale_ptr, size, BLOCK: tl.constexpr):
     scale = tl.load(scale_ptr).to(tl.float32)
     if scale == 1.0:
         return
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    offsets = start + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + offsets, mask=offsets < size)
-    tl.store(x_ptr + offsets, (x.to(tl.float32) * scale).to(x_ptr.dtype.element_ty), mask=offsets < size)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for start in range(first, size, step):
+        offsets = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offsets, mask=offsets < size)
+        tl.store(x_ptr + offsets, (x.to(tl.float32) * scale).to(x_ptr.dtype.element_ty), mask=offsets < size)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from strop.losses.policy import clip_bounds
 from strop.ops.rows import PolicyTerms, TokenLoss, kernels
 from strop.ops.rows.kernels import LOG2E
 
@@ -18,6 +19,10 @@ INTERPRETED = not isinstance(kernels.logp_kernel, triton.JITFunction)
 def bytes_per_logit(dtype: torch.dtype) -> int:
     """Of working memory: the logit itself."""
     return dtype.itemsize
+
+
+_SCALE_BLOCK = 8192
+_SCALE_PROGRAMS = 1024  # few enough to cost nothing where there is nothing to do, enough to fill a GPU
 
 
 class Rows(NamedTuple):
@@ -187,7 +192,8 @@ def policy_terms(
 
     advantages, weights   [N] one for every row, or [B] one for every N/B rows
     """
-    given, bounds, device = logits, loss.bounds, logits.device
+    given, device = logits, logits.device
+    bounds = clip_bounds(loss.clip_eps, loss.delta, loss.loss_type)
     logits, rows = as_rows(logits)
     logps_N = torch.empty(rows.N, device=device)
     total, policy_and_kl = torch.empty((), device=device), torch.empty(2, device=device)
@@ -213,10 +219,10 @@ def policy_terms(
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     """gradient · factor in place. Where the factor is 1, which only the device knows, nothing is read or written."""
-    block = 8192
-    flat = gradient.as_strided((_span(gradient),), (1,)) if gradient.numel() else gradient.reshape(-1)
-    if flat.numel():
-        kernels.scale_kernel[(triton.cdiv(flat.numel(), block),)](flat, factor, flat.numel(), BLOCK=block, num_warps=8)
+    size = _span(gradient) if gradient.numel() else 0
+    if size:
+        programs = min(triton.cdiv(size, _SCALE_BLOCK), _SCALE_PROGRAMS)
+        kernels.scale_kernel[(programs,)](gradient, factor, size, BLOCK=_SCALE_BLOCK, num_warps=8)
 
 
 def _span(tensor: torch.Tensor) -> int:
