@@ -12,7 +12,7 @@ import torch
 from strop.losses import PolicyLoss
 from strop.ops.grpo_loss.reference import check_grpo_loss, composed_from_logits, grpo_loss
 from strop.ops.library import library_op
-from strop.ops.logp.triton import logp_forward, logp_triton
+from strop.ops.logp.triton import logp_triton, score
 from strop.ops.policy import GradientFromForward, PolicyOptions, coefficients, fused_result
 from strop.ops.rows import TokenLoss, implementation, on_gpu, on_gpu_or_interpreted
 
@@ -36,7 +36,7 @@ def grpo_loss_triton(
     ids_N, mask_N, temperature = action_ids.reshape(-1), batch.mask_BT.reshape(-1), float(chosen.temperature)
     ref_logps_N, ref_logps_BT = batch.ref_logps_N, chosen.ref_logps
     if ref_logits is not None:
-        ref_logps_N, _, _ = logp_forward(ref_logits.detach(), ids_N, mask_N, temperature, False)
+        ref_logps_N = score(ref_logits.detach(), ids_N, mask_N, temperature)
         ref_logps_BT = ref_logps_N.view(action_ids.shape)
     advantages, weights = coefficients(batch)
     total, policy_and_kl, logps_N = _PolicyLoss.apply(

@@ -64,7 +64,18 @@ def _fake_forward(logits, ids_N, mask_N, temperature, entropy):
     _fake_forward,
 )
 def logp_forward(logits, ids_N, mask_N, temperature, entropy):
-    return implementation("triton").logps(logits, ids_N, mask_N, temperature, entropy)
+    logps_N, stats_2N, entropies_N = implementation("triton").logps(logits, ids_N, mask_N, temperature, entropy)
+    return logps_N, stats_2N, logps_N.new_empty(0) if entropies_N is None else entropies_N
+
+
+@library_op(
+    "score(Tensor logits, Tensor ids, Tensor? mask, float temperature) -> Tensor",
+    lambda logits, ids_N, *_: logits.new_empty(ids_N.shape, dtype=torch.float32),
+)
+def score(logits, ids_N, mask_N, temperature):
+    """Log-probs alone, with no way back."""
+    logps_N, _, _ = implementation("triton").logps(logits, ids_N, mask_N, temperature, False, way_back=False)
+    return logps_N
 
 
 _BACKWARD = (

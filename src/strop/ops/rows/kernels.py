@@ -20,6 +20,8 @@ exp((x − m)/temperature) = exp2((x − m)·scale). Everything is float32 insid
 import triton
 import triton.language as tl
 
+from strop.ops.rows.launch import Launcher
+
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # not −inf: −inf − (−inf) is NaN, and a banned token stays exp(−inf) = 0
 FAR = tl.constexpr(-1e30)  # below it exp is 0; bounds −inf where it would meet 0·(−inf)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -164,11 +166,12 @@ def _read_target(x_ptr, target, V):
     return tl.where(inside, x, float("nan"))
 
 
-@triton.jit
+@Launcher
 def logp_kernel(
     x_ptr, id_ptr, mask_ptr, logp_ptr, top_ptr, sum_ptr, entropy_ptr,
-    T, V, first_id, vocabulary, stride_B, stride_T, misaligned, scale,
-    MASKED: tl.constexpr, ENTROPY: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    T: tl.int32, V: tl.int32, first_id: tl.int32, vocabulary: tl.int32,
+    stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32, scale: tl.float32,
+    MASKED: tl.constexpr, STATS: tl.constexpr, ENTROPY: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
     LANES: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """logp = (x[id] − m)/temperature − log s, and H = log s − t/s, of the ids `first_id` to `first_id + V`.
@@ -181,8 +184,9 @@ def logp_kernel(
         if tl.load(mask_ptr + row) == 0:
             if LAST:
                 tl.store(logp_ptr + row, 0.0)
-                tl.store(top_ptr + row, 0.0)
-                tl.store(sum_ptr + row, 0.0)
+                if STATS:
+                    tl.store(top_ptr + row, 0.0)
+                    tl.store(sum_ptr + row, 0.0)
                 if ENTROPY:
                     tl.store(entropy_ptr + row, 0.0)
             return
@@ -208,16 +212,18 @@ def logp_kernel(
         t = (log2_sum - t / s) * LN2
         s = log2_sum
     tl.store(logp_ptr + row, picked)
-    tl.store(top_ptr + row, m)
-    tl.store(sum_ptr + row, s)
+    if STATS:
+        tl.store(top_ptr + row, m)
+        tl.store(sum_ptr + row, s)
     if ENTROPY:
         tl.store(entropy_ptr + row, t)
 
 
-@triton.jit
+@Launcher
 def logp_bwd_kernel(
     x_ptr, dx_ptr, id_ptr, mask_ptr, top_ptr, sum_ptr, entropy_ptr, d_logp_ptr, d_entropy_ptr,
-    T, V, first_id, vocabulary, stride_B, stride_T, misaligned, scale,
+    T: tl.int32, V: tl.int32, first_id: tl.int32, vocabulary: tl.int32,
+    stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32, scale: tl.float32,
     MASKED: tl.constexpr, ENTROPY: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """dx = d_logp·(onehot − p)/temperature − d_entropy·p·(log p + H)/temperature."""
@@ -271,10 +277,10 @@ def clipped_weight(logp, old, advantage, low, high, delta):
     return d_logp * logp, d_logp
 
 
-@triton.jit
+@Launcher
 def batch_kernel(
     reward_ptr, mask_ptr, count_ptr, advantage_ptr, weight_ptr,
-    T, group_size, count, tokens,
+    T: tl.int32, group_size: tl.int32, count: tl.float32, tokens: tl.float32,
     COUNT_ON_DEVICE: tl.constexpr, BY_LENGTH: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -305,10 +311,12 @@ def batch_kernel(
     tl.store(advantage_ptr + sequence, tl.where(mine == 0, 0.0, mine / std).to(tl.float32))
 
 
-@triton.jit
+@Launcher
 def policy_loss_kernel(
     x_ptr, dx_ptr, id_ptr, mask_ptr, old_ptr, ref_ptr, advantage_ptr, weight_ptr, logp_ptr, terms_ptr,
-    N, rows_per_advantage, V, T, stride_B, stride_T, misaligned, scale, low, high, delta, beta,
+    N: tl.int32, rows_per_advantage: tl.int32, V: tl.int32, T: tl.int32,
+    stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32,
+    scale: tl.float32, low: tl.float32, high: tl.float32, delta: tl.float32, beta: tl.float32,
     TOKEN_LOSS: tl.constexpr, MASKED: tl.constexpr, ON_POLICY: tl.constexpr, KL: tl.constexpr, GRADIENT: tl.constexpr,
     LANES: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
@@ -365,8 +373,8 @@ def policy_loss_kernel(
         )
 
 
-@triton.jit
-def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N, BLOCK: tl.constexpr):
+@Launcher
+def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N: tl.int32, BLOCK: tl.constexpr):
     """The sums of terms [3, N], in one order; one program each."""
     i = tl.program_id(0)
     n = tl.arange(0, BLOCK)
@@ -379,8 +387,8 @@ def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N, BLOCK: tl.constexpr)
         tl.store(policy_and_kl_ptr + (i - 1), tl.sum(total, 0))
 
 
-@triton.jit
-def scale_kernel(x_ptr, scale_ptr, size, BLOCK: tl.constexpr):
+@Launcher
+def scale_kernel(x_ptr, scale_ptr, size: tl.int64, BLOCK: tl.constexpr):
     """x·scale in place; nothing is read or written where the scale is 1."""
     scale = tl.load(scale_ptr).to(tl.float32)
     if scale == 1.0:
