@@ -232,7 +232,8 @@ def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     size = _span(gradient) if gradient.numel() else 0
     if size:
         programs = min(-(-size // _SCALE_BLOCK), _SCALE_PROGRAMS)
-        kernels.scale_kernel(programs, gradient, factor, size, BLOCK=_SCALE_BLOCK, num_warps=8)
+        aligned = gradient.data_ptr() % 16 == 0
+        kernels.scale_kernel(programs, gradient, factor, size, ALIGNED=aligned, BLOCK=_SCALE_BLOCK, num_warps=8)
 
 
 def _span(tensor: torch.Tensor) -> int:
