@@ -22,7 +22,7 @@ from strop.losses import (
     policy_metrics,
     token_weights,
 )
-from strop.losses._common import Count
+from strop.losses._common import Count, Metrics
 from strop.losses.advantages import check_group_size
 from strop.losses.policy import ClipEps, per_token, weight_counts
 from strop.ops.library import library_op
@@ -201,22 +201,28 @@ def batch_coefficients(rewards_B, mask_BT, group_size, count_on_device, count, t
 def fused_result(
     batch: PolicyBatch,
     advantages: torch.Tensor,
-    ref_logps_BT: torch.Tensor | None,
+    ref_logps_N: torch.Tensor | None,
     total: torch.Tensor,
     policy_and_kl: torch.Tensor,
-    logps_BT: torch.Tensor,
+    logps_N: torch.Tensor,
 ) -> PolicyLoss:
     policy, kl = policy_and_kl.unbind()
-    compute_metrics = functools.partial(
-        policy_metrics,
-        logps_BT,
+    compute_metrics = functools.partial(_fused_metrics, batch, advantages, ref_logps_N, logps_N)
+    return PolicyLoss(total, policy, kl, compute_metrics)
+
+
+def _fused_metrics(
+    batch: PolicyBatch, advantages: torch.Tensor, ref_logps_N: torch.Tensor | None, logps_N: torch.Tensor
+) -> Metrics:
+    shape = batch.mask_BT.shape
+    return policy_metrics(
+        logps_N.view(shape),
         batch.old_logps_BT,
-        advantages if advantages.ndim == 1 and advantages.shape[0] == logps_BT.shape[0] else advantages.view(logps_BT.shape),
+        advantages if advantages.shape == shape[:1] else advantages.view(shape),
         batch.mask_BT,
-        ref_logps=ref_logps_BT,
+        ref_logps=None if ref_logps_N is None else ref_logps_N.view(shape),
         **batch.options.of("loss_type", "importance_level", "clip_eps", "delta", "kl_estimator"),
     )
-    return PolicyLoss(total, policy, kl, compute_metrics)
 
 
 class GradientFromForward:

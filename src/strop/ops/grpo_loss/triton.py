@@ -34,10 +34,10 @@ def grpo_loss_triton(
     if not chosen.row_suffices:
         return composed_from_logits(logp_triton, batch, policy_logits, ref_logits, action_ids, in_place)
     ids_N, mask_N, temperature = action_ids.reshape(-1), batch.mask_BT.reshape(-1), float(chosen.temperature)
-    ref_logps_N, ref_logps_BT = batch.ref_logps_N, chosen.ref_logps
-    if ref_logits is not None:
+    if ref_logits is None:
+        ref_logps_N = batch.ref_logps_N
+    else:
         ref_logps_N = score(ref_logits.detach(), ids_N, mask_N, temperature)
-        ref_logps_BT = ref_logps_N.view(action_ids.shape)
     advantages, weights = coefficients(batch)
     total, policy_and_kl, logps_N = _PolicyLoss.apply(
         policy_logits,
@@ -47,7 +47,7 @@ def grpo_loss_triton(
         policy_logits.requires_grad and torch.is_grad_enabled(),
         in_place,
     )
-    return fused_result(batch, advantages, ref_logps_BT, total, policy_and_kl, logps_N.view(action_ids.shape))
+    return fused_result(batch, advantages, ref_logps_N, total, policy_and_kl, logps_N)
 
 
 class _PolicyLoss(torch.autograd.Function):

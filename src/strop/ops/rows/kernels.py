@@ -302,7 +302,8 @@ def batch_kernel(
         length = tl.zeros([BLOCK_T], tl.int32)
         for start in range(0, T, BLOCK_T):
             t = start + tl.arange(0, BLOCK_T)
-            length += tl.load(mask_ptr + sequence.to(tl.int64) * T + t, mask=t < T, other=0).to(tl.int32)
+            counts = tl.load(mask_ptr + sequence.to(tl.int64) * T + t, mask=t < T, other=0)
+            length += tl.where(counts != 0, 1, 0)
         tokens = tl.maximum(tl.sum(length, 0), 1).to(tl.float32)
     tl.store(weight_ptr + sequence, 1.0 / (count * tokens))
     g = tl.arange(0, BLOCK_G)

@@ -3,11 +3,12 @@
 Shapes: `[.., V]` logits with any leading dimensions; N their number of rows.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 
-from strop.losses.policy import clip_bounds
+from strop.losses.policy import ClipBounds, clip_bounds
 from strop.ops.rows import PolicyTerms, TokenLoss, kernels
 from strop.ops.rows.kernels import LOG2E
 
@@ -120,7 +121,7 @@ def logps(
     if rows.N:
         kernels.logp_kernel(
             rows.N,
-            logits, ids_N, ids_N if mask_N is None else _bytes(mask_N), logps_N, top_N, sum_N,
+            logits, ids_N, _or(mask_N, ids_N), logps_N, top_N, sum_N,
             _or(entropies_N, logps_N), rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T,
             rows.misaligned, _scale(temperature),
             MASKED=mask_N is not None, STATS=stats_2N is not None, ENTROPY=entropy, FIRST=number == 0, LAST=first_id + rows.V == vocabulary,
@@ -149,7 +150,7 @@ def logps_bwd(
     if rows.N:
         kernels.logp_bwd_kernel(
             rows.N,
-            logits, out, ids_N, ids_N if mask_N is None else _bytes(mask_N), stats_2N[0], stats_2N[1], entropies_N, d_logps_N,
+            logits, out, ids_N, _or(mask_N, ids_N), stats_2N[0], stats_2N[1], entropies_N, d_logps_N,
             d_logps_N if d_entropies_N is None else d_entropies_N,
             rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T, rows.misaligned, _scale(temperature),
             MASKED=mask_N is not None, ENTROPY=d_entropies_N is not None,
@@ -176,7 +177,7 @@ def batch_coefficients(
     if B:
         kernels.batch_kernel(
             B,
-            rewards_B.contiguous(), _bytes(mask_BT.contiguous()), _or(count_on_device, weights_B),
+            rewards_B.contiguous(), mask_BT.contiguous(), _or(count_on_device, weights_B),
             advantages_B, weights_B, T, group_size, count, float(tokens or 0),
             COUNT_ON_DEVICE=count_on_device is not None, BY_LENGTH=tokens is None,
             BLOCK_G=_power_of_2(group_size), BLOCK_T=min(1024, _power_of_2(T)), num_warps=1,
@@ -202,7 +203,7 @@ def policy_terms(
     advantages, weights   [N] one for every row, or [B] one for every N/B rows
     """
     given, device = logits, logits.device
-    bounds = clip_bounds(loss.clip_eps, loss.delta, loss.loss_type)
+    bounds = _bounds(loss)
     logits, rows = as_rows(logits)
     logps_N = torch.empty(rows.N, device=device)
     total, policy_and_kl = torch.empty((), device=device), torch.empty(2, device=device)
@@ -214,7 +215,7 @@ def policy_terms(
     terms_3N = torch.empty(3, rows.N, device=device)
     kernels.policy_loss_kernel(
         rows.N,
-        logits, logits if out is None else out, ids_N, ids_N if mask_N is None else _bytes(mask_N),
+        logits, logits if out is None else out, ids_N, _or(mask_N, ids_N),
         _or(old_logps_N, weights), _or(ref_logps_N, weights), advantages, weights, logps_N, terms_3N,
         rows.N, rows.N // advantages.shape[0], rows.V, rows.T, rows.stride_B, rows.stride_T, rows.misaligned,
         _scale(temperature), bounds.low, bounds.high, bounds.delta, loss.beta,
@@ -249,8 +250,9 @@ def _scale(temperature: float) -> float:
     return LOG2E.value / temperature
 
 
-def _bytes(mask: torch.Tensor) -> torch.Tensor:
-    return mask.view(torch.uint8)
+@functools.lru_cache(maxsize=64)
+def _bounds(loss: TokenLoss) -> ClipBounds:
+    return clip_bounds(loss.clip_eps, loss.delta, loss.loss_type)
 
 
 def _or(tensor: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
