@@ -23,7 +23,7 @@ from strop.ops.linear_logp.chunked import (
     linear_logp_chunked,
     linear_logp_triton,
 )
-from strop.ops.policy import GradientFromForward, PolicyOptions, flat, fused_result, token_coefficients
+from strop.ops.policy import GradientFromForward, PolicyOptions, coefficients, flat, fused_result, token_coefficients
 from strop.ops.rows import TokenLoss, implementation, on_gpu, on_gpu_or_interpreted
 
 
@@ -64,7 +64,10 @@ def _linear_grpo_loss(
     ref_logps = ref_logps_of(linear_logp_of, batch, ref, action_ids, workspace)
     dtype = computed_in(hidden)
     ref_logps_N = flat(ref_logps)
-    advantages_N, weights_N = token_coefficients(batch, torch.float64 if dtype == torch.float64 else torch.float32)
+    if rows == "triton":
+        advantages_N, weights_N = (_per_row(values, action_ids) for values in coefficients(batch))
+    else:
+        advantages_N, weights_N = token_coefficients(batch, torch.float64 if dtype == torch.float64 else torch.float32)
     total, policy_and_kl, logps_N = _LinearPolicyLoss.apply(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -76,6 +79,11 @@ def _linear_grpo_loss(
         [torch.is_grad_enabled() and x is not None and x.requires_grad for x in head],
     )
     return fused_result(batch, advantages_N, ref_logps_N, total, policy_and_kl, logps_N)
+
+
+def _per_row(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """One value for every token, where there may be one for every sequence."""
+    return values if values.numel() == ids.numel() else values[:, None].expand(ids.shape).reshape(-1)
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
