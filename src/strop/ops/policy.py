@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strop._tensors import as_completion_mask, check_choice, check_device, check_floats, check_number, check_shape, in_float
+from strop._tensors import (
+    as_completion_mask,
+    check_choice,
+    check_device,
+    check_floats,
+    check_number,
+    check_shape,
+    in_float,
+)
 from strop.losses import (
     IMPORTANCE_LEVELS,
     KL_ESTIMATORS,
@@ -91,7 +99,13 @@ def flat(logps_BT: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def check_batch(
-    ids: torch.Tensor, old_logps: Any, rewards: Any, completion_mask: Any, options: PolicyOptions, ref: Any, ref_name: str
+    ids: torch.Tensor,
+    old_logps: Any,
+    rewards: Any,
+    completion_mask: Any,
+    options: PolicyOptions,
+    ref: Any,
+    ref_name: str,
 ) -> PolicyBatch:
     """Everything the two operators ask of arguments other than logits or hidden states and ids."""
     if ids.ndim != 2:
@@ -133,9 +147,7 @@ def _check_rewards(rewards: Any, options: PolicyOptions, ids: torch.Tensor) -> t
     return rewards
 
 
-def composed(
-    batch: PolicyBatch, ref_logps_BT: torch.Tensor | None, score: Callable[[bool], Any]
-) -> PolicyLoss:
+def composed(batch: PolicyBatch, ref_logps_BT: torch.Tensor | None, score: Callable[[bool], Any]) -> PolicyLoss:
     """The loss from log-probs; score(entropy) gives those, and the entropies where they are wanted."""
     options, entropy = batch.options, batch.options.entropy_coef != 0
     scores = score(entropy)
@@ -171,8 +183,7 @@ def coefficients(batch: PolicyBatch) -> tuple[torch.Tensor, torch.Tensor]:
     Where groups are of one size, and their advantages and the weights take thirty launches in torch, one kernel does it.
     """
     options, rewards = batch.options, batch.rewards
-    easy = options.samples_per_prompt is not None and rewards is not None and rewards.dtype != torch.float64
-    if not easy:
+    if rewards is None or options.samples_per_prompt is None or rewards.dtype == torch.float64:
         return token_coefficients(batch, torch.float32)
     group_size = check_group_size(rewards.shape[0], options.samples_per_prompt)
     count, tokens = weight_counts(

@@ -55,7 +55,8 @@ class _PolicyLoss(torch.autograd.Function):
     def forward(ctx, logits, tensors, temperature, loss, gradient, in_place):
         settings = temperature, loss.loss_type, loss.clip_eps, loss.delta, loss.beta, loss.kl_estimator
         if gradient and in_place:
-            *results, d_logits = *policy_terms_(logits, *tensors, *settings), logits.detach()
+            results = list(policy_terms_(logits, *tensors, *settings))
+            d_logits = logits.detach()
         else:
             *results, d_logits = policy_terms(logits, *tensors, *settings, gradient)
         if gradient:
@@ -93,8 +94,7 @@ def _run(logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature, 
     lambda logits, *rest: (*_fake_terms(logits, *rest), logits.new_empty(logits.shape if rest[-1] else 0)),
 )
 def policy_terms(logits, *rest):
-    *rest, gradient = rest
-    *results, d_logits = _run(logits, *rest, gradient=gradient, in_place=False)
+    *results, d_logits = _run(logits, *rest[:-1], gradient=rest[-1], in_place=False)
     return *results, logits.new_empty(0) if d_logits is None else d_logits
 
 

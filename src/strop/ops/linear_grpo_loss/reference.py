@@ -82,7 +82,15 @@ def check_linear_grpo_loss(
     if hidden.ndim != 3:
         raise ValueError(f"hidden must have shape [B, T, H], found {list(hidden.shape)}")
     check_linear_logp(
-        hidden, weight, action_ids, bias, options.temperature, completion_mask, workspace, options.validate, "action_ids"
+        hidden,
+        weight,
+        action_ids,
+        bias,
+        options.temperature,
+        completion_mask,
+        workspace,
+        options.validate,
+        "action_ids",
     )
     check_reference(head, ref)
     return check_batch(action_ids, old_logps, rewards, completion_mask, options, ref[0], "ref_hidden")

@@ -374,9 +374,7 @@ def policy_loss_kernel(
     tl.store(terms_ptr + 2 * N + row, weight * kl)
     if GRADIENT:
         d_logp = weight * (d_loss + beta * d_kl) * (scale * LN2)
-        _write_gradient(
-            x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, 0.0, 0.0, False, LANES, PER
-        )
+        _write_gradient(x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, 0.0, 0.0, False, LANES, PER)
 
 
 @Launcher

@@ -15,7 +15,6 @@ from strop.ops.rows.kernels import LOG2E
 INTERPRETED = kernels.logp_kernel.interpreted
 
 
-
 def bytes_per_logit(dtype: torch.dtype) -> int:
     """Of working memory: the logit itself."""
     return dtype.itemsize
