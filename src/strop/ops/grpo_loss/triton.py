@@ -14,7 +14,7 @@ from strop.ops.grpo_loss.reference import check_grpo_loss, composed_from_logits,
 from strop.ops.library import library_op
 from strop.ops.logp.triton import logp_triton, score
 from strop.ops.policy import GradientFromForward, PolicyOptions, coefficients, fused_result
-from strop.ops.rows import TokenLoss, implementation, on_gpu, on_gpu_or_interpreted
+from strop.ops.rows import TokenLoss, fake_gradient, implementation, on_gpu, on_gpu_or_interpreted
 
 
 @grpo_loss.backend("triton", when=on_gpu, by_name=on_gpu_or_interpreted)
@@ -55,7 +55,7 @@ class _PolicyLoss(torch.autograd.Function):
     def forward(ctx, logits, tensors, temperature, loss, gradient, in_place):
         settings = temperature, loss.loss_type, loss.clip_eps, loss.delta, loss.beta, loss.kl_estimator
         if gradient and in_place:
-            *results, d_logits = *policy_terms_(logits, *tensors, *settings), logits.detach()
+            results, d_logits = policy_terms_(logits, *tensors, *settings), logits.detach()
         else:
             *results, d_logits = policy_terms(logits, *tensors, *settings, gradient)
         if gradient:
@@ -90,11 +90,11 @@ def _run(logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature, 
 
 @library_op(
     f"policy_terms(Tensor logits, {_TERMS}, bool gradient) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda logits, *rest: (*_fake_terms(logits, *rest), logits.new_empty(logits.shape if rest[-1] else 0)),
+    lambda logits, *rest: (*_fake_terms(logits, *rest), fake_gradient(logits) if rest[-1] else logits.new_empty(0)),
 )
 def policy_terms(logits, *rest):
-    *rest, gradient = rest
-    *results, d_logits = _run(logits, *rest, gradient=gradient, in_place=False)
+    *inputs, gradient = rest
+    *results, d_logits = _run(logits, *inputs, gradient=gradient, in_place=False)
     return *results, logits.new_empty(0) if d_logits is None else d_logits
 
 

@@ -117,7 +117,7 @@ def linear_policy_loss(
     total, policy_and_kl, logps_N, gradients = linear_policy_terms(
         hidden_NH, head_in(dtype, weight, bias), ids_N, mask_N, old_N, ref_N, advantages_N, weights_N, temperature,
         TokenLoss(loss_type, tuple(clip_eps), delta, beta, kl_estimator), implementation(rows), workspace,
-        Wanted(*wanted, weight.dtype),
+        Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
     )  # fmt: skip
     d_bias = gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
     return total, policy_and_kl, logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias

@@ -114,7 +114,7 @@ def linear_logp_forward(hidden_NH, weight, bias, ids_N, mask_N, temperature, ent
 def fake_gradients(hidden_NH, weight, bias, wanted):
     given = hidden_NH, weight, bias
     return tuple(
-        torch.empty_like(tensor) if want else hidden_NH.new_empty(0) for tensor, want in zip(given, wanted, strict=True)
+        tensor.new_empty(tensor.shape) if want else hidden_NH.new_empty(0) for tensor, want in zip(given, wanted, strict=True)
     )
 
 
@@ -131,6 +131,6 @@ def linear_logp_backward(
     head = head_in(dtype, weight, bias)
     gradients = linear_logps_bwd(
         hidden_NH, head, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N, temperature,
-        implementation(rows), workspace, Wanted(*wanted, weight.dtype),
+        implementation(rows), workspace, Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
     )  # fmt: skip
     return gradients.hidden_NH, gradients.weight_VH, gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
