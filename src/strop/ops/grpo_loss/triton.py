@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from strop.losses import PolicyLoss
+from strop.ops.autograd import first_order
 from strop.ops.grpo_loss.reference import check_grpo_loss, composed_from_logits, grpo_loss
 from strop.ops.library import library_op
 from strop.ops.logp.triton import logp_triton, score
@@ -64,7 +65,7 @@ class _PolicyLoss(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, d_total, *_):
         (d_logits,) = ctx.gradient.scaled(d_total, scale_)
         return d_logits, None, None, None, None, None

@@ -2,6 +2,7 @@
 
 import torch
 
+from strop.ops.autograd import first_order
 from strop.ops.checks import check_logp
 from strop.ops.library import library_op
 from strop.ops.logp.reference import logp
@@ -38,7 +39,7 @@ class _Logp(torch.autograd.Function):
         return logps_N, entropies_N
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, d_logps_N, d_entropies_N):
         logits, ids_N, mask_N, stats_2N, entropies_N = ctx.saved_tensors
         d_entropies_N = d_entropies_N if ctx.entropy else None  # a compiled graph gives the empty one a gradient

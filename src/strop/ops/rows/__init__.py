@@ -58,7 +58,9 @@ def strided_rows(logits: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]
 
 def fake_gradient(logits: torch.Tensor) -> torch.Tensor:
     """As the kernels lay out the gradient: like the logits, or packed where those had to be copied."""
-    if logits.is_contiguous() or strided_rows(logits) is None:
+    if logits.is_contiguous():
+        return torch.empty_like(logits)
+    if strided_rows(logits) is None:
         return torch.empty_like(logits, memory_format=torch.contiguous_format)
     return logits.new_empty_strided(logits.shape, logits.stride())
 
