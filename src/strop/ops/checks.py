@@ -86,10 +86,9 @@ def check_head(hidden: Any, weight: Any, bias: Any, prefix: str = "") -> None:
         if tensor is None:
             continue
         check_device(tensor, hidden, name, hidden_name)
-        if tensor.dtype != hidden.dtype and not autocast:
-            raise TypeError(
-                f"{name} must be {hidden.dtype} as {hidden_name} is, found {tensor.dtype} (autocast is off)"
-            )
+        if tensor.dtype != hidden.dtype and (not autocast or torch.float64 in (tensor.dtype, hidden.dtype)):
+            why = "autocast leaves float64 alone" if autocast else "autocast is off"
+            raise TypeError(f"{name} must be {hidden.dtype} as {hidden_name} is, found {tensor.dtype} ({why})")
 
 
 def check_workspace(workspace: Any) -> None:

@@ -6,6 +6,7 @@ visit. Composed: log-probs by an operator, then `strop.losses.policy_loss`; for 
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from strop.losses import (
     token_weights,
 )
 from strop.losses._common import Count, Metrics
-from strop.losses.advantages import check_group_size
+from strop.losses.advantages import check_group_size, check_rewards
 from strop.losses.policy import ClipEps, per_token, weight_counts
 from strop.ops.library import library_op
 from strop.ops.rows import TokenLoss, implementation
@@ -125,6 +126,8 @@ def check_batch(
     if ref is not None and options.ref_logps is not None:
         raise ValueError(f"at most one of {ref_name} and ref_logps must be given, found both")
     check_number(options.beta, "beta")
+    if not 0 <= options.beta < math.inf:
+        raise ValueError(f"beta must be finite and at least 0, found {options.beta}")
     if options.beta and ref is None and options.ref_logps is None:
         raise ValueError(f"{ref_name} or ref_logps must be given where beta is above 0, found beta={options.beta}")
     return PolicyBatch(options, mask_BT, old_logps, _check_rewards(rewards, options, ids))
@@ -140,8 +143,7 @@ def _check_rewards(rewards: Any, options: PolicyOptions, ids: torch.Tensor) -> t
     if options.advantages is not None:
         per_token(options.advantages, ids)
         return None
-    if not isinstance(rewards, torch.Tensor):
-        raise TypeError(f"rewards must be a tensor, found {type(rewards).__name__}")
+    check_rewards(rewards)
     check_shape(rewards, ids.shape[:1], "rewards")
     check_device(rewards, ids, "rewards", "action_ids")
     return rewards

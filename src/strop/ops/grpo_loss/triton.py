@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from strop.losses import PolicyLoss
+from strop.ops.autograd import first_order
 from strop.ops.grpo_loss.reference import check_grpo_loss, composed_from_logits, grpo_loss
 from strop.ops.library import library_op
 from strop.ops.logp.triton import logp_triton, score
 from strop.ops.policy import GradientFromForward, PolicyOptions, coefficients, fused_result
-from strop.ops.rows import TokenLoss, implementation, on_gpu, on_gpu_or_interpreted
+from strop.ops.rows import TokenLoss, fake_gradient, implementation, on_gpu, on_gpu_or_interpreted
 
 
 @grpo_loss.backend("triton", when=on_gpu, by_name=on_gpu_or_interpreted)
@@ -34,9 +35,8 @@ def grpo_loss_triton(
     if not chosen.row_suffices:
         return composed_from_logits(logp_triton, batch, policy_logits, ref_logits, action_ids, in_place)
     ids_N, mask_N, temperature = action_ids.reshape(-1), batch.mask_BT.reshape(-1), float(chosen.temperature)
-    if ref_logits is None:
-        ref_logps_N = batch.ref_logps_N
-    else:
+    ref_logps_N = batch.ref_logps_N
+    if ref_logits is not None:
         ref_logps_N = score(ref_logits.detach(), ids_N, mask_N, temperature)
     advantages, weights = coefficients(batch)
     total, policy_and_kl, logps_N = _PolicyLoss.apply(
@@ -65,7 +65,7 @@ class _PolicyLoss(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, d_total, *_):
         (d_logits,) = ctx.gradient.scaled(d_total, scale_)
         return d_logits, None, None, None, None, None
@@ -91,7 +91,7 @@ def _run(logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature, 
 
 @library_op(
     f"policy_terms(Tensor logits, {_TERMS}, bool gradient) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda logits, *rest: (*_fake_terms(logits, *rest), logits.new_empty(logits.shape if rest[-1] else 0)),
+    lambda logits, *rest: (*_fake_terms(logits, *rest), fake_gradient(logits) if rest[-1] else logits.new_empty(0)),
 )
 def policy_terms(logits, *rest):
     *results, d_logits = _run(logits, *rest[:-1], gradient=rest[-1], in_place=False)

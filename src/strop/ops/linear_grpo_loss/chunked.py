@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from strop.losses import PolicyLoss
+from strop.ops.autograd import first_order
 from strop.ops.chunks import Wanted, linear_policy_terms
 from strop.ops.library import library_op
 from strop.ops.linear_grpo_loss.reference import (
@@ -100,7 +101,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         return total, policy_and_kl, logps_N
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, d_total, _policy_and_kl, _logps):
         gradients = ctx.gradient.scaled(d_total, implementation(ctx.rows).scale_)
         return (*(g if w else None for g, w in zip(gradients, ctx.wanted, strict=True)), None, None, None, None, None)

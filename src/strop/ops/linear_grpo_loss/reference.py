@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from strop._tensors import check_shape
+from strop._tensors import check_device, check_shape
 from strop.losses import PolicyLoss
 from strop.losses._common import Count
 from strop.losses.policy import ClipEps
@@ -108,6 +108,7 @@ def check_reference(head: Any, ref: Any) -> None:
             raise ValueError("ref_bias must come with ref_hidden and ref_weight, found it alone")
         return
     check_head(ref_hidden, ref_weight, ref_bias, prefix="ref_")
+    check_device(ref_hidden, hidden, "ref_hidden", "hidden")
     check_shape(ref_hidden, (*hidden.shape[:-1], ref_hidden.shape[-1]), "ref_hidden")
     check_shape(ref_weight, (weight.shape[0], ref_weight.shape[1]), "ref_weight")
 

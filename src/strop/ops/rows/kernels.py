@@ -24,6 +24,7 @@ from strop.ops.rows.launch import Launcher
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # not −inf: −inf − (−inf) is NaN, and a banned token stays exp(−inf) = 0
 FAR = tl.constexpr(-1e30)  # below it exp is 0; bounds −inf where it would meet 0·(−inf)
+ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)  # NaN stays NaN: the minimum of NaN and a bound would be the bound
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -254,7 +255,7 @@ def logp_bwd_kernel(
 
 @triton.jit
 def _k3(d):
-    """exp(d) − d − 1 without cancellation, and expm1(d) = k3 + d."""
+    """exp(d) − d − 1 without cancellation."""
     series = 1.0 / 3628800
     series = series * d + 1.0 / 362880
     series = series * d + 1.0 / 40320
@@ -271,14 +272,17 @@ def _k3(d):
 def clipped_surrogate(logp, old, advantage, low, high, delta):
     """−min(r·A, clip(r)·A) with r = exp(logp − old) bounded by delta, and its derivative by logp: −A·r, 0 where cut."""
     ratio = tl.exp(logp - old)
-    bounded = tl.where(advantage < 0, tl.minimum(tl.maximum(ratio, low), delta), tl.minimum(ratio, high))
-    return -advantage * bounded, tl.where(bounded == ratio, -advantage * ratio, 0.0)
+    raised = tl.maximum(ratio, low, propagate_nan=ALL_NAN)
+    below_delta = tl.minimum(raised, delta, propagate_nan=ALL_NAN)
+    bounded = tl.where(advantage < 0, below_delta, tl.minimum(ratio, high, propagate_nan=ALL_NAN))
+    cut = (bounded < ratio) | (bounded > ratio)  # a NaN is not
+    return -advantage * bounded, tl.where(cut, 0.0, -advantage * ratio)
 
 
 @triton.jit
 def clipped_weight(logp, old, advantage, low, high, delta):
     """−min(r, high)·A·logp, the weight without gradient (CISPO), and its derivative by logp."""
-    d_logp = -advantage * tl.minimum(tl.exp(logp - old), high)
+    d_logp = -advantage * tl.minimum(tl.exp(logp - old), high, propagate_nan=ALL_NAN)
     return d_logp * logp, d_logp
 
 
@@ -366,14 +370,15 @@ def policy_loss_kernel(
             kl, d_kl = 0.5 * d * d, -d
         else:  # k3 = exp(d) − d − 1
             kl = _k3(d)
-            d_kl = -(kl + d)
+            d_kl = tl.where(tl.abs(d) < 0.5, -(kl + d), 1 - tl.exp(d))
+    beta_kl, beta_d_kl = tl.where(beta == 0, 0.0, beta * kl), tl.where(beta == 0, 0.0, beta * d_kl)  # 0·inf is NaN
     weight = tl.load(weight_ptr + owner)
     tl.store(logp_ptr + row, logp)
-    tl.store(terms_ptr + row, weight * (loss + beta * kl))
+    tl.store(terms_ptr + row, weight * (loss + beta_kl))
     tl.store(terms_ptr + N + row, weight * loss)
     tl.store(terms_ptr + 2 * N + row, weight * kl)
     if GRADIENT:
-        d_logp = weight * (d_loss + beta * d_kl) * (scale * LN2)
+        d_logp = weight * (d_loss + beta_d_kl) * (scale * LN2)
         _write_gradient(x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, 0.0, 0.0, False, LANES, PER)
 
 
@@ -409,3 +414,18 @@ def scale_kernel(x_ptr, scale_ptr, size: tl.int64, ALIGNED: tl.constexpr, BLOCK:
         rest = blocks * BLOCK + n
         x = tl.load(x_ptr + rest, mask=rest < size)
         tl.store(x_ptr + rest, (x.to(tl.float32) * scale).to(dtype), mask=rest < size)
+
+
+@Launcher
+def scale_rows_kernel(
+    x_ptr, scale_ptr, V: tl.int32, T: tl.int32, stride_B: tl.int64, stride_T: tl.int64, BLOCK: tl.constexpr
+):
+    """The same for rows with something between them that is not theirs; one program a row."""
+    scale = tl.load(scale_ptr).to(tl.float32)
+    if scale == 1.0:
+        return
+    x_ptr += _row_start(tl.program_id(0).to(tl.int64), T, stride_B, stride_T)
+    for start in range(0, V, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offsets, mask=offsets < V)
+        tl.store(x_ptr + offsets, (x.to(tl.float32) * scale).to(x_ptr.dtype.element_ty), mask=offsets < V)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from strop.losses.policy import ClipBounds, clip_bounds
-from strop.ops.rows import PolicyTerms, TokenLoss, kernels
+from strop.ops.rows import PolicyTerms, TokenLoss, check_in_place, kernels, strided_rows
 from strop.ops.rows.kernels import LOG2E
 
 INTERPRETED = kernels.logp_kernel.interpreted
@@ -52,18 +52,10 @@ def _rows(logits: torch.Tensor) -> Rows | None:
     if logits.is_contiguous():
         N = logits.numel() // V
         return Rows(N, max(N, 1), V, 0, V, misaligned, per)
-    if logits.stride(-1) != 1 and V > 1:
+    found = strided_rows(logits)
+    if found is None:
         return None
-    # neighbouring dimensions that lie one after another are one dimension; those of size 1 are none
-    merged: list[tuple[int, int]] = []
-    for length, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
-        if merged and merged[-1][1] == length * stride:
-            merged[-1] = (merged[-1][0] * length, stride)
-        elif length != 1:
-            merged.append((length, stride))
-    if len(merged) > 2 or any(stride < V for _, stride in merged):  # a stride below V: rows that overlap
-        return None
-    (B, stride_B), (T, stride_T) = [(1, 0), (1, 0), *merged][-2:]
+    (B, stride_B), (T, stride_T) = found
     return Rows(B * T, max(T, 1), V, stride_B, stride_T, misaligned, per)
 
 
@@ -120,10 +112,11 @@ def logps(
     if rows.N:
         kernels.logp_kernel(
             rows.N,
-            logits, ids_N, _or(mask_N, ids_N), logps_N, top_N, sum_N,
+            logits, ids_N.contiguous(), _or(mask_N, ids_N).contiguous(), logps_N, top_N, sum_N,
             _or(entropies_N, logps_N), rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T,
             rows.misaligned, _scale(temperature),
-            MASKED=mask_N is not None, STATS=stats_2N is not None, ENTROPY=entropy, FIRST=number == 0, LAST=first_id + rows.V == vocabulary,
+            MASKED=mask_N is not None, STATS=stats_2N is not None, ENTROPY=entropy, FIRST=number == 0,
+            LAST=first_id + rows.V == vocabulary,
             **_tiling(rows, _forward_launch(rows.V)),
         )  # fmt: skip
     return logps_N, stats_2N, entropies_N
@@ -149,8 +142,8 @@ def logps_bwd(
     if rows.N:
         kernels.logp_bwd_kernel(
             rows.N,
-            logits, out, ids_N, _or(mask_N, ids_N), stats_2N[0], stats_2N[1], entropies_N, d_logps_N,
-            d_logps_N if d_entropies_N is None else d_entropies_N,
+            logits, out, ids_N.contiguous(), _or(mask_N, ids_N).contiguous(), stats_2N[0], stats_2N[1],
+            entropies_N, d_logps_N, _or(d_entropies_N, d_logps_N),
             rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T, rows.misaligned, _scale(temperature),
             MASKED=mask_N is not None, ENTROPY=d_entropies_N is not None,
             **_tiling(rows, _forward_launch(rows.V)),
@@ -214,8 +207,9 @@ def policy_terms(
     terms_3N = torch.empty(3, rows.N, device=device)
     kernels.policy_loss_kernel(
         rows.N,
-        logits, logits if out is None else out, ids_N, _or(mask_N, ids_N),
-        _or(old_logps_N, weights), _or(ref_logps_N, weights), advantages, weights, logps_N, terms_3N,
+        logits, _or(out, logits), ids_N.contiguous(), _or(mask_N, ids_N).contiguous(),
+        _or(old_logps_N, weights).contiguous(), _or(ref_logps_N, weights).contiguous(), advantages.contiguous(),
+        weights.contiguous(), logps_N, terms_3N,
         rows.N, rows.N // advantages.shape[0], rows.V, rows.T, rows.stride_B, rows.stride_T, rows.misaligned,
         _scale(temperature), bounds.low, bounds.high, bounds.delta, loss.beta,
         TOKEN_LOSS=kernels.clipped_weight if loss.loss_type == "cispo" else kernels.clipped_surrogate,
@@ -229,15 +223,17 @@ def policy_terms(
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     """gradient · factor in place. Where the factor is 1, which only the device knows, nothing is read or written."""
-    size = _span(gradient) if gradient.numel() else 0
-    if size:
+    size = gradient.numel()
+    if size and not gradient.is_contiguous():
+        gradient, rows = as_rows(gradient)
+        block = min(_SCALE_BLOCK, _power_of_2(rows.V))
+        kernels.scale_rows_kernel(
+            rows.N, gradient, factor, rows.V, rows.T, rows.stride_B, rows.stride_T, BLOCK=block, num_warps=8
+        )
+    elif size:
         programs = min(-(-size // _SCALE_BLOCK), _SCALE_PROGRAMS)
         aligned = gradient.data_ptr() % 16 == 0
         kernels.scale_kernel(programs, gradient, factor, size, ALIGNED=aligned, BLOCK=_SCALE_BLOCK, num_warps=8)
-
-
-def _span(tensor: torch.Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _power_of_2(n: int) -> int:
@@ -259,9 +255,5 @@ def _or(tensor: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
 
 
 def _same_memory(given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    if rows.data_ptr() != given.data_ptr():
-        raise ValueError(
-            f"in_place needs logits whose rows lie in memory one after another, found strides {list(given.stride())} "
-            f"of shape {list(given.shape)}"
-        )
+    check_in_place(given)
     return rows
