@@ -137,17 +137,20 @@ def _std(centred: torch.Tensor, count: torch.Tensor | int, ddof: int, dim: int) 
 
 
 def _as_rewards(rewards: Any) -> torch.Tensor:
+    check_rewards(rewards)
+    return rewards.detach().double()
+
+
+def check_rewards(rewards: Any) -> None:
     if not isinstance(rewards, torch.Tensor):
         raise TypeError(f"rewards must be a tensor, found {type(rewards).__name__}")
     if rewards.dtype not in FLOATS + INTEGERS:
         raise TypeError(f"rewards must be floats or integers, found {rewards.dtype}")
     if rewards.ndim != 1:
         raise ValueError(f"rewards must have shape [B], found {list(rewards.shape)}")
-    values_B = rewards.detach().double()
-    if can_look(values_B) and not (finite := values_B.isfinite()).all():
+    if can_look(rewards) and not (finite := rewards.isfinite()).all():
         at = int((~finite).nonzero()[0])
-        raise ValueError(f"rewards must be finite, found {values_B[at].item()} at index {at}")
-    return values_B
+        raise ValueError(f"rewards must be finite, found {rewards[at].item()} at index {at}")
 
 
 def _like_rewards(values_B: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:

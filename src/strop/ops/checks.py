@@ -45,7 +45,13 @@ def check_ids_in_range(
 
 
 def check_logp(
-    logits: Any, ids: Any, temperature: Any, completion_mask: Any, validate: bool, *, names: tuple[str, str] = LOGP_NAMES
+    logits: Any,
+    ids: Any,
+    temperature: Any,
+    completion_mask: Any,
+    validate: bool,
+    *,
+    names: tuple[str, str] = LOGP_NAMES,
 ) -> torch.Tensor | None:
     """Everything `logp` asks of its arguments. Returns the mask as booleans."""
     check_logits_and_ids(logits, ids, temperature, names)
@@ -80,8 +86,9 @@ def check_head(hidden: Any, weight: Any, bias: Any, prefix: str = "") -> None:
         if tensor is None:
             continue
         check_device(tensor, hidden, name, hidden_name)
-        if tensor.dtype != hidden.dtype and not autocast:
-            raise TypeError(f"{name} must be {hidden.dtype} as {hidden_name} is, found {tensor.dtype} (autocast is off)")
+        if tensor.dtype != hidden.dtype and (not autocast or torch.float64 in (tensor.dtype, hidden.dtype)):
+            why = "autocast leaves float64 alone" if autocast else "autocast is off"
+            raise TypeError(f"{name} must be {hidden.dtype} as {hidden_name} is, found {tensor.dtype} ({why})")
 
 
 def check_workspace(workspace: Any) -> None:

@@ -152,8 +152,8 @@ def _empty_gradients(tokens: Tokens, head: Head, wanted: Wanted) -> Gradients:
     hidden_NH, weight_VH = tokens.hidden_NH, head.weight_VH
     whole = tokens.places is None and tokens.count > 0
     return Gradients(
-        (torch.empty_like if whole else torch.zeros_like)(hidden_NH) if wanted.hidden else hidden_NH.new_empty(0),
-        (torch.empty_like if tokens.count else torch.zeros_like)(weight_VH, dtype=wanted.weight_dtype)
+        (hidden_NH.new_empty if whole else hidden_NH.new_zeros)(hidden_NH.shape) if wanted.hidden else hidden_NH.new_empty(0),
+        (weight_VH.new_empty if tokens.count else weight_VH.new_zeros)(weight_VH.shape, dtype=wanted.weight_dtype)
         if wanted.weight
         else weight_VH.new_empty(0),
         torch.zeros_like(weight_VH[:, 0], dtype=_sums_in(tokens.dtype)) if wanted.bias else weight_VH.new_empty(0),

@@ -6,12 +6,21 @@ visit. Composed: log-probs by an operator, then `strop.losses.policy_loss`; for 
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from strop._tensors import as_completion_mask, check_choice, check_device, check_floats, check_number, check_shape, in_float
+from strop._tensors import (
+    as_completion_mask,
+    check_choice,
+    check_device,
+    check_floats,
+    check_number,
+    check_shape,
+    in_float,
+)
 from strop.losses import (
     IMPORTANCE_LEVELS,
     KL_ESTIMATORS,
@@ -22,8 +31,8 @@ from strop.losses import (
     policy_metrics,
     token_weights,
 )
-from strop.losses._common import Count
-from strop.losses.advantages import check_group_size
+from strop.losses._common import Count, Metrics
+from strop.losses.advantages import check_group_size, check_rewards
 from strop.losses.policy import ClipEps, per_token, weight_counts
 from strop.ops.library import library_op
 from strop.ops.rows import TokenLoss, implementation
@@ -91,7 +100,13 @@ def flat(logps_BT: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def check_batch(
-    ids: torch.Tensor, old_logps: Any, rewards: Any, completion_mask: Any, options: PolicyOptions, ref: Any, ref_name: str
+    ids: torch.Tensor,
+    old_logps: Any,
+    rewards: Any,
+    completion_mask: Any,
+    options: PolicyOptions,
+    ref: Any,
+    ref_name: str,
 ) -> PolicyBatch:
     """Everything the two operators ask of arguments other than logits or hidden states and ids."""
     if ids.ndim != 2:
@@ -111,6 +126,8 @@ def check_batch(
     if ref is not None and options.ref_logps is not None:
         raise ValueError(f"at most one of {ref_name} and ref_logps must be given, found both")
     check_number(options.beta, "beta")
+    if not 0 <= options.beta < math.inf:
+        raise ValueError(f"beta must be finite and at least 0, found {options.beta}")
     if options.beta and ref is None and options.ref_logps is None:
         raise ValueError(f"{ref_name} or ref_logps must be given where beta is above 0, found beta={options.beta}")
     return PolicyBatch(options, mask_BT, old_logps, _check_rewards(rewards, options, ids))
@@ -126,16 +143,13 @@ def _check_rewards(rewards: Any, options: PolicyOptions, ids: torch.Tensor) -> t
     if options.advantages is not None:
         per_token(options.advantages, ids)
         return None
-    if not isinstance(rewards, torch.Tensor):
-        raise TypeError(f"rewards must be a tensor, found {type(rewards).__name__}")
+    check_rewards(rewards)
     check_shape(rewards, ids.shape[:1], "rewards")
     check_device(rewards, ids, "rewards", "action_ids")
     return rewards
 
 
-def composed(
-    batch: PolicyBatch, ref_logps_BT: torch.Tensor | None, score: Callable[[bool], Any]
-) -> PolicyLoss:
+def composed(batch: PolicyBatch, ref_logps_BT: torch.Tensor | None, score: Callable[[bool], Any]) -> PolicyLoss:
     """The loss from log-probs; score(entropy) gives those, and the entropies where they are wanted."""
     options, entropy = batch.options, batch.options.entropy_coef != 0
     scores = score(entropy)
@@ -171,8 +185,7 @@ def coefficients(batch: PolicyBatch) -> tuple[torch.Tensor, torch.Tensor]:
     Where groups are of one size, and their advantages and the weights take thirty launches in torch, one kernel does it.
     """
     options, rewards = batch.options, batch.rewards
-    easy = options.samples_per_prompt is not None and rewards is not None and rewards.dtype != torch.float64
-    if not easy:
+    if rewards is None or options.samples_per_prompt is None or rewards.dtype == torch.float64:
         return token_coefficients(batch, torch.float32)
     group_size = check_group_size(rewards.shape[0], options.samples_per_prompt)
     count, tokens = weight_counts(
@@ -201,22 +214,28 @@ def batch_coefficients(rewards_B, mask_BT, group_size, count_on_device, count, t
 def fused_result(
     batch: PolicyBatch,
     advantages: torch.Tensor,
-    ref_logps_BT: torch.Tensor | None,
+    ref_logps_N: torch.Tensor | None,
     total: torch.Tensor,
     policy_and_kl: torch.Tensor,
-    logps_BT: torch.Tensor,
+    logps_N: torch.Tensor,
 ) -> PolicyLoss:
     policy, kl = policy_and_kl.unbind()
-    compute_metrics = functools.partial(
-        policy_metrics,
-        logps_BT,
+    compute_metrics = functools.partial(_fused_metrics, batch, advantages, ref_logps_N, logps_N)
+    return PolicyLoss(total, policy, kl, compute_metrics)
+
+
+def _fused_metrics(
+    batch: PolicyBatch, advantages: torch.Tensor, ref_logps_N: torch.Tensor | None, logps_N: torch.Tensor
+) -> Metrics:
+    shape = batch.mask_BT.shape
+    return policy_metrics(
+        logps_N.view(shape),
         batch.old_logps_BT,
-        advantages if advantages.ndim == 1 and advantages.shape[0] == logps_BT.shape[0] else advantages.view(logps_BT.shape),
+        advantages if advantages.shape == shape[:1] else advantages.view(shape),
         batch.mask_BT,
-        ref_logps=ref_logps_BT,
+        ref_logps=None if ref_logps_N is None else ref_logps_N.view(shape),
         **batch.options.of("loss_type", "importance_level", "clip_eps", "delta", "kl_estimator"),
     )
-    return PolicyLoss(total, policy, kl, compute_metrics)
 
 
 class GradientFromForward:

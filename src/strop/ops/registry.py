@@ -80,7 +80,11 @@ class Op:
         functools.update_wrapper(self, reference)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._choose(args, kwargs).function(*args, **kwargs)
+        try:
+            return self._choose(args, kwargs).function(*args, **kwargs)
+        except TypeError:
+            self.signature.bind(*args, **kwargs)  # a call that does not fit says so in the operator's own words
+            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         return get_op, (self.name,)  # there is one operator of a name: copies and pickles are that one
@@ -117,6 +121,7 @@ class Op:
         return add
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        self.signature.bind(*args, **kwargs)
         forced = self.forced()
         chosen = self._choose(args, kwargs).name
         reasons = {}
@@ -136,13 +141,9 @@ class Op:
         return _forced_choice(self.name)
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
-        try:
-            return self._forced_backend(args, kwargs) or next(
-                backend for backend in reversed(self._backends.values()) if _verdict(backend.when, args, kwargs) is None
-            )
-        except TypeError:
-            self.signature.bind(*args, **kwargs)  # a call that does not fit says so in the operator's own words
-            raise
+        return self._forced_backend(args, kwargs) or next(
+            backend for backend in reversed(self._backends.values()) if _verdict(backend.when, args, kwargs) is None
+        )
 
     def _forced_backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend | None:
         forced = self.forced()

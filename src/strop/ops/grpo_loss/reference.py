@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
+from strop._tensors import check_device
 from strop.losses import PolicyLoss
 from strop.losses._common import Count
 from strop.losses.policy import ClipEps
-from strop._tensors import check_device
 from strop.ops.checks import check_ids_in_range, check_logits, check_logits_and_ids
 from strop.ops.logp import logp
 from strop.ops.policy import PolicyBatch, PolicyOptions, check_batch, composed

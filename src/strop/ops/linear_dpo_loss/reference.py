@@ -54,9 +54,7 @@ def linear_dpo_loss(
     head, ref = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
     loss_options = {"loss_type": loss_type, "beta": beta, "label_smoothing": label_smoothing, "num_pairs": num_pairs}
     score_options = {"temperature": temperature, "workspace": workspace, "validate": validate}
-    return composed(
-        linear_logp.reference, head, ref, ids, completion_mask, ref_logps, loss_options, score_options
-    )
+    return composed(linear_logp.reference, head, ref, ids, completion_mask, ref_logps, loss_options, score_options)
 
 
 def composed(
@@ -100,5 +98,7 @@ def _check(head: Any, ref: Any, ids: Any, completion_mask: Any, ref_logps: Any, 
         check_device(ref_logps, hidden, "ref_logps", "hidden")
         if ref_logps.shape not in (ids.shape, ids.shape[:1]):
             rows, columns = ids.shape
-            raise ValueError(f"ref_logps must have shape [{rows}] or [{rows}, {columns}], found {list(ref_logps.shape)}")
+            raise ValueError(
+                f"ref_logps must have shape [{rows}] or [{rows}, {columns}], found {list(ref_logps.shape)}"
+            )
     return mask

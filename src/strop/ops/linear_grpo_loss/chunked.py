@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from strop.losses import PolicyLoss
+from strop.ops.autograd import first_order
 from strop.ops.chunks import Wanted, linear_policy_terms
 from strop.ops.library import library_op
 from strop.ops.linear_grpo_loss.reference import (
@@ -23,7 +24,7 @@ from strop.ops.linear_logp.chunked import (
     linear_logp_chunked,
     linear_logp_triton,
 )
-from strop.ops.policy import GradientFromForward, PolicyOptions, flat, fused_result, token_coefficients
+from strop.ops.policy import GradientFromForward, PolicyOptions, coefficients, flat, fused_result, token_coefficients
 from strop.ops.rows import TokenLoss, implementation, on_gpu, on_gpu_or_interpreted
 
 
@@ -63,18 +64,27 @@ def _linear_grpo_loss(
         return composed_from_hidden(linear_logp_of, batch, head, ref, action_ids, workspace)
     ref_logps = ref_logps_of(linear_logp_of, batch, ref, action_ids, workspace)
     dtype = computed_in(hidden)
-    advantages_N, weights_N = token_coefficients(batch, torch.float64 if dtype == torch.float64 else torch.float32)
+    ref_logps_N = flat(ref_logps)
+    if rows == "triton":
+        advantages_N, weights_N = (_per_row(values, action_ids) for values in coefficients(batch))
+    else:
+        advantages_N, weights_N = token_coefficients(batch, torch.float64 if dtype == torch.float64 else torch.float32)
     total, policy_and_kl, logps_N = _LinearPolicyLoss.apply(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         bias,
-        (action_ids.reshape(-1), batch.mask_BT.reshape(-1), batch.old_logps_N, flat(ref_logps), advantages_N, weights_N),
+        (action_ids.reshape(-1), batch.mask_BT.reshape(-1), batch.old_logps_N, ref_logps_N, advantages_N, weights_N),
         float(chosen.temperature),
         chosen.token_loss,
         (rows, workspace, dtype),
         [torch.is_grad_enabled() and x is not None and x.requires_grad for x in head],
     )
-    return fused_result(batch, advantages_N, ref_logps, total, policy_and_kl, logps_N.view(action_ids.shape))
+    return fused_result(batch, advantages_N, ref_logps_N, total, policy_and_kl, logps_N)
+
+
+def _per_row(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """One value for every token, where there may be one for every sequence."""
+    return values if values.numel() == ids.numel() else values[:, None].expand(ids.shape).reshape(-1)
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
@@ -91,7 +101,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         return total, policy_and_kl, logps_N
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, d_total, _policy_and_kl, _logps):
         gradients = ctx.gradient.scaled(d_total, implementation(ctx.rows).scale_)
         return (*(g if w else None for g, w in zip(gradients, ctx.wanted, strict=True)), None, None, None, None, None)
@@ -117,7 +127,7 @@ def linear_policy_loss(
     total, policy_and_kl, logps_N, gradients = linear_policy_terms(
         hidden_NH, head_in(dtype, weight, bias), ids_N, mask_N, old_N, ref_N, advantages_N, weights_N, temperature,
         TokenLoss(loss_type, tuple(clip_eps), delta, beta, kl_estimator), implementation(rows), workspace,
-        Wanted(*wanted, weight.dtype),
+        Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
     )  # fmt: skip
     d_bias = gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
     return total, policy_and_kl, logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from strop._tensors import check_shape
+from strop._tensors import check_device, check_shape
 from strop.losses import PolicyLoss
 from strop.losses._common import Count
 from strop.losses.policy import ClipEps
@@ -82,7 +82,15 @@ def check_linear_grpo_loss(
     if hidden.ndim != 3:
         raise ValueError(f"hidden must have shape [B, T, H], found {list(hidden.shape)}")
     check_linear_logp(
-        hidden, weight, action_ids, bias, options.temperature, completion_mask, workspace, options.validate, "action_ids"
+        hidden,
+        weight,
+        action_ids,
+        bias,
+        options.temperature,
+        completion_mask,
+        workspace,
+        options.validate,
+        "action_ids",
     )
     check_reference(head, ref)
     return check_batch(action_ids, old_logps, rewards, completion_mask, options, ref[0], "ref_hidden")
@@ -100,6 +108,7 @@ def check_reference(head: Any, ref: Any) -> None:
             raise ValueError("ref_bias must come with ref_hidden and ref_weight, found it alone")
         return
     check_head(ref_hidden, ref_weight, ref_bias, prefix="ref_")
+    check_device(ref_hidden, hidden, "ref_hidden", "hidden")
     check_shape(ref_hidden, (*hidden.shape[:-1], ref_hidden.shape[-1]), "ref_hidden")
     check_shape(ref_weight, (weight.shape[0], ref_weight.shape[1]), "ref_weight")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from strop.ops.autograd import first_order
 from strop.ops.chunks import Head, Wanted, linear_logps, linear_logps_bwd
 from strop.ops.library import library_op
 from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
@@ -74,7 +75,7 @@ class _LinearLogp(torch.autograd.Function):
         return logps_N, entropies_N
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, d_logps_N, d_entropies_N):
         hidden_NH, weight, bias, ids_N, mask_N, stats_2N, entropies_N = ctx.saved_tensors
         temperature, entropy, rows, workspace, dtype = ctx.settings
@@ -114,7 +115,7 @@ def linear_logp_forward(hidden_NH, weight, bias, ids_N, mask_N, temperature, ent
 def fake_gradients(hidden_NH, weight, bias, wanted):
     given = hidden_NH, weight, bias
     return tuple(
-        torch.empty_like(tensor) if want else hidden_NH.new_empty(0) for tensor, want in zip(given, wanted, strict=True)
+        tensor.new_empty(tensor.shape) if want else hidden_NH.new_empty(0) for tensor, want in zip(given, wanted, strict=True)
     )
 
 
@@ -131,6 +132,6 @@ def linear_logp_backward(
     head = head_in(dtype, weight, bias)
     gradients = linear_logps_bwd(
         hidden_NH, head, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N, temperature,
-        implementation(rows), workspace, Wanted(*wanted, weight.dtype),
+        implementation(rows), workspace, Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
     )  # fmt: skip
     return gradients.hidden_NH, gradients.weight_VH, gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)

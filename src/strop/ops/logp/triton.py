@@ -2,10 +2,11 @@
 
 import torch
 
+from strop.ops.autograd import first_order
 from strop.ops.checks import check_logp
 from strop.ops.library import library_op
 from strop.ops.logp.reference import logp
-from strop.ops.rows import implementation, on_gpu, on_gpu_or_interpreted
+from strop.ops.rows import check_in_place, fake_gradient, implementation, on_gpu, on_gpu_or_interpreted
 
 
 @logp.backend("triton", when=on_gpu, by_name=on_gpu_or_interpreted)
@@ -20,6 +21,8 @@ def logp_triton(
     validate: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     mask = check_logp(logits, ids, temperature, completion_mask, validate)
+    if in_place and logits.requires_grad:
+        check_in_place(logits)
     mask_N = None if mask is None else mask.reshape(-1)
     logps_N, entropies_N = _Logp.apply(logits, ids.reshape(-1), mask_N, float(temperature), entropy, in_place)
     logps = logps_N.view(ids.shape)
@@ -36,7 +39,7 @@ class _Logp(torch.autograd.Function):
         return logps_N, entropies_N
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, d_logps_N, d_entropies_N):
         logits, ids_N, mask_N, stats_2N, entropies_N = ctx.saved_tensors
         d_entropies_N = d_entropies_N if ctx.entropy else None  # a compiled graph gives the empty one a gradient
@@ -51,7 +54,7 @@ class _Logp(torch.autograd.Function):
             raise RuntimeError("backward of logp(in_place=True) can run once: the gradient has overwritten the logits")
         ctx.overwritten = True
         logp_backward_(logits, *rest)
-        return logits, None, None, None, None, None
+        return logits.detach(), None, None, None, None, None
 
 
 def _fake_forward(logits, ids_N, mask_N, temperature, entropy):
@@ -64,7 +67,18 @@ def _fake_forward(logits, ids_N, mask_N, temperature, entropy):
     _fake_forward,
 )
 def logp_forward(logits, ids_N, mask_N, temperature, entropy):
-    return implementation("triton").logps(logits, ids_N, mask_N, temperature, entropy)
+    logps_N, stats_2N, entropies_N = implementation("triton").logps(logits, ids_N, mask_N, temperature, entropy)
+    return logps_N, stats_2N, logps_N.new_empty(0) if entropies_N is None else entropies_N
+
+
+@library_op(
+    "score(Tensor logits, Tensor ids, Tensor? mask, float temperature) -> Tensor",
+    lambda logits, ids_N, *_: logits.new_empty(ids_N.shape, dtype=torch.float32),
+)
+def score(logits, ids_N, mask_N, temperature):
+    """Log-probs alone, with no way back."""
+    logps_N, _, _ = implementation("triton").logps(logits, ids_N, mask_N, temperature, False, way_back=False)
+    return logps_N
 
 
 _BACKWARD = (
@@ -72,7 +86,7 @@ _BACKWARD = (
 )
 
 
-@library_op(f"logp_backward(Tensor logits, {_BACKWARD}) -> Tensor", lambda logits, *_: torch.empty_like(logits))
+@library_op(f"logp_backward(Tensor logits, {_BACKWARD}) -> Tensor", lambda logits, *_: fake_gradient(logits))
 def logp_backward(logits, *rest):
     return implementation("triton").logps_bwd(logits, *rest, in_place=False)
 

@@ -38,6 +38,42 @@ def implementation(name: str) -> ModuleType:
     return importlib.import_module(f"strop.ops.rows.{name}_rows")
 
 
+def strided_rows(logits: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """The rows as [B, T] with two strides: (B, stride) and (T, stride); None where they lie otherwise."""
+    V = logits.shape[-1]
+    if logits.stride(-1) != 1 and V > 1:
+        return None
+    # neighbouring dimensions that lie one after another are one dimension; those of size 1 are none
+    merged: list[tuple[int, int]] = []
+    for length, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
+        if merged and merged[-1][1] == length * stride:
+            merged[-1] = (merged[-1][0] * length, stride)
+        elif length != 1:
+            merged.append((length, stride))
+    if len(merged) > 2 or any(stride < V for _, stride in merged):  # a stride below V: rows that overlap
+        return None
+    outer, inner = [(1, 0), (1, 0), *merged][-2:]
+    return outer, inner
+
+
+def fake_gradient(logits: torch.Tensor) -> torch.Tensor:
+    """As the kernels lay out the gradient: like the logits, or packed where those had to be copied."""
+    if logits.is_contiguous():
+        return torch.empty_like(logits)
+    if strided_rows(logits) is None:
+        return torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return logits.new_empty_strided(logits.shape, logits.stride())
+
+
+def check_in_place(logits: torch.Tensor) -> None:
+    """The gradient can overwrite the logits only where the kernels read them as they lie."""
+    if not logits.is_contiguous() and strided_rows(logits) is None:
+        raise ValueError(
+            f"in_place needs logits whose rows lie in memory one after another, found strides {list(logits.stride())} "
+            f"of shape {list(logits.shape)}"
+        )
+
+
 def on_gpu(*args: Any, **kwargs: Any) -> bool | str:
     """Whether the kernels can take an operator's arguments, judged by the first tensor of floats; or why not."""
     tensor = _first_floats(args, kwargs)

@@ -20,8 +20,11 @@ exp((x − m)/temperature) = exp2((x − m)·scale). Everything is float32 insid
 import triton
 import triton.language as tl
 
+from strop.ops.rows.launch import Launcher
+
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # not −inf: −inf − (−inf) is NaN, and a banned token stays exp(−inf) = 0
 FAR = tl.constexpr(-1e30)  # below it exp is 0; bounds −inf where it would meet 0·(−inf)
+ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)  # NaN stays NaN: the minimum of NaN and a bound would be the bound
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -137,11 +140,16 @@ def _write_gradient(
 
 
 @triton.jit
-def _write_zeros(dx_ptr, V, LANES: tl.constexpr, PER: tl.constexpr):
-    offsets = tl.arange(0, LANES * PER)
-    zero = tl.zeros([LANES * PER], dx_ptr.dtype.element_ty)
-    for start in range(0, V, LANES * PER):
-        tl.store(dx_ptr + start + offsets, zero, mask=start + offsets < V)
+def _write_zeros(dx_ptr, before, V, LANES: tl.constexpr, PER: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    tile = lane[:, None] * PER + tl.arange(0, PER)[None, :]
+    zero = tl.zeros([LANES, PER], dx_ptr.dtype.element_ty)
+    body_ptr = tl.multiple_of(dx_ptr + before, 16)
+    lanes = tl.maximum(V - before, 0) // PER
+    for first in range(0, lanes, LANES):
+        tl.store(body_ptr + first * PER + tile, zero, mask=(lane < lanes - first)[:, None], cache_modifier=".cs")
+    offsets, inside = _edge_offsets(before, V, PER)
+    tl.store(dx_ptr + offsets, tl.zeros([2 * PER], dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -164,11 +172,12 @@ def _read_target(x_ptr, target, V):
     return tl.where(inside, x, float("nan"))
 
 
-@triton.jit
+@Launcher
 def logp_kernel(
     x_ptr, id_ptr, mask_ptr, logp_ptr, top_ptr, sum_ptr, entropy_ptr,
-    T, V, first_id, vocabulary, stride_B, stride_T, misaligned, scale,
-    MASKED: tl.constexpr, ENTROPY: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    T: tl.int32, V: tl.int32, first_id: tl.int32, vocabulary: tl.int32,
+    stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32, scale: tl.float32,
+    MASKED: tl.constexpr, STATS: tl.constexpr, ENTROPY: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
     LANES: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """logp = (x[id] − m)/temperature − log s, and H = log s − t/s, of the ids `first_id` to `first_id + V`.
@@ -181,8 +190,9 @@ def logp_kernel(
         if tl.load(mask_ptr + row) == 0:
             if LAST:
                 tl.store(logp_ptr + row, 0.0)
-                tl.store(top_ptr + row, 0.0)
-                tl.store(sum_ptr + row, 0.0)
+                if STATS:
+                    tl.store(top_ptr + row, 0.0)
+                    tl.store(sum_ptr + row, 0.0)
                 if ENTROPY:
                     tl.store(entropy_ptr + row, 0.0)
             return
@@ -208,16 +218,18 @@ def logp_kernel(
         t = (log2_sum - t / s) * LN2
         s = log2_sum
     tl.store(logp_ptr + row, picked)
-    tl.store(top_ptr + row, m)
-    tl.store(sum_ptr + row, s)
+    if STATS:
+        tl.store(top_ptr + row, m)
+        tl.store(sum_ptr + row, s)
     if ENTROPY:
         tl.store(entropy_ptr + row, t)
 
 
-@triton.jit
+@Launcher
 def logp_bwd_kernel(
     x_ptr, dx_ptr, id_ptr, mask_ptr, top_ptr, sum_ptr, entropy_ptr, d_logp_ptr, d_entropy_ptr,
-    T, V, first_id, vocabulary, stride_B, stride_T, misaligned, scale,
+    T: tl.int32, V: tl.int32, first_id: tl.int32, vocabulary: tl.int32,
+    stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32, scale: tl.float32,
     MASKED: tl.constexpr, ENTROPY: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """dx = d_logp·(onehot − p)/temperature − d_entropy·p·(log p + H)/temperature."""
@@ -227,7 +239,7 @@ def logp_bwd_kernel(
     dx_ptr += start
     if MASKED:
         if tl.load(mask_ptr + row) == 0:
-            _write_zeros(dx_ptr, V, LANES, PER)
+            _write_zeros(dx_ptr, _before(misaligned, start, PER), V, LANES, PER)
             return
     target = tl.load(id_ptr + row).to(tl.int64)
     d_logp = tl.load(d_logp_ptr + row) * (scale * LN2)
@@ -243,7 +255,7 @@ def logp_bwd_kernel(
 
 @triton.jit
 def _k3(d):
-    """exp(d) − d − 1 without cancellation, and expm1(d) = k3 + d."""
+    """exp(d) − d − 1 without cancellation."""
     series = 1.0 / 3628800
     series = series * d + 1.0 / 362880
     series = series * d + 1.0 / 40320
@@ -260,21 +272,24 @@ def _k3(d):
 def clipped_surrogate(logp, old, advantage, low, high, delta):
     """−min(r·A, clip(r)·A) with r = exp(logp − old) bounded by delta, and its derivative by logp: −A·r, 0 where cut."""
     ratio = tl.exp(logp - old)
-    bounded = tl.where(advantage < 0, tl.minimum(tl.maximum(ratio, low), delta), tl.minimum(ratio, high))
-    return -advantage * bounded, tl.where(bounded == ratio, -advantage * ratio, 0.0)
+    raised = tl.maximum(ratio, low, propagate_nan=ALL_NAN)
+    below_delta = tl.minimum(raised, delta, propagate_nan=ALL_NAN)
+    bounded = tl.where(advantage < 0, below_delta, tl.minimum(ratio, high, propagate_nan=ALL_NAN))
+    cut = (bounded < ratio) | (bounded > ratio)  # a NaN is not
+    return -advantage * bounded, tl.where(cut, 0.0, -advantage * ratio)
 
 
 @triton.jit
 def clipped_weight(logp, old, advantage, low, high, delta):
     """−min(r, high)·A·logp, the weight without gradient (CISPO), and its derivative by logp."""
-    d_logp = -advantage * tl.minimum(tl.exp(logp - old), high)
+    d_logp = -advantage * tl.minimum(tl.exp(logp - old), high, propagate_nan=ALL_NAN)
     return d_logp * logp, d_logp
 
 
-@triton.jit
+@Launcher
 def batch_kernel(
     reward_ptr, mask_ptr, count_ptr, advantage_ptr, weight_ptr,
-    T, group_size, count, tokens,
+    T: tl.int32, group_size: tl.int32, count: tl.float32, tokens: tl.float32,
     COUNT_ON_DEVICE: tl.constexpr, BY_LENGTH: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -291,7 +306,8 @@ def batch_kernel(
         length = tl.zeros([BLOCK_T], tl.int32)
         for start in range(0, T, BLOCK_T):
             t = start + tl.arange(0, BLOCK_T)
-            length += tl.load(mask_ptr + sequence.to(tl.int64) * T + t, mask=t < T, other=0).to(tl.int32)
+            counts = tl.load(mask_ptr + sequence.to(tl.int64) * T + t, mask=t < T, other=0)
+            length += tl.where(counts != 0, 1, 0)
         tokens = tl.maximum(tl.sum(length, 0), 1).to(tl.float32)
     tl.store(weight_ptr + sequence, 1.0 / (count * tokens))
     g = tl.arange(0, BLOCK_G)
@@ -305,10 +321,12 @@ def batch_kernel(
     tl.store(advantage_ptr + sequence, tl.where(mine == 0, 0.0, mine / std).to(tl.float32))
 
 
-@triton.jit
+@Launcher
 def policy_loss_kernel(
     x_ptr, dx_ptr, id_ptr, mask_ptr, old_ptr, ref_ptr, advantage_ptr, weight_ptr, logp_ptr, terms_ptr,
-    N, rows_per_advantage, V, T, stride_B, stride_T, misaligned, scale, low, high, delta, beta,
+    N: tl.int32, rows_per_advantage: tl.int32, V: tl.int32, T: tl.int32,
+    stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32,
+    scale: tl.float32, low: tl.float32, high: tl.float32, delta: tl.float32, beta: tl.float32,
     TOKEN_LOSS: tl.constexpr, MASKED: tl.constexpr, ON_POLICY: tl.constexpr, KL: tl.constexpr, GRADIENT: tl.constexpr,
     LANES: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
@@ -329,7 +347,7 @@ def policy_loss_kernel(
             for i in tl.static_range(3):
                 tl.store(terms_ptr + i * N + row, 0.0)
             if GRADIENT:
-                _write_zeros(dx_ptr, V, LANES, PER)
+                _write_zeros(dx_ptr, _before(misaligned, start, PER), V, LANES, PER)
             return
     target = tl.load(id_ptr + row).to(tl.int64)
     before = _before(misaligned, start, PER)
@@ -352,21 +370,20 @@ def policy_loss_kernel(
             kl, d_kl = 0.5 * d * d, -d
         else:  # k3 = exp(d) − d − 1
             kl = _k3(d)
-            d_kl = -(kl + d)
+            d_kl = tl.where(tl.abs(d) < 0.5, -(kl + d), 1 - tl.exp(d))
+    beta_kl, beta_d_kl = tl.where(beta == 0, 0.0, beta * kl), tl.where(beta == 0, 0.0, beta * d_kl)  # 0·inf is NaN
     weight = tl.load(weight_ptr + owner)
     tl.store(logp_ptr + row, logp)
-    tl.store(terms_ptr + row, weight * (loss + beta * kl))
+    tl.store(terms_ptr + row, weight * (loss + beta_kl))
     tl.store(terms_ptr + N + row, weight * loss)
     tl.store(terms_ptr + 2 * N + row, weight * kl)
     if GRADIENT:
-        d_logp = weight * (d_loss + beta * d_kl) * (scale * LN2)
-        _write_gradient(
-            x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, 0.0, 0.0, False, LANES, PER
-        )
+        d_logp = weight * (d_loss + beta_d_kl) * (scale * LN2)
+        _write_gradient(x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, 0.0, 0.0, False, LANES, PER)
 
 
-@triton.jit
-def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N, BLOCK: tl.constexpr):
+@Launcher
+def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N: tl.int32, BLOCK: tl.constexpr):
     """The sums of terms [3, N], in one order; one program each."""
     i = tl.program_id(0)
     n = tl.arange(0, BLOCK)
@@ -379,15 +396,36 @@ def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N, BLOCK: tl.constexpr)
         tl.store(policy_and_kl_ptr + (i - 1), tl.sum(total, 0))
 
 
-@triton.jit
-def scale_kernel(x_ptr, scale_ptr, size, BLOCK: tl.constexpr):
+@Launcher
+def scale_kernel(x_ptr, scale_ptr, size: tl.int64, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """x·scale in place; nothing is read or written where the scale is 1."""
     scale = tl.load(scale_ptr).to(tl.float32)
     if scale == 1.0:
         return
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for start in range(first, size, step):
+    if ALIGNED:
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    dtype = x_ptr.dtype.element_ty
+    n = tl.arange(0, BLOCK)
+    blocks = size // BLOCK
+    for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0).to(tl.int64)):
+        x = tl.load(x_ptr + block * BLOCK + n)
+        tl.store(x_ptr + block * BLOCK + n, (x.to(tl.float32) * scale).to(dtype))
+    if tl.program_id(0) == 0:
+        rest = blocks * BLOCK + n
+        x = tl.load(x_ptr + rest, mask=rest < size)
+        tl.store(x_ptr + rest, (x.to(tl.float32) * scale).to(dtype), mask=rest < size)
+
+
+@Launcher
+def scale_rows_kernel(
+    x_ptr, scale_ptr, V: tl.int32, T: tl.int32, stride_B: tl.int64, stride_T: tl.int64, BLOCK: tl.constexpr
+):
+    """The same for rows with something between them that is not theirs; one program a row."""
+    scale = tl.load(scale_ptr).to(tl.float32)
+    if scale == 1.0:
+        return
+    x_ptr += _row_start(tl.program_id(0).to(tl.int64), T, stride_B, stride_T)
+    for start in range(0, V, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + offsets, mask=offsets < size)
-        tl.store(x_ptr + offsets, (x.to(tl.float32) * scale).to(x_ptr.dtype.element_ty), mask=offsets < size)
+        x = tl.load(x_ptr + offsets, mask=offsets < V)
+        tl.store(x_ptr + offsets, (x.to(tl.float32) * scale).to(x_ptr.dtype.element_ty), mask=offsets < V)

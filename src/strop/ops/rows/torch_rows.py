@@ -34,9 +34,7 @@ def logps(
     x_NV = _scaled(logits, temperature)
     N, V = x_NV.shape
     first_id, vocabulary, number = block or (0, V, 0)
-    logps_N, stats_2N, entropies_N = into or (
-        x_NV.new_empty(size) for size in ((N,), (2, N), (N if entropy else 0,))
-    )
+    logps_N, stats_2N, entropies_N = into or (x_NV.new_empty(size) for size in ((N,), (2, N), (N if entropy else 0,)))
 
     m_N = x_NV.amax(-1).clamp(min=torch.finfo(x_NV.dtype).min)  # a row of −inf keeps a finite maximum
     d_NV = x_NV - m_N[:, None]
@@ -115,8 +113,8 @@ def policy_terms(
 ) -> PolicyTerms:
     """The terms of a policy loss and the gradient of the logits; advantages and weights [N]."""
     logps_N, stats_2N, entropies_N = logps(logits, ids_N, mask_N, temperature, False)
-    with torch.enable_grad():
-        variable_N = logps_N.detach().requires_grad_()
+    with torch.set_grad_enabled(gradient):
+        variable_N = logps_N.detach().requires_grad_(gradient)
         loss_N = token_policy_loss(
             variable_N[None],
             None if old_logps_N is None else old_logps_N[None],
@@ -125,12 +123,16 @@ def policy_terms(
             clip_eps=loss.clip_eps,
             delta=loss.delta,
         )[0]
-        kl_N = torch.zeros_like(logps_N) if ref_logps_N is None else kl_estimate(variable_N, ref_logps_N, loss.kl_estimator)
+        kl_N = (
+            torch.zeros_like(logps_N)
+            if ref_logps_N is None
+            else kl_estimate(variable_N, ref_logps_N, loss.kl_estimator)
+        )
         total_N = loss_N + loss.beta * kl_N if loss.beta else loss_N  # 0·inf is NaN
-        (d_total_N,) = torch.autograd.grad(total_N.sum(), variable_N)
+        d_total_N = torch.autograd.grad(total_N.sum(), variable_N)[0] if gradient else None
     sums_3 = (torch.stack([total_N, loss_N, kl_N]).detach() * weights).sum(-1)
     d_logits = None
-    if gradient:
+    if d_total_N is not None:
         d_logps_N = weights * d_total_N
         d_logits = logps_bwd(logits, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, None, temperature, in_place)
     return PolicyTerms(sums_3[0], sums_3[1:], logps_N, d_logits)

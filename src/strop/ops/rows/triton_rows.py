@@ -3,17 +3,16 @@
 Shapes: `[.., V]` logits with any leading dimensions; N their number of rows.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
-import triton
 
-from strop.losses.policy import clip_bounds
-from strop.ops.rows import PolicyTerms, TokenLoss, kernels
+from strop.losses.policy import ClipBounds, clip_bounds
+from strop.ops.rows import PolicyTerms, TokenLoss, check_in_place, kernels, strided_rows
 from strop.ops.rows.kernels import LOG2E
 
-INTERPRETED = not isinstance(kernels.logp_kernel, triton.JITFunction)
-
+INTERPRETED = kernels.logp_kernel.interpreted
 
 
 def bytes_per_logit(dtype: torch.dtype) -> int:
@@ -53,18 +52,10 @@ def _rows(logits: torch.Tensor) -> Rows | None:
     if logits.is_contiguous():
         N = logits.numel() // V
         return Rows(N, max(N, 1), V, 0, V, misaligned, per)
-    if logits.stride(-1) != 1 and V > 1:
+    found = strided_rows(logits)
+    if found is None:
         return None
-    # neighbouring dimensions that lie one after another are one dimension; those of size 1 are none
-    merged: list[tuple[int, int]] = []
-    for length, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
-        if merged and merged[-1][1] == length * stride:
-            merged[-1] = (merged[-1][0] * length, stride)
-        elif length != 1:
-            merged.append((length, stride))
-    if len(merged) > 2 or any(stride < V for _, stride in merged):  # a stride below V: rows that overlap
-        return None
-    (B, stride_B), (T, stride_T) = [(1, 0), (1, 0), *merged][-2:]
+    (B, stride_B), (T, stride_T) = found
     return Rows(B * T, max(T, 1), V, stride_B, stride_T, misaligned, per)
 
 
@@ -101,22 +92,31 @@ def logps(
     entropy: bool,
     into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     block: tuple[int, int, int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs [N], statistics [2, N] for the way back, entropies [N] (empty unless asked for).
+    way_back: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Log-probs [N], statistics [2, N] for the way back, entropies [N] where asked for.
 
     block   (first id, vocabulary, number of this block) where the logits are one block of a vocabulary that comes in
             several; `into` holds what the blocks before have found
     """
     logits, rows = as_rows(logits)
     first_id, vocabulary, number = block or (0, rows.V, 0)
-    logps_N, stats_2N, entropies_N = into or (
-        torch.empty(size, device=logits.device) for size in ((rows.N,), (2, rows.N), (rows.N if entropy else 0,))
-    )
+    if into is None:
+        device = logits.device
+        logps_N = torch.empty(rows.N, device=device)
+        stats_2N = torch.empty(2, rows.N, device=device) if way_back else None
+        entropies_N = torch.empty(rows.N, device=device) if entropy else None
+    else:
+        logps_N, stats_2N, entropies_N = into
+    top_N, sum_N = (logps_N, logps_N) if stats_2N is None else stats_2N.unbind()
     if rows.N:
-        kernels.logp_kernel[(rows.N,)](
-            logits, ids_N, ids_N if mask_N is None else _bytes(mask_N), logps_N, stats_2N[0], stats_2N[1], entropies_N,
-            rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T, rows.misaligned, _scale(temperature),
-            MASKED=mask_N is not None, ENTROPY=entropy, FIRST=number == 0, LAST=first_id + rows.V == vocabulary,
+        kernels.logp_kernel(
+            rows.N,
+            logits, ids_N.contiguous(), _or(mask_N, ids_N).contiguous(), logps_N, top_N, sum_N,
+            _or(entropies_N, logps_N), rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T,
+            rows.misaligned, _scale(temperature),
+            MASKED=mask_N is not None, STATS=stats_2N is not None, ENTROPY=entropy, FIRST=number == 0,
+            LAST=first_id + rows.V == vocabulary,
             **_tiling(rows, _forward_launch(rows.V)),
         )  # fmt: skip
     return logps_N, stats_2N, entropies_N
@@ -140,9 +140,10 @@ def logps_bwd(
     out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows)
     first_id, vocabulary = block or (0, rows.V)
     if rows.N:
-        kernels.logp_bwd_kernel[(rows.N,)](
-            logits, out, ids_N, ids_N if mask_N is None else _bytes(mask_N), stats_2N[0], stats_2N[1], entropies_N, d_logps_N,
-            d_logps_N if d_entropies_N is None else d_entropies_N,
+        kernels.logp_bwd_kernel(
+            rows.N,
+            logits, out, ids_N.contiguous(), _or(mask_N, ids_N).contiguous(), stats_2N[0], stats_2N[1],
+            entropies_N, d_logps_N, _or(d_entropies_N, d_logps_N),
             rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T, rows.misaligned, _scale(temperature),
             MASKED=mask_N is not None, ENTROPY=d_entropies_N is not None,
             **_tiling(rows, _forward_launch(rows.V)),
@@ -166,11 +167,12 @@ def batch_coefficients(
     device = mask_BT.device
     advantages_B, weights_B = torch.empty(B, device=device), torch.empty(B, device=device)
     if B:
-        kernels.batch_kernel[(B,)](
-            rewards_B.contiguous(), _bytes(mask_BT.contiguous()), _or(count_on_device, weights_B),
+        kernels.batch_kernel(
+            B,
+            rewards_B.contiguous(), mask_BT.contiguous(), _or(count_on_device, weights_B),
             advantages_B, weights_B, T, group_size, count, float(tokens or 0),
             COUNT_ON_DEVICE=count_on_device is not None, BY_LENGTH=tokens is None,
-            BLOCK_G=triton.next_power_of_2(group_size), BLOCK_T=min(1024, triton.next_power_of_2(max(T, 1))), num_warps=1,
+            BLOCK_G=_power_of_2(group_size), BLOCK_T=min(1024, _power_of_2(T)), num_warps=1,
         )  # fmt: skip
     return advantages_B, weights_B
 
@@ -193,7 +195,7 @@ def policy_terms(
     advantages, weights   [N] one for every row, or [B] one for every N/B rows
     """
     given, device = logits, logits.device
-    bounds = clip_bounds(loss.clip_eps, loss.delta, loss.loss_type)
+    bounds = _bounds(loss)
     logits, rows = as_rows(logits)
     logps_N = torch.empty(rows.N, device=device)
     total, policy_and_kl = torch.empty((), device=device), torch.empty(2, device=device)
@@ -203,9 +205,11 @@ def policy_terms(
     if rows.N == 0:
         return PolicyTerms(total.zero_(), policy_and_kl.zero_(), logps_N, out)
     terms_3N = torch.empty(3, rows.N, device=device)
-    kernels.policy_loss_kernel[(rows.N,)](
-        logits, logits if out is None else out, ids_N, ids_N if mask_N is None else _bytes(mask_N),
-        _or(old_logps_N, weights), _or(ref_logps_N, weights), advantages, weights, logps_N, terms_3N,
+    kernels.policy_loss_kernel(
+        rows.N,
+        logits, _or(out, logits), ids_N.contiguous(), _or(mask_N, ids_N).contiguous(),
+        _or(old_logps_N, weights).contiguous(), _or(ref_logps_N, weights).contiguous(), advantages.contiguous(),
+        weights.contiguous(), logps_N, terms_3N,
         rows.N, rows.N // advantages.shape[0], rows.V, rows.T, rows.stride_B, rows.stride_T, rows.misaligned,
         _scale(temperature), bounds.low, bounds.high, bounds.delta, loss.beta,
         TOKEN_LOSS=kernels.clipped_weight if loss.loss_type == "cispo" else kernels.clipped_surrogate,
@@ -213,28 +217,37 @@ def policy_terms(
         KL=0 if ref_logps_N is None else int(loss.kl_estimator[1]), GRADIENT=gradient,
         **_tiling(rows, _gradient_launch(rows.V) if gradient else _forward_launch(rows.V)),
     )  # fmt: skip
-    kernels.sums_kernel[(3,)](terms_3N, total, policy_and_kl, rows.N, BLOCK=1024)
+    kernels.sums_kernel(3, terms_3N, total, policy_and_kl, rows.N, BLOCK=1024)
     return PolicyTerms(total, policy_and_kl, logps_N, out)
 
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     """gradient · factor in place. Where the factor is 1, which only the device knows, nothing is read or written."""
-    size = _span(gradient) if gradient.numel() else 0
-    if size:
-        programs = min(triton.cdiv(size, _SCALE_BLOCK), _SCALE_PROGRAMS)
-        kernels.scale_kernel[(programs,)](gradient, factor, size, BLOCK=_SCALE_BLOCK, num_warps=8)
+    size = gradient.numel()
+    if size and not gradient.is_contiguous():
+        gradient, rows = as_rows(gradient)
+        block = min(_SCALE_BLOCK, _power_of_2(rows.V))
+        kernels.scale_rows_kernel(
+            rows.N, gradient, factor, rows.V, rows.T, rows.stride_B, rows.stride_T, BLOCK=block, num_warps=8
+        )
+    elif size:
+        programs = min(-(-size // _SCALE_BLOCK), _SCALE_PROGRAMS)
+        aligned = gradient.data_ptr() % 16 == 0
+        kernels.scale_kernel(programs, gradient, factor, size, ALIGNED=aligned, BLOCK=_SCALE_BLOCK, num_warps=8)
 
 
-def _span(tensor: torch.Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def _power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def _scale(temperature: float) -> float:
     return LOG2E.value / temperature
 
 
-def _bytes(mask: torch.Tensor) -> torch.Tensor:
-    return mask.view(torch.uint8)
+@functools.lru_cache(maxsize=64)
+def _bounds(loss: TokenLoss) -> ClipBounds:
+    return clip_bounds(loss.clip_eps, loss.delta, loss.loss_type)
 
 
 def _or(tensor: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
@@ -242,9 +255,5 @@ def _or(tensor: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
 
 
 def _same_memory(given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    if rows.data_ptr() != given.data_ptr():
-        raise ValueError(
-            f"in_place needs logits whose rows lie in memory one after another, found strides {list(given.stride())} "
-            f"of shape {list(given.shape)}"
-        )
+    check_in_place(given)
     return rows
