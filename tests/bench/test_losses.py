@@ -24,8 +24,9 @@ QUICK = Method(rounds=3, sample_seconds=1e-6)
 # ---- the suite --------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_on_the_cpu():
+def test_a_run_on_the_cpu(monkeypatch):
     """Every case of the suite at tiny sizes: all contenders agree, all figures are those of their samples."""
+    monkeypatch.setattr(losses.Accuracy, "batches", 4)
     measured = [case.measure(QUICK) for case in losses.cases(TINY)]
     timed = [case for case in measured if "strop" in case.get("contenders", ())]
     assert {(c["labels"]["operator"], c["labels"]["way"]) for c in timed} == set(pages.FLOORS)
@@ -38,7 +39,7 @@ def test_a_run_on_the_cpu():
     assert len(errors) == 2
     for by_dtype in errors:
         for quantities in by_dtype.values():
-            for quantity in quantities["strop"]:
+            for quantity in set(quantities["strop"]) - {"loss"}:  # of which there are only four
                 assert losses.error_ratio(quantities, quantity) < 2
         assert 0 < by_dtype["float32"]["strop"]["logp"] < 1e-6
     header, rows = losses.summary(measured)

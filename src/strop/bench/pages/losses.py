@@ -106,6 +106,8 @@ def _every_contender(result: Result, operator: str) -> str:
             key = case["labels"]["operator"], case["labels"]["way"]
             if name == "floor":
                 comparison = f"strop takes {_over(case, 'strop', 'floor')} of it"
+            elif name.startswith("strop"):
+                comparison = f"takes {_interval(case['ratios'][name])} of its time" if name in case["ratios"] else ""
             else:
                 comparison = times(case["ratios"][name]) if name in case["ratios"] else ""
             shown = f"floor: {FLOORS[key]}" if name == "floor" else name

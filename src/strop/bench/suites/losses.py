@@ -8,6 +8,7 @@ that uses them. A peer that does not run, or whose result is another one, is lef
 import dataclasses
 import functools
 import gc
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,7 +113,8 @@ class LossCase:
 
 
 def _tidy() -> None:
-    torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
