@@ -109,6 +109,7 @@ def liger() -> Liger | None:
     def of(module: str, name: str) -> Any:
         return getattr(importlib.import_module(f"liger_kernel.{module}"), name)
 
+    # an ImportError here ends the run: a Liger that is installed is wanted
     return Liger(
         logps=of("ops.grpo_loss", "fused_selective_log_softmax"),
         grpo_loss=of("transformers.grpo_loss", "triton_grpo_loss"),
@@ -211,7 +212,8 @@ class Numbers:
                 T = self.chosen_BT.shape[1]
                 gradient = gradient[:, :T]  # Liger's has a position more
                 blocks.append(gradient.gather(-1, self.chosen_BT[..., None]).double())
-                gradient = gradient[..., 1 :: max(1, gradient.shape[-1] // 61)][:, :: max(1, T // 8)]
+                columns = torch.arange(1, gradient.shape[-1], max(1, gradient.shape[-1] // 61), device=gradient.device)
+                gradient = gradient[..., columns].masked_fill(columns == self.chosen_BT[..., None], 0.0)
             flat = gradient.reshape(-1)
             blocks.append(flat[:: max(1, flat.numel() // self.entries)].double())
         return blocks

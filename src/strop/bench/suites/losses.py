@@ -8,6 +8,7 @@ that uses them. A peer that does not run, or whose result is another one, is lef
 import dataclasses
 import functools
 import gc
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,7 +113,8 @@ class LossCase:
 
 
 def _tidy() -> None:
-    torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -501,7 +503,7 @@ class Accuracy:
     """
 
     work: str
-    batches = 8
+    batches = 32
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -517,24 +519,25 @@ class Accuracy:
         raise NotImplementedError
 
     def measure(self, method: Method) -> dict[str, Any]:
-        errors = {}
-        for dtype in (torch.float32, torch.bfloat16):
-            runs = [self.results(dtype, seed) for seed in range(self.batches)]
-            errors[str(dtype).split(".")[1]] = {
-                name: {quantity: _error(runs, name, quantity) for quantity in runs[0]["truth"]}
-                for name in runs[0]
-                if name != "truth"
-            }
+        errors = {str(dtype).split(".")[1]: self._errors(dtype) for dtype in (torch.float32, torch.bfloat16)}
         _tidy()
-        return {"work": self.work, "labels": self.labels, "errors": errors}
+        return {"work": self.work, "labels": {**self.labels, "batches": self.batches}, "errors": errors}
 
-
-def _error(runs: list[dict[str, dict[str, torch.Tensor]]], name: str, quantity: str) -> float:
-    truth = torch.cat([run["truth"][quantity].flatten() for run in runs])
-    found = torch.cat([run[name][quantity].detach().double().flatten() for run in runs])
-    error = (found - truth).square().mean().sqrt()
-    unit = truth.square().mean().sqrt() if "gradient" in quantity else torch.ones_like(error)
-    return float(f"{(error / unit).item():.4g}")
+    def _errors(self, dtype: torch.dtype) -> dict[str, dict[str, float]]:
+        squares: dict[tuple[str, str], list[float]] = {}  # of the error, of the truth
+        for seed in range(self.batches):
+            found = self.results(dtype, seed)
+            truth = found.pop("truth")
+            for name, quantities in found.items():
+                for quantity, value in quantities.items():
+                    both = squares.setdefault((name, quantity), [0.0, 0.0])
+                    both[0] += (value.double() - truth[quantity]).square().mean().item()
+                    both[1] += truth[quantity].square().mean().item()
+        errors: dict[str, dict[str, float]] = {}
+        for (name, quantity), (wrong, true) in squares.items():
+            unit = true if "gradient" in quantity else self.batches
+            errors.setdefault(name, {})[quantity] = float(f"{(wrong / unit) ** 0.5:.4g}")
+        return errors
 
 
 class AccuracyOfLogits(Accuracy):
