@@ -16,6 +16,11 @@ LAYERS = {
     "strop.moe.train": [],
     "strop.moe.weights": [],
     "strop.moe.reference.engine": [],
+    "strop.losses": ["torch"],
+    "strop.losses.kl": ["torch"],
+    "strop.losses.policy": ["torch"],
+    "strop.losses.advantages": ["torch"],
+    "strop.losses.preference": ["torch"],
     "strop.ops": ["torch"],
     "strop.ops.registry": ["torch"],
     "strop.bench.harness": [],
@@ -27,10 +32,11 @@ LAYERS = {
     "strop.cli": ["typer", "rich"],
 }
 KNOWS_NOTHING_OF = {
-    "strop.primitives": ["strop.moe", "strop.ops", "strop.bench", "strop.cli"],
-    "strop.moe": ["strop.ops", "strop.bench", "strop.cli"],
+    "strop.primitives": ["strop.moe", "strop.losses", "strop.ops", "strop.bench", "strop.cli"],
+    "strop.moe": ["strop.losses", "strop.ops", "strop.bench", "strop.cli"],
     "strop.moe.reference.engine": ["strop.moe.native", "strop.ops", "strop.bench", "strop.cli"],
-    "strop.ops": ["strop.bench", "strop.cli"],
+    "strop.losses": ["strop.moe", "strop.ops", "strop.bench", "strop.cli"],
+    "strop.ops": ["strop.moe", "strop.bench", "strop.cli"],
     "strop.bench.harness": ["strop.cli"],
 }
 

@@ -1,5 +1,10 @@
 """Differentiable operators on torch tensors. Each is a torch reference with faster backends behind it; see registry."""
 
+from strop.ops.grpo_loss import grpo_loss
+from strop.ops.linear_dpo_loss import linear_dpo_loss
+from strop.ops.linear_grpo_loss import linear_grpo_loss
+from strop.ops.linear_logp import linear_logp
 from strop.ops.logp import logp
+from strop.ops.ratio_kl import ratio_kl
 
-__all__ = ["logp"]
+__all__ = ["grpo_loss", "linear_dpo_loss", "linear_grpo_loss", "linear_logp", "logp", "ratio_kl"]

@@ -10,6 +10,8 @@ A choice can be forced, and then that backend runs or raises:
     with use_backend("torch"): ...              every operator
     with use_backend(logp="triton"): ...        one operator
     STROP_BACKEND=torch  or  logp=triton,grpo_loss=torch   in the environment; `use_backend` goes before it
+
+In a function given to torch.compile the choice is made when it is compiled.
 """
 
 import contextlib
@@ -21,15 +23,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 REFERENCE = "torch"
 
 Usable = Callable[..., "bool | str"]
 """Called with the operator's own arguments: true where the backend can take them, else the reason why not."""
 
 
-def _verdict(backend: "Backend", args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """None where the backend can run, else why not."""
-    usable = backend.when(*args, **kwargs)
+def _verdict(condition: Usable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """None where the condition holds, else why not."""
+    usable = condition(*args, **kwargs)
     if isinstance(usable, str):
         return usable
     return None if usable else "its condition does not hold"
@@ -44,6 +48,7 @@ class Backend:
     name: str
     function: Callable[..., Any]
     when: Usable
+    by_name: Usable  # what it can take when asked for by name
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,16 @@ class Op:
     def __init__(self, reference: Callable[..., Any]) -> None:
         self.name = reference.__name__
         self.signature = inspect.signature(reference)
-        self._backends = {REFERENCE: Backend(REFERENCE, reference, always)}
+        self.reference = reference
+        self._backends = {REFERENCE: Backend(REFERENCE, reference, always, always)}
         functools.update_wrapper(self, reference)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._choose(args, kwargs).function(*args, **kwargs)
+        try:
+            return self._choose(args, kwargs).function(*args, **kwargs)
+        except TypeError:
+            self.signature.bind(*args, **kwargs)  # a call that does not fit says so in the operator's own words
+            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         return get_op, (self.name,)  # there is one operator of a name: copies and pickles are that one
@@ -87,31 +97,38 @@ class Op:
         return list(reversed(self._backends))
 
     def backend(
-        self, name: str, *, when: Usable = always, replace: bool = False
+        self, name: str, *, when: Usable = always, by_name: Usable | None = None, replace: bool = False
     ) -> Callable[[Callable[..., Any]], Any]:
-        """Decorator: register a function as this operator's backend `name`, usable where `when` says so."""
+        """Decorator: register a function as this operator's backend `name`, usable where `when` says so.
+
+        by_name   what it can take when asked for by name, where that is more than what it is chosen for
+        The function has the operator's parameters; it may gather those that are keyword-only in **options.
+        """
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             if name == REFERENCE:
                 raise ValueError(f"the reference {name!r} of {self.name} is what others are tested against and stays")
             if name in self._backends and not replace:
                 raise ValueError(f"{self.name} has a backend {name!r} already; replace=True replaces it")
-            wanted, found = _bare(self.signature), _bare(inspect.signature(function))
+            given = inspect.signature(function)
+            gathers = any(p.kind is p.VAR_KEYWORD for p in given.parameters.values())
+            wanted, found = _bare(self.signature, gathers), _bare(given, gathers)
             if wanted != found:
                 raise ValueError(f"a backend of {self.name} must take {wanted}, found {found}")
-            self._backends[name] = Backend(name, function, when)
+            self._backends[name] = Backend(name, function, when, by_name or when)
             return function
 
         return add
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        self.signature.bind(*args, **kwargs)
         forced = self.forced()
         chosen = self._choose(args, kwargs).name
         reasons = {}
         for name in self.backends():
             if name == chosen:
                 reasons[name] = f"chosen: asked for by {forced[1]}" if forced else "chosen: the first that can run"
-            elif reason := _verdict(self._backends[name], args, kwargs):
+            elif reason := _verdict(self._backends[name].when, args, kwargs):
                 reasons[name] = f"cannot run: {reason}"
             else:
                 reasons[name] = (
@@ -121,19 +138,12 @@ class Op:
 
     def forced(self) -> tuple[str, str] | None:
         """The backend asked for by name, and by what."""
-        for choices, source in ((_forced.get(), "use_backend"), (_from_environment(), "STROP_BACKEND")):
-            if name := choices.get(self.name) or choices.get(None):
-                return name, source
-        return None
+        return _forced_choice(self.name)
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
-        try:
-            return self._forced_backend(args, kwargs) or next(
-                backend for backend in reversed(self._backends.values()) if _verdict(backend, args, kwargs) is None
-            )
-        except TypeError:
-            self.signature.bind(*args, **kwargs)  # a call that does not fit says so in the operator's own words
-            raise
+        return self._forced_backend(args, kwargs) or next(
+            backend for backend in reversed(self._backends.values()) if _verdict(backend.when, args, kwargs) is None
+        )
 
     def _forced_backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend | None:
         forced = self.forced()
@@ -142,14 +152,24 @@ class Op:
         name, source = forced
         if name not in self._backends:
             raise ValueError(f"{source} asks for backend {name!r}; {self.name} has {_listed(self.backends())}")
-        if reason := _verdict(self._backends[name], args, kwargs):
+        if reason := _verdict(self._backends[name].by_name, args, kwargs):
             raise RuntimeError(f"{source} asks for backend {name!r} of {self.name}, which cannot run: {reason}")
         return self._backends[name]
 
 
-def _bare(signature: inspect.Signature) -> str:
-    """Names, kinds and defaults, without annotations."""
+@torch.compiler.assume_constant_result  # in a compiled function the choice is made when it is compiled
+def _forced_choice(op_name: str) -> tuple[str, str] | None:
+    for choices, source in ((_forced.get(), "use_backend"), (_from_environment(), "STROP_BACKEND")):
+        if name := choices.get(op_name) or choices.get(None):
+            return name, source
+    return None
+
+
+def _bare(signature: inspect.Signature, positional_only: bool = False) -> str:
+    """Names, kinds and defaults, without annotations; all, or those that can be given by position."""
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    if positional_only:
+        parameters = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
 
 

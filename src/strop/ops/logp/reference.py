@@ -5,7 +5,7 @@ Shapes: V the vocabulary; `[..]` any number of leading dimensions, usually [B, T
 
 import torch
 
-from strop.ops.checks import as_completion_mask, check_ids, check_ids_in_range, check_logits, check_temperature
+from strop.ops.checks import check_logp
 from strop.ops.registry import op
 
 
@@ -17,6 +17,7 @@ def logp(
     temperature: float = 1.0,
     completion_mask: torch.Tensor | None = None,
     entropy: bool = False,
+    in_place: bool = False,
     validate: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """log softmax(logits / temperature)[ids], and optionally that distribution's entropy; both differentiable.
@@ -25,6 +26,7 @@ def logp(
     ids               [..] int64 or int32
     completion_mask   [..] tokens that count; elsewhere the result is 0 without gradient, whatever stands there
     entropy           also return −Σ p·log p, [..]
+    in_place          the gradient may overwrite the logits, which nobody may read after backward; saves their size in memory
     validate          raise for an id outside the vocabulary on a GPU too (it waits for the device)
 
     returns           [..] float32 (float64 for float64); with entropy=True a pair
@@ -34,18 +36,14 @@ def logp(
         d logp / d logits = (onehot(id) − p) / temperature
         d H / d logits    = −p·(log p + H) / temperature
     """
-    check_logits(logits)
-    check_ids(ids, logits.shape[:-1])
-    check_temperature(temperature)
-    mask = as_completion_mask(completion_mask, ids.shape)
-    in_range = check_ids_in_range(ids, mask, logits.shape[-1], validate)
-
+    mask = check_logp(logits, ids, temperature, completion_mask, validate)
+    in_range = (ids >= 0) & (ids < logits.shape[-1])
     x = logits if logits.dtype == torch.float64 else logits.float()
     if mask is not None:  # before any arithmetic: garbage under the mask may be NaN
         x = x.masked_fill(~mask[..., None], 0.0)
     log_probs = (x / temperature).log_softmax(-1)
     picked = log_probs.gather(-1, torch.where(in_range, ids, 0).long()[..., None]).squeeze(-1)
-    logps = torch.where(in_range, picked, torch.nan)
+    logps = picked * torch.where(in_range, 1.0, torch.nan)  # NaN, and so is its gradient
     if mask is not None:
         logps = logps.masked_fill(~mask, 0.0)
     if not entropy:

@@ -1,0 +1,44 @@
+"""Policy and preference losses as pure torch functions of log-probs."""
+
+from strop.losses.advantages import ADVANTAGE_SCALES, group_advantages, rloo_advantages
+from strop.losses.kl import KL_ESTIMATORS, kl_estimate
+from strop.losses.policy import (
+    IMPORTANCE_LEVELS,
+    POLICY_LOSS_TYPES,
+    PolicyLoss,
+    clip_bounds,
+    policy_loss,
+    policy_metrics,
+    rloo_loss,
+    token_policy_loss,
+    token_weights,
+)
+from strop.losses.preference import (
+    PREFERENCE_LOSS_TYPES,
+    PreferenceLoss,
+    pair_preference_loss,
+    preference_loss,
+    sequence_logps,
+)
+
+__all__ = [
+    "ADVANTAGE_SCALES",
+    "IMPORTANCE_LEVELS",
+    "KL_ESTIMATORS",
+    "POLICY_LOSS_TYPES",
+    "PREFERENCE_LOSS_TYPES",
+    "PolicyLoss",
+    "PreferenceLoss",
+    "clip_bounds",
+    "group_advantages",
+    "kl_estimate",
+    "pair_preference_loss",
+    "policy_loss",
+    "policy_metrics",
+    "preference_loss",
+    "rloo_advantages",
+    "rloo_loss",
+    "sequence_logps",
+    "token_policy_loss",
+    "token_weights",
+]

@@ -1,0 +1,201 @@
+"""Advantages from rewards, in torch on any device: the rewards of a group compared with each other.
+
+    group_advantages   (r − mean) / (std + eps)                GRPO, arXiv 2402.03300; the primitives' numbers
+    rloo_advantages    r − mean of the others in the group     RLOO, arXiv 2402.14740
+
+Computed in float64, so that float32 rewards give the nearest float32. Equal rewards give exactly 0, and so does a group
+of one. NaN or infinity among the rewards is an error on the CPU; on a GPU, where looking would wait for the device, it
+makes its group NaN.
+
+Shapes: B rewards in P groups of G, padded where the groups differ in size.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from strop._tensors import FLOATS, can_look, check_choice, check_number
+from strop.primitives._inputs import as_whole_number
+
+ADVANTAGE_SCALES = ("group", "batch", "none")
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+def group_advantages(
+    rewards: torch.Tensor,
+    *,
+    samples_per_prompt: int | None = None,
+    group_boundaries: torch.Tensor | Sequence[int] | None = None,
+    ddof: int = 0,
+    eps: float = 0.0,
+    scale: str = "group",
+) -> torch.Tensor:
+    """(r − mean of its group) / (std + eps), [B].
+
+    rewards              [B], groups one after another; floats, integers or booleans
+    samples_per_prompt   the size of every group, or
+    group_boundaries     where groups begin and end: 0 first, B last, strictly increasing; [0, 2, 5] is rewards 0–1
+                         and 2–4. A list or a CPU tensor; a CUDA tensor is waited for
+    ddof, eps            libraries differ: 0 and 0.0 are the paper as written, 1 and 1e-4 TRL's
+    scale                what the centred rewards are divided by: "group" each group's std + eps, "batch" that of all
+                         rewards, "none" nothing
+
+    returns              [B] float32 (float64 for float64), without gradient
+    """
+    values_B = _as_rewards(rewards)
+    ddof = as_whole_number(ddof, "ddof", 0)
+    check_number(eps, "eps")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be finite and at least 0, found {eps}")
+    check_choice(scale, ADVANTAGE_SCALES, "scale")
+    if (samples_per_prompt is None) == (group_boundaries is None):
+        found = "neither" if group_boundaries is None else "both"
+        raise ValueError(f"exactly one of samples_per_prompt and group_boundaries must be given, found {found}")
+    sizes = (
+        _equal_sizes(len(values_B), samples_per_prompt)
+        if group_boundaries is None
+        else _sizes_between(group_boundaries, len(values_B))
+    )
+    _check_ddof(ddof, sizes, scale)
+    if not sizes:
+        return _like_rewards(values_B, rewards)
+
+    groups = _Groups(sizes, values_B.device)
+    centred_PG = groups.centred(values_B)
+    if scale == "none":
+        return _like_rewards(groups.flat(centred_PG), rewards)
+    if scale == "group":
+        std = _std(centred_PG, groups.size_P1, ddof, dim=1)
+    else:
+        from_first_B = values_B - values_B[0]
+        std = _std(from_first_B - from_first_B.mean(), len(values_B), ddof, dim=0)
+    # equal rewards are 0 exactly, also where the divisor is 0
+    scaled_PG = torch.where(centred_PG == 0, centred_PG, centred_PG / (std + eps))
+    return _like_rewards(groups.flat(scaled_PG), rewards)
+
+
+def rloo_advantages(rewards: torch.Tensor, samples_per_prompt: int) -> torch.Tensor:
+    """r − mean of the other rewards of its group, [B]; 0 for a group of one.
+
+    rewards              [B], groups one after another; floats, integers or booleans
+    samples_per_prompt   the size of every group
+    returns              [B] float32 (float64 for float64), without gradient
+    """
+    values_B = _as_rewards(rewards)
+    sizes = _equal_sizes(len(values_B), samples_per_prompt)
+    groups = _Groups(sizes, values_B.device)
+    # r − (Σ − r)/(G − 1) = (r − mean)·G/(G − 1), which is exactly 0 for equal rewards
+    factor = samples_per_prompt / max(samples_per_prompt - 1, 1)
+    return _like_rewards(groups.flat(groups.centred(values_B)) * factor, rewards)
+
+
+class _Groups:
+    """Groups of known sizes as the rows of one matrix, without waiting for the device.
+
+    place_B    where each reward stands in the flattened matrix; None where the groups are of one size and it is full
+    """
+
+    def __init__(self, sizes: list[int], device: torch.device) -> None:
+        self.shape = len(sizes), max(sizes, default=1)
+        self.place_B: torch.Tensor | None = None
+        self.size_P1: torch.Tensor | int = self.shape[1]
+        if sum(sizes) < self.shape[0] * self.shape[1]:
+            starts = range(0, self.shape[0] * self.shape[1], self.shape[1])
+            places = [start + i for start, size in zip(starts, sizes, strict=True) for i in range(size)]
+            self.place_B = torch.tensor(places).to(device, non_blocking=True)
+            self.size_P1 = torch.tensor(sizes).to(device, non_blocking=True)[:, None]
+
+    def centred(self, values_B: torch.Tensor) -> torch.Tensor:
+        """Each reward minus its group's mean, [P, G]; 0 in the padding."""
+        rows, columns = self.shape
+        # measured from the first reward: equal rewards give exactly 0, also where their mean is rounded
+        if self.place_B is None:
+            values_PG = values_B.view(rows, columns)
+            from_first_PG = values_PG - values_PG[:, :1]
+            return from_first_PG - from_first_PG.mean(1, keepdim=True)
+        padded_PG = values_B.new_zeros(rows * columns).index_copy(0, self.place_B, values_B).view(rows, columns)
+        padding_PG = padded_PG.new_ones(rows * columns).index_fill(0, self.place_B, 0.0).view(rows, columns).bool()
+        from_first_PG = (padded_PG - padded_PG[:, :1]).masked_fill(padding_PG, 0.0)
+        mean_P1 = from_first_PG.sum(1, keepdim=True) / self.size_P1
+        return (from_first_PG - mean_P1).masked_fill(padding_PG, 0.0)
+
+    def flat(self, values_PG: torch.Tensor) -> torch.Tensor:
+        values = values_PG.reshape(-1)
+        return values if self.place_B is None else values.index_select(0, self.place_B)
+
+
+def _std(centred: torch.Tensor, count: torch.Tensor | int, ddof: int, dim: int) -> torch.Tensor:
+    """√(Σ c² / (count − ddof)), with squares that neither overflow nor vanish."""
+    largest = centred.abs().amax(dim, keepdim=True)
+    unit = centred / torch.where(largest > 0, largest, torch.ones_like(largest))
+    # at least 1: a group of one is 0 whatever it is divided by
+    divisor = (count - ddof).clamp(min=1) if isinstance(count, torch.Tensor) else max(count - ddof, 1)
+    return largest * (unit.square().sum(dim, keepdim=True) / divisor).sqrt()
+
+
+def _as_rewards(rewards: Any) -> torch.Tensor:
+    check_rewards(rewards)
+    return rewards.detach().double()
+
+
+def check_rewards(rewards: Any) -> None:
+    if not isinstance(rewards, torch.Tensor):
+        raise TypeError(f"rewards must be a tensor, found {type(rewards).__name__}")
+    if rewards.dtype not in FLOATS + INTEGERS:
+        raise TypeError(f"rewards must be floats or integers, found {rewards.dtype}")
+    if rewards.ndim != 1:
+        raise ValueError(f"rewards must have shape [B], found {list(rewards.shape)}")
+    if can_look(rewards) and not (finite := rewards.isfinite()).all():
+        at = int((~finite).nonzero()[0])
+        raise ValueError(f"rewards must be finite, found {rewards[at].item()} at index {at}")
+
+
+def _like_rewards(values_B: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    return values_B if rewards.dtype == torch.float64 else values_B.float()
+
+
+def check_group_size(num_rewards: int, samples_per_prompt: Any) -> int:
+    size = as_whole_number(samples_per_prompt, "samples_per_prompt", 1)
+    if num_rewards % size:
+        raise ValueError(f"rewards must have a multiple of samples_per_prompt={size} elements, found {num_rewards}")
+    return size
+
+
+def _equal_sizes(num_rewards: int, samples_per_prompt: Any) -> list[int]:
+    size = check_group_size(num_rewards, samples_per_prompt)
+    return [size] * (num_rewards // size)
+
+
+def _sizes_between(group_boundaries: Any, num_rewards: int) -> list[int]:
+    if isinstance(group_boundaries, torch.Tensor):
+        if group_boundaries.dtype not in INTEGERS[:-1]:
+            raise TypeError(f"group_boundaries must be integers, found {group_boundaries.dtype}")
+        if group_boundaries.ndim != 1:
+            raise ValueError(f"group_boundaries must be one-dimensional, found shape {list(group_boundaries.shape)}")
+        group_boundaries = group_boundaries.tolist()
+    if not isinstance(group_boundaries, Sequence) or isinstance(group_boundaries, str):
+        raise TypeError(f"group_boundaries must be a tensor or a list, found {type(group_boundaries).__name__}")
+    found = [as_whole_number(boundary, "group_boundaries", 0) for boundary in group_boundaries]
+    sizes = [end - start for start, end in itertools.pairwise(found)]
+    if not found or found[0] != 0 or found[-1] != num_rewards or min(sizes, default=1) < 1:
+        shown = found if len(found) <= 16 else f"[{', '.join(map(str, found[:8]))}, …, {found[-1]}]"
+        raise ValueError(
+            f"group_boundaries must start at 0, end at {num_rewards} and increase strictly for {num_rewards} rewards, "
+            f"found {shown}"
+        )
+    return sizes
+
+
+def _check_ddof(ddof: int, sizes: list[int], scale: str) -> None:
+    if scale == "none":
+        return
+    # a group of one is 0 by definition
+    compared = [size for size in sizes if size > 1]
+    if not compared:
+        return
+    smallest = min(compared) if scale == "group" else sum(sizes)
+    if ddof >= smallest:
+        raise ValueError(f"ddof must be below the {smallest} rewards of a {scale}, found {ddof}")

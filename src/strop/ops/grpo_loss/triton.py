@@ -1,0 +1,108 @@
+"""`grpo_loss` by the row kernels: the loss and the gradient in one visit of a row.
+
+A row's coefficient in the loss needs only the row, so the gradient is written in the forward; backward hands it out,
+scaled by the incoming gradient unless that is 1. Four launches forward (advantages and weights, the reference's
+log-probs, loss and gradient, sums) and one backward: at small sizes launching is what takes the time.
+"""
+
+from typing import Any
+
+import torch
+
+from strop.losses import PolicyLoss
+from strop.ops.autograd import first_order
+from strop.ops.grpo_loss.reference import check_grpo_loss, composed_from_logits, grpo_loss
+from strop.ops.library import library_op
+from strop.ops.logp.triton import logp_triton, score
+from strop.ops.policy import GradientFromForward, PolicyOptions, coefficients, fused_result
+from strop.ops.rows import TokenLoss, fake_gradient, implementation, on_gpu, on_gpu_or_interpreted
+
+
+@grpo_loss.backend("triton", when=on_gpu, by_name=on_gpu_or_interpreted)
+def grpo_loss_triton(
+    policy_logits: torch.Tensor,
+    ref_logits: torch.Tensor | None,
+    action_ids: torch.Tensor,
+    old_logps: torch.Tensor | None,
+    rewards: torch.Tensor | None,
+    completion_mask: torch.Tensor,
+    *,
+    in_place: bool = False,
+    **options: Any,
+) -> PolicyLoss:
+    chosen = PolicyOptions(**options)
+    batch = check_grpo_loss(policy_logits, ref_logits, action_ids, old_logps, rewards, completion_mask, chosen)
+    if not chosen.row_suffices:
+        return composed_from_logits(logp_triton, batch, policy_logits, ref_logits, action_ids, in_place)
+    ids_N, mask_N, temperature = action_ids.reshape(-1), batch.mask_BT.reshape(-1), float(chosen.temperature)
+    ref_logps_N = batch.ref_logps_N
+    if ref_logits is not None:
+        ref_logps_N = score(ref_logits.detach(), ids_N, mask_N, temperature)
+    advantages, weights = coefficients(batch)
+    total, policy_and_kl, logps_N = _PolicyLoss.apply(
+        policy_logits,
+        (ids_N, mask_N, batch.old_logps_N, ref_logps_N, advantages, weights),
+        temperature,
+        chosen.token_loss,
+        policy_logits.requires_grad and torch.is_grad_enabled(),
+        in_place,
+    )
+    return fused_result(batch, advantages, ref_logps_N, total, policy_and_kl, logps_N)
+
+
+class _PolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, tensors, temperature, loss, gradient, in_place):
+        settings = temperature, loss.loss_type, loss.clip_eps, loss.delta, loss.beta, loss.kl_estimator
+        if gradient and in_place:
+            results = list(policy_terms_(logits, *tensors, *settings))
+            d_logits = logits.detach()
+        else:
+            *results, d_logits = policy_terms(logits, *tensors, *settings, gradient)
+        if gradient:
+            ctx.gradient = GradientFromForward("grpo_loss", d_logits)
+        ctx.mark_non_differentiable(*results[1:])
+        return tuple(results)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, d_total, *_):
+        (d_logits,) = ctx.gradient.scaled(d_total, scale_)
+        return d_logits, None, None, None, None, None
+
+
+_TERMS = (
+    "Tensor ids, Tensor? mask, Tensor? old_logps, Tensor? ref_logps, Tensor advantages, Tensor weights, "
+    "float temperature, str loss_type, float[] clip_eps, float? delta, float beta, str kl_estimator"
+)
+
+
+def _fake_terms(logits, ids_N, *_):
+    return tuple(logits.new_empty(size, dtype=torch.float32) for size in ((), (2,), ids_N.shape))
+
+
+def _run(logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature, *loss, gradient, in_place):
+    loss_type, clip_eps, delta, beta, kl_estimator = loss
+    return implementation("triton").policy_terms(
+        logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature,
+        TokenLoss(loss_type, tuple(clip_eps), delta, beta, kl_estimator), gradient, in_place,
+    )  # fmt: skip
+
+
+@library_op(
+    f"policy_terms(Tensor logits, {_TERMS}, bool gradient) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda logits, *rest: (*_fake_terms(logits, *rest), fake_gradient(logits) if rest[-1] else logits.new_empty(0)),
+)
+def policy_terms(logits, *rest):
+    *results, d_logits = _run(logits, *rest[:-1], gradient=rest[-1], in_place=False)
+    return *results, logits.new_empty(0) if d_logits is None else d_logits
+
+
+@library_op(f"policy_terms_(Tensor(a!) logits, {_TERMS}) -> (Tensor, Tensor, Tensor)", _fake_terms)
+def policy_terms_(logits, *rest):
+    return tuple(_run(logits, *rest, gradient=True, in_place=True)[:-1])
+
+
+@library_op("scale_(Tensor(a!) gradient, Tensor factor) -> ()", lambda gradient, factor: None)
+def scale_(gradient, factor):
+    implementation("triton").scale_(gradient, factor)

@@ -1,0 +1,104 @@
+"""Preference losses (DPO and its relatives) from hidden states and the LM head.
+
+Shapes: B pairs, T tokens, H hidden, V the vocabulary. Row i of the first half is the chosen completion of pair i, row i
+of the second half its rejected one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from strop._tensors import check_device, check_floats
+from strop.losses import PreferenceLoss, preference_loss, sequence_logps
+from strop.losses._common import Count
+from strop.ops.checks import check_head
+from strop.ops.linear_grpo_loss.reference import check_reference
+from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
+from strop.ops.registry import op
+
+
+@op
+def linear_dpo_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ref_hidden: torch.Tensor | None = None,
+    ref_weight: torch.Tensor | None = None,
+    ref_bias: torch.Tensor | None = None,
+    ref_logps: torch.Tensor | None = None,
+    loss_type: str = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    temperature: float = 1.0,
+    num_pairs: Count | None = None,
+    workspace: int | None = None,
+    validate: bool = False,
+) -> PreferenceLoss:
+    """loss, chosen_rewards, rejected_rewards = linear_dpo_loss(…), without ever holding [N, V] (but in this reference).
+
+    hidden            [2B, T, H], B chosen then B rejected; position t predicts ids[:, t]
+    weight, bias      [V, H] and [V] of the LM head, of hidden's dtype (any under autocast); tied or frozen heads too
+    ids               [2B, T] int64 or int32
+    completion_mask   [2B, T] tokens that count; the others are dropped before the first product
+    ref_hidden        [2B, T, H'] of the reference with ref_weight [V, H'] and ref_bias; or
+    ref_logps         [2B] its log-probs summed over each completion, or [2B, T] per token
+    loss_type, beta, label_smoothing, num_pairs   see `strop.losses.preference_loss`
+    workspace         bytes of working memory; by default 60 MiB to score, 596 MiB (64 MiB on a CPU) for gradients
+
+    returns           `PreferenceLoss`: the loss, the rewards [B] and [B] without gradient, and `.metrics`
+    """
+    head, ref = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
+    loss_options = {"loss_type": loss_type, "beta": beta, "label_smoothing": label_smoothing, "num_pairs": num_pairs}
+    score_options = {"temperature": temperature, "workspace": workspace, "validate": validate}
+    return composed(linear_logp.reference, head, ref, ids, completion_mask, ref_logps, loss_options, score_options)
+
+
+def composed(
+    linear_logp_of: Callable[..., Any], head: Any, ref: Any, ids: Any, completion_mask: Any, ref_logps: Any,
+    loss_options: dict[str, Any], score_options: dict[str, Any],
+) -> PreferenceLoss:  # fmt: skip
+    """By log-probs; linear_logp_of: one backend of `linear_logp`."""
+    mask = _check(head, ref, ids, completion_mask, ref_logps, score_options)
+    hidden, weight, bias = head
+    score_options = {**score_options, "completion_mask": mask, "validate": False}
+    sums = sequence_logps(linear_logp_of(hidden, weight, ids, bias=bias, **score_options), mask)
+    if ref[0] is not None:
+        with torch.no_grad():
+            ref_logps = linear_logp_of(ref[0], ref[1], ids, bias=ref[2], **score_options)
+    if ref_logps.ndim == 2:
+        ref_logps = sequence_logps(ref_logps, mask)
+    lengths = mask.sum(-1)
+    B = len(ids) // 2
+    return preference_loss(
+        sums[:B], sums[B:], ref_logps[:B], ref_logps[B:],
+        chosen_lengths=lengths[:B], rejected_lengths=lengths[B:], **loss_options,
+    )  # fmt: skip
+
+
+def _check(head: Any, ref: Any, ids: Any, completion_mask: Any, ref_logps: Any, score_options: Any) -> torch.Tensor:
+    hidden, weight, bias = head
+    check_head(hidden, weight, bias)
+    if hidden.ndim != 3 or hidden.shape[0] % 2:
+        raise ValueError(f"hidden must have shape [2B, T, H], chosen then rejected, found {list(hidden.shape)}")
+    if completion_mask is None:
+        raise TypeError("completion_mask must be a tensor, found NoneType")
+    temperature, workspace, validate = (score_options[name] for name in ("temperature", "workspace", "validate"))
+    mask = check_linear_logp(hidden, weight, ids, bias, temperature, completion_mask, workspace, validate)
+    assert mask is not None
+    check_reference(head, ref)
+    if (ref[0] is None) == (ref_logps is None):
+        found = "neither" if ref_logps is None else "both"
+        raise ValueError(f"exactly one of ref_hidden and ref_logps must be given, found {found}")
+    if ref_logps is not None:
+        check_floats(ref_logps, "ref_logps")
+        check_device(ref_logps, hidden, "ref_logps", "hidden")
+        if ref_logps.shape not in (ids.shape, ids.shape[:1]):
+            rows, columns = ids.shape
+            raise ValueError(
+                f"ref_logps must have shape [{rows}] or [{rows}, {columns}], found {list(ref_logps.shape)}"
+            )
+    return mask

@@ -1,0 +1,75 @@
+"""`logp` of an LM head's logits, from the hidden states.
+
+Shapes: H hidden, V vocabulary; `[..]` any number of leading dimensions, usually [B, T].
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from strop.ops.checks import (
+    as_completion_mask,
+    check_device,
+    check_head,
+    check_ids,
+    check_ids_in_range,
+    check_temperature,
+    check_workspace,
+)
+from strop.ops.logp import logp
+from strop.ops.registry import op
+
+
+@op
+def linear_logp(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    completion_mask: torch.Tensor | None = None,
+    entropy: bool = False,
+    workspace: int | None = None,
+    validate: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`logp(hidden @ weightᵀ + bias, ids)` without ever holding [N, V]; every backend but this reference keeps that promise.
+
+    hidden            [.., H] float32, bfloat16, float16, or float64
+    weight, bias      [V, H] and [V] of the LM head, of hidden's dtype (any under autocast); tied or frozen heads too
+    ids               [..] int64 or int32
+    completion_mask   [..] tokens that count; the others are dropped first and give 0 without gradient
+    entropy           also return the entropy, [..]
+    workspace         bytes of working memory; by default 60 MiB to score, 596 MiB (64 MiB on a CPU) for gradients
+    validate          raise for an id outside the vocabulary on a GPU too
+
+    returns           [..] float32 (float64 for float64); with entropy=True a pair
+
+    Gradient, with g that of the logits as in `logp`:
+        d hidden = g @ weight        d weight = gᵀ @ hidden        d bias = Σ g
+    Under autocast the products are in its dtype, as those of torch.nn.functional.linear would be.
+    """
+    mask = check_linear_logp(hidden, weight, ids, bias, temperature, completion_mask, workspace, validate)
+    if mask is not None:  # before the product: garbage under the mask may be NaN
+        hidden = hidden.masked_fill(~mask[..., None], 0.0)
+    return logp.reference(
+        linear(hidden, weight, bias), ids, temperature=temperature, completion_mask=mask, entropy=entropy
+    )
+
+
+def check_linear_logp(
+    hidden: Any, weight: Any, ids: Any, bias: Any, temperature: Any, mask: Any, workspace: Any, validate: bool,
+    ids_name: str = "ids",
+) -> torch.Tensor | None:  # fmt: skip
+    """Everything `linear_logp` asks of its arguments. Returns the mask as booleans."""
+    check_head(hidden, weight, bias)
+    check_ids(ids, hidden.shape[:-1], ids_name)
+    check_device(ids, hidden, ids_name, "hidden")
+    check_temperature(temperature)
+    check_workspace(workspace)
+    as_booleans = as_completion_mask(mask, ids.shape)
+    if as_booleans is not None:
+        check_device(as_booleans, hidden, "completion_mask", "hidden")
+    check_ids_in_range(ids, as_booleans, weight.shape[0], validate, ids_name)
+    return as_booleans

@@ -1,0 +1,80 @@
+"""The importance ratio of sampled tokens and their KL to a reference, from logits.
+
+Shapes: `[..]` any number of leading dimensions, usually [B, T]; V the vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from strop._tensors import check_device, check_floats, check_shape
+from strop.losses import kl_estimate
+from strop.ops.checks import check_logits, check_logp
+from strop.ops.logp import logp
+from strop.ops.registry import op
+
+LOGITS_NAMES = ("policy_logits", "action_ids")
+
+
+@op
+def ratio_kl(
+    policy_logits: torch.Tensor,
+    ref_logits: torch.Tensor,
+    action_ids: torch.Tensor,
+    completion_mask: torch.Tensor | None,
+    old_logps: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    in_place: bool = False,
+    validate: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ratio = exp(logp − old_logps) and kl = exp(d) − d − 1 with d = logp_ref − logp, at every token.
+
+    policy_logits     [.., V]; the gradient goes here and nowhere else
+    ref_logits        [.., V] of the reference
+    action_ids        [..] int64 or int32
+    completion_mask   [..] tokens that count, or None for all; elsewhere ratio 1, kl 0 and no gradient, whatever stands there
+    old_logps         [..] of the policy that sampled
+    in_place          the gradient may overwrite policy_logits, which nobody may read after backward
+
+    returns           (ratio, kl), [..] float32 (float64 for float64)
+
+    d ratio / d logp = ratio,  d kl / d logp = 1 − exp(d),  and from logp on as in `logp`.
+    """
+    mask = check_ratio_kl(policy_logits, ref_logits, action_ids, completion_mask, old_logps, temperature, validate)
+    return composed(logp.reference, policy_logits, ref_logits, action_ids, mask, old_logps, temperature, in_place)
+
+
+def check_ratio_kl(
+    policy_logits: Any, ref_logits: Any, ids: Any, mask: Any, old_logps: Any, temperature: Any, validate: bool
+) -> torch.Tensor | None:
+    """Everything `ratio_kl` asks of its arguments. Returns the mask as booleans."""
+    as_booleans = check_logp(policy_logits, ids, temperature, mask, validate, names=LOGITS_NAMES)
+    check_logits(ref_logits, "ref_logits")
+    check_shape(ref_logits, policy_logits.shape, "ref_logits")
+    check_device(ref_logits, policy_logits, "ref_logits", "policy_logits")
+    check_floats(old_logps, "old_logps")
+    check_shape(old_logps, ids.shape, "old_logps")
+    check_device(old_logps, policy_logits, "old_logps", "policy_logits")
+    return as_booleans
+
+
+def composed(
+    logp_of: Callable[..., Any],
+    policy_logits: torch.Tensor,
+    ref_logits: torch.Tensor,
+    ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    old_logps: torch.Tensor,
+    temperature: float,
+    in_place: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By log-probs; logp_of: one backend of `logp`."""
+    logps = logp_of(policy_logits, ids, temperature=temperature, completion_mask=mask, in_place=in_place)
+    with torch.no_grad():
+        ref_logps = logp_of(ref_logits, ids, temperature=temperature, completion_mask=mask).to(logps.dtype)
+        old_logps = old_logps.to(logps.dtype)
+        if mask is not None:
+            old_logps = old_logps.masked_fill(~mask, 0.0)  # with logp 0 there: ratio 1, and no gradient of NaN
+    return (logps - old_logps).exp(), kl_estimate(logps, ref_logps)

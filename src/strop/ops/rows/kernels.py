@@ -1,0 +1,431 @@
+"""Triton kernels on rows of logits: from a row to the log-prob of its token, and back to the row's gradient.
+
+One program is one row. A row is read as tiles of LANES × PER elements, PER being the 16 bytes one lane loads at once:
+
+    | edge | lane 0: PER elements | lane 1: PER | … | tile after tile | last tile, lanes masked | edge |
+
+A row need not begin on 16 bytes (V = 50257): its first and last few elements, fewer than PER on either side, are one small
+masked load of their own, so that every other load and store is whole and aligned and no tile pays for a mask.
+
+Each lane keeps the maximum and the sum of its own elements and rescales the sum once per tile, not once per element:
+about one exponential per element, which keeps the kernel bound by memory and not by the exponential unit. Differences
+to the maximum are taken before the temperature multiplies, so a common offset of the logits costs nothing.
+
+The gradient visits the tiles backwards: the last ones read are still in the cache. Its stores stream past it.
+
+Names: x logits, m maximum, s Σ exp, t Σ exp·(x − m), each relative to m; `scale` = log₂e / temperature, so that
+exp((x − m)/temperature) = exp2((x − m)·scale). Everything is float32 inside, offsets of rows are 64-bit.
+"""
+
+import triton
+import triton.language as tl
+
+from strop.ops.rows.launch import Launcher
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # not −inf: −inf − (−inf) is NaN, and a banned token stays exp(−inf) = 0
+FAR = tl.constexpr(-1e30)  # below it exp is 0; bounds −inf where it would meet 0·(−inf)
+ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)  # NaN stays NaN: the minimum of NaN and a bound would be the bound
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _merge(x, m, s, t, scale, ENTROPY: tl.constexpr):
+    """Take the tile x [LANES, PER] into the lanes' m, s, t [LANES]."""
+    new = tl.maximum(m, tl.max(x, 1))
+    shrink = tl.exp2((m - new) * scale)
+    d = (x - new[:, None]) * scale
+    e = tl.exp2(d)
+    if ENTROPY:
+        t = (t + s * tl.maximum((m - new) * scale, FAR)) * shrink + tl.sum(e * tl.maximum(d, FAR), 1)
+    s = s * shrink + tl.sum(e, 1)
+    return new, s, t
+
+
+@triton.jit
+def _join(m, s, t, other_m, other_s, other_t, scale):
+    """Two sets of statistics become one."""
+    new = tl.maximum(m, other_m)
+    down, other_down = (m - new) * scale, (other_m - new) * scale
+    mine, others = tl.exp2(down), tl.exp2(other_down)
+    t = (t + s * tl.maximum(down, FAR)) * mine + (other_t + other_s * tl.maximum(other_down, FAR)) * others
+    return new, s * mine + other_s * others, t
+
+
+@triton.jit
+def _edge_offsets(before, V, PER: tl.constexpr):
+    """Offsets of the elements outside whole lanes: `before` at the row's beginning, the rest at its end; and which exist."""
+    j = tl.arange(0, 2 * PER)
+    after = tl.maximum(V - before, 0) % PER
+    offsets = tl.where(j < PER, j, V - after + (j - PER))
+    return offsets, (j < tl.minimum(before, V)) | ((j >= PER) & (j < PER + after))
+
+
+@triton.jit
+def _row_stats(
+    x_ptr, before, V, scale, ENTROPY: tl.constexpr, EVICTION: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr
+):
+    """m, s, t of a whole row that begins at x_ptr, of which `before` elements come before the first 16-byte boundary."""
+    lane = tl.arange(0, LANES)
+    tile = lane[:, None] * PER + tl.arange(0, PER)[None, :]
+    m = tl.full([LANES], LOWEST, tl.float32)
+    s = tl.zeros([LANES], tl.float32)
+    t = tl.zeros([LANES], tl.float32)
+    body_ptr = tl.multiple_of(x_ptr + before, 16)
+    lanes = tl.maximum(V - before, 0) // PER
+    tiles = lanes // LANES
+    for k in range(tiles):
+        x = tl.load(body_ptr + k * (LANES * PER) + tile, eviction_policy=EVICTION).to(tl.float32)
+        m, s, t = _merge(x, m, s, t, scale, ENTROPY)
+    if tiles * LANES < lanes:
+        rest = (lane < lanes - tiles * LANES)[:, None]
+        x = tl.load(body_ptr + tiles * (LANES * PER) + tile, mask=rest, other=-float("inf")).to(tl.float32)
+        m, s, t = _merge(x, m, s, t, scale, ENTROPY)
+    if lanes * PER < V:
+        offsets, inside = _edge_offsets(before, V, PER)
+        x = tl.load(x_ptr + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+        top = tl.maximum(tl.max(x, 0), LOWEST)
+        d = (x - top) * scale
+        e = tl.exp2(d)
+        first = lane == 0  # the edges' statistics join lane 0
+        edge_s, edge_t = tl.where(first, tl.sum(e, 0), 0.0), tl.where(first, tl.sum(e * tl.maximum(d, FAR), 0), 0.0)
+        m, s, t = _join(m, s, t, tl.where(first, top, LOWEST), edge_s, edge_t, scale)
+    top = tl.max(m, 0)
+    down = (m - top) * scale
+    shrink = tl.exp2(down)
+    return top, tl.sum(s * shrink, 0), tl.sum((t + s * tl.maximum(down, FAR)) * shrink, 0)
+
+
+@triton.jit
+def _gradient(x, is_target, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY: tl.constexpr):
+    """d_logp·(onehot − p) − d_entropy·p·(log p + H); d_logp and d_entropy have 1/temperature in them."""
+    log2_p = (x - top) * scale - log2_sum
+    p = tl.exp2(log2_p)
+    if ENTROPY:
+        d_p = d_logp + d_entropy * (tl.maximum(log2_p, FAR) * LN2 + entropy)
+    else:
+        d_p = d_logp
+    return tl.where(is_target, d_logp, 0.0) - p * d_p
+
+
+@triton.jit
+def _write_gradient(
+    x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, d_entropy, entropy,
+    ENTROPY: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """The row's gradient; dx_ptr may be x_ptr. Both rows lie equally far from a 16-byte boundary."""
+    lane = tl.arange(0, LANES)
+    tile = lane[:, None] * PER + tl.arange(0, PER)[None, :]
+    body_ptr, d_body_ptr = tl.multiple_of(x_ptr + before, 16), tl.multiple_of(dx_ptr + before, 16)
+    dtype = dx_ptr.dtype.element_ty
+    body_target = (target - before).to(tl.int32)  # 64 bits would double the cost of the comparison
+    lanes = tl.maximum(V - before, 0) // PER
+    tiles = lanes // LANES
+    if lanes * PER < V:
+        offsets, inside = _edge_offsets(before, V, PER)
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        dx = _gradient(x, offsets == body_target + before, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY)
+        tl.store(dx_ptr + offsets, dx.to(dtype), mask=inside)
+    if tiles * LANES < lanes:
+        rest = (lane < lanes - tiles * LANES)[:, None]
+        offset = tiles * (LANES * PER) + tile
+        x = tl.load(body_ptr + offset, mask=rest, other=0.0).to(tl.float32)
+        dx = _gradient(x, offset == body_target, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY)
+        tl.store(d_body_ptr + offset, dx.to(dtype), mask=rest, cache_modifier=".cs")
+    for i in range(tiles):
+        offset = (tiles - 1 - i) * (LANES * PER) + tile
+        x = tl.load(body_ptr + offset, eviction_policy="evict_first").to(tl.float32)
+        dx = _gradient(x, offset == body_target, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY)
+        tl.store(d_body_ptr + offset, dx.to(dtype), cache_modifier=".cs")
+
+
+@triton.jit
+def _write_zeros(dx_ptr, before, V, LANES: tl.constexpr, PER: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    tile = lane[:, None] * PER + tl.arange(0, PER)[None, :]
+    zero = tl.zeros([LANES, PER], dx_ptr.dtype.element_ty)
+    body_ptr = tl.multiple_of(dx_ptr + before, 16)
+    lanes = tl.maximum(V - before, 0) // PER
+    for first in range(0, lanes, LANES):
+        tl.store(body_ptr + first * PER + tile, zero, mask=(lane < lanes - first)[:, None], cache_modifier=".cs")
+    offsets, inside = _edge_offsets(before, V, PER)
+    tl.store(dx_ptr + offsets, tl.zeros([2 * PER], dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _row_start(row, T, stride_B, stride_T):
+    """Rows are [B, T] with any two strides, such as those of logits[:, :-1]."""
+    return (row // T) * stride_B + (row % T) * stride_T
+
+
+@triton.jit
+def _before(misaligned, start, PER: tl.constexpr):
+    """Elements before the row's first 16-byte boundary; `misaligned`: elements from such a boundary to the tensor."""
+    return ((PER - (misaligned + start) % PER) % PER).to(tl.int32)
+
+
+@triton.jit
+def _read_target(x_ptr, target, V):
+    """The target's logit; NaN for a target outside the vocabulary, which is never read."""
+    inside = (target >= 0) & (target < V)
+    x = tl.load(x_ptr + target, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, x, float("nan"))
+
+
+@Launcher
+def logp_kernel(
+    x_ptr, id_ptr, mask_ptr, logp_ptr, top_ptr, sum_ptr, entropy_ptr,
+    T: tl.int32, V: tl.int32, first_id: tl.int32, vocabulary: tl.int32,
+    stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32, scale: tl.float32,
+    MASKED: tl.constexpr, STATS: tl.constexpr, ENTROPY: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    LANES: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """logp = (x[id] − m)/temperature − log s, and H = log s − t/s, of the ids `first_id` to `first_id + V`.
+
+    A vocabulary may come in several blocks, one launch each: what is known so far then stands in the outputs (x[id] in
+    logp, m in top, s in sum, t in entropy), and the last block finishes them (log₂ s in sum).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if MASKED:
+        if tl.load(mask_ptr + row) == 0:
+            if LAST:
+                tl.store(logp_ptr + row, 0.0)
+                if STATS:
+                    tl.store(top_ptr + row, 0.0)
+                    tl.store(sum_ptr + row, 0.0)
+                if ENTROPY:
+                    tl.store(entropy_ptr + row, 0.0)
+            return
+    start = _row_start(row, T, stride_B, stride_T)
+    x_ptr += start
+    target = tl.load(id_ptr + row).to(tl.int64)
+    m, s, t = _row_stats(x_ptr, _before(misaligned, start, PER), V, scale, ENTROPY, "", LANES, PER)
+    here = (target >= first_id) & (target < first_id + V)
+    picked = tl.load(x_ptr + (target - first_id), mask=here, other=0.0).to(tl.float32)
+    if FIRST:
+        # nothing came before; an id outside the vocabulary stays NaN through every block
+        picked = tl.where((target >= 0) & (target < vocabulary), picked, float("nan"))
+    else:
+        other_m, other_s = tl.load(top_ptr + row), tl.load(sum_ptr + row)
+        other_t = 0.0
+        if ENTROPY:
+            other_t = tl.load(entropy_ptr + row)
+        m, s, t = _join(m, s, t, other_m, other_s, other_t, scale)
+        picked = tl.where(here, picked, tl.load(logp_ptr + row))
+    if LAST:
+        log2_sum = tl.log2(s)
+        picked = ((picked - m) * scale - log2_sum) * LN2
+        t = (log2_sum - t / s) * LN2
+        s = log2_sum
+    tl.store(logp_ptr + row, picked)
+    if STATS:
+        tl.store(top_ptr + row, m)
+        tl.store(sum_ptr + row, s)
+    if ENTROPY:
+        tl.store(entropy_ptr + row, t)
+
+
+@Launcher
+def logp_bwd_kernel(
+    x_ptr, dx_ptr, id_ptr, mask_ptr, top_ptr, sum_ptr, entropy_ptr, d_logp_ptr, d_entropy_ptr,
+    T: tl.int32, V: tl.int32, first_id: tl.int32, vocabulary: tl.int32,
+    stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32, scale: tl.float32,
+    MASKED: tl.constexpr, ENTROPY: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """dx = d_logp·(onehot − p)/temperature − d_entropy·p·(log p + H)/temperature."""
+    row = tl.program_id(0).to(tl.int64)
+    start = _row_start(row, T, stride_B, stride_T)
+    x_ptr += start
+    dx_ptr += start
+    if MASKED:
+        if tl.load(mask_ptr + row) == 0:
+            _write_zeros(dx_ptr, _before(misaligned, start, PER), V, LANES, PER)
+            return
+    target = tl.load(id_ptr + row).to(tl.int64)
+    d_logp = tl.load(d_logp_ptr + row) * (scale * LN2)
+    d_logp = tl.where((target >= 0) & (target < vocabulary), d_logp, float("nan"))
+    d_entropy, entropy = 0.0, 0.0
+    if ENTROPY:
+        d_entropy, entropy = tl.load(d_entropy_ptr + row) * (scale * LN2), tl.load(entropy_ptr + row)
+    _write_gradient(
+        x_ptr, dx_ptr, _before(misaligned, start, PER), V, target - first_id, tl.load(top_ptr + row),
+        tl.load(sum_ptr + row), scale, d_logp, d_entropy, entropy, ENTROPY, LANES, PER,
+    )  # fmt: skip
+
+
+@triton.jit
+def _k3(d):
+    """exp(d) − d − 1 without cancellation."""
+    series = 1.0 / 3628800
+    series = series * d + 1.0 / 362880
+    series = series * d + 1.0 / 40320
+    series = series * d + 1.0 / 5040
+    series = series * d + 1.0 / 720
+    series = series * d + 1.0 / 120
+    series = series * d + 1.0 / 24
+    series = series * d + 1.0 / 6
+    series = series * d + 0.5
+    return tl.where(tl.abs(d) < 0.5, series * d * d, tl.exp(d) - d - 1)
+
+
+@triton.jit
+def clipped_surrogate(logp, old, advantage, low, high, delta):
+    """−min(r·A, clip(r)·A) with r = exp(logp − old) bounded by delta, and its derivative by logp: −A·r, 0 where cut."""
+    ratio = tl.exp(logp - old)
+    raised = tl.maximum(ratio, low, propagate_nan=ALL_NAN)
+    below_delta = tl.minimum(raised, delta, propagate_nan=ALL_NAN)
+    bounded = tl.where(advantage < 0, below_delta, tl.minimum(ratio, high, propagate_nan=ALL_NAN))
+    cut = (bounded < ratio) | (bounded > ratio)  # a NaN is not
+    return -advantage * bounded, tl.where(cut, 0.0, -advantage * ratio)
+
+
+@triton.jit
+def clipped_weight(logp, old, advantage, low, high, delta):
+    """−min(r, high)·A·logp, the weight without gradient (CISPO), and its derivative by logp."""
+    d_logp = -advantage * tl.minimum(tl.exp(logp - old), high, propagate_nan=ALL_NAN)
+    return d_logp * logp, d_logp
+
+
+@Launcher
+def batch_kernel(
+    reward_ptr, mask_ptr, count_ptr, advantage_ptr, weight_ptr,
+    T: tl.int32, group_size: tl.int32, count: tl.float32, tokens: tl.float32,
+    COUNT_ON_DEVICE: tl.constexpr, BY_LENGTH: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """A sequence's advantage and the weight of its tokens in the loss; one program a sequence.
+
+    advantage = (r − mean)/std of its group, as `strop.losses.group_advantages`; weight = 1/(count·tokens), or with
+    BY_LENGTH 1/(count·length), as `strop.losses.token_weights`.
+    """
+    sequence = tl.program_id(0)
+    if COUNT_ON_DEVICE:
+        count = tl.load(count_ptr).to(tl.float32)
+        count = tl.where(count > 0, count, 1.0)
+    if BY_LENGTH:
+        length = tl.zeros([BLOCK_T], tl.int32)
+        for start in range(0, T, BLOCK_T):
+            t = start + tl.arange(0, BLOCK_T)
+            counts = tl.load(mask_ptr + sequence.to(tl.int64) * T + t, mask=t < T, other=0)
+            length += tl.where(counts != 0, 1, 0)
+        tokens = tl.maximum(tl.sum(length, 0), 1).to(tl.float32)
+    tl.store(weight_ptr + sequence, 1.0 / (count * tokens))
+    g = tl.arange(0, BLOCK_G)
+    first = (sequence // group_size) * group_size
+    # measured from the first reward: equal rewards give exactly 0, also where their mean is rounded
+    r = tl.load(reward_ptr + first + g, mask=g < group_size, other=0).to(tl.float64)
+    r = tl.where(g < group_size, r - tl.load(reward_ptr + first).to(tl.float64), 0.0)
+    centred = tl.where(g < group_size, r - tl.sum(r, 0) / group_size, 0.0)
+    std = tl.sqrt(tl.sum(centred * centred, 0) / group_size)
+    mine = tl.sum(tl.where(g == sequence - first, centred, 0.0), 0)
+    tl.store(advantage_ptr + sequence, tl.where(mine == 0, 0.0, mine / std).to(tl.float32))
+
+
+@Launcher
+def policy_loss_kernel(
+    x_ptr, dx_ptr, id_ptr, mask_ptr, old_ptr, ref_ptr, advantage_ptr, weight_ptr, logp_ptr, terms_ptr,
+    N: tl.int32, rows_per_advantage: tl.int32, V: tl.int32, T: tl.int32,
+    stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32,
+    scale: tl.float32, low: tl.float32, high: tl.float32, delta: tl.float32, beta: tl.float32,
+    TOKEN_LOSS: tl.constexpr, MASKED: tl.constexpr, ON_POLICY: tl.constexpr, KL: tl.constexpr, GRADIENT: tl.constexpr,
+    LANES: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """A row's term of a policy loss and its gradient in one visit.
+
+    terms [3, N]: weight·(loss + beta·kl), weight·loss, weight·kl. The coefficient of the gradient needs only the row:
+    dx = weight·d(loss + beta·kl)/d logp · (onehot − p)/temperature. Several rows, those of a sequence, may share an
+    advantage and a weight.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    start = _row_start(row, T, stride_B, stride_T)
+    x_ptr += start
+    if GRADIENT:
+        dx_ptr += start
+    if MASKED:
+        if tl.load(mask_ptr + row) == 0:
+            tl.store(logp_ptr + row, 0.0)
+            for i in tl.static_range(3):
+                tl.store(terms_ptr + i * N + row, 0.0)
+            if GRADIENT:
+                _write_zeros(dx_ptr, _before(misaligned, start, PER), V, LANES, PER)
+            return
+    target = tl.load(id_ptr + row).to(tl.int64)
+    before = _before(misaligned, start, PER)
+    picked = _read_target(x_ptr, target, V)
+    top, total, _ = _row_stats(x_ptr, before, V, scale, False, "evict_last" if GRADIENT else "", LANES, PER)
+    log2_sum = tl.log2(total)
+    logp = ((picked - top) * scale - log2_sum) * LN2
+
+    old = logp
+    if not ON_POLICY:
+        old = tl.load(old_ptr + row)
+    owner = row // rows_per_advantage
+    loss, d_loss = TOKEN_LOSS(logp, old, tl.load(advantage_ptr + owner), low, high, delta)
+    kl, d_kl = 0.0, 0.0
+    if KL > 0:
+        d = tl.load(ref_ptr + row) - logp
+        if KL == 1:  # k1 = −d
+            kl, d_kl = -d, 1.0
+        elif KL == 2:  # k2 = d²/2
+            kl, d_kl = 0.5 * d * d, -d
+        else:  # k3 = exp(d) − d − 1
+            kl = _k3(d)
+            d_kl = tl.where(tl.abs(d) < 0.5, -(kl + d), 1 - tl.exp(d))
+    beta_kl, beta_d_kl = tl.where(beta == 0, 0.0, beta * kl), tl.where(beta == 0, 0.0, beta * d_kl)  # 0·inf is NaN
+    weight = tl.load(weight_ptr + owner)
+    tl.store(logp_ptr + row, logp)
+    tl.store(terms_ptr + row, weight * (loss + beta_kl))
+    tl.store(terms_ptr + N + row, weight * loss)
+    tl.store(terms_ptr + 2 * N + row, weight * kl)
+    if GRADIENT:
+        d_logp = weight * (d_loss + beta_d_kl) * (scale * LN2)
+        _write_gradient(x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, 0.0, 0.0, False, LANES, PER)
+
+
+@Launcher
+def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N: tl.int32, BLOCK: tl.constexpr):
+    """The sums of terms [3, N], in one order; one program each."""
+    i = tl.program_id(0)
+    n = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        total += tl.load(terms_ptr + i.to(tl.int64) * N + start + n, mask=start + n < N, other=0.0)
+    if i == 0:
+        tl.store(total_ptr, tl.sum(total, 0))
+    else:
+        tl.store(policy_and_kl_ptr + (i - 1), tl.sum(total, 0))
+
+
+@Launcher
+def scale_kernel(x_ptr, scale_ptr, size: tl.int64, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """x·scale in place; nothing is read or written where the scale is 1."""
+    scale = tl.load(scale_ptr).to(tl.float32)
+    if scale == 1.0:
+        return
+    if ALIGNED:
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    dtype = x_ptr.dtype.element_ty
+    n = tl.arange(0, BLOCK)
+    blocks = size // BLOCK
+    for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0).to(tl.int64)):
+        x = tl.load(x_ptr + block * BLOCK + n)
+        tl.store(x_ptr + block * BLOCK + n, (x.to(tl.float32) * scale).to(dtype))
+    if tl.program_id(0) == 0:
+        rest = blocks * BLOCK + n
+        x = tl.load(x_ptr + rest, mask=rest < size)
+        tl.store(x_ptr + rest, (x.to(tl.float32) * scale).to(dtype), mask=rest < size)
+
+
+@Launcher
+def scale_rows_kernel(
+    x_ptr, scale_ptr, V: tl.int32, T: tl.int32, stride_B: tl.int64, stride_T: tl.int64, BLOCK: tl.constexpr
+):
+    """The same for rows with something between them that is not theirs; one program a row."""
+    scale = tl.load(scale_ptr).to(tl.float32)
+    if scale == 1.0:
+        return
+    x_ptr += _row_start(tl.program_id(0).to(tl.int64), T, stride_B, stride_T)
+    for start in range(0, V, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offsets, mask=offsets < V)
+        tl.store(x_ptr + offsets, (x.to(tl.float32) * scale).to(x_ptr.dtype.element_ty), mask=offsets < V)

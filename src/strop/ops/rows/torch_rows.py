@@ -1,0 +1,147 @@
+"""Rows of logits in plain torch: the functions of `strop.ops.rows.triton_rows` for every other device.
+
+The logits come as [N, V] chunks small enough that a few more of their size do not matter.
+"""
+
+import torch
+
+from strop.losses import kl_estimate, token_policy_loss
+from strop.ops.rows import PolicyTerms, TokenLoss
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def bytes_per_logit(dtype: torch.dtype) -> int:
+    """Of working memory: the logit itself, and three copies in the precision of the arithmetic."""
+    return 4 * 8 if dtype == torch.float64 else dtype.itemsize + 3 * 4
+
+
+def logps(
+    logits: torch.Tensor,
+    ids_N: torch.Tensor,
+    mask_N: torch.Tensor | None,
+    temperature: float,
+    entropy: bool,
+    into: Results | None = None,
+    block: tuple[int, int, int] | None = None,
+) -> Results:
+    """Log-probs [N], statistics [2, N] for the way back, entropies [N] (empty unless asked for).
+
+    block   (first id, vocabulary, number of this block) where the logits are one block of a vocabulary that comes in
+            several; `into` holds what the blocks before have found: x[id], the maximum m, Σ exp(x − m), Σ exp·(x − m)
+    """
+    assert mask_N is None, "masked tokens are dropped before"
+    x_NV = _scaled(logits, temperature)
+    N, V = x_NV.shape
+    first_id, vocabulary, number = block or (0, V, 0)
+    logps_N, stats_2N, entropies_N = into or (x_NV.new_empty(size) for size in ((N,), (2, N), (N if entropy else 0,)))
+
+    m_N = x_NV.amax(-1).clamp(min=torch.finfo(x_NV.dtype).min)  # a row of −inf keeps a finite maximum
+    d_NV = x_NV - m_N[:, None]
+    e_NV = d_NV.exp()
+    s_N = e_NV.sum(-1)
+    t_N = (e_NV * d_NV.masked_fill_(e_NV == 0, 0.0)).sum(-1) if entropy else None
+    here_N = (ids_N >= first_id) & (ids_N < first_id + V)
+    picked_N = x_NV.gather(-1, torch.where(here_N, ids_N - first_id, 0).long()[:, None]).squeeze(-1)
+    if number == 0:
+        picked_N = torch.where((ids_N >= 0) & (ids_N < vocabulary), picked_N, torch.nan)
+    else:
+        picked_N = torch.where(here_N, picked_N, logps_N)
+        top_N = torch.maximum(m_N, stats_2N[0])
+        here_down_N, before_down_N = m_N - top_N, stats_2N[0] - top_N
+        if t_N is not None:
+            before_t_N = (entropies_N + stats_2N[1] * before_down_N) * before_down_N.exp()
+            t_N = (t_N + s_N * here_down_N) * here_down_N.exp() + before_t_N
+        s_N = s_N * here_down_N.exp() + stats_2N[1] * before_down_N.exp()
+        m_N = top_N
+    if first_id + V == vocabulary:
+        log_sum_N = s_N.log()
+        picked_N = picked_N - m_N - log_sum_N
+        t_N = None if t_N is None else log_sum_N - t_N / s_N
+        s_N = log_sum_N
+    logps_N.copy_(picked_N)
+    stats_2N[0].copy_(m_N)
+    stats_2N[1].copy_(s_N)
+    if t_N is not None:
+        entropies_N.copy_(t_N)
+    return logps_N, stats_2N, entropies_N
+
+
+def logps_bwd(
+    logits: torch.Tensor,
+    ids_N: torch.Tensor,
+    mask_N: torch.Tensor | None,
+    stats_2N: torch.Tensor,
+    entropies_N: torch.Tensor,
+    d_logps_N: torch.Tensor,
+    d_entropies_N: torch.Tensor | None,
+    temperature: float,
+    in_place: bool,
+    block: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """The gradient of the logits, or with in_place of their memory. block: (first id, vocabulary)."""
+    assert mask_N is None, "masked tokens are dropped before"
+    first_id, vocabulary = block or (0, logits.shape[-1])
+    log_p_NV = _scaled(logits, temperature) - stats_2N[0][:, None] - stats_2N[1][:, None]
+    p_NV = log_p_NV.exp()
+    d_logps_N = torch.where((ids_N >= 0) & (ids_N < vocabulary), d_logps_N, torch.nan)
+    d_p_N1 = d_logps_N[:, None]
+    if d_entropies_N is None:
+        dx_NV = -p_NV * d_p_N1
+    else:  # −d_logp·p − d_H·p·(log p + H)
+        inside_NV = log_p_NV.masked_fill_(p_NV == 0, 0.0) + entropies_N[:, None]
+        dx_NV = -p_NV * (d_p_N1 + d_entropies_N[:, None] * inside_NV)
+    here_N = (ids_N >= first_id) & (ids_N < first_id + logits.shape[-1])
+    column_N1 = torch.where(here_N, ids_N - first_id, 0).long()[:, None]
+    dx_NV.scatter_add_(1, column_N1, torch.where(here_N, d_logps_N, 0.0)[:, None])
+    dx_NV /= temperature
+    return logits.copy_(dx_NV) if in_place else dx_NV.to(logits.dtype)
+
+
+def policy_terms(
+    logits: torch.Tensor,
+    ids_N: torch.Tensor,
+    mask_N: torch.Tensor | None,
+    old_logps_N: torch.Tensor | None,
+    ref_logps_N: torch.Tensor | None,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    temperature: float,
+    loss: TokenLoss,
+    gradient: bool,
+    in_place: bool,
+) -> PolicyTerms:
+    """The terms of a policy loss and the gradient of the logits; advantages and weights [N]."""
+    logps_N, stats_2N, entropies_N = logps(logits, ids_N, mask_N, temperature, False)
+    with torch.set_grad_enabled(gradient):
+        variable_N = logps_N.detach().requires_grad_(gradient)
+        loss_N = token_policy_loss(
+            variable_N[None],
+            None if old_logps_N is None else old_logps_N[None],
+            advantages[None],
+            loss_type=loss.loss_type,
+            clip_eps=loss.clip_eps,
+            delta=loss.delta,
+        )[0]
+        kl_N = (
+            torch.zeros_like(logps_N)
+            if ref_logps_N is None
+            else kl_estimate(variable_N, ref_logps_N, loss.kl_estimator)
+        )
+        total_N = loss_N + loss.beta * kl_N if loss.beta else loss_N  # 0·inf is NaN
+        d_total_N = torch.autograd.grad(total_N.sum(), variable_N)[0] if gradient else None
+    sums_3 = (torch.stack([total_N, loss_N, kl_N]).detach() * weights).sum(-1)
+    d_logits = None
+    if d_total_N is not None:
+        d_logps_N = weights * d_total_N
+        d_logits = logps_bwd(logits, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, None, temperature, in_place)
+    return PolicyTerms(sums_3[0], sums_3[1:], logps_N, d_logits)
+
+
+def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
+    """gradient · factor in place."""
+    gradient.mul_(factor)
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (logits if logits.dtype == torch.float64 else logits.float()) / temperature

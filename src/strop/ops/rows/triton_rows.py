@@ -1,0 +1,259 @@
+"""Rows of logits on a GPU: launchers of the kernels. The same functions as in `strop.ops.rows.torch_rows`.
+
+Shapes: `[.., V]` logits with any leading dimensions; N their number of rows.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from strop.losses.policy import ClipBounds, clip_bounds
+from strop.ops.rows import PolicyTerms, TokenLoss, check_in_place, kernels, strided_rows
+from strop.ops.rows.kernels import LOG2E
+
+INTERPRETED = kernels.logp_kernel.interpreted
+
+
+def bytes_per_logit(dtype: torch.dtype) -> int:
+    """Of working memory: the logit itself."""
+    return dtype.itemsize
+
+
+_SCALE_BLOCK = 8192
+_SCALE_PROGRAMS = 1024  # few enough to cost nothing where there is nothing to do, enough to fill a GPU
+
+
+class Rows(NamedTuple):
+    """How the rows of a tensor lie in memory: [B, T] rows with two strides, V elements each, one after another."""
+
+    N: int
+    T: int
+    V: int
+    stride_B: int
+    stride_T: int
+    misaligned: int  # elements from a 16-byte boundary to the tensor's first
+    per: int  # elements in 16 bytes
+
+
+def as_rows(logits: torch.Tensor) -> tuple[torch.Tensor, Rows]:
+    """The logits, copied only where they are not rows with two strides."""
+    found = _rows(logits)
+    if found is None:
+        logits = logits.contiguous()
+        found = _rows(logits)
+        assert found is not None
+    return logits, found
+
+
+def _rows(logits: torch.Tensor) -> Rows | None:
+    V, size = logits.shape[-1], logits.element_size()
+    misaligned, per = logits.data_ptr() % 16 // size, 16 // size
+    if logits.is_contiguous():
+        N = logits.numel() // V
+        return Rows(N, max(N, 1), V, 0, V, misaligned, per)
+    found = strided_rows(logits)
+    if found is None:
+        return None
+    (B, stride_B), (T, stride_T) = found
+    return Rows(B * T, max(T, 1), V, stride_B, stride_T, misaligned, per)
+
+
+def empty_gradient(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Memory for the gradient, each row as far from a 16-byte boundary as the logits' row."""
+    if rows.misaligned == 0 and logits.is_contiguous():
+        return torch.empty_like(logits)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(logits.shape, logits.stride(), strict=True))
+    memory = logits.new_empty(rows.misaligned + max(span, 0))
+    return memory.as_strided(logits.shape, logits.stride(), rows.misaligned)
+
+
+def _forward_launch(V: int) -> dict[str, int]:
+    """Few warps and many rows in flight: measured best on an H200 at every vocabulary from 32,768."""
+    return {"warps": 4, "unroll": 2} if V >= 4096 else {"warps": 2 if V < 1024 else 4, "unroll": 1}
+
+
+def _gradient_launch(V: int) -> dict[str, int]:
+    """Rows are visited twice, so fewer in flight, with more warps each, to find them in the cache the second time."""
+    if V >= 16384:
+        return {"warps": 16, "unroll": 2}
+    return {"warps": 8 if V >= 4096 else 4, "unroll": 1}
+
+
+def _tiling(rows: Rows, launch: dict[str, int]) -> dict[str, int]:
+    return {"LANES": 32 * launch["warps"] * launch["unroll"], "PER": rows.per, "num_warps": launch["warps"]}
+
+
+def logps(
+    logits: torch.Tensor,
+    ids_N: torch.Tensor,
+    mask_N: torch.Tensor | None,
+    temperature: float,
+    entropy: bool,
+    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    block: tuple[int, int, int] | None = None,
+    way_back: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Log-probs [N], statistics [2, N] for the way back, entropies [N] where asked for.
+
+    block   (first id, vocabulary, number of this block) where the logits are one block of a vocabulary that comes in
+            several; `into` holds what the blocks before have found
+    """
+    logits, rows = as_rows(logits)
+    first_id, vocabulary, number = block or (0, rows.V, 0)
+    if into is None:
+        device = logits.device
+        logps_N = torch.empty(rows.N, device=device)
+        stats_2N = torch.empty(2, rows.N, device=device) if way_back else None
+        entropies_N = torch.empty(rows.N, device=device) if entropy else None
+    else:
+        logps_N, stats_2N, entropies_N = into
+    top_N, sum_N = (logps_N, logps_N) if stats_2N is None else stats_2N.unbind()
+    if rows.N:
+        kernels.logp_kernel(
+            rows.N,
+            logits, ids_N.contiguous(), _or(mask_N, ids_N).contiguous(), logps_N, top_N, sum_N,
+            _or(entropies_N, logps_N), rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T,
+            rows.misaligned, _scale(temperature),
+            MASKED=mask_N is not None, STATS=stats_2N is not None, ENTROPY=entropy, FIRST=number == 0,
+            LAST=first_id + rows.V == vocabulary,
+            **_tiling(rows, _forward_launch(rows.V)),
+        )  # fmt: skip
+    return logps_N, stats_2N, entropies_N
+
+
+def logps_bwd(
+    logits: torch.Tensor,
+    ids_N: torch.Tensor,
+    mask_N: torch.Tensor | None,
+    stats_2N: torch.Tensor,
+    entropies_N: torch.Tensor,
+    d_logps_N: torch.Tensor,
+    d_entropies_N: torch.Tensor | None,
+    temperature: float,
+    in_place: bool,
+    block: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """The gradient of the logits, or with in_place of their memory. block: (first id, vocabulary)."""
+    given = logits
+    logits, rows = as_rows(logits)
+    out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows)
+    first_id, vocabulary = block or (0, rows.V)
+    if rows.N:
+        kernels.logp_bwd_kernel(
+            rows.N,
+            logits, out, ids_N.contiguous(), _or(mask_N, ids_N).contiguous(), stats_2N[0], stats_2N[1],
+            entropies_N, d_logps_N, _or(d_entropies_N, d_logps_N),
+            rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T, rows.misaligned, _scale(temperature),
+            MASKED=mask_N is not None, ENTROPY=d_entropies_N is not None,
+            **_tiling(rows, _forward_launch(rows.V)),
+        )  # fmt: skip
+    return out
+
+
+def batch_coefficients(
+    rewards_B: torch.Tensor,
+    mask_BT: torch.Tensor,
+    group_size: int,
+    count_on_device: torch.Tensor | None,
+    count: float,
+    tokens: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages [B] and weights of the sequences' tokens [B].
+
+    weight = 1/(count·tokens); tokens None: the sequence's own length
+    """
+    B, T = mask_BT.shape
+    device = mask_BT.device
+    advantages_B, weights_B = torch.empty(B, device=device), torch.empty(B, device=device)
+    if B:
+        kernels.batch_kernel(
+            B,
+            rewards_B.contiguous(), mask_BT.contiguous(), _or(count_on_device, weights_B),
+            advantages_B, weights_B, T, group_size, count, float(tokens or 0),
+            COUNT_ON_DEVICE=count_on_device is not None, BY_LENGTH=tokens is None,
+            BLOCK_G=_power_of_2(group_size), BLOCK_T=min(1024, _power_of_2(T)), num_warps=1,
+        )  # fmt: skip
+    return advantages_B, weights_B
+
+
+def policy_terms(
+    logits: torch.Tensor,
+    ids_N: torch.Tensor,
+    mask_N: torch.Tensor | None,
+    old_logps_N: torch.Tensor | None,
+    ref_logps_N: torch.Tensor | None,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    temperature: float,
+    loss: TokenLoss,
+    gradient: bool,
+    in_place: bool,
+) -> PolicyTerms:
+    """The terms of a policy loss, summed, and the gradient of the logits.
+
+    advantages, weights   [N] one for every row, or [B] one for every N/B rows
+    """
+    given, device = logits, logits.device
+    bounds = _bounds(loss)
+    logits, rows = as_rows(logits)
+    logps_N = torch.empty(rows.N, device=device)
+    total, policy_and_kl = torch.empty((), device=device), torch.empty(2, device=device)
+    out = None
+    if gradient:
+        out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows)
+    if rows.N == 0:
+        return PolicyTerms(total.zero_(), policy_and_kl.zero_(), logps_N, out)
+    terms_3N = torch.empty(3, rows.N, device=device)
+    kernels.policy_loss_kernel(
+        rows.N,
+        logits, _or(out, logits), ids_N.contiguous(), _or(mask_N, ids_N).contiguous(),
+        _or(old_logps_N, weights).contiguous(), _or(ref_logps_N, weights).contiguous(), advantages.contiguous(),
+        weights.contiguous(), logps_N, terms_3N,
+        rows.N, rows.N // advantages.shape[0], rows.V, rows.T, rows.stride_B, rows.stride_T, rows.misaligned,
+        _scale(temperature), bounds.low, bounds.high, bounds.delta, loss.beta,
+        TOKEN_LOSS=kernels.clipped_weight if loss.loss_type == "cispo" else kernels.clipped_surrogate,
+        MASKED=mask_N is not None, ON_POLICY=old_logps_N is None,
+        KL=0 if ref_logps_N is None else int(loss.kl_estimator[1]), GRADIENT=gradient,
+        **_tiling(rows, _gradient_launch(rows.V) if gradient else _forward_launch(rows.V)),
+    )  # fmt: skip
+    kernels.sums_kernel(3, terms_3N, total, policy_and_kl, rows.N, BLOCK=1024)
+    return PolicyTerms(total, policy_and_kl, logps_N, out)
+
+
+def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
+    """gradient · factor in place. Where the factor is 1, which only the device knows, nothing is read or written."""
+    size = gradient.numel()
+    if size and not gradient.is_contiguous():
+        gradient, rows = as_rows(gradient)
+        block = min(_SCALE_BLOCK, _power_of_2(rows.V))
+        kernels.scale_rows_kernel(
+            rows.N, gradient, factor, rows.V, rows.T, rows.stride_B, rows.stride_T, BLOCK=block, num_warps=8
+        )
+    elif size:
+        programs = min(-(-size // _SCALE_BLOCK), _SCALE_PROGRAMS)
+        aligned = gradient.data_ptr() % 16 == 0
+        kernels.scale_kernel(programs, gradient, factor, size, ALIGNED=aligned, BLOCK=_SCALE_BLOCK, num_warps=8)
+
+
+def _power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _scale(temperature: float) -> float:
+    return LOG2E.value / temperature
+
+
+@functools.lru_cache(maxsize=64)
+def _bounds(loss: TokenLoss) -> ClipBounds:
+    return clip_bounds(loss.clip_eps, loss.delta, loss.loss_type)
+
+
+def _or(tensor: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
+    return otherwise if tensor is None else tensor
+
+
+def _same_memory(given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    check_in_place(given)
+    return rows

@@ -1,0 +1,571 @@
+"""Policy losses: by hand, TRL's numbers, finite differences, invariances, precision, garbage, bad input."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+from strop.losses import (
+    IMPORTANCE_LEVELS,
+    KL_ESTIMATORS,
+    POLICY_LOSS_TYPES,
+    clip_bounds,
+    kl_estimate,
+    policy_loss,
+    policy_metrics,
+    rloo_loss,
+    token_policy_loss,
+    token_weights,
+)
+
+ATOL = 1e-9
+every_loss_type = pytest.mark.parametrize("loss_type", POLICY_LOSS_TYPES)
+every_level = pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
+
+
+def float64(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def clip_of(loss_type):
+    return (0.2, 5.0) if loss_type == "cispo" else (0.2, 0.28)
+
+
+def example(dtype=torch.float64, spread=0.3, seed=0):
+    """Four sequences of lengths 7, 3, 1 and 5, some ratios far outside the clip range."""
+    generator = torch.Generator().manual_seed(seed)
+    logps, old, ref = torch.randn(3, 4, 7, generator=generator, dtype=torch.float64) * spread - 1.5
+    mask = torch.arange(7) < torch.tensor([7, 3, 1, 5])[:, None]
+    advantages = float64([0.7, -1.2, 0.4, -0.1])
+    return logps.to(dtype), old.to(dtype), ref.to(dtype), advantages.to(dtype), mask
+
+
+def run(loss_type, level="token", **changes):
+    """Loss and gradient of the example under one set of options."""
+    logps, old, ref, advantages, mask = example()
+    inputs = {"logps": logps, "old_logps": old, "advantages": advantages, "completion_mask": mask, "ref_logps": ref}
+    inputs |= {"beta": 0.04, "max_completion_length": 11, "clip_eps": clip_of(loss_type)} | changes
+    inputs["logps"] = inputs["logps"].detach().requires_grad_()
+    found = policy_loss(**inputs, loss_type=loss_type, importance_level=level)
+    found.loss.backward()
+    return found, inputs["logps"].grad
+
+
+# ---- by hand ----
+
+
+def test_by_hand():
+    """Two sequences: ratios 1.5 and 0.5 with A = 2, ratios 1.5 and 0.5 with A = −1; clip 0.8 to 1.2."""
+    logps = torch.log(float64([[1.5, 0.5], [1.5, 0.5]])).requires_grad_()
+    token_loss = token_policy_loss(logps, torch.zeros(2, 2), float64([2.0, -1.0]))
+    assert token_loss.tolist() == [pytest.approx([-2.4, -1.0]), pytest.approx([1.5, 0.8])]
+    token_loss.sum().backward()
+    assert logps.grad.tolist() == [pytest.approx([0.0, -1.0]), pytest.approx([1.5, 0.0])]
+
+
+def test_two_sided_clip_by_hand():
+    """delta caps the ratio where A < 0, which the plain clip leaves open."""
+    logps = torch.log(float64([[3.0, 9.0, 0.5, 3.0]])).requires_grad_()
+    advantages = float64([[-1.0, -1.0, -1.0, 1.0]])
+    token_loss = token_policy_loss(logps, torch.zeros(1, 4), advantages, delta=4.0)
+    assert token_loss.tolist() == [pytest.approx([3.0, 4.0, 0.8, -1.2])]
+    token_loss.sum().backward()
+    assert logps.grad.tolist() == [pytest.approx([3.0, 0.0, 0.0, 0.0])]
+
+
+def test_cispo_by_hand():
+    """−min(r, 5)·A·logp: the weight is a constant, so every token has a gradient, a cut one too."""
+    logps = float64([[-1.0, -0.5]]).requires_grad_()
+    old = logps.detach() - torch.log(float64([[1.5, 9.0]]))
+    token_loss = token_policy_loss(logps, old, float64([2.0]), loss_type="cispo", clip_eps=(0.2, 5.0))
+    assert token_loss.tolist() == [pytest.approx([1.5 * 2 * 1.0, 5 * 2 * 0.5])]
+    token_loss.sum().backward()
+    assert logps.grad.tolist() == [pytest.approx([-3.0, -10.0])]
+
+
+def test_sequence_level_by_hand():
+    """Log-ratios 0.1 and 0.3 with a third masked: r = exp(0.2), whose gradient is halved between the two tokens."""
+    logps = float64([[0.1, 0.3, 7.0]]).requires_grad_()
+    mask = torch.tensor([[1, 1, 0]])
+    token_loss = token_policy_loss(
+        logps, torch.zeros(1, 3), float64([1.0]), importance_level="sequence", clip_eps=0.5, completion_mask=mask
+    )
+    ratio = math.exp(0.2)
+    assert token_loss.tolist() == [pytest.approx([-ratio, -ratio, 0.0])]
+    token_loss[0, 0].backward()
+    assert logps.grad.tolist() == [pytest.approx([-ratio / 2, -ratio / 2, 0.0])]
+
+
+def test_weights_by_hand():
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    assert token_weights(mask, "grpo").tolist() == [pytest.approx([1 / 6] * 3 + [0]), [0.5, 0, 0, 0]]
+    assert token_weights(mask, "dr_grpo", max_completion_length=5).tolist() == [
+        pytest.approx([0.1] * 3 + [0]),
+        pytest.approx([0.1, 0, 0, 0]),
+    ]
+    for loss_type in ("bnpo", "dapo", "cispo"):
+        assert token_weights(mask, loss_type).tolist() == [[0.25, 0.25, 0.25, 0], [0.25, 0, 0, 0]]
+        assert token_weights(mask, loss_type, num_tokens=8).sum() == 0.5
+        assert token_weights(mask, loss_type, num_tokens=torch.tensor(8)).sum() == 0.5
+    assert token_weights(mask, "grpo", num_sequences=8).sum() == 0.25
+    assert token_weights(mask, "grpo", num_sequences=torch.tensor(8)).sum() == 0.25
+    assert token_weights(mask, "grpo").dtype == torch.float32
+    assert token_weights(mask, "grpo", dtype=torch.float64).dtype == torch.float64
+
+
+def test_weights_of_a_fraction_of_a_token():
+    """A count divided among processes may be below 1 and is not rounded up."""
+    assert token_weights(torch.ones(1, 1), "dapo", num_tokens=0.25).item() == 4.0
+    assert token_weights(torch.ones(1, 1), "dapo", num_tokens=torch.tensor(0.25)).item() == 4.0
+
+
+@every_loss_type
+@every_level
+def test_on_policy(loss_type, level):
+    """Without old log-probs the ratio is 1: the gradient is that of −A·logp, whatever the loss."""
+    found, gradient = run(loss_type, level, old_logps=None, beta=0.0)
+    _, _, _, advantages, mask = example()
+    weights = token_weights(mask, loss_type, max_completion_length=11, dtype=torch.float64)
+    torch.testing.assert_close(gradient, -advantages[:, None] * weights)
+    assert found.metrics["ratio_min"] == found.metrics["ratio_max"] == found.metrics["ratio_mean"] == 1
+    assert found.metrics["clip_fraction"] == found.metrics["approx_kl"] == 0
+
+
+# ---- TRL ----
+
+
+def test_trl_golden_values(golden):
+    assert len(golden["grpo"]) == 60
+    for case in golden["grpo"]:
+        logps = float64(case["logp"]).requires_grad_()
+        found = policy_loss(
+            logps,
+            float64(case["old_logp"]),
+            float64(case["advantages"]),
+            torch.tensor(case["mask"]),
+            loss_type=case["loss_type"],
+            importance_level=case["level"],
+            clip_eps=(case["eps_low"], case["eps_high"]),
+            ref_logps=float64(case["ref_logp"]),
+            beta=case["beta"],
+            max_completion_length=case["max_completion_length"],
+        )
+        found.loss.backward()
+        assert found.loss.item() == pytest.approx(case["loss"], rel=ATOL, abs=ATOL)
+        torch.testing.assert_close(logps.grad, float64(case["grad"]), rtol=ATOL, atol=ATOL)
+        if case["kl"] is not None:  # TRL's metric is the mean over tokens
+            assert found.metrics["kl"].item() == pytest.approx(case["kl"], rel=ATOL)
+
+
+def test_trl_golden_values_of_rloo(golden):
+    assert len(golden["rloo"]) == 3
+    for case in golden["rloo"]:
+        logps = float64(case["logp"]).requires_grad_()
+        arguments = float64(case["advantages"]), torch.tensor(case["mask"])
+        found = rloo_loss(logps, float64(case["old_logp_sum"]), *arguments, clip_eps=case["eps"])
+        found.loss.backward()
+        assert found.loss.item() == pytest.approx(case["loss"], rel=ATOL, abs=ATOL)
+        torch.testing.assert_close(logps.grad, float64(case["grad"]), rtol=ATOL, atol=ATOL)
+
+
+@every_level
+def test_the_surrogate_is_min_of_both_products(level):
+    """Against −min(min(r, delta)·A, clip(r)·A) as papers write it, value and gradient."""
+    logps, old, _, _, mask = example(spread=1.0)
+    advantages = torch.randn(4, 7, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    for delta in (None, 1.5, 3.0):
+        results = []
+        for way in ("ours", "paper"):
+            x = logps.clone().requires_grad_()
+            if way == "ours":
+                token_loss = token_policy_loss(
+                    x, old, advantages, importance_level=level, clip_eps=(0.2, 0.28), delta=delta, completion_mask=mask
+                )
+            else:
+                log_ratio = (x - old) * mask
+                if level == "sequence":
+                    log_ratio = (log_ratio.sum(-1) / mask.sum(-1))[:, None]
+                ratio = log_ratio.exp()
+                open_product = (ratio if delta is None else ratio.clamp(max=delta)) * advantages
+                token_loss = -torch.minimum(open_product, ratio.clamp(0.8, 1.28) * advantages) * mask
+            token_loss.sum().backward()
+            results.append((token_loss.detach(), x.grad))
+        torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
+
+
+# ---- finite differences ----
+
+
+@every_loss_type
+@every_level
+@pytest.mark.parametrize("kl_estimator", KL_ESTIMATORS)
+def test_gradients(loss_type, level, kl_estimator):
+    """Finite differences. cispo's weight is a constant for the gradient, so its ratio is held at 1 here."""
+    logps, old, ref, advantages, mask = example()
+    entropy = torch.rand(4, 7, dtype=torch.float64, requires_grad=True)
+
+    def loss(x, h):
+        if loss_type == "cispo":  # the surrogate whose derivative is cispo's gradient
+            log_ratio = torch.where(mask, logps - old, 0.0)
+            if level == "sequence":
+                log_ratio = (log_ratio.sum(-1) / mask.sum(-1))[:, None]
+            weight = log_ratio.exp().clamp(max=5.0)
+            weights = token_weights(mask, loss_type, dtype=torch.float64)
+            kl = kl_estimate(x, ref, kl_estimator)
+            return (weights * (-weight * advantages[:, None] * x + 0.3 * kl - 0.01 * h)).sum()
+        return policy_loss(x, old, advantages, mask, **options, entropy=h).loss
+
+    options = {
+        "loss_type": loss_type, "importance_level": level, "clip_eps": clip_of(loss_type), "ref_logps": ref,
+        "beta": 0.3, "kl_estimator": kl_estimator, "entropy_coef": 0.01, "max_completion_length": 9,
+    }  # fmt: skip
+    free = logps.clone().requires_grad_()
+    assert torch.autograd.gradcheck(loss, (free, entropy))
+    found = torch.autograd.grad(
+        policy_loss(free, old, advantages, mask, **options, entropy=entropy).loss, (free, entropy)
+    )
+    expected = torch.autograd.grad(loss(free, entropy), (free, entropy))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_of_rloo():
+    logps, old, _, advantages, mask = example(spread=0.05)
+    free = logps.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: rloo_loss(x, old, advantages, mask).loss, free)
+
+
+def test_gradient_goes_to_the_policy_only():
+    tensors = [x.requires_grad_() for x in example()[:4]]
+    logps, old, ref, advantages = tensors
+    policy_loss(logps, old, advantages, example()[4], ref_logps=ref, beta=0.1).loss.backward()
+    assert logps.grad.abs().sum() > 0
+    assert old.grad is ref.grad is advantages.grad is None
+
+
+# ---- what it is made of ----
+
+
+@every_loss_type
+@every_level
+def test_the_parts_make_the_whole(loss_type, level):
+    logps, old, ref, advantages, mask = example()
+    entropy = torch.rand(4, 7, dtype=torch.float64)
+    found = policy_loss(
+        logps, old, advantages, mask, loss_type=loss_type, importance_level=level, clip_eps=clip_of(loss_type),
+        ref_logps=ref, beta=0.3, entropy=entropy, entropy_coef=0.1, max_completion_length=9,
+    )  # fmt: skip
+    weights = token_weights(mask, loss_type, max_completion_length=9, dtype=torch.float64)
+    token_loss = token_policy_loss(
+        logps, old, advantages, loss_type=loss_type, importance_level=level, clip_eps=clip_of(loss_type),
+        completion_mask=mask,
+    )  # fmt: skip
+    loss, policy, kl = found
+    torch.testing.assert_close(policy, (weights * token_loss).sum())
+    torch.testing.assert_close(kl, (weights * kl_estimate(logps, ref)).sum())
+    torch.testing.assert_close(loss, policy + 0.3 * kl - 0.1 * (weights * entropy).sum())
+    assert (found.loss, found.policy_loss, found.kl) == (loss, policy, kl)
+    assert loss.shape == policy.shape == kl.shape == ()
+
+
+def test_the_kl_is_reported_without_a_coefficient():
+    logps, old, ref, advantages, mask = example()
+    loss, policy, kl = policy_loss(logps, old, advantages, mask, ref_logps=ref)
+    assert kl > 0
+    assert loss == policy
+    assert policy_loss(logps, old, advantages, mask).kl == 0
+    # a reference that bans a token makes the kl infinite, and the loss without a coefficient is not touched by it
+    assert policy_loss(logps, old, advantages, mask, ref_logps=ref.fill_(-math.inf)).loss == policy
+
+
+def test_metrics_by_hand():
+    """Ratios 1.5, 0.5 with A = 2 and 1.5, 0.5, 9 with A = −1, the ninth masked row apart; delta 4."""
+    logps = torch.log(float64([[1.5, 0.5, 1.0], [1.5, 0.5, 9.0]])).requires_grad_()
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    old, ref = torch.zeros(2, 3, dtype=torch.float64), logps.detach() - 0.5
+    entropy = float64([[1, 2, 100], [3, 4, 5]])
+    found = policy_loss(logps, old, float64([2.0, -1.0]), mask, delta=4.0, ref_logps=ref, entropy=entropy)
+    k3 = math.exp(-0.5) - 0.5
+    expected = {
+        "clip_fraction": 3 / 5, "clip_fraction_low": 1 / 5, "clip_fraction_high": 1 / 5, "clip_fraction_delta": 1 / 5,
+        "ratio_mean": 13 / 5, "ratio_min": 0.5, "ratio_max": 9.0, "kl": k3, "entropy": 3.0,
+        "approx_kl": sum(r - math.log(r) - 1 for r in (1.5, 0.5, 1.5, 0.5, 9)) / 5,
+    }  # fmt: skip
+    assert {name: value.item() for name, value in found.metrics.items()} == pytest.approx(expected)
+    for value in found.metrics.values():
+        assert value.shape == ()
+        assert not value.requires_grad
+    assert found.metrics is found.metrics  # computed once
+
+
+def test_metrics_see_only_what_counts():
+    """Masked tokens are no ratio of 1, and a ratio outside the range is not cut where A = 0."""
+    logps, mask = torch.log(torch.tensor([[2.0, 4.0, 0.1]])), torch.tensor([[1, 1, 0]])
+    metrics = policy_metrics(logps, torch.zeros(1, 3), torch.tensor([0.0]), mask)
+    assert [metrics[f"ratio_{name}"].item() for name in ("min", "mean", "max")] == pytest.approx([2, 3, 4])
+    assert policy_metrics(-logps, torch.zeros(1, 3), torch.tensor([0.0]), mask)["ratio_max"] == 0.5
+    assert metrics["clip_fraction"] == metrics["clip_fraction_high"] == 0
+
+
+def test_metrics_of_cispo_count_both_signs():
+    logps = torch.log(torch.tensor([[6.0, 2.0], [6.0, 0.1]]))
+    metrics = policy_metrics(
+        logps, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), torch.ones(2, 2), loss_type="cispo", clip_eps=(0.2, 5.0)
+    )
+    assert metrics["clip_fraction"] == metrics["clip_fraction_high"] == 0.5
+    assert metrics["clip_fraction_low"] == 0
+
+
+def test_metrics_wait_until_asked_for_and_keep_no_graph():
+    logps, old, ref, advantages, mask = example()
+    calls = []
+    found = policy_loss(logps.requires_grad_(), old, advantages, mask, ref_logps=ref, entropy=logps * 2)
+    compute = found._compute_metrics
+    assert not any(x.requires_grad for x in [*compute.args, *compute.keywords.values()] if isinstance(x, torch.Tensor))
+    found._compute_metrics = lambda: calls.append(1) or compute()
+    assert not calls
+    assert found.metrics["ratio_mean"] > 0
+    assert found.metrics["ratio_mean"] > 0
+    assert len(calls) == 1
+
+
+def test_the_result_can_be_copied_and_pickled():
+    logps, old, _, advantages, mask = example()
+    found = policy_loss(logps, old, advantages, mask)
+    for other in (copy.copy(found), copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert type(other) is type(found)
+        assert other == found
+        assert other.metrics == found.metrics
+
+
+# ---- invariances ----
+
+
+@every_loss_type
+@every_level
+@pytest.mark.parametrize("split", [[1, 1, 1, 1], [2, 2], [3, 1]])
+def test_micro_batches_add_up(loss_type, level, split):
+    whole, gradient = run(loss_type, level)
+    logps, old, ref, advantages, mask = example()
+    parts, gradients = [], []
+    for rows in torch.arange(4).split(split):
+        found, part_gradient = run(
+            loss_type, level, logps=logps[rows], old_logps=old[rows], advantages=advantages[rows],
+            completion_mask=mask[rows], ref_logps=ref[rows], num_tokens=mask.sum(), num_sequences=4,
+        )  # fmt: skip
+        parts.append(torch.stack(found))
+        gradients.append(part_gradient)
+    torch.testing.assert_close(sum(parts), torch.stack(whole), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(torch.cat(gradients), gradient, rtol=1e-12, atol=1e-14)
+
+
+@every_loss_type
+@every_level
+def test_permutation_and_padding_change_nothing(loss_type, level):
+    whole, gradient = run(loss_type, level)
+    logps, old, ref, advantages, mask = example()
+    order = torch.tensor([2, 0, 3, 1])
+    found, permuted = run(
+        loss_type, level, logps=logps[order], old_logps=old[order], advantages=advantages[order],
+        completion_mask=mask[order], ref_logps=ref[order],
+    )  # fmt: skip
+    torch.testing.assert_close(torch.stack(found), torch.stack(whole), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(permuted, gradient[order], rtol=1e-12, atol=1e-14)
+
+    def padded(values, by):
+        return torch.nn.functional.pad(values, (2, 3), value=by)
+
+    found, wider = run(
+        loss_type, level, logps=padded(logps, math.nan), old_logps=padded(old, math.inf),
+        completion_mask=padded(mask, False), ref_logps=padded(ref, -math.inf),
+    )  # fmt: skip
+    torch.testing.assert_close(torch.stack(found), torch.stack(whole), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(wider, padded(gradient, 0.0), rtol=1e-12, atol=1e-14)
+
+
+@every_loss_type
+@every_level
+def test_masked_garbage_changes_nothing(loss_type, level):
+    clean, gradient = run(loss_type, level)
+    *tensors, mask = example()
+    for garbage in (math.nan, math.inf, -math.inf, 1e30):
+        logps, old, ref = (x.masked_fill(~mask, garbage) for x in tensors[:3])
+        advantages = tensors[3][:, None].expand(4, 7).masked_fill(~mask, garbage)
+        found, dirty = run(
+            loss_type, level, logps=logps, old_logps=old, ref_logps=ref, advantages=advantages,
+            entropy=torch.zeros(4, 7).masked_fill(~mask, garbage), entropy_coef=0.1,
+        )  # fmt: skip
+        assert torch.equal(torch.stack(found), torch.stack(clean))
+        assert torch.equal(dirty, gradient)
+        assert all(found.metrics[name] == clean.metrics[name] for name in clean.metrics)
+
+
+@every_loss_type
+@every_level
+@pytest.mark.parametrize("shape", [(4, 7), (4, 0), (0, 7)])
+def test_nothing_counts(loss_type, level, shape):
+    logps = torch.full(shape, math.nan, requires_grad=True)
+    found = policy_loss(
+        logps, logps.detach(), torch.full(shape[:1], math.nan), torch.zeros(shape), loss_type=loss_type,
+        importance_level=level, clip_eps=clip_of(loss_type), ref_logps=logps.detach(), beta=0.1, max_completion_length=5,
+    )  # fmt: skip
+    found.loss.backward()
+    assert torch.stack(found).tolist() == [0.0, 0.0, 0.0]
+    assert torch.equal(logps.grad, torch.zeros(shape))
+    assert all(value == 0 for value in found.metrics.values())
+
+
+@every_loss_type
+def test_an_empty_row_adds_nothing_but_counts_as_a_sequence(loss_type):
+    logps, old, ref, advantages, mask = example()
+    mask = mask.clone()
+    mask[1] = False
+    changes = {"completion_mask": mask, "advantages": advantages.index_fill(0, torch.tensor(1), math.nan)}
+    found, gradient = run(loss_type, **changes)
+    rows = torch.tensor([0, 2, 3])
+    rest, _ = run(
+        loss_type, logps=logps[rows], old_logps=old[rows], ref_logps=ref[rows], advantages=advantages[rows],
+        completion_mask=mask[rows], num_sequences=4,
+    )  # fmt: skip
+    torch.testing.assert_close(found.loss, rest.loss)
+    assert (gradient[1] == 0).all()
+
+
+def test_rloo_takes_sums_or_tokens_and_no_notice_of_garbage():
+    logps, old, _, advantages, mask = example(spread=0.05)
+    sums = (old * mask).sum(-1)
+    expected = rloo_loss(logps, sums, advantages, mask)
+    dirty = logps.masked_fill(~mask, math.nan).requires_grad_()
+    found = rloo_loss(dirty, old.masked_fill(~mask, math.inf), advantages, mask)
+    torch.testing.assert_close(found.loss, expected.loss)
+    found.loss.backward()
+    assert (dirty.grad[~mask] == 0).all()
+    halves = [
+        rloo_loss(logps[i], sums[i], advantages[i], mask[i], num_sequences=4).loss for i in (slice(2), slice(2, 4))
+    ]
+    torch.testing.assert_close(sum(halves), expected.loss)
+    assert rloo_loss(logps, None, advantages, mask).loss == pytest.approx(-advantages.mean().item())
+    emptied = mask & (torch.arange(4) != 1)[:, None]
+    kept = rloo_loss(logps[[0, 2, 3]], sums[[0, 2, 3]], advantages[[0, 2, 3]], mask[[0, 2, 3]], num_sequences=4).loss
+    torch.testing.assert_close(rloo_loss(logps, sums, advantages, emptied).loss, kept)
+
+
+# ---- precision ----
+
+
+@every_loss_type
+@every_level
+def test_float32_against_float64(loss_type, level):
+    exact, exact_gradient = run(loss_type, level)
+    changes = dict(zip(("logps", "old_logps", "ref_logps", "advantages"), example(torch.float32)[:4], strict=True))
+    found, gradient = run(loss_type, level, **changes)
+    assert found.loss.dtype == gradient.dtype == torch.float32
+    torch.testing.assert_close(torch.stack(found).double(), torch.stack(exact), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_computed_in_float32(dtype):
+    low = dict(zip(("logps", "old_logps", "ref_logps", "advantages"), example(dtype)[:4], strict=True))
+    found, gradient = run("grpo", **low)
+    expected, expected_gradient = run("grpo", **{name: value.float() for name, value in low.items()})
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+    assert gradient.dtype == dtype
+    assert torch.equal(gradient, expected_gradient.to(dtype))
+
+
+@every_level
+def test_a_ratio_that_overflows(level):
+    """exp(1000) where clipping holds it gives the clipped value and gradient 0, not NaN; open, it is honestly infinite."""
+    logps = torch.tensor([[0.0], [0.0], [-1000.0]], requires_grad=True)
+    old = torch.tensor([[-1000.0], [-1000.0], [0.0]])
+    options = {"importance_level": level, "delta": 4.0}
+    token_loss = token_policy_loss(logps, old, torch.tensor([1.0, 0.0, -1.0]), **options)
+    token_loss.sum().backward()
+    assert token_loss.flatten().tolist() == pytest.approx([-1.2, 0.0, 0.8])
+    assert logps.grad.flatten().tolist() == [0.0, 0.0, 0.0]
+    negative = torch.tensor([-1.0, -1.0, -1.0])
+    assert token_policy_loss(logps, old, negative, **options).flatten().tolist() == pytest.approx([4.0, 4.0, 0.8])
+    assert token_policy_loss(logps, old, negative, importance_level=level)[0].item() == math.inf
+
+
+def test_nan_that_counts_is_not_hidden():
+    logps, old, ref, advantages, mask = example()
+    assert policy_loss(logps, old, advantages.index_fill(0, torch.tensor(0), math.nan), mask).loss.isnan()
+    assert policy_loss(logps.index_fill(1, torch.tensor(0), math.nan), old, advantages, mask).loss.isnan()
+    spoilt = ref.index_fill(1, torch.tensor(0), math.nan)
+    assert policy_loss(logps, old, advantages, mask, ref_logps=spoilt, beta=0.1).loss.isnan()
+
+
+# ---- bad input ----
+
+L, A, M = torch.zeros(2, 3), torch.ones(2), torch.ones(2, 3)
+KNOWN = "'grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo'"
+MISTAKES = [
+    ((L, L, A, M), {"loss_type": "ppo"}, ValueError, f"loss_type must be one of {KNOWN}, found 'ppo'"),
+    ((L, L, A, M), {"importance_level": "turn"}, ValueError, "importance_level must be one of 'token', 'sequence', found 'turn'"),
+    ((L, L, A, M), {"kl_estimator": "k0"}, ValueError, "kl_estimator must be one of 'k1', 'k2', 'k3', found 'k0'"),
+    ((L[0], L, A, M), {}, ValueError, "logps must have shape [B, T], found [3]"),
+    ((L.long(), L, A, M), {}, TypeError, "logps must be of a floating dtype, found torch.int64"),
+    ((L.numpy(), L, A, M), {}, TypeError, "logps must be a tensor, found ndarray"),
+    ((L, L[:, :2], A, M), {}, ValueError, "old_logps must have shape [2, 3], found [2, 2]"),
+    ((L, L.long(), A, M), {}, TypeError, "old_logps must be of a floating dtype, found torch.int64"),
+    ((L, L, A[:1], M), {}, ValueError, "advantages must have shape [2] or [2, 3], found [1]"),
+    ((L, L, A[:, None], M), {}, ValueError, "advantages must have shape [2] or [2, 3], found [2, 1]"),
+    ((L, L, A.long(), M), {}, TypeError, "advantages must be of a floating dtype, found torch.int64"),
+    ((L, L, [1.0, 1.0], M), {}, TypeError, "advantages must be a tensor, found list"),
+    ((L, L, A.to("meta"), M), {}, TypeError, "advantages must be on cpu as logps is, found meta"),
+    ((L, L, A, M[:1]), {}, ValueError, "completion_mask must have shape [2, 3], found [1, 3]"),
+    ((L, L, A, M * 2), {}, ValueError, "completion_mask must hold only 0 and 1, found 2.0"),
+    ((L, L, A, [[1]]), {}, TypeError, "completion_mask must be a tensor, found list"),
+    ((L, L, A, M), {"clip_eps": 0.0}, ValueError, "clip_eps must be above 0, found 0.0"),
+    ((L, L, A, M), {"clip_eps": (0.2, -0.1)}, ValueError, "clip_eps must be above 0, found -0.1"),
+    ((L, L, A, M), {"clip_eps": math.nan}, ValueError, "clip_eps must be above 0, found nan"),
+    ((L, L, A, M), {"clip_eps": (0.1, 0.2, 0.3)}, ValueError, "clip_eps must be one number or a pair (low, high), found 3 numbers"),
+    ((L, L, A, M), {"clip_eps": "0.2"}, TypeError, "clip_eps must be a float, found str"),
+    ((L, L, A, M), {"loss_type": "cispo"}, ValueError, "with high at least 1 for 'cispo', where high is the bound of the ratio itself"),
+    ((L, L, A, M), {"loss_type": "cispo", "clip_eps": (0.2, 5.0), "delta": 6.0}, ValueError, "delta must be None for 'cispo'"),
+    ((L, L, A, M), {"delta": 1.1}, ValueError, "delta must be at least 1 + clip_eps = 1.2, found 1.1"),
+    ((L, L, A, M), {"delta": math.nan}, ValueError, "delta must be at least 1 + clip_eps = 1.2, found nan"),
+    ((L, L, A, M), {"beta": 0.1}, ValueError, "ref_logps must be given where beta is above 0, found None with beta=0.1"),
+    ((L, L, A, M), {"beta": -0.1, "ref_logps": L}, ValueError, "beta must be finite and at least 0, found -0.1"),
+    ((L, L, A, M), {"beta": 0.1, "ref_logps": L[:1]}, ValueError, "ref_logps must have shape [2, 3], found [1, 3]"),
+    ((L, L, A, M), {"entropy_coef": 0.1}, ValueError, "entropy must be given where entropy_coef is above 0, found None"),
+    ((L, L, A, M), {"entropy": L[0]}, ValueError, "entropy must have shape [2, 3], found [3]"),
+    ((L, L, A, M), {"loss_type": "dr_grpo"}, ValueError, "max_completion_length must be given for 'dr_grpo', found None"),
+    ((L, L, A, M), {"loss_type": "dr_grpo", "max_completion_length": 0}, ValueError, "max_completion_length must be at least 1, found 0"),
+    ((L, L, A, M), {"loss_type": "dr_grpo", "max_completion_length": 2.5}, TypeError, "max_completion_length must be an int, found float"),
+    ((L, L, A, M), {"num_sequences": -1}, ValueError, "num_sequences must be finite and at least 0, found -1"),
+    ((L, L, A, M), {"loss_type": "dapo", "num_tokens": A}, ValueError, "num_tokens must be a number or a tensor of shape [], found shape [2]"),
+    ((L, L, A, M), {"loss_type": "dapo", "num_tokens": "8"}, TypeError, "num_tokens must be a float, found str"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("args", "kwargs", "error", "message"), MISTAKES)
+def test_mistakes(args, kwargs, error, message):
+    with pytest.raises(error) as raised:
+        policy_loss(*args, **kwargs)
+    assert message in str(raised.value)
+
+
+def test_mistakes_in_the_parts():
+    with pytest.raises(ValueError, match=r"loss_type must be one of 'grpo', .* found 'ppo'"):
+        token_weights(M, "ppo")
+    with pytest.raises(ValueError, match=r"completion_mask must have shape \[B, T\], found \[3\]"):
+        token_weights(M[0], "grpo")
+    with pytest.raises(TypeError, match="completion_mask must be a tensor, found NoneType"):
+        token_weights(None, "grpo")
+    with pytest.raises(ValueError, match="loss_type must be one of"):
+        token_policy_loss(L, L, A, loss_type="ppo")
+    with pytest.raises(ValueError, match=r"old_logps must have shape \[2\], found \[3\]"):
+        rloo_loss(L, L[0], A, M)
+    with pytest.raises(ValueError, match=r"advantages must have shape \[2\], found \[2, 3\]"):
+        rloo_loss(L, L, L, M)
+
+
+def test_clip_bounds():
+    assert clip_bounds(0.2, None, "grpo") == clip_bounds((0.2, 0.2), None, "dapo")
+    bounds = clip_bounds((0.2, 0.28), 2.0, "grpo")
+    assert (bounds.low, bounds.high, bounds.delta) == (0.8, 1.28, 2.0)
+    assert clip_bounds((0.2, 5.0), None, "cispo").high == 5.0

@@ -1,0 +1,68 @@
+"""A backend against float64, the error of eager torch in the same dtype being the yardstick.
+
+Every parity test of the operators ends here. A gradient of logits is compared on the target column and off it
+separately: the first is one number in V and a thousand times larger, so it would hide the rest.
+"""
+
+import torch
+
+from strop.ops import registry
+
+FACTOR = 2.0
+
+
+def backends(name, dtype=torch.float32):
+    """The operator's backends that take this dtype: float64 is computed by the reference and the chunks in torch."""
+    return [b for b in registry.backends(name) if not (b == "triton" and dtype == torch.float64)]
+
+
+def cut_off(backend, dtype):
+    """Triton's interpreter cuts bfloat16 off where a GPU rounds: one unit of the last place more."""
+    return torch.finfo(dtype).eps if backend == "triton" and dtype == torch.bfloat16 else 0.0
+
+
+def check(found, exact, eager, what="result", *, allowance=0.0, scale=0.0):
+    """|found − exact| at most twice |eager − exact|, at its largest and relative to each number; NaN and inf in place.
+
+    found, eager   in the dtype under test
+    exact          float64
+    allowance      a further error relative to the numbers
+    scale          of the terms whose difference they are, where that is more than the numbers: float32 rounds those
+    """
+    dtype, found, eager = found.dtype, found.detach().double().cpu(), eager.detach().double().cpu()
+    exact = exact.detach().cpu()
+    assert found.shape == exact.shape, f"{what}: shape {list(found.shape)} and not {list(exact.shape)}"
+    finite = exact.isfinite()
+    assert torch.equal(found[~finite].nan_to_num(7.0), exact[~finite].nan_to_num(7.0)), f"{what}: NaN or inf elsewhere"
+    assert found[finite].isfinite().all(), f"{what}: NaN or inf where float64 has a number"
+    found, exact, eager = found[finite], exact[finite], eager[finite]
+    if not exact.numel():
+        return
+    error, eager_error, size = (found - exact).abs(), (eager - exact).abs(), exact.abs()
+    noise = 3e-7 * max(scale, size.max())
+    most = FACTOR * eager_error.max() + allowance * size.max() + noise
+    assert error.max() <= most, f"{what}: an error of {error.max():.3g}, allowed {most:.3g}"
+    normal = size >= torch.finfo(dtype).tiny
+    if normal.any():
+        noise = 3e-7 * scale
+        relative, eager_relative = ((e[normal] - noise).clamp(min=0) / size[normal] for e in (error, eager_error))
+        most = FACTOR * eager_relative.max() + 1e-5 + allowance
+        assert relative.max() <= most, f"{what}: a relative error of {relative.max():.3g}, allowed {most:.3g}"
+
+
+def check_gradient(found, exact, eager, ids, what="gradient", *, coefficient=1.0, allowance=0.0):
+    """`check` of a gradient [.., V] on the column of the ids [..] and off it.
+
+    coefficient   on the target it is coefficient·(1 − p), off it −coefficient·p
+    """
+    V = exact.shape[-1]
+    ids = ids.cpu().long()
+    target = torch.zeros(exact.shape, dtype=torch.bool).scatter_(-1, ids.clamp(0, V - 1)[..., None], True)
+    found, exact, eager = found.cpu(), exact.cpu(), eager.cpu()
+    check(found[target], exact[target], eager[target], f"{what} on the target", allowance=allowance, scale=coefficient)
+    check(found[~target], exact[~target], eager[~target], f"{what} off the target", allowance=allowance)
+
+
+def eager_logps(logits, ids, temperature=1.0):
+    """What a user would write in torch, in the dtype of the logits but for the arithmetic of the softmax."""
+    return (logits.float() / temperature).log_softmax(-1).gather(-1, ids.long()[..., None]).squeeze(-1)
