@@ -88,10 +88,11 @@ T* data_of(nb::handle object, size_t count) {
 }
 
 template <class T>
-std::vector<T*> data_of_all(const nb::list& arrays) {
+std::vector<T*> data_of_all(const nb::list& arrays, const std::vector<size_t>& counts) {
+    if (arrays.size() != counts.size()) throw nb::value_error("there must be as many gradients as parameters");
     std::vector<T*> data;
     data.reserve(arrays.size());
-    for (nb::handle array : arrays) data.push_back(static_cast<T*>(PyArray_DATA(array_of<T>(array))));
+    for (size_t i = 0; i < counts.size(); ++i) data.push_back(data_of<T>(arrays[i], counts[i]));
     return data;
 }
 
@@ -146,12 +147,12 @@ void define_engine(nb::module_& m, const char* engine_name, const char* pass_nam
         }, nb::arg(), nb::arg().none(), nb::arg())
         .def("aux_loss", [](Engine<T>&, OwnedPass<T>& saved) { return saved.pass.aux_loss; })
         .def("backward", [](Engine<T>& self, OwnedPass<T>& saved, Array<const T, 3> dlogits_BTV, double daux, const nb::list& grads) {
-            const std::vector<T*> out = data_of_all<T>(grads);
+            const std::vector<T*> out = data_of_all<T>(grads, parameter_sizes(self.config()));
             Release release;
             self.backward(saved, dlogits_BTV.data(), daux, out);
         })
         .def("loss_and_grads", [](Engine<T>& self, Ids tokens_BT, Ids targets_BT, Mask target_mask_BT, Mask mask_BT, double aux_coef, const nb::list& grads) {
-            const std::vector<T*> out = data_of_all<T>(grads);
+            const std::vector<T*> out = data_of_all<T>(grads, parameter_sizes(self.config()));
             Release release;
             return self.loss_and_grads(batch_of(tokens_BT, mask_BT), targets_BT.data(), bytes_of(target_mask_BT), aux_coef, out);
         }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg())

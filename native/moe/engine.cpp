@@ -39,6 +39,16 @@ int64_t* row_numbers(size_t B, Arena& arena) {
 
 }  // namespace
 
+std::vector<size_t> parameter_sizes(const Config& c) {
+    std::vector<size_t> sizes{c.V * c.D};
+    for (size_t layer = 0; layer < c.num_layers; ++layer)
+        sizes.insert(sizes.end(), {c.D, c.H * c.C * c.D, c.K * c.C * c.D, c.K * c.C * c.D, c.D * c.H * c.C, c.D, c.E * c.D,
+                                   c.E * 2 * c.F * c.D, c.E * c.D * c.F});
+    sizes.push_back(c.D);
+    if (!c.tied) sizes.push_back(c.V * c.D);
+    return sizes;
+}
+
 std::unique_ptr<Arena> Arenas::borrow() {
     std::lock_guard lock(mutex_);
     if (free_.empty()) return std::make_unique<Arena>();

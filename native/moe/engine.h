@@ -10,6 +10,9 @@
 
 namespace strop::moe {
 
+// Elements of every parameter, in the order they come in.
+std::vector<size_t> parameter_sizes(const Config& config);
+
 // Arenas that wait for the next pass. Passes may run at the same time, each with one of its own.
 class Arenas {
   public:

@@ -116,7 +116,7 @@ double cross_entropy(size_t V, size_t N, const Targets& targets, Arena& arena, T
 // ---- softmax.cpp -------------------------------------------------------------------------------------------------------
 
 template <class T>
-double softmax_row(const T* logits_V, size_t V, double temperature, double* p_V, double* sums);
+double softmax_row(const T* logits_V, size_t V, double inverse_temperature, double* p_V, double* sums);
 template <class T>
 size_t greedy_row(const T* logits_V, size_t V, double* sum);
 

@@ -172,7 +172,7 @@ struct Kernels {
     void (*backward)(Pass<T>& pass, const int64_t* rows_N, const T* dlogits, double daux, const Weights<T>& grads);
     double (*loss_and_grads)(Pass<T>& pass, const Targets& targets, double daux, const Weights<T>& grads);
 
-    double (*softmax_row)(const T* logits_V, size_t V, double temperature, double* p_V, double* sums);
+    double (*softmax_row)(const T* logits_V, size_t V, double inverse_temperature, double* p_V, double* sums);
     size_t (*greedy_row)(const T* logits_V, size_t V, double* sum);
     void (*adamw)(Updated<T>* arrays, size_t count, const AdamW& step);
 

@@ -49,7 +49,7 @@ void route(const Config& c, const T* router_ED, const Strip& strip, BlockSaved<T
     for (size_t i = 0; i < strip.tokens; i += lanes) {
         softmax_over_experts(c.E, p_EN + i);
         const size_t count = smaller(strip.tokens - i, lanes), first = strip.first + i;
-        VecOf<T> total{};
+        VecOf<T> total = load(p_EN + i) - load(p_EN + i);  // 0; NaN where the logits are no numbers, which no comparison chooses
         Choice<T> choice{broadcast<T>(__builtin_inff()), BitsOf<T>{} - 1};
         for (size_t j = 0; j < c.J; ++j) {
             choice = next_choice(c.E, p_EN + i, choice);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "../dispatch.h"
 #include "../threads.h"
@@ -91,13 +92,14 @@ void sample(Arena& arena, const T* logits_BV, const double* uniforms_B, size_t B
         });
         return;
     }
+    const double inverse = std::min(1.0 / rule.temperature, std::numeric_limits<double>::max());
     const size_t blocks = (V + kDrawBlock - 1) / kDrawBlock;
     double *p_BV = take<double>(arena, B * padded(V)), *sums_B = take<double>(arena, B * blocks);
     int32_t* ids_BV = take<int32_t>(arena, B * V);
     parallel_for(B, [&](size_t b) noexcept {
         const T* logits_V = logits_BV + b * V;
         const Row row{V, p_BV + b * padded(V), sums_B + b * blocks, ids_BV + b * V};
-        const double max = kernel.softmax_row(logits_V, V, rule.temperature, row.p_V, row.sums);
+        const double max = kernel.softmax_row(logits_V, V, inverse, row.p_V, row.sums);
         double total = row.total();
         size_t token;
         if (rule.top_k > 0 || rule.top_p < 1) {
@@ -107,7 +109,7 @@ void sample(Arena& arena, const T* logits_BV, const double* uniforms_B, size_t B
             token = draw(row, uniforms_B[b], total);
         }
         tokens_B[b] = static_cast<int64_t>(token);
-        logps_B[b] = (static_cast<double>(logits_V[token]) * (1.0 / rule.temperature) - max) - std::log(total);
+        logps_B[b] = (static_cast<double>(logits_V[token]) - max) * inverse - std::log(total);
     });
 }
 

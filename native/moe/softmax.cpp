@@ -13,17 +13,17 @@ inline Wide wide_at(const T* from, size_t n) {
 
 }  // namespace
 
-// In double precision: p_v = exp(logits_v/t − max), and the sum of each block of kDrawBlock of them; returns max logits/t. p_V has room for
-// whole vectors.
+// In double precision: p_v = exp((logits_v − max)/t), and the sum of each block of kDrawBlock of them; returns max. The difference comes
+// first: it is exact where it matters, and 0 at the top for any t. p_V has room for whole vectors.
 template <class T>
-double softmax_row(const T* logits_V, size_t V, double temperature, double* p_V, double* sums) {
+double softmax_row(const T* logits_V, size_t V, double inverse_temperature, double* p_V, double* sums) {
     Wide top = wide(-__builtin_inf());
     for (size_t v = 0; v < V; v += kWide) top = larger<double>(wide_at(logits_V + v, V - v), top);
-    const double inverse = 1.0 / temperature, max = max_lanes<double>(top) * inverse;
+    const double max = max_lanes<double>(top);
     for (size_t first = 0; first < V; first += kDrawBlock) {
         Wide sum{};
         for (size_t v = first; v < smaller(first + kDrawBlock, V); v += kWide) {
-            const Wide p = exp_to_one<double>(multiply_add(wide_at(logits_V + v, V - v), wide(inverse), wide(-max)));
+            const Wide p = exp_to_one<double>((wide_at(logits_V + v, V - v) - wide(max)) * wide(inverse_temperature));
             store(p_V + v, p);
             sum += p;
         }

@@ -122,6 +122,19 @@ def test_weights_changed_in_place_are_seen(model):
     close(logits, after[:, -1])
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_broken_weight_shows(moe_engine, bad):
+    """In the logits and the loss, whichever tensor holds it: the router's choice must not hide it."""
+    config = small_config()
+    tokens, targets, *_ = random_batch(config)
+    for name in config.parameter_shapes():
+        model = random_model(config, moe_engine, dtype=np.float32)
+        model.params[name][...] = bad
+        with np.errstate(all="ignore"):
+            assert not np.isfinite(model.forward(tokens)).any(), name
+            assert not np.isfinite(model.loss_and_grads(tokens, targets)[0]), name
+
+
 def test_results_belong_to_the_caller(model):
     tokens, targets, _, _ = random_batch(model.config)
     first = model.forward(tokens)

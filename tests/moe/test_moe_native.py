@@ -339,6 +339,19 @@ def test_adamw_refuses_what_does_not_belong_together():
         engine.adamw_update_all([np.ones(18, np.float32)[::2]], [good], [good.copy()], [good.copy()], **settings)
 
 
+def test_gradients_of_another_size_are_refused():
+    config = small_config()
+    model = native_model(config)
+    tokens, targets, *_ = random_batch(config)
+    _, grads = model.loss_and_grads(tokens, targets)
+    for name, shape in config.parameter_shapes().items():
+        wrong = {**grads, name: np.zeros((*shape[:-1], shape[-1] - 1), np.float32)}
+        with pytest.raises(ValueError, match="another size than its parameter"):
+            model.loss_and_grads(tokens, targets, out=wrong)
+    tied = native_model(small_config(tie_embeddings=True))
+    assert tied.loss_and_grads(tokens, targets, out=tied.loss_and_grads(tokens, targets)[1])[0] > 0
+
+
 def test_an_interrupt_ends_generate():
     config = CONFIGS["tiny"]
     model = native_model(config)

@@ -58,6 +58,16 @@ def test_greedy_reports_the_models_log_prob(engine_sample):
     assert logps[0] == pytest.approx(math.log(0.4))
 
 
+@pytest.mark.parametrize("temperature", [1e-4, 1e-20, 1e-40, 1e-300])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_however_cold_the_most_probable_token_is_drawn(engine_sample, temperature, dtype):
+    logits = (9 * np.random.default_rng(0).standard_normal((20, 70))).astype(dtype)
+    for settings in ({}, {"top_k": 3}, {"top_p": 0.9}):
+        tokens, logps = engine_sample(logits, np.linspace(0, 0.999, 20), temperature=temperature, **settings)
+        assert tokens.tolist() == logits.argmax(-1).tolist()
+        assert (logps == 0).all()
+
+
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.7}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}])
 def test_draws_follow_the_distribution(settings, engine_sample):
     rng = np.random.default_rng(0)

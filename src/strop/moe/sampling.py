@@ -3,6 +3,8 @@
 Shapes: B rows, V vocabulary.
 """
 
+from numbers import Integral, Real
+
 import numpy as np
 
 
@@ -19,7 +21,8 @@ def sampling_logps(
     check_sampling(temperature, top_k, top_p)
     if temperature == 0:
         raise ValueError("temperature must be above 0 for a distribution (0 is greedy), found 0")
-    logps_BV = _log_softmax(logits_BV.astype(np.float64) / temperature)
+    z_BV = logits_BV.astype(np.float64)
+    logps_BV = _log_softmax((z_BV - z_BV.max(-1, keepdims=True)) / temperature)  # 0 at the top, however cold
     if top_k or top_p < 1:
         order_BV = np.argsort(-logps_BV, axis=-1, kind="stable")
         if top_k:
@@ -58,9 +61,9 @@ def sample(
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} must be a number, found {type(value).__name__}")
-    if isinstance(top_k, bool) or not isinstance(top_k, int):
+    if isinstance(top_k, bool) or not isinstance(top_k, Integral):
         raise TypeError(f"top_k must be an int, found {type(top_k).__name__}")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be finite and at least 0 (0 is greedy), found {temperature}")
