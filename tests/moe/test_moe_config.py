@@ -1,5 +1,6 @@
 """The config: presets, what it computes, and every value it refuses."""
 
+import json
 import tracemalloc
 from dataclasses import FrozenInstanceError, fields
 
@@ -63,6 +64,15 @@ def test_memory_estimate_is_near_what_is_allocated():
     assert 0.5 < (peak + weights_and_moments / 3) / config.memory_bytes(4, 64) < 2
     assert config.memory_bytes(1, 1) < 1.1 * 4 * config.num_parameters()
     assert config.memory_bytes(1, 1, dtype=np.float64) == 2 * config.memory_bytes(1, 1)
+
+
+def test_numpy_numbers_become_pythons():
+    ids = np.array([5, 7])
+    config = MoEConfig(
+        vocab_size=ids.max() + 1, rope_base=np.float32(500), eos_token_id=list(ids), pad_token_id=np.uint8(3)
+    )
+    assert json.dumps(config.to_dict())
+    assert config == MoEConfig(vocab_size=8, rope_base=500.0, eos_token_id=(5, 7), pad_token_id=3)
 
 
 @pytest.mark.parametrize(

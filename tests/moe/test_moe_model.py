@@ -1,5 +1,7 @@
 """`MoETransformer`: initial weights, generation, refused input."""
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -48,6 +50,40 @@ def test_given_parameters_are_shared(moe_engine):
     assert model.forward([[1, 2]]) == pytest.approx(2 * before, rel=1e-6)
 
 
+def test_parameters_change_in_place_only(model):
+    tokens, name = [[1, 2, 3]], "lm_head.weight"
+    before = model.forward(tokens)
+    model.params[name] *= 2
+    assert model.forward(tokens) == pytest.approx(2 * before, rel=1e-5)
+    model.params[name][...] = 0
+    assert (model.forward(tokens) == 0).all()
+    for change in (
+        lambda: model.params.__setitem__(name, model.params[name] + 1),
+        lambda: model.params.__delitem__(name),
+        lambda: model.params.update({name: np.ones((11, 8))}),
+        lambda: model.params.pop(name),
+        lambda: model.params.clear(),
+    ):
+        with pytest.raises(TypeError, match=r"params must keep the engine's arrays: write into them, params\['"):
+            change()
+    with pytest.raises(AttributeError):
+        model.params = {}
+    snapshot = copy.deepcopy(model.params)
+    snapshot[name] = np.ones(3)  # a plain dict
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_independent(model, how):
+    tokens = [[1, 2, 3]]
+    twin = how(model)
+    assert (twin.config, twin.engine.name, twin.dtype) == (model.config, model.engine.name, model.dtype)
+    before = model.forward(tokens)
+    assert np.array_equal(twin.forward(tokens), before)
+    twin.params["lm_head.weight"] += 1
+    assert np.array_equal(model.forward(tokens), before)
+    assert not np.array_equal(twin.forward(tokens), before)
+
+
 def test_repr_and_count(model):
     assert model.num_parameters() == sum(param.size for param in model.params.values())
     assert f"{model.num_parameters():,} parameters, engine=" in repr(model)
@@ -93,6 +129,16 @@ def test_seed(model):
     assert np.array_equal(first.tokens_BT, again.tokens_BT)
     assert np.array_equal(first.logps_BT, again.logps_BT)
     assert not np.array_equal(first.tokens_BT, model.generate(PROMPTS, seed=6, **settings).tokens_BT)
+
+
+def test_settings_may_be_numpys_numbers(model):
+    plain = model.generate([[1, 2]], max_new_tokens=4, temperature=0.5, top_k=3, top_p=0.75, seed=0, pad_token_id=1)
+    numpys = model.generate(
+        [[1, 2]], max_new_tokens=np.int64(4), temperature=np.float32(0.5), top_k=np.int64(3), top_p=np.float32(0.75),
+        seed=0, pad_token_id=np.int64(1),
+    )  # fmt: skip
+    assert np.array_equal(plain.tokens_BT, numpys.tokens_BT)
+    assert np.array_equal(plain.logps_BT, numpys.logps_BT)
 
 
 def test_a_list_and_a_padded_array_are_the_same(model):
@@ -211,6 +257,12 @@ def test_refused_parameters():
             MoETransformer(config, "numpy", params=given)
     with pytest.raises(TypeError, match=r"params\['lm_head.weight'\] must be float32 as model.norm.weight is"):
         MoETransformer(config, "numpy", params={**params, "lm_head.weight": np.zeros((11, 8))})
+    with pytest.raises(TypeError, match=r"params\['model.norm.weight'\] must be a NumPy array, found list"):
+        MoETransformer(config, "numpy", params={**params, "model.norm.weight": [1.0] * 8})
+    frozen = np.ones(8, np.float32)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match=r"params\['model.norm.weight'\] must be writable, found a read-only array"):
+        MoETransformer(config, "numpy", params={**params, "model.norm.weight": frozen})
     with pytest.raises(TypeError, match="dtype must be float32 or float64 for engine='numpy', found float16"):
         MoETransformer(config, "numpy", dtype=np.float16)
     with pytest.raises(TypeError, match="config must be a MoEConfig, found dict"):

@@ -5,9 +5,12 @@ Shapes: D hidden, H query heads, K key/value heads, C channels of a head, E expe
 
 import math
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
+
+from strop.primitives._inputs import as_whole_number
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},  # the defaults below
@@ -45,14 +48,15 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            _check_int(name, getattr(self, name), 1)
+            self._set(name, as_whole_number(getattr(self, name), name, 1))
         for name in ("rope_base", "rope_alpha", "aux_loss_coef", "rms_norm_eps"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"{name} must be a number, found {type(value).__name__}")
             if not math.isfinite(value) or value < 0 or (value == 0 and name != "aux_loss_coef"):
                 wanted = "finite and not negative" if name == "aux_loss_coef" else "finite and above 0"
                 raise ValueError(f"{name} must be {wanted}, found {value}")
+            self._set(name, float(value))
         if not isinstance(self.tie_embeddings, bool):
             raise TypeError(f"tie_embeddings must be a bool, found {type(self.tie_embeddings).__name__}")
         if self.num_heads % self.num_kv_heads:
@@ -65,19 +69,23 @@ class MoEConfig:
             raise ValueError(f"rope_alpha must be 1 for head_dim=2 (α^(d/(d−2)) is undefined), found {self.rope_alpha}")
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k must be at most num_experts={self.num_experts}, found {self.top_k}")
-        if isinstance(self.eos_token_id, list):  # as JSON gives it
-            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
-        for name, token in [("bos_token_id", self.bos_token_id), ("pad_token_id", self.pad_token_id)]:
-            if token is not None:
-                self.check_token(name, token)
-        for token in self.eos_token_ids:
-            self.check_token("eos_token_id", token)
+        for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
+            token = getattr(self, name)
+            if name == "eos_token_id" and isinstance(token, (list, tuple)):  # a list as JSON gives it
+                self._set(name, tuple(self.check_token(name, one) for one in token))
+            elif token is not None:
+                self._set(name, self.check_token(name, token))
 
-    def check_token(self, name: str, token: Any) -> None:
-        """Raise unless `token` is an id of this vocabulary."""
-        _check_int(name, token, 0)
+    def check_token(self, name: str, token: Any) -> int:
+        """`token` as an int; raise unless it is an id of this vocabulary."""
+        token = as_whole_number(token, name, 0)
         if token >= self.vocab_size:
             raise ValueError(f"{name} must be below vocab_size={self.vocab_size}, found {token}")
+        return token
+
+    def _set(self, name: str, value: Any) -> None:
+        """While the config is made: NumPy's numbers become Python's, which JSON and every engine take."""
+        object.__setattr__(self, name, value)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "MoEConfig":
@@ -161,10 +169,3 @@ _SIZES = (
     "vocab_size",
     "max_seq_len",
 )
-
-
-def _check_int(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, found {type(value).__name__}")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, found {value}")

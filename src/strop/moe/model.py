@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, V vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -32,6 +32,27 @@ class Generation:
         return [row[:length] for row, length in zip(self.tokens_BT, self.lengths_B, strict=True)]
 
 
+class Params(dict[str, np.ndarray]):
+    """The parameters by name: the engine's own memory, to be changed in place.
+
+    `params[name] -= step` and `params[name][...] = array` do that; another array under the name would be saved and shown
+    but, by the compiled engine, not computed with, and so is refused.
+    """
+
+    def __setitem__(self, name: str, array: np.ndarray) -> None:
+        if self.get(name) is not array:
+            self._refuse(name)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        name = args[0] if args and isinstance(args[0], str) else "name"
+        raise TypeError(f"params must keep the engine's arrays: write into them, params[{name!r}][...] = array")
+
+    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # a copy is no engine's
+
+
 class MoETransformer:
     """A Mixture-of-Experts transformer with Mixtral's arithmetic, names and checkpoints.
 
@@ -53,12 +74,19 @@ class MoETransformer:
             raise TypeError(f"config must be a MoEConfig, found {type(config).__name__}")
         make_engine = engine_class(engine)
         self.config = config
-        self.params = initial_params(config, seed, dtype) if params is None else _checked_params(params, config)
+        self._params = Params(
+            initial_params(config, seed, dtype) if params is None else _checked_params(params, config)
+        )
         self.dtype = self.params["model.norm.weight"].dtype
         if self.dtype not in make_engine.dtypes:
             known = " or ".join(np.dtype(d).name for d in make_engine.dtypes)
             raise TypeError(f"dtype must be {known} for engine={engine!r}, found {self.dtype}")
         self.engine = make_engine(config, self.params)
+
+    @property
+    def params(self) -> Params:
+        """{name: array} as `config.parameter_shapes()` names them; change them in place."""
+        return self._params
 
     def forward(self, tokens: Any, attention_mask: Any = None) -> np.ndarray:
         """logits (B, T, V) of token ids (B, T).
@@ -126,9 +154,9 @@ class MoETransformer:
             num_samples=num_samples,
             eos=np.array(eos, np.int64),
             pad=pad,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
+            temperature=float(temperature),
+            top_k=int(top_k),
+            top_p=float(top_p),
         )
         width = int(lengths_B.max())
         return Generation(new_BT[:, :width], logps_BT[:, :width], lengths_B)
@@ -149,7 +177,7 @@ class MoETransformer:
         for token in eos:
             self.config.check_token("eos_token_id", token)
         if pad_token_id is not None:
-            self.config.check_token("pad_token_id", pad_token_id)
+            pad_token_id = self.config.check_token("pad_token_id", pad_token_id)
         return eos, next(token for token in (pad_token_id, self.config.pad_token_id, *eos, 0) if token is not None)
 
     def num_parameters(self, *, active: bool = False) -> int:
@@ -168,8 +196,16 @@ class MoETransformer:
         config, params = weights.load(folder, dtype=dtype)
         return cls(config, engine, params=params)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For deepcopy and pickle: all but the engine, which is made anew over the copied parameters."""
+        return _remade, (self.config, self.engine.name, dict(self.params))
+
     def __repr__(self) -> str:
         return f"MoETransformer({self.num_parameters():,} parameters, engine={self.engine.name!r}, {self.dtype})"
+
+
+def _remade(config: MoEConfig, engine: str, params: Arrays) -> MoETransformer:
+    return MoETransformer(config, engine, params=params)
 
 
 def initial_params(config: MoEConfig, seed: int, dtype: Any = np.float32) -> Arrays:
@@ -185,6 +221,9 @@ def _checked_params(params: Arrays, config: MoEConfig) -> Arrays:
     """The same arrays in the config's order; nothing is copied."""
     shapes = config.parameter_shapes()
     weights.check_names(params.keys(), shapes.keys(), "params")
+    for name, array in params.items():
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"params[{name!r}] must be a NumPy array, found {type(array).__name__}")
     dtype = params["model.norm.weight"].dtype
     for name, shape in shapes.items():
         array = params[name]
@@ -194,4 +233,6 @@ def _checked_params(params: Arrays, config: MoEConfig) -> Arrays:
             raise TypeError(f"params[{name!r}] must be {dtype} as model.norm.weight is, found {array.dtype}")
         if not array.flags.c_contiguous:
             raise ValueError(f"params[{name!r}] must be C-contiguous, found strides {array.strides}")
+        if not array.flags.writeable:
+            raise ValueError(f"params[{name!r}] must be writable, found a read-only array")
     return {name: params[name] for name in shapes}
