@@ -83,6 +83,13 @@ def test_a_tied_head_stored_twice_is_one(tmp_path):
     assert list(load(tmp_path).params) == list(model.params)
 
 
+def test_a_tied_head_of_its_own_is_refused(tmp_path):
+    random_model(small_config(tie_embeddings=True), dtype=np.float32).save(tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": np.ones((11, 8), np.float32)}))
+    with pytest.raises(ValueError, match=r"lm_head.weight in .* must equal model.embed_tokens.weight .*, found others"):
+        load(tmp_path)
+
+
 def test_integer_tensor(folder):
     change_tensors(folder, lambda tensors: tensors.update({EXPERT: np.ones((6, 8), np.int64)}))
     with pytest.raises(TypeError, match=f"{EXPERT} in .* must be BF16, F16, F32 or F64, found I64"):
@@ -108,6 +115,12 @@ def test_truncated_file(folder, keep):
         ({"router_jitter_noise": 0.1}, "router_jitter_noise in config.json must be 0.0 .*, found 0.1"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type .* 'default' .*, found 'yarn'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_type .*, found 'linear'"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2}},
+            "rope_type .*, found 'linear'",
+        ),  # beside the newer key
+        ({"rope_parameters": [1]}, "rope_parameters in config.json must be an object, found list"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads must be at least 1, found 0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config in config.json must be None"),
         ({"num_experts_per_tok": 9}, "top_k must be at most num_experts=3, found 9"),
         ({"num_hidden_layers": 3}, r"lacks tensor 'model.layers.2.*' \(and 15 more\)"),
@@ -130,6 +143,20 @@ def test_older_configs(folder):
                   num_attention_heads=2, num_key_value_heads=1, head_dim=None)  # fmt: skip
     config = weights.from_mixtral(json.loads((folder / "config.json").read_text()))
     assert (config.rope_base, config.rope_alpha, config.head_dim) == (500.0, 1.0, 4)
+
+
+def test_the_older_name_of_the_rope_settings_wins_as_in_transformers(folder):
+    change_config(folder, rope_scaling={"rope_type": "default", "rope_theta": 500.0})
+    assert load(folder).config.rope_theta == 500.0
+
+
+def test_what_a_config_leaves_out_is_mixtrals_default(folder):
+    config = json.loads((folder / "config.json").read_text()) | {"num_attention_heads": 16, "rope_parameters": None}
+    for name in ("num_key_value_heads", "bos_token_id", "eos_token_id", "rms_norm_eps", "strop_rope_base"):
+        del config[name]
+    found = weights.from_mixtral(config)
+    assert (found.num_kv_heads, found.bos_token_id, found.eos_token_id) == (8, 1, 2)
+    assert (found.rope_theta, found.rms_norm_eps) == (1e6, 1e-5)
 
 
 def test_changed_theta_wins_over_our_keys(folder):

@@ -19,11 +19,13 @@ import safetensors
 from safetensors.numpy import save_file
 
 from strop.moe.config import MoEConfig
+from strop.primitives._inputs import as_whole_number
 
 Arrays = dict[str, np.ndarray]
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 DISK_LAYER = ".block_sparse_moe."  # what is `.mlp.` in memory
-DEFAULT_ROPE_THETA = 1e6  # what Mixtral means by a config without one
+# what Mixtral means by a config without them
+DEFAULT_ROPE_THETA, DEFAULT_KV_HEADS, DEFAULT_BOS, DEFAULT_EOS = 1e6, 8, 1, 2
 
 
 def save(folder: str | Path, config: MoEConfig, params: Arrays) -> None:
@@ -53,8 +55,11 @@ def load(folder: str | Path, *, dtype: Any = None) -> tuple[MoEConfig, Arrays]:
     stored: Arrays = {}
     for file in _weight_files(folder):
         stored.update(_read_safetensors(file))
-    if config.tie_embeddings:
-        stored.pop("lm_head.weight", None)  # some writers store the shared matrix twice
+    head = stored.pop("lm_head.weight", None) if config.tie_embeddings else None
+    if head is not None and not np.array_equal(head, stored.get("model.embed_tokens.weight", ())):
+        raise ValueError(  # stored twice it would be one matrix, as some writers have it
+            f"lm_head.weight in {folder} must equal model.embed_tokens.weight (tie_word_embeddings is true), found others"
+        )
     shapes = _disk_shapes(config, stored)
     check_names(stored.keys(), shapes.keys(), str(folder))
     for name, shape in shapes.items():
@@ -123,19 +128,22 @@ def from_mixtral(mixtral: dict[str, Any]) -> MoEConfig:
         sizes = {ours: mixtral[theirs] for ours, theirs in _FIELDS.items()}
     except KeyError as missing:
         raise ValueError(f"{CONFIG} lacks {missing}") from None
-    heads = mixtral.get("num_key_value_heads")
+    heads = mixtral.get("num_key_value_heads", DEFAULT_KV_HEADS)
     head_dim = mixtral.get("head_dim")
-    eos = mixtral.get("eos_token_id")
+    if head_dim is None:
+        num_heads = as_whole_number(sizes["num_heads"], "num_attention_heads", 1)
+        head_dim = as_whole_number(sizes["hidden_dim"], "hidden_size", 1) // num_heads
+    eos = mixtral.get("eos_token_id", DEFAULT_EOS)
     return MoEConfig(
         **sizes,
-        **_rope_fields(mixtral),
+        **_rope_fields(mixtral, head_dim),
         num_kv_heads=sizes["num_heads"] if heads is None else heads,
-        head_dim=sizes["hidden_dim"] // sizes["num_heads"] if head_dim is None else head_dim,
+        head_dim=head_dim,
         rms_norm_eps=mixtral.get("rms_norm_eps", 1e-5),
         # transformers adds the auxiliary loss only where output_router_logits asks for it
         aux_loss_coef=mixtral.get("router_aux_loss_coef", 0.001) if mixtral.get("output_router_logits") else 0.0,
         tie_embeddings=mixtral.get("tie_word_embeddings", False),
-        bos_token_id=mixtral.get("bos_token_id"),
+        bos_token_id=mixtral.get("bos_token_id", DEFAULT_BOS),
         eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
         pad_token_id=mixtral.get("pad_token_id"),
     )
@@ -153,11 +161,18 @@ _FIELDS = {
 }
 
 
-def _rope_fields(mixtral: dict[str, Any]) -> dict[str, Any]:
-    theta = (mixtral.get("rope_parameters") or {}).get("rope_theta", mixtral.get("rope_theta", DEFAULT_ROPE_THETA))
+def _rope(mixtral: dict[str, Any]) -> dict[str, Any]:
+    """The settings under their newer or older name; transformers takes the older where both are there."""
+    rope = mixtral.get("rope_scaling") or mixtral.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters in {CONFIG} must be an object, found {type(rope).__name__}")
+    return rope
+
+
+def _rope_fields(mixtral: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    theta = _rope(mixtral).get("rope_theta", mixtral.get("rope_theta", DEFAULT_ROPE_THETA))
     base, alpha = mixtral.get("strop_rope_base"), mixtral.get("strop_rope_alpha")
     if base is not None and alpha is not None:
-        head_dim = mixtral.get("head_dim") or mixtral["hidden_size"] // mixtral["num_attention_heads"]
         ours = MoEConfig(rope_base=base, rope_alpha=alpha, head_dim=head_dim)
         if ours.rope_theta == theta:  # else someone changed theta since, and theta is what counts
             return {"rope_base": base, "rope_alpha": alpha}
@@ -166,7 +181,7 @@ def _rope_fields(mixtral: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_unknown_features(mixtral: dict[str, Any]) -> None:
     window, longest = mixtral.get("sliding_window"), mixtral.get("max_position_embeddings", 0)
-    rope = mixtral.get("rope_parameters") or mixtral.get("rope_scaling") or {}
+    rope = _rope(mixtral)
     refused = {
         "hidden_act": (mixtral.get("hidden_act", "silu"), "silu"),
         "sliding_window": (None if window is None or window >= longest else window, None),
@@ -273,7 +288,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text())
     except FileNotFoundError:
         raise FileNotFoundError(f"folder must hold {file.name}, found none in {file.parent}") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no text
         raise ValueError(f"{file} must be JSON, found an error: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a JSON object, found {type(content).__name__}")
