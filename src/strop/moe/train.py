@@ -11,6 +11,7 @@ import numpy as np
 
 from strop.moe.model import MoETransformer
 from strop.moe.optim import AdamW, clip_scale, global_norm, warmup_cosine
+from strop.primitives._inputs import as_whole_number
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,18 @@ def fit(
 ) -> list[StepMetrics]:
     """Train for num_steps batches and return what each step measured.
 
-    batches     dicts of `loss_and_grads`'s arguments: tokens, targets, and where needed mask, attention_mask
-    optimizer   one to go on with, with its moments and settings (the learning rate still comes from here); else a new one
-    on_step     called after each update
-    progress    a progress bar; None shows it on a terminal only
+    batches        dicts of `loss_and_grads`'s arguments: tokens, targets, and where needed mask, attention_mask
+    max_grad_norm  the most the gradients' norm may be, else they are scaled down to it; math.inf is no limit
+    optimizer      one of this model to go on with, with its moments and settings (the learning rate still comes from
+                   here); else a new one
+    on_step        called after each update
+    progress       a progress bar; None shows it on a terminal only
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1, found {num_steps}")
+    as_whole_number(num_steps, "num_steps", 1)
+    if not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be above 0 (math.inf clips nothing), found {max_grad_norm}")
+    if optimizer is not None and any(optimizer.params.get(name) is not param for name, param in model.params.items()):
+        raise ValueError("optimizer must be made with the params of this model, found others")
     if optimizer is None:
         optimizer = AdamW(
             model.params,
