@@ -71,8 +71,8 @@ def test_gradient_equations(float64_backend):
 @pytest.mark.parametrize("vocabulary", [1, 64, 8003])
 def test_low_precision_is_computed_in_float32(backend, dtype, vocabulary):
     torch.manual_seed(1)
-    logits = (torch.randn(5, vocabulary) * 4).to(dtype).requires_grad_()
-    ids = torch.randint(0, vocabulary, (5,), dtype=torch.int32)
+    logits = (torch.randn(2, vocabulary) * 4).to(dtype).requires_grad_()
+    ids = torch.randint(0, vocabulary, (2,), dtype=torch.int32)
     exact, eager = logits.detach().double().requires_grad_(), logits.detach().clone().requires_grad_()
     found, expected, eager_found = logp(logits, ids), logp.reference(exact, ids), eager_logps(eager, ids)
     for result in (found, expected, eager_found):

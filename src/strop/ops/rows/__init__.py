@@ -102,6 +102,8 @@ def _interpreted() -> bool:
 
 
 def _first_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+        return args[0]  # as it nearly always is
     values = (*args, *kwargs.values())
     return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
 

@@ -1,0 +1,285 @@
+"""linear_grpo_loss on every backend: against grpo_loss of the product, TRL, chunk sizes, heads, autocast, bad input."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from yardstick import backends, cut_off
+
+from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, POLICY_LOSS_TYPES
+from strop.ops import grpo_loss, linear_grpo_loss, linear_logp, registry
+
+B, T, H, V = 4, 3, 6, 17
+
+
+@pytest.fixture(params=registry.backends("linear_grpo_loss"))
+def backend(request):
+    with registry.use_backend(linear_grpo_loss=request.param):
+        yield request.param
+
+
+def float64(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def clip_of(loss_type):
+    return (0.2, 1.1) if loss_type == "cispo" else (0.2, 0.28)
+
+
+def example(dtype=torch.float32, V=V, seed=0):
+    """(hidden, weight, bias), (ids, old, rewards, mask), (ref_hidden, ref_weight, ref_bias): a reference of another width"""
+    generator = torch.Generator().manual_seed(seed)
+    make = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    head, ref = (make(B, T, H), make(V, H), make(V)), (make(B, T, H - 2), make(V, H - 2), make(V))
+    ids = torch.randint(0, V, (B, T), generator=generator)
+    old = linear_logp.reference(*head[:2], ids, bias=head[2]).float() + 0.3 * make(B, T).float()
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]])
+    return head, (ids, old, make(B).float(), mask), ref
+
+
+def run(function, head, rest, **options):
+    """The result and the gradients of hidden, weight and bias."""
+    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in head]
+    found = function(*leaves[:2], *rest, bias=leaves[2], **options)
+    found.loss.backward()
+    return found, [None if x is None else x.grad for x in leaves]
+
+
+def references(ref):
+    return dict(zip(("ref_hidden", "ref_weight", "ref_bias"), ref, strict=True))
+
+
+def test_is_grpo_loss_of_the_product(backend):
+    head, (ids, *rest), ref = example()
+    found, gradients = run(linear_grpo_loss, head, (ids, *rest), samples_per_prompt=2, beta=0.1, **references(ref))
+    leaves = [x.clone().requires_grad_() for x in head]
+    expected = grpo_loss.reference(linear(*leaves), linear(*ref), ids, *rest, samples_per_prompt=2, beta=0.1)
+    expected.loss.backward()
+    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients, [x.grad for x in leaves], rtol=1e-4, atol=1e-6)
+    for name, value in expected.metrics.items():
+        torch.testing.assert_close(found.metrics[name], value, rtol=1e-4, atol=1e-5)
+    assert [x.requires_grad for x in found] == [True, False, False]
+
+
+def test_trl_golden_values(golden):
+    """Hidden states that are the logits of two tokens, the first with TRL's log-prob, and a head that is the identity."""
+    for case, name in itertools.product(golden["grpo"], backends("linear_grpo_loss", torch.float64)):
+        logps = float64(case["logp"])
+        hidden = torch.stack([logps, torch.log1p(-logps.exp())], -1).requires_grad_()
+        with registry.use_backend(linear_grpo_loss=name):
+            found = linear_grpo_loss(
+                hidden, torch.eye(2, dtype=torch.float64), torch.zeros(logps.shape, dtype=torch.long),
+                float64(case["old_logp"]), None, torch.tensor(case["mask"]), advantages=float64(case["advantages"]),
+                ref_logps=float64(case["ref_logp"]), loss_type=case["loss_type"], importance_level=case["level"],
+                beta=case["beta"], clip_eps=(case["eps_low"], case["eps_high"]),
+                max_completion_length=case["max_completion_length"], workspace=200,
+            )  # fmt: skip
+        found.loss.backward()
+        assert found.loss.item() == pytest.approx(case["loss"], rel=1e-9, abs=1e-9)
+        expected = (float64(case["grad"]) * -torch.expm1(logps))[..., None] * float64([1, -1])
+        torch.testing.assert_close(hidden.grad, expected, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", backends("linear_grpo_loss", torch.float64))
+@pytest.mark.parametrize("workspace", [None, 400])
+def test_gradients(name, workspace):
+    head, rest, ref = example(torch.float64, V=4)
+    options = {"samples_per_prompt": 2, "beta": 0.2, "workspace": workspace, **references(ref)}
+    leaves = [x.requires_grad_() for x in head]
+    with registry.use_backend(linear_grpo_loss=name):
+        function = lambda h, w, b: linear_grpo_loss(h, w, *rest, bias=b, **options).loss  # noqa: E731
+        assert torch.autograd.gradcheck(function, leaves)
+
+
+OPTIONS = {
+    *zip(POLICY_LOSS_TYPES, itertools.cycle(IMPORTANCE_LEVELS), itertools.cycle(KL_ESTIMATORS), "hl0hl"),
+    *zip(POLICY_LOSS_TYPES, itertools.cycle(IMPORTANCE_LEVELS[::-1]), "k3 k1 k2 k3 k1".split(), "l0hlh"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss_type", "level", "kl", "reference"), sorted(OPTIONS))
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+def test_every_option(backend, loss_type, level, kl, reference, entropy_coef):
+    if backend == "torch" or (entropy_coef and loss_type in ("bnpo", "dapo")):
+        pytest.skip("the oracle, or covered by its siblings")
+    head, rest, ref = example()
+    options = {"loss_type": loss_type, "importance_level": level, "kl_estimator": kl, "clip_eps": clip_of(loss_type)}
+    options |= {"beta": 0.0 if reference == "0" else 0.1, "max_completion_length": 9, "temperature": 0.9}
+    options |= {"samples_per_prompt": 2, "entropy_coef": entropy_coef}
+    if reference == "h":
+        options |= references(ref)
+    elif reference == "l":
+        options |= {"ref_logps": linear_logp.reference(*ref[:2], rest[0], bias=ref[2])}
+    found, gradients = run(linear_grpo_loss, head, rest, workspace=1500, **options)
+    expected, expected_gradients = run(linear_grpo_loss.reference, head, rest, **options)
+    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("workspace", [None, 2000])
+def test_as_exact_as_eager(backend, dtype, workspace):
+    """Eager: the product in the dtype, the rest in float32; each gradient to twice its error, in one chunk or several."""
+    head, rest, _ = example(dtype, V=203)
+    found, gradients = run(linear_grpo_loss, head, rest, samples_per_prompt=2, workspace=workspace)
+    expected, exact = run(linear_grpo_loss.reference, [x.double() for x in head], rest, samples_per_prompt=2)
+    eager_result, eager = run(linear_grpo_loss.reference, head, rest, samples_per_prompt=2)
+    error, eager_error = ((x.loss.double() - expected.loss).abs() for x in (found, eager_result))
+    assert error <= 2 * eager_error + 1e-6
+    for name, a, b, c in zip(("hidden", "weight", "bias"), gradients, exact, eager, strict=True):
+        assert a.dtype == dtype
+        error, eager_error = (a.double() - b).abs().max(), (c.double() - b).abs().max()
+        most = 2 * eager_error + (1e-6 + cut_off(backend, dtype)) * b.abs().max()
+        assert error <= most, f"d {name}: {error:.3g}, eager {eager_error:.3g}"
+        assert a.abs().max() > 0.5 * b.abs().max()
+
+
+@pytest.mark.parametrize("workspace", [100, 3000])
+def test_the_size_of_the_chunks_changes_nothing(backend, workspace):
+    if backend == "torch":
+        pytest.skip("it has no chunks")
+    head, rest, ref = example()
+    options = {"samples_per_prompt": 2, "beta": 0.1, **references(ref)}
+    found, gradients = run(linear_grpo_loss, head, rest, workspace=workspace, **options)
+    expected, expected_gradients = run(linear_grpo_loss, head, rest, **options)
+    torch.testing.assert_close(tuple(found), tuple(expected))
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
+def test_masked_garbage_changes_nothing(backend, level):
+    (hidden, weight, bias), (ids, old, rewards, mask), (ref_hidden, *ref) = example()
+    out, results = mask == 0, []
+    for value, garbage_id in ((0.0, 0), (math.nan, -100), (math.inf, V + 5)):
+        dirty, ref_dirty = (x.masked_fill(out[..., None], value) for x in (hidden, ref_hidden))
+        rest = ids.masked_fill(out, garbage_id), old.masked_fill(out, value), rewards, mask
+        options = {"samples_per_prompt": 2, "beta": 0.1, "importance_level": level, **references((ref_dirty, *ref))}
+        found, gradients = run(linear_grpo_loss, (dirty, weight, bias), rest, **options)
+        results.append((*found, *gradients))
+        assert (gradients[0][out] == 0).all()
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+
+
+def test_micro_batches_add_up_to_the_batch(backend):
+    head, rest, _ = example()
+    options = {"samples_per_prompt": 2, "loss_type": "dapo", "num_tokens": rest[-1].sum()}
+    whole, gradients = run(linear_grpo_loss, head, rest, **options)
+    leaves = [x.clone().requires_grad_() for x in head]
+    total = 0.0
+    for i in (0, 2):
+        part = [x[i : i + 2] for x in rest]
+        loss = linear_grpo_loss(leaves[0][i : i + 2], leaves[1], *part, bias=leaves[2], **options).loss
+        loss.backward()
+        total += loss.detach()
+    torch.testing.assert_close(total, whole.loss)
+    torch.testing.assert_close([x.grad for x in leaves], gradients, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)])
+@pytest.mark.parametrize("workspace", [None, 1000])
+def test_frozen_parts(backend, wanted, workspace):
+    head, rest, _ = example()
+    _, expected = run(linear_grpo_loss, head, rest, samples_per_prompt=2)
+    leaves = [x.requires_grad_(bool(want)) for x, want in zip(head, wanted, strict=True)]
+    loss = linear_grpo_loss(*leaves[:2], *rest, bias=leaves[2], samples_per_prompt=2, workspace=workspace).loss
+    (3 * loss).backward()
+    for leaf, want, gradient in zip(leaves, wanted, expected, strict=True):
+        assert (leaf.grad is not None) == want
+        if want:
+            torch.testing.assert_close(leaf.grad, 3 * gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_that_is_a_transposed_matrix(backend, dtype):
+    (hidden, weight, bias), rest, _ = example(dtype)
+    columns = weight.T.contiguous().T.requires_grad_()
+    linear_grpo_loss(hidden, columns, *rest, bias=bias, samples_per_prompt=2, workspace=700).loss.backward()
+    _, gradients = run(linear_grpo_loss, (hidden, weight, bias), rest, samples_per_prompt=2, workspace=700)
+    assert torch.equal(columns.grad, gradients[1])
+
+
+@pytest.mark.parametrize(("B_", "T_"), [(0, 3), (2, 0)])
+def test_nothing_at_all(backend, B_, T_):
+    (hidden, weight, bias), rest, _ = example()
+    rest = [x[:B_, :T_] if x.ndim > 1 else x[:B_] for x in rest]
+    found, gradients = run(linear_grpo_loss, (hidden[:B_, :T_], weight, bias), rest, samples_per_prompt=2)
+    assert [x.item() for x in found] == [0, 0, 0]
+    assert [g.abs().sum().item() for g in gradients] == [0, 0, 0]
+
+
+def test_no_token_counts(backend):
+    head, (*rest, mask), _ = example()
+    found, gradients = run(linear_grpo_loss, head, (*rest, mask * 0), samples_per_prompt=2)
+    assert [x.item() for x in found] == [0, 0, 0]
+    assert [g.abs().sum().item() for g in gradients] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("workspace", [None, 1000])
+def test_autocast(backend, workspace):
+    head, rest, _ = example()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, gradients = run(linear_grpo_loss, head, rest, samples_per_prompt=2, workspace=workspace)
+    low = [x.bfloat16().float() for x in head]
+    expected, expected_gradients = run(linear_grpo_loss.reference, low, rest, samples_per_prompt=2)
+    assert [g.dtype for g in gradients] == [torch.float32] * 3
+    torch.testing.assert_close(found.loss, expected.loss, rtol=0.05, atol=0.02)
+    for gradient, wanted in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=0.1, atol=0.05 * wanted.abs().max().item())
+
+
+def test_the_gradients_are_handed_out_once(backend):
+    (hidden, weight, bias), rest, _ = example()
+    weight.requires_grad_()
+    loss = linear_grpo_loss(hidden, weight, *rest, samples_per_prompt=2).loss
+    loss.backward(retain_graph=True)
+    if backend == "torch":
+        loss.backward()
+    else:
+        with pytest.raises(RuntimeError, match="backward of linear_grpo_loss can run once"):
+            loss.backward()
+
+
+def test_without_gradients(backend):
+    (hidden, weight, bias), rest, ref = example()
+    options = {"samples_per_prompt": 2, "beta": 0.1, "bias": bias, **references(ref)}
+    expected = linear_grpo_loss(hidden, weight, *rest, **options).loss
+    weight.requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(linear_grpo_loss(hidden, weight, *rest, **options).loss, expected)
+    with torch.inference_mode():
+        inferred = linear_grpo_loss(hidden, weight, *rest, **options)
+        assert torch.equal(inferred.loss.clone(), expected)
+        assert inferred.metrics["ratio_mean"] > 0
+
+
+(Hi, W, Bi), (I, O, R, M), (RH, RW, RB) = example()  # noqa: E741
+GOOD = {
+    "hidden": Hi, "weight": W, "action_ids": I, "old_logps": O, "rewards": R, "completion_mask": M,
+    "samples_per_prompt": 2,
+}  # fmt: skip
+MISTAKES = [
+    ({"hidden": Hi[0], "action_ids": I[0]}, ValueError, "hidden must have shape [B, T, H], found [3, 6]"),
+    ({"weight": W[:, :2]}, ValueError, "weight must have shape [V, 6], found [17, 2]"),
+    ({"action_ids": I + V}, ValueError, "action_ids must be from 0 to 16, found"),
+    ({"ref_hidden": RH}, ValueError, "ref_hidden and ref_weight must be given together, found only ref_hidden"),
+    ({"ref_bias": RB}, ValueError, "ref_bias must come with ref_hidden and ref_weight, found it alone"),
+    ({"ref_hidden": RH[:1], "ref_weight": RW}, ValueError, "ref_hidden must have shape [4, 3, 4], found [1, 3, 4]"),
+    ({"ref_hidden": RH, "ref_weight": RW[:3]}, ValueError, "ref_weight must have shape [17, 4], found [3, 4]"),
+    ({"ref_hidden": RH, "ref_weight": RW, "ref_logps": O}, ValueError, "at most one of ref_hidden and ref_logps must be given"),
+    ({"beta": 0.1}, ValueError, "ref_hidden or ref_logps must be given where beta is above 0, found beta=0.1"),
+    ({"completion_mask": None}, TypeError, "completion_mask must be a tensor, found NoneType"),
+    ({"samples_per_prompt": None, "group_boundaries": [2, 4, 6]}, ValueError, "group_boundaries must start at 0, end at 4"),
+    ({"workspace": 0}, ValueError, "workspace must be at least 1 byte, found 0"),
+    ({"in_place": True}, TypeError, "got an unexpected keyword argument 'in_place'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), MISTAKES)
+def test_mistakes(backend, change, error, message):
+    with pytest.raises(error) as raised:
+        linear_grpo_loss(**(GOOD | change))
+    assert message in str(raised.value)

@@ -1,0 +1,263 @@
+"""linear_logp on every backend: against logp of the product, chunk sizes, heads of every kind, autocast, bad input."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from yardstick import backends, check, cut_off, eager_logps
+
+from strop.ops import linear_logp, logp, registry
+
+H, V = 6, 21
+
+
+@pytest.fixture(params=registry.backends("linear_logp"))
+def backend(request):
+    with registry.use_backend(linear_logp=request.param):
+        yield request.param
+
+
+def example(dtype=torch.float32, H=H, V=V, seed=0):
+    """hidden, weight, bias, ids, completion_mask"""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(2, 3, H, generator=generator), torch.randn(V, H, generator=generator)
+    bias, ids = torch.randn(V, generator=generator), torch.randint(0, V, (2, 3), generator=generator)
+    return hidden.to(dtype), weight.to(dtype), bias.to(dtype), ids, torch.tensor([[1, 1, 0], [0, 1, 1]])
+
+
+def run(function, hidden, weight, bias, ids, **options):
+    """Results, and gradients of Σ logp (+ ½·Σ entropy) with respect to hidden, weight and bias."""
+    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+    found = function(*leaves[:2], ids, bias=leaves[2], **options)
+    results = found if isinstance(found, tuple) else (found,)
+    (results[0].sum() + 0.5 * sum(x.sum() for x in results[1:])).backward()
+    return results, [None if x is None else x.grad for x in leaves]
+
+
+def test_by_hand(backend):
+    """Logits 0 and log 3, so probabilities ¼ and ¾."""
+    hidden, weight = torch.tensor([[1.0, 2.0]], requires_grad=True), torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
+    found = linear_logp(hidden, weight.requires_grad_(), torch.tensor([0]))
+    assert found.tolist() == pytest.approx([math.log(0.25)])
+    found.sum().backward()  # g = (¾, −¾)
+    assert hidden.grad[0].tolist() == pytest.approx([-0.75 * math.log(3), 0.0])
+    assert weight.grad.tolist() == [pytest.approx([0.75, 1.5]), pytest.approx([-0.75, -1.5])]
+
+
+@pytest.mark.parametrize("name", backends("linear_logp", torch.float64))
+@pytest.mark.parametrize("workspace", [None, 400])
+def test_gradients(name, workspace):
+    hidden, weight, bias, ids, mask = example(torch.float64, H=2, V=7)
+    options = {"temperature": 0.7, "completion_mask": mask, "entropy": True, "workspace": workspace}
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    with registry.use_backend(linear_logp=name):
+        assert torch.autograd.gradcheck(lambda h, w, b: linear_logp(h, w, ids, bias=b, **options), leaves)
+
+
+def test_trl_golden_values(golden):
+    """Hidden states that are the logits, and a head that is the identity."""
+    for case in golden["logp"]:
+        logits = torch.tensor(case["logits"], dtype=torch.float64)
+        head = torch.eye(logits.shape[-1], dtype=torch.float64)
+        for name in backends("linear_logp", torch.float64):
+            with registry.use_backend(linear_logp=name):
+                ids = torch.tensor(case["ids"])
+                found, entropy = linear_logp(
+                    logits, head, ids, temperature=case["temperature"], entropy=True, workspace=500
+                )
+            torch.testing.assert_close(found, torch.tensor(case["logp"], dtype=torch.float64), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(entropy, torch.tensor(case["entropy"], dtype=torch.float64), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_as_exact_as_eager(backend, dtype):
+    """Eager: the product in the dtype, then the softmax in float32."""
+    hidden, weight, bias, ids, _ = example(dtype, H=16, V=203)
+    found, gradients = run(linear_logp, hidden, weight, bias, ids, entropy=False)
+    wide = [x.double() for x in (hidden, weight, bias)]
+    exact, exact_gradients = run(linear_logp.reference, *wide, ids)
+    eager, eager_gradients = run(lambda h, w, i, bias: eager_logps(linear(h, w, bias), i), hidden, weight, bias, ids)
+    check(found[0], exact[0], eager[0], "logp")
+    for name, *tensors in zip(("hidden", "weight", "bias"), gradients, exact_gradients, eager_gradients, strict=True):
+        assert tensors[0].dtype == dtype
+        # relative to the largest: each element is a sum with cancellation
+        error, eager_error = ((x.double() - tensors[1]).abs().max() for x in (tensors[0], tensors[2]))
+        size = tensors[1].abs().max()
+        assert error <= 2 * eager_error + (1e-6 + cut_off(backend, dtype)) * size, f"d {name}: {error:.3g}, {eager_error:.3g}"
+        assert tensors[0].abs().max() > 0.5 * size
+
+
+@pytest.mark.parametrize("workspace", [1, 100, 1000, 10**9])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_size_of_the_chunks_changes_nothing(backend, workspace, masked):
+    if backend == "torch":
+        pytest.skip("it has no chunks")
+    if backend == "triton" and workspace == 1:
+        pytest.skip("a launch for every logit, through the interpreter")
+    hidden, weight, bias, ids, mask = example()
+    options = {"temperature": 0.8, "entropy": True, "completion_mask": mask if masked else None}
+    found, gradients = run(linear_logp, hidden, weight, bias, ids, workspace=workspace, **options)
+    expected, expected_gradients = run(linear_logp.reference, hidden, weight, bias, ids, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=3e-6)
+
+
+def test_chunks_of_several_tokens_and_blocks_at_once(backend):
+    """More tokens than a chunk has and more vocabulary than a block: 300 tokens in multiples of 128."""
+    if backend == "triton":
+        pytest.skip("300 rows through the interpreter")
+    torch.manual_seed(0)
+    hidden, weight, ids = torch.randn(300, 4), torch.randn(300, 4), torch.randint(0, 300, (300,))
+    found, gradients = run(linear_logp, hidden, weight, None, ids, workspace=16 * 150 * 130)
+    expected, expected_gradients = run(linear_logp.reference, hidden, weight, None, ids)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients[:2], expected_gradients[:2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1)])
+def test_frozen_parts(backend, wanted):
+    hidden, weight, bias, ids, mask = example()
+    _, expected = run(linear_logp, hidden, weight, bias, ids, completion_mask=mask)
+    leaves = [x.requires_grad_(bool(want)) for x, want in zip((hidden, weight, bias), wanted, strict=True)]
+    linear_logp(*leaves[:2], ids, bias=leaves[2], completion_mask=mask).sum().backward()
+    for leaf, want, gradient in zip(leaves, wanted, expected, strict=True):
+        assert (leaf.grad is not None) == want
+        if want:
+            torch.testing.assert_close(leaf.grad, gradient)
+
+
+def test_a_tied_head_gets_both_gradients(backend):
+    """The hidden states come from the same matrix, and the head is it transposed from [H, V]."""
+    _, weight, _, ids, _ = example()
+    grads = []
+    for function in (linear_logp, lambda h, w, i: logp.reference(h @ w.T, i)):
+        tied = weight.T.contiguous().requires_grad_()
+        function(tied.T[ids], tied.T, ids).sum().backward()
+        grads.append(tied.grad)
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+
+def test_masked_garbage_changes_nothing(backend):
+    hidden, weight, bias, ids, mask = example()
+    out, results = mask == 0, []
+    for value, garbage_id in ((0.0, 0), (math.nan, -100), (math.inf, V + 5)):
+        dirty = hidden.masked_fill(out[..., None], value)
+        found, gradients = run(
+            linear_logp, dirty, weight, bias, ids.masked_fill(out, garbage_id), completion_mask=mask, entropy=True
+        )
+        results.append((*found, *gradients))
+        assert (found[0][out] == 0).all()
+        assert (gradients[0][out] == 0).all()
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_no_tokens(backend, shape):
+    _, weight, bias, _, _ = example()
+    found, gradients = run(linear_logp, torch.zeros(*shape, H), weight, bias, torch.zeros(shape, dtype=torch.long))
+    assert found[0].shape == shape
+    assert [g.abs().sum().item() for g in gradients] == [0, 0, 0]
+
+
+def test_no_token_counts(backend):
+    hidden, weight, bias, ids, mask = example()
+    found, gradients = run(linear_logp, hidden, weight, bias, ids, completion_mask=mask * 0, entropy=True)
+    assert [x.abs().sum().item() for x in (*found, *gradients)] == [0] * 5
+
+
+def test_one_of_everything(backend):
+    found, gradients = run(linear_logp, torch.ones(1), torch.ones(1, 1), torch.ones(1), torch.tensor(0), entropy=True)
+    assert [x.item() for x in (*found, *gradients)] == [0] * 5
+
+
+def test_layouts(backend):
+    hidden, weight, bias, ids, mask = example()
+    expected, expected_gradients = run(linear_logp, hidden[:, :-1].contiguous(), weight, bias, ids[:, :-1].contiguous())
+    leaf = hidden.clone().requires_grad_()
+    columns = weight.T.contiguous().T.requires_grad_()
+    found = linear_logp(leaf[:, :-1], columns, ids[:, :-1], bias=torch.stack([bias, bias], 1)[:, 0])
+    found.sum().backward()
+    torch.testing.assert_close(found, expected[0])
+    torch.testing.assert_close(leaf.grad[:, :-1], expected_gradients[0])
+    torch.testing.assert_close(columns.grad, expected_gradients[1])
+    one = linear_logp(hidden[:1, ::2], weight, ids[:1, ::2], bias=bias)  # ids that are a view with a stride
+    torch.testing.assert_close(one, linear_logp(hidden[:1, ::2].contiguous(), weight, ids[:1, ::2].contiguous(), bias=bias))
+
+
+def test_int32_ids_and_a_banned_token(backend):
+    hidden, weight, bias, ids, _ = example()
+    bias[3] = -math.inf
+    ids = ids.masked_fill(ids == 3, 4)
+    found, gradients = run(linear_logp, hidden, weight, bias, ids.int(), entropy=True, workspace=100)
+    expected, expected_gradients = run(linear_logp.reference, hidden, weight, bias, ids, entropy=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("workspace", [None, 100])
+def test_autocast(backend, workspace):
+    """Products in bfloat16, gradients in the parameters' own dtypes; as F.linear under autocast."""
+    hidden, weight, bias, ids, mask = example()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, gradients = run(linear_logp, hidden, weight, bias.bfloat16(), ids, completion_mask=mask, workspace=workspace)
+    low = [x.bfloat16().float() for x in (hidden, weight, bias)]
+    expected, expected_gradients = run(linear_logp.reference, *low, ids, completion_mask=mask)
+    assert [g.dtype for g in gradients] == [torch.float32, torch.float32, torch.bfloat16]
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    for gradient, wanted in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient.float(), wanted, rtol=0.03, atol=0.03)
+
+
+def test_backward_twice_and_accumulation(backend):
+    hidden, weight, _, ids, _ = example()
+    weight.requires_grad_()
+    found = linear_logp(hidden, weight, ids)
+    found.sum().backward(retain_graph=True)
+    once = weight.grad.clone()
+    found.sum().backward()
+    torch.testing.assert_close(weight.grad, 2 * once)
+    if backend != "torch":
+        (gradient,) = torch.autograd.grad(linear_logp(hidden, weight, ids).sum(), weight, create_graph=True)
+        with pytest.raises(RuntimeError, match="this backend has no gradient of its gradient"):
+            gradient.sum().backward()
+
+
+def test_without_gradients(backend):
+    hidden, weight, bias, ids, mask = example()
+    expected = linear_logp(hidden, weight, ids, bias=bias, completion_mask=mask)
+    weight.requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(linear_logp(hidden, weight, ids, bias=bias, completion_mask=mask), expected)
+    with torch.inference_mode():
+        assert torch.equal(linear_logp(hidden, weight, ids, bias=bias, completion_mask=mask).clone(), expected)
+
+
+Hi, W, Bi, I, M = example()  # noqa: E741
+MISTAKES = [
+    ((Hi, W[:, :2], I), {}, ValueError, "weight must have shape [V, 6], found [21, 2]"),
+    ((Hi, W[0], I), {}, ValueError, "weight must have shape [V, 6], found [6]"),
+    ((Hi, W.double(), I), {}, TypeError, "weight must be torch.float32 as hidden is, found torch.float64 (autocast is off)"),
+    ((Hi, W, I), {"bias": Bi[:3]}, ValueError, "bias must have shape [21], found [3]"),
+    ((Hi, W, I), {"bias": Bi.half()}, TypeError, "bias must be torch.float32 as hidden is, found torch.float16"),
+    ((Hi, W, I[0]), {}, ValueError, "ids must have shape [2, 3], found [3]"),
+    ((Hi, W, I.short()), {}, TypeError, "ids must be int64 or int32, found torch.int16"),
+    ((Hi, W, I + V), {}, ValueError, "ids must be from 0 to 20, found"),
+    ((Hi.long(), W, I), {}, TypeError, "hidden must be of a floating dtype, found torch.int64"),
+    ((Hi[..., :0], W, I), {}, ValueError, "hidden must have shape [.., H] with H at least 1, found [2, 3, 0]"),
+    ((Hi, W, I), {"completion_mask": M[0]}, ValueError, "completion_mask must have shape [2, 3], found [3]"),
+    ((Hi, W, I), {"workspace": 0}, ValueError, "workspace must be at least 1 byte, found 0"),
+    ((Hi, W, I), {"workspace": 1e6}, TypeError, "workspace must be a number of bytes, found float"),
+    ((Hi, W, I), {"temperature": -1.0}, ValueError, "temperature must be finite and above 0, found -1.0"),
+    ((Hi, W.to("meta"), I), {}, TypeError, "weight must be on cpu as hidden is, found meta"),
+    ((Hi, W), {}, TypeError, "missing a required argument: 'ids'"),
+    ((Hi, W, I), {"chunk": 3}, TypeError, "got an unexpected keyword argument 'chunk'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("args", "kwargs", "error", "message"), MISTAKES)
+def test_mistakes(backend, args, kwargs, error, message):
+    with pytest.raises(error) as raised:
+        linear_logp(*args, **kwargs)
+    assert message in str(raised.value)
