@@ -115,24 +115,30 @@ def policy_terms(
 ) -> PolicyTerms:
     """The terms of a policy loss and the gradient of the logits; advantages and weights [N]."""
     logps_N, stats_2N, entropies_N = logps(logits, ids_N, mask_N, temperature, False)
-    with torch.set_grad_enabled(gradient):
-        variable_N = logps_N.detach().requires_grad_(gradient)
+
+    def terms(logps_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         loss_N = token_policy_loss(
-            variable_N[None],
+            logps_N[None],
             None if old_logps_N is None else old_logps_N[None],
             advantages[None],
             loss_type=loss.loss_type,
             clip_eps=loss.clip_eps,
             delta=loss.delta,
         )[0]
-        kl_N = torch.zeros_like(logps_N) if ref_logps_N is None else kl_estimate(variable_N, ref_logps_N, loss.kl_estimator)
+        kl_N = torch.zeros_like(logps_N)
+        if ref_logps_N is not None:
+            kl_N = kl_estimate(logps_N, ref_logps_N, loss.kl_estimator)
         total_N = loss_N + loss.beta * kl_N if loss.beta else loss_N  # 0·inf is NaN
-        d_total_N = torch.autograd.grad(total_N.sum(), variable_N)[0] if gradient else None
-    sums_3 = (torch.stack([total_N, loss_N, kl_N]).detach() * weights).sum(-1)
+        return total_N.sum(), torch.stack([total_N, loss_N, kl_N])
+
     d_logits = None
-    if d_total_N is not None:
+    if gradient:  # by torch.func: autograd itself is switched off inside an operator of torch.ops
+        d_total_N, terms_3N = torch.func.grad(terms, has_aux=True)(logps_N)
         d_logps_N = weights * d_total_N
         d_logits = logps_bwd(logits, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, None, temperature, in_place)
+    else:
+        _, terms_3N = terms(logps_N)
+    sums_3 = (terms_3N * weights).sum(-1)
     return PolicyTerms(sums_3[0], sums_3[1:], logps_N, d_logits)
 
 
