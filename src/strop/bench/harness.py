@@ -4,6 +4,7 @@ A case is one piece of work and several contenders for it. Before anything is ti
 with what is expected of it. Then the contenders take turns, round after round, so that what disturbs the machine disturbs
 all of them: a turn is an untimed stretch of calls, in which the threads and caches of the one before are forgotten, and
 then a timed stretch, long enough for the clock. One stretch gives one sample, in nanoseconds a call. All samples are kept.
+Work on a GPU is timed by the GPU's own clock, call by call, each after its cache has been overwritten (`GpuTimer`).
 
 The figure is the median; a ratio of medians comes with a bootstrap interval over rounds, and the verdict says "faster"
 or "slower" only where that interval leaves 1 out.
@@ -13,6 +14,7 @@ see `strop.bench.alone`.
 """
 
 import datetime
+import functools
 import gc
 import json
 import os
@@ -48,6 +50,7 @@ def _is_nested_list(value: Any) -> bool:
 class Contender:
     """One way to do the work: `function(*args, **kwargs)`, and the result it must give.
 
+    read    the numbers of a result that are compared with what is expected; by default the result itself
     alone   arguments of `python -m strop.bench.alone` that do the same work in a fresh process, for its memory
     notes   what else is known after the calls, for the JSON
     """
@@ -58,6 +61,7 @@ class Contender:
     kwargs: dict[str, Any] = field(default_factory=dict)
     expected: Any = None
     tolerance: float = 1e-4
+    read: Callable[[Any], Any] | None = None
     alone: tuple[str, ...] = ()
     notes: Callable[[], dict[str, Any]] | None = None
 
@@ -76,7 +80,7 @@ class Contender:
             if result != self.expected:
                 raise RuntimeError(f"contender {self.name} does not do the same work: its result is another list")
             return
-        found = np.asarray(result, dtype=np.float64)
+        found = np.asarray(self.read(result) if self.read else result, dtype=np.float64)
         expected = np.asarray(self.expected, dtype=np.float64)
         if found.shape != expected.shape or not np.allclose(found, expected, rtol=self.tolerance, atol=self.tolerance):
             raise RuntimeError(
@@ -97,6 +101,7 @@ class Case:
     warm_up         False times every call: for what starts a process, which nothing warms
     rounds          instead of the method's
     setup           called before the case is measured (threads)
+    clock           what times a contender, instead of `timeit`
     """
 
     work: str
@@ -108,6 +113,7 @@ class Case:
     warm_up: bool = True
     rounds: int | None = None
     setup: Callable[[], None] | None = None
+    clock: "Callable[[Contender], Timer] | None" = None
 
     def measure(self, method: "Method") -> dict[str, Any]:
         return measure(self, method)
@@ -132,7 +138,78 @@ class Method:
             raise ValueError(f"rounds must be at least 3 for an interval, found {self.rounds}")
 
 
-def _calls_per_sample(timer: timeit.Timer, seconds: float) -> int:
+class Timer(Protocol):
+    def timeit(self, number: int) -> float:
+        """The seconds that many calls take."""
+        ...
+
+
+@functools.cache
+def _more_than_the_cache() -> Any:
+    """Memory larger than any GPU's cache."""
+    import torch
+
+    return torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+
+
+class GpuTimer:
+    """Calls on a GPU, each by two events around it, after a write that leaves nothing of the one before in the cache.
+
+    What Python does between launches counts where the GPU has to wait for it; its garbage collector is off meanwhile, as
+    in `timeit`, and a call that is not counted comes first, so that memory another contender has freed is found.
+    `WallGpuTimer` counts all that Python does.
+    """
+
+    def __init__(self, contender: Contender) -> None:
+        import torch
+
+        self._cuda = torch.cuda
+        self._call = functools.partial(contender.function, *contender.args, **contender.kwargs)
+        self._cache = _more_than_the_cache()
+        self.timeit(2)  # the first calls compile
+
+    def timeit(self, number: int) -> float:
+        events = [(self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)) for _ in range(number)]
+        with _no_garbage_collection():
+            self._call()
+            for start, end in events:
+                self._cache.zero_()
+                start.record()
+                self._call()
+                end.record()
+            self._cuda.synchronize()
+        return sum(start.elapsed_time(end) for start, end in events) * 1e-3
+
+
+class WallGpuTimer(GpuTimer):
+    """Calls on a GPU from the caller's side: from the call until its result is there."""
+
+    def timeit(self, number: int) -> float:
+        seconds = 0.0
+        with _no_garbage_collection():
+            self._call()
+            for _ in range(number):
+                self._cache.zero_()
+                self._cuda.synchronize()
+                start = time.perf_counter()
+                self._call()
+                self._cuda.synchronize()
+                seconds += time.perf_counter() - start
+        return seconds
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _calls_per_sample(timer: Timer, seconds: float) -> int:
     calls = 1
     while (taken := timer.timeit(calls)) < seconds:
         calls = max(2 * calls, min(10 * calls, int(1.1 * calls * seconds / max(taken, 1e-9))))
@@ -145,7 +222,8 @@ def measure(case: Case, method: Method) -> dict[str, Any]:
         case.setup()
     for contender in case.contenders:
         contender.check()
-    timers = {c.name: c.timer("gc.enable()" if case.collect else "pass") for c in case.contenders}
+    clock = case.clock or (lambda contender: contender.timer("gc.enable()" if case.collect else "pass"))
+    timers: dict[str, Timer] = {c.name: clock(c) for c in case.contenders}
     seconds = method.sample_seconds
     calls = {name: _calls_per_sample(timer, seconds) if case.warm_up else 1 for name, timer in timers.items()}
     wall: dict[str, list[float]] = {name: [] for name in timers}
@@ -155,13 +233,13 @@ def measure(case: Case, method: Method) -> dict[str, Any]:
         for name, timer in timers.items():
             if case.warm_up:
                 timer.timeit(calls[name])
-            with _collector_clock() as clock:
+            with _collector_clock() as collector:
                 cpu_before = _cpu_seconds()
                 elapsed = timer.timeit(calls[name])
                 cpu_elapsed = _cpu_seconds() - cpu_before
             wall[name].append(round(elapsed / calls[name] * 1e9, 2))
             cpu[name].append(cpu_elapsed / calls[name] * 1e9)
-            collecting[name].append(clock["seconds"] / calls[name] * 1e9)
+            collecting[name].append(collector["seconds"] / calls[name] * 1e9)
     found: dict[str, Any] = {
         "work": case.work,
         "labels": case.labels,
@@ -337,6 +415,38 @@ def machine() -> dict[str, Any]:
     }
 
 
+def gpu() -> dict[str, Any] | None:
+    """The GPU torch would use, with its driver and clocks as they are now; None where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    found = {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "cache_bytes": getattr(properties, "L2_cache_size", None),
+        "cuda": torch.version.cuda,
+    }
+    if shutil.which("nvidia-smi"):
+        names = (
+            "driver_version",
+            "clocks.sm",
+            "clocks.mem",
+            "clocks.max.sm",
+            "clocks.max.mem",
+            "power.limit",
+            "temperature.gpu",
+        )
+        query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", "--id=0"]
+        done = subprocess.run(query, capture_output=True, text=True)
+        if done.returncode == 0:
+            values = done.stdout.strip().split(", ")
+            found |= {name.replace(".", "_"): value for name, value in zip(names, values, strict=False)}
+    return found
+
+
 def threads() -> dict[str, Any]:
     found: dict[str, Any] = {
         "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -369,6 +479,13 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[package] = None
     return found
+
+
+def machine_name(found: dict[str, Any]) -> str:
+    """What a result's file is named after: the GPU the suite ran on, or the CPU's architecture and cores."""
+    if found.get("gpu"):
+        return found["gpu"]["name"].lower().removeprefix("nvidia ").replace(" ", "-")
+    return f"{found['machine']['architecture']}-{found['threads']['usable_cpus']}cores"
 
 
 def save(found: dict[str, Any], path: Path) -> None:

@@ -12,6 +12,13 @@ def duration(nanoseconds: float) -> str:
     return f"{nanoseconds / 1e9:.3g} s"
 
 
+def size(count: float) -> str:
+    for limit, unit in ((1e3, "B"), (1e6, "kB"), (1e9, "MB")):
+        if count < limit:
+            return f"{count / limit * 1e3:.3g} {unit}"
+    return f"{count / 1e9:.3g} GB"
+
+
 def times(ratio: dict[str, Any]) -> str:
     """A speed-up with its interval; what is not clearly faster says so."""
     text = f"{ratio['value']:.3g}× [{ratio['low']:.3g}, {ratio['high']:.3g}]"
@@ -42,8 +49,10 @@ def origin(result: Result) -> str:
     machine, threads, versions = result["machine"], result["threads"], result["versions"]
     packages = ", ".join(f"{k} {v}" for k, v in versions.items() if v and k != "strop")
     commit = (result["commit"]["id"] or "unknown")[:9] + ("" if result["commit"]["clean"] else " with changes")
+    gpu = result.get("gpu")
+    on_gpu = f"{gpu['name']}, driver {gpu.get('driver_version', 'unknown')}; " if gpu else ""
     return (
-        f"\n{machine['cpu']}, {threads['usable_cpus']} cores, {machine['instruction_set']}; strop on {threads['strop']} threads"
+        f"\n{on_gpu}{machine['cpu']}, {threads['usable_cpus']} cores, {machine['instruction_set']}; strop on {threads['strop']} threads"
         f"{', torch on ' + str(threads['torch']) if 'torch' in threads else ''}"
         f"{', BLAS on ' + str(threads['blas']) if 'blas' in threads else ''}; {packages}; commit {commit};"
         f" {result['created'][:10]}; `{result['command']}`."

@@ -35,14 +35,17 @@ def bench(
     if not cases:
         raise ValueError(f"no case of {suite} contains {only!r}")
     found = harness.header(suite, method, "strop " + shlex.join(sys.argv[1:]))
-    name = f"{suite}-{found['machine']['architecture']}-{found['threads']['usable_cpus']}cores.json"
-    path = output or Path("benchmarks/results") / name
+    if getattr(module, "ON_GPU", False):
+        found["gpu"] = harness.gpu()
+    path = output or Path("benchmarks/results") / f"{suite}-{harness.machine_name(found)}.json"
     if path.is_dir():
         raise IsADirectoryError(f"--output must be a file, found the folder {path}")
     console = Console()
     load = harness.Load()
     found["cases"] = _measure(cases, method, suite, console)
     found["load_by_others"] = load.by_others()
+    if found.get("gpu"):
+        found["gpu_after"] = harness.gpu()  # the clocks again
     console.print(*_summary(suite, module, found["cases"]), sep="\n")
     if not only:
         harness.save(found, path)
@@ -59,6 +62,8 @@ def _measure(cases: list[Any], method: Any, suite: str, console: Console) -> lis
         try:
             for case in cases:
                 progress.update(task, description=case.work)
+                if not console.is_terminal:
+                    print(case.work, file=sys.stderr, flush=True)
                 measured.append(case.measure(method))
                 progress.advance(task)
             for name in harness.measure_alone(cases, measured):

@@ -45,7 +45,13 @@ def check_ids_in_range(
 
 
 def check_logp(
-    logits: Any, ids: Any, temperature: Any, completion_mask: Any, validate: bool, *, names: tuple[str, str] = LOGP_NAMES
+    logits: Any,
+    ids: Any,
+    temperature: Any,
+    completion_mask: Any,
+    validate: bool,
+    *,
+    names: tuple[str, str] = LOGP_NAMES,
 ) -> torch.Tensor | None:
     """Everything `logp` asks of its arguments. Returns the mask as booleans."""
     check_logits_and_ids(logits, ids, temperature, names)

@@ -31,7 +31,7 @@ from strop.losses import (
     policy_metrics,
     token_weights,
 )
-from strop.losses._common import Count
+from strop.losses._common import Count, Metrics
 from strop.losses.advantages import check_group_size, check_rewards
 from strop.losses.policy import ClipEps, per_token, weight_counts
 from strop.ops.library import library_op
@@ -100,7 +100,13 @@ def flat(logps_BT: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def check_batch(
-    ids: torch.Tensor, old_logps: Any, rewards: Any, completion_mask: Any, options: PolicyOptions, ref: Any, ref_name: str
+    ids: torch.Tensor,
+    old_logps: Any,
+    rewards: Any,
+    completion_mask: Any,
+    options: PolicyOptions,
+    ref: Any,
+    ref_name: str,
 ) -> PolicyBatch:
     """Everything the two operators ask of arguments other than logits or hidden states and ids."""
     if ids.ndim != 2:
@@ -143,9 +149,7 @@ def _check_rewards(rewards: Any, options: PolicyOptions, ids: torch.Tensor) -> t
     return rewards
 
 
-def composed(
-    batch: PolicyBatch, ref_logps_BT: torch.Tensor | None, score: Callable[[bool], Any]
-) -> PolicyLoss:
+def composed(batch: PolicyBatch, ref_logps_BT: torch.Tensor | None, score: Callable[[bool], Any]) -> PolicyLoss:
     """The loss from log-probs; score(entropy) gives those, and the entropies where they are wanted."""
     options, entropy = batch.options, batch.options.entropy_coef != 0
     scores = score(entropy)
@@ -181,7 +185,7 @@ def coefficients(batch: PolicyBatch) -> tuple[torch.Tensor, torch.Tensor]:
     Where groups are of one size, and their advantages and the weights take thirty launches in torch, one kernel does it.
     """
     options, rewards = batch.options, batch.rewards
-    if options.samples_per_prompt is None or rewards is None or rewards.dtype == torch.float64:
+    if rewards is None or options.samples_per_prompt is None or rewards.dtype == torch.float64:
         return token_coefficients(batch, torch.float32)
     group_size = check_group_size(rewards.shape[0], options.samples_per_prompt)
     count, tokens = weight_counts(
@@ -210,22 +214,28 @@ def batch_coefficients(rewards_B, mask_BT, group_size, count_on_device, count, t
 def fused_result(
     batch: PolicyBatch,
     advantages: torch.Tensor,
-    ref_logps_BT: torch.Tensor | None,
+    ref_logps_N: torch.Tensor | None,
     total: torch.Tensor,
     policy_and_kl: torch.Tensor,
-    logps_BT: torch.Tensor,
+    logps_N: torch.Tensor,
 ) -> PolicyLoss:
     policy, kl = policy_and_kl.unbind()
-    compute_metrics = functools.partial(
-        policy_metrics,
-        logps_BT,
+    compute_metrics = functools.partial(_fused_metrics, batch, advantages, ref_logps_N, logps_N)
+    return PolicyLoss(total, policy, kl, compute_metrics)
+
+
+def _fused_metrics(
+    batch: PolicyBatch, advantages: torch.Tensor, ref_logps_N: torch.Tensor | None, logps_N: torch.Tensor
+) -> Metrics:
+    shape = batch.mask_BT.shape
+    return policy_metrics(
+        logps_N.view(shape),
         batch.old_logps_BT,
-        advantages if advantages.ndim == 1 and advantages.shape[0] == logps_BT.shape[0] else advantages.view(logps_BT.shape),
+        advantages if advantages.shape == shape[:1] else advantages.view(shape),
         batch.mask_BT,
-        ref_logps=ref_logps_BT,
+        ref_logps=None if ref_logps_N is None else ref_logps_N.view(shape),
         **batch.options.of("loss_type", "importance_level", "clip_eps", "delta", "kl_estimator"),
     )
-    return PolicyLoss(total, policy, kl, compute_metrics)
 
 
 class GradientFromForward:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from strop.bench.text import Result, duration, provenance, table, times
+from strop.bench.text import Result, duration, provenance, size, table, times
 
 AXES = ("memory", "kernels", "dispatch", "parallel", "scale")
 HEADLINES = {  # what the README shows
@@ -252,10 +252,3 @@ def share(case: dict[str, Any], part: str) -> str:
 
 def percent(case: dict[str, Any], part: str) -> str:
     return f"{case['ratios'][part]['value']:.0%}" if part in case["ratios"] else ""
-
-
-def size(count: float) -> str:
-    for limit, unit in ((1e3, "B"), (1e6, "kB"), (1e9, "MB")):
-        if count < limit:
-            return f"{count / limit * 1e3:.3g} {unit}"
-    return f"{count / 1e9:.3g} GB"

@@ -35,10 +35,9 @@ def grpo_loss_triton(
     if not chosen.row_suffices:
         return composed_from_logits(logp_triton, batch, policy_logits, ref_logits, action_ids, in_place)
     ids_N, mask_N, temperature = action_ids.reshape(-1), batch.mask_BT.reshape(-1), float(chosen.temperature)
-    ref_logps_N, ref_logps_BT = batch.ref_logps_N, chosen.ref_logps
+    ref_logps_N = batch.ref_logps_N
     if ref_logits is not None:
         ref_logps_N = score(ref_logits.detach(), ids_N, mask_N, temperature)
-        ref_logps_BT = ref_logps_N.view(action_ids.shape)
     advantages, weights = coefficients(batch)
     total, policy_and_kl, logps_N = _PolicyLoss.apply(
         policy_logits,
@@ -48,7 +47,7 @@ def grpo_loss_triton(
         policy_logits.requires_grad and torch.is_grad_enabled(),
         in_place,
     )
-    return fused_result(batch, advantages, ref_logps_BT, total, policy_and_kl, logps_N.view(action_ids.shape))
+    return fused_result(batch, advantages, ref_logps_N, total, policy_and_kl, logps_N)
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -56,7 +55,8 @@ class _PolicyLoss(torch.autograd.Function):
     def forward(ctx, logits, tensors, temperature, loss, gradient, in_place):
         settings = temperature, loss.loss_type, loss.clip_eps, loss.delta, loss.beta, loss.kl_estimator
         if gradient and in_place:
-            results, d_logits = policy_terms_(logits, *tensors, *settings), logits.detach()
+            results = list(policy_terms_(logits, *tensors, *settings))
+            d_logits = logits.detach()
         else:
             *results, d_logits = policy_terms(logits, *tensors, *settings, gradient)
         if gradient:
@@ -94,8 +94,7 @@ def _run(logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature, 
     lambda logits, *rest: (*_fake_terms(logits, *rest), fake_gradient(logits) if rest[-1] else logits.new_empty(0)),
 )
 def policy_terms(logits, *rest):
-    *inputs, gradient = rest
-    *results, d_logits = _run(logits, *inputs, gradient=gradient, in_place=False)
+    *results, d_logits = _run(logits, *rest[:-1], gradient=rest[-1], in_place=False)
     return *results, logits.new_empty(0) if d_logits is None else d_logits
 
 

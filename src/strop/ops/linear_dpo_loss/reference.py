@@ -47,16 +47,14 @@ def linear_dpo_loss(
     ref_hidden        [2B, T, H'] of the reference with ref_weight [V, H'] and ref_bias; or
     ref_logps         [2B] its log-probs summed over each completion, or [2B, T] per token
     loss_type, beta, label_smoothing, num_pairs   see `strop.losses.preference_loss`
-    workspace         bytes of working memory; by default 60 MiB to score, 512 MiB (64 MiB on a CPU) for gradients
+    workspace         bytes of working memory; by default 60 MiB to score, 596 MiB (64 MiB on a CPU) for gradients
 
     returns           `PreferenceLoss`: the loss, the rewards [B] and [B] without gradient, and `.metrics`
     """
     head, ref = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
     loss_options = {"loss_type": loss_type, "beta": beta, "label_smoothing": label_smoothing, "num_pairs": num_pairs}
     score_options = {"temperature": temperature, "workspace": workspace, "validate": validate}
-    return composed(
-        linear_logp.reference, head, ref, ids, completion_mask, ref_logps, loss_options, score_options
-    )
+    return composed(linear_logp.reference, head, ref, ids, completion_mask, ref_logps, loss_options, score_options)
 
 
 def composed(
@@ -100,5 +98,7 @@ def _check(head: Any, ref: Any, ids: Any, completion_mask: Any, ref_logps: Any, 
         check_device(ref_logps, hidden, "ref_logps", "hidden")
         if ref_logps.shape not in (ids.shape, ids.shape[:1]):
             rows, columns = ids.shape
-            raise ValueError(f"ref_logps must have shape [{rows}] or [{rows}, {columns}], found {list(ref_logps.shape)}")
+            raise ValueError(
+                f"ref_logps must have shape [{rows}] or [{rows}, {columns}], found {list(ref_logps.shape)}"
+            )
     return mask

@@ -26,6 +26,7 @@ from strop.ops.linear_logp.chunked import (
 )
 from strop.ops.policy import (
     PolicyOptions,
+    coefficients,
     flat,
     fused_result,
     keep_gradients,
@@ -71,18 +72,27 @@ def _linear_grpo_loss(
         return composed_from_hidden(linear_logp_of, batch, head, ref, action_ids, workspace)
     ref_logps = ref_logps_of(linear_logp_of, batch, ref, action_ids, workspace)
     dtype = computed_in(hidden)
-    advantages_N, weights_N = token_coefficients(batch, torch.float64 if dtype == torch.float64 else torch.float32)
+    ref_logps_N = flat(ref_logps)
+    if rows == "triton":
+        advantages_N, weights_N = (_per_row(values, action_ids) for values in coefficients(batch))
+    else:
+        advantages_N, weights_N = token_coefficients(batch, torch.float64 if dtype == torch.float64 else torch.float32)
     total, policy_and_kl, logps_N = _LinearPolicyLoss.apply(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         bias,
-        (action_ids.reshape(-1), batch.mask_BT.reshape(-1), batch.old_logps_N, flat(ref_logps), advantages_N, weights_N),
+        (action_ids.reshape(-1), batch.mask_BT.reshape(-1), batch.old_logps_N, ref_logps_N, advantages_N, weights_N),
         float(chosen.temperature),
         chosen.token_loss,
         (rows, workspace, dtype),
         [torch.is_grad_enabled() and x is not None and x.requires_grad for x in head],
     )
-    return fused_result(batch, advantages_N, ref_logps, total, policy_and_kl, logps_N.view(action_ids.shape))
+    return fused_result(batch, advantages_N, ref_logps_N, total, policy_and_kl, logps_N)
+
+
+def _per_row(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """One value for every token, where there may be one for every sequence."""
+    return values if values.numel() == ids.numel() else values[:, None].expand(ids.shape).reshape(-1)
 
 
 class _LinearPolicyLoss(torch.autograd.Function):

@@ -55,7 +55,7 @@ def linear_grpo_loss(
     weight, bias      [V, H] and [V] of the LM head, of hidden's dtype (any under autocast); tied or frozen heads too
     ref_hidden        [B, T, H'] of the reference with ref_weight [V, H'] and ref_bias, or ref_logps [B, T] instead, or neither
     completion_mask   [B, T] tokens that count; the others are dropped before the first product
-    workspace         bytes of working memory; by default 512 MiB, 64 MiB on a CPU
+    workspace         bytes of working memory; by default 596 MiB, 64 MiB on a CPU
     everything else   as in `grpo_loss`
 
     returns           `PolicyLoss`: three 0-d tensors, and `.metrics`. Only the loss has a gradient, and only to hidden,
@@ -82,7 +82,15 @@ def check_linear_grpo_loss(
     if hidden.ndim != 3:
         raise ValueError(f"hidden must have shape [B, T, H], found {list(hidden.shape)}")
     check_linear_logp(
-        hidden, weight, action_ids, bias, options.temperature, completion_mask, workspace, options.validate, "action_ids"
+        hidden,
+        weight,
+        action_ids,
+        bias,
+        options.temperature,
+        completion_mask,
+        workspace,
+        options.validate,
+        "action_ids",
     )
     check_reference(head, ref)
     return check_batch(action_ids, old_logps, rewards, completion_mask, options, ref[0], "ref_hidden")

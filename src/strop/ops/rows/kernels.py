@@ -140,11 +140,16 @@ def _write_gradient(
 
 
 @triton.jit
-def _write_zeros(dx_ptr, V, LANES: tl.constexpr, PER: tl.constexpr):
-    offsets = tl.arange(0, LANES * PER)
-    zero = tl.zeros([LANES * PER], dx_ptr.dtype.element_ty)
-    for start in range(0, V, LANES * PER):
-        tl.store(dx_ptr + start + offsets, zero, mask=start + offsets < V)
+def _write_zeros(dx_ptr, before, V, LANES: tl.constexpr, PER: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    tile = lane[:, None] * PER + tl.arange(0, PER)[None, :]
+    zero = tl.zeros([LANES, PER], dx_ptr.dtype.element_ty)
+    body_ptr = tl.multiple_of(dx_ptr + before, 16)
+    lanes = tl.maximum(V - before, 0) // PER
+    for first in range(0, lanes, LANES):
+        tl.store(body_ptr + first * PER + tile, zero, mask=(lane < lanes - first)[:, None], cache_modifier=".cs")
+    offsets, inside = _edge_offsets(before, V, PER)
+    tl.store(dx_ptr + offsets, tl.zeros([2 * PER], dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -234,7 +239,7 @@ def logp_bwd_kernel(
     dx_ptr += start
     if MASKED:
         if tl.load(mask_ptr + row) == 0:
-            _write_zeros(dx_ptr, V, LANES, PER)
+            _write_zeros(dx_ptr, _before(misaligned, start, PER), V, LANES, PER)
             return
     target = tl.load(id_ptr + row).to(tl.int64)
     d_logp = tl.load(d_logp_ptr + row) * (scale * LN2)
@@ -301,7 +306,8 @@ def batch_kernel(
         length = tl.zeros([BLOCK_T], tl.int32)
         for start in range(0, T, BLOCK_T):
             t = start + tl.arange(0, BLOCK_T)
-            length += tl.load(mask_ptr + sequence.to(tl.int64) * T + t, mask=t < T, other=0).to(tl.int32)
+            counts = tl.load(mask_ptr + sequence.to(tl.int64) * T + t, mask=t < T, other=0)
+            length += tl.where(counts != 0, 1, 0)
         tokens = tl.maximum(tl.sum(length, 0), 1).to(tl.float32)
     tl.store(weight_ptr + sequence, 1.0 / (count * tokens))
     g = tl.arange(0, BLOCK_G)
@@ -341,7 +347,7 @@ def policy_loss_kernel(
             for i in tl.static_range(3):
                 tl.store(terms_ptr + i * N + row, 0.0)
             if GRADIENT:
-                _write_zeros(dx_ptr, V, LANES, PER)
+                _write_zeros(dx_ptr, _before(misaligned, start, PER), V, LANES, PER)
             return
     target = tl.load(id_ptr + row).to(tl.int64)
     before = _before(misaligned, start, PER)
@@ -373,9 +379,7 @@ def policy_loss_kernel(
     tl.store(terms_ptr + 2 * N + row, weight * kl)
     if GRADIENT:
         d_logp = weight * (d_loss + beta_d_kl) * (scale * LN2)
-        _write_gradient(
-            x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, 0.0, 0.0, False, LANES, PER
-        )
+        _write_gradient(x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, 0.0, 0.0, False, LANES, PER)
 
 
 @Launcher
@@ -393,17 +397,23 @@ def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N: tl.int32, BLOCK: tl.
 
 
 @Launcher
-def scale_kernel(x_ptr, scale_ptr, size: tl.int64, BLOCK: tl.constexpr):
+def scale_kernel(x_ptr, scale_ptr, size: tl.int64, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """x·scale in place; nothing is read or written where the scale is 1."""
     scale = tl.load(scale_ptr).to(tl.float32)
     if scale == 1.0:
         return
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for start in range(first, size, step):
-        offsets = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + offsets, mask=offsets < size)
-        tl.store(x_ptr + offsets, (x.to(tl.float32) * scale).to(x_ptr.dtype.element_ty), mask=offsets < size)
+    if ALIGNED:
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    dtype = x_ptr.dtype.element_ty
+    n = tl.arange(0, BLOCK)
+    blocks = size // BLOCK
+    for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0).to(tl.int64)):
+        x = tl.load(x_ptr + block * BLOCK + n)
+        tl.store(x_ptr + block * BLOCK + n, (x.to(tl.float32) * scale).to(dtype))
+    if tl.program_id(0) == 0:
+        rest = blocks * BLOCK + n
+        x = tl.load(x_ptr + rest, mask=rest < size)
+        tl.store(x_ptr + rest, (x.to(tl.float32) * scale).to(dtype), mask=rest < size)
 
 
 @Launcher

@@ -20,11 +20,11 @@ class Launcher:
         parameters = inspect.signature(function).parameters
         names = list(parameters)
         pointers = [name for name in names if name.endswith("_ptr")]
+        self.constants = [name for name in names if "constexpr" in str(parameters[name].annotation)]
         self.jitted = triton.jit(
-            do_not_specialize=[name for name in names if name not in pointers],
+            do_not_specialize=[name for name in names if name not in pointers and name not in self.constants],
             do_not_specialize_on_alignment=pointers,
         )(function)
-        self.constants = [name for name, p in parameters.items() if "constexpr" in str(p.annotation)]
         self.interpreted = not isinstance(self.jitted, triton.JITFunction)
         self._compiled: dict[Any, Any] = {}
 

@@ -3,12 +3,13 @@
 Shapes: `[.., V]` logits with any leading dimensions; N their number of rows.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 
-from strop.losses.policy import clip_bounds
-from strop.ops.rows import PolicyTerms, TokenLoss, check_in_place, kernels, strided_rows
+from strop.losses.policy import ClipBounds, clip_bounds
+from strop.ops.rows import PolicyTerms, TokenLoss, check_in_place, empty_gradient, kernels, strided_rows
 from strop.ops.rows.kernels import LOG2E
 
 INTERPRETED = kernels.logp_kernel.interpreted
@@ -58,15 +59,6 @@ def _rows(logits: torch.Tensor) -> Rows | None:
     return Rows(B * T, max(T, 1), V, stride_B, stride_T, misaligned, per)
 
 
-def empty_gradient(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Memory for the gradient, each row as far from a 16-byte boundary as the logits' row."""
-    if rows.misaligned == 0 and logits.is_contiguous():
-        return torch.empty_like(logits)
-    span = 1 + sum((size - 1) * stride for size, stride in zip(logits.shape, logits.stride(), strict=True))
-    memory = logits.new_empty(rows.misaligned + max(span, 0))
-    return memory.as_strided(logits.shape, logits.stride(), rows.misaligned)
-
-
 def _forward_launch(V: int) -> dict[str, int]:
     """Few warps and many rows in flight: measured best on an H200 at every vocabulary from 32,768."""
     return {"warps": 4, "unroll": 2} if V >= 4096 else {"warps": 2 if V < 1024 else 4, "unroll": 1}
@@ -111,7 +103,7 @@ def logps(
     if rows.N:
         kernels.logp_kernel(
             rows.N,
-            logits, ids_N.contiguous(), ids_N if mask_N is None else _bytes(mask_N), logps_N, top_N, sum_N,
+            logits, ids_N.contiguous(), _or(mask_N, ids_N).contiguous(), logps_N, top_N, sum_N,
             _or(entropies_N, logps_N), rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T,
             rows.misaligned, _scale(temperature),
             MASKED=mask_N is not None, STATS=stats_2N is not None, ENTROPY=entropy, FIRST=number == 0,
@@ -136,12 +128,12 @@ def logps_bwd(
     """The gradient of the logits, or with in_place of their memory. block: (first id, vocabulary)."""
     given = logits
     logits, rows = as_rows(logits)
-    out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows)
+    out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows.misaligned)
     first_id, vocabulary = block or (0, rows.V)
     if rows.N:
         kernels.logp_bwd_kernel(
             rows.N,
-            logits, out, ids_N.contiguous(), ids_N if mask_N is None else _bytes(mask_N), stats_2N[0], stats_2N[1],
+            logits, out, ids_N.contiguous(), _or(mask_N, ids_N).contiguous(), stats_2N[0], stats_2N[1],
             entropies_N, d_logps_N, _or(d_entropies_N, d_logps_N),
             rows.T, rows.V, first_id, vocabulary, rows.stride_B, rows.stride_T, rows.misaligned, _scale(temperature),
             MASKED=mask_N is not None, ENTROPY=d_entropies_N is not None,
@@ -168,7 +160,7 @@ def batch_coefficients(
     if B:
         kernels.batch_kernel(
             B,
-            rewards_B.contiguous(), _bytes(mask_BT.contiguous()), _or(count_on_device, weights_B),
+            rewards_B.contiguous(), mask_BT.contiguous(), _or(count_on_device, weights_B),
             advantages_B, weights_B, T, group_size, count, float(tokens or 0),
             COUNT_ON_DEVICE=count_on_device is not None, BY_LENGTH=tokens is None,
             BLOCK_G=_power_of_2(group_size), BLOCK_T=min(1024, _power_of_2(T)), num_warps=1,
@@ -194,19 +186,19 @@ def policy_terms(
     advantages, weights   [N] one for every row, or [B] one for every N/B rows
     """
     given, device = logits, logits.device
-    bounds = clip_bounds(loss.clip_eps, loss.delta, loss.loss_type)
+    bounds = _bounds(loss)
     logits, rows = as_rows(logits)
     logps_N = torch.empty(rows.N, device=device)
     total, policy_and_kl = torch.empty((), device=device), torch.empty(2, device=device)
     out = None
     if gradient:
-        out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows)
+        out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows.misaligned)
     if rows.N == 0:
         return PolicyTerms(total.zero_(), policy_and_kl.zero_(), logps_N, out)
     terms_3N = torch.empty(3, rows.N, device=device)
     kernels.policy_loss_kernel(
         rows.N,
-        logits, _or(out, logits), ids_N.contiguous(), ids_N if mask_N is None else _bytes(mask_N),
+        logits, _or(out, logits), ids_N.contiguous(), _or(mask_N, ids_N).contiguous(),
         _or(old_logps_N, weights).contiguous(), _or(ref_logps_N, weights).contiguous(), advantages.contiguous(),
         weights.contiguous(), logps_N, terms_3N,
         rows.N, rows.N // advantages.shape[0], rows.V, rows.T, rows.stride_B, rows.stride_T, rows.misaligned,
@@ -231,7 +223,8 @@ def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
         )
     elif size:
         programs = min(-(-size // _SCALE_BLOCK), _SCALE_PROGRAMS)
-        kernels.scale_kernel(programs, gradient, factor, size, BLOCK=_SCALE_BLOCK, num_warps=8)
+        aligned = gradient.data_ptr() % 16 == 0
+        kernels.scale_kernel(programs, gradient, factor, size, ALIGNED=aligned, BLOCK=_SCALE_BLOCK, num_warps=8)
 
 
 def _power_of_2(n: int) -> int:
@@ -243,8 +236,9 @@ def _scale(temperature: float) -> float:
     return LOG2E.value / temperature
 
 
-def _bytes(mask: torch.Tensor) -> torch.Tensor:
-    return mask.contiguous().view(torch.uint8)
+@functools.lru_cache(maxsize=64)
+def _bounds(loss: TokenLoss) -> ClipBounds:
+    return clip_bounds(loss.clip_eps, loss.delta, loss.loss_type)
 
 
 def _or(tensor: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,294 @@
+"""The losses suite in the documents. A contender that was not there has empty cells or no row."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from strop.bench.harness import ratio
+from strop.bench.text import Result, duration, provenance, size, table, times
+
+OPERATORS = ("logp", "ratio_kl", "grpo_loss", "linear_logp", "linear_grpo_loss", "linear_dpo_loss")
+PEERS = ("eager", "torch.compile", "Liger")
+BOTH, SCORE = "forward + backward", "score only"
+COLOURS = {"eager": "#dd8452", "torch.compile": "#8c8c8c", "Liger": "#55a868", "strop": "#c44e52"}
+FLOORS = {  # what the floor of a row is
+    ("logp", "forward"): "one read",
+    ("logp", BOTH): "two reads, one write",
+    ("ratio_kl", "forward"): "two reads",
+    ("ratio_kl", BOTH): "three reads, one write",
+    ("grpo_loss", "forward"): "two reads",
+    ("grpo_loss", BOTH): "two reads, one write",
+    ("linear_logp", SCORE): "one product",
+    ("linear_logp", BOTH): "three products",
+    ("linear_grpo_loss", BOTH): "three products",
+    ("linear_grpo_loss", "forward + backward, frozen head"): "two products",
+    ("linear_dpo_loss", BOTH): "three products",
+}
+
+
+def losses_summary(result: Result) -> str:
+    """For the README: the picture, and the rows of a training step."""
+    shown = [c for c in _timed(result) if (c["labels"]["operator"], c["labels"]["way"]) in
+             (("grpo_loss", BOTH), ("linear_grpo_loss", BOTH), ("linear_logp", SCORE)) and _by_device(c)]  # fmt: skip
+    picture = "![The time of each implementation as a multiple of the floor](docs/images/losses.png)\n\n"
+    rows = []
+    for case in shown:
+        cells = [_time(case, name) for name in ("strop", *PEERS, "floor")]
+        memory = [_memory(case["contenders"].get(name, {})) for name in ("strop", "eager")]
+        rows.append([_work(case), *cells, *memory])
+    header = ["", "strop", *PEERS, "floor", "strop: memory beyond the gradients", "eager: the same"]
+    return picture + table(header, rows) + _where(result)
+
+
+def losses_table(result: Result) -> str:
+    """Every row: our time, how many times as long the others take, ours as a multiple of the floor."""
+    bandwidth = _bytes_per_ns(result)
+    rows = []
+    for case in _timed(result):
+        labels = case["labels"]
+        cells = [times(case["ratios"][p]) if p in case["ratios"] else "" for p in PEERS]
+        derived = f"{duration(labels['floor_bytes'] / bandwidth)}" if bandwidth and "floor_bytes" in labels else ""
+        over = f"{_over(case, 'strop', 'floor')} {FLOORS[labels['operator'], labels['way']]}"
+        rows.append([_work(case), _time(case, "strop"), *cells, over if "floor" in case["contenders"] else "", derived])
+    header = [
+        "work", "strop", *(f"faster than {p}" for p in PEERS), "strop takes, of its floor",
+        "floor's bytes / measured copy bandwidth",
+    ]  # fmt: skip
+    copied = f"A copy in device memory moved {bandwidth:.3g} GB/s in the same run.\n\n" if bandwidth else ""
+    return copied + table(header, rows) + _left_out(result) + _where(result)
+
+
+def losses_targets(result: Result) -> str:
+    """What the operators are held to, and whether they are there."""
+    words = {True: "yes", False: "**no**", None: "not measured"}
+    rows = [[kind, what, bound, found, words[met]] for kind, what, bound, found, met in _targets(result)]
+    return table(["", "what", "bound", "measured", "met"], rows)
+
+
+def losses_accuracy(result: Result) -> str:
+    """Errors against float64 on the same inputs."""
+    rows = []
+    for case in result["cases"]:
+        for dtype, errors in case.get("errors", {}).items():
+            for quantity, ours in errors["strop"].items():
+                eager = errors["eager"][quantity]
+                rows.append(
+                    [
+                        case["work"],
+                        dtype,
+                        quantity,
+                        f"{ours:.2e}",
+                        f"{eager:.2e}",
+                        f"{ours / eager:.2f}×" if eager else "",
+                    ]
+                )
+    return table(["", "dtype", "quantity", "strop", "eager", "strop's of eager's"], rows)
+
+
+def _of_operator(name: str) -> Callable[[Result], str]:
+    def render(result: Result) -> str:
+        return _every_contender(result, name)
+
+    render.__name__ = f"losses_{name}"
+    render.__doc__ = f"Every contender of every row of {name}, with its memory."
+    return render
+
+
+OPERATOR_BLOCKS = [_of_operator(name) for name in OPERATORS]
+
+
+def _every_contender(result: Result, operator: str) -> str:
+    rows = []
+    for case in _timed(result):
+        if case["labels"]["operator"] != operator:
+            continue
+        for name, facts in case["contenders"].items():
+            key = case["labels"]["operator"], case["labels"]["way"]
+            if name == "floor":
+                comparison = f"strop takes {_over(case, 'strop', 'floor')} of it"
+            elif name.startswith("strop"):
+                comparison = f"takes {_interval(case['ratios'][name])} of its time" if name in case["ratios"] else ""
+            else:
+                comparison = times(case["ratios"][name]) if name in case["ratios"] else ""
+            shown = f"floor: {FLOORS[key]}" if name == "floor" else name
+            inputs = size(facts["memory_beyond_inputs"]) if "memory_beyond_inputs" in facts else ""
+            rows.append([_work(case), shown, duration(facts["median_ns"]), comparison, inputs, _memory(facts)])
+    header = ["work", "contender", "time", "strop is faster by", "memory beyond inputs", "beyond the gradients"]
+    return table(header, rows) + _left_out(result, operator) + _where(result)
+
+
+def losses_figure(result: Result, path: Path, metadata: dict[str, str]) -> None:
+    """How many times the floor each implementation takes, for loss and gradient from logits and from hidden states."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = {
+        "grpo_loss": "from logits, of two reads and one write",
+        "linear_grpo_loss": "from hidden states, of three products",
+    }
+    figure, both = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", gridspec_kw={"width_ratios": [3, 2]})
+    for axes, (operator, title) in zip(both, panels.items(), strict=True):
+        cases = [
+            c
+            for c in _timed(result)
+            if c["labels"]["operator"] == operator and c["labels"]["way"] == BOTH and _by_device(c)
+        ]
+        names = [n for n in COLOURS if any(n in c["contenders"] for c in cases)]
+        for k, name in enumerate(names):
+            found = [
+                (i, ratio(_samples(c, name), _samples(c, "floor")))
+                for i, c in enumerate(cases)
+                if {name, "floor"} <= set(c["contenders"])
+            ]
+            values = [r["value"] for _, r in found]
+            errors = [
+                [max(0.0, r["value"] - r["low"]) for _, r in found],
+                [max(0.0, r["high"] - r["value"]) for _, r in found],
+            ]
+            places = [i + (k - (len(names) - 1) / 2) * 0.2 for i, _ in found]
+            bars = axes.bar(places, values, 0.2, label=name, color=COLOURS[name], yerr=errors, error_kw={"lw": 0.8})
+            axes.bar_label(bars, [f"{v:.2f}" if v < 10 else f"{v:.0f}" for v in values], fontsize=7, padding=1)
+        axes.axhline(1, color="black", lw=1)
+        axes.set_yscale("log")
+        axes.set_yticks([1, 2, 5, 10, 20], ["1×", "2×", "5×", "10×", "20×"])
+        axes.minorticks_off()
+        axes.set_xticks(range(len(cases)), [_sizes(c).replace(", V", ",\nV") for c in cases], fontsize=8)
+        axes.set_title(f"{operator}, {title}", loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    both[0].set_ylabel("time of forward and backward / floor")
+    figure.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=110, metadata=metadata)
+    plt.close(figure)
+
+
+# ---- what is held to what ---------------------------------------------------------------------------------------------
+
+
+def _targets(result: Result) -> Iterator[tuple[str, str, str, str, bool | None]]:
+    """kind, what, bound, measured, met (None: not measured)"""
+    cases = {
+        (c["labels"]["operator"], c["labels"]["way"], c["labels"]["vocabulary"]): c
+        for c in _timed(result)
+        if _by_device(c)
+    }
+
+    def over(kind: str, operator: str, way: str, V: int, most: float) -> Any:
+        case = cases.get((operator, way, V), {})
+        what = f"{operator} {way}, V {V:,}, of {FLOORS[operator, way]}"
+        return kind, what, f"≤ {most:g}×", *_compared(case, "strop", "floor", lambda value: value <= most)
+
+    def faster(kind: str, operator: str, way: str, V: int, peer: str, least: float, ours: str = "strop") -> Any:
+        case = cases.get((operator, way, V), {})
+        what = f"{operator} {way}, V {V:,}: {peer}'s time by {'ours' if ours == 'strop' else 'ours in place'}"
+        return kind, what, f"≥ {least:g}×", *_compared(case, peer, ours, lambda value: value >= least)
+
+    def extra(kind: str, operator: str, way: str, V: int, most: float, key: str, beyond: str) -> Any:
+        facts = cases.get((operator, way, V), {}).get("contenders", {}).get("strop", {})
+        what, bound = f"{operator} {way}, V {V:,}: memory beyond {beyond}", f"≤ {size(most)}"
+        return kind, what, bound, *((size(facts[key]), facts[key] <= most) if key in facts else ("", None))
+
+    for V in (32768, 131072):
+        yield over("must", "grpo_loss", "forward", V, 1.1)
+    for V, least in ((32768, 2.0), (50257, 1.4), (131072, 1.1)):
+        yield faster("must", "grpo_loss", BOTH, V, "Liger", least)
+        yield faster("must", "grpo_loss", BOTH, V, "Liger in place", least, "strop in place")
+    for V in (32768, 50257, 131072):
+        yield over("aim", "grpo_loss", BOTH, V, 1.2)
+    for V in (131072, 151936):
+        yield faster("must", "linear_grpo_loss", BOTH, V, "torch.compile", 1.0)
+        yield extra(
+            "must",
+            "linear_grpo_loss",
+            BOTH,
+            V,
+            600e6,
+            "memory_beyond_storage",
+            "the gradients, the weight's in float32",
+        )
+        yield over("aim", "linear_grpo_loss", BOTH, V, 1.05)
+        yield over("must", "linear_logp", SCORE, V, 1.15)
+        yield extra("must", "linear_logp", SCORE, V, 64e6, "memory_beyond_inputs", "the inputs")
+    for case in result["cases"]:
+        for dtype, errors in case.get("errors", {}).items():
+            worst = max(errors["strop"][q] / errors["eager"][q] for q in errors["strop"] if errors["eager"][q])
+            yield "must", f"{case['work']} in {dtype}: largest error by eager's", "≤ 2×", f"{worst:.2f}×", worst <= 2
+
+
+def _compared(case: dict[str, Any], a: str, b: str, holds: Callable[[float], bool]) -> tuple[str, bool | None]:
+    if not {a, b} <= set(case.get("contenders", {})):
+        return "", None
+    found = ratio(_samples(case, a), _samples(case, b))
+    return _interval(found), holds(found["value"])
+
+
+# ---- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _timed(result: Result) -> list[dict[str, Any]]:
+    return [case for case in result["cases"] if "strop" in case.get("contenders", {})]
+
+
+def _by_device(case: dict[str, Any]) -> bool:
+    return case["labels"]["clock"] == "device"
+
+
+def _samples(case: dict[str, Any], name: str) -> list[float]:
+    return case["contenders"][name]["samples_ns"]
+
+
+def _time(case: dict[str, Any], name: str) -> str:
+    return duration(case["contenders"][name]["median_ns"]) if name in case["contenders"] else ""
+
+
+def _over(case: dict[str, Any], ours: str, floor: str) -> str:
+    return _interval(ratio(_samples(case, ours), _samples(case, floor))) if floor in case["contenders"] else ""
+
+
+def _interval(found: dict[str, Any]) -> str:
+    return f"{found['value']:.3g}× [{found['low']:.3g}, {found['high']:.3g}]"
+
+
+def _work(case: dict[str, Any]) -> str:
+    wall = "" if _by_device(case) else ", from call to result"
+    return f"`{case['labels']['operator']}` {case['labels']['way']}, {_sizes(case)}{wall}"
+
+
+def _sizes(case: dict[str, Any]) -> str:
+    labels = case["labels"]
+    hidden = f" tokens, H {labels['hidden']:,}" if "hidden" in labels else ""
+    return f"{labels['shape']}{hidden}, V {labels['vocabulary']:,}"
+
+
+def _memory(facts: dict[str, Any]) -> str:
+    """Beyond the gradients that are returned and, where it differs, beyond the memory they were summed in."""
+    if "memory_beyond_gradients" not in facts:
+        return ""
+    returned, summed = size(facts["memory_beyond_gradients"]), size(facts["memory_beyond_storage"])
+    return returned if returned == summed else f"{returned}; {summed} beyond the float32 sum"
+
+
+def _bytes_per_ns(result: Result) -> float | None:
+    for case in result["cases"]:
+        if case["labels"].get("operator") == "copy":
+            return case["labels"]["bytes"] / case["contenders"]["copy"]["median_ns"]
+    return None
+
+
+def _left_out(result: Result, operator: str | None = None) -> str:
+    lines = [
+        f"{name} was left out of {_work(case)}: {reason}."
+        for case in _timed(result)
+        if operator in (None, case["labels"]["operator"])
+        for name, reason in case["labels"].get("left_out", {}).items()
+    ]
+    if not result["versions"].get("liger-kernel"):
+        lines.append("Liger was not installed.")
+    return "".join(f"\n{line}\n" for line in lines)
+
+
+def _where(result: Result) -> str:
+    rounds = sorted({len(c["contenders"]["strop"]["samples_ns"]) for c in _timed(result)})
+    fewer = f" The rows from hidden states have {rounds[0]} rounds." if len(rounds) > 1 else ""
+    return provenance(result).rstrip("\n") + fewer + "\n"
