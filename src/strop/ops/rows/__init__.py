@@ -56,7 +56,7 @@ def strided_rows(logits: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]
     return outer, inner
 
 
-def empty_gradient(logits: torch.Tensor, misaligned: int) -> torch.Tensor:
+def empty_gradient(logits: torch.Tensor, misaligned: int | torch.SymInt) -> torch.Tensor:
     """Memory for the gradient, laid out as the logits, each row as far from a 16-byte boundary as the logits' row."""
     if misaligned == 0 and logits.is_contiguous():
         return torch.empty_like(logits)
