@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
 
 from measure import MiB, peak_bytes  # noqa: E402 (after the skip)
 from torch.nn.functional import linear  # noqa: E402
-from yardstick import check, eager_logps  # noqa: E402
+from yardstick import eager_logps  # noqa: E402
 
 from strop.ops import linear_dpo_loss, linear_grpo_loss, linear_logp, registry  # noqa: E402
 
@@ -38,7 +38,9 @@ def compare(head, found_of, exact_of, eager_of):
     exact, exact_gradients = run([x.double() for x in head], exact_of)
     eager, eager_gradients = run(head, eager_of)
     error, eager_error = (found - exact).abs().max(), (eager - exact).abs().max()
-    assert error <= 2 * eager_error + 1e-5, f"{error:.3g}, eager {eager_error:.3g}"
+    # a single number may by chance be more exact than it deserves
+    slack = 0.5 * torch.finfo(head[0].dtype).eps if found.ndim == 0 else 0.0
+    assert error <= 2 * eager_error + 1e-5 + slack, f"{error:.3g}, eager {eager_error:.3g}"
     for name, a, b, c in zip(("hidden", "weight", "bias"), gradients, exact_gradients, eager_gradients, strict=True):
         assert a.dtype == head[0].dtype
         error, eager_error, size = (a - b).abs().max(), (c - b).abs().max(), b.abs().max()
@@ -62,15 +64,12 @@ def test_linear_logp(dtype, workspace):
 def test_linear_logp_with_entropy():
     head, ids, mask = example()
     options = {"completion_mask": mask, "entropy": True, "temperature": 0.8}
-    results = [
-        sum(function(*h[:2], ids, bias=h[2], **options)).double()
-        for function, h in (
-            (linear_logp, head),
-            (linear_logp.reference, [x.double() for x in head]),
-            (linear_logp.reference, head),
-        )
-    ]
-    check(results[0].float(), results[1], results[2].float(), scale=20.0)
+    found = linear_logp(*head[:2], ids, bias=head[2], **options)
+    exact, eager = (
+        linear_logp.reference(*h[:2], ids, bias=h[2], **options) for h in ([x.double() for x in head], head)
+    )
+    for a, b, c in zip(found, exact, eager, strict=True):
+        assert (a - b).abs().max() <= 2 * (c - b).abs().max() + 1e-5
 
 
 @every_dtype
@@ -169,7 +168,7 @@ def test_autocast(workspace):
 
 
 def test_ids_outside_the_vocabulary():
-    (hidden, weight, bias), ids, mask = example(V=1000)
+    (hidden, weight, _), ids, mask = example(V=1000)
     ids[~mask] = -100
     mask[0, 0] = True
     ids[0, 0] = 1000
