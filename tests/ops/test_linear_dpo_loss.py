@@ -75,7 +75,7 @@ def test_trl_golden_values(golden):
 
 @pytest.mark.parametrize("name", backends("linear_dpo_loss", torch.float64))
 def test_gradients(name):
-    head, ids, mask, ref = example(torch.float64, V=4)
+    head, ids, mask, ref = example(torch.float64, V=3)
     leaves = [x.requires_grad_() for x in head]
     with registry.use_backend(linear_dpo_loss=name):
         function = lambda h, w, b: linear_dpo_loss(h, w, ids, mask, bias=b, **references(ref)).loss  # noqa: E731

@@ -67,7 +67,9 @@ def test_trl_golden_values(golden):
                     logits, head, ids, temperature=case["temperature"], entropy=True, workspace=500
                 )
             torch.testing.assert_close(found, torch.tensor(case["logp"], dtype=torch.float64), rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(entropy, torch.tensor(case["entropy"], dtype=torch.float64), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                entropy, torch.tensor(case["entropy"], dtype=torch.float64), rtol=1e-9, atol=1e-9
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -84,7 +86,9 @@ def test_as_exact_as_eager(backend, dtype):
         # relative to the largest: each element is a sum with cancellation
         error, eager_error = ((x.double() - tensors[1]).abs().max() for x in (tensors[0], tensors[2]))
         size = tensors[1].abs().max()
-        assert error <= 2 * eager_error + (1e-6 + cut_off(backend, dtype)) * size, f"d {name}: {error:.3g}, {eager_error:.3g}"
+        assert error <= 2 * eager_error + (1e-6 + cut_off(backend, dtype)) * size, (
+            f"d {name}: {error:.3g}, {eager_error:.3g}"
+        )
         assert tensors[0].abs().max() > 0.5 * size
 
 
@@ -173,7 +177,7 @@ def test_one_of_everything(backend):
 
 
 def test_layouts(backend):
-    hidden, weight, bias, ids, mask = example()
+    hidden, weight, bias, ids, _mask = example()
     expected, expected_gradients = run(linear_logp, hidden[:, :-1].contiguous(), weight, bias, ids[:, :-1].contiguous())
     leaf = hidden.clone().requires_grad_()
     columns = weight.T.contiguous().T.requires_grad_()
@@ -183,7 +187,9 @@ def test_layouts(backend):
     torch.testing.assert_close(leaf.grad[:, :-1], expected_gradients[0])
     torch.testing.assert_close(columns.grad, expected_gradients[1])
     one = linear_logp(hidden[:1, ::2], weight, ids[:1, ::2], bias=bias)  # ids that are a view with a stride
-    torch.testing.assert_close(one, linear_logp(hidden[:1, ::2].contiguous(), weight, ids[:1, ::2].contiguous(), bias=bias))
+    torch.testing.assert_close(
+        one, linear_logp(hidden[:1, ::2].contiguous(), weight, ids[:1, ::2].contiguous(), bias=bias)
+    )
 
 
 def test_int32_ids_and_a_banned_token(backend):
@@ -201,7 +207,9 @@ def test_autocast(backend, workspace):
     """Products in bfloat16, gradients in the parameters' own dtypes; as F.linear under autocast."""
     hidden, weight, bias, ids, mask = example()
     with torch.autocast("cpu", torch.bfloat16):
-        found, gradients = run(linear_logp, hidden, weight, bias.bfloat16(), ids, completion_mask=mask, workspace=workspace)
+        found, gradients = run(
+            linear_logp, hidden, weight, bias.bfloat16(), ids, completion_mask=mask, workspace=workspace
+        )
     low = [x.bfloat16().float() for x in (hidden, weight, bias)]
     expected, expected_gradients = run(linear_logp.reference, *low, ids, completion_mask=mask)
     assert [g.dtype for g in gradients] == [torch.float32, torch.float32, torch.bfloat16]
