@@ -18,6 +18,12 @@ def backend(request):
         yield request.param
 
 
+@pytest.fixture(params=[b for b in registry.backends("linear_logp") if b != registry.REFERENCE])
+def fast_backend(request):
+    with registry.use_backend(linear_logp=request.param):
+        yield request.param
+
+
 def example(dtype=torch.float32, H=H, V=V, seed=0):
     """hidden, weight, bias, ids, completion_mask"""
     generator = torch.Generator().manual_seed(seed)
@@ -92,13 +98,8 @@ def test_as_exact_as_eager(backend, dtype):
         assert tensors[0].abs().max() > 0.5 * size
 
 
-@pytest.mark.parametrize("workspace", [1, 100, 1000, 10**9])
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_size_of_the_chunks_changes_nothing(backend, workspace, masked):
-    if backend == "torch":
-        pytest.skip("it has no chunks")
-    if backend == "triton" and workspace == 1:
-        pytest.skip("a launch for every logit, through the interpreter")
+@pytest.mark.parametrize(("workspace", "masked"), [(100, True), (1000, False), (10**9, True)])
+def test_the_size_of_the_chunks_changes_nothing(fast_backend, workspace, masked):
     hidden, weight, bias, ids, mask = example()
     options = {"temperature": 0.8, "entropy": True, "completion_mask": mask if masked else None}
     found, gradients = run(linear_logp, hidden, weight, bias, ids, workspace=workspace, **options)
@@ -107,13 +108,14 @@ def test_the_size_of_the_chunks_changes_nothing(backend, workspace, masked):
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=3e-6)
 
 
-def test_chunks_of_several_tokens_and_blocks_at_once(backend):
-    """More tokens than a chunk has and more vocabulary than a block: 300 tokens in multiples of 128."""
-    if backend == "triton":
-        pytest.skip("300 rows through the interpreter")
+@pytest.mark.parametrize("workspace", [1, 16 * 150 * 130])
+def test_chunks_of_several_tokens_and_blocks_at_once(workspace):
+    """A chunk for every logit; and more tokens than a chunk has, more vocabulary than a block, in multiples of 128."""
     torch.manual_seed(0)
-    hidden, weight, ids = torch.randn(300, 4), torch.randn(300, 4), torch.randint(0, 300, (300,))
-    found, gradients = run(linear_logp, hidden, weight, None, ids, workspace=16 * 150 * 130)
+    N = 300 if workspace > 1 else 5
+    hidden, weight, ids = torch.randn(N, 4), torch.randn(N, 4), torch.randint(0, N, (N,))
+    with registry.use_backend(linear_logp="chunked"):
+        found, gradients = run(linear_logp, hidden, weight, None, ids, workspace=workspace)
     expected, expected_gradients = run(linear_logp.reference, hidden, weight, None, ids)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients[:2], expected_gradients[:2], rtol=1e-4, atol=1e-4)
