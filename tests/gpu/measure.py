@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import warnings
 
 import torch
 
@@ -12,7 +13,9 @@ MiB = 2**20
 def without_waiting():
     """Inside, anything that waits for the device is an error."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

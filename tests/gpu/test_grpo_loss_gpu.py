@@ -44,8 +44,10 @@ def compare(inputs, **options):
     found, gradient = run(grpo_loss, inputs, **options)
     exact, exact_gradient = run(grpo_loss.reference, exact_inputs, **options)
     eager, eager_gradient = run(grpo_loss.reference, inputs, **options)
+    # sums of differences of log-probs, which float32 rounds: where they cancel eager's own error may be none by luck
+    scale = eager_logps(inputs[0], inputs[2])[inputs[-1]].abs().max().item()
     for part in ("loss", "policy_loss", "kl"):
-        check(getattr(found, part), getattr(exact, part), getattr(eager, part), part, scale=1.0)
+        check(getattr(found, part), getattr(exact, part), getattr(eager, part), part, scale=scale)
     assert gradient.dtype == inputs[0].dtype
     check_gradient(gradient, exact_gradient, eager_gradient, inputs[2])
     assert (gradient[~inputs[-1]] == 0).all()
