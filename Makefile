@@ -6,7 +6,7 @@ SANITIZED := build/sanitize
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/*) $(wildcard native/*/*)
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test test-gpu bench docs lint check sanitize sanitize-threads dist clean
+.PHONY: help demo test test-gpu bench bench-gpu docs lint check sanitize sanitize-threads dist clean
 
 help:
 	@echo "make demo       set up and run the demonstration"
@@ -14,6 +14,7 @@ help:
 	@echo "make check      everything CI runs: lint, types, tests, sanitizer, documents, distribution"
 	@echo "make lint       style and types            make docs       tables and figures from benchmarks/results"
 	@echo "make bench      measure the CPU suites     make test-gpu   tests that need a GPU, with the python3 at hand"
+	@echo "make bench-gpu  measure the operators on a GPU, with the python3 at hand"
 	@echo "make sanitize   AddressSanitizer over the compiled module's tests; sanitize-threads: ThreadSanitizer"
 	@echo "make dist       sdist and wheel, installed into an empty environment"
 
@@ -48,6 +49,9 @@ bench: $(INSTALLED)
 	$(BIN)/strop bench primitives
 	$(BIN)/strop bench engines
 	$(BIN)/strop bench convergence
+
+bench-gpu:
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} python3 -m strop bench losses
 
 docs: $(INSTALLED)
 	$(BIN)/python -m strop.bench.report

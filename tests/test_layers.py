@@ -29,6 +29,7 @@ LAYERS = {
     "strop.bench.suites.primitives": [],
     "strop.bench.suites.engines": [],
     "strop.bench.suites.convergence": [],
+    "strop.bench.suites.losses": ["torch"],
     "strop.cli": ["typer", "rich"],
 }
 KNOWS_NOTHING_OF = {

@@ -111,7 +111,9 @@ def test_doctor_notices_a_package_that_does_not_import(monkeypatch):
 def test_errors_are_one_line():
     found = run("bench", "nope")
     assert found.returncode == 1
-    assert found.stderr == "strop: ValueError: unknown suite 'nope'; there are primitives, engines, convergence, losses\n"
+    assert (
+        found.stderr == "strop: ValueError: unknown suite 'nope'; there are primitives, engines, convergence, losses\n"
+    )
     assert "Traceback" in run("--debug", "bench", "nope").stderr
     assert (
         run("bench", "primitives", "--rounds", "1").stderr

@@ -18,6 +18,12 @@ def backend(request):
         yield request.param
 
 
+@pytest.fixture(params=[b for b in registry.backends("linear_logp") if b != registry.REFERENCE])
+def fast_backend(request):
+    with registry.use_backend(linear_logp=request.param):
+        yield request.param
+
+
 def example(dtype=torch.float32, H=H, V=V, seed=0):
     """hidden, weight, bias, ids, completion_mask"""
     generator = torch.Generator().manual_seed(seed)
@@ -67,7 +73,9 @@ def test_trl_golden_values(golden):
                     logits, head, ids, temperature=case["temperature"], entropy=True, workspace=500
                 )
             torch.testing.assert_close(found, torch.tensor(case["logp"], dtype=torch.float64), rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(entropy, torch.tensor(case["entropy"], dtype=torch.float64), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                entropy, torch.tensor(case["entropy"], dtype=torch.float64), rtol=1e-9, atol=1e-9
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -84,17 +92,14 @@ def test_as_exact_as_eager(backend, dtype):
         # relative to the largest: each element is a sum with cancellation
         error, eager_error = ((x.double() - tensors[1]).abs().max() for x in (tensors[0], tensors[2]))
         size = tensors[1].abs().max()
-        assert error <= 2 * eager_error + (1e-6 + cut_off(backend, dtype)) * size, f"d {name}: {error:.3g}, {eager_error:.3g}"
+        assert error <= 2 * eager_error + (1e-6 + cut_off(backend, dtype)) * size, (
+            f"d {name}: {error:.3g}, {eager_error:.3g}"
+        )
         assert tensors[0].abs().max() > 0.5 * size
 
 
-@pytest.mark.parametrize("workspace", [1, 100, 1000, 10**9])
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_size_of_the_chunks_changes_nothing(backend, workspace, masked):
-    if backend == "torch":
-        pytest.skip("it has no chunks")
-    if backend == "triton" and workspace == 1:
-        pytest.skip("a launch for every logit, through the interpreter")
+@pytest.mark.parametrize(("workspace", "masked"), [(100, True), (1000, False), (10**9, True)])
+def test_the_size_of_the_chunks_changes_nothing(fast_backend, workspace, masked):
     hidden, weight, bias, ids, mask = example()
     options = {"temperature": 0.8, "entropy": True, "completion_mask": mask if masked else None}
     found, gradients = run(linear_logp, hidden, weight, bias, ids, workspace=workspace, **options)
@@ -103,13 +108,14 @@ def test_the_size_of_the_chunks_changes_nothing(backend, workspace, masked):
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=3e-6)
 
 
-def test_chunks_of_several_tokens_and_blocks_at_once(backend):
-    """More tokens than a chunk has and more vocabulary than a block: 300 tokens in multiples of 128."""
-    if backend == "triton":
-        pytest.skip("300 rows through the interpreter")
+@pytest.mark.parametrize("workspace", [1, 16 * 150 * 130])
+def test_chunks_of_several_tokens_and_blocks_at_once(workspace):
+    """A chunk for every logit; and more tokens than a chunk has, more vocabulary than a block, in multiples of 128."""
     torch.manual_seed(0)
-    hidden, weight, ids = torch.randn(300, 4), torch.randn(300, 4), torch.randint(0, 300, (300,))
-    found, gradients = run(linear_logp, hidden, weight, None, ids, workspace=16 * 150 * 130)
+    N = 300 if workspace > 1 else 5
+    hidden, weight, ids = torch.randn(N, 4), torch.randn(N, 4), torch.randint(0, N, (N,))
+    with registry.use_backend(linear_logp="chunked"):
+        found, gradients = run(linear_logp, hidden, weight, None, ids, workspace=workspace)
     expected, expected_gradients = run(linear_logp.reference, hidden, weight, None, ids)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients[:2], expected_gradients[:2], rtol=1e-4, atol=1e-4)
@@ -173,7 +179,7 @@ def test_one_of_everything(backend):
 
 
 def test_layouts(backend):
-    hidden, weight, bias, ids, mask = example()
+    hidden, weight, bias, ids, _mask = example()
     expected, expected_gradients = run(linear_logp, hidden[:, :-1].contiguous(), weight, bias, ids[:, :-1].contiguous())
     leaf = hidden.clone().requires_grad_()
     columns = weight.T.contiguous().T.requires_grad_()
@@ -183,7 +189,9 @@ def test_layouts(backend):
     torch.testing.assert_close(leaf.grad[:, :-1], expected_gradients[0])
     torch.testing.assert_close(columns.grad, expected_gradients[1])
     one = linear_logp(hidden[:1, ::2], weight, ids[:1, ::2], bias=bias)  # ids that are a view with a stride
-    torch.testing.assert_close(one, linear_logp(hidden[:1, ::2].contiguous(), weight, ids[:1, ::2].contiguous(), bias=bias))
+    torch.testing.assert_close(
+        one, linear_logp(hidden[:1, ::2].contiguous(), weight, ids[:1, ::2].contiguous(), bias=bias)
+    )
 
 
 def test_int32_ids_and_a_banned_token(backend):
@@ -201,7 +209,9 @@ def test_autocast(backend, workspace):
     """Products in bfloat16, gradients in the parameters' own dtypes; as F.linear under autocast."""
     hidden, weight, bias, ids, mask = example()
     with torch.autocast("cpu", torch.bfloat16):
-        found, gradients = run(linear_logp, hidden, weight, bias.bfloat16(), ids, completion_mask=mask, workspace=workspace)
+        found, gradients = run(
+            linear_logp, hidden, weight, bias.bfloat16(), ids, completion_mask=mask, workspace=workspace
+        )
     low = [x.bfloat16().float() for x in (hidden, weight, bias)]
     expected, expected_gradients = run(linear_logp.reference, *low, ids, completion_mask=mask)
     assert [g.dtype for g in gradients] == [torch.float32, torch.float32, torch.bfloat16]

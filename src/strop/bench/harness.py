@@ -385,7 +385,7 @@ def header(suite: str, method: Method, command: str) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """The commit this package was run from, where it was run from its own repository."""
+    """The commit this package was run from: its own repository's, or STROP_COMMIT where the sources travel without it."""
 
     def git(*args: str) -> str | None:
         if shutil.which("git") is None:
@@ -394,7 +394,7 @@ def commit() -> dict[str, Any]:
         return done.stdout.strip() if done.returncode == 0 else None
 
     if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return {"id": None, "clean": None}
+        return {"id": os.environ.get("STROP_COMMIT"), "clean": None}
     return {"id": git("rev-parse", "HEAD"), "clean": git("status", "--porcelain", "--", ":/src", ":/native") == ""}
 
 

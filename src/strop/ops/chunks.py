@@ -159,7 +159,9 @@ def _empty_gradients(tokens: Tokens, head: Head, wanted: Wanted) -> Gradients:
     hidden_NH, weight_VH = tokens.hidden_NH, head.weight_VH
     whole = tokens.places is None and tokens.count > 0
     return Gradients(
-        (hidden_NH.new_empty if whole else hidden_NH.new_zeros)(hidden_NH.shape) if wanted.hidden else hidden_NH.new_empty(0),
+        (hidden_NH.new_empty if whole else hidden_NH.new_zeros)(hidden_NH.shape)
+        if wanted.hidden
+        else hidden_NH.new_empty(0),
         (weight_VH.new_empty if tokens.count else weight_VH.new_zeros)(weight_VH.shape, dtype=wanted.weight_dtype)
         if wanted.weight
         else weight_VH.new_empty(0),

@@ -254,3 +254,17 @@ class GradientFromForward:
         for gradient in gradients:
             scale_(gradient, factor)
         return list(gradients)
+
+
+def keep_gradients(ctx: Any, name: str, *gradients: torch.Tensor) -> None:
+    """For `kept_gradients`. A compiled graph keeps tensors only, and decides itself about their memory."""
+    if torch.compiler.is_compiling():
+        ctx.save_for_backward(*gradients)
+    else:
+        ctx.gradient = GradientFromForward(name, *gradients)
+
+
+def kept_gradients(ctx: Any, factor: torch.Tensor, scale_: Callable[..., None]) -> list[torch.Tensor]:
+    if torch.compiler.is_compiling():
+        return [gradient * factor for gradient in ctx.saved_tensors]
+    return ctx.gradient.scaled(factor, scale_)

@@ -184,10 +184,11 @@ def _targets(result: Result) -> Iterator[tuple[str, str, str, str, bool | None]]
         what = f"{operator} {way}, V {V:,}: {peer}'s time by {'ours' if ours == 'strop' else 'ours in place'}"
         return kind, what, f"≥ {least:g}×", *_compared(case, peer, ours, lambda value: value >= least)
 
-    def extra(kind: str, operator: str, way: str, V: int, most: float, key: str, beyond: str) -> Any:
+    def extra(kind: str, operator: str, way: str, V: int, most: int, key: str, beyond: str) -> Any:
         facts = cases.get((operator, way, V), {}).get("contenders", {}).get("strop", {})
-        what, bound = f"{operator} {way}, V {V:,}: memory beyond {beyond}", f"≤ {size(most)}"
-        return kind, what, bound, *((size(facts[key]), facts[key] <= most) if key in facts else ("", None))
+        what, bound = f"{operator} {way}, V {V:,}: memory beyond {beyond}", f"≤ {most} MiB"
+        mebibytes = facts[key] / 2**20 if key in facts else None
+        return kind, what, bound, *(("", None) if mebibytes is None else (f"{mebibytes:.1f} MiB", mebibytes <= most))
 
     for V in (32768, 131072):
         yield over("must", "grpo_loss", "forward", V, 1.1)
@@ -203,13 +204,13 @@ def _targets(result: Result) -> Iterator[tuple[str, str, str, str, bool | None]]
             "linear_grpo_loss",
             BOTH,
             V,
-            600e6,
+            600,
             "memory_beyond_storage",
             "the gradients, the weight's in float32",
         )
         yield over("aim", "linear_grpo_loss", BOTH, V, 1.05)
         yield over("must", "linear_logp", SCORE, V, 1.15)
-        yield extra("must", "linear_logp", SCORE, V, 64e6, "memory_beyond_inputs", "the inputs")
+        yield extra("must", "linear_logp", SCORE, V, 64, "memory_beyond_inputs", "the inputs")
     for case in result["cases"]:
         for dtype, errors in case.get("errors", {}).items():
             worst = max(errors["strop"][q] / errors["eager"][q] for q in errors["strop"] if errors["eager"][q])

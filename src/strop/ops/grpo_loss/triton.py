@@ -14,7 +14,7 @@ from strop.ops.autograd import first_order
 from strop.ops.grpo_loss.reference import check_grpo_loss, composed_from_logits, grpo_loss
 from strop.ops.library import library_op
 from strop.ops.logp.triton import logp_triton, score
-from strop.ops.policy import GradientFromForward, PolicyOptions, coefficients, fused_result
+from strop.ops.policy import PolicyOptions, coefficients, fused_result, keep_gradients, kept_gradients
 from strop.ops.rows import TokenLoss, fake_gradient, implementation, on_gpu, on_gpu_or_interpreted
 
 
@@ -60,14 +60,14 @@ class _PolicyLoss(torch.autograd.Function):
         else:
             *results, d_logits = policy_terms(logits, *tensors, *settings, gradient)
         if gradient:
-            ctx.gradient = GradientFromForward("grpo_loss", d_logits)
+            keep_gradients(ctx, "grpo_loss", d_logits)
         ctx.mark_non_differentiable(*results[1:])
         return tuple(results)
 
     @staticmethod
     @first_order
     def backward(ctx, d_total, *_):
-        (d_logits,) = ctx.gradient.scaled(d_total, scale_)
+        (d_logits,) = kept_gradients(ctx, d_total, scale_)
         return d_logits, None, None, None, None, None
 
 

@@ -24,7 +24,15 @@ from strop.ops.linear_logp.chunked import (
     linear_logp_chunked,
     linear_logp_triton,
 )
-from strop.ops.policy import GradientFromForward, PolicyOptions, coefficients, flat, fused_result, token_coefficients
+from strop.ops.policy import (
+    PolicyOptions,
+    coefficients,
+    flat,
+    fused_result,
+    keep_gradients,
+    kept_gradients,
+    token_coefficients,
+)
 from strop.ops.rows import TokenLoss, implementation, on_gpu, on_gpu_or_interpreted
 
 
@@ -96,14 +104,14 @@ class _LinearPolicyLoss(torch.autograd.Function):
         )  # fmt: skip
         ctx.wanted, ctx.rows = wanted, settings[0]
         if any(wanted):
-            ctx.gradient = GradientFromForward("linear_grpo_loss", *gradients)
+            keep_gradients(ctx, "linear_grpo_loss", *gradients)
         ctx.mark_non_differentiable(policy_and_kl, logps_N)
         return total, policy_and_kl, logps_N
 
     @staticmethod
     @first_order
     def backward(ctx, d_total, _policy_and_kl, _logps):
-        gradients = ctx.gradient.scaled(d_total, implementation(ctx.rows).scale_)
+        gradients = kept_gradients(ctx, d_total, lambda *arguments: implementation(ctx.rows).scale_(*arguments))
         return (*(g if w else None for g, w in zip(gradients, ctx.wanted, strict=True)), None, None, None, None, None)
 
 

@@ -115,7 +115,8 @@ def linear_logp_forward(hidden_NH, weight, bias, ids_N, mask_N, temperature, ent
 def fake_gradients(hidden_NH, weight, bias, wanted):
     given = hidden_NH, weight, bias
     return tuple(
-        tensor.new_empty(tensor.shape) if want else hidden_NH.new_empty(0) for tensor, want in zip(given, wanted, strict=True)
+        tensor.new_empty(tensor.shape) if want else hidden_NH.new_empty(0)
+        for tensor, want in zip(given, wanted, strict=True)
     )
 
 

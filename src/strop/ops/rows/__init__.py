@@ -56,13 +56,20 @@ def strided_rows(logits: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]
     return outer, inner
 
 
+def empty_gradient(logits: torch.Tensor, misaligned: int | torch.SymInt) -> torch.Tensor:
+    """Memory for the gradient, laid out as the logits, each row as far from a 16-byte boundary as the logits' row."""
+    if misaligned == 0 and logits.is_contiguous():
+        return torch.empty_like(logits)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(logits.shape, logits.stride(), strict=True))
+    memory = logits.new_empty(misaligned + max(span, 0))
+    return memory.as_strided(logits.shape, logits.stride(), misaligned)
+
+
 def fake_gradient(logits: torch.Tensor) -> torch.Tensor:
     """As the kernels lay out the gradient: like the logits, or packed where those had to be copied."""
-    if logits.is_contiguous():
-        return torch.empty_like(logits)
-    if strided_rows(logits) is None:
+    if not logits.is_contiguous() and strided_rows(logits) is None:
         return torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return logits.new_empty_strided(logits.shape, logits.stride())
+    return empty_gradient(logits, logits.storage_offset() % (16 // logits.element_size()))
 
 
 def check_in_place(logits: torch.Tensor) -> None:

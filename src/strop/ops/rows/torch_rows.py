@@ -5,7 +5,7 @@ The logits come as [N, V] chunks small enough that a few more of their size do n
 
 import torch
 
-from strop.losses import kl_estimate, token_policy_loss
+from strop.losses import clip_bounds, kl_estimate, token_policy_loss
 from strop.ops.rows import PolicyTerms, TokenLoss
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -113,29 +113,48 @@ def policy_terms(
 ) -> PolicyTerms:
     """The terms of a policy loss and the gradient of the logits; advantages and weights [N]."""
     logps_N, stats_2N, entropies_N = logps(logits, ids_N, mask_N, temperature, False)
-    with torch.set_grad_enabled(gradient):
-        variable_N = logps_N.detach().requires_grad_(gradient)
-        loss_N = token_policy_loss(
-            variable_N[None],
-            None if old_logps_N is None else old_logps_N[None],
-            advantages[None],
-            loss_type=loss.loss_type,
-            clip_eps=loss.clip_eps,
-            delta=loss.delta,
-        )[0]
-        kl_N = (
-            torch.zeros_like(logps_N)
-            if ref_logps_N is None
-            else kl_estimate(variable_N, ref_logps_N, loss.kl_estimator)
-        )
-        total_N = loss_N + loss.beta * kl_N if loss.beta else loss_N  # 0·inf is NaN
-        d_total_N = torch.autograd.grad(total_N.sum(), variable_N)[0] if gradient else None
-    sums_3 = (torch.stack([total_N, loss_N, kl_N]).detach() * weights).sum(-1)
+    loss_N = token_policy_loss(
+        logps_N[None],
+        None if old_logps_N is None else old_logps_N[None],
+        advantages[None],
+        loss_type=loss.loss_type,
+        clip_eps=loss.clip_eps,
+        delta=loss.delta,
+    )[0]
+    kl_N = torch.zeros_like(logps_N)
+    if ref_logps_N is not None:
+        kl_N = kl_estimate(logps_N, ref_logps_N, loss.kl_estimator)
+    total_N = loss_N + loss.beta * kl_N if loss.beta else loss_N  # 0·inf is NaN
+    sums_3 = (torch.stack([total_N, loss_N, kl_N]) * weights).sum(-1)
     d_logits = None
-    if d_total_N is not None:
-        d_logps_N = weights * d_total_N
+    if gradient:
+        d_logps_N = weights * _d_terms(logps_N, old_logps_N, ref_logps_N, advantages, loss)
         d_logits = logps_bwd(logits, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, None, temperature, in_place)
     return PolicyTerms(sums_3[0], sums_3[1:], logps_N, d_logits)
+
+
+def _d_terms(
+    logps_N: torch.Tensor,
+    old_logps_N: torch.Tensor | None,
+    ref_logps_N: torch.Tensor | None,
+    advantages: torch.Tensor,
+    loss: TokenLoss,
+) -> torch.Tensor:
+    """d (loss + beta·kl) / d logp of every token. Not by autograd, which is switched off inside an operator of torch.ops."""
+    bounds = clip_bounds(loss.clip_eps, loss.delta, loss.loss_type)
+    ratio_N = torch.ones_like(logps_N) if old_logps_N is None else (logps_N - old_logps_N).exp()
+    if loss.loss_type == "cispo":  # −min(r, high)·A
+        d_N = -advantages * ratio_N.clamp(max=bounds.high)
+    else:  # −A·r, 0 where the ratio is cut
+        bounded_N = torch.where(advantages < 0, ratio_N.clamp(bounds.low, bounds.delta), ratio_N.clamp(max=bounds.high))
+        cut_N = (bounded_N < ratio_N) | (bounded_N > ratio_N)  # a NaN is not
+        d_N = (-advantages * ratio_N).masked_fill(cut_N, 0.0)
+    if loss.beta and ref_logps_N is not None:
+        below_N = ref_logps_N - logps_N
+        if loss.kl_estimator == "k1":  # 1
+            return d_N + loss.beta
+        d_N = d_N - loss.beta * (below_N if loss.kl_estimator == "k2" else below_N.expm1())  # −d or 1 − exp(d)
+    return d_N
 
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from strop.losses.policy import ClipBounds, clip_bounds
-from strop.ops.rows import PolicyTerms, TokenLoss, check_in_place, kernels, strided_rows
+from strop.ops.rows import PolicyTerms, TokenLoss, check_in_place, empty_gradient, kernels, strided_rows
 from strop.ops.rows.kernels import LOG2E
 
 INTERPRETED = kernels.logp_kernel.interpreted
@@ -57,15 +57,6 @@ def _rows(logits: torch.Tensor) -> Rows | None:
         return None
     (B, stride_B), (T, stride_T) = found
     return Rows(B * T, max(T, 1), V, stride_B, stride_T, misaligned, per)
-
-
-def empty_gradient(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Memory for the gradient, each row as far from a 16-byte boundary as the logits' row."""
-    if rows.misaligned == 0 and logits.is_contiguous():
-        return torch.empty_like(logits)
-    span = 1 + sum((size - 1) * stride for size, stride in zip(logits.shape, logits.stride(), strict=True))
-    memory = logits.new_empty(rows.misaligned + max(span, 0))
-    return memory.as_strided(logits.shape, logits.stride(), rows.misaligned)
 
 
 def _forward_launch(V: int) -> dict[str, int]:
@@ -137,7 +128,7 @@ def logps_bwd(
     """The gradient of the logits, or with in_place of their memory. block: (first id, vocabulary)."""
     given = logits
     logits, rows = as_rows(logits)
-    out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows)
+    out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows.misaligned)
     first_id, vocabulary = block or (0, rows.V)
     if rows.N:
         kernels.logp_bwd_kernel(
@@ -201,7 +192,7 @@ def policy_terms(
     total, policy_and_kl = torch.empty((), device=device), torch.empty(2, device=device)
     out = None
     if gradient:
-        out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows)
+        out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows.misaligned)
     if rows.N == 0:
         return PolicyTerms(total.zero_(), policy_and_kl.zero_(), logps_N, out)
     terms_3N = torch.empty(3, rows.N, device=device)

@@ -29,8 +29,8 @@ def check(found, exact, eager, what="result", *, allowance=0.0, scale=0.0):
     allowance      a further error relative to the numbers
     scale          of the terms whose difference they are, where that is more than the numbers: float32 rounds those
     """
-    dtype, found, eager = found.dtype, found.detach().double().cpu(), eager.detach().double().cpu()
-    exact = exact.detach().cpu()
+    dtype, exact = found.dtype, exact.detach()
+    found, eager = (x.detach().to(exact.device, torch.float64) for x in (found, eager))
     assert found.shape == exact.shape, f"{what}: shape {list(found.shape)} and not {list(exact.shape)}"
     finite = exact.isfinite()
     assert torch.equal(found[~finite].nan_to_num(7.0), exact[~finite].nan_to_num(7.0)), f"{what}: NaN or inf elsewhere"
@@ -56,9 +56,9 @@ def check_gradient(found, exact, eager, ids, what="gradient", *, coefficient=1.0
     coefficient   on the target it is coefficient·(1 − p), off it −coefficient·p
     """
     V = exact.shape[-1]
-    ids = ids.cpu().long()
-    target = torch.zeros(exact.shape, dtype=torch.bool).scatter_(-1, ids.clamp(0, V - 1)[..., None], True)
-    found, exact, eager = found.cpu(), exact.cpu(), eager.cpu()
+    ids = ids.to(exact.device).long()
+    target = torch.zeros_like(exact, dtype=torch.bool).scatter_(-1, ids.clamp(0, V - 1)[..., None], True)
+    found, eager = found.to(exact.device), eager.to(exact.device)
     check(found[target], exact[target], eager[target], f"{what} on the target", allowance=allowance, scale=coefficient)
     check(found[~target], exact[~target], eager[~target], f"{what} off the target", allowance=allowance)
 

@@ -1,0 +1,140 @@
+"""The operators inside torch.compile(fullgraph=True), and torch's own checks of every operator of torch.ops.strop."""
+
+import pytest
+import torch
+
+from strop.ops import grpo_loss, linear_dpo_loss, linear_grpo_loss, linear_logp, logp, ratio_kl, registry
+from strop.ops.grpo_loss import triton as grpo_ops
+from strop.ops.rows import implementation
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler itself calls what torch deprecates
+
+B, T, H, V = 2, 3, 4, 9
+GENERATOR = torch.Generator().manual_seed(0)
+HIDDEN, WEIGHT, BIAS = (torch.randn(*shape, generator=GENERATOR) for shape in ((B, T, H), (V, H), (V,)))
+LOGITS, OLD, REWARDS = (torch.randn(*shape, generator=GENERATOR) for shape in ((B, T, V), (B, T), (B,)))
+IDS, MASK = torch.randint(0, V, (B, T), generator=GENERATOR), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+
+
+class Model(torch.nn.Module):
+    """A body, a head, and an operator on both."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.body, self.head, self.operator = torch.nn.Linear(H, H), torch.nn.Linear(H, V), operator
+
+    def forward(self, x):
+        return self.operator(torch.tanh(self.body(x)), self.head)
+
+
+OPERATORS = {
+    "logp": lambda h, head: logp(head(h), IDS, completion_mask=MASK).sum(),
+    "logp with entropy": lambda h, head: sum(x.sum() for x in logp(head(h), IDS, entropy=True, temperature=0.7)),
+    "logp of the next token": lambda h, head: logp(head(h)[:, :-1], IDS[:, 1:]).sum(),
+    "ratio_kl": lambda h, head: sum(x.sum() for x in ratio_kl(head(h), LOGITS, IDS, MASK, OLD)),
+    "grpo_loss": lambda h, head: (
+        grpo_loss(head(h), LOGITS, IDS, OLD, REWARDS, MASK, samples_per_prompt=2, beta=0.1).loss * 2
+    ),
+    "grpo_loss of a view": lambda h, head: (
+        grpo_loss(head(h)[:, :-1], None, IDS[:, 1:], None, REWARDS, MASK[:, 1:], samples_per_prompt=2).loss
+    ),
+    "linear_logp": lambda h, head: linear_logp(h, head.weight, IDS, bias=head.bias, completion_mask=MASK).sum(),
+    "linear_grpo_loss": lambda h, head: (
+        linear_grpo_loss(h, head.weight, IDS, OLD, REWARDS, MASK, bias=head.bias, samples_per_prompt=2).loss * 2
+    ),
+    "linear_dpo_loss": lambda h, head: (
+        linear_dpo_loss(h, head.weight, IDS, MASK, bias=head.bias, ref_logps=REWARDS).loss
+    ),
+}
+
+
+def value_and_gradients(function, model):
+    model.zero_grad()
+    value = function(HIDDEN)
+    value.backward()
+    return value.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "triton") for name in OPERATORS), *((name, "default") for name in OPERATORS if "linear" in name)],
+)
+def test_the_graph_is_whole(name, backend):
+    torch.manual_seed(0)
+    model = Model(OPERATORS[name])
+    with registry.use_backend(**{} if backend == "default" else dict.fromkeys(registry.ops(), "triton")):
+        expected = value_and_gradients(model, model)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        found = value_and_gradients(compiled, model)
+        again = value_and_gradients(compiled, model)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_inductor():
+    torch.manual_seed(0)
+    model = Model(OPERATORS["linear_logp"])
+    expected = value_and_gradients(model, model)
+    found = value_and_gradients(torch.compile(model, fullgraph=True), model)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_operator_of_the_library_is_checked_here():
+    known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("strop::")}
+    assert known == {f"strop::{name}" for name in CALLS}
+
+
+def layouts(x):
+    columns = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    shifted = torch.zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    return [x, torch.cat([x, x[:, :1]], 1)[:, :-1], columns, shifted]
+
+
+I, M, O = IDS.view(-1), MASK.view(-1), OLD.view(-1)  # noqa: E741
+STATS = torch.zeros(2, B * T), torch.zeros(B * T), torch.ones(B * T)
+LOSS = 1.0, "grpo", [0.2, 0.2], None, 0.1, "k3"
+COEFFICIENTS = I, M, O, O - 0.1, REWARDS, torch.ones(B)
+HEAD = HIDDEN.view(-1, H), WEIGHT, BIAS
+CALLS = {
+    "logp": [(x, I, M, 0.7, False) for x in layouts(LOGITS)[1:]] + [(LOGITS, I, None, 0.7, True)],
+    "score": [(LOGITS, I, M, 0.7)],
+    "logp_backward": [(x, I, M, *STATS, None, 0.7) for x in layouts(LOGITS)]
+    + [(LOGITS, I, None, *STATS, STATS[2], 0.7)],
+    "logp_backward_": [(x.clone(), I, M, *STATS, None, 0.7) for x in layouts(LOGITS)[:2]],
+    "batch_coefficients": [
+        (REWARDS, MASK, 2, None, 2.0, None),
+        (REWARDS, MASK, 2, torch.tensor(5), 0.0, 1),
+    ],
+    "policy_terms": [(x, *COEFFICIENTS, *LOSS, True) for x in layouts(LOGITS)] + [(LOGITS, *COEFFICIENTS, *LOSS, False)],
+    "policy_terms_": [(LOGITS.clone(), *COEFFICIENTS, *LOSS)],
+    "scale_": [(LOGITS.clone(), torch.tensor(2.0)), (torch.zeros(2, 4, V)[:, :-1], torch.tensor(2.0))],
+    "linear_logp": [(*HEAD, I, M, 0.7, entropy, rows, 400, torch.float32) for rows, entropy in (("torch", False), ("triton", True))],
+    "linear_logp_backward": [
+        (*HEAD, I, M, *STATS, None, 0.7, "torch", 400, torch.float32, wanted)
+        for wanted in ([True, True, True], [True, False, False], [False, True, False])
+    ],
+    "linear_policy_loss": [
+        (*HEAD, I, M, O, None, O, O, *LOSS[:4], 0.0, "k3", "torch", 400, torch.float32, wanted)
+        for wanted in ([True, True, True], [False, True, False], [False, False, False])
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_opcheck(name):
+    """Schema, fake shapes, strides and dtypes, and the registration."""
+    for arguments in CALLS[name]:
+        torch.library.opcheck(getattr(torch.ops.strop, name).default, arguments)
+
+
+def test_the_library_runs_the_function_itself():
+    """A plain call does not go through the dispatcher; the operator gives the same."""
+    arguments = (LOGITS, *COEFFICIENTS, *LOSS, True)
+    for a, b in zip(grpo_ops.policy_terms(*arguments), torch.ops.strop.policy_terms(*arguments), strict=True):
+        assert torch.equal(a, b)
+    assert implementation("triton").INTERPRETED
