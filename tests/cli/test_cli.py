@@ -52,7 +52,7 @@ def test_doctor_is_content_here_and_without_the_compiled_module():
 def test_doctor_fails_for_what_is_broken():
     found = run("doctor", STROP_BACKEND="tritno", COLUMNS="200")
     assert found.returncode == 1
-    assert "STROP_BACKEND asks for 'tritno'; there are torch" in found.stdout
+    assert "STROP_BACKEND asks for 'tritno'; there are triton, torch" in found.stdout
     assert "broken: operator logp" in found.stdout
     found = run("doctor", STROP_BACKEND="nope=torch", COLUMNS="200")
     assert found.returncode == 1
