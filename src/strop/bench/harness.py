@@ -100,6 +100,7 @@ class Case:
     collect         the garbage collector stays on, as in a program, and its time is recorded
     warm_up         False times every call: for what starts a process, which nothing warms
     rounds          instead of the method's
+    sample_seconds  instead of the method's
     setup           called before the case is measured (threads)
     clock           what times a contender, instead of `timeit`
     """
@@ -112,6 +113,7 @@ class Case:
     collect: bool = False
     warm_up: bool = True
     rounds: int | None = None
+    sample_seconds: float | None = None
     setup: Callable[[], None] | None = None
     clock: "Callable[[Contender], Timer] | None" = None
 
@@ -224,7 +226,7 @@ def measure(case: Case, method: Method) -> dict[str, Any]:
         contender.check()
     clock = case.clock or (lambda contender: contender.timer("gc.enable()" if case.collect else "pass"))
     timers: dict[str, Timer] = {c.name: clock(c) for c in case.contenders}
-    seconds = method.sample_seconds
+    seconds = case.sample_seconds or method.sample_seconds
     calls = {name: _calls_per_sample(timer, seconds) if case.warm_up else 1 for name, timer in timers.items()}
     wall: dict[str, list[float]] = {name: [] for name in timers}
     cpu: dict[str, list[float]] = {name: [] for name in timers}
