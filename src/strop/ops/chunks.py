@@ -142,7 +142,7 @@ def linear_logps(
     n = max(1, min(tokens.count, _SCORE_TOKENS, logits_at_once))
     v = min(head.V, max(1, logits_at_once // n))
     logps_n, stats_2n, entropies_n = (
-        hidden_NH.new_empty(*lead, tokens.count, dtype=_sums_in(tokens.dtype)) for lead in ((), (2,), (int(entropy),))
+        hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (2,), (int(entropy),))
     )
     memory = tokens.workspace(n * v)
     for part in _chunks(tokens.count, n):
@@ -165,7 +165,7 @@ def _empty_gradients(tokens: Tokens, head: Head, wanted: Wanted) -> Gradients:
         (weight_VH.new_empty if tokens.count else weight_VH.new_zeros)(weight_VH.shape, dtype=wanted.weight_dtype)
         if wanted.weight
         else weight_VH.new_empty(0),
-        torch.zeros_like(weight_VH[:, 0], dtype=_sums_in(tokens.dtype)) if wanted.bias else weight_VH.new_empty(0),
+        torch.zeros_like(weight_VH[:, 0], dtype=sums_in(tokens.dtype)) if wanted.bias else weight_VH.new_empty(0),
     )
 
 
@@ -191,7 +191,7 @@ def linear_logps_bwd(
     entropies_n = entropies_N if d_entropies_N is None else tokens.take(entropies_N)
     d_entropies_n = None if d_entropies_N is None else tokens.take(d_entropies_N)
     memory = tokens.workspace(tokens.count * min(v, head.V))
-    d_hidden_nH = torch.zeros_like(hidden_nH, dtype=_sums_in(tokens.dtype)) if wanted.hidden else None
+    d_hidden_nH = torch.zeros_like(hidden_nH, dtype=sums_in(tokens.dtype)) if wanted.hidden else None
     for block in _chunks(head.V, v):
         logits_nv = head.logits(hidden_nH, block, memory)
         rows.logps_bwd(
@@ -203,7 +203,7 @@ def linear_logps_bwd(
         if wanted.weight:
             _product(logits_nv.T, hidden_nH, grads.weight_VH[block])
         if wanted.bias:
-            grads.bias_V[block] = logits_nv.sum(0, dtype=_sums_in(tokens.dtype))
+            grads.bias_V[block] = logits_nv.sum(0, dtype=sums_in(tokens.dtype))
     if d_hidden_nH is not None:
         tokens.put(d_hidden_nH, slice(0, tokens.count), grads.hidden_NH)
     return grads
@@ -229,10 +229,10 @@ def linear_policy_terms(
     n = max(1, _train_logits(rows, tokens, workspace) // head.V)
     parts = list(_chunks(tokens.count, n))
     # over several chunks the weight's gradient is summed in float32, whatever its own dtype
-    weight_dtype = _sums_in(tokens.dtype) if len(parts) > 1 else wanted.weight_dtype
+    weight_dtype = sums_in(tokens.dtype) if len(parts) > 1 else wanted.weight_dtype
     grads = _empty_gradients(tokens, head, wanted._replace(weight_dtype=weight_dtype))
     memory = tokens.workspace(max((part.stop - part.start for part in parts), default=0) * head.V)
-    logps_n = hidden_NH.new_empty(tokens.count, dtype=_sums_in(tokens.dtype))
+    logps_n = hidden_NH.new_empty(tokens.count, dtype=sums_in(tokens.dtype))
     total, policy_and_kl = logps_n.new_zeros(()), logps_n.new_zeros(2)
     for number, part in enumerate(parts):
         hidden_nH = tokens.hidden(part)
@@ -250,7 +250,7 @@ def linear_policy_terms(
         if wanted.weight:
             (_add_product if number else _product)(logits_nV.T, hidden_nH, grads.weight_VH)
         if wanted.bias:
-            grads.bias_V.add_(logits_nV.sum(0, dtype=_sums_in(tokens.dtype)))
+            grads.bias_V.add_(logits_nV.sum(0, dtype=sums_in(tokens.dtype)))
     if wanted.weight:
         grads = grads._replace(weight_VH=_narrowed(grads.weight_VH, wanted.weight_dtype))
     return total, policy_and_kl, tokens.spread(logps_n), grads
@@ -262,7 +262,8 @@ def _train_logits(rows: ModuleType, tokens: Tokens, workspace: int | None) -> in
     return (workspace or default) // rows.bytes_per_logit(tokens.dtype)
 
 
-def _sums_in(dtype: torch.dtype) -> torch.dtype:
+def sums_in(dtype: torch.dtype) -> torch.dtype:
+    """What log-probs, losses and sums over chunks are held in, for products in this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

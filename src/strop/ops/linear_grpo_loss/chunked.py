@@ -9,7 +9,7 @@ import torch
 
 from strop.losses import PolicyLoss
 from strop.ops.autograd import first_order
-from strop.ops.chunks import Wanted, linear_policy_terms
+from strop.ops.chunks import Wanted, linear_policy_terms, sums_in
 from strop.ops.library import library_op
 from strop.ops.linear_grpo_loss.reference import (
     check_linear_grpo_loss,
@@ -76,7 +76,7 @@ def _linear_grpo_loss(
     if rows == "triton":
         advantages_N, weights_N = (_per_row(values, action_ids) for values in coefficients(batch))
     else:
-        advantages_N, weights_N = token_coefficients(batch, torch.float64 if dtype == torch.float64 else torch.float32)
+        advantages_N, weights_N = token_coefficients(batch, sums_in(dtype))
     total, policy_and_kl, logps_N = _LinearPolicyLoss.apply(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -117,7 +117,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
 
 def _fake(hidden_NH, weight, bias, ids_N, *rest):
     *_, dtype, wanted = rest
-    make = partial(hidden_NH.new_empty, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    make = partial(hidden_NH.new_empty, dtype=sums_in(dtype))
     return make(()), make(2), make(ids_N.shape), *fake_gradients(hidden_NH, weight, bias, wanted)
 
 

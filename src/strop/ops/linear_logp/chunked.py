@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from strop.ops.autograd import first_order
-from strop.ops.chunks import Head, Wanted, linear_logps, linear_logps_bwd
+from strop.ops.chunks import Head, Wanted, linear_logps, linear_logps_bwd, sums_in
 from strop.ops.library import library_op
 from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
 from strop.ops.rows import implementation, on_gpu, on_gpu_or_interpreted
@@ -92,14 +92,10 @@ class _LinearLogp(torch.autograd.Function):
         return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), None, None, None)
 
 
-def _sums_in(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _fake_forward(hidden_NH, weight, bias, ids_N, mask_N, temperature, entropy, rows, workspace, dtype):
     N = ids_N.shape[0]
     sizes = (N,), (2, N), (N if entropy else 0,)
-    return tuple(hidden_NH.new_empty(size, dtype=_sums_in(dtype)) for size in sizes)
+    return tuple(hidden_NH.new_empty(size, dtype=sums_in(dtype)) for size in sizes)
 
 
 @library_op(

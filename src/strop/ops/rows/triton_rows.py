@@ -128,7 +128,7 @@ def logps_bwd(
     """The gradient of the logits, or with in_place of their memory. block: (first id, vocabulary)."""
     given = logits
     logits, rows = as_rows(logits)
-    out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows.misaligned)
+    out = _gradient_memory(given, logits, rows, in_place)
     first_id, vocabulary = block or (0, rows.V)
     if rows.N:
         kernels.logp_bwd_kernel(
@@ -192,7 +192,7 @@ def policy_terms(
     total, policy_and_kl = torch.empty((), device=device), torch.empty(2, device=device)
     out = None
     if gradient:
-        out = _same_memory(given, logits) if in_place else empty_gradient(logits, rows.misaligned)
+        out = _gradient_memory(given, logits, rows, in_place)
     if rows.N == 0:
         return PolicyTerms(total.zero_(), policy_and_kl.zero_(), logps_N, out)
     terms_3N = torch.empty(3, rows.N, device=device)
@@ -227,6 +227,14 @@ def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
         kernels.scale_kernel(programs, gradient, factor, size, ALIGNED=aligned, BLOCK=_SCALE_BLOCK, num_warps=8)
 
 
+def _gradient_memory(given: torch.Tensor, logits: torch.Tensor, rows: Rows, in_place: bool) -> torch.Tensor:
+    """The logits' own memory or some of its own; `given` are the logits before `as_rows`."""
+    if not in_place:
+        return empty_gradient(logits, rows.misaligned)
+    check_in_place(given)
+    return logits
+
+
 def _power_of_2(n: int) -> int:
     """The smallest power of 2 that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
@@ -243,8 +251,3 @@ def _bounds(loss: TokenLoss) -> ClipBounds:
 
 def _or(tensor: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
     return otherwise if tensor is None else tensor
-
-
-def _same_memory(given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    check_in_place(given)
-    return rows
