@@ -49,7 +49,7 @@ def test_as_exact_as_eager(dtype, V, spread):
     found, exact, eager = results
     check(found[0], exact[0], eager[0], "logp")
     check(found[1], exact[1], eager[1], "entropy", scale=12.0)
-    check_gradient(found[2], exact[2], eager[2], ids, coefficient=6.0)
+    check_gradient(found[2], exact[2], eager[2], ids, coefficient=6.0, p=(logits.double() / 0.8).softmax(-1))
     assert (found[2][~mask] == 0).all()
 
 

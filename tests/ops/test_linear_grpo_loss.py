@@ -5,11 +5,13 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn.functional import linear
 from yardstick import backends, cut_off
 
 from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, POLICY_LOSS_TYPES
-from strop.ops import grpo_loss, linear_grpo_loss, linear_logp, registry
+from strop.ops import chunks, grpo_loss, linear_grpo_loss, linear_logp, registry
 
 B, T, H, V = 4, 3, 6, 17
 
@@ -147,6 +149,68 @@ def test_as_exact_as_eager(backend, dtype, workspace):
         most = 2 * eager_error + (1e-6 + cut_off(backend, dtype)) * b.abs().max()
         assert error <= most, f"d {name}: {error:.3g}, eager {eager_error:.3g}"
         assert a.abs().max() > 0.5 * b.abs().max()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+)
+@pytest.mark.parametrize("num_blocks", [2, 3])
+def test_all_logits_in_the_memory_of_the_gradient(monkeypatch, num_blocks, dtype, autocast, masked):
+    """In blocks of the vocabulary, each overwritten by the gradients of those before it: as in one chunk."""
+    generator = torch.Generator().manual_seed(3)
+    make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    N, H, V = 26, 40 if dtype == torch.float32 and not autocast else 16, 350
+    head = [x.to(dtype) for x in (make(1, N, H), make(V, H) / H**0.5, make(V))]
+    rest = torch.randint(0, V, (1, N), generator=generator), make(1, N) / 10 - 6, None, torch.ones(1, N)
+    if masked:
+        rest[-1][0, 3::4] = 0
+    options = {"advantages": make(1), "ref_logps": rest[1] + 0.1, "beta": 0.1}
+    blocks = []
+    original = chunks._policy_terms_in_blocks
+
+    def counted(tokens, head, plan, *given):
+        blocks.append(-(-V // plan.v))
+        return original(tokens, head, plan, *given)
+
+    plan_of = chunks._over_the_gradient
+    monkeypatch.setattr(chunks, "_policy_terms_in_blocks", counted)
+    with registry.use_backend(linear_grpo_loss="triton"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        # the least memory with which that many blocks are enough
+        for workspace in range(64, 100_000, 64):
+            tokens = chunks.Tokens(head[0][0], rest[-1][0], torch.bfloat16 if autocast else dtype)
+            wanted = chunks.Wanted(True, True, True, dtype)
+            plan = plan_of(tokens, chunks.Head(*head[1:]), wanted, tokens.dtype.itemsize, workspace)
+            if plan is not None and -(-V // plan.v) <= num_blocks:
+                break
+        found, gradients = run(linear_grpo_loss, head, rest, workspace=workspace, **options)
+        expected, expected_gradients = run(linear_grpo_loss, head, rest, **options)
+    assert blocks == [num_blocks]
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if tokens.dtype == torch.float32 else {"rtol": 0.02, "atol": 1e-3}
+    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients, expected_gradients, **tolerance)
+    assert [x.dtype for x in gradients] == [dtype] * 3
+
+
+@given(
+    n=st.integers(1, 300), H=st.integers(1, 80), V=st.integers(1, 2000), narrow=st.booleans(), wide=st.booleans(),
+    workspace=st.integers(1, 10**6),
+)  # fmt: skip
+def test_no_gradient_reaches_logits_still_needed(n, H, V, narrow, wide, workspace):
+    """And all of it lies in the float32 sum of the weight's gradient and the workspace."""
+    dtype = torch.bfloat16 if narrow else torch.float32
+    gradient = torch.float32 if wide else dtype
+    tokens = chunks.Tokens(torch.empty(n, H, device="meta"), None, dtype)
+    head = chunks.Head(torch.empty(V, H, device="meta"), None)
+    plan = chunks._over_the_gradient(
+        tokens, head, chunks.Wanted(True, True, False, gradient), dtype.itemsize, workspace
+    )
+    if plan is None:
+        return
+    assert plan.room % 16 == 0
+    assert plan.room + n * V * dtype.itemsize <= V * H * 4 + workspace
+    for block in chunks._chunks(V, plan.v):
+        assert block.stop * H * gradient.itemsize <= plan.room + n * block.start * dtype.itemsize
 
 
 @pytest.mark.parametrize("workspace", [100, 3000])

@@ -10,8 +10,9 @@ Three ways, each with the fewest products:
     linear_logps         1 product: blocks of the vocabulary, statistics joined from block to block
     linear_logps_bwd     3 products: blocks of the vocabulary, so the weight's gradient is final block by block, and the
                          hidden states' is summed in float32
-    linear_policy_terms  3 products, 2 with a frozen head: chunks of tokens; the loss's coefficient needs only its row, so
-                         the gradients are made in the forward; the weight's is summed in float32
+    linear_policy_terms  3 products, 2 with a frozen head: the loss's coefficient needs only its row, so the gradients are
+                         made in the forward. Chunks of tokens, the weight's gradient summed in float32; or, where all
+                         logits fit into the memory of that sum, all tokens at once and nothing to sum
 
 Shapes: N tokens, H hidden, V vocabulary; n and v the tokens and the vocabulary of a chunk.
 """
@@ -23,12 +24,14 @@ from typing import NamedTuple
 import torch
 
 from strop.ops.rows import TokenLoss
+from strop.ops.rows.torch_rows import token_terms
 
 MiB = 2**20
 SCORE_WORKSPACE = 60 * MiB
-TRAIN_WORKSPACE = {"cuda": 596 * MiB, "cpu": 64 * MiB}
-_SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again for the next ones does not show
-
+TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
+_SCORE_TOKENS = 4096  # tokens of a block: enough that reading the weight again for the next ones does not show
+_PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what one multiprocessor computes at a time
+_MOST_BLOCKS = 16  # more, and the products become too small
 
 ALL = slice(None)
 
@@ -75,10 +78,10 @@ class Tokens:
     def __init__(self, hidden_NH: torch.Tensor, mask_N: torch.Tensor | None, dtype: torch.dtype) -> None:
         self.hidden_NH, self.dtype = hidden_NH, dtype
         self.N = len(hidden_NH)
-        self.places = None if mask_N is None else mask_N.nonzero().squeeze(-1)
-        self.count = self.N if self.places is None else len(self.places)
-        if self.count == self.N:
-            self.places = None
+        self.count = self.N if mask_N is None else int(mask_N.count_nonzero())  # waits for the device, once
+        self.places = None
+        if mask_N is not None and self.count < self.N:
+            self.places = torch.nonzero_static(mask_N, size=self.count).squeeze(-1)
 
     def hidden(self, part: slice = ALL) -> torch.Tensor:
         return self.take(self.hidden_NH, part).to(self.dtype)
@@ -88,7 +91,7 @@ class Tokens:
             return values.index_select(dim, self.places[part])
         return values[part] if dim == 0 else values[:, part]
 
-    def take_optional(self, values: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    def take_optional(self, values: torch.Tensor | None, part: slice = ALL) -> torch.Tensor | None:
         return None if values is None else self.take(values, part)
 
     def put(self, values_nH: torch.Tensor, part: slice, out_NH: torch.Tensor) -> None:
@@ -126,6 +129,17 @@ def _chunks(total: int, most: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
+def _token_chunks(total: int, most: int) -> Iterator[slice]:
+    """Chunks of at most `most`; of multiples of 512 where they are that large: products of others take up to 20 % longer."""
+    size = max(most // 512 * 512 if 512 <= most < total else most, 1)
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
 def linear_logps(
     hidden_NH: torch.Tensor,
     head: Head,
@@ -140,7 +154,7 @@ def linear_logps(
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype)
     logits_at_once = (workspace or SCORE_WORKSPACE) // rows.bytes_per_logit(tokens.dtype)
     n = max(1, min(tokens.count, _SCORE_TOKENS, logits_at_once))
-    v = min(head.V, max(1, logits_at_once // n))
+    v = min(head.V, _score_vocabulary(n, logits_at_once, hidden_NH.device))
     logps_n, stats_2n, entropies_n = (
         hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (2,), (int(entropy),))
     )
@@ -148,10 +162,26 @@ def linear_logps(
     for part in _chunks(tokens.count, n):
         hidden_nH, ids_n = tokens.hidden(part), tokens.take(ids_N, part)
         into = logps_n[part], stats_2n[:, part], entropies_n[:, part].reshape(-1)
-        for number, block in enumerate(_chunks(head.V, v)):
+        for number, start in enumerate(range(0, head.V, v)):
+            block = slice(start, min(start + v, head.V))
             logits_nv = head.logits(hidden_nH, block, memory)
             rows.logps(logits_nv, ids_n, None, temperature, entropy, into, (block.start, head.V, number))
     return tokens.spread(logps_n), tokens.spread(stats_2n), tokens.spread(entropies_n).reshape(-1)
+
+
+def _score_vocabulary(n: int, logits_at_once: int, device: torch.device) -> int:
+    """The vocabulary of a block. On a GPU such that the product keeps every multiprocessor busy to its end.
+
+    A product of 7.03 tiles for each multiprocessor takes as long as one of 8.
+    """
+    v = max(1, logits_at_once // n)
+    if device.type != "cuda":
+        return v
+    tile_v, tile_n = _PRODUCT_TILE
+    at_a_time = torch.cuda.get_device_properties(device).multi_processor_count
+    tiles_along_n = -(-n // tile_n)
+    rounds = v // tile_v * tiles_along_n // at_a_time
+    return rounds * at_a_time // tiles_along_n * tile_v if rounds else v
 
 
 def _empty_gradients(tokens: Tokens, head: Head, wanted: Wanted) -> Gradients:
@@ -185,7 +215,8 @@ def linear_logps_bwd(
 ) -> Gradients:
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype)
     grads = _empty_gradients(tokens, head, wanted)
-    v = max(1, _train_logits(rows, tokens, workspace) // max(tokens.count, 1))
+    logits_at_once = _train_workspace(tokens, workspace) // rows.bytes_per_logit(tokens.dtype)
+    v = max(1, logits_at_once // max(tokens.count, 1))
     hidden_nH, ids_n = tokens.hidden(), tokens.take(ids_N)
     stats_2n, d_logps_n = tokens.take(stats_2N, dim=1), tokens.take(d_logps_N)
     entropies_n = entropies_N if d_entropies_N is None else tokens.take(entropies_N)
@@ -226,40 +257,122 @@ def linear_policy_terms(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
     """The loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype)
-    n = max(1, _train_logits(rows, tokens, workspace) // head.V)
-    parts = list(_chunks(tokens.count, n))
-    # over several chunks the weight's gradient is summed in float32, whatever its own dtype
-    weight_dtype = sums_in(tokens.dtype) if len(parts) > 1 else wanted.weight_dtype
-    grads = _empty_gradients(tokens, head, wanted._replace(weight_dtype=weight_dtype))
+    per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
+    bytes_at_once = _train_workspace(tokens, workspace)
+    plan = _over_the_gradient(tokens, head, wanted, rows.bytes_per_logit(tokens.dtype), bytes_at_once)
+    if plan is not None and plan.v < head.V:
+        return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, loss, rows, wanted)
+    n = bytes_at_once // rows.bytes_per_logit(tokens.dtype) // head.V
+    parts = list(_token_chunks(tokens.count, n if plan is None else tokens.count))
     memory = tokens.workspace(max((part.stop - part.start for part in parts), default=0) * head.V)
     logps_n = hidden_NH.new_empty(tokens.count, dtype=sums_in(tokens.dtype))
-    total, policy_and_kl = logps_n.new_zeros(()), logps_n.new_zeros(2)
-    for number, part in enumerate(parts):
+    grads, sums = None, []
+    for part in parts:
         hidden_nH = tokens.hidden(part)
-        logits_nV = head.logits(hidden_nH, slice(0, head.V), memory)
+        logits_nV = head.logits(hidden_nH, ALL, memory)
+        first = grads is None
+        if grads is None:  # not before: the device is waiting for the first product
+            # over several chunks the weight's gradient is summed in float32, whatever its own dtype
+            weight_dtype = sums_in(tokens.dtype) if len(parts) > 1 else wanted.weight_dtype
+            grads = _empty_gradients(tokens, head, wanted._replace(weight_dtype=weight_dtype))
+        ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values, part) for values in per_token)
         terms = rows.policy_terms(
-            logits_nV, tokens.take(ids_N, part), None, tokens.take_optional(old_logps_N, part),
-            tokens.take_optional(ref_logps_N, part), tokens.take(advantages_N, part), tokens.take(weights_N, part),
-            temperature, loss, any(wanted[:3]), True,
-        )  # fmt: skip
+            logits_nV, ids_n, None, old_n, ref_n, advantages_n, weights_n, temperature, loss, any(wanted[:3]), True
+        )
         logps_n[part] = terms.logps_N
-        total += terms.total
-        policy_and_kl += terms.policy_and_kl
+        sums.append(torch.cat([terms.total[None], terms.policy_and_kl]))
         if wanted.hidden:
             tokens.put_product(logits_nV, head.weight_VH, part, grads.hidden_NH)
         if wanted.weight:
-            (_add_product if number else _product)(logits_nV.T, hidden_nH, grads.weight_VH)
+            (_product if first else _add_product)(logits_nV.T, hidden_nH, grads.weight_VH)
         if wanted.bias:
             grads.bias_V.add_(logits_nV.sum(0, dtype=sums_in(tokens.dtype)))
+    if grads is None:  # no token counts
+        grads, sums = _empty_gradients(tokens, head, wanted), [logps_n.new_zeros(3)]
     if wanted.weight:
         grads = grads._replace(weight_VH=_narrowed(grads.weight_VH, wanted.weight_dtype))
-    return total, policy_and_kl, tokens.spread(logps_n), grads
+    sums_3 = torch.stack(sums).sum(0)
+    return sums_3[0], sums_3[1:], tokens.spread(logps_n), grads
 
 
-def _train_logits(rows: ModuleType, tokens: Tokens, workspace: int | None) -> int:
-    """How many logits the working memory holds."""
-    default = TRAIN_WORKSPACE["cuda" if tokens.hidden_NH.is_cuda else "cpu"]
-    return (workspace or default) // rows.bytes_per_logit(tokens.dtype)
+class OverTheGradient(NamedTuple):
+    """How the logits of all tokens lie in the memory of the weight's gradient, in blocks of v of the vocabulary:
+
+    | room | logits of block 0 | logits of block 1 | …             each overwritten, once it is done with, by
+    | gradient of block 0 | of block 1 | …                         the gradients of the blocks after it
+    """
+
+    v: int
+    room: int  # bytes, so that no gradient reaches logits that are still needed
+
+
+def _over_the_gradient(
+    tokens: Tokens, head: Head, wanted: Wanted, logit_bytes: int, workspace: int
+) -> OverTheGradient | None:
+    """The fewest blocks with which all logits fit into the float32 sum of the weight's gradient and the workspace.
+
+    None where they do not, where there is no such gradient, and where the row functions need copies of the logits.
+    """
+    n, H, V = tokens.count, head.weight_VH.shape[1], head.V
+    if not wanted.weight or not n or logit_bytes != tokens.dtype.itemsize:
+        return None
+    row, gradient_row = n * logit_bytes, H * wanted.weight_dtype.itemsize  # bytes of one id
+    memory = V * H * sums_in(tokens.dtype).itemsize + workspace
+    for number in range(1, _MOST_BLOCKS + 1):
+        v = V if number == 1 else _round_up(-(-V // number), 128)
+        done_before_last = (V - 1) // v * v
+        # gradients up to block b end at (b + 1)·v·gradient_row, the logits of b begin at room + b·v·row: linear in b
+        room = _round_up(max(v * gradient_row, V * gradient_row - done_before_last * row), 256)
+        # several blocks also need the hidden states in one piece and a float32 sum of their gradient
+        hidden = 0 if number == 1 else n * H * (logit_bytes + sums_in(tokens.dtype).itemsize)
+        if room + V * row + hidden <= memory:
+            return OverTheGradient(v, room)
+    return None
+
+
+def _policy_terms_in_blocks(
+    tokens: Tokens,
+    head: Head,
+    plan: OverTheGradient,
+    per_token: tuple[torch.Tensor | None, ...],
+    temperature: float,
+    loss: TokenLoss,
+    rows: ModuleType,
+    wanted: Wanted,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
+    """As `linear_policy_terms`, all tokens at once."""
+    n, V, dtype, sums = tokens.count, head.V, tokens.dtype, sums_in(tokens.dtype)
+    hidden_nH = tokens.hidden()
+    memory = tokens.hidden_NH.new_empty(plan.room + n * V * dtype.itemsize, dtype=torch.uint8)
+    logits = memory[plan.room :].view(dtype)
+    blocks = [(block, logits[n * block.start : n * block.stop]) for block in _chunks(V, plan.v)]
+    logps_n, stats_2n = (tokens.hidden_NH.new_empty(*lead, n, dtype=sums) for lead in ((), (2,)))
+    ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values) for values in per_token)
+    for number, (block, piece) in enumerate(blocks):
+        logits_nv = head.logits(hidden_nH, block, piece)
+        rows.logps(logits_nv, ids_n, None, temperature, False, (logps_n, stats_2n, None), (block.start, V, number))
+    sums_3, d_logps_n = token_terms(logps_n, old_n, ref_n, advantages_n, weights_n, loss)
+
+    grads = _empty_gradients(tokens, head, wanted._replace(weight=False))
+    d_weight_VH = memory[: V * head.weight_VH.shape[1] * wanted.weight_dtype.itemsize].view(wanted.weight_dtype)
+    d_weight_VH = d_weight_VH.view(head.weight_VH.shape)
+    d_hidden_nH = torch.zeros_like(hidden_nH, dtype=sums) if wanted.hidden else None
+    for block, piece in blocks:
+        logits_nv = piece.view(n, block.stop - block.start)
+        where = block.start, V
+        rows.logps_bwd(logits_nv, ids_n, None, stats_2n, logps_n, d_logps_n, None, temperature, True, where)
+        if d_hidden_nH is not None:
+            _add_product(logits_nv, head.weight_VH[block], d_hidden_nH)
+        if wanted.bias:
+            grads.bias_V[block] = logits_nv.sum(0, dtype=sums)
+        _product(logits_nv.T, hidden_nH, d_weight_VH[block])
+    if d_hidden_nH is not None:
+        tokens.put(d_hidden_nH, slice(0, n), grads.hidden_NH)
+    return sums_3[0], sums_3[1:], tokens.spread(logps_n), grads._replace(weight_VH=d_weight_VH)
+
+
+def _train_workspace(tokens: Tokens, workspace: int | None) -> int:
+    return workspace or TRAIN_WORKSPACE["cuda" if tokens.hidden_NH.is_cuda else "cpu"]
 
 
 def sums_in(dtype: torch.dtype) -> torch.dtype:

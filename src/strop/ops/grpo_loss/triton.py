@@ -62,6 +62,7 @@ class _PolicyLoss(torch.autograd.Function):
         if gradient:
             keep_gradients(ctx, "grpo_loss", d_logits)
         ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)  # no zeros for those
         return tuple(results)
 
     @staticmethod

@@ -47,7 +47,7 @@ def linear_dpo_loss(
     ref_hidden        [2B, T, H'] of the reference with ref_weight [V, H'] and ref_bias; or
     ref_logps         [2B] its log-probs summed over each completion, or [2B, T] per token
     loss_type, beta, label_smoothing, num_pairs   see `strop.losses.preference_loss`
-    workspace         bytes of working memory; by default 60 MiB to score, 596 MiB (64 MiB on a CPU) for gradients
+    workspace         bytes of working memory; by default 60 MiB to score, 560 MiB (64 MiB on a CPU) for gradients
 
     returns           `PreferenceLoss`: the loss, the rewards [B] and [B] without gradient, and `.metrics`
     """

@@ -106,6 +106,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         if any(wanted):
             keep_gradients(ctx, "linear_grpo_loss", *gradients)
         ctx.mark_non_differentiable(policy_and_kl, logps_N)
+        ctx.set_materialize_grads(False)  # no zeros for those
         return total, policy_and_kl, logps_N
 
     @staticmethod

@@ -55,7 +55,7 @@ def linear_grpo_loss(
     weight, bias      [V, H] and [V] of the LM head, of hidden's dtype (any under autocast); tied or frozen heads too
     ref_hidden        [B, T, H'] of the reference with ref_weight [V, H'] and ref_bias, or ref_logps [B, T] instead, or neither
     completion_mask   [B, T] tokens that count; the others are dropped before the first product
-    workspace         bytes of working memory; by default 596 MiB, 64 MiB on a CPU
+    workspace         bytes of working memory; by default 560 MiB, 64 MiB on a CPU
     everything else   as in `grpo_loss`
 
     returns           `PolicyLoss`: three 0-d tensors, and `.metrics`. Only the loss has a gradient, and only to hidden,

@@ -41,7 +41,7 @@ def linear_logp(
     ids               [..] int64 or int32
     completion_mask   [..] tokens that count; the others are dropped first and give 0 without gradient
     entropy           also return the entropy, [..]
-    workspace         bytes of working memory; by default 60 MiB to score, 596 MiB (64 MiB on a CPU) for gradients
+    workspace         bytes of working memory; by default 60 MiB to score, 560 MiB (64 MiB on a CPU) for gradients
     validate          raise for an id outside the vocabulary on a GPU too
 
     returns           [..] float32 (float64 for float64); with entropy=True a pair

@@ -113,10 +113,26 @@ def policy_terms(
 ) -> PolicyTerms:
     """The terms of a policy loss and the gradient of the logits; advantages and weights [N]."""
     logps_N, stats_2N, entropies_N = logps(logits, ids_N, mask_N, temperature, False)
+    sums_3, d_logps_N = token_terms(logps_N, old_logps_N, ref_logps_N, advantages, weights, loss)
+    d_logits = None
+    if gradient:
+        d_logits = logps_bwd(logits, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, None, temperature, in_place)
+    return PolicyTerms(sums_3[0], sums_3[1:], logps_N, d_logits)
+
+
+def token_terms(
+    logps_N: torch.Tensor,
+    old_logps_N: torch.Tensor | None,
+    ref_logps_N: torch.Tensor | None,
+    advantages_N: torch.Tensor,
+    weights_N: torch.Tensor,
+    loss: TokenLoss,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums of the terms, of their policy's and of their KL's parts [3], and d sum / d logp of every token."""
     loss_N = token_policy_loss(
         logps_N[None],
         None if old_logps_N is None else old_logps_N[None],
-        advantages[None],
+        advantages_N[None],
         loss_type=loss.loss_type,
         clip_eps=loss.clip_eps,
         delta=loss.delta,
@@ -125,12 +141,8 @@ def policy_terms(
     if ref_logps_N is not None:
         kl_N = kl_estimate(logps_N, ref_logps_N, loss.kl_estimator)
     total_N = loss_N + loss.beta * kl_N if loss.beta else loss_N  # 0·inf is NaN
-    sums_3 = (torch.stack([total_N, loss_N, kl_N]) * weights).sum(-1)
-    d_logits = None
-    if gradient:
-        d_logps_N = weights * _d_terms(logps_N, old_logps_N, ref_logps_N, advantages, loss)
-        d_logits = logps_bwd(logits, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, None, temperature, in_place)
-    return PolicyTerms(sums_3[0], sums_3[1:], logps_N, d_logits)
+    sums_3 = (torch.stack([total_N, loss_N, kl_N]) * weights_N).sum(-1)
+    return sums_3, weights_N * _d_terms(logps_N, old_logps_N, ref_logps_N, advantages_N, loss)
 
 
 def _d_terms(

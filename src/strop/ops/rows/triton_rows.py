@@ -67,7 +67,7 @@ def _forward_launch(V: int) -> dict[str, int]:
 def _gradient_launch(V: int) -> dict[str, int]:
     """Rows are visited twice, so fewer in flight, with more warps each, to find them in the cache the second time."""
     if V >= 16384:
-        return {"warps": 16, "unroll": 2}
+        return {"warps": 32, "unroll": 1} if V >= 100_000 else {"warps": 16, "unroll": 2}
     return {"warps": 8 if V >= 4096 else 4, "unroll": 1}
 
 
