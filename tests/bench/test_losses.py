@@ -154,6 +154,7 @@ def fake_gpu(monkeypatch):
             time.sleep(2e-2)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: happened.append("head start"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("wait"))
     monkeypatch.setattr(harness, "_more_than_the_cache", Cache)
     return happened
@@ -163,7 +164,7 @@ def test_the_flush_before_a_call_is_not_timed(fake_gpu):
     timer = harness.GpuTimer(Contender(name="x", function=lambda s: fake_gpu.append("call"), args=(1,)))
     fake_gpu.clear()
     assert timer.timeit(3) < 2e-2
-    assert fake_gpu == ["call"] + ["flush", "event", "call", "event"] * 3 + ["wait"]
+    assert fake_gpu == ["call"] + ["flush", "head start", "event", "call", "event"] * 3 + ["wait"]
     assert gc.isenabled()
 
 

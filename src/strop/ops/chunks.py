@@ -29,8 +29,8 @@ from strop.ops.rows.torch_rows import token_terms
 MiB = 2**20
 SCORE_WORKSPACE = 60 * MiB
 TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
-_SCORE_TOKENS = 4096  # tokens of a block: enough that reading the weight again for the next ones does not show
-_PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what one multiprocessor computes at a time
+_SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again for the next ones does not show
+_PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocessor computes at a time
 _MOST_BLOCKS = 16  # more, and the products become too small
 
 ALL = slice(None)
@@ -181,7 +181,7 @@ def _score_vocabulary(n: int, logits_at_once: int, device: torch.device) -> int:
     at_a_time = torch.cuda.get_device_properties(device).multi_processor_count
     tiles_along_n = -(-n // tile_n)
     rounds = v // tile_v * tiles_along_n // at_a_time
-    return rounds * at_a_time // tiles_along_n * tile_v if rounds else v
+    return rounds * at_a_time // tiles_along_n // 2 * 2 * tile_v if rounds else v  # odd numbers of tiles take longer
 
 
 def _empty_gradients(tokens: Tokens, head: Head, wanted: Wanted) -> Gradients:

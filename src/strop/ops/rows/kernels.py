@@ -199,7 +199,7 @@ def logp_kernel(
     start = _row_start(row, T, stride_B, stride_T)
     x_ptr += start
     target = tl.load(id_ptr + row).to(tl.int64)
-    m, s, t = _row_stats(x_ptr, _before(misaligned, start, PER), V, scale, ENTROPY, "", LANES, PER)
+    m, s, t = _row_stats(x_ptr, _before(misaligned, start, PER), V, scale, ENTROPY, "evict_first", LANES, PER)
     here = (target >= first_id) & (target < first_id + V)
     picked = tl.load(x_ptr + (target - first_id), mask=here, other=0.0).to(tl.float32)
     if FIRST:
