@@ -224,7 +224,6 @@ def peak_memory(call: Callable[[], Any], inputs: list[torch.Tensor]) -> dict[str
 
     memory_beyond_inputs      at its peak
     memory_beyond_gradients   less the gradients it returns (none where they lie in an input's memory)
-    memory_beyond_storage     less the memory these lie in, which is more where a sum was kept in a wider dtype
     """
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -237,5 +236,4 @@ def peak_memory(call: Callable[[], Any], inputs: list[torch.Tensor]) -> dict[str
     return {
         "memory_beyond_inputs": peak,
         "memory_beyond_gradients": peak - sum(g.numel() * g.element_size() for g in new),
-        "memory_beyond_storage": peak - sum(g.untyped_storage().nbytes() for g in new),
     }

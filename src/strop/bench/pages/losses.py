@@ -9,7 +9,7 @@ from strop.bench.text import Result, duration, provenance, size, table, times
 
 OPERATORS = ("logp", "ratio_kl", "grpo_loss", "linear_logp", "linear_grpo_loss", "linear_dpo_loss")
 PEERS = ("eager", "torch.compile", "Liger")
-BOTH, SCORE = "forward + backward", "score only"
+BOTH, SCORE, FROZEN = "forward + backward", "score only", "forward + backward, frozen head"
 COLOURS = {"eager": "#dd8452", "torch.compile": "#8c8c8c", "Liger": "#55a868", "strop": "#c44e52"}
 FLOORS = {  # what the floor of a row is
     ("logp", "forward"): "one read",
@@ -21,7 +21,7 @@ FLOORS = {  # what the floor of a row is
     ("linear_logp", SCORE): "one product",
     ("linear_logp", BOTH): "three products",
     ("linear_grpo_loss", BOTH): "three products",
-    ("linear_grpo_loss", "forward + backward, frozen head"): "two products",
+    ("linear_grpo_loss", FROZEN): "two products",
     ("linear_dpo_loss", BOTH): "three products",
 }
 
@@ -34,7 +34,7 @@ def losses_summary(result: Result) -> str:
     rows = []
     for case in shown:
         cells = [_time(case, name) for name in ("strop", *PEERS, "floor")]
-        memory = [_memory(case["contenders"].get(name, {})) for name in ("strop", "eager")]
+        memory = [_memory(case, name) for name in ("strop", "eager")]
         rows.append([_work(case), *cells, *memory])
     header = ["", "strop", *PEERS, "floor", "strop: memory beyond the gradients", "eager: the same"]
     return picture + table(header, rows) + _where(result)
@@ -112,7 +112,7 @@ def _every_contender(result: Result, operator: str) -> str:
                 comparison = times(case["ratios"][name]) if name in case["ratios"] else ""
             shown = f"floor: {FLOORS[key]}" if name == "floor" else name
             inputs = size(facts["memory_beyond_inputs"]) if "memory_beyond_inputs" in facts else ""
-            rows.append([_work(case), shown, duration(facts["median_ns"]), comparison, inputs, _memory(facts)])
+            rows.append([_work(case), shown, duration(facts["median_ns"]), comparison, inputs, _memory(case, name)])
     header = ["work", "contender", "time", "strop is faster by", "memory beyond inputs", "beyond the gradients"]
     return table(header, rows) + _left_out(result, operator) + _where(result)
 
@@ -184,11 +184,10 @@ def _targets(result: Result) -> Iterator[tuple[str, str, str, str, bool | None]]
         what = f"{operator} {way}, V {V:,}: {peer}'s time by {'ours' if ours == 'strop' else 'ours in place'}"
         return kind, what, f"≥ {least:g}×", *_compared(case, peer, ours, lambda value: value >= least)
 
-    def extra(kind: str, operator: str, way: str, V: int, most: int, key: str, beyond: str) -> Any:
-        facts = cases.get((operator, way, V), {}).get("contenders", {}).get("strop", {})
-        what, bound = f"{operator} {way}, V {V:,}: memory beyond {beyond}", f"≤ {most} MiB"
-        mebibytes = facts[key] / 2**20 if key in facts else None
-        return kind, what, bound, *(("", None) if mebibytes is None else (f"{mebibytes:.1f} MiB", mebibytes <= most))
+    def extra(kind: str, operator: str, way: str, V: int, most: int, measured: Callable[..., Any], beyond: str) -> Any:
+        what, bound = f"{operator} {way}, V {V:,}: memory beyond {beyond}", f"≤ {most} MB"
+        found = measured(cases.get((operator, way, V), {}), "strop")
+        return kind, what, bound, *(("", None) if found is None else (f"{found / 1e6:.1f} MB", found <= most * 10**6))
 
     for V in (32768, 131072):
         yield over("must", "grpo_loss", "forward", V, 1.1)
@@ -200,17 +199,12 @@ def _targets(result: Result) -> Iterator[tuple[str, str, str, str, bool | None]]
     for V in (131072, 151936):
         yield faster("must", "linear_grpo_loss", BOTH, V, "torch.compile", 1.0)
         yield extra(
-            "must",
-            "linear_grpo_loss",
-            BOTH,
-            V,
-            600,
-            "memory_beyond_storage",
-            "the gradients, the weight's in float32",
-        )
+            "must", "linear_grpo_loss", BOTH, V, 600, _beyond_sums, "the gradients, the weight's in float32"
+        )  # fmt: skip
         yield over("aim", "linear_grpo_loss", BOTH, V, 1.05)
         yield over("must", "linear_logp", SCORE, V, 1.15)
-        yield extra("must", "linear_logp", SCORE, V, 64, "memory_beyond_inputs", "the inputs")
+        yield extra("must", "linear_logp", SCORE, V, 64, _beyond_inputs, "the inputs")
+        yield over("must", "linear_grpo_loss", FROZEN, V, 1.1)
     for case in result["cases"]:
         for dtype, errors in case.get("errors", {}).items():
             worst = max(errors["strop"][q] / errors["eager"][q] for q in errors["strop"] if errors["eager"][q])
@@ -262,12 +256,32 @@ def _sizes(case: dict[str, Any]) -> str:
     return f"{labels['shape']}{hidden}, V {labels['vocabulary']:,}"
 
 
-def _memory(facts: dict[str, Any]) -> str:
-    """Beyond the gradients that are returned and, where it differs, beyond the memory they were summed in."""
-    if "memory_beyond_gradients" not in facts:
+def _beyond_inputs(case: dict[str, Any], name: str) -> int | None:
+    return case.get("contenders", {}).get(name, {}).get("memory_beyond_inputs")
+
+
+def _beyond_sums(case: dict[str, Any], name: str) -> int | None:
+    """Memory beyond the gradients, that of the weight counted in float32: what its sum over chunks takes."""
+    beyond = case.get("contenders", {}).get(name, {}).get("memory_beyond_gradients")
+    labels = case.get("labels", {})
+    if (
+        beyond is None
+        or "hidden" not in labels
+        or labels["way"] != BOTH
+        or labels["dtype"] not in ("bfloat16", "float16")
+    ):
+        return beyond
+    return beyond - labels["hidden"] * labels["vocabulary"] * 2
+
+
+def _memory(case: dict[str, Any], name: str) -> str:
+    """Beyond the gradients that are returned and, where we sum in float32, beyond that sum."""
+    beyond, summed = case["contenders"].get(name, {}).get("memory_beyond_gradients"), _beyond_sums(case, name)
+    if beyond is None or summed is None:
         return ""
-    returned, summed = size(facts["memory_beyond_gradients"]), size(facts["memory_beyond_storage"])
-    return returned if returned == summed else f"{returned}; {summed} beyond the float32 sum"
+    return (
+        f"{size(beyond)}; {size(summed)} beyond a float32 sum" if name == "strop" and summed < beyond else size(beyond)
+    )
 
 
 def _bytes_per_ns(result: Result) -> float | None:

@@ -640,7 +640,7 @@ def summary(measured: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]
         ratios, ours, labels = case["ratios"], case["contenders"]["strop"], case["labels"]
         cells = [f"{ratios[p]['value']:.2f}×" if p in ratios else "" for p in ("eager", "torch.compile", "Liger")]
         floor = f"{1 / ratios['floor']['value']:.3f}×" if "floor" in ratios else ""
-        memory = size(ours["memory_beyond_storage"]) if "memory_beyond_storage" in ours else ""
+        memory = size(ours["memory_beyond_gradients"]) if "memory_beyond_gradients" in ours else ""
         sizes = "·".join(str(labels[key]) for key in ("shape", "hidden", "vocabulary") if key in labels)
         way = labels["way"].replace("forward + backward", "f+b")
         rows.append([f"{labels['operator']} {way} {sizes}", duration(ours["median_ns"]), *cells, floor, memory])
