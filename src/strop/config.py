@@ -18,6 +18,52 @@ SCHEDULES = ("constant", "linear", "cosine")
 AUTOCASTS = ("bf16", None)
 
 
+# ---- checks ----
+
+
+def check_range(
+    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low: bool = False
+) -> None:
+    """Raise unless `value` is a finite number within the bounds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, found {type(value).__name__}")
+    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+        above = ("above" if open_low else "at least") + f" {low:g}"
+        wanted = above if high == math.inf else f"{above} and at most {high:g}"
+        raise ValueError(f"{name} must be {wanted}, found {value}")
+
+
+def check_count(name: str, value: Any, *, low: int = 0) -> None:
+    """Raise unless `value` is a whole number, at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, found {type(value).__name__}")
+    if value < low:
+        raise ValueError(f"{name} must be at least {low}, found {value}")
+
+
+def check_option(name: str, value: Any, choices: Iterable[Any]) -> None:
+    """Raise unless `value` is one of the choices; a misspelt one gets the nearest."""
+    known = list(choices)
+    if value in known:
+        return
+    near = difflib.get_close_matches(str(value), [c for c in known if isinstance(c, str)], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, found {value!r}{hint}")
+
+
+def unknown_option(name: str, known: Iterable[str], of: str = "") -> str:
+    """The message for a name that is none of the known ones."""
+    known = sorted(set(known))
+    leaves = {leaf.rpartition(".")[2]: leaf for leaf in reversed(known)}
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = near or [leaves[leaf] for leaf in difflib.get_close_matches(name, list(leaves), n=1, cutoff=0.6)]
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
+    return f"{name!r} is no option{of}{hint}"
+
+
+# ---- configs ----
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """What every config can do."""
@@ -132,49 +178,6 @@ class TrainerConfig(Config):
     optim: OptimConfig = OptimConfig()
     run: RunConfig = RunConfig()
     lora: LoRAConfig | None = None
-
-
-# ---- checks ----
-
-
-def check_range(
-    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low: bool = False
-) -> None:
-    """Raise unless `value` is a finite number within the bounds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, found {type(value).__name__}")
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-        above = ("above" if open_low else "at least") + f" {low:g}"
-        wanted = above if high == math.inf else f"{above} and at most {high:g}"
-        raise ValueError(f"{name} must be {wanted}, found {value}")
-
-
-def check_count(name: str, value: Any, *, low: int = 0) -> None:
-    """Raise unless `value` is a whole number, at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, found {type(value).__name__}")
-    if value < low:
-        raise ValueError(f"{name} must be at least {low}, found {value}")
-
-
-def check_option(name: str, value: Any, choices: Iterable[Any]) -> None:
-    """Raise unless `value` is one of the choices; a misspelt one gets the nearest."""
-    known = list(choices)
-    if value in known:
-        return
-    near = difflib.get_close_matches(str(value), [c for c in known if isinstance(c, str)], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, found {value!r}{hint}")
-
-
-def unknown_option(name: str, known: Iterable[str], of: str = "") -> str:
-    """The message for a name that is none of the known ones."""
-    known = sorted(set(known))
-    leaves = {leaf.rpartition(".")[2]: leaf for leaf in reversed(known)}
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    near = near or [leaves[leaf] for leaf in difflib.get_close_matches(name, list(leaves), n=1, cutoff=0.6)]
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
-    return f"{name!r} is no option{of}{hint}"
 
 
 # ---- the tree of names ----
