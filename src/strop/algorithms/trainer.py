@@ -9,6 +9,7 @@ An algorithm says how rows become a batch and which loss that has:
 """
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -57,18 +58,17 @@ class Trainer:
             tokenizer = loaded if tokenizer is None else tokenizer
         if isinstance(ref_model, (str, Path)):
             ref_model, _ = load_model(ref_model)
-        if self.config.lora is not None:
-            model = _with_lora(model, self.config.lora, self.config.run.seed)
-        self.policy = as_policy(model, tokenizer)
+        self.policy = as_policy(self._prepared_model(as_policy(model).model), tokenizer)
         self.tokenizer = self.policy.tokenizer
-        self._prepare_model()
-        self.optimizer = make_optimizer(self.policy.model.named_parameters(), self.config.optim, optimizer)
+        self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
         self.loggers = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
         self.callbacks = list(callbacks)
         self.state = TrainState()
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.stop_reason: str | None = None
         self.output_dir: Path | None = None
+        self.reference: Any = None
+        self.goes_on = False  # whether train() continues a run: after from_checkpoint, or an interruption
         self.history = History()
         self._phases = Phases()
         self._step_tokens = 0
@@ -77,7 +77,7 @@ class Trainer:
     # ---- for subclasses ----
 
     def setup(self, ref_model: Any) -> None:
-        """Called last by the constructor: make the reference here, or refuse one."""
+        """Called last by the constructor: `self.reference = self.policy.reference(ref_model)`, or as here none."""
         if ref_model is not None:
             raise ValueError(
                 f"ref_model must be None, found a {type(ref_model).__name__}: {self.name} has no reference"
@@ -178,6 +178,16 @@ class Trainer:
     def model(self) -> torch.nn.Module:
         return self.policy.model
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model itself, without what torch.compile put around it."""
+        return getattr(self.policy.model, "_orig_mod", self.policy.model)
+
+    @property
+    def reference_model(self) -> torch.nn.Module | None:
+        """The reference's own weights; None without a reference, or where it is the base below the adapter."""
+        return None if self.reference is None else self.reference.model
+
     def train(
         self,
         dataset: Any,
@@ -214,18 +224,19 @@ class Trainer:
         """The trainer as it was saved. A plain module and functions (reward_fn, logger, …) are passed in again."""
         from strop import checkpoint
 
-        return checkpoint.restore(cls, path, model, ref_model, arguments)
+        return checkpoint.restore(cls, path, model, ref_model, arguments)  # type: ignore[return-value]
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer as `AutoModelForCausalLM.from_pretrained` reads them; adapters are merged in."""
         from strop import checkpoint
 
-        checkpoint.save_pretrained(self.policy, folder)
+        checkpoint.save_pretrained(self, folder)
 
     def log(self, metrics: dict[str, float]) -> None:
         """Give metrics to every logger. A logger that fails stops the run."""
+        timed = {"time": self.state.seconds, **metrics}
         for logger in self.loggers:
-            logger.log(metrics, step=self.state.step)
+            logger.log(timed, step=self.state.step)
 
     def fire(self, event: str, *arguments: Any) -> None:
         for callback in list(self.callbacks):
@@ -240,14 +251,18 @@ class Trainer:
     def _make_config(self, config: Any, options: dict[str, Any]) -> Any:
         if config is not None and not isinstance(config, self.Config):
             raise TypeError(f"config must be a {self.Config.__name__}, found {type(config).__name__}")
+        arguments = [name for name in inspect.signature(type(self).__init__).parameters if name != "options"]
         known = option_names(self.Config)
         for option in options:
             if option not in known and "." not in option:
-                raise TypeError(unknown_option(option, known, f" of {self.name}"))
+                raise ValueError(unknown_option(option, [*known, *arguments], f" of {self.name}"))
         return (config if config is not None else self.Config()).changed(options)
 
-    def _prepare_model(self) -> None:
-        run, model = self.config.run, self.policy.model
+    def _prepared_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model with what the config asks of it: adapters, no dropout, gradient checkpointing, compilation."""
+        run = self.config.run
+        if self.config.lora is not None:
+            model = _with_lora(model, self.config.lora, run.seed)
         if not run.dropout:
             turn_dropout_off(model)
         if run.gradient_checkpointing:
@@ -255,13 +270,13 @@ class Trainer:
                 raise ValueError(
                     f"gradient_checkpointing must be False: {type(model).__name__} has no gradient_checkpointing_enable"
                 )
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if run.compile:
-            model.compile()
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        return torch.compile(model) if run.compile else model  # type: ignore[return-value]
 
     def _set_learning_rate(self) -> float:
-        total_steps = self.state.total_steps or self.config.run.num_steps
-        learning_rate = learning_rate_at(self.state.step, total_steps, self.config.optim)
+        state = self.state
+        total_steps = (state.total_steps or self.config.run.num_steps) - state.first_step
+        learning_rate = learning_rate_at(state.step - state.first_step, total_steps, self.config.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         return learning_rate
