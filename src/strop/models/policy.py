@@ -1,9 +1,4 @@
-"""What algorithms need of a model: log-probs of tokens, hidden states with the LM head, a frozen reference.
-
-    policy = as_policy(model, tokenizer)        a plain nn.Module that returns logits, any Hugging Face causal LM, a peft
-                                                model, MoEForCausalLM or a bare MoETransformer
-    logps_BT = policy.logps(batch)              differentiable
-    ref_logps_BT = policy.reference().logps(batch)
+"""`Policy`: log-probs of tokens, hidden states with the LM head, a frozen reference.
 
 Batches are right-padded: what stands behind a row changes nothing before it in a causal model, so a model that knows no
 attention mask is right too.
@@ -11,11 +6,8 @@ attention mask is right too.
 Shapes: B rows, T tokens, H hidden, V vocabulary, N tokens that count.
 """
 
-import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -23,6 +15,19 @@ from torch import nn
 from torch.nn.functional import linear, pad
 
 from strop.data.collate import SequenceBatch
+from strop.models.kinds import (
+    adapter_off,
+    as_ids,
+    as_module,
+    base_model,
+    evaluating,
+    has_adapter,
+    is_hugging_face,
+    is_moe,
+    is_peft,
+    of_config,
+    unwrapped,
+)
 from strop.ops import linear_logp, logp
 
 # config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
@@ -47,10 +52,10 @@ class Policy:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None):
-        self.model = _as_module(model)
+        self.model = as_module(model)
         self.tokenizer = tokenizer
         inner = unwrapped(self.model)
-        self.kind = "moe" if _is_moe(inner) else "hf" if _is_hugging_face(inner) else "plain"
+        self.kind = "moe" if is_moe(inner) else "hf" if is_hugging_face(inner) else "plain"
         self._arguments = _forward_arguments(base_model(inner) if self.kind == "hf" else inner)
         self._head: tuple[nn.Module, nn.Linear] | None = None
         self._head_checked = False
@@ -74,26 +79,26 @@ class Policy:
         inner = unwrapped(self.model)
         told = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
         if told is None:
-            told = _of_config(self.config, "eos_token_id")
+            told = of_config(self.config, "eos_token_id")
         return tuple(dict.fromkeys(self._in_vocabulary(told, getattr(self.tokenizer, "eos_token_id", None))))
 
     @property
     def pad_id(self) -> int:
         """An id for padding. It may be an EOS or a real token: masks say what is padding, ids never do."""
-        told = getattr(self.tokenizer, "pad_token_id", None), _of_config(self.config, "pad_token_id"), *self.eos_ids
+        told = getattr(self.tokenizer, "pad_token_id", None), of_config(self.config, "pad_token_id"), *self.eos_ids
         return next(iter(self._in_vocabulary(*told)), 0)
 
     def _in_vocabulary(self, *told: Any) -> list[int]:
         """Ids that the model can read: some configs keep those of a larger vocabulary, or −1 for none."""
-        size = _of_config(self.config, "vocab_size")
-        return [i for one in told for i in _as_ids(one) if i >= 0 and (size is None or i < size)]
+        size = of_config(self.config, "vocab_size")
+        return [i for one in told for i in as_ids(one) if i >= 0 and (size is None or i < size)]
 
     @property
     def max_length(self) -> int | None:
         """The most tokens of a row; None where the model does not say."""
         if self.kind == "moe":
             return unwrapped(self.model).moe.config.max_seq_len
-        length = _of_config(self.config, "max_position_embeddings")
+        length = of_config(self.config, "max_position_embeddings")
         return length if isinstance(length, int) and length > 0 else None
 
     # ---- scoring ----
@@ -274,80 +279,11 @@ class Reference:
             return self.policy.logps(batch, temperature=temperature)
 
 
-# ---- kinds of models ----
-
-
-def unwrapped(model: nn.Module) -> Any:
-    """The module that torch.compile wrapped, or the module itself."""
-    return getattr(model, "_orig_mod", model)
-
-
-def base_model(model: Any) -> Any:
-    """The Hugging Face model inside a peft model, or the model itself."""
-    return model.get_base_model() if _is_peft(model) else model
-
-
-def has_adapter(model: nn.Module) -> bool:
-    return _is_peft(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-@contextlib.contextmanager
-def adapter_off(model: Any) -> Iterator[None]:
-    if _is_peft(model):
-        with model.disable_adapter():
-            yield
-        return
-    model.disable_adapters()  # transformers' own way of holding an adapter
-    try:
-        yield
-    finally:
-        model.enable_adapters()
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """eval mode; afterwards every module is in the mode it was in, a part that was kept in eval mode too."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def counted(batch: SequenceBatch) -> torch.Tensor:
     """The completion mask as booleans; never column 0, which nothing predicts."""
     mask_BT = batch.completion_mask_BT.bool().clone()
     mask_BT[:, :1] = False
     return mask_BT
-
-
-def _as_module(model: Any) -> nn.Module:
-    from strop.moe import MoETransformer
-
-    if isinstance(model, MoETransformer):
-        from strop.moe.torch import MoEForCausalLM
-
-        return MoEForCausalLM(model)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module or a MoETransformer, found {type(model).__name__}")
-    return model
-
-
-def _is_moe(model: nn.Module) -> bool:
-    from strop.moe.torch import MoEForCausalLM
-
-    return isinstance(model, MoEForCausalLM)
-
-
-def _is_peft(model: Any) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def _is_hugging_face(model: Any) -> bool:
-    wanted = ("config", "generate", "get_output_embeddings", "generation_config")
-    return all(hasattr(base_model(model), name) for name in wanted)
 
 
 def _forward_arguments(model: nn.Module) -> set[str]:
@@ -360,12 +296,12 @@ def _last_hidden_state(output: Any) -> torch.Tensor:
 
 def _decoder_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | str:
     """The two parts of a Hugging Face model that give its logits, or why there are none to use."""
-    if _is_peft(model):
+    if is_peft(model):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
             return "its adapter adds tokens to the prompt"
         model = base_model(model)
     for key in LOGITS_CHANGED_BY:
-        if _of_config(model.config, key) not in (None, 1, 1.0, False):
+        if of_config(model.config, key) not in (None, 1, 1.0, False):
             return f"its config has {key}"
     head, decoder = model.get_output_embeddings(), model.get_decoder() if hasattr(model, "get_decoder") else None
     if decoder is None or decoder is model:
@@ -375,101 +311,3 @@ def _decoder_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | str:
     if head._forward_hooks or head._forward_pre_hooks:
         return "its head has hooks"
     return decoder, head
-
-
-def _of_config(config: Any, key: str) -> Any:
-    """A key of a config, or of the text part of a config of several."""
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    return getattr(config, key, None)
-
-
-def _as_ids(value: Any) -> list[int]:
-    """One token id, several, or None, as a list."""
-    return [] if value is None else [int(one) for one in value] if isinstance(value, Sequence) else [int(value)]
-
-
-# ---- loading ----
-
-
-def load_model(
-    name_or_path: str | Path,
-    *,
-    dtype: torch.dtype | str | None = None,
-    gguf_file: str | None = None,
-    device: torch.device | str | None = None,
-    **options: Any,
-) -> tuple[nn.Module, Any]:
-    """(model, tokenizer or None) from "moe:tiny", a folder strop's MoE saved, or a Hugging Face folder or name.
-
-    dtype      torch.bfloat16 or "bfloat16" …; None is the checkpoint's own
-    gguf_file  the file's name in a folder of GGUF weights
-    options    for `AutoModelForCausalLM.from_pretrained`; for "moe:NAME" fields of MoEConfig, engine and seed
-    """
-    name = str(name_or_path)
-    if isinstance(dtype, str):
-        dtype = _dtype_named(dtype)
-    if name.startswith("moe:"):
-        return _moe_preset(name.removeprefix("moe:"), dtype, options), None
-    folder = Path(name).expanduser()
-    if _is_strop_folder(folder):
-        from strop.moe.torch import MoEForCausalLM
-
-        return MoEForCausalLM.from_pretrained(folder, dtype=dtype, **options), _tokenizer_in(folder)
-    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"model must be a folder, a Hugging Face name or moe:tiny, found no folder {name}")
-    return _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, device, options)
-
-
-def _dtype_named(name: str) -> torch.dtype:
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-    found = getattr(torch, short.get(name, name), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype must be one of float32, float64, bfloat16, float16, found {name!r}")
-    return found
-
-
-def _moe_preset(preset: str, dtype: torch.dtype | None, options: dict[str, Any]) -> nn.Module:
-    from strop.moe import MoEConfig, MoETransformer
-    from strop.moe.torch import NUMPY_DTYPES, MoEForCausalLM
-
-    if dtype is not None and dtype not in NUMPY_DTYPES:
-        raise TypeError(f"dtype must be torch.float32 or torch.float64 for moe:{preset}, found {dtype}")
-    options = dict(options)
-    made = {key: options.pop(key) for key in ("engine", "seed") if key in options}
-    config = MoEConfig.preset(preset, **options)
-    return MoEForCausalLM(MoETransformer(config, **made, dtype=NUMPY_DTYPES[dtype or torch.float32]))
-
-
-def _is_strop_folder(folder: Path) -> bool:
-    """Mixtral's layout with the keys strop adds: opened by its engine, not by transformers."""
-    try:
-        return "strop_rope_base" in (folder / "config.json").read_text()
-    except OSError:
-        return False
-
-
-def _tokenizer_in(folder: Path) -> Any:
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return None
-    return _transformers().AutoTokenizer.from_pretrained(folder)
-
-
-def _hugging_face(
-    name: str, dtype: torch.dtype | None, gguf_file: str | None, device: Any, options: dict[str, Any]
-) -> tuple[nn.Module, Any]:
-    transformers = _transformers()
-    gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
-    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name, **gguf)
-    return (model if device is None else model.to(device)), tokenizer
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise ImportError('a Hugging Face model needs transformers: pip install "strop[train]"') from None
-    return transformers
