@@ -39,7 +39,7 @@ def describe(model: torch.nn.Module) -> dict[str, Any]:
     if kind == "hf":
         inner = base_model(model)
         about |= {"config": _json_dict(inner.config), "dtype": _name(inner.dtype), "device": str(inner.device)}
-        about["model_type"] = inner.config.model_type
+        about["attention"] = getattr(inner.config, "_attn_implementation", None)
         if inner.generation_config is not None:
             about["generation_config"] = _json_dict(inner.generation_config)
         if inner is not model:
@@ -106,8 +106,10 @@ def _hugging_face_from(about: dict[str, Any], path: Any, argument: str) -> Any:
 
     with torch.random.fork_rng():
         try:
-            config = transformers.AutoConfig.for_model(about["model_type"], **about["config"])
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, about["dtype"]))
+            config = transformers.AutoConfig.for_model(**about["config"])
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, about["dtype"]), attn_implementation=about["attention"]
+            )
         except (ValueError, KeyError) as error:
             raise ValueError(
                 f"{argument} must be given: transformers cannot rebuild the {about['class']} of {path}: {error}"

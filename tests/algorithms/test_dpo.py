@@ -6,29 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_qwen2 import tiny_qwen2
+from trained_models import Bigram, shifted, tiny_moe, weights_of
 
 from strop.algorithms.dpo import DPO, DPOConfig
 from strop.losses import PREFERENCE_LOSS_TYPES
-from strop.moe import MoEConfig, MoETransformer
 
 TRL = json.loads(Path(__file__).with_name("trl_dpo_trajectory.json").read_text())
-
-
-def tiny_moe(**changes):
-    sizes = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "head_dim": 8, "num_experts": 2, "intermediate_dim": 16}
-    ids = {"vocab_size": 20, "max_seq_len": 32, "eos_token_id": 1, "pad_token_id": 0}
-    return MoETransformer(MoEConfig(**{**sizes, **ids, **changes}))
-
-
-class Bigram(torch.nn.Module):
-    """A plain module that returns logits: they depend on the last token alone."""
-
-    def __init__(self, vocab_size=20):
-        super().__init__()
-        self.table_VV = torch.nn.Parameter(torch.linspace(-1, 1, vocab_size**2).sin().reshape(vocab_size, vocab_size))
-
-    def forward(self, input_ids):
-        return self.table_VV[input_ids]
 
 
 def random_pairs(num_pairs, seed=0, vocab_size=20):
@@ -43,10 +26,6 @@ def random_pairs(num_pairs, seed=0, vocab_size=20):
 
 def columns(pairs):
     return tuple(list(column) for column in zip(*pairs, strict=True))
-
-
-def weights_of(trainer):
-    return torch.cat([param.detach().flatten() for param in trainer.module.parameters()])
 
 
 # ---- values ----
@@ -110,13 +89,6 @@ def test_a_ragged_batch_is_its_rows(make):
     for name in ("loss", "preference/margin", "rewards/chosen", "preference/accuracy"):
         assert whole[name] == pytest.approx(sum(m[name] for m in alone) / 4, abs=2e-6), name
     assert whole["loss"] != pytest.approx(0.6931, abs=1e-3)  # the reference is another model
-
-
-def shifted(model):
-    params = model.parameters() if isinstance(model, torch.nn.Module) else map(torch.from_numpy, model.params.values())
-    for index, param in enumerate(params):
-        param.data.add_(0.05 * torch.sin(torch.arange(param.numel()) + index).reshape(param.shape))
-    return model
 
 
 @pytest.mark.parametrize("make", [tiny_qwen2, tiny_moe], ids=["qwen2", "moe"])
@@ -203,10 +175,10 @@ def test_it_learns_a_preference_and_generalises():
         return made
 
     model = tiny_moe(hidden_dim=32, head_dim=16, intermediate_dim=32)
-    dpo = DPO(model=model, beta=0.1, learning_rate=1e-2, batch_size=64)
+    dpo = DPO(model=model, beta=0.1, learning_rate=1e-2, batch_size=32)
     held_out = rows(200)
     before = dpo.evaluate(held_out)["eval/preference/accuracy"]
-    history = dpo.train(rows(1000), eval_dataset=held_out, num_steps=150)
+    history = dpo.train(rows(1000), eval_dataset=held_out, num_steps=120)
     assert before < 0.7
     assert history.evaluations[-1]["eval/preference/accuracy"] > 0.95
     assert history.steps[-1]["preference/accuracy"] > 0.95

@@ -88,9 +88,9 @@ def _run(trainer: "Trainer", rows: Sequence[Any], eval_rows: "Prepared | None", 
         trainer.goes_on = True
         trainer.fire("on_train_begin")
         try:
-            for batch in batches(trainer, rows):
-                if state.step >= state.total_steps or trainer.stop_reason or interruption.signal:
-                    break
+            stream = batches(trainer, rows)
+            while state.step < state.total_steps and not trainer.stop_reason and not interruption.signal:
+                batch = next(stream)  # only now: a batch that was taken counts as used in the checkpoint
                 metrics = trainer.run_step(lambda batch=batch: trainer.step_on(batch))  # type: ignore[misc]
                 history.steps.append({"step": state.step, **metrics})
             history.interrupted = interruption.signal is not None and state.step < state.total_steps
