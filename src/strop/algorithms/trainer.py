@@ -251,7 +251,10 @@ class Trainer:
     def _make_config(self, config: Any, options: dict[str, Any]) -> Any:
         if config is not None and not isinstance(config, self.Config):
             raise TypeError(f"config must be a {self.Config.__name__}, found {type(config).__name__}")
-        arguments = [name for name in inspect.signature(type(self).__init__).parameters if name != "options"]
+        makers = [cls.__init__ for cls in type(self).__mro__ if cls is not object]  # type: ignore[misc]
+        arguments = [
+            p.name for make in makers for p in inspect.signature(make).parameters.values() if p.kind == p.KEYWORD_ONLY
+        ]
         known = option_names(self.Config)
         for option in options:
             if option not in known and "." not in option:
