@@ -27,8 +27,6 @@ LAYERS = {
     "strop.rollout": ["torch"],
     "strop.rewards": ["torch"],
     "strop.algorithms.grpo": ["torch"],
-    "strop.algorithms.online_dpo": ["torch"],
-    "strop.algorithms.best_of_n": ["torch"],
     "strop.bench.harness": [],
     "strop.bench.report": [],
     "strop.bench.alone": [],

@@ -208,9 +208,7 @@ class Policy:
             self.no_hidden_because = found
             return None
         decoder, head = found
-        if self.model is not unwrapped(
-            self.model
-        ):  # compiled as a whole; the part that is called must be, and likewise
+        if self.model is not unwrapped(self.model):  # compiled: the part that is called must be, and likewise
             decoder = self.model.dynamo_ctx(decoder)  # type: ignore[operator]
         return decoder, head
 
