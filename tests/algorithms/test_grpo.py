@@ -396,6 +396,7 @@ def test_the_same_prompts_in_every_form():
         ([torch.tensor([1, 2]), torch.tensor([4, 5, 6, 7])], {}),
         (["ab", "defg"], {}),
         ([{"prompt": "ab"}, {"prompt": "defg"}], {}),
+        ({"prompt": ["ab", "defg"], "other": [1, 2]}, {}),
     ]
     seen = []
 
@@ -437,6 +438,7 @@ def test_conversations_and_columns():
     [
         ("ab", {}, TypeError, "prompts must be a batch, found a single text"),
         ([{"role": "user", "content": "a"}], {}, TypeError, "found a single conversation"),
+        ({"question": ["a"]}, {}, ValueError, "prompts must have 'prompt' or 'input_ids', found question"),
         ([{"question": "a"}], {}, ValueError, r"prompts\[0\] must have a column 'prompt', found question"),
         (torch.tensor([[0, 0], [0, 1]]), {}, ValueError, r"prompts\[0\] must hold at least one token besides padding"),
         (["ab", "c"], {"answer": [1]}, ValueError, "answer must have one entry for each of the 2 prompts, found 1"),

@@ -130,7 +130,7 @@ def test_bad_input():
         OnlineDPO(model=moe(), preference_fn=prefers_low, reward_fn=low_tokens)
     with pytest.raises(ValueError, match="temperature must be above 0: two greedy completions are the same"):
         OnlineDPOConfig.from_options({"temperature": 0.0})
-    with pytest.raises(RewardError, match=r"must return 0 or 1.*found 2 \(completion 3, prompt \[12, 13\]\)"):
+    with pytest.raises(RewardError, match=r"must return 0 or 1.*found 2 \(pair 3, prompt \[12, 13\]\)"):
         make_online(moe(), preference_fn=lambda pairs: [0, 1, 0, 2]).train_step(PROMPTS)
     with pytest.warns(UserWarning, match="reward_weights have no effect"):
         make_online(moe(), reward_weights=(1.0,))
