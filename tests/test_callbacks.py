@@ -2,12 +2,9 @@
 
 import io
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent / "algorithms"))
 from trained_models import tiny_moe, weights_of
 
 from strop.algorithms.dpo import DPO

@@ -3,14 +3,10 @@
 import os
 import pickle
 import struct
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent / "algorithms"))
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, shifted, tiny_moe, weights_of
 

@@ -4,11 +4,8 @@ import io
 import json
 import sys
 import types
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "algorithms"))
 from trained_models import tiny_moe
 
 from strop.algorithms.sft import SFT

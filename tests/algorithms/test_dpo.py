@@ -106,6 +106,22 @@ def test_micro_batches_change_nothing(make, loss_type):
     torch.testing.assert_close(after[2], after[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_packing_changes_no_loss_and_no_gradient(loss_type):
+    pairs = random_pairs(6)
+    results = []
+    for packing in (False, True):
+        dpo = DPO(
+            model=tiny_qwen2(), ref_model=shifted(tiny_qwen2()), packing=packing, max_length=20, learning_rate=0.1,
+            max_grad_norm=0, loss_type=loss_type, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        )  # fmt: skip
+        rows = len(dpo._collate(pairs))
+        assert rows < 12 if packing else rows == 12
+        metrics = dpo.train_step(*columns(pairs))
+        results.append((metrics["loss"], metrics["preference/margin"], metrics["grad_norm"]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
 def test_padding_and_what_stands_behind_the_end_do_not_count():
     """Left-padded and right-padded prompts, completions with garbage behind EOS: the loss of the bare rows."""
     bare = [[5, 6, 7], [8, 9]], [[3, 1], [4, 5, 1]], [[6, 7, 8, 1], [9]]
@@ -127,6 +143,26 @@ def test_a_mask_says_what_is_padding_where_the_pad_id_is_the_end():
         prompt_mask=torch.tensor([[1, 1, 1, 0, 0]]),
     )  # fmt: skip
     assert masked["loss"] == bare["loss"]
+
+
+def test_texts_with_a_tokenizer():
+    class Letters:
+        eos_token_id, pad_token_id = 1, 0
+
+        def encode(self, text):
+            return [ord(letter) - 95 for letter in text]
+
+    dpo = DPO(
+        model=tiny_moe(vocab_size=30),
+        ref_model=shifted(tiny_moe(vocab_size=30)),
+        tokenizer=Letters(),
+        learning_rate=0.0,
+    )
+    written = dpo.train_step(["ab", "c"], ["de", "f"], ["g", "hij"])["loss"]
+    ids = dpo.train_step([[2, 3], [4]], [[5, 6, 1], [7, 1]], [[8, 1], [9, 10, 11, 1]])["loss"]
+    assert written == ids
+    with pytest.raises(ValueError, match="chosen must have 2 rows as prompt has, found 1"):
+        dpo.train_step(["ab", "c"], ["de"], ["g", "hij"])
 
 
 def test_a_plain_module_has_no_padding_unless_told():
@@ -253,4 +289,4 @@ def test_bad_batches(batch, message):
 
 def test_the_fields_of_the_config():
     names = set(DPOConfig.from_options().to_dict())
-    assert names == {"beta", "loss_type", "label_smoothing", "max_length", "pad_id", "optim", "run", "lora"}
+    assert names == {"beta", "loss_type", "label_smoothing", "max_length", "packing", "pad_id", "optim", "run", "lora"}

@@ -91,20 +91,47 @@ def test_signals_write_a_checkpoint_and_stop_cleanly(number, tmp_path, capsys):
     assert torch.equal(weights_of(again), weights_of(whole))
 
 
+class Failure(Exception):
+    pass
+
+
+class FailAt(Callback):
+    """Fails once, before step `step` has done anything, or at its end."""
+
+    def __init__(self, step, event):
+        self.step, self.event = step, event
+
+    def on_step_begin(self, trainer):
+        torch.rand(3)
+        if self.event == "begin" and trainer.state.step == self.step - 1:
+            raise Failure
+
+    def on_step_end(self, trainer, metrics):
+        if self.event == "end" and trainer.state.step == self.step:
+            raise Failure
+
+
+@pytest.mark.parametrize("event", ["begin", "end"])
+def test_a_failed_step_loses_nothing(event, tmp_path):
+    """No save_every: the checkpoint is written because of the failure, and going on gives the undisturbed run."""
+    first = dpo_qwen2(callbacks=[FailAt(3, event)])
+    with pytest.raises(Failure) as caught:
+        first.train(PAIRS, num_steps=5, output_dir=tmp_path)
+    done = 2 if event == "begin" else 3
+    assert f"the run up to step {done} is in" in caught.value.__notes__[0]
+    second = dpo_qwen2(callbacks=[FailAt(99, event)])
+    second.train(PAIRS, num_steps=5, output_dir=tmp_path, resume=True)
+    whole = dpo_qwen2(callbacks=[FailAt(99, event)])
+    whole.train(PAIRS, num_steps=5)
+    assert torch.equal(weights_of(second), weights_of(whole))
+
+
 def test_lines_after_the_checkpoint_are_dropped(tmp_path):
     """Killed at step 5 with its last checkpoint at 4: step 5 is logged once in the end, and a half line is no line."""
-
-    class Killed(Exception):
-        pass
-
-    class Kill(Callback):
-        def on_step_end(self, trainer, metrics):
-            if trainer.state.step == 5:
-                raise Killed
-
-    first = SFT(model=tiny_moe(), save_every=2, callbacks=[Kill()], **OPTIONS)
-    with pytest.raises(Killed):
+    first = SFT(model=tiny_moe(), save_every=2, callbacks=[FailAt(5, "end")], **OPTIONS)
+    with pytest.raises(Failure):
         first.train(ROWS, num_steps=8, output_dir=tmp_path)
+    (tmp_path / "checkpoints" / "step-00000005.safetensors").unlink()  # a kill would not have left it
     assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')

@@ -182,6 +182,31 @@ def test_lora_trains_the_adapter_only():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler itself calls what torch deprecates
+@pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
+def test_lora_with_gradient_checkpointing():
+    lora = {"r": 4, "alpha": 8}
+    results = []
+    for checkpointing in (False, True):
+        sft = SFT(model=tiny_qwen2(), learning_rate=1e-2, lora=lora, gradient_checkpointing=checkpointing)
+        sft.train_step(*columns(random_examples(4)))
+        results.append(weights_of(sft))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
+
+
+def test_half_precision_weights_are_warned_of():
+    with pytest.warns(UserWarning, match=r'is trained in torch.bfloat16.*use autocast="bf16"'):
+        SFT(model=tiny_qwen2().bfloat16())
+
+
+def test_a_dataset_of_datasets():
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": [2, 3 + i], "completion": [4 + i, 1]} for i in range(6)]
+    histories = []
+    for data in (rows, datasets.Dataset.from_list(rows)):
+        histories.append(SFT(model=tiny_moe(), batch_size=3).train(data, num_steps=2).values("loss"))
+    assert histories[0] == histories[1]
+
+
 def test_compile_changes_no_numbers(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # no C++ to wait for
     examples = random_examples(4)

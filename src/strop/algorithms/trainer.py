@@ -11,6 +11,7 @@ An algorithm says how rows become a batch and which loss that has:
 import contextlib
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -54,12 +55,15 @@ class Trainer:
 
         self.config = self._make_config(config, options)
         if isinstance(model, (str, Path)):
-            model, loaded = load_model(model)
+            # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
+            dtype = None if self.config.lora is not None else torch.float32
+            model, loaded = load_model(model, dtype=dtype)
             tokenizer = loaded if tokenizer is None else tokenizer
         if isinstance(ref_model, (str, Path)):
             ref_model, _ = load_model(ref_model)
         self.policy = as_policy(self._prepared_model(as_policy(model).model), tokenizer)
         self.tokenizer = self.policy.tokenizer
+        _warn_of_half_precision(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
         self.loggers = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
         self.callbacks = list(callbacks)
@@ -208,6 +212,10 @@ class Trainer:
         """
         return loop.train(self, dataset, eval_dataset, num_steps, num_epochs, output_dir, resume, progress)
 
+    def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
+        """A dataset's rows, loaded, checked and tokenised: train() and evaluate() take them without doing so again."""
+        return loop.prepared(self, dataset, name)
+
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Metrics of a dataset as eval/<metric>; leaves weights and random numbers as they are."""
         return loop.evaluate(self, dataset)
@@ -283,6 +291,17 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         return learning_rate
+
+
+def _warn_of_half_precision(model: torch.nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
+            warnings.warn(
+                f"{name} is trained in {param.dtype}, which loses updates below about 1/256 of a weight; "
+                f'load the model in float32 and use autocast="bf16"',
+                stacklevel=4,
+            )
+            return
 
 
 def turn_dropout_off(model: torch.nn.Module) -> None:
