@@ -238,7 +238,7 @@ class Rescue:
         self.rng = get_rng()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is None or self.folder is None:
+        if not isinstance(error, Exception) or self.folder is None:  # not for Ctrl-C: a second one means at once
             return
         state = self.trainer.state
         step, updates, epoch, position = self.before

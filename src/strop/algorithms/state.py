@@ -56,10 +56,14 @@ class History:
 
 
 class Phases:
-    """Seconds by name of phase; a phase within another counts for the inner one only."""
+    """Seconds by name of phase; a phase within another counts for the inner one only.
 
-    def __init__(self) -> None:
+    A GPU is waited for at the end of a phase: else its work would count for whatever phase first needs a result.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self._gpu = device if device is not None and device.type == "cuda" else None
         self._inner: list[float] = []
 
     @contextlib.contextmanager
@@ -69,6 +73,8 @@ class Phases:
         try:
             yield
         finally:
+            if self._gpu is not None:
+                torch.cuda.synchronize(self._gpu)
             taken = time.perf_counter() - start
             own = taken - self._inner.pop()
             self.seconds[name] = self.seconds.get(name, 0.0) + own

@@ -75,7 +75,7 @@ class Trainer:
         self.reference: Any = None
         self.goes_on = False  # whether train() continues a run: after from_checkpoint, or an interruption
         self.history = History()
-        self._phases = Phases()
+        self._phases = Phases(self.policy.device)
         self._step_tokens = 0
         self.setup(ref_model)
 
@@ -129,13 +129,14 @@ class Trainer:
                 )
             learning_rate = self._set_learning_rate()
             self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)  # a rollout that follows has their memory
             self.state.updates += 1
         return {"loss": total, "grad_norm": grad_norm, "learning_rate": learning_rate}
 
     def run_step(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Do `work` as one training step: events, phase times, tokens per second, loggers."""
         start = time.perf_counter()
-        self._phases, self._step_tokens = Phases(), 0
+        self._phases, self._step_tokens = Phases(self.policy.device), 0
         self.fire("on_step_begin")
         self.policy.model.train()
         metrics = dict(work())
@@ -205,6 +206,9 @@ class Trainer:
         progress: bool | None = None,
     ) -> History:
         """Train on the dataset: rows as dicts (list, datasets.Dataset) or a JSONL file.
+
+        A run that begins sets the global random generators by config.run.seed. After from_checkpoint, or after an
+        interruption, it goes on where it was. Ctrl-C and SIGTERM end it after the step, with a checkpoint.
 
         num_steps, num_epochs   where to end, in place of the config's
         output_dir              the run folder: metrics, samples, checkpoints, and at the end the model
