@@ -134,6 +134,7 @@ class EvaluationCallback(Callback):
         if self._last_step == trainer.state.step:
             return {}
         self._last_step = trainer.state.step
+        self.dataset = trainer.prepared(self.dataset, "eval_dataset")  # once: the next time it is found done
         metrics = trainer.evaluate(self.dataset)
         trainer.log(metrics)
         trainer.history.evaluations.append({"step": trainer.state.step, **metrics})

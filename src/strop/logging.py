@@ -64,18 +64,13 @@ class JSONLLogger:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO | None = None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()  # a killed run keeps what it has logged
+        with self.path.open("a", encoding="utf-8") as file:  # closed each time: a killed run keeps what it has logged
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        pass
 
 
 class TensorBoardLogger:

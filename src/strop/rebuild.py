@@ -5,6 +5,7 @@ plain module only its class, for the error that asks for it.
 """
 
 import copy
+import enum
 import importlib
 import tempfile
 import warnings
@@ -39,7 +40,7 @@ def describe(model: torch.nn.Module) -> dict[str, Any]:
     if kind == "hf":
         inner = base_model(model)
         about |= {"config": _json_dict(inner.config), "dtype": _name(inner.dtype), "device": str(inner.device)}
-        about["model_type"] = inner.config.model_type
+        about["attention"] = getattr(inner.config, "_attn_implementation", None)
         if inner.generation_config is not None:
             about["generation_config"] = _json_dict(inner.generation_config)
         if inner is not model:
@@ -106,8 +107,10 @@ def _hugging_face_from(about: dict[str, Any], path: Any, argument: str) -> Any:
 
     with torch.random.fork_rng():
         try:
-            config = transformers.AutoConfig.for_model(about["model_type"], **about["config"])
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, about["dtype"]))
+            config = transformers.AutoConfig.for_model(**about["config"])
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, about["dtype"]), attn_implementation=about["attention"]
+            )
         except (ValueError, KeyError) as error:
             raise ValueError(
                 f"{argument} must be given: transformers cannot rebuild the {about['class']} of {path}: {error}"
@@ -134,7 +137,7 @@ def _with_adapters(model: Any, adapters: dict[str, Any]) -> Any:
     with torch.random.fork_rng():
         made: Any = None
         for name, values in adapters.items():
-            config = peft.get_peft_config(dict(values))
+            config = peft.PeftConfig.from_peft_type(**values)
             if made is None:
                 made = peft.get_peft_model(model, config, adapter_name=name)
             else:
@@ -192,7 +195,7 @@ def _json_dict(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; dtypes by name, sets as lists."""
+    """As JSON has it; dtypes by name, enumerations by value, sets as lists."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -201,6 +204,8 @@ def _plain(value: Any) -> Any:
         return sorted(_plain(item) for item in value)
     if isinstance(value, torch.dtype):
         return _name(value)
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
     return value if value is None or isinstance(value, (bool, int, float)) else str(value)
 
 

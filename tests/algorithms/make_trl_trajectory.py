@@ -1,6 +1,6 @@
 """Record what TRL's DPOTrainer does in four steps: the batches it took and the loss of each, in trl_dpo_trajectory.json.
 
-    python tests/algorithms/make_trl_trajectory.py          # with trl==1.16 and its requirements installed
+    PYTHONPATH=tests python tests/algorithms/make_trl_trajectory.py          # with trl==1.16 and its requirements installed
 
 The weights come from a formula (tiny_qwen2.py) and the tokens are in the file: the test needs neither TRL nor a seed.
 """

@@ -6,29 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_qwen2 import tiny_qwen2
+from trained_models import Bigram, shifted, tiny_moe, weights_of
 
 from strop.algorithms.dpo import DPO, DPOConfig
 from strop.losses import PREFERENCE_LOSS_TYPES
-from strop.moe import MoEConfig, MoETransformer
 
 TRL = json.loads(Path(__file__).with_name("trl_dpo_trajectory.json").read_text())
-
-
-def tiny_moe(**changes):
-    sizes = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "head_dim": 8, "num_experts": 2, "intermediate_dim": 16}
-    ids = {"vocab_size": 20, "max_seq_len": 32, "eos_token_id": 1, "pad_token_id": 0}
-    return MoETransformer(MoEConfig(**{**sizes, **ids, **changes}))
-
-
-class Bigram(torch.nn.Module):
-    """A plain module that returns logits: they depend on the last token alone."""
-
-    def __init__(self, vocab_size=20):
-        super().__init__()
-        self.table_VV = torch.nn.Parameter(torch.linspace(-1, 1, vocab_size**2).sin().reshape(vocab_size, vocab_size))
-
-    def forward(self, input_ids):
-        return self.table_VV[input_ids]
 
 
 def random_pairs(num_pairs, seed=0, vocab_size=20):
@@ -43,10 +26,6 @@ def random_pairs(num_pairs, seed=0, vocab_size=20):
 
 def columns(pairs):
     return tuple(list(column) for column in zip(*pairs, strict=True))
-
-
-def weights_of(trainer):
-    return torch.cat([param.detach().flatten() for param in trainer.module.parameters()])
 
 
 # ---- values ----
@@ -112,13 +91,6 @@ def test_a_ragged_batch_is_its_rows(make):
     assert whole["loss"] != pytest.approx(0.6931, abs=1e-3)  # the reference is another model
 
 
-def shifted(model):
-    params = model.parameters() if isinstance(model, torch.nn.Module) else map(torch.from_numpy, model.params.values())
-    for index, param in enumerate(params):
-        param.data.add_(0.05 * torch.sin(torch.arange(param.numel()) + index).reshape(param.shape))
-    return model
-
-
 @pytest.mark.parametrize("make", [tiny_qwen2, tiny_moe], ids=["qwen2", "moe"])
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
 def test_micro_batches_change_nothing(make, loss_type):
@@ -132,6 +104,22 @@ def test_micro_batches_change_nothing(make, loss_type):
         after.append((metrics["loss"], metrics["grad_norm"], metrics["preference/accuracy"]))
     torch.testing.assert_close(after[1], after[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(after[2], after[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_packing_changes_no_loss_and_no_gradient(loss_type):
+    pairs = random_pairs(6)
+    results = []
+    for packing in (False, True):
+        dpo = DPO(
+            model=tiny_qwen2(), ref_model=shifted(tiny_qwen2()), packing=packing, max_length=20, learning_rate=0.1,
+            max_grad_norm=0, loss_type=loss_type, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        )  # fmt: skip
+        rows = len(dpo._collate(pairs))
+        assert rows < 12 if packing else rows == 12
+        metrics = dpo.train_step(*columns(pairs))
+        results.append((metrics["loss"], metrics["preference/margin"], metrics["grad_norm"]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
 
 
 def test_padding_and_what_stands_behind_the_end_do_not_count():
@@ -155,6 +143,26 @@ def test_a_mask_says_what_is_padding_where_the_pad_id_is_the_end():
         prompt_mask=torch.tensor([[1, 1, 1, 0, 0]]),
     )  # fmt: skip
     assert masked["loss"] == bare["loss"]
+
+
+def test_texts_with_a_tokenizer():
+    class Letters:
+        eos_token_id, pad_token_id = 1, 0
+
+        def encode(self, text):
+            return [ord(letter) - 95 for letter in text]
+
+    dpo = DPO(
+        model=tiny_moe(vocab_size=30),
+        ref_model=shifted(tiny_moe(vocab_size=30)),
+        tokenizer=Letters(),
+        learning_rate=0.0,
+    )
+    written = dpo.train_step(["ab", "c"], ["de", "f"], ["g", "hij"])["loss"]
+    ids = dpo.train_step([[2, 3], [4]], [[5, 6, 1], [7, 1]], [[8, 1], [9, 10, 11, 1]])["loss"]
+    assert written == ids
+    with pytest.raises(ValueError, match="chosen must have 2 rows as prompt has, found 1"):
+        dpo.train_step(["ab", "c"], ["de"], ["g", "hij"])
 
 
 def test_a_plain_module_has_no_padding_unless_told():
@@ -203,10 +211,10 @@ def test_it_learns_a_preference_and_generalises():
         return made
 
     model = tiny_moe(hidden_dim=32, head_dim=16, intermediate_dim=32)
-    dpo = DPO(model=model, beta=0.1, learning_rate=1e-2, batch_size=64)
+    dpo = DPO(model=model, beta=0.1, learning_rate=1e-2, batch_size=32)
     held_out = rows(200)
     before = dpo.evaluate(held_out)["eval/preference/accuracy"]
-    history = dpo.train(rows(1000), eval_dataset=held_out, num_steps=150)
+    history = dpo.train(rows(1000), eval_dataset=held_out, num_steps=120)
     assert before < 0.7
     assert history.evaluations[-1]["eval/preference/accuracy"] > 0.95
     assert history.steps[-1]["preference/accuracy"] > 0.95
@@ -281,4 +289,4 @@ def test_bad_batches(batch, message):
 
 def test_the_fields_of_the_config():
     names = set(DPOConfig.from_options().to_dict())
-    assert names == {"beta", "loss_type", "label_smoothing", "max_length", "pad_id", "optim", "run", "lora"}
+    assert names == {"beta", "loss_type", "label_smoothing", "max_length", "packing", "pad_id", "optim", "run", "lora"}

@@ -8,17 +8,19 @@ prompt's tokens never count.
 B pairs, 2B rows: the chosen completions, then the rejected ones.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from strop.algorithms.inputs import Ids, as_rows, declared_pad_id, fit, until_eos, without_padding
+from strop.algorithms.inputs import Ids, as_dicts, as_rows, declared_pad_id, fit, is_written, until_eos, without_padding
+from strop.algorithms.packing import check_packing, collate_rows, sums_of_sequences
 from strop.algorithms.trainer import Trainer
 from strop.config import OptimConfig, TrainerConfig, check_count, check_option, check_range
-from strop.data.collate import SequenceBatch, collate
-from strop.losses import PREFERENCE_LOSS_TYPES, PreferenceLoss, pair_preference_loss, preference_loss, sequence_logps
+from strop.data.collate import SequenceBatch
+from strop.losses import PREFERENCE_LOSS_TYPES, PreferenceLoss, pair_preference_loss, preference_loss
 
 Pair = tuple[Ids, Ids, Ids]  # prompt, chosen, rejected
 
@@ -31,6 +33,7 @@ class DPOConfig(TrainerConfig):
     loss_type         one of `strop.losses.PREFERENCE_LOSS_TYPES`
     label_smoothing   the probability that a label is wrong (sigmoid, robust, exo_pair)
     max_length        completions are cut so that prompt and completion have at most so many tokens; None cuts nothing
+    packing           several sequences in a row, for Hugging Face models that keep them apart
     pad_id            the padding in what train_step is given; None is what tokenizer or model say
     """
 
@@ -38,6 +41,7 @@ class DPOConfig(TrainerConfig):
     loss_type: str = "sigmoid"
     label_smoothing: float = 0.0
     max_length: int | None = None
+    packing: bool = False
     pad_id: int | None = None
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
@@ -65,12 +69,16 @@ class DPO(Trainer):
 
     def setup(self, ref_model: Any) -> None:
         self.reference = self.policy.reference(ref_model)
+        if self.config.packing:
+            check_packing(self.policy)
+            check_packing(self.reference.policy)
 
     def train_step(self, prompt: Any, chosen: Any, rejected: Any, *, prompt_mask: Any = None) -> dict[str, float]:
         """One step on B pairs of token ids: (B, P), (B, C), (B, R), or lists of rows of unequal lengths.
 
         Padding of prompts is what equals the pad id at their sides, or with prompt_mask (B, P) what is 0 there.
-        Completions end at their first EOS; what stands behind it does not count.
+        Completions end at their first EOS; what stands behind it does not count. With a tokenizer also lists of texts or
+        of conversations.
         """
         return self.run_step(lambda: self._step(self._pairs(prompt, chosen, rejected, prompt_mask)))
 
@@ -93,34 +101,34 @@ class DPO(Trainer):
         for pairs in self.micro_batches(rows):
             with self.autocast():
                 batch = self._collate(pairs)
-                results.append(self._loss(batch, self.reference.logps(batch), len(rows)))
+                results.append(self._loss(batch, self.reference.logps(batch), len(pairs), len(rows)))
         return {"loss": sum(result.loss.item() for result in results), **_metrics(results)}
 
     # ---- inside ----
 
     def _step(self, pairs: list[Pair]) -> dict[str, float]:
-        parts = [self._collate(part) for part in self.micro_batches(pairs)]
+        parts = [(self._collate(part), len(part)) for part in self.micro_batches(pairs)]
         with self.phase("score"), self.autocast():
-            ref_logps = [self.reference.logps(batch) for batch in parts]
+            ref_logps = [self.reference.logps(batch) for batch, _ in parts]
         results: list[PreferenceLoss] = []
 
-        def loss_of(batch: SequenceBatch, ref_logps_BT: torch.Tensor) -> torch.Tensor:
-            results.append(self._loss(batch, ref_logps_BT, len(pairs)))
+        def loss_of(batch: SequenceBatch, size: int, ref_logps_BT: torch.Tensor) -> torch.Tensor:
+            results.append(self._loss(batch, ref_logps_BT, size, len(pairs)))
             return results[-1].loss
 
         metrics = self.update(
-            lambda batch=batch, ref=ref: loss_of(batch, ref)  # type: ignore[misc]
-            for batch, ref in zip(parts, ref_logps, strict=True)
+            functools.partial(loss_of, *part, ref) for part, ref in zip(parts, ref_logps, strict=True)
         )
-        self.count_tokens(sum(batch.num_tokens for batch in parts))
+        self.count_tokens(sum(batch.num_tokens for batch, _ in parts))
         return metrics | _metrics(results)
 
-    def _loss(self, batch: SequenceBatch, ref_logps_BT: torch.Tensor, num_pairs: int) -> PreferenceLoss:
-        mask_BT = batch.completion_mask_BT
-        policy_logps_BT = self.policy.logps(batch)
-        chosen_B, rejected_B = sequence_logps(policy_logps_BT, mask_BT).chunk(2)
-        ref_chosen_B, ref_rejected_B = sequence_logps(ref_logps_BT, mask_BT).chunk(2)
-        chosen_lengths_B, rejected_lengths_B = mask_BT.sum(-1).chunk(2)
+    def _loss(self, batch: SequenceBatch, ref_logps_BT: torch.Tensor, size: int, num_pairs: int) -> PreferenceLoss:
+        """Of `size` pairs out of num_pairs: the parts' losses add up to the batch's."""
+        logps_2B, lengths_2B = sums_of_sequences(self.policy.logps(batch), batch, 2 * size)
+        ref_logps_2B, _ = sums_of_sequences(ref_logps_BT, batch, 2 * size)
+        chosen_B, rejected_B = logps_2B.chunk(2)
+        ref_chosen_B, ref_rejected_B = ref_logps_2B.chunk(2)
+        chosen_lengths_B, rejected_lengths_B = lengths_2B.chunk(2)
         return preference_loss(
             chosen_B,
             rejected_B,
@@ -136,9 +144,11 @@ class DPO(Trainer):
 
     def _collate(self, pairs: Sequence[Pair]) -> SequenceBatch:
         rows = [(prompt, chosen) for prompt, chosen, _ in pairs] + [(prompt, rejected) for prompt, _, rejected in pairs]
-        return collate(rows, self.policy.pad_id, self.policy.device)
+        return collate_rows(rows, self.policy, self.config.packing, self.config.max_length)
 
     def _pairs(self, prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any) -> list[Pair]:
+        if is_written(prompt):
+            return self.prepare(as_dicts({"prompt": prompt, "chosen": chosen, "rejected": rejected}), "pairs")
         pad_id = declared_pad_id(self.policy) if self.config.pad_id is None else self.config.pad_id
         eos_ids = self.policy.eos_ids
         prompts = as_rows(prompt, "prompt", prompt_mask)

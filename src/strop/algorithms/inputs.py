@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from strop.data.collate import as_ids
+from strop.data.formats import is_conversation
 from strop.models import Policy
 
 Ids = torch.Tensor
@@ -22,6 +23,22 @@ def declared_pad_id(policy: Policy) -> int | None:
         if isinstance(pad_id, int) and pad_id >= 0:
             return pad_id
     return None
+
+
+def is_written(rows: Any) -> bool:
+    """Whether these are texts or conversations, which a tokenizer makes ids of."""
+    return (
+        not isinstance(rows, torch.Tensor) and len(rows) > 0 and (isinstance(rows[0], str) or is_conversation(rows[0]))
+    )
+
+
+def as_dicts(columns: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Rows of a dataset from its columns, which must be of one length."""
+    (first, values), *others = columns.items()
+    for name, other in others:
+        if len(other) != len(values):
+            raise ValueError(f"{name} must have {len(values)} rows as {first} has, found {len(other)}")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def as_rows(ids: Any, name: str, mask: Any = None) -> list[Ids]:

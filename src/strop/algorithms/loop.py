@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop import checkpoint
-from strop.algorithms.state import History, rng_kept, seed_everything
+from strop.algorithms.state import History, get_rng, rng_kept, seed_everything, set_rng
 from strop.callbacks import Callback, CheckpointCallback, EvaluationCallback, ProgressBar, SampleTable
 from strop.config import check_count
 from strop.logging import JSONLLogger, drop_after
@@ -44,7 +44,7 @@ def train(
     batch_size = trainer.config.run.batch_size
     if batch_size > len(rows):
         raise ValueError(f"batch_size must be at most the number of rows, {len(rows)}, found {batch_size}")
-    eval_rows = None if eval_dataset is None else Prepared(prepared(trainer, eval_dataset, "eval_dataset"))
+    eval_rows = None if eval_dataset is None else prepared(trainer, eval_dataset, "eval_dataset")
     if resume and output_dir is None:
         raise ValueError("output_dir must be given with resume=True: its newest checkpoint is where the run goes on")
     trainer.history, trainer.stop_reason = History(), None
@@ -74,12 +74,22 @@ def _begin(trainer: "Trainer", num_rows: int, num_steps: int | None, num_epochs:
     epochs = run.num_epochs if num_epochs is None else num_epochs
     check_count("num_steps", steps)
     check_count("num_epochs", epochs)
+    if trainer.goes_on and num_rows != (state.num_rows or num_rows):
+        raise ValueError(
+            f"dataset must have {state.num_rows} rows as when the run began, found {num_rows}; trainer.goes_on = False "
+            f"begins a new run with the weights as they are"
+        )
     if not trainer.goes_on:
         state.first_step, state.epoch, state.position = state.step, 0, 0
         seed_everything(run.seed)
+    state.num_rows = num_rows
     if num_steps is None and num_epochs is not None:
         steps = 0
+    if not steps and not epochs:
+        raise ValueError("num_steps or num_epochs must be above 0, found 0 of both")
     state.total_steps = state.first_step + (steps or epochs * -(-num_rows // run.batch_size))
+    if state.step >= state.total_steps:
+        print(f"{trainer.name} is at step {state.step} of {state.total_steps}: nothing left to do", file=sys.stderr)
 
 
 def _run(trainer: "Trainer", rows: Sequence[Any], eval_rows: "Prepared | None", folder: "RunFolder | None") -> None:
@@ -88,10 +98,11 @@ def _run(trainer: "Trainer", rows: Sequence[Any], eval_rows: "Prepared | None", 
         trainer.goes_on = True
         trainer.fire("on_train_begin")
         try:
-            for batch in batches(trainer, rows):
-                if state.step >= state.total_steps or trainer.stop_reason or interruption.signal:
-                    break
-                metrics = trainer.run_step(lambda batch=batch: trainer.step_on(batch))  # type: ignore[misc]
+            stream = batches(trainer, rows)
+            while state.step < state.total_steps and not trainer.stop_reason and not interruption.signal:
+                with Rescue(trainer, folder):
+                    batch = next(stream)  # only now: a batch that was taken counts as used in a checkpoint
+                    metrics = trainer.run_step(lambda batch=batch: trainer.step_on(batch))  # type: ignore[misc]
                 history.steps.append({"step": state.step, **metrics})
             history.interrupted = interruption.signal is not None and state.step < state.total_steps
             history.signal, history.stop_reason = interruption.signal, trainer.stop_reason
@@ -134,15 +145,15 @@ class Prepared(list):
     """Rows that went through the algorithm's `prepare` already."""
 
 
-def prepared(trainer: "Trainer", dataset: Any, name: str) -> Sequence[Any]:
-    """The dataset's rows as `step_on` takes them."""
+def prepared(trainer: "Trainer", dataset: Any, name: str) -> Prepared:
+    """The dataset's rows as `step_on` takes them; what went through here already stays as it is."""
     if isinstance(dataset, Prepared):
         return dataset
     if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
         raise ValueError(f"{name} must have rows, found none")
     from strop.data.formats import load_rows
 
-    return trainer.prepare(load_rows(dataset), name)
+    return Prepared(trainer.prepare(load_rows(dataset), name))
 
 
 def batches(trainer: "Trainer", rows: Sequence[Any]) -> Iterator[list[Any]]:
@@ -209,6 +220,40 @@ class Interruption:
 
 
 # ---- the run folder ----
+
+
+class Rescue:
+    """Around a step: one that fails, by a reward function or a logger say, costs the run nothing that was done before.
+
+    A checkpoint is written if the state is that of a whole step: either this one is done, or it has changed no weight
+    and data position and random numbers are put back. The error goes on, with a note of where the checkpoint is.
+    """
+
+    def __init__(self, trainer: "Trainer", folder: "RunFolder | None"):
+        self.trainer, self.folder = trainer, folder
+
+    def __enter__(self) -> None:
+        state = self.trainer.state
+        self.before = state.step, state.updates, state.epoch, state.position
+        self.rng = get_rng()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None or self.folder is None:
+            return
+        state = self.trainer.state
+        step, updates, epoch, position = self.before
+        if state.step == step:
+            if state.updates != updates:
+                return
+            state.epoch, state.position = epoch, position
+            set_rng(*self.rng)
+        assert self.folder.checkpoints is not None
+        try:
+            path = self.folder.checkpoints.save(self.trainer)
+        except Exception as second:  # the first error is the one to tell
+            error.add_note(f"no checkpoint could be written: {second}")
+        else:
+            error.add_note(f"the run up to step {state.step} is in {path}; resume=True goes on from there")
 
 
 class RunFolder:

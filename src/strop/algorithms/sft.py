@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from strop.algorithms.inputs import Ids, as_rows, declared_pad_id, fit, until_eos, without_padding
+from strop.algorithms.inputs import Ids, as_dicts, as_rows, declared_pad_id, fit, is_written, until_eos, without_padding
+from strop.algorithms.packing import check_packing, collate_rows
 from strop.algorithms.trainer import Trainer
 from strop.config import OptimConfig, TrainerConfig, check_count
-from strop.data.collate import SequenceBatch, collate, collate_into_bins
+from strop.data.collate import SequenceBatch
 
 Example = tuple[Ids, Ids]  # prompt, completion
 
@@ -52,13 +53,13 @@ class SFT(Trainer):
     def setup(self, ref_model: Any) -> None:
         super().setup(ref_model)
         if self.config.packing:
-            self._check_packing()
+            check_packing(self.policy)
 
     def train_step(self, prompt: Any, completion: Any = None, *, prompt_mask: Any = None) -> dict[str, float]:
         """One step on token ids: prompts (B, P) and completions (B, C), or whole texts alone, all of which count.
 
         Padding of prompts and texts is what equals the pad id at their sides, or what prompt_mask has 0 for. Completions
-        end at their first EOS.
+        end at their first EOS. With a tokenizer also lists of texts or conversations.
         """
         return self.run_step(lambda: self._step(self._examples(prompt, completion, prompt_mask)))
 
@@ -98,13 +99,12 @@ class SFT(Trainer):
         return -self.policy.logps(batch).sum() / num_tokens
 
     def _collate(self, examples: Sequence[Example]) -> SequenceBatch:
-        pad_id, device = self.policy.pad_id, self.policy.device
-        if not self.config.packing:
-            return collate(examples, pad_id, device)
-        longest = max(len(prompt) + len(completion) for prompt, completion in examples)
-        return collate_into_bins(examples, self.config.max_length or self.policy.max_length or longest, pad_id, device)
+        return collate_rows(examples, self.policy, self.config.packing, self.config.max_length)
 
     def _examples(self, prompt: Any, completion: Any, prompt_mask: Any) -> list[Example]:
+        if is_written(prompt):
+            names = {"text" if completion is None else "prompt": prompt, "completion": completion}
+            return self.prepare(as_dicts({name: value for name, value in names.items() if value is not None}), "rows")
         pad_id = declared_pad_id(self.policy) if self.config.pad_id is None else self.config.pad_id
         eos_ids = self.policy.eos_ids
         prompts = as_rows(prompt, "prompt", prompt_mask)
@@ -125,19 +125,6 @@ class SFT(Trainer):
             )
             raise ValueError(f"{where}: {wanted}, found {len(completion)}")
         return prompt, fit(prompt, completion, self.config.max_length, self.policy.max_length, where)
-
-    @torch.no_grad()
-    def _check_packing(self) -> None:
-        """Two sequences in a row must score as they do apart: some models see only one causal mask and would leak."""
-        ids = torch.arange(1, 9)
-        rows = [(ids[:2], ids[2:5]), (ids[3:5], ids[5:8])]
-        apart = self.policy.logps(collate(rows, device=self.policy.device)).sum()
-        together = self.policy.logps(collate_into_bins(rows, 10, device=self.policy.device)).sum()
-        if not torch.allclose(apart, together, rtol=1e-2 if apart.dtype == torch.bfloat16 else 1e-4):
-            raise ValueError(
-                f"packing must be False: {type(self.module).__name__} lets the sequences of a row see one another "
-                f"(log-probs {together.item():.6g} packed, {apart.item():.6g} apart)"
-            )
 
 
 def _num_counted(example: Example) -> int:

@@ -11,6 +11,7 @@ An algorithm says how rows become a batch and which loss that has:
 import contextlib
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -54,15 +55,19 @@ class Trainer:
 
         self.config = self._make_config(config, options)
         if isinstance(model, (str, Path)):
-            model, loaded = load_model(model)
+            # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
+            dtype = None if self.config.lora is not None else torch.float32
+            model, loaded = load_model(model, dtype=dtype)
             tokenizer = loaded if tokenizer is None else tokenizer
         if isinstance(ref_model, (str, Path)):
             ref_model, _ = load_model(ref_model)
-        self.policy = as_policy(self._prepared_model(as_policy(model).model), tokenizer)
+        self.policy = as_policy(self._prepared_model(as_policy(model)), tokenizer)
         self.tokenizer = self.policy.tokenizer
+        _warn_of_half_precision(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
         self.loggers = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
         self.callbacks = list(callbacks)
+        self._check_listeners()
         self.state = TrainState()
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.stop_reason: str | None = None
@@ -208,6 +213,10 @@ class Trainer:
         """
         return loop.train(self, dataset, eval_dataset, num_steps, num_epochs, output_dir, resume, progress)
 
+    def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
+        """A dataset's rows, loaded, checked and tokenised: train() and evaluate() take them without doing so again."""
+        return loop.prepared(self, dataset, name)
+
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Metrics of a dataset as eval/<metric>; leaves weights and random numbers as they are."""
         return loop.evaluate(self, dataset)
@@ -251,18 +260,36 @@ class Trainer:
     def _make_config(self, config: Any, options: dict[str, Any]) -> Any:
         if config is not None and not isinstance(config, self.Config):
             raise TypeError(f"config must be a {self.Config.__name__}, found {type(config).__name__}")
-        arguments = [name for name in inspect.signature(type(self).__init__).parameters if name != "options"]
+        makers = [cls.__init__ for cls in type(self).__mro__ if cls is not object]  # type: ignore[misc]
+        arguments = [
+            p.name for make in makers for p in inspect.signature(make).parameters.values() if p.kind == p.KEYWORD_ONLY
+        ]
         known = option_names(self.Config)
         for option in options:
             if option not in known and "." not in option:
                 raise ValueError(unknown_option(option, [*known, *arguments], f" of {self.name}"))
         return (config if config is not None else self.Config()).changed(options)
 
-    def _prepared_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def _check_listeners(self) -> None:
+        for logger in self.loggers:
+            if not callable(getattr(logger, "log", None)):
+                raise TypeError(f"logger must have log(metrics, step), found a {type(logger).__name__}")
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks must be of strop.callbacks.Callback, found {type(callback).__name__}")
+
+    def _prepared_model(self, policy: Any) -> torch.nn.Module:
         """The model with what the config asks of it: adapters, no dropout, gradient checkpointing, compilation."""
-        run = self.config.run
+        run, model = self.config.run, policy.model
         if self.config.lora is not None:
+            if policy.kind != "hf":
+                raise ValueError(f"lora must be None but for Hugging Face models, found a {type(model).__name__}")
             model = _with_lora(model, self.config.lora, run.seed)
+        if policy.kind == "moe" and (run.autocast or run.compile):
+            warnings.warn(
+                "autocast and compile have no effect on the MoE: its engine computes in float32", stacklevel=4
+            )
+            return model
         if not run.dropout:
             turn_dropout_off(model)
         if run.gradient_checkpointing:
@@ -270,7 +297,7 @@ class Trainer:
                 raise ValueError(
                     f"gradient_checkpointing must be False: {type(model).__name__} has no gradient_checkpointing_enable"
                 )
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return torch.compile(model) if run.compile else model  # type: ignore[return-value]
 
     def _set_learning_rate(self) -> float:
@@ -280,6 +307,17 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         return learning_rate
+
+
+def _warn_of_half_precision(model: torch.nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
+            warnings.warn(
+                f"{name} is trained in {param.dtype}, which loses updates below about 1/256 of a weight; "
+                f'load the model in float32 and use autocast="bf16"',
+                stacklevel=4,
+            )
+            return
 
 
 def turn_dropout_off(model: torch.nn.Module) -> None:
