@@ -19,6 +19,7 @@ class TrainState:
     updates       optimiser steps done, of which a training step may have several
     epoch         passes over the dataset completed
     position      rows of the present epoch already used
+    num_rows      of the dataset, whose order position and epoch refer to
     first_step    the step this run of train() began at, where the schedule begins
     total_steps   the step at which it ends, with the schedule; 0 if unknown
     seconds       time spent training, over all resumptions
@@ -28,6 +29,7 @@ class TrainState:
     updates: int = 0
     epoch: int = 0
     position: int = 0
+    num_rows: int = 0
     first_step: int = 0
     total_steps: int = 0
     num_tokens: int = 0

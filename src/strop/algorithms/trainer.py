@@ -61,12 +61,13 @@ class Trainer:
             tokenizer = loaded if tokenizer is None else tokenizer
         if isinstance(ref_model, (str, Path)):
             ref_model, _ = load_model(ref_model)
-        self.policy = as_policy(self._prepared_model(as_policy(model).model), tokenizer)
+        self.policy = as_policy(self._prepared_model(as_policy(model)), tokenizer)
         self.tokenizer = self.policy.tokenizer
         _warn_of_half_precision(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
         self.loggers = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
         self.callbacks = list(callbacks)
+        self._check_listeners()
         self.state = TrainState()
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.stop_reason: str | None = None
@@ -269,11 +270,26 @@ class Trainer:
                 raise ValueError(unknown_option(option, [*known, *arguments], f" of {self.name}"))
         return (config if config is not None else self.Config()).changed(options)
 
-    def _prepared_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def _check_listeners(self) -> None:
+        for logger in self.loggers:
+            if not callable(getattr(logger, "log", None)):
+                raise TypeError(f"logger must have log(metrics, step), found a {type(logger).__name__}")
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks must be of strop.callbacks.Callback, found {type(callback).__name__}")
+
+    def _prepared_model(self, policy: Any) -> torch.nn.Module:
         """The model with what the config asks of it: adapters, no dropout, gradient checkpointing, compilation."""
-        run = self.config.run
+        run, model = self.config.run, policy.model
         if self.config.lora is not None:
+            if policy.kind != "hf":
+                raise ValueError(f"lora must be None but for Hugging Face models, found a {type(model).__name__}")
             model = _with_lora(model, self.config.lora, run.seed)
+        if policy.kind == "moe" and (run.autocast or run.compile):
+            warnings.warn(
+                "autocast and compile have no effect on the MoE: its engine computes in float32", stacklevel=4
+            )
+            return model
         if not run.dropout:
             turn_dropout_off(model)
         if run.gradient_checkpointing:
@@ -281,7 +297,7 @@ class Trainer:
                 raise ValueError(
                     f"gradient_checkpointing must be False: {type(model).__name__} has no gradient_checkpointing_enable"
                 )
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return torch.compile(model) if run.compile else model  # type: ignore[return-value]
 
     def _set_learning_rate(self) -> float:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from strop.report.curves import short
+
 HEADER, METRICS, SAMPLES = "run.json", "metrics.jsonl", "samples.jsonl"
 
 
@@ -34,7 +36,19 @@ class Run:
 
     @property
     def algorithm(self) -> str:
-        return str(self.header.get("algorithm", "")).upper().replace("_", "-")
+        name = str(self.header.get("algorithm", ""))
+        return name.upper().replace("_", "-") if name.islower() else name
+
+    @property
+    def model(self) -> str:
+        """In words: a name, or the class and its size."""
+        about = self.header.get("model") or ""
+        if not isinstance(about, dict):
+            return str(about)
+        words = [str(about.get("class", ""))]
+        if is_number(about.get("num_parameters")):
+            words.append(f"{short(about['num_parameters'])} parameters")
+        return " of ".join(w for w in words if w)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -113,8 +127,9 @@ def load_runs(folders: Iterable[str | Path]) -> list[Run]:
     for folder in map(Path, folders):
         inner = sorted(p for p in folder.iterdir() if p.is_dir() and is_run(p)) if folder.is_dir() else []
         found += [folder] if is_run(folder) or not inner else inner
-    unique = list(dict.fromkeys(p.resolve() for p in found))
-    return [load_run(path, name) for path, name in zip(unique, _distinct_names(unique), strict=True)]
+    unique = {path.resolve(): path for path in reversed(found)}
+    ordered = list(dict.fromkeys(path.resolve() for path in found))
+    return [load_run(unique[path], name) for path, name in zip(ordered, _distinct_names(ordered), strict=True)]
 
 
 def _distinct_names(paths: Sequence[Path]) -> list[str]:
