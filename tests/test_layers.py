@@ -38,6 +38,10 @@ LAYERS = {
     "strop.bench.suites.engines": [],
     "strop.bench.suites.convergence": [],
     "strop.bench.suites.losses": ["torch"],
+    "strop.data.formats": [],
+    "strop.data.tokenize": [],
+    "strop.data.collate": ["torch"],
+    "strop.report": [],
     "strop.cli": ["typer", "rich"],
 }
 KNOWS_NOTHING_OF = {
@@ -51,6 +55,8 @@ KNOWS_NOTHING_OF = {
     "strop.rewards": ["strop.models", "strop.rollout", "strop.algorithms", "strop.bench", "strop.cli"],
     "strop.algorithms.grpo": ["strop.tasks", "strop.bench", "strop.cli"],
     "strop.bench.harness": ["strop.cli"],
+    "strop.data.collate": ["strop.moe", "strop.ops", "strop.losses", "strop.algorithms", "strop.cli"],
+    "strop.report": ["strop.moe", "strop.ops", "strop.losses", "strop.algorithms", "strop.cli"],
 }
 
 
