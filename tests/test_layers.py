@@ -16,6 +16,7 @@ LAYERS = {
     "strop.moe.train": [],
     "strop.moe.weights": [],
     "strop.moe.reference.engine": [],
+    "strop.tasks": [],
     "strop.losses": ["torch"],
     "strop.losses.kl": ["torch"],
     "strop.losses.policy": ["torch"],
