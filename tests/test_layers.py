@@ -16,6 +16,7 @@ LAYERS = {
     "strop.moe.train": [],
     "strop.moe.weights": [],
     "strop.moe.reference.engine": [],
+    "strop.tasks": [],
     "strop.losses": ["torch"],
     "strop.losses.kl": ["torch"],
     "strop.losses.policy": ["torch"],
@@ -23,6 +24,14 @@ LAYERS = {
     "strop.losses.preference": ["torch"],
     "strop.ops": ["torch"],
     "strop.ops.registry": ["torch"],
+    "strop.config": [],
+    "strop.logging": [],
+    "strop.callbacks": [],
+    "strop.algorithms.dpo": ["torch"],
+    "strop.models": ["torch"],
+    "strop.rollout": ["torch"],
+    "strop.rewards": ["torch"],
+    "strop.algorithms.grpo": ["torch"],
     "strop.bench.harness": [],
     "strop.bench.report": [],
     "strop.bench.alone": [],
@@ -30,6 +39,10 @@ LAYERS = {
     "strop.bench.suites.engines": [],
     "strop.bench.suites.convergence": [],
     "strop.bench.suites.losses": ["torch"],
+    "strop.data.formats": [],
+    "strop.data.tokenize": [],
+    "strop.data.collate": ["torch"],
+    "strop.report": [],
     "strop.cli": ["typer", "rich"],
 }
 KNOWS_NOTHING_OF = {
@@ -38,7 +51,13 @@ KNOWS_NOTHING_OF = {
     "strop.moe.reference.engine": ["strop.moe.native", "strop.ops", "strop.bench", "strop.cli"],
     "strop.losses": ["strop.moe", "strop.ops", "strop.bench", "strop.cli"],
     "strop.ops": ["strop.moe", "strop.bench", "strop.cli"],
+    "strop.models": ["strop.rollout", "strop.algorithms", "strop.rewards", "strop.bench", "strop.cli"],
+    "strop.rollout": ["strop.algorithms", "strop.rewards", "strop.bench", "strop.cli"],
+    "strop.rewards": ["strop.models", "strop.rollout", "strop.algorithms", "strop.bench", "strop.cli"],
+    "strop.algorithms.grpo": ["strop.tasks", "strop.bench", "strop.cli"],
     "strop.bench.harness": ["strop.cli"],
+    "strop.data.collate": ["strop.moe", "strop.ops", "strop.losses", "strop.algorithms", "strop.cli"],
+    "strop.report": ["strop.moe", "strop.ops", "strop.losses", "strop.algorithms", "strop.cli"],
 }
 
 
