@@ -1,0 +1,102 @@
+"""Best-of-N: sample n completions of each prompt and keep the one with the highest reward. Trains nothing."""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from strop.algorithms.inputs import as_rows
+from strop.algorithms.online import Prompt, as_prompts, repeated, reward_rows
+from strop.config import check_count, unknown_option
+from strop.models import as_policy, load_model
+from strop.rewards import RewardFunctions
+from strop.rollout import Rollout, Sampling, generate
+
+SAMPLING = tuple(Sampling.__dataclass_fields__)
+
+
+class BestOfN:
+    """Sampling with a reward to choose by.
+
+    best = BestOfN(model=model, reward_fn=reward_fn, n=8, max_new_tokens=128)
+    sequences = best.generate(prompts)          # ids (B, P + T), or texts for texts
+    best.rewards                                # (B,) of the chosen; best.all_rewards (B, n)
+
+    model            as for the algorithms, or a name
+    seed             of the first call; every further call draws anew. None: from torch's generator
+    **sampling       fields of `Sampling`: max_new_tokens, temperature, top_k, top_p, stop_ids
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        reward_fn: Any,
+        n: int = 8,
+        tokenizer: Any = None,
+        reward_weights: Any = None,
+        reward_timeout: float | None = None,
+        pad_id: int | None = None,
+        seed: int | None = None,
+        **sampling: Any,
+    ):
+        check_count("n", n, low=1)
+        for name in sampling:
+            if name not in SAMPLING:
+                arguments = ("n", "tokenizer", "reward_weights", "reward_timeout", "pad_id", "seed")
+                raise ValueError(unknown_option(name, [*SAMPLING, *arguments], " of BestOfN"))
+        if isinstance(model, str):
+            model, loaded = load_model(model)
+            tokenizer = loaded if tokenizer is None else tokenizer
+        self.policy = as_policy(model, tokenizer)
+        self.score = RewardFunctions(reward_fn, reward_weights, reward_timeout)
+        self.n, self.pad_id, self.sampling = n, pad_id, Sampling(**sampling)
+        self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
+        self.rewards = torch.zeros(0)
+        self.all_rewards = torch.zeros(0, n)
+        self.completion_ids: list[torch.Tensor] = []
+        """Of the chosen, the EOS included."""
+
+    def generate(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> torch.Tensor | list[str]:
+        """The best completion of each prompt.
+
+        prompts   ids (B, P) or lists of ids: returns (B, P + T), the prompts as given (lists are padded on the left) and
+                  the completions, the pad id behind their end; texts, conversations or rows with a "prompt": returns the
+                  completions' texts
+        columns   for reward functions, each with one entry a prompt
+        """
+        batch = as_prompts(prompts, self.policy, mask=prompt_mask, pad_id=self.pad_id, columns=columns)
+        seed = None if self._seeds is None else int(torch.randint(2**62, (), generator=self._seeds))
+        rollout = generate(self.policy, [p.ids for p in batch], self.sampling, num_samples=self.n, seed=seed)
+        rows = reward_rows(repeated(batch, self.n), rollout, self.policy)
+        self.all_rewards = self.score(rows).total_B.view(-1, self.n)
+        self.rewards, best_B = self.all_rewards.max(1)
+        chosen = [row * self.n + int(index) for row, index in enumerate(best_B)]
+        self.completion_ids = [rollout.completion_ids[i] for i in chosen]
+        if self.policy.tokenizer is not None and not _are_ids(prompts):
+            return [rows["completions"][i] for i in chosen]
+        return self._sequences(prompts, batch, rollout.select(chosen))
+
+    def _sequences(self, prompts: Any, batch: list[Prompt], rollout: Rollout) -> torch.Tensor:
+        pad_id = self.policy.pad_id if self.pad_id is None else self.pad_id
+        given = as_rows(prompts, "prompts") if isinstance(prompts, torch.Tensor) else [prompt.ids for prompt in batch]
+        num_prompt, num_new = max(map(len, given)), max(map(len, rollout.completion_ids))
+        rows = [
+            torch.cat(
+                [
+                    pad(prompt, (num_prompt - len(prompt), 0), value=pad_id),
+                    pad(completion, (0, num_new - len(completion)), value=pad_id),
+                ]
+            )
+            for prompt, completion in zip(given, rollout.completion_ids, strict=True)
+        ]
+        return torch.stack(rows)
+
+
+def _are_ids(prompts: Any) -> bool:
+    if isinstance(prompts, torch.Tensor):
+        return True
+    first = prompts[0]
+    return isinstance(first, torch.Tensor) or (
+        isinstance(first, (list, tuple)) and bool(first) and isinstance(first[0], int)
+    )

@@ -1,0 +1,188 @@
+"""DPO: learn from pairs which of two answers is the better one (arXiv 2305.18290), and its relatives.
+
+    loss = preference_loss(log π(chosen), log π(rejected), log π_ref(chosen), log π_ref(rejected))
+
+with the formulas of `strop.losses.preference_loss`. A completion's log-prob is the sum over its tokens up to its EOS; the
+prompt's tokens never count.
+
+B pairs, 2B rows: the chosen completions, then the rejected ones.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from strop.algorithms.inputs import Ids, as_dicts, as_rows, declared_pad_id, fit, is_written, until_eos, without_padding
+from strop.algorithms.packing import check_packing, collate_rows, sums_of_sequences
+from strop.algorithms.trainer import Trainer
+from strop.config import OptimConfig, TrainerConfig, check_count, check_option, check_range
+from strop.data.collate import SequenceBatch
+from strop.losses import PREFERENCE_LOSS_TYPES, PreferenceLoss, pair_preference_loss, preference_loss
+
+Pair = tuple[Ids, Ids, Ids]  # prompt, chosen, rejected
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(TrainerConfig):
+    """Options of DPO.
+
+    beta              how strongly the policy is held to the reference
+    loss_type         one of `strop.losses.PREFERENCE_LOSS_TYPES`
+    label_smoothing   the probability that a label is wrong (sigmoid, robust, exo_pair)
+    max_length        completions are cut so that prompt and completion have at most so many tokens; None cuts nothing
+    packing           several sequences in a row, for Hugging Face models that keep them apart
+    pad_id            the padding in what train_step is given; None is what tokenizer or model say
+    """
+
+    beta: float = 0.1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    max_length: int | None = None
+    packing: bool = False
+    pad_id: int | None = None
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
+
+    def __post_init__(self) -> None:
+        check_range("beta", self.beta, low=0.0, open_low=True)
+        check_option("loss_type", self.loss_type, PREFERENCE_LOSS_TYPES)
+        zero_B = torch.zeros(1)
+        pair_preference_loss(  # asks of the three options together what the loss itself asks
+            *(zero_B,) * 4, loss_type=self.loss_type, beta=self.beta, label_smoothing=self.label_smoothing,
+            chosen_lengths=zero_B, rejected_lengths=zero_B,
+        )  # fmt: skip
+        if self.max_length is not None:
+            check_count("max_length", self.max_length, low=2)
+
+
+class DPO(Trainer):
+    """Preference optimisation on pairs.
+
+    dpo = DPO(model=model, ref_model=ref, beta=0.1, learning_rate=1e-4)
+    metrics = dpo.train_step(prompt, chosen, rejected)      # or dpo.train(dataset)
+    """
+
+    Config = DPOConfig
+    config: DPOConfig
+
+    def setup(self, ref_model: Any) -> None:
+        self.reference = self.policy.reference(ref_model)
+        if self.config.packing:
+            check_packing(self.policy)
+            check_packing(self.reference.policy)
+
+    def train_step(self, prompt: Any, chosen: Any, rejected: Any, *, prompt_mask: Any = None) -> dict[str, float]:
+        """One step on B pairs of token ids: (B, P), (B, C), (B, R), or lists of rows of unequal lengths.
+
+        Padding of prompts is what equals the pad id at their sides, or with prompt_mask (B, P) what is 0 there.
+        Completions end at their first EOS; what stands behind it does not count. With a tokenizer also lists of texts or
+        of conversations.
+        """
+        return self.run_step(lambda: self._step(self._pairs(prompt, chosen, rejected, prompt_mask)))
+
+    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Pair]:
+        from strop.data.formats import check_rows
+        from strop.data.tokenize import encode_preference
+
+        check_rows(rows, ["preference"], where=name, what="DPO")
+        pairs = []
+        for i, row in enumerate(rows):
+            prompt, chosen, rejected = (torch.tensor(part).long() for part in encode_preference(row, self.tokenizer))
+            pairs.append(self._checked(prompt, chosen, rejected, f"{name}[{i}]"))
+        return pairs
+
+    def step_on(self, rows: list[Any]) -> dict[str, float]:
+        return self._step(rows if isinstance(rows[0], tuple) else self.prepare(rows, "rows"))
+
+    def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
+        results = []
+        for pairs in self.micro_batches(rows):
+            with self.autocast():
+                batch = self._collate(pairs)
+                results.append(self._loss(batch, self.reference.logps(batch), len(pairs), len(rows)))
+        return {"loss": sum(result.loss.item() for result in results), **_metrics(results)}
+
+    # ---- inside ----
+
+    def _step(self, pairs: list[Pair]) -> dict[str, float]:
+        parts = [(self._collate(part), len(part)) for part in self.micro_batches(pairs)]
+        with self.phase("score"), self.autocast():
+            ref_logps = [self.reference.logps(batch) for batch, _ in parts]
+        results: list[PreferenceLoss] = []
+
+        def loss_of(batch: SequenceBatch, size: int, ref_logps_BT: torch.Tensor) -> torch.Tensor:
+            results.append(self._loss(batch, ref_logps_BT, size, len(pairs)))
+            return results[-1].loss
+
+        metrics = self.update(
+            functools.partial(loss_of, *part, ref) for part, ref in zip(parts, ref_logps, strict=True)
+        )
+        self.count_tokens(sum(batch.num_tokens for batch, _ in parts))
+        return metrics | _metrics(results)
+
+    def _loss(self, batch: SequenceBatch, ref_logps_BT: torch.Tensor, size: int, num_pairs: int) -> PreferenceLoss:
+        """Of `size` pairs out of num_pairs: the parts' losses add up to the batch's."""
+        logps_2B, lengths_2B = sums_of_sequences(self.policy.logps(batch), batch, 2 * size)
+        ref_logps_2B, _ = sums_of_sequences(ref_logps_BT, batch, 2 * size)
+        chosen_B, rejected_B = logps_2B.chunk(2)
+        ref_chosen_B, ref_rejected_B = ref_logps_2B.chunk(2)
+        chosen_lengths_B, rejected_lengths_B = lengths_2B.chunk(2)
+        return preference_loss(
+            chosen_B,
+            rejected_B,
+            ref_chosen_B,
+            ref_rejected_B,
+            loss_type=self.config.loss_type,
+            beta=self.config.beta,
+            label_smoothing=self.config.label_smoothing,
+            chosen_lengths=chosen_lengths_B,
+            rejected_lengths=rejected_lengths_B,
+            num_pairs=num_pairs,
+        )
+
+    def _collate(self, pairs: Sequence[Pair]) -> SequenceBatch:
+        rows = [(prompt, chosen) for prompt, chosen, _ in pairs] + [(prompt, rejected) for prompt, _, rejected in pairs]
+        return collate_rows(rows, self.policy, self.config.packing, self.config.max_length)
+
+    def _pairs(self, prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any) -> list[Pair]:
+        if is_written(prompt):
+            return self.prepare(as_dicts({"prompt": prompt, "chosen": chosen, "rejected": rejected}), "pairs")
+        pad_id = declared_pad_id(self.policy) if self.config.pad_id is None else self.config.pad_id
+        eos_ids = self.policy.eos_ids
+        prompts = as_rows(prompt, "prompt", prompt_mask)
+        if prompt_mask is None:
+            prompts = [without_padding(row, pad_id, eos_ids) for row in prompts]
+        completions = {}
+        for name, value in (("chosen", chosen), ("rejected", rejected)):
+            rows = as_rows(value, name)
+            if len(rows) != len(prompts):
+                raise ValueError(f"{name} must have {len(prompts)} rows as prompt has, found {len(rows)}")
+            completions[name] = [until_eos(row, pad_id, eos_ids) for row in rows]
+        triples = zip(prompts, completions["chosen"], completions["rejected"], strict=True)
+        return [self._checked(*triple, f"pair {i}") for i, triple in enumerate(triples)]
+
+    def _checked(self, prompt: Ids, chosen: Ids, rejected: Ids, where: str) -> Pair:
+        """A pair that has something to compare and fits into the model."""
+        limits = self.config.max_length, self.policy.max_length
+        if not len(prompt):
+            raise ValueError(f"{where}: the prompt must have at least one token, found none")
+        fitted = []
+        for name, completion in (("chosen", chosen), ("rejected", rejected)):
+            if not len(completion):
+                raise ValueError(f"{where}: {name} must have at least one token, found none")
+            fitted.append(fit(prompt, completion, *limits, f"{where}, {name}"))
+        return prompt, fitted[0], fitted[1]
+
+
+def _metrics(results: Sequence[PreferenceLoss]) -> dict[str, float]:
+    """Means over all pairs of the micro-batches."""
+    chosen_B = torch.cat([result.chosen_rewards for result in results]).double()
+    rejected_B = torch.cat([result.rejected_rewards for result in results]).double()
+    return {
+        "preference/accuracy": (chosen_B > rejected_B).double().mean().item(),
+        "preference/margin": (chosen_B - rejected_B).mean().item(),
+        "rewards/chosen": chosen_B.mean().item(),
+        "rewards/rejected": rejected_B.mean().item(),
+    }

@@ -1,0 +1,97 @@
+"""What `train_step` is given, as rows of token ids without padding.
+
+B rows; a row is a 1-D int64 tensor on the CPU.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from strop.data.collate import as_ids
+from strop.data.formats import is_conversation
+from strop.models import Policy
+
+Ids = torch.Tensor
+
+
+def declared_pad_id(policy: Policy) -> int | None:
+    """The pad id that tokenizer or model name; None where neither does, and then no id is padding."""
+    inner = getattr(policy.model, "_orig_mod", policy.model)
+    for holder in (policy.tokenizer, getattr(inner, "config", None)):
+        pad_id = getattr(holder, "pad_token_id", None)
+        if isinstance(pad_id, int) and pad_id >= 0:
+            return pad_id
+    return None
+
+
+def is_written(rows: Any) -> bool:
+    """Whether these are texts or conversations, which a tokenizer makes ids of."""
+    return (
+        not isinstance(rows, torch.Tensor) and len(rows) > 0 and (isinstance(rows[0], str) or is_conversation(rows[0]))
+    )
+
+
+def as_dicts(columns: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Rows of a dataset from its columns, which must be of one length."""
+    (first, values), *others = columns.items()
+    for name, other in others:
+        if len(other) != len(values):
+            raise ValueError(f"{name} must have {len(values)} rows as {first} has, found {len(other)}")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def as_rows(ids: Any, name: str, mask: Any = None) -> list[Ids]:
+    """Rows of a (B, T) tensor or of a list of 1-D ones; with a mask (B, T) only what stands under its ones."""
+    if isinstance(ids, torch.Tensor) and ids.ndim != 2:
+        raise ValueError(f"{name} must have shape [B, T], found {list(ids.shape)}")
+    if not isinstance(ids, (torch.Tensor, Sequence)) or isinstance(ids, str) or not len(ids):
+        what = "an empty one" if hasattr(ids, "__len__") and not len(ids) else type(ids).__name__
+        raise TypeError(f"{name} must be token ids, a tensor [B, T] or a list of rows, found {what}")
+    rows = [as_ids(row, f"{name}[{i}]") for i, row in enumerate(ids)]
+    if mask is None:
+        return rows
+    if len(mask) != len(rows):
+        raise ValueError(f"the mask of {name} must have {len(rows)} rows, found {len(mask)}")
+    return [row[torch.as_tensor(keep).cpu().bool()] for row, keep in zip(rows, mask, strict=True)]
+
+
+def without_padding(row: Ids, pad_id: int | None, eos_ids: Sequence[int]) -> Ids:
+    """A prompt without padding at its sides. Where the pad id is an EOS too, only the left side's: a prompt may end in one."""
+    if pad_id is None:
+        return row
+    real = (row != pad_id).nonzero().flatten()
+    if not len(real):
+        return row[:0]
+    return row[int(real[0]) : None if pad_id in eos_ids else int(real[-1]) + 1]
+
+
+def until_eos(row: Ids, pad_id: int | None, eos_ids: Sequence[int]) -> Ids:
+    """A completion up to its first EOS and with it; one without EOS up to the padding behind it."""
+    ends = torch.isin(row, torch.tensor(list(eos_ids), dtype=row.dtype)).nonzero().flatten()
+    if len(ends):
+        return row[: int(ends[0]) + 1]
+    if pad_id is None or pad_id in eos_ids:
+        return row
+    real = (row != pad_id).nonzero().flatten()
+    return row[: int(real[-1]) + 1 if len(real) else 0]
+
+
+def fit(prompt: Ids, completion: Ids, max_length: int | None, context: int | None, where: str) -> Ids:
+    """The completion as far as it fits behind its prompt; an error where not even the prompt does.
+
+    max_length   the user's limit: completions are cut there
+    context      the model's: what is longer, with no limit from the user, is an error rather than cut in silence
+    """
+    limit = context if max_length is None else max_length if context is None else min(max_length, context)
+    if limit is None:
+        return completion
+    if len(prompt) >= limit:
+        whose = "max_length" if max_length is not None and limit == max_length else "the model's context"
+        raise ValueError(f"{where}: the prompt must be shorter than {whose}, {limit} tokens, found {len(prompt)}")
+    if max_length is None and len(prompt) + len(completion) > limit:
+        raise ValueError(
+            f"{where}: prompt and completion must fit into the model's context of {limit} tokens, found "
+            f"{len(prompt) + len(completion)}; max_length={limit} cuts completions"
+        )
+    return completion[: limit - len(prompt)]

@@ -1,0 +1,129 @@
+"""Online DPO (arXiv 2402.04792): sample two completions of each prompt, ask which is better, learn from the pair with DPO."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from strop.algorithms.dpo import DPO, DPOConfig, Pair
+from strop.algorithms.grpo import reward_metrics
+from strop.algorithms.online import Prompt, as_prompts, repeated, reward_rows, rollout_metrics, sample_table, seed_of
+from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout
+from strop.rollout import Rollout, Sampling, generate
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineDPOConfig(DPOConfig):
+    """Options of OnlineDPO: those of DPO, and
+
+    reward_weights    of several reward functions; None is 1 for each
+    reward_timeout    seconds for one call of preference_fn or a reward function; None waits
+    """
+
+    reward_weights: tuple[float, ...] | None = None
+    reward_timeout: float | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_timeout(self.reward_timeout)
+        if self.sampling.greedy:
+            raise ValueError("temperature must be above 0: two greedy completions are the same, found 0")
+
+
+class OnlineDPO(DPO):
+    """DPO on pairs the policy itself makes.
+
+    online = OnlineDPO(model=model, preference_fn=preference_fn, beta=0.1, max_new_tokens=64)
+    metrics = online.train_step(prompts)        # or online.train(dataset)
+
+    preference_fn   takes (prompt, a, b) for each pair and returns 0 where a is the better, 1 where b is; or
+    reward_fn       a reward function or several: the higher reward is the better, and a tie teaches nothing
+    """
+
+    Config = OnlineDPOConfig
+    config: OnlineDPOConfig
+
+    def __init__(self, *, preference_fn: Any = None, reward_fn: Any = None, **arguments: Any):
+        if (preference_fn is None) == (reward_fn is None):
+            found = "neither" if reward_fn is None else "both"
+            raise ValueError(f"OnlineDPO needs a preference_fn or a reward_fn, found {found}")
+        super().__init__(**arguments)
+        config = self.config
+        self.preference: PreferenceFunction | None = None
+        self.rewards: RewardFunctions | None = None
+        if reward_fn is not None:
+            self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout)
+        else:
+            self.preference = PreferenceFunction(preference_fn, config.reward_timeout)
+            if config.reward_weights is not None:
+                warnings.warn("reward_weights have no effect: preference_fn gives no rewards", stacklevel=2)
+
+    def train_step(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> dict[str, float]:  # type: ignore[override]
+        """One step on a batch of prompts, as `GRPO.train_step` takes them."""
+        batch = as_prompts(prompts, self.policy, mask=prompt_mask, pad_id=self.config.pad_id, columns=columns)
+        return self.run_step(lambda: self._online_step(batch))
+
+    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:  # type: ignore[override]
+        from strop.data.formats import check_rows
+
+        check_rows(rows, ["prompt_only"], where=name, what=self.name)
+        return as_prompts(list(rows), self.policy, pad_id=self.config.pad_id)
+
+    def step_on(self, rows: list[Any]) -> dict[str, float]:
+        return self._online_step(rows if isinstance(rows[0], Prompt) else self.prepare(rows, "rows"))
+
+    def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
+        """DPO's metrics, on pairs sampled from the policy as it is."""
+        pairs, metrics = self._pairs_of(rows, "evaluation")
+        return metrics | (super().evaluate_on(pairs) if pairs else {})
+
+    # ---- inside ----
+
+    def _online_step(self, prompts: list[Prompt]) -> dict[str, float]:
+        pairs, metrics = self._pairs_of(prompts, self.state.step)
+        if not pairs:  # every pair a tie: nothing to learn from
+            return metrics | {"loss": 0.0}
+        return metrics | self._step(pairs)
+
+    def _pairs_of(self, prompts: list[Prompt], step: Any) -> tuple[list[Pair], dict[str, float]]:
+        """(prompt, chosen, rejected) for every pair that is no tie, and metrics."""
+        with self.phase("generate"), self.autocast():
+            rollout = generate(
+                self.policy,
+                [prompt.ids for prompt in prompts],
+                self.config.sampling,
+                num_samples=2,
+                seed=seed_of(self.config.run.seed, step),
+            )
+        with self.phase("reward"):
+            better, metrics, shown = self._judge(prompts, rollout)
+        pairs = []
+        for i, index in enumerate(better):
+            if index is not None:
+                completions = rollout.completion_ids[2 * i : 2 * i + 2]
+                pairs.append((rollout.prompt_ids[2 * i], completions[index], completions[1 - index]))
+        self.samples = shown
+        metrics["preference/tied_fraction"] = better.count(None) / len(better)
+        return pairs, metrics | rollout_metrics(rollout)
+
+    def _judge(
+        self, prompts: list[Prompt], rollout: Rollout
+    ) -> tuple[list[int | None], dict[str, float], list[dict[str, Any]]]:
+        """Which of each two is the better (None: neither), metrics, and the table of samples."""
+        rows = reward_rows(repeated(prompts, 2), rollout, self.policy)
+        if self.rewards is not None:
+            rewards: Rewards = self.rewards(rows)
+            first_P, second_P = rewards.total_B.view(-1, 2).unbind(1)
+            better = [
+                None if tied else int(second)
+                for tied, second in zip((first_P == second_P).tolist(), (second_P > first_P).tolist(), strict=True)
+            ]
+            return better, reward_metrics(rewards), sample_table(rows, reward=rewards.total_B.tolist())
+        assert self.preference is not None
+        completions = rows["completions"]
+        preferred = self.preference(list(zip(rows["prompts"][::2], completions[::2], completions[1::2], strict=True)))
+        chosen = torch.nn.functional.one_hot(torch.tensor(preferred), 2).flatten().bool().tolist()
+        return list(preferred), {}, sample_table(rows, preferred=chosen)

@@ -1,0 +1,54 @@
+"""The optimiser and the learning rate's schedule."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from strop.config import OptimConfig
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def make_optimizer(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimConfig, make: MakeOptimizer | None = None
+) -> torch.optim.Optimizer:
+    """AdamW, or what `make` makes of the parameter groups; the schedule sets the learning rate of either.
+
+    Norms and biases (parameters of fewer than two dimensions) have no weight decay.
+    """
+    params = [param for _, param in named_parameters if param.requires_grad]
+    if not params:
+        raise ValueError("model must have parameters that require a gradient, found none")
+    matrices = [param for param in params if param.ndim >= 2]
+    others = [param for param in params if param.ndim < 2]
+    groups = [
+        {"params": group, "weight_decay": decay}
+        for group, decay in ((matrices, config.weight_decay), (others, 0.0))
+        if group
+    ]
+    if make is not None:
+        optimizer = make(groups)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must return a torch.optim.Optimizer, found {type(optimizer).__name__}")
+        return optimizer
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
+
+
+def learning_rate_at(step: int, total_steps: int, config: OptimConfig) -> float:
+    """The learning rate of step `step`, counted from 0.
+
+    warm-up:  lr·(step + 1)/warmup_steps
+    then, with p the share of the remaining steps that is done:
+    linear    min + (lr − min)·(1 − p)          cosine    min + (lr − min)·(1 + cos πp)/2
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    if total_steps < 1:
+        raise ValueError(f"num_steps must be given for schedule={config.schedule!r}, which ends there, found 0")
+    done = min((step - config.warmup_steps) / max(total_steps - config.warmup_steps, 1), 1.0)
+    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * left

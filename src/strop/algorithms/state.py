@@ -1,0 +1,119 @@
+"""What a run remembers: where it stands, what it measured, how long each phase took."""
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass
+class TrainState:
+    """Where a run stands; all of it goes into a checkpoint.
+
+    step          training steps done
+    updates       optimiser steps done, of which a training step may have several
+    epoch         passes over the dataset completed
+    position      rows of the present epoch already used
+    first_step    the step this run of train() began at, where the schedule begins
+    total_steps   the step at which it ends, with the schedule; 0 if unknown
+    seconds       time spent training, over all resumptions
+    """
+
+    step: int = 0
+    updates: int = 0
+    epoch: int = 0
+    position: int = 0
+    first_step: int = 0
+    total_steps: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class History:
+    """What `train` returns. `steps` and `evaluations` hold the metrics, each with its "step"."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    interrupted: bool = False
+    signal: int | None = None
+    stop_reason: str | None = None
+    checkpoint: str | None = None
+
+    def values(self, metric: str) -> list[float]:
+        """One metric over the steps that have it."""
+        return [metrics[metric] for metrics in (*self.steps, *self.evaluations) if metric in metrics]
+
+
+class Phases:
+    """Seconds by name of phase; a phase within another counts for the inner one only."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inner: list[float] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            taken = time.perf_counter() - start
+            own = taken - self._inner.pop()
+            self.seconds[name] = self.seconds.get(name, 0.0) + own
+            if self._inner:
+                self._inner[-1] += taken
+
+    def metrics(self) -> dict[str, float]:
+        return {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+
+
+# ---- random numbers ----
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # CUDA's too
+
+
+def get_rng() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The states of Python's, NumPy's, torch's and CUDA's global generators: tensors, and JSON values."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(keys, np.int64))}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        tensors |= {f"cuda/{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    values = {"python": [version, list(words), gauss], "numpy": [name, int(position), int(has_gauss), float(cached)]}
+    return tensors, values
+
+
+def set_rng(tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    """Put the global generators into the states `get_rng` gave."""
+    version, words, gauss = values["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, position, has_gauss, cached = values["numpy"]
+    np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(tensors["torch"])
+    states = [tensors[f"cuda/{i}"] for i in range(len(tensors)) if f"cuda/{i}" in tensors]
+    if states and torch.cuda.device_count() == len(states):
+        torch.cuda.set_rng_state_all(states)
+
+
+@contextlib.contextmanager
+def rng_kept() -> Iterator[None]:
+    """What happens within leaves the global generators as they were."""
+    tensors, values = get_rng()
+    try:
+        yield
+    finally:
+        set_rng(tensors, values)

@@ -1,0 +1,327 @@
+"""`Trainer`: what the algorithms share. State, optimiser step, phases, events, checkpoint; the loop is in `loop.py`.
+
+An algorithm says how rows become a batch and which loss that has:
+
+    class MyAlgorithm(Trainer):
+        Config = MyConfig                                    # a TrainerConfig
+        def step_on(self, rows): return self.update([lambda: loss_of(part) for part in self.micro_batches(rows)])
+        def train_step(self, rows): return self.run_step(lambda: self.step_on(rows))
+"""
+
+import contextlib
+import inspect
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+
+from strop.algorithms import loop
+from strop.algorithms.optim import MakeOptimizer, learning_rate_at, make_optimizer
+from strop.algorithms.state import History, Phases, TrainState
+from strop.callbacks import Callback
+from strop.config import TrainerConfig, option_names, unknown_option
+
+Row = TypeVar("Row")
+
+
+class Trainer:
+    """The base of SFT, DPO, GRPO and OnlineDPO.
+
+    model       a causal LM of transformers (also with peft adapters), strop's MoE, a module that returns logits, or a name
+    ref_model   the frozen reference; a copy of the model (or the base below its adapters) if not given
+    config      the algorithm's Config; **options change single fields of it, flat: learning_rate=1e-4
+    logger      one logger or several        callbacks   objects of strop.callbacks
+    optimizer   makes an optimiser of parameter groups, in place of AdamW
+    """
+
+    Config: ClassVar[type[TrainerConfig]] = TrainerConfig
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        ref_model: Any = None,
+        tokenizer: Any = None,
+        config: Any = None,
+        logger: Any = None,
+        callbacks: Iterable[Callback] = (),
+        optimizer: MakeOptimizer | None = None,
+        **options: Any,
+    ):
+        from strop.models import as_policy, load_model
+
+        self.config = self._make_config(config, options)
+        if isinstance(model, (str, Path)):
+            # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
+            dtype = None if self.config.lora is not None else torch.float32
+            model, loaded = load_model(model, dtype=dtype)
+            tokenizer = loaded if tokenizer is None else tokenizer
+        if isinstance(ref_model, (str, Path)):
+            ref_model, _ = load_model(ref_model)
+        self.policy = as_policy(self._prepared_model(as_policy(model).model), tokenizer)
+        self.tokenizer = self.policy.tokenizer
+        _warn_of_half_precision(self.module)
+        self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
+        self.loggers = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
+        self.callbacks = list(callbacks)
+        self.state = TrainState()
+        self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
+        self.stop_reason: str | None = None
+        self.output_dir: Path | None = None
+        self.reference: Any = None
+        self.goes_on = False  # whether train() continues a run: after from_checkpoint, or an interruption
+        self.history = History()
+        self._phases = Phases()
+        self._step_tokens = 0
+        self.setup(ref_model)
+
+    # ---- for subclasses ----
+
+    def setup(self, ref_model: Any) -> None:
+        """Called last by the constructor: `self.reference = self.policy.reference(ref_model)`, or as here none."""
+        if ref_model is not None:
+            raise ValueError(
+                f"ref_model must be None, found a {type(ref_model).__name__}: {self.name} has no reference"
+            )
+
+    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> Sequence[Any]:
+        """Check a dataset's rows and bring them into the form `step_on` takes. Called once by train(), before step 1."""
+        return rows
+
+    def step_on(self, rows: list[Any]) -> dict[str, float]:
+        """Train on these rows of the dataset; returns the metrics."""
+        raise NotImplementedError(f"{self.name} has no step_on")
+
+    def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
+        """Metrics of these rows, without training."""
+        raise NotImplementedError(f"{self.name} has no evaluate_on")
+
+    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """An algorithm's own state for the checkpoint: tensors by name, and plain JSON values."""
+        return {}, {}
+
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        """Take back what `extra_state` gave."""
+
+    def update(self, losses: Iterable[Callable[[], torch.Tensor]]) -> dict[str, float]:
+        """One optimiser step on the sum of the losses, each made by its function just before its backward."""
+        self.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for loss_of in losses:
+            with self.phase("forward"), self.autocast():
+                loss = loss_of()
+            with self.phase("backward"):
+                if loss.requires_grad:  # else nothing of this part counts, as when every token is masked
+                    loss.backward()
+            total += loss.item()
+        with self.phase("update"):
+            params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            limit = self.config.optim.max_grad_norm or float("inf")
+            grad_norm = torch.nn.utils.clip_grad_norm_(params, limit).item()
+            if not (abs(total) < float("inf") and grad_norm < float("inf")):
+                raise FloatingPointError(
+                    f"loss {total} and gradient norm {grad_norm} must be finite; the weights are those of step "
+                    f"{self.state.step}, before this update"
+                )
+            learning_rate = self._set_learning_rate()
+            self.optimizer.step()
+            self.state.updates += 1
+        return {"loss": total, "grad_norm": grad_norm, "learning_rate": learning_rate}
+
+    def run_step(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Do `work` as one training step: events, phase times, tokens per second, loggers."""
+        start = time.perf_counter()
+        self._phases, self._step_tokens = Phases(), 0
+        self.fire("on_step_begin")
+        self.policy.model.train()
+        metrics = dict(work())
+        seconds = time.perf_counter() - start
+        self.state.step += 1
+        self.state.seconds += seconds
+        self.state.num_tokens += self._step_tokens
+        if self._step_tokens:
+            metrics["tokens_per_second"] = self._step_tokens / seconds
+        metrics |= self._phases.metrics()
+        metrics["time/step"] = seconds
+        if self.policy.device.type == "cuda":
+            metrics["memory"] = float(torch.cuda.max_memory_allocated(self.policy.device))
+        if self.config.run.log_every and self.state.step % self.config.run.log_every == 0:
+            self.log(metrics)
+        self.fire("on_step_end", metrics)
+        return metrics
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Counts the seconds within as the metric time/<name>."""
+        return self._phases.phase(name)
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """So many more tokens in this step; gives tokens_per_second."""
+        self._step_tokens += int(num_tokens)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.config.run.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.policy.device.type, torch.bfloat16)
+
+    def micro_batches(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+        """The rows in parts of micro_batch_size."""
+        size = self.config.run.micro_batch_size or max(len(rows), 1)
+        for start in range(0, len(rows), size):
+            yield rows[start : start + size]
+
+    # ---- for users ----
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.policy.model
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model itself, without what torch.compile put around it."""
+        return getattr(self.policy.model, "_orig_mod", self.policy.model)
+
+    @property
+    def reference_model(self) -> torch.nn.Module | None:
+        """The reference's own weights; None without a reference, or where it is the base below the adapter."""
+        return None if self.reference is None else self.reference.model
+
+    def train(
+        self,
+        dataset: Any,
+        *,
+        eval_dataset: Any = None,
+        num_steps: int | None = None,
+        num_epochs: int | None = None,
+        output_dir: str | Path | None = None,
+        resume: bool = False,
+        progress: bool | None = None,
+    ) -> History:
+        """Train on the dataset: rows as dicts (list, datasets.Dataset) or a JSONL file.
+
+        num_steps, num_epochs   where to end, in place of the config's
+        output_dir              the run folder: metrics, samples, checkpoints, and at the end the model
+        resume                  go on from the newest checkpoint of output_dir, or begin if there is none
+        progress                a progress bar; None is "on a terminal"
+        """
+        return loop.train(self, dataset, eval_dataset, num_steps, num_epochs, output_dir, resume, progress)
+
+    def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
+        """A dataset's rows, loaded, checked and tokenised: train() and evaluate() take them without doing so again."""
+        return loop.prepared(self, dataset, name)
+
+    def evaluate(self, dataset: Any) -> dict[str, float]:
+        """Metrics of a dataset as eval/<metric>; leaves weights and random numbers as they are."""
+        return loop.evaluate(self, dataset)
+
+    def save(self, path: str | Path) -> None:
+        """Write everything needed to go on into one file, atomically."""
+        from strop import checkpoint
+
+        checkpoint.save(self, path)
+        self.fire("on_save", str(path))
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, model: Any = None, ref_model: Any = None, **arguments: Any) -> Self:
+        """The trainer as it was saved. A plain module and functions (reward_fn, logger, …) are passed in again."""
+        from strop import checkpoint
+
+        return checkpoint.restore(cls, path, model, ref_model, arguments)  # type: ignore[return-value]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write model and tokenizer as `AutoModelForCausalLM.from_pretrained` reads them; adapters are merged in."""
+        from strop import checkpoint
+
+        checkpoint.save_pretrained(self, folder)
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Give metrics to every logger. A logger that fails stops the run."""
+        timed = {"time": self.state.seconds, **metrics}
+        for logger in self.loggers:
+            logger.log(timed, step=self.state.step)
+
+    def fire(self, event: str, *arguments: Any) -> None:
+        for callback in list(self.callbacks):
+            getattr(callback, event)(self, *arguments)
+
+    def stop(self, reason: str) -> None:
+        """End train() after the present step."""
+        self.stop_reason = reason
+
+    # ---- inside ----
+
+    def _make_config(self, config: Any, options: dict[str, Any]) -> Any:
+        if config is not None and not isinstance(config, self.Config):
+            raise TypeError(f"config must be a {self.Config.__name__}, found {type(config).__name__}")
+        makers = [cls.__init__ for cls in type(self).__mro__ if cls is not object]  # type: ignore[misc]
+        arguments = [
+            p.name for make in makers for p in inspect.signature(make).parameters.values() if p.kind == p.KEYWORD_ONLY
+        ]
+        known = option_names(self.Config)
+        for option in options:
+            if option not in known and "." not in option:
+                raise ValueError(unknown_option(option, [*known, *arguments], f" of {self.name}"))
+        return (config if config is not None else self.Config()).changed(options)
+
+    def _prepared_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model with what the config asks of it: adapters, no dropout, gradient checkpointing, compilation."""
+        run = self.config.run
+        if self.config.lora is not None:
+            model = _with_lora(model, self.config.lora, run.seed)
+        if not run.dropout:
+            turn_dropout_off(model)
+        if run.gradient_checkpointing:
+            if not hasattr(model, "gradient_checkpointing_enable"):
+                raise ValueError(
+                    f"gradient_checkpointing must be False: {type(model).__name__} has no gradient_checkpointing_enable"
+                )
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        return torch.compile(model) if run.compile else model  # type: ignore[return-value]
+
+    def _set_learning_rate(self) -> float:
+        state = self.state
+        total_steps = (state.total_steps or self.config.run.num_steps) - state.first_step
+        learning_rate = learning_rate_at(state.step - state.first_step, total_steps, self.config.optim)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        return learning_rate
+
+
+def _warn_of_half_precision(model: torch.nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
+            warnings.warn(
+                f"{name} is trained in {param.dtype}, which loses updates below about 1/256 of a weight; "
+                f'load the model in float32 and use autocast="bf16"',
+                stacklevel=4,
+            )
+            return
+
+
+def turn_dropout_off(model: torch.nn.Module) -> None:
+    """Set every dropout probability of the model to 0; transformers' attention keeps its own as a number."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def _with_lora(model: Any, config: Any, seed: int) -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ImportError('lora needs peft: pip install "strop[train]"') from None
+    if isinstance(model, peft.PeftModel):
+        raise ValueError("lora must be None: the model has peft adapters already")
+    targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
+    lora = peft.LoraConfig(r=config.r, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return peft.get_peft_model(model, lora)

@@ -1,0 +1,289 @@
+"""Options of the algorithms: frozen dataclasses that check themselves, nested, addressed flat or nested.
+
+    DPOConfig.from_options({"beta": 0.2, "learning_rate": 1e-5, "run": {"batch_size": 4}, "optim.eps": 1e-6})
+
+A name is looked for at the top first and then in the parts; every name stands in one place only. The defaults of a part
+are those of the config it is in, so an algorithm may have its own learning rate.
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+SCHEDULES = ("constant", "linear", "cosine")
+AUTOCASTS = ("bf16", None)
+
+
+# ---- checks ----
+
+
+def check_range(
+    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low: bool = False
+) -> None:
+    """Raise unless `value` is a finite number within the bounds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, found {type(value).__name__}")
+    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+        above = ("above" if open_low else "at least") + f" {low:g}"
+        wanted = above if high == math.inf else f"{above} and at most {high:g}"
+        raise ValueError(f"{name} must be {wanted}, found {value}")
+
+
+def check_count(name: str, value: Any, *, low: int = 0) -> None:
+    """Raise unless `value` is a whole number, at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, found {type(value).__name__}")
+    if value < low:
+        raise ValueError(f"{name} must be at least {low}, found {value}")
+
+
+def check_option(name: str, value: Any, choices: Iterable[Any]) -> None:
+    """Raise unless `value` is one of the choices; a misspelt one gets the nearest."""
+    known = list(choices)
+    if value in known:
+        return
+    near = difflib.get_close_matches(str(value), [c for c in known if isinstance(c, str)], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, found {value!r}{hint}")
+
+
+def unknown_option(name: str, known: Iterable[str], of: str = "") -> str:
+    """The message for a name that is none of the known ones."""
+    known = sorted(set(known))
+    leaves = {leaf.rpartition(".")[2]: leaf for leaf in reversed(known)}
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = near or [leaves[leaf] for leaf in difflib.get_close_matches(name, list(leaves), n=1, cutoff=0.6)]
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
+    return f"{name!r} is no option{of}{hint}"
+
+
+# ---- configs ----
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What every config can do."""
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None = None, **more: Any) -> Self:
+        """The config with these options; an unknown one is an error that names the nearest known one."""
+        return cls().changed({**(options or {}), **more})
+
+    def changed(self, options: Mapping[str, Any] | None = None, **more: Any) -> Self:
+        """A copy with these options changed, flat ("batch_size"), nested ({"run": {…}}) or dotted ("run.batch_size")."""
+        tree: dict[str, Any] = {}
+        for name, value in {**(options or {}), **more}.items():
+            path = _path_of(type(self), str(name))
+            if path is None:
+                raise ValueError(unknown_option(str(name), option_names(type(self)), f" of {type(self).__name__}"))
+            _put(tree, path, value, str(name))
+        return _with(self, tree, "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, as JSON and YAML hold them; `from_options` takes them back."""
+        return _plain(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig(Config):
+    """AdamW and its schedule.
+
+    weight_decay        of matrices; norms and biases have none
+    max_grad_norm       the gradient is scaled down to this norm; 0 is off
+    warmup_steps        the learning rate rises linearly over so many steps
+    schedule            after that: constant, linear or cosine down to min_learning_rate at the last step
+    """
+
+    learning_rate: float = 1e-5
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    min_learning_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "min_learning_rate"):
+            check_range(name, getattr(self, name), low=0.0)
+        check_range("eps", self.eps, low=0.0, open_low=True)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers from 0 to below 1, found {self.betas}")
+        check_count("warmup_steps", self.warmup_steps)
+        check_option("schedule", self.schedule, SCHEDULES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(Config):
+    """How a run goes, whatever the algorithm. `*_every` counts steps; 0 is off.
+
+    batch_size              rows of the dataset in a step
+    micro_batch_size        sequences (for pairs: pairs) in one forward pass; 0 is all at once. The result is the same.
+    num_steps, num_epochs   where train() ends; num_steps counts if above 0
+    autocast                "bf16" or None
+    dropout                 False turns the model's dropout off: policy and reference are then the same function
+    keep_checkpoints        how many of the newest are kept; 0 is all
+    samples_every           how often samples are written to the run folder
+    """
+
+    batch_size: int = 8
+    micro_batch_size: int = 0
+    num_steps: int = 0
+    num_epochs: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    autocast: str | None = None
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    dropout: bool = False
+    log_every: int = 1
+    eval_every: int = 0
+    save_every: int = 0
+    keep_checkpoints: int = 2
+    samples_every: int = 10
+
+    def __post_init__(self) -> None:
+        check_count("batch_size", self.batch_size, low=1)
+        for name in ("micro_batch_size", "num_steps", "log_every", "eval_every", "save_every"):
+            check_count(name, getattr(self, name))
+        for name in ("num_epochs", "seed", "keep_checkpoints", "samples_every"):
+            check_count(name, getattr(self, name))
+        check_option("autocast", self.autocast, AUTOCASTS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoRAConfig(Config):
+    """Low-rank adapters through peft.
+
+    target_modules   names of the linear layers to adapt, or "all-linear"
+    """
+
+    r: int = 16
+    alpha: float = 32.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+    def __post_init__(self) -> None:
+        check_count("r", self.r, low=1)
+        check_range("alpha", self.alpha, low=0.0, open_low=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerConfig(Config):
+    """The parts every algorithm has. `lora` is off unless given: lora={"r": 16}."""
+
+    optim: OptimConfig = OptimConfig()
+    run: RunConfig = RunConfig()
+    lora: LoRAConfig | None = None
+
+
+# ---- the tree of names ----
+
+
+def option_names(config: type) -> list[str]:
+    """Every name `from_options` takes flat: the fields at the top and those of the parts (of optional ones dotted)."""
+    names = []
+    for field in dataclasses.fields(config):
+        part = part_of(config, field.name)
+        names.append(field.name)
+        if part is not None:
+            optional = _allows_none(config, field.name)
+            names += [f"{field.name}.{inner}" if optional else inner for inner in option_names(part)]
+    return names
+
+
+def part_of(config: type, name: str) -> type | None:
+    """The dataclass of a nested field, or None for a plain one."""
+    hint = _hints(config)[name]
+    for candidate in (hint, *typing.get_args(hint)):
+        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
+            return candidate
+    return None
+
+
+def _hints(config: type) -> dict[str, Any]:
+    return typing.get_type_hints(config)
+
+
+def _allows_none(config: type, name: str) -> bool:
+    return type(None) in typing.get_args(_hints(config)[name])
+
+
+def _path_of(config: type, name: str) -> list[str] | None:
+    head, _, rest = name.partition(".")
+    fields = {field.name for field in dataclasses.fields(config)}
+    if head in fields:
+        if not rest:
+            return [head]
+        part = part_of(config, head)
+        inner = None if part is None else _path_of(part, rest)
+        return None if inner is None else [head, *inner]
+    for field in fields if not rest else ():
+        part = part_of(config, field)
+        if part is not None and not _allows_none(config, field) and (inner := _path_of(part, name)) is not None:
+            return [field, *inner]
+    return None
+
+
+def _put(tree: dict[str, Any], path: list[str], value: Any, name: str) -> None:
+    *parts, leaf = path
+    for part in parts:
+        below = tree.setdefault(part, {})
+        if dataclasses.is_dataclass(below):
+            below = tree[part] = {field.name: getattr(below, field.name) for field in dataclasses.fields(below)}
+        tree = below
+    if isinstance(value, Mapping) and isinstance(tree.get(leaf), dict):
+        for inner, inner_value in value.items():
+            _put(tree[leaf], [inner], inner_value, f"{name}.{inner}")
+    elif leaf in tree and tree[leaf] != value:
+        raise ValueError(f"{name} must be given once, found {tree[leaf]!r} and {value!r}")
+    else:
+        tree[leaf] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _with(config: Any, tree: Mapping[str, Any], prefix: str) -> Any:
+    """`config` with the tree's values in place of its own."""
+    values = {}
+    names = [field.name for field in dataclasses.fields(config)]
+    for name, value in tree.items():
+        if name not in names:
+            raise ValueError(unknown_option(prefix + name, [prefix + known for known in names]))
+        part = part_of(type(config), name)
+        if part is None:
+            values[name] = _as_hinted(prefix + name, value, _hints(type(config))[name])
+        elif isinstance(value, Mapping):
+            base = getattr(config, name)
+            values[name] = _with(part() if base is None else base, value, f"{prefix}{name}.")
+        elif isinstance(value, part) or (value is None and _allows_none(type(config), name)):
+            values[name] = value
+        else:
+            raise TypeError(f"{prefix}{name} must be a {part.__name__} or a dict, found {type(value).__name__}")
+    return dataclasses.replace(config, **values)
+
+
+def _as_hinted(name: str, value: Any, hint: Any) -> Any:
+    """Numbers and tuples as the field wants them: YAML reads 1e-4 as text, and JSON knows no tuples."""
+    kinds = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
+    tuples = [kind for kind in kinds if typing.get_origin(kind) is tuple]
+    if isinstance(value, list) and tuples:
+        return tuple(value)
+    if float in kinds and str not in kinds and isinstance(value, (str, int)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            raise TypeError(f"{name} must be a number, found {value!r}") from None
+    plain = tuple(kind for kind in kinds if isinstance(kind, type) and typing.get_origin(kind) is None)
+    wrong_bool = isinstance(value, bool) and bool not in kinds
+    if len(plain) == len(kinds) and (not isinstance(value, plain) or wrong_bool):
+        wanted = " or ".join(sorted("None" if kind is type(None) else kind.__name__ for kind in plain))
+        raise TypeError(f"{name} must be {wanted}, found {value!r}")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

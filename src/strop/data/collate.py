@@ -1,0 +1,105 @@
+"""Training batches: right-padded, or several sequences packed into a row.
+
+B rows (of a packed batch: bins), T tokens. A row is what a model is trained on: the ids of a prompt, whose tokens never
+count, and of a completion, whose tokens do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from strop.primitives import collate_packed, pack_sequences
+
+Row = tuple[Any, Any]  # prompt_ids, completion_ids: 1-D integers, as a tensor, an array or a list
+
+
+@dataclass
+class SequenceBatch:
+    """Right-padded rows. For a causal model padding behind a row changes nothing before it, and positions count from 0.
+
+    completion_mask_BT is 1 where a token counts. The first token of a sequence never does: nothing before it predicts it.
+    position_ids_BT and sequence_ids_BT are only there for packed rows: positions count from 0 in each sequence, sequence
+    ids say which row of the list a token is from, −1 on padding; tokens attend only within their sequence.
+    """
+
+    input_ids_BT: torch.Tensor
+    attention_mask_BT: torch.Tensor
+    completion_mask_BT: torch.Tensor
+    position_ids_BT: torch.Tensor | None = None
+    sequence_ids_BT: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.input_ids_BT)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.sequence_ids_BT is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return int(self.attention_mask_BT.sum())
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens that count: what a token mean divides by."""
+        return int(self.completion_mask_BT.sum())
+
+    def to(self, device: torch.device | str) -> "SequenceBatch":
+        moved = {name: tensor.to(device) for name, tensor in vars(self).items() if tensor is not None}
+        return SequenceBatch(**moved)
+
+
+def collate(rows: Sequence[Row], pad_id: int = 0, device: torch.device | str = "cpu") -> SequenceBatch:
+    """Rows of (prompt_ids, completion_ids) as one right-padded batch."""
+    prompts, sequences = _join(rows)
+    num_tokens_B = torch.tensor([len(s) for s in sequences])
+    num_prompt_B = torch.tensor([len(p) for p in prompts])
+    positions_T = torch.arange(int(num_tokens_B.max()))
+    input_ids_BT = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad_id)
+    attention_mask_BT = positions_T < num_tokens_B[:, None]
+    completion_mask_BT = attention_mask_BT & (positions_T >= num_prompt_B.clamp(min=1)[:, None])
+    return SequenceBatch(input_ids_BT, attention_mask_BT, completion_mask_BT).to(device)
+
+
+def collate_into_bins(
+    rows: Sequence[Row], max_length: int, pad_id: int = 0, device: torch.device | str = "cpu"
+) -> SequenceBatch:
+    """Rows packed into as few batch rows of at most max_length tokens as first-fit decreasing finds."""
+    prompts, sequences = _join(rows)
+    packed = collate_packed(sequences, pack_sequences(sequences, max_length), pad_id=pad_id)
+    sequence_ids_BT, position_ids_BT = packed["sequence_ids"], packed["position_ids"]
+    attention_mask_BT = sequence_ids_BT >= 0
+    num_prompt_N = torch.tensor([max(len(p), 1) for p in prompts])
+    completion_mask_BT = attention_mask_BT & (position_ids_BT >= num_prompt_N[sequence_ids_BT.clamp(min=0)])
+    batch = SequenceBatch(packed["input_ids"], attention_mask_BT, completion_mask_BT, position_ids_BT, sequence_ids_BT)
+    return batch.to(device)
+
+
+def _join(rows: Sequence[Row]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The prompts, and the prompts with their completions, as ids on the CPU."""
+    if len(rows) == 0:
+        raise ValueError("rows must hold at least one row, found none")
+    prompts, sequences = [], []
+    for i, row in enumerate(rows):
+        if len(row) != 2:
+            raise ValueError(f"rows[{i}] must be (prompt_ids, completion_ids), found {len(row)} things")
+        prompt = as_ids(row[0], f"rows[{i}]: prompt_ids")
+        completion = as_ids(row[1], f"rows[{i}]: completion_ids")
+        if len(prompt) + len(completion) == 0:
+            raise ValueError(f"rows[{i}] must hold at least one token, found an empty prompt and an empty completion")
+        prompts.append(prompt)
+        sequences.append(torch.cat([prompt, completion]))
+    return prompts, sequences
+
+
+def as_ids(ids: Any, name: str) -> torch.Tensor:
+    """1-D int64 on the CPU from a tensor, an array or a list of token ids."""
+    tensor = ids.detach() if isinstance(ids, torch.Tensor) else torch.as_tensor(ids)
+    if tensor.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, found shape {list(tensor.shape)}")
+    if tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool):  # an empty list is a float tensor
+        raise TypeError(f"{name} must hold integers, found {tensor.dtype}")
+    return tensor.to("cpu", torch.int64)

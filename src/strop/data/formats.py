@@ -1,0 +1,275 @@
+"""Rows of data: where they come from, and which of TRL's formats they are in.
+
+| format              | standard                                        | conversational                            |
+|---------------------|-------------------------------------------------|-------------------------------------------|
+| `language_modeling` | {"text": str}                                   | {"messages": messages}                    |
+| `prompt_only`       | {"prompt": str}                                 | {"prompt": messages}                      |
+| `prompt_completion` | {"prompt": str, "completion": str}              | the same two with messages                |
+| `preference`        | {"prompt": str, "chosen": str, "rejected": str} | the same three with messages              |
+
+Messages are lists of {"role": …, "content": …}. A preference row may leave its prompt out: it is then what chosen and
+rejected have in common at their start. In place of a text stands, where there is no tokenizer, a list of token ids.
+Other columns stay: reward functions get them by name.
+"""
+
+import difflib
+import glob
+import importlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+FORMATS = {
+    "language_modeling": '{"text"} or {"messages"}',
+    "prompt_only": '{"prompt"}',
+    "prompt_completion": '{"prompt", "completion"}',
+    "preference": '{"prompt", "chosen", "rejected"} or {"chosen", "rejected"} with a common start',
+}
+CONTENT = ("text", "messages", "prompt", "completion", "chosen", "rejected")
+
+
+# ---- where rows come from ----
+
+
+def load_rows(source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0) -> Sequence[Row]:
+    """Rows of a source, checked to be of one known format.
+
+    source   a list of dicts; a JSONL file, a pattern of files or a list of them; the name of one of strop's tasks; a
+             `datasets.Dataset` or `DatasetDict`, or the id of one on the Hub or a folder `save_to_disk` wrote
+    split    which part of a task, a DatasetDict or an id; a file is one part
+    limit    the first so many rows
+    seed     of a task's problems
+    """
+    rows = _read(source, split, limit, seed)
+    if limit is not None:
+        rows = rows.select(range(min(limit, len(rows)))) if hasattr(rows, "select") else rows[:limit]
+    where = str(source) if isinstance(source, (str, os.PathLike)) else ""
+    if not len(rows):
+        raise ValueError(f"{where or 'the data'} must hold at least one row, found none")
+    check_rows(rows, where=where)
+    return rows
+
+
+def _read(source: Any, split: str, limit: int | None, seed: int) -> Any:
+    if _is_dataset(source):
+        return source
+    if isinstance(source, Mapping):  # a DatasetDict, or a plain dict of splits
+        return _read(_pick_split(source, split), split, limit, seed)
+    if isinstance(source, (str, os.PathLike)):
+        return _read_named(os.fspath(source), split, limit, seed)
+    if isinstance(source, Sequence):
+        if source and all(isinstance(item, (str, os.PathLike)) for item in source):
+            return [row for path in source for row in read_jsonl(path)]
+        return _checked_dicts(source)
+    if hasattr(source, "__iter__") and hasattr(source, "features"):
+        raise TypeError(
+            "data must have a length, found a streaming dataset: take a part of it, list(dataset.take(1000))"
+        )
+    raise TypeError(f"data must be a list of dicts, a path, a task's name or a Dataset, found {type(source).__name__}")
+
+
+def _read_named(name: str, split: str, limit: int | None, seed: int) -> Any:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return list(read_jsonl(path))
+    if any(c in name for c in "*?["):
+        files = sorted(glob.glob(str(path)))
+        if not files:
+            raise FileNotFoundError(f"no file matches {name}")
+        return [row for file in files for row in read_jsonl(file)]
+    if path.is_dir():
+        return _read_folder(path, split)
+    if path.suffix in (".jsonl", ".json", ".ndjson"):
+        raise FileNotFoundError(f"no such file: {name}")
+    if (rows := _read_task(name, split, limit, seed)) is not None:
+        return rows
+    return _read_hub(name, split)
+
+
+def _read_folder(folder: Path, split: str) -> Any:
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        found = _datasets().load_from_disk(str(folder))
+        return _pick_split(found, split) if isinstance(found, Mapping) else found
+    file = folder / f"{split}.jsonl"
+    if not file.is_file():
+        there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise FileNotFoundError(f"the folder {folder} must hold {split}.jsonl or a saved dataset, found {there}")
+    return list(read_jsonl(file))
+
+
+def _read_task(name: str, split: str, limit: int | None, seed: int) -> list[Row] | None:
+    """Rows of a built-in task, None where no task has this name."""
+    tasks = importlib.import_module("strop.tasks")
+
+    if name.removeprefix("task:") not in tasks.available_tasks():
+        if name.startswith("task:") or "/" not in name:
+            raise ValueError(_unknown_source(name, tasks.available_tasks()))
+        return None
+    return tasks.load_task(name.removeprefix("task:")).rows(split, limit, seed=seed)
+
+
+def _unknown_source(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name.removeprefix("task:"), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"no file, folder or task is called {name!r}{hint} Tasks: {', '.join(known)}. A dataset's id has an owner: owner/name"
+
+
+def _read_hub(name: str, split: str) -> Any:
+    try:
+        return _datasets().load_dataset(name, split=split)
+    except Exception as error:  # of many kinds: no network, no such id, no such split
+        raise ValueError(f"no file, folder or task is called {name!r}, and datasets cannot load it: {error}") from error
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError('this source needs the datasets package: pip install "strop[train]"') from None
+    return datasets
+
+
+def _is_dataset(source: Any) -> bool:
+    """A map-style `datasets.Dataset`, without importing the package."""
+    return hasattr(source, "column_names") and hasattr(source, "select") and hasattr(source, "__getitem__")
+
+
+def _pick_split(splits: Mapping[str, Any], split: str) -> Any:
+    if split not in splits:
+        near = difflib.get_close_matches(split, list(splits), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"split must be one of {', '.join(map(repr, splits))}, found {split!r}{hint}")
+    return splits[split]
+
+
+def _checked_dicts(rows: Sequence[Any]) -> list[Row]:
+    for i, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise TypeError(f"rows[{i}] must be a dict of columns, found {type(row).__name__}")
+    return [dict(row) for row in rows]
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
+    """One object per line; empty lines are passed over. A broken line is named."""
+    with open(path, encoding="utf-8-sig") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _parse_line(line, path, number)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} must be UTF-8 text: {error}") from None
+
+
+def _parse_line(line: str, path: Any, number: int) -> Row:
+    try:
+        row = json.loads(line.strip())
+    except json.JSONDecodeError as error:
+        shown = line.strip()[:60] + ("…" if len(line.strip()) > 60 else "")
+        raise ValueError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}): {shown}") from None
+    if not isinstance(row, dict):
+        hint = "; a JSON array is not JSONL: write one object per line" if isinstance(row, list) else ""
+        raise ValueError(f"{path}, line {number}: must be an object of columns, found {type(row).__name__}{hint}")
+    return row
+
+
+# ---- which format they are in ----
+
+
+def detect_format(row: Mapping[str, Any], where: str = "the row") -> str:
+    """One of FORMATS, from the columns."""
+    columns = {name for name in CONTENT if row.get(name) is not None}
+    if {"chosen", "rejected"} <= columns:
+        return "preference"
+    if lone := columns & {"chosen", "rejected"}:
+        raise ValueError(f"{where} has {lone.pop()!r} without its counterpart; {_found(row)}")
+    if {"prompt", "completion"} <= columns:
+        return "prompt_completion"
+    if columns & {"text", "messages"}:
+        return "language_modeling"
+    if "prompt" in columns:
+        return "prompt_only"
+    raise ValueError(f"{where} is in no known format: {_found(row)}. Formats: {_listed(FORMATS)}")
+
+
+def _found(row: Mapping[str, Any]) -> str:
+    return f"found the columns {', '.join(row) or '(none)'}"
+
+
+def _listed(formats: Any) -> str:
+    return "; ".join(f"{name} {FORMATS[name]}" for name in formats)
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether this is a list of messages."""
+    return (
+        isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and isinstance(value[0], Mapping)
+    )
+
+
+def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str = "", what: str = "") -> str:
+    """Every row is of one format among those wanted; its name. `what` wants them, for the message ("DPO")."""
+    first = detect_format(rows[0], _name(where, 0))
+    usable = first if first in wanted else _also(first, wanted)
+    if usable is None:
+        raise ValueError(
+            f"{what or 'the data'} needs {_listed(wanted)}; {where or 'the data'} is {first}: {_found(rows[0])}"
+        )
+    for i, row in enumerate([rows[0]] if _is_dataset(rows) else rows):  # a Dataset's columns are the same in all rows
+        name = _name(where, i)
+        if (found := detect_format(row, name)) != first:
+            raise ValueError(f"{name} is {found}, the rows before it {first}; {_found(row)}")
+        _check_contents(row, name)
+    return usable
+
+
+def _also(found: str, wanted: Sequence[str]) -> str | None:
+    """A row that answers its prompt is also one with a prompt: what it has beyond is an extra column."""
+    return "prompt_only" if "prompt_only" in wanted and found in ("prompt_completion", "preference") else None
+
+
+def _name(where: str, index: int) -> str:
+    return f"{where}: rows[{index}]" if where else f"rows[{index}]"
+
+
+def _check_contents(row: Mapping[str, Any], name: str) -> None:
+    kinds = {column: _kind(row[column], f"{name}[{column!r}]") for column in CONTENT if row.get(column) is not None}
+    pairs = ("prompt", "completion"), ("chosen", "rejected"), ("prompt", "chosen")
+    for a, b in pairs:
+        if a in kinds and b in kinds and kinds[a] != kinds[b]:
+            raise ValueError(f"{name}: {a} is {kinds[a]} but {b} is {kinds[b]}; both must be of one kind")
+
+
+def _kind(value: Any, name: str) -> str:
+    if isinstance(value, str):
+        return "text"
+    if is_conversation(value):
+        for i, message in enumerate(value):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+                raise ValueError(f'{name}[{i}] must be a message {{"role", "content"}}, found {message!r:.80}')
+        return "messages"
+    if hasattr(value, "__len__") and not isinstance(value, Mapping):
+        return "token ids"
+    raise TypeError(f"{name} must be a text, a list of messages or token ids, found {type(value).__name__}")
+
+
+def with_prompt(row: Row) -> Row:
+    """A preference row with its prompt: given, or what chosen and rejected begin with alike."""
+    if row.get("prompt") is not None:
+        return row
+    chosen, rejected = row["chosen"], row["rejected"]
+    common = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if common is None:
+        if len(chosen) == len(rejected):
+            raise ValueError(f"chosen and rejected must differ, found the same twice: {chosen!r:.120}")
+        common = min(len(chosen), len(rejected))
+    if isinstance(chosen, str) and common and chosen[common - 1] == " ":
+        common -= 1  # the space belongs to the word after it, as tokenizers have it
+    if common == 0:
+        raise ValueError(
+            f"chosen and rejected must begin alike where there is no prompt, found {chosen!r:.60} and {rejected!r:.60}"
+        )
+    return {**row, "prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}

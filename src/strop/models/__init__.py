@@ -1,0 +1,24 @@
+"""What algorithms need of a model: log-probs of tokens, hidden states with the LM head, a frozen reference.
+
+policy = as_policy(model, tokenizer)        a plain nn.Module that returns logits, any Hugging Face causal LM, a peft
+                                            model, MoEForCausalLM or a bare MoETransformer
+logps_BT = policy.logps(batch)              differentiable
+ref_logps_BT = policy.reference().logps(batch)
+"""
+
+from strop.models.kinds import adapter_off, base_model, evaluating, has_adapter, unwrapped
+from strop.models.loading import load_model
+from strop.models.policy import Policy, Reference, as_policy, counted
+
+__all__ = [
+    "Policy",
+    "Reference",
+    "adapter_off",
+    "as_policy",
+    "base_model",
+    "counted",
+    "evaluating",
+    "has_adapter",
+    "load_model",
+    "unwrapped",
+]

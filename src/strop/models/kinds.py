@@ -1,0 +1,85 @@
+"""Kinds of models, what is inside of what, and what their configs say."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """The module that torch.compile wrapped, or the module itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def base_model(model: Any) -> Any:
+    """The Hugging Face model inside a peft model, or the model itself."""
+    return model.get_base_model() if is_peft(model) else model
+
+
+def has_adapter(model: nn.Module) -> bool:
+    return is_peft(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+@contextlib.contextmanager
+def adapter_off(model: Any) -> Iterator[None]:
+    if is_peft(model):
+        with model.disable_adapter():
+            yield
+        return
+    model.disable_adapters()  # transformers' own way of holding an adapter
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """eval mode; afterwards every module is in the mode it was in, a part that was kept in eval mode too."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def as_module(model: Any) -> nn.Module:
+    from strop.moe import MoETransformer
+
+    if isinstance(model, MoETransformer):
+        from strop.moe.torch import MoEForCausalLM
+
+        return MoEForCausalLM(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module or a MoETransformer, found {type(model).__name__}")
+    return model
+
+
+def is_moe(model: nn.Module) -> bool:
+    from strop.moe.torch import MoEForCausalLM
+
+    return isinstance(model, MoEForCausalLM)
+
+
+def is_peft(model: Any) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def is_hugging_face(model: Any) -> bool:
+    wanted = ("config", "generate", "get_output_embeddings", "generation_config")
+    return all(hasattr(base_model(model), name) for name in wanted)
+
+
+def of_config(config: Any, key: str) -> Any:
+    """A key of a config, or of the text part of a config of several."""
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    return getattr(config, key, None)
+
+
+def as_ids(value: Any) -> list[int]:
+    """One token id, several, or None, as a list."""
+    return [] if value is None else [int(one) for one in value] if isinstance(value, Sequence) else [int(value)]

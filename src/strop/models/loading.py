@@ -1,0 +1,90 @@
+"""Models by name: strop's MoE, Hugging Face's."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    gguf_file: str | None = None,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> tuple[nn.Module, Any]:
+    """(model, tokenizer or None) from "moe:tiny", a folder strop's MoE saved, or a Hugging Face folder or name.
+
+    dtype      torch.bfloat16 or "bfloat16" …; None is the checkpoint's own
+    gguf_file  the file's name in a folder of GGUF weights
+    options    for `AutoModelForCausalLM.from_pretrained`; for "moe:NAME" fields of MoEConfig, engine and seed
+    """
+    name = str(name_or_path)
+    if isinstance(dtype, str):
+        dtype = _dtype_named(dtype)
+    if name.startswith("moe:"):
+        return _moe_preset(name.removeprefix("moe:"), dtype, options), None
+    folder = Path(name).expanduser()
+    if _is_strop_folder(folder):
+        from strop.moe.torch import MoEForCausalLM
+
+        return MoEForCausalLM.from_pretrained(folder, dtype=dtype, **options), _tokenizer_in(folder)
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(f"model must be a folder, a Hugging Face name or moe:tiny, found no folder {name}")
+    return _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, device, options)
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    found = getattr(torch, short.get(name, name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype must be one of float32, float64, bfloat16, float16, found {name!r}")
+    return found
+
+
+def _moe_preset(preset: str, dtype: torch.dtype | None, options: dict[str, Any]) -> nn.Module:
+    from strop.moe import MoEConfig, MoETransformer
+    from strop.moe.torch import NUMPY_DTYPES, MoEForCausalLM
+
+    if dtype is not None and dtype not in NUMPY_DTYPES:
+        raise TypeError(f"dtype must be torch.float32 or torch.float64 for moe:{preset}, found {dtype}")
+    options = dict(options)
+    made = {key: options.pop(key) for key in ("engine", "seed") if key in options}
+    config = MoEConfig.preset(preset, **options)
+    return MoEForCausalLM(MoETransformer(config, **made, dtype=NUMPY_DTYPES[dtype or torch.float32]))
+
+
+def _is_strop_folder(folder: Path) -> bool:
+    """Mixtral's layout with the keys strop adds: opened by its engine, not by transformers."""
+    try:
+        return "strop_rope_base" in (folder / "config.json").read_text()
+    except OSError:
+        return False
+
+
+def _tokenizer_in(folder: Path) -> Any:
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    return _transformers().AutoTokenizer.from_pretrained(folder)
+
+
+def _hugging_face(
+    name: str, dtype: torch.dtype | None, gguf_file: str | None, device: Any, options: dict[str, Any]
+) -> tuple[nn.Module, Any]:
+    transformers = _transformers()
+    gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
+    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name, **gguf)
+    return (model if device is None else model.to(device)), tokenizer
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ImportError('a Hugging Face model needs transformers: pip install "strop[train]"') from None
+    return transformers

@@ -1,0 +1,112 @@
+"""Reports of runs: one self-contained HTML page, and its main figure as an image.
+
+write_report(["runs/a", "runs/b"], "report.html")
+page = build_report(runs, extra_sections=[bar_section("Accuracy", {"greedy": {"before": 0.4, "after": 0.97}})])
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from strop.report import page
+from strop.report.curves import duration
+from strop.report.metrics import ALSO_CALLED
+from strop.report.page import Section, Tile, bar_section, sample_section
+from strop.report.runs import Run, load_run, load_runs
+from strop.report.svg import Chart, Curve
+
+__all__ = [
+    "Chart",
+    "Curve",
+    "Run",
+    "Section",
+    "Tile",
+    "bar_section",
+    "build_report",
+    "draw_figure",
+    "load_run",
+    "load_runs",
+    "sample_section",
+    "write_report",
+]
+
+
+def build_report(
+    runs: Iterable[Run | str | Path],
+    *,
+    extra_sections: Sequence[Section] = (),
+    headline: Sequence[Tile] = (),
+    title: str | None = None,
+    lead: str | None = None,
+) -> str:
+    """The page as text.
+
+    runs             run folders or loaded runs, overlaid in every chart
+    extra_sections   put between the summary and the curves
+    headline         numbers at the top in place of the run's own
+    title, lead      the heading, and the line below it
+    """
+    found = _as_runs(runs)
+    sections = list(extra_sections)
+    if len(found) > 1:
+        sections.insert(0, Section("Runs", page.summary_table(found)))
+    sections += page.curve_sections(found)
+    sections += [s for s in [page.time_section(found)] if s]
+    sections += page.samples_sections(found)
+    sections += [s for s in [page.config_section(found)] if s]
+    tiles = list(headline) or (page.summary_tiles(found[0]) if len(found) == 1 else [])
+    return page.render(found, sections, tiles, title or _title(found), lead if lead is not None else _lead(found))
+
+
+def write_report(runs: Iterable[Run | str | Path], path: str | Path, **options: object) -> Path:
+    """The page as a file; build_report's options."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"the report must be a file, found the folder {path}")
+    text = build_report(runs, **options)  # type: ignore[arg-type]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def draw_figure(runs: Iterable[Run | str | Path], path: str | Path, **options: object) -> Path:
+    """The main curves as an image (needs matplotlib)."""
+    from strop.report import figure
+
+    return figure.draw(_as_runs(runs), Path(path), **options)  # type: ignore[arg-type]
+
+
+def _as_runs(runs: Iterable[Run | str | Path]) -> list[Run]:
+    runs = [runs] if isinstance(runs, (str, Path, Run)) else list(runs)
+    folders = [r for r in runs if not isinstance(r, Run)]
+    found = [r for r in runs if isinstance(r, Run)] + load_runs(folders)
+    if not found:
+        raise ValueError("a report needs at least one run, found none")
+    for run in found:
+        _drop_doubles(run)
+    return found
+
+
+def _drop_doubles(run: Run) -> None:
+    """A metric that is there under its own name is not drawn a second time."""
+    for other, name in ALSO_CALLED.items():
+        for row in run.metrics:
+            if other in row and row.get(name) == row[other]:
+                del row[other]
+
+
+def _title(runs: Sequence[Run]) -> str:
+    return (
+        runs[0].name if len(runs) == 1 else " · ".join(run.name for run in runs[:4]) + (" …" if len(runs) > 4 else "")
+    )
+
+
+def _lead(runs: Sequence[Run]) -> str:
+    if len(runs) > 1:
+        return f"{len(runs)} runs compared."
+    run = runs[0]
+    parts = [run.algorithm or "A run", str(run.header["model"]) if run.header.get("model") else ""]
+    steps = f"{run.num_steps:,} step" + "s" * (run.num_steps != 1)
+    parts.append(f"{steps} in {duration(run.seconds)}" if run.seconds else steps)
+    started = str(run.header.get("started", ""))[:16].replace("T", " ")
+    parts.append(f"started {started}" if started else "")
+    return ", ".join(p for p in parts if p) + "."

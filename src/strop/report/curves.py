@@ -1,0 +1,162 @@
+"""What is done to numbers before they are drawn: smoothing, thinning out, axes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+MAX_POINTS = 320  # of one curve: about one per pixel of a chart
+SMALL_FRACTION = 0.2
+SMOOTH_FROM = 20  # shorter curves are drawn as they are
+
+
+def smoothing_window(num_values: int) -> int:
+    """Odd number of values a smoothed one is the mean of; 1 is no smoothing."""
+    return 1 if num_values < SMOOTH_FROM else 2 * (num_values // 30) + 3
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Moving mean of a centred window; at the ends of what is there of it."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    n, half = len(values), window // 2
+    spans = [(max(i - half, 0), min(i + half + 1, n)) for i in range(n)]
+    return [(sums[b] - sums[a]) / (b - a) for a, b in spans]
+
+
+def thin(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
+    """At most so many points: of each stretch its lowest and its highest, in their order, so no spike is lost."""
+    if len(steps) <= most:
+        return list(steps), list(values)
+    num_bins = max(most // 2 - 1, 1)
+    edges = [round(i * len(steps) / num_bins) for i in range(num_bins + 1)]
+    kept = {0, len(steps) - 1}
+    for a, b in pairwise(edges):
+        kept |= {min(range(a, b), key=values.__getitem__), max(range(a, b), key=values.__getitem__)}
+    return [steps[i] for i in sorted(kept)], [values[i] for i in sorted(kept)]
+
+
+def thin_evenly(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
+    """Every n-th point and the last: for curves that are smooth."""
+    if len(steps) <= most:
+        return list(steps), list(values)
+    kept = sorted({round(i * (len(steps) - 1) / (most - 1)) for i in range(most)})
+    return [steps[i] for i in kept], [values[i] for i in kept]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """low and high of the scale, and where its ticks are. A logarithmic one holds exponents."""
+
+    low: float
+    high: float
+    ticks: list[float]
+    logarithmic: bool = False
+
+    def place(self, value: float) -> float:
+        """From 0 at the low end to 1 at the high one."""
+        value = math.log10(value) if self.logarithmic else value
+        return (value - self.low) / (self.high - self.low)
+
+
+def linear_axis(low: float, high: float, num_ticks: int = 5, *, whole: bool = False) -> Axis:
+    """Round ticks; the scale ends at them."""
+    if high <= low:
+        pad = abs(low) * 0.1 or 0.5
+        low, high = low - pad, high + pad
+    step = _nice_step((high - low) / num_ticks)
+    if whole:
+        step = max(step, 1.0)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = [i * step for i in range(first, last + 1)]
+    return Axis(ticks[0], ticks[-1], ticks)
+
+
+def log_axis(low: float, high: float) -> Axis:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    last = max(last, first + 1)
+    every = max(1, math.ceil((last - first) / 6))
+    return Axis(first, last, [10.0**e for e in range(first, last + 1, every)], logarithmic=True)
+
+
+def value_axis(values: Sequence[float], *, from_zero: bool = False, fraction: bool = False) -> Axis:
+    """The scale of a metric.
+
+    Fractions have the whole of 0 to 1, unless all of them are small. Others start at 0 where that costs less than half the height; where single
+    values stand twentyfold above nearly all the others the scale is logarithmic, and the chart says so.
+    """
+    low, high = min(values), max(values)
+    if fraction and low >= 0 and high <= 1:
+        return (
+            Axis(0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]) if high > SMALL_FRACTION else linear_axis(0.0, max(high, 0.01))
+        )
+    ordinary = sorted(values)[int(0.97 * (len(values) - 1))]
+    if low > 0 and high > 20 * ordinary:
+        return log_axis(low, high)
+    if from_zero and low == high == 0:
+        return linear_axis(0.0, 1.0)
+    if from_zero or 0 <= low < 0.5 * high:
+        low = min(low, 0.0)
+    if low < 0 and 0 >= high > 0.5 * low:
+        high = 0.0
+    return linear_axis(low, high)
+
+
+def _nice_step(rough: float) -> float:
+    """1, 2 or 5 times a power of ten, at least the rough one."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * (1 - 1e-9))
+
+
+def short(value: float | None) -> str:
+    """A number in few characters: 0.0123, 1,234, 12.3k, 1.2e−5."""
+    if value is None or not math.isfinite(value):
+        return "–" if value is None else "not finite"
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 1e5 or size < 1e-3:
+        if 1e5 <= size < 1e9:
+            text = f"{value / 1e6:.3g}M" if size >= 1e6 else f"{value / 1e3:.3g}k"
+        else:
+            mantissa, exponent = f"{value:.1e}".split("e")
+            text = f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    elif size >= 1000:
+        text = f"{value:,.0f}"
+    else:
+        text = f"{value:.3g}"
+    return text.replace("-", "−")
+
+
+def percent(value: float, decimals: int = 1) -> str:
+    return f"{100 * value:.{decimals}f}\u00a0%"  # the space does not break
+
+
+def tick_label(value: float, axis: Axis, fraction: bool = False) -> str:
+    """As short as tells it from its neighbours."""
+    if fraction and axis.high <= 1:
+        return percent(value, 0 if axis.ticks[1] - axis.ticks[0] >= 0.01 else 1)
+    if axis.logarithmic or len(axis.ticks) < 2:
+        return short(value)
+    step = axis.ticks[1] - axis.ticks[0]
+    if abs(value) < step * 1e-9:
+        return "0"
+    largest = max(abs(axis.low), abs(axis.high))
+    if largest >= 1e5 or largest < 1e-3:
+        return short(float(f"{value:.6g}"))
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    if abs(step * 10**decimals - round(step * 10**decimals)) > 1e-9:
+        decimals += 1  # 0.25
+    return f"{value:,.{decimals}f}".replace("-", "−")
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.3g}\u00a0s"
+    minutes, hours = round(seconds / 60), seconds / 3600
+    if hours < 1:
+        return f"{int(seconds // 60)}\u00a0min {int(seconds % 60)}\u00a0s"
+    return f"{minutes // 60}\u00a0h {minutes % 60}\u00a0min"

@@ -1,0 +1,111 @@
+"""The report's main curves as an image, for a README."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.report.curves import smooth, smoothing_window
+from strop.report.metrics import Metric, describe
+from strop.report.runs import Run
+
+COLOURS = ["#1f66c9", "#d3541a", "#16875b", "#9333b0", "#b07a08", "#0d7f92", "#c22755", "#596375"]
+INK, SOFT, RULE = "#211d18", "#6b6257", "#e6dfd4"
+PANELS = ("eval/accuracy", "reward/mean", "preference/accuracy", "loss", "kl", "entropy", "completion/length")
+
+
+def draw(
+    runs: Sequence[Run],
+    path: Path,
+    *,
+    panels: Sequence[str] | None = None,
+    bars: tuple[str, dict[str, dict[str, float]]] | None = None,
+    columns: int = 4,
+    dpi: int = 150,
+) -> Path:
+    """One panel per metric, and before them one of bars: (title, {"greedy": {"before": 0.4, "after": 0.97}})."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError('a figure needs matplotlib: pip install "strop[bench]"') from None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    there = [name for name in panels or PANELS if any(len(run.series(name)) for run in runs)]
+    if panels is None:
+        there = [n for n in there if n != "loss" or "reward/mean" not in there][: 4 - bool(bars)]
+    count = len(there) + bool(bars)
+    if not count:
+        raise ValueError(f"the runs hold none of {', '.join(panels or PANELS)}; found {', '.join(runs[0].names)}")
+    rows = -(-count // columns)
+    wide = min(count, columns)
+    style: Any = {"font.size": 9, "svg.hashsalt": "strop", "text.color": INK, "axes.labelcolor": SOFT}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(3.1 * wide, 2.5 * rows + 0.35), dpi=dpi, layout="constrained", facecolor="white")
+        FigureCanvasAgg(figure)
+        axes = list(figure.subplots(rows, wide, squeeze=False).flat)
+        if bars:
+            _bars(axes.pop(0), *bars)
+        for name in there:
+            _panel(axes.pop(0), runs, name, describe(name))
+        for spare in axes:
+            spare.set_axis_off()
+        if len(runs) > 1:
+            _legend(figure, runs)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Software": None} if path.suffix == ".png" else None)
+    return path
+
+
+def _panel(ax: Any, runs: Sequence[Run], name: str, metric: Metric) -> None:
+    for i, run in enumerate(runs):
+        series = run.series(name)
+        if not len(series):
+            continue
+        colour = COLOURS[i % len(COLOURS)]
+        scale = 100 if metric.fraction else 1
+        values = [scale * v for v in series.values]
+        window = smoothing_window(len(values)) if metric.smoothed else 1
+        if window > 1:
+            ax.plot(series.steps, values, color=colour, alpha=0.25, linewidth=0.7)
+        marker = "o" if len(values) < 25 else None
+        ax.plot(series.steps, smooth(values, window), color=colour, linewidth=1.8, marker=marker, markersize=3)
+    _frame(ax, metric.title, "%" if metric.fraction else metric.unit)
+    ax.set_xlabel("step")
+    if metric.fraction:
+        ax.set_ylim(0, 100)
+    elif metric.from_zero:
+        ax.set_ylim(bottom=0)
+
+
+def _bars(ax: Any, title: str, groups: dict[str, dict[str, float]]) -> None:
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    width = 0.8 / len(names)
+    for k, name in enumerate(names):
+        places = [i + (k - (len(names) - 1) / 2) * width for i in range(len(groups))]
+        heights = [100 * group.get(name, 0.0) for group in groups.values()]
+        drawn = ax.bar(places, heights, width * 0.94, color=COLOURS[k % len(COLOURS)], label=name)
+        ax.bar_label(drawn, [f"{h:.0f}" for h in heights], padding=1, fontsize=8, color=INK)
+    _frame(ax, title, "%")
+    ax.set_xticks(range(len(groups)), list(groups))
+    ax.set_ylim(0, 130 if len(names) > 1 else 112)
+    ax.set_yticks([0, 25, 50, 75, 100])
+    if len(names) > 1:
+        ax.legend(fontsize=8, frameon=False, loc="upper left", ncols=2, borderaxespad=0)
+
+
+def _frame(ax: Any, title: str, unit: str) -> None:
+    ax.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
+    ax.set_title(unit, loc="right", fontsize=8, color=SOFT)
+    ax.grid(axis="y", color=RULE, linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.tick_params(colors=SOFT, labelsize=8)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.spines["bottom"].set_color(SOFT)
+
+
+def _legend(figure: Any, runs: Sequence[Run]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2) for i in range(len(runs))]
+    figure.legend(handles, [run.name for run in runs], loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)

@@ -1,0 +1,48 @@
+"use strict";
+// Values under the pointer. Everything is there without this script; it only adds.
+const charts = JSON.parse(document.getElementById("curves").textContent);
+const SVG = "http://www.w3.org/2000/svg";
+
+function nearest(steps, step) {
+  let low = 0, high = steps.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] < step) low = middle + 1; else high = middle;
+  }
+  return low > 0 && step - steps[low - 1] < steps[low] - step ? low - 1 : low;
+}
+
+function element(name, attributes) {
+  const made = document.createElementNS(SVG, name);
+  for (const key in attributes) made.setAttribute(key, attributes[key]);
+  return made;
+}
+
+for (const card of document.querySelectorAll("[data-chart]")) {
+  const chart = charts[card.dataset.chart], svg = card.querySelector("svg"), hover = svg.querySelector(".hover");
+  const tip = document.createElement("div");
+  tip.className = "tip"; tip.hidden = true; card.appendChild(tip);
+  const { left, right, top, bottom } = chart.area, [x0, x1] = chart.x;
+  const place = step => left + (step - x0) / (x1 - x0) * (right - left);
+
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / box.width;
+    const step = x0 + ((event.clientX - box.left) * scale - left) / (right - left) * (x1 - x0);
+    const shown = chart.curves.filter(c => c.steps.length).map(c => ({ curve: c, i: nearest(c.steps, step) }));
+    if (!shown.length) return;
+    const at = shown.map(s => s.curve.steps[s.i]).reduce((a, b) => Math.abs(b - step) < Math.abs(a - step) ? b : a);
+    hover.replaceChildren(element("path", { class: "cursor", d: `M${place(at)} ${top}V${bottom}` }));
+    tip.replaceChildren(document.createTextNode(`step ${at.toLocaleString("en")}`));
+    for (const { curve, i } of shown) {
+      hover.appendChild(element("circle", { class: curve.colour, cx: place(curve.steps[i]), cy: curve.y[i], r: 4 }));
+      const line = document.createElement("div"), mark = document.createElement("i");
+      line.className = curve.colour; line.append(mark, `${curve.text[i]}  ${chart.curves.length > 1 ? curve.label : ""}`);
+      tip.appendChild(line);
+    }
+    tip.hidden = false;
+    const frame = card.getBoundingClientRect(), x = event.clientX - frame.left, width = tip.offsetWidth;
+    tip.style.left = `${x + 14 + width < frame.width - 4 ? x + 14 : Math.max(4, x - 14 - width)}px`;
+    tip.style.top = `${box.top - frame.top + 6}px`;
+  });
+  svg.addEventListener("pointerleave", () => { hover.replaceChildren(); tip.hidden = true; });
+}

@@ -1,0 +1,64 @@
+"""What the metrics are called on the page, in which unit, and how they are drawn."""
+
+from dataclasses import dataclass, replace
+
+GROUPS = {
+    "outcome": ("What it learned", ""),
+    "policy": ("How the policy moved", "Distance from the reference, how sure the policy is, and how it writes."),
+    "optimiser": ("Optimisation and speed", ""),
+    "other": ("Other metrics", ""),
+}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """rank orders the charts; `by_algorithm`: the number means something else in each algorithm."""
+
+    title: str
+    unit: str = ""
+    group: str = "other"
+    rank: int = 50
+    fraction: bool = False
+    from_zero: bool = False
+    smoothed: bool = True
+    by_algorithm: bool = False
+    in_summary: bool = False
+
+
+METRICS = {
+    "reward/mean": Metric("Reward", "mean of a batch", "outcome", 2, in_summary=True),
+    "accuracy": Metric("Accuracy", "of the batch", "outcome", 1, fraction=True, in_summary=True),
+    "preference/accuracy": Metric(
+        "Preference accuracy", "chosen above rejected", "outcome", 3, fraction=True, in_summary=True
+    ),
+    "preference/margin": Metric("Preference margin", "implicit reward, nats", "outcome", 4, in_summary=True),
+    "preference/win_rate": Metric("Win rate", "against the start", "outcome", 4, fraction=True, in_summary=True),
+    "loss": Metric("Loss", "", "outcome", 6, by_algorithm=True, in_summary=True),
+    "reward/std": Metric("Spread of rewards", "standard deviation", "outcome", 7, from_zero=True),
+    "reward/zero_std_fraction": Metric("Groups without signal", "all rewards equal", "outcome", 8, fraction=True),
+    "kl": Metric("KL to the reference", "nats per token", "policy", 10, from_zero=True, in_summary=True),
+    "entropy": Metric("Entropy", "nats per token", "policy", 11, from_zero=True, in_summary=True),
+    "completion/length": Metric("Completion length", "tokens", "policy", 12, from_zero=True, in_summary=True),
+    "completion/truncated_fraction": Metric("Cut off at the limit", "of completions", "policy", 13, fraction=True),
+    "clip_fraction": Metric("Clipped", "of tokens", "policy", 14, fraction=True),
+    "ratio/max": Metric("Largest ratio", "new over old probability", "policy", 15),
+    "grad_norm": Metric("Gradient norm", "before clipping", "optimiser", 20, from_zero=True),
+    "learning_rate": Metric("Learning rate", "", "optimiser", 21, from_zero=True, smoothed=False),
+    "tokens_per_second": Metric("Throughput", "tokens per second", "optimiser", 30, from_zero=True, in_summary=True),
+    "memory": Metric("GPU memory", "peak, GiB", "optimiser", 31, from_zero=True, smoothed=False),
+}
+ALSO_CALLED = {"mean_reward": "reward/mean", "mean_kl": "kl"}  # the words train_step returns beside
+
+
+def describe(name: str) -> Metric:
+    """Known metrics by name; `eval/…` is the metric on held-out data; anything else under its own name."""
+    if name.startswith("eval/"):
+        inner = describe(name.removeprefix("eval/"))
+        unit = "" if "batch" in inner.unit else inner.unit
+        return replace(inner, title=f"{inner.title}, held out", unit=unit, rank=inner.rank - 1, smoothed=False)
+    if name in METRICS:
+        return METRICS[name]
+    if name.startswith("reward/"):
+        return Metric(f"Reward: {name.removeprefix('reward/')}", "mean of a batch", "outcome", 5)
+    fraction = name.endswith(("_fraction", "accuracy", "_rate")) and name != "learning_rate"
+    return Metric(name, fraction=fraction)

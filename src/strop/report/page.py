@@ -1,0 +1,379 @@
+"""The page: a summary, curves, phase times, samples before and after, the configuration. One HTML file that asks for nothing."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import strop
+from strop.report.curves import duration, percent, short, smoothing_window
+from strop.report.metrics import GROUPS, Metric, describe
+from strop.report.runs import Run, Series
+from strop.report.svg import Chart, Curve, bars, colour, escape, legend_of, line_chart, share_bar, stacked_bars
+
+HERE = Path(__file__).parent
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+MAX_BARS, MAX_SAMPLES, MAX_SHOWN, MAX_LINES, MAX_KEPT = 36, 6, 700, 12, 20_000
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number at the top: `before` → `value`, in the reader's words and units."""
+
+    label: str
+    value: str
+    before: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page. `body` is HTML, made by the functions below or by hand; `charts` are drawn after it."""
+
+    title: str
+    body: str = ""
+    under: str = ""
+    charts: Sequence[Chart] = ()
+
+
+# ---- sections a caller may add ----
+
+
+def bar_section(
+    title: str, groups: Mapping[str, Mapping[str, float]], *, under: str = "", fraction: bool = True
+) -> Section:
+    """Bars side by side: {"greedy": {"before": 0.41, "after": 0.97}, "best of 8": {…}}."""
+    return Section(title, f'<div class="card">{bars(groups, fraction=fraction)}</div>', under)
+
+
+def sample_section(title: str, samples: Sequence[Mapping[str, Any]], *, under: str = "") -> Section:
+    """Completions before and after: {"prompt", "before", "after", "reward_before", "reward_after"}, the last two optional."""
+    cards = []
+    for sample in samples:
+        sides = [(name, sample[name], sample.get(f"reward_{name}")) for name in ("before", "after")]
+        cards.append(_sample_card(sample["prompt"], sides))
+    return Section(title, "".join(cards), under)
+
+
+# ---- the page ----
+
+
+def render(runs: Sequence[Run], sections: Sequence[Section], tiles: Sequence[Tile], title: str, lead: str) -> str:
+    data: list[dict] = []
+    body = "".join(_section(section, data) for section in sections)
+    legend = (
+        legend_of([run.name for run in runs]).replace('class="legend"', 'class="legend runs"') if len(runs) > 1 else ""
+    )
+    notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
+    told = f'<ul class="notes">{"".join(f"<li>{escape(n)}</li>" for n in notes)}</ul>' if notes else ""
+    curves = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · strop</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<link rel="icon" href="data:,"><style>{(HERE / "style.css").read_text(encoding="utf-8")}</style></head>\n<body>'
+        f'<header><div class="mark">strop</div><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>\n'
+        f"<main>{told}{_tiles(tiles)}{legend}{body}</main>\n"
+        f"<footer>Written by strop {strop.__version__}. This file is complete: it loads nothing from anywhere.</footer>\n"
+        f'<script type="application/json" id="curves">{curves}</script>'
+        f"<script>{(HERE / 'hover.js').read_text(encoding='utf-8')}</script></body></html>\n"
+    )
+
+
+def _tiles(tiles: Sequence[Tile]) -> str:
+    drawn = []
+    for tile in tiles:
+        before = f'<span class="from">{escape(tile.before)} → </span>' if tile.before else ""
+        drawn.append(
+            f'<div class="tile"><div class="what">{escape(tile.label)}</div><div class="number">{before}{escape(tile.value)}</div>'
+            f'<div class="detail">{escape(tile.detail)}</div></div>'
+        )
+    return f'<div class="tiles">{"".join(drawn)}</div>' if drawn else ""
+
+
+def _section(section: Section, data: list[dict]) -> str:
+    under = f'<p class="under">{escape(section.under)}</p>' if section.under else ""
+    charts = "".join(_chart_card(chart, data) for chart in section.charts)
+    grid = f'<div class="grid">{charts}</div>' if charts else ""
+    return f"<section><h2>{escape(section.title)}</h2>{under}{section.body}{grid}</section>\n"
+
+
+def _chart_card(chart: Chart, data: list[dict]) -> str:
+    svg, points = line_chart(chart)
+    data.append(points)
+    windows = sorted({smoothing_window(len(c.values)) for c in chart.curves} - {1}) if chart.smoothed else []
+    spans = "–".join(str(w) for w in dict.fromkeys((windows[0], windows[-1]))) if windows else ""
+    notes = [*([f"mean of {spans} values; raw behind"] if spans else []), *chart.notes]
+    if not any(c.values for c in chart.curves):
+        notes.append("no finite value")
+    note = f'<p class="note">{escape("; ".join(notes))}</p>' if notes else ""
+    head = f'<div class="head"><h3>{escape(chart.title)}</h3><span class="unit">{escape(chart.unit)}</span></div>'
+    return f'<div class="card" data-chart="{len(data) - 1}">{head}{svg}{note}</div>'
+
+
+# ---- sections of a run folder ----
+
+
+def curve_sections(runs: Sequence[Run]) -> list[Section]:
+    names = dict.fromkeys(name for run in runs for name in run.names if not name.startswith("time/"))
+    charts: dict[str, list[tuple[int, Chart]]] = {group: [] for group in GROUPS}
+    for position, name in enumerate(names):
+        metric = describe(name)
+        for chart in _charts_of(name, metric, runs):
+            charts[metric.group].append((metric.rank * 1000 + position, chart))
+    order = {group: [c for _, c in sorted(found, key=lambda f: f[0])] for group, found in charts.items()}
+    return [Section(GROUPS[group][0], under=GROUPS[group][1], charts=found) for group, found in order.items() if found]
+
+
+def _charts_of(name: str, metric: Metric, runs: Sequence[Run]) -> list[Chart]:
+    """One chart for all runs; where the number means something else in each algorithm, one for each of these."""
+    found = [(i, run, run.series(name)) for i, run in enumerate(runs) if name in run.names]
+    found = [(i, run, series) for i, run, series in found if len(series) or series.broken_steps]
+    algorithms = list(dict.fromkeys(run.algorithm for _, run, _ in found)) if metric.by_algorithm else [None]
+    charts = []
+    for algorithm in algorithms:
+        chosen = [(i, run, series) for i, run, series in found if algorithm in (None, run.algorithm)]
+        if not chosen:
+            continue
+        curves = [Curve(run.name, s.steps, s.values, s.broken_steps, colour=i) for i, run, s in chosen]
+        title = f"{metric.title}, {algorithm}" if len(algorithms) > 1 else metric.title
+        charts.append(Chart(title, curves, metric.unit, metric.fraction, metric.from_zero, metric.smoothed))
+    return charts
+
+
+def time_section(runs: Sequence[Run]) -> Section | None:
+    phases = dict.fromkeys(name for run in runs for name in run.names if name.startswith("time/"))
+    timed = []
+    for i, run in enumerate(runs):
+        series = {name.removeprefix("time/"): run.series(name) for name in phases}
+        if any(len(s) for s in series.values()):
+            timed.append((i, run, series))
+    if not timed:
+        return None
+    labels = [name.removeprefix("time/") for name in phases]
+    shares = "".join(_shares(i, run, series, alone=len(runs) == 1) for i, run, series in timed)
+    cards = [_over_the_run(run.name if len(runs) > 1 else "Over the run", series) for _, run, series in timed]
+    first = f'<div class="card">{legend_of(labels)}{shares}</div>'
+    grid = f'<div class="grid">{"".join(cards)}</div>'
+    body = f'<div class="duo">{first}{cards[0]}</div>' if len(runs) == 1 else first + grid
+    return Section("Where the time goes", body, "Seconds of each phase of a training step.")
+
+
+def _shares(index: int, run: Run, series: Mapping[str, Series], alone: bool) -> str:
+    means = {label: sum(s.values) / len(s) if len(s) else 0.0 for label, s in series.items()}
+    total = sum(means.values())
+    name = "Mean of all steps" if alone else f'<span class="chip {colour(index)}"><i></i>{escape(run.name)}</span>'
+    head = f'<div class="head"><h3>{name}</h3><span class="unit">{short(total)} s per step</span></div>'
+    if not alone:
+        return head + share_bar(means)
+    rows = "".join(
+        f'<tr><td>{escape(label)}</td><td class="number">{short(seconds)} s</td><td class="number">{percent(seconds / (total or 1))}</td></tr>'
+        for label, seconds in means.items()
+    )
+    return f"{head}{share_bar(means)}<table>{rows}</table>"
+
+
+def _over_the_run(title: str, series: Mapping[str, Series]) -> str:
+    steps, columns = _in_stretches(series)
+    head = f'<div class="head"><h3>{escape(title)}</h3><span class="unit">seconds per step</span></div>'
+    return f'<div class="card">{head}{stacked_bars(steps, columns)}</div>'
+
+
+def _in_stretches(series: Mapping[str, Series]) -> tuple[list[int], dict[str, list[float]]]:
+    """Means over as many stretches of steps as there is room for bars."""
+    steps = sorted({step for s in series.values() for step in s.steps})
+    size = math.ceil(len(steps) / MAX_BARS)
+    starts = range(0, len(steps), size)
+    columns = {}
+    for label, s in series.items():
+        at = dict(zip(s.steps, s.values, strict=True))
+        columns[label] = [
+            sum(at.get(step, 0.0) for step in steps[i : i + size]) / len(steps[i : i + size]) for i in starts
+        ]
+    return [steps[i] for i in starts], columns
+
+
+def samples_sections(runs: Sequence[Run]) -> list[Section]:
+    sections: list[tuple[str, str]] = []
+    for run in runs:
+        if run.samples:
+            body, under = _samples(run)
+            if len(runs) > 1:
+                body = f"<details><summary>{escape(run.name)}: {escape(under)}</summary>{body}</details>"
+            sections.append((body, under))
+    if not sections:
+        return []
+    return [Section("Samples", "".join(body for body, _ in sections), sections[0][1] if len(runs) == 1 else "")]
+
+
+def _samples(run: Run) -> tuple[str, str]:
+    """The same prompt early and late where there is one; else the first step's samples beside the last one's."""
+    by_prompt: dict[str, list[dict]] = {}
+    for sample in run.samples:
+        by_prompt.setdefault(as_text(sample.get("prompt", "")), []).append(sample)
+    again = {p: s for p, s in by_prompt.items() if s[0].get("step") != s[-1].get("step")}
+    if again:
+        cards = [_sample_card(p, [_side(s[0]), _side(s[-1])]) for p, s in list(again.items())[:MAX_SAMPLES]]
+        return "".join(cards), "The same prompts at their first and at their last step."
+    steps = [s.get("step") for s in run.samples]
+    first, last = ([s for s in run.samples if s.get("step") == step] for step in (steps[0], steps[-1]))
+    columns = [_pick(first), _pick(last)] if steps[0] != steps[-1] else [_pick(first)[::2], _pick(first)[1::2]]
+    made = ["".join(_sample_card(as_text(s.get("prompt", "")), [_side(s)]) for s in column) for column in columns]
+    body = f'<div class="pair">{"".join(f"<div>{column}</div>" for column in made)}</div>'
+    return body, f"Of step {steps[0]}." if steps[0] == steps[-1] else "The first step's samples beside the last step's."
+
+
+def _pick(samples: Sequence[dict]) -> list[dict]:
+    """One of each prompt first, then more, up to a few."""
+    firsts = {as_text(s.get("prompt", "")): s for s in reversed(samples)}
+    return [*reversed(firsts.values())][:MAX_SAMPLES]
+
+
+def _side(sample: Mapping[str, Any]) -> tuple[str, Any, Any]:
+    return f"step {sample.get('step', '?')}", sample.get("completion", ""), sample.get("reward")
+
+
+def as_text(content: Any) -> str:
+    """Text as it is; messages with their roles; ids as numbers."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in content)
+    return " ".join(map(str, content)) if isinstance(content, list) else str(content)
+
+
+def _sample_card(prompt: Any, sides: Sequence[tuple[str, Any, Any]]) -> str:
+    rewards = [reward for _, _, reward in sides]
+    drawn = []
+    for when, completion, reward in sides:
+        shown = ""
+        if isinstance(reward, (int, float)):
+            others = [r for r in rewards if isinstance(r, (int, float)) and r != reward]
+            trend = "" if not others else " up" if reward > max(others) else " down"
+            shown = f'<span class="reward{trend}">reward {short(reward)}</span>'
+        drawn.append(
+            f'<div><div class="when"><span>{escape(when)}</span>{shown}</div>{_long_text(as_text(completion))}</div>'
+        )
+    body = f'<div class="pair">{"".join(drawn)}</div>' if len(drawn) > 1 else drawn[0]
+    return f'<div class="card sample"><pre class="prompt">{escape(_cut(as_text(prompt)))}</pre>{body}</div>'
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]}\n…\n{text[-MAX_SHOWN // 2 :]}"
+
+
+def _long_text(text: str) -> str:
+    if not text:
+        return '<pre class="prompt">(empty)</pre>'
+    start = "".join(text[:MAX_SHOWN].splitlines(keepends=True)[:MAX_LINES])
+    if len(start) == len(text):
+        return f"<pre>{escape(text)}</pre>"
+    rest = escape(text[len(start) : MAX_KEPT])
+    more = f"<details><summary>{len(text) - len(start):,} more characters</summary><pre>{rest}</pre></details>"
+    return f"<pre>{escape(start)}</pre>{more}"
+
+
+def config_section(runs: Sequence[Run]) -> Section | None:
+    configs = [
+        {**{k: run.header[k] for k in ("algorithm", "model", "started") if k in run.header}, **run.config}
+        for run in runs
+    ]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    if not keys:
+        return None
+    cells = {key: [json.dumps(c[key], ensure_ascii=False) if key in c else "–" for c in configs] for key in keys}
+    differing = [key for key in keys if len(set(cells[key])) > 1]
+    alike = [key for key in keys if key not in differing]
+    heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs) if len(runs) > 1 else "<th>value</th>"
+    tables = []
+    if differing:
+        tables.append(_config_table(differing, cells, heads, "differs"))
+    if alike:
+        one = {key: cells[key][:1] for key in alike}
+        table = _config_table(alike, one, "<th>value</th>", "")
+        tables.append(
+            f"<details><summary>{len(alike)} {'that are the same' if len(runs) > 1 else 'options'}</summary>{table}</details>"
+        )
+    versions = {k: v for run in runs for k, v in (run.header.get("versions") or {}).items()}
+    told = "Versions: " + ", ".join(f"{k} {v}" for k, v in versions.items()) + "." if versions else ""
+    return Section("Configuration", "".join(tables), told)
+
+
+def _config_table(keys: Sequence[str], cells: Mapping[str, Sequence[str]], heads: str, kind: str) -> str:
+    rows = "".join(
+        f'<tr class="{kind}"><th>{escape(key)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells[key])}</tr>'
+        for key in keys
+    )
+    return f'<div class="scroll"><table class="config"><tr><th>option</th>{heads}</tr>{rows}</table></div>'
+
+
+# ---- the summary ----
+
+
+def ends(series: Series) -> tuple[float, float]:
+    """Mean of the first and of the last tenth of a curve."""
+    n = max(1, len(series) // 10)
+    return sum(series.values[:n]) / n, sum(series.values[-n:]) / n
+
+
+def written(value: float, metric: Metric) -> str:
+    return percent(value) if metric.fraction else short(value)
+
+
+def summary_tiles(run: Run, most: int = 6) -> list[Tile]:
+    """The run's main numbers, as they were and as they are."""
+    tiles = [Tile("Steps", f"{run.num_steps:,}", detail=duration(run.seconds) if run.seconds else "")]
+    for name in sorted(run.names, key=lambda n: describe(n).rank):
+        metric, series = describe(name), run.series(name)
+        if not len(series) or len(tiles) == most or not _is_main(name, run):
+            continue
+        before, after = ends(series)
+        how = (
+            "first and last tenth of the run"
+            if len(series) >= 20
+            else "first and last value"
+            if len(series) > 1
+            else ""
+        )
+        was = written(before, metric) if len(series) > 1 else ""
+        tiles.append(Tile(metric.title, written(after, metric), was, "; ".join(p for p in (metric.unit, how) if p)))
+    return tiles
+
+
+def _is_main(name: str, run: Run) -> bool:
+    """Whether the number says how a run went. The loss of a policy gradient hovers about 0 and does not."""
+    return describe(name).in_summary and not (name.endswith("loss") and "reward/mean" in run.names)
+
+
+def summary_table(runs: Sequence[Run]) -> str:
+    """Several runs: one row each, which is a card on a narrow screen."""
+    found = dict.fromkeys(name for run in runs for name in run.names if _is_main(name, run) and len(run.series(name)))
+    names = sorted(found, key=lambda n: describe(n).rank)[:6]
+    columns = ["run", "algorithm", "steps", "time", *(describe(n).title for n in names)]
+    heads = "".join(f'<th class="{"number" if i > 1 else ""}">{escape(c)}</th>' for i, c in enumerate(columns))
+    rows = []
+    for i, run in enumerate(runs):
+        chip = f'<span class="chip {colour(i)}"><i></i>{escape(run.name)}</span>'
+        first = [chip, escape(run.algorithm), f"{run.num_steps:,}", duration(run.seconds)]
+        cells = [*first, *(_ends_written(run.series(n), describe(n)) if _is_main(n, run) else "–" for n in names)]
+        rows.append(
+            "".join(
+                _cell(cell, column, number=k > 1) for k, (cell, column) in enumerate(zip(cells, columns, strict=True))
+            )
+        )
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div class="scroll"><table class="stack"><tr>{heads}</tr>{body}</table></div>'
+
+
+def _cell(content: str, column: str, number: bool) -> str:
+    kind = ("number " if number else "") + ("none" if content == "–" else "")
+    return f'<td class="{kind}" data-label="{escape(column)}"><span>{content}</span></td>'
+
+
+def _ends_written(series: Series, metric: Metric) -> str:
+    if not len(series):
+        return "–"
+    before, after = ends(series)
+    was = f'<span class="from">{written(before, metric)} → </span>' if len(series) > 1 else ""
+    return f"{was}{written(after, metric)}"

@@ -1,0 +1,171 @@
+"""Run folders: what `train(output_dir=…)` leaves behind, read with forgiveness for a run that is still going on or was killed."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HEADER, METRICS, SAMPLES = "run.json", "metrics.jsonl", "samples.jsonl"
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric of one run. Values are finite; the steps where they were not stand apart."""
+
+    steps: list[int]
+    values: list[float]
+    broken_steps: list[int]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass
+class Run:
+    """A run's folder in memory. `notes` say what was wrong with it."""
+
+    name: str
+    metrics: list[dict[str, Any]]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    header: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def algorithm(self) -> str:
+        return str(self.header.get("algorithm", "")).upper().replace("_", "-")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return flatten(self.header.get("config") or {})
+
+    @property
+    def num_steps(self) -> int:
+        """The last step logged."""
+        return max((row["step"] for row in self.metrics), default=0)
+
+    @property
+    def seconds(self) -> float | None:
+        times = [row["time"] for row in self.metrics if is_number(row.get("time")) and math.isfinite(row["time"])]
+        return max(times, default=None)
+
+    @property
+    def names(self) -> list[str]:
+        """Of every metric, in the order of their first appearance."""
+        found = dict.fromkeys(name for row in self.metrics for name in row)
+        return [name for name in found if name not in ("step", "time")]
+
+    def series(self, name: str) -> Series:
+        """A metric by step; of several lines for one step the last counts."""
+        found = {
+            row["step"]: row[name]
+            for row in self.metrics
+            if name in row and (row[name] is None or is_number(row[name]))
+        }
+        steps = sorted(found)
+        good = [s for s in steps if found[s] is not None and math.isfinite(found[s])]
+        values = [float(found[s]) for s in good]
+        return Series(good, values, [s for s in steps if found[s] is None or not math.isfinite(found[s])])
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"eps": 1}} as {"optim.eps": 1}"""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / METRICS).is_file() or (folder / HEADER).is_file()
+
+
+def load_run(folder: str | Path, name: str | None = None) -> Run:
+    """One run folder."""
+    folder = Path(folder)
+    if not folder.exists():
+        raise FileNotFoundError(f"no such run folder: {folder}")
+    if not folder.is_dir():
+        raise NotADirectoryError(f"a run must be a folder, found the file {folder}")
+    if not is_run(folder):
+        there = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
+        raise ValueError(f"{folder} is no run: it must hold {METRICS}, found {there}")
+    notes: list[str] = []
+    run = Run(name or folder.resolve().name, _read_metrics(folder, notes), notes=notes)
+    run.samples = _read_lines(folder / SAMPLES, notes)
+    run.header = _read_header(folder / HEADER, notes)
+    if not run.metrics:
+        raise ValueError(f"{folder} has logged no step yet: its {METRICS} is empty or not there")
+    return run
+
+
+def load_runs(folders: Iterable[str | Path]) -> list[Run]:
+    """Several run folders; a folder that holds runs stands for all of them. Names are made distinct."""
+    found: list[Path] = []
+    for folder in map(Path, folders):
+        inner = sorted(p for p in folder.iterdir() if p.is_dir() and is_run(p)) if folder.is_dir() else []
+        found += [folder] if is_run(folder) or not inner else inner
+    unique = list(dict.fromkeys(p.resolve() for p in found))
+    return [load_run(path, name) for path, name in zip(unique, _distinct_names(unique), strict=True)]
+
+
+def _distinct_names(paths: Sequence[Path]) -> list[str]:
+    """The last part of each path, with as many before it as it takes."""
+    for depth in range(1, max((len(p.parts) for p in paths), default=1) + 1):
+        names = ["/".join(p.parts[-depth:]) for p in paths]
+        if len(set(names)) == len(names):
+            break
+    return names if paths else []
+
+
+def _read_metrics(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    rows = _read_lines(folder / METRICS, notes)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("step"), int) or isinstance(row.get("step"), bool):
+            raise ValueError(
+                f"{folder / METRICS}: object {number} must have a whole number 'step', found {row.get('step')!r}"
+            )
+    return rows
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """JSONL whose last line may have been cut off: a run that was killed, or is writing just now."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number} is broken: {error}") from None
+            notes.append(f"the last line of {path.name} was cut off and is left out")
+            break
+        rows.append(row)
+    return rows
+
+
+def _read_header(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        notes.append(f"there is no {path.name}: algorithm and configuration are unknown")
+        return {}
+    try:
+        header = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is broken: {error}") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} must hold an object, found {type(header).__name__}")
+    return header

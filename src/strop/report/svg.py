@@ -1,0 +1,237 @@
+"""Charts as inline SVG. Colours are the page's CSS variables, so that light and dark follow the reader's setting."""
+
+import bisect
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from strop.report.curves import (
+    Axis,
+    linear_axis,
+    percent,
+    short,
+    smooth,
+    smoothing_window,
+    thin,
+    thin_evenly,
+    tick_label,
+    value_axis,
+)
+
+WIDTH, HEIGHT = 420, 236
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 36
+NUM_COLOURS = 8
+
+
+def colour(index: int) -> str:
+    """The class of a curve or bar; runs and phases past the eighth begin anew."""
+    return f"c{index % NUM_COLOURS}"
+
+
+def escape(text: object) -> str:
+    """For HTML: markup is shown, control characters are shown as their symbols, halves of surrogate pairs as �."""
+    shown = str(text).encode("utf-8", "replace").decode("utf-8")
+    visible = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in shown)
+    return html.escape(visible)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart. `colour` picks the page's colour; `broken_steps` are marked on the axis."""
+
+    label: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    broken_steps: Sequence[int] = ()
+    colour: int = 0
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A line chart: several curves over the step. `fraction`: values from 0 to 1, written in per cent."""
+
+    title: str
+    curves: Sequence[Curve]
+    unit: str = ""
+    fraction: bool = False
+    from_zero: bool = False
+    smoothed: bool = True
+    x_label: str = "step"
+    notes: list[str] = field(default_factory=list)
+
+
+# ---- lines ----
+
+
+def line_chart(chart: Chart) -> tuple[str, dict]:
+    """The SVG, and what the page's script needs to show values under the pointer."""
+    values = [v for curve in chart.curves for v in curve.values]
+    steps = [s for curve in chart.curves for s in (*curve.steps, *curve.broken_steps)]
+    y_axis = value_axis(values, from_zero=chart.from_zero, fraction=chart.fraction) if values else linear_axis(0, 1)
+    x_axis = step_axis(steps)
+    if y_axis.logarithmic:
+        chart.notes.append("logarithmic scale")
+    parts, points = [], []
+    for curve in chart.curves:
+        drawn, shown = _curve(curve, chart, x_axis, y_axis)
+        parts.append(drawn)
+        points.append(shown)
+    ticks = [(_x(x_axis, tick), f"{tick:,.0f}") for tick in x_axis.ticks]
+    frame = _frame(ticks, y_axis, chart.x_label, chart.fraction)
+    name = escape(_spoken(chart))
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{frame}{"".join(parts)}<g class="hover"></g></svg>'
+    area = {"left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
+    return svg, {"area": area, "x": [x_axis.low, x_axis.high], "curves": points}
+
+
+def step_axis(steps: Sequence[int]) -> Axis:
+    """From the first to the last step exactly: the ticks are round, the ends need not be."""
+    low, high = (min(steps), max(steps)) if steps else (0, 1)
+    if low == high:
+        return Axis(low - 1, high + 1, [low])
+    if low <= 0.1 * high:
+        low = 0
+    rounded = linear_axis(low, high, 6, whole=True)
+    return Axis(low, high, [t for t in rounded.ticks if low <= t <= high])
+
+
+def _x(axis: Axis, step: float) -> float:
+    return round(LEFT + axis.place(step) * (WIDTH - LEFT - RIGHT), 1)
+
+
+def _y(axis: Axis, value: float) -> float:
+    return round(HEIGHT - BOTTOM - axis.place(value) * (HEIGHT - BOTTOM - TOP), 1)
+
+
+def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis) -> tuple[str, dict]:
+    """Raw values thin behind, the smoothed curve before them, a cross on the axis for each value that is no number."""
+    window = smoothing_window(len(curve.values)) if chart.smoothed else 1
+    crosses = "".join(_cross(_x(x_axis, s)) for s in thin_evenly(curve.broken_steps, curve.broken_steps, 60)[0])
+    if curve.broken_steps:
+        chart.notes.append(f"× {len(curve.broken_steps)} values of {curve.label} are no finite numbers")
+    lines = []
+    main = list(curve.values)
+    if window > 1:
+        raw = thin(curve.steps, curve.values)
+        lines.append(_polylines(raw, curve, (x_axis, y_axis), "raw"))
+        main = smooth(curve.values, window)
+    steps, values = thin_evenly(curve.steps, main)
+    lines.append(_polylines((steps, values), curve, (x_axis, y_axis), "line"))
+    few = values if len(values) <= 40 and window == 1 else values[-1:]
+    dots = "".join(
+        f'<circle cx="{_x(x_axis, s)}" cy="{_y(y_axis, v)}" r="{2.6 if len(few) > 1 else 3.2}"/>'
+        for s, v in zip(steps[len(steps) - len(few) :], few, strict=True)
+    )
+    shown = {
+        "label": curve.label, "colour": colour(curve.colour), "steps": steps,
+        "y": [_y(y_axis, v) for v in values],
+        "text": [percent(v) if chart.fraction else short(v) for v in values],
+    }  # fmt: skip
+    return f'<g class="{colour(curve.colour)}">{"".join(lines)}{dots}{crosses}</g>', shown
+
+
+def _polylines(points: tuple[Sequence[int], Sequence[float]], curve: Curve, axes: tuple[Axis, Axis], kind: str) -> str:
+    """A line that has a gap where values are no numbers."""
+    broken = sorted(curve.broken_steps)
+    pieces: dict[int, list[str]] = {}
+    for s, v in zip(*points, strict=True):
+        pieces.setdefault(bisect.bisect(broken, s), []).append(f"{_x(axes[0], s):g},{_y(axes[1], v):g}")
+    drawn = [" ".join(piece) for piece in pieces.values() if len(piece) > 1]
+    return "".join(f'<polyline class="{kind}" points="{piece}"/>' for piece in drawn)
+
+
+def _cross(x: float) -> str:
+    y = HEIGHT - BOTTOM
+    return f'<path class="broken" d="M{x - 3:g} {y - 3}l6 6m0 -6l-6 6"/>'
+
+
+def _frame(x_ticks: Sequence[tuple[float, str]], y_axis: Axis, x_label: str, fraction: bool = False) -> str:
+    floor, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    parts = []
+    for tick in y_axis.ticks:
+        y = _y(y_axis, tick)
+        label = tick_label(tick, y_axis, fraction)
+        parts.append(
+            f'<path class="grid" d="M{LEFT} {y}H{right}"/><text x="{LEFT - 6}" y="{y + 4:g}" class="end">{label}</text>'
+        )
+    for x, label in x_ticks:
+        place = "end" if x > right - 14 else "mid"
+        parts.append(
+            f'<path class="axis" d="M{x:g} {floor}v4"/><text x="{x:g}" y="{floor + 16}" class="{place}">{label}</text>'
+        )
+    parts.append(f'<path class="axis" d="M{LEFT} {floor}H{right}"/>')
+    parts.append(f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 4}" class="mid label">{escape(x_label)}</text>')
+    return "".join(parts)
+
+
+def _spoken(chart: Chart) -> str:
+    """The chart in words, for those who do not see it."""
+    said = []
+    for curve in chart.curves:
+        if curve.values:
+            ends = f"{short(curve.values[0])} at step {curve.steps[0]} to {short(curve.values[-1])} at step {curve.steps[-1]}"
+            said.append(f"{curve.label} from {ends}")
+    return f"{chart.title}: " + ("; ".join(said) or "no finite value")
+
+
+# ---- bars ----
+
+
+def stacked_bars(steps: Sequence[int], phases: Mapping[str, Sequence[float]]) -> str:
+    """Seconds of each phase, one bar per stretch of steps, side by side."""
+    totals = [sum(column) for column in zip(*phases.values(), strict=True)]
+    y_axis = linear_axis(0, max(totals) or 1)
+    width = (WIDTH - LEFT - RIGHT) / max(len(steps), 4)
+    parts = []
+    for i, step in enumerate(steps):
+        at, x = 0.0, LEFT + i * width
+        for index, (name, seconds) in enumerate(phases.items()):
+            top, bottom = _y(y_axis, at + seconds[i]), _y(y_axis, at)
+            tip = f"<title>{escape(name)}: {short(seconds[i])} s per step from step {step:,}</title>"
+            place = f'x="{x:.1f}" y="{top:g}" width="{0.86 * width:.1f}" height="{bottom - top:.1f}"'
+            parts.append(f'<rect class="{colour(index)}" {place}>{tip}</rect>')
+            at += seconds[i]
+    labelled = range(0, len(steps), max(1, -(-len(steps) // 6)))
+    frame = _frame([(LEFT + (i + 0.43) * width, f"{steps[i]:,}") for i in labelled], y_axis, "step")
+    words = escape(", ".join(f"{name} {short(sum(s) / len(s))} s" for name, s in phases.items()))
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="seconds per step: {words}">{frame}{"".join(parts)}</svg>'
+
+
+def share_bar(phases: Mapping[str, float]) -> str:
+    """One bar in the shares of its parts; HTML, as wide as there is room."""
+    total = sum(phases.values()) or 1.0
+    cells = []
+    for index, (name, seconds) in enumerate(phases.items()):
+        share = seconds / total
+        label = percent(share, 0) if share >= 0.08 else ""
+        tip = escape(f"{name}: {short(seconds)} s per step, {percent(share)}")
+        cells.append(
+            f'<span class="{colour(index)}" style="flex-grow:{max(share, 0.002):.4f}" title="{tip}">{label}</span>'
+        )
+    return f'<div class="share">{"".join(cells)}</div>'
+
+
+def bars(groups: Mapping[str, Mapping[str, float]], *, fraction: bool = True, unit: str = "") -> str:
+    """Groups of horizontal bars from 0, each with its value at the end: {"greedy": {"before": 0.4, "after": 0.9}}."""
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    most = 1.0 if fraction else max((v for group in groups.values() for v in group.values()), default=1.0) or 1.0
+    rows = []
+    for label, group in groups.items():
+        drawn = []
+        for name, value in group.items():
+            text = percent(value) if fraction else f"{short(value)} {escape(unit)}".strip()
+            width = 100 * max(value, 0) / most
+            drawn.append(
+                f'<div class="bar {colour(names.index(name))}"><span class="fill" style="width:{width:.2f}%"></span>'
+                f'<span class="value">{text}</span></div>'
+            )
+        rows.append(
+            f'<div class="bar-group"><div class="bar-label">{escape(label)}</div><div>{"".join(drawn)}</div></div>'
+        )
+    legend = legend_of(names) if len(names) > 1 else ""
+    return f'{legend}<div class="bars">{"".join(rows)}</div>'
+
+
+def legend_of(names: Sequence[str]) -> str:
+    chips = "".join(f'<span class="chip {colour(i)}"><i></i>{escape(name)}</span>' for i, name in enumerate(names))
+    return f'<div class="legend">{chips}</div>'

@@ -1,0 +1,313 @@
+"""Reward and preference functions: called by their parameter names, checked, weighed, stopped when they hang.
+
+    def reward(completions, answer):                     # answer: a column of the dataset
+        return [float(c.strip() == a) for c, a in zip(completions, answer)]
+
+    rewards = RewardFunctions([reward, brevity], weights=[1.0, 0.1], timeout=30)
+    found = rewards({"completions": [...], "prompts": [...], "answer": [...]})
+    found.total_B, found.columns["reward"]
+
+What a function may ask for: completions and prompts (text with a tokenizer, else lists of ids), completion_ids,
+prompt_ids, and every column of the dataset, each a list with one entry a completion; **kwargs takes all of them.
+
+A reward that is missing, not finite, not a number, late, or an exception is a `RewardError` that names the function, the
+completion's index and its prompt. There is no default reward: a silent zero would be learned from.
+"""
+
+import contextlib
+import ctypes
+import difflib
+import functools
+import inspect
+import math
+import numbers
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+Rows = Mapping[str, Sequence[Any]]
+Arguments = tuple[list[list[Any]], dict[str, list[Any]]]  # by position, by name; each with one entry a completion
+
+
+class RewardError(ValueError):
+    """A reward or preference function gave nothing that can be trained on."""
+
+
+@dataclass
+class Rewards:
+    """total_B = Σ weight·column; columns by the functions' names. float32."""
+
+    total_B: torch.Tensor
+    columns: dict[str, torch.Tensor]
+
+
+class RewardFunctions:
+    """One reward function or several, added up with weights.
+
+    weights   one a function; None is 1 for each
+    timeout   seconds for one call of one function; None waits for ever. See `time_limit` for what it can stop.
+    """
+
+    def __init__(self, functions: Any, weights: Sequence[float] | None = None, timeout: float | None = None):
+        self.functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
+        if not self.functions:
+            raise ValueError("reward_fn must be a function or several, found none")
+        for function in self.functions:
+            if not callable(function):
+                raise TypeError(f"reward_fn must be a function or several, found {type(function).__name__}")
+        self.weights = [1.0] * len(self.functions) if weights is None else [float(w) for w in weights]
+        if len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"reward_weights must be one for each of the {len(self.functions)} functions, found {len(self.weights)}"
+            )
+        if not all(map(math.isfinite, self.weights)):
+            raise ValueError(f"reward_weights must be finite, found {self.weights}")
+        self.timeout = check_timeout(timeout)
+        self.names = unique_names(self.functions)
+
+    def __call__(self, rows: Rows) -> Rewards:
+        total_B = torch.zeros(len(rows["completions"]), dtype=torch.float64)
+        columns = {}
+        for function, name, weight in zip(self.functions, self.names, self.weights, strict=True):
+            column_B = torch.tensor(self._score(function, name, rows), dtype=torch.float64)
+            total_B += weight * column_B
+            columns[name] = column_B.float()
+        return Rewards(total_B.float(), columns)
+
+    def _score(self, function: Callable[..., Any], name: str, rows: Rows) -> list[float]:
+        given = arguments_for(function, name, rows)
+        returned = call_checked(function, name, given, rows, self.timeout)
+        values = as_values(returned, len(rows["completions"]), f"reward function {name}", rows)
+        return [as_reward(value, index, name, rows) for index, value in enumerate(values)]
+
+
+class PreferenceFunction:
+    """preference_fn(pairs) → for each (prompt, a, b) 0 where a is the better one, 1 where b is."""
+
+    def __init__(self, function: Any, timeout: float | None = None):
+        if not callable(function):
+            raise TypeError(f"preference_fn must be a function, found {type(function).__name__}")
+        self.function, self.timeout = function, check_timeout(timeout)
+        self.name = unique_names([function])[0]
+
+    def __call__(self, pairs: Sequence[tuple[Any, Any, Any]]) -> list[int]:
+        rows = {"completions": pairs, "prompts": [pair[0] for pair in pairs]}
+        returned = call_checked(self.function, self.name, ([list(pairs)], {}), rows, self.timeout)
+        values = as_values(returned, len(pairs), f"preference function {self.name}", rows, "pairs")
+        for index, value in enumerate(values):
+            if not isinstance(value, numbers.Real) or value not in (0, 1):
+                raise RewardError(
+                    f"preference function {self.name} must return 0 or 1 (the index of the better), found {value!r} "
+                    f"{where(index, rows)}"
+                )
+        return [int(value) for value in values]
+
+
+# ---- calling ----
+
+
+def arguments_for(function: Any, name: str, rows: Rows) -> Arguments:
+    """The columns the function's parameters ask for."""
+    completions = list(rows["completions"])
+    bound = getattr(function, "keywords", {}) if isinstance(function, functools.partial) else {}
+    rows = {column: values for column, values in rows.items() if column not in bound}
+    try:
+        target = function.forward if isinstance(function, torch.nn.Module) else function
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):  # a builtin says nothing
+        return [completions], {}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return [], {column: list(values) for column, values in rows.items()}
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    if len(required) <= 1 and not any(p.name in rows for p in by_name):
+        _refuse_near_miss([*required, *by_name][:1], name, rows)
+        return [completions], {}
+    for parameter in required:
+        if parameter.name not in rows or parameter not in by_name:
+            raise RewardError(_unknown_parameter(parameter.name, name, rows))
+    return [], {p.name: list(rows[p.name]) for p in by_name if p.name in rows}
+
+
+def _refuse_near_miss(parameters: Sequence[inspect.Parameter], name: str, rows: Rows) -> None:
+    """A single parameter of any name is given the completions, unless it is another column's name misspelt."""
+    for parameter in parameters:
+        if difflib.get_close_matches(parameter.name, [r for r in rows if r != "completions"], n=1, cutoff=0.85):
+            raise RewardError(_unknown_parameter(parameter.name, name, rows))
+
+
+def _unknown_parameter(parameter: str, name: str, rows: Rows) -> str:
+    near = difflib.get_close_matches(parameter, list(rows), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(rows))}"
+    return f"reward function {name} asks for {parameter!r}, which is no column of the rows; {hint}"
+
+
+def call_checked(function: Any, name: str, given: Arguments, rows: Rows, timeout: float | None) -> Sequence[Any]:
+    """What the function returns; its exception or its being late as a RewardError."""
+    try:
+        return _call(function, given, timeout)
+    except OutOfTime:
+        raise RewardError(
+            f"{name} must return within timeout={timeout:g} seconds for {len(rows['completions'])} completions, found it "
+            f"still running {where(0, rows)}"
+        ) from None
+    except Exception as error:
+        index = _first_failing(function, given, len(rows["completions"]), timeout)
+        alone = "" if index is not None else " (no completion fails alone; the first is shown)"
+        raise RewardError(f"{name} raised {type(error).__name__}: {error} {where(index or 0, rows)}{alone}") from error
+
+
+def _call(function: Any, given: Arguments, timeout: float | None) -> Any:
+    by_position, by_name = given
+
+    def work() -> Any:
+        return function(*by_position, **by_name)
+
+    return work() if timeout is None else time_limit(work, timeout)
+
+
+def _first_failing(
+    function: Any, given: Arguments, num_rows: int, timeout: float | None, patience: float = 5.0
+) -> int | None:
+    """The first completion whose function raises for it alone, so that the error can name it."""
+    end = time.monotonic() + patience
+    for index in range(num_rows):
+        left = end - time.monotonic()
+        if left <= 0:
+            return None
+        try:
+            alone = [[v[index]] for v in given[0]], {name: [v[index]] for name, v in given[1].items()}
+            _call(function, alone, min(left, timeout or left))
+        except OutOfTime:
+            return None
+        except Exception:
+            return index
+    return None
+
+
+# ---- checking ----
+
+
+def as_values(returned: Any, wanted: int, who: str, rows: Rows, what: str = "completions") -> list[Any]:
+    """A list of one value a row from whatever a function returned."""
+    if isinstance(returned, torch.Tensor) or hasattr(returned, "tolist"):
+        returned = returned.tolist()
+    if isinstance(returned, (str, bytes, Mapping)) or not hasattr(returned, "__iter__"):
+        raise RewardError(f"{who} must return a list of {wanted} numbers, found {returned!r:.60}")
+    values = list(returned)
+    if len(values) != wanted:
+        shown = where(min(len(values), wanted - 1), rows)
+        raise RewardError(f"{who} must return one number for each of the {wanted} {what}, found {len(values)} {shown}")
+    return values
+
+
+def as_reward(value: Any, index: int, name: str, rows: Rows) -> float:
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # 0-d tensors and NumPy's numbers
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise RewardError(f"reward function {name} must return numbers, found {value!r:.60} {where(index, rows)}")
+    if not math.isfinite(value):
+        raise RewardError(f"reward function {name} must return finite numbers, found {value} {where(index, rows)}")
+    return float(value)
+
+
+def where(index: int, rows: Rows) -> str:
+    """The completion in an error: its index and its prompt, shortened."""
+    prompts = rows.get("prompts")
+    shown = "" if not prompts else f", prompt {_shortened(prompts[index])}"
+    return f"(completion {index}{shown})"
+
+
+def _shortened(prompt: Any, length: int = 80) -> str:
+    text = repr(prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)
+    return text if len(text) <= length else f"{text[: length - 20]} … {text[-16:]}"
+
+
+def unique_names(functions: Sequence[Any]) -> list[str]:
+    names: list[str] = []
+    for function in functions:
+        inner = getattr(function, "func", function)  # functools.partial
+        name = getattr(inner, "__name__", type(inner).__name__).strip("<>")
+        count = sum(known == name or known.startswith(f"{name}_") for known in names)
+        names.append(f"{name}_{count + 1}" if name in names else name)
+    return names
+
+
+# ---- time ----
+
+
+class OutOfTime(BaseException):
+    """Thrown into a function that is late. No `Exception`, so that a function's own handlers let it through."""
+
+
+def check_timeout(timeout: Any) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds or None, found {type(timeout).__name__}")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be above 0 seconds, found {timeout}")
+    return float(timeout)
+
+
+def time_limit(work: Callable[[], Any], seconds: float) -> Any:
+    """work(), or OutOfTime after so many seconds.
+
+    In the main thread the alarm signal interrupts it: Python code (an endless loop), waiting (sleep, a socket), regular
+    expressions. Elsewhere `work` runs in a thread of its own, into which OutOfTime is thrown: that stops Python code, and
+    what waits in C is left behind. Neither stops C code that never looks up, such as one huge product of integers; a
+    function that runs foreign code belongs into a process of its own.
+    """
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
+        with _alarm(seconds):
+            return work()
+    return _in_a_thread(work, seconds)
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    def late(_number: int, _frame: FrameType | None) -> None:
+        raise OutOfTime
+
+    start = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, late)
+    # again and again after the first: a bare `except:` may swallow one
+    before, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if before:  # somebody else's alarm goes on
+            signal.setitimer(signal.ITIMER_REAL, max(before - (time.monotonic() - start), 1e-3), interval)
+
+
+def _in_a_thread(work: Callable[[], Any], seconds: float) -> Any:
+    result: list[Any] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="reward")
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        for _ in range(20):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(OutOfTime))
+            thread.join(0.05)
+            if not thread.is_alive():
+                break
+        raise OutOfTime
+    if failure:
+        raise failure[0]
+    return result[0]

@@ -1,0 +1,112 @@
+"""Rollouts: prompts and sampling in; completions, their log-probs and why they ended out.
+
+    rollout = generate(policy, prompts, Sampling(max_new_tokens=64), num_samples=8, seed=0)
+
+One function for every model. What computes is chosen by the policy's kind: `native` (strop's MoE engine), `hf`
+(transformers' generate) or `plain` (a module that only returns logits).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from strop.data.collate import as_ids
+from strop.models import Policy, evaluating, unwrapped
+from strop.rollout import hf, native, plain
+from strop.rollout.sampling import Sampling, draw, sampling_logps
+
+__all__ = ["Rollout", "Sampling", "draw", "generate", "sampling_logps"]
+
+# (policy, prompts, sampling, num_samples, seed, eos_ids) → tokens and log-probs of every completion, EOS the last token
+# of one that ended so
+Completions = tuple[list[torch.Tensor], list[torch.Tensor]]
+ENGINES: dict[str, Callable[..., Completions]] = {
+    "moe": native.complete,
+    "hf": hf.complete,
+    "plain": plain.complete,
+}
+
+LISTS = ("prompt_ids", "completion_ids", "logps", "finish_reasons")
+
+
+@dataclass
+class Rollout:
+    """Completions of prompts; every list has one entry a completion, a prompt's samples next to each other.
+
+    completion_ids   1-D ids on the CPU, the EOS included; empty never: at least one token is drawn
+    logps            1-D float32 (float64 of a float64 model), the log-prob of each token under the distribution it was
+                     drawn from: temperature, top-k and top-p applied. Greedy: under softmax(logits)
+    finish_reasons   "eos", or "length" where max_new_tokens ended it
+    seconds          spent generating
+    """
+
+    prompt_ids: list[torch.Tensor]
+    completion_ids: list[torch.Tensor]
+    logps: list[torch.Tensor]
+    finish_reasons: list[str]
+    seconds: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.completion_ids)
+
+    @property
+    def rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(prompt_ids, completion_ids), as `strop.data.collate` takes them."""
+        return list(zip(self.prompt_ids, self.completion_ids, strict=True))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated."""
+        return sum(map(len, self.completion_ids))
+
+    def select(self, indices: Sequence[int]) -> "Rollout":
+        """These completions, in this order."""
+        return Rollout(**{name: [getattr(self, name)[i] for i in indices] for name in LISTS}, seconds=self.seconds)
+
+    def joined(self, other: "Rollout") -> "Rollout":
+        """These completions, then the other's."""
+        both = {name: getattr(self, name) + getattr(other, name) for name in LISTS}
+        return Rollout(**both, seconds=self.seconds + other.seconds)
+
+
+@torch.no_grad()
+def generate(
+    policy: Policy, prompts: Sequence[Any], sampling: Sampling, *, num_samples: int = 1, seed: int | None = None
+) -> Rollout:
+    """num_samples completions of each prompt, with the weights as they are now.
+
+    prompts   rows of token ids of any lengths, at least one token each
+    seed      the same seed gives the same completions; None draws one from torch's generator. The generators of the
+              caller are as before, but for that one draw.
+    """
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be at least 1, found {num_samples}")
+    ids = _checked_prompts(policy, prompts, sampling)
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, ()))
+    eos_ids = tuple(dict.fromkeys((*policy.eos_ids, *sampling.stop_ids)))
+    start = time.perf_counter()
+    with evaluating(unwrapped(policy.model)):
+        completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, seed, eos_ids)
+    seconds = time.perf_counter() - start
+    reasons = ["eos" if len(c) and int(c[-1]) in eos_ids else "length" for c in completion_ids]
+    return Rollout([p for p in ids for _ in range(num_samples)], completion_ids, logps, reasons, seconds)
+
+
+def _checked_prompts(policy: Policy, prompts: Sequence[Any], sampling: Sampling) -> list[torch.Tensor]:
+    if len(prompts) == 0:
+        raise ValueError("prompts must hold at least one prompt, found none")
+    ids = [as_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+    for index, prompt in enumerate(ids):
+        if not len(prompt):
+            raise ValueError(f"prompts[{index}] must hold at least one token, found none")
+        if policy.max_length is not None and len(prompt) + sampling.max_new_tokens > policy.max_length:
+            raise ValueError(
+                f"prompts[{index}] must have at most {max(policy.max_length - sampling.max_new_tokens, 0)} tokens "
+                f"(the model reads {policy.max_length}, of which max_new_tokens={sampling.max_new_tokens}), "
+                f"found {len(prompt)}"
+            )
+    return ids

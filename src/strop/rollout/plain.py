@@ -1,0 +1,45 @@
+"""Rollouts of a module that only returns logits: a loop without a cache, each step a forward of the rows still going.
+
+Rows are right-padded and the logits of each row's last real token are read, so padding has no influence on a causal
+model. Every row has its own random numbers, so what it draws does not depend on when others end.
+"""
+
+import torch
+
+from strop.data.collate import collate
+from strop.models import Policy
+from strop.rollout.sampling import Sampling, draw
+
+
+def complete(
+    policy: Policy,
+    prompts: list[torch.Tensor],
+    sampling: Sampling,
+    num_samples: int,
+    seed: int,
+    eos_ids: tuple[int, ...],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    rows = [prompt for prompt in prompts for _ in range(num_samples)]
+    uniforms_BT = torch.rand(
+        len(rows), sampling.max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+    new: list[list[int]] = [[] for _ in rows]
+    logps: list[list[torch.Tensor]] = [[] for _ in rows]
+    active = list(range(len(rows)))
+    for step in range(sampling.max_new_tokens):
+        sequences = [(rows[i], new[i]) for i in active]
+        logits_NV = _last_logits(policy, sequences)
+        tokens_N, logps_N = draw(logits_NV, uniforms_BT[active, step].to(logits_NV.device), sampling)
+        for i, token, logp in zip(active, tokens_N.tolist(), logps_N.cpu(), strict=True):
+            new[i].append(token)
+            logps[i].append(logp)
+        active = [i for i in active if new[i][-1] not in eos_ids]
+        if not active:
+            break
+    return [torch.tensor(row) for row in new], [torch.stack(row) for row in logps]
+
+
+def _last_logits(policy: Policy, sequences: list[tuple[torch.Tensor, list[int]]]) -> torch.Tensor:
+    batch = collate(sequences, policy.pad_id, policy.device)
+    last_N = batch.attention_mask_BT.sum(1) - 1
+    return policy.logits(batch)[torch.arange(len(sequences), device=last_N.device), last_N]

@@ -1,0 +1,89 @@
+"""How a token is drawn: temperature, then top-k, then top-p. The rules are those of `strop.moe.sampling`, in torch.
+
+Shapes: N rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from strop._tensors import in_float
+from strop.config import check_count, check_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Options of a rollout.
+
+    max_new_tokens   the most tokens of a completion
+    temperature      softmax(logits / temperature); 0 is greedy
+    top_k            only the k most probable tokens; 0 is all
+    top_p            only the fewest most probable tokens whose probabilities reach top_p; 1 is all
+    stop_ids         token ids that end a completion, besides the model's and the tokenizer's EOS
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_count("max_new_tokens", self.max_new_tokens, low=1)
+        check_range("temperature", self.temperature, low=0.0)
+        check_count("top_k", self.top_k)
+        check_range("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        if not isinstance(self.stop_ids, Sequence) or isinstance(self.stop_ids, str):
+            raise TypeError(f"stop_ids must be token ids, found {type(self.stop_ids).__name__}")
+        for one in self.stop_ids:
+            check_count("stop_ids", one)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens cannot be drawn, so that the distribution is not the policy's at this temperature."""
+        return bool(self.top_k) or self.top_p < 1
+
+
+def sampling_logps(logits_NV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Log-probs of the distribution that is drawn from; −inf where a token cannot be drawn.
+
+    Greedy: those of softmax(logits), since under a distribution of one token every log-prob would be 0.
+    Of equally probable tokens the lower id counts as the more probable.
+    """
+    logits_NV = in_float(logits_NV)
+    if sampling.greedy:
+        return logits_NV.log_softmax(-1)
+    top = logits_NV.amax(-1, keepdim=True)
+    logps_NV = ((logits_NV - top) / sampling.temperature).log_softmax(-1)  # 0 at the top, however cold
+    if not sampling.cuts:
+        return logps_NV
+    sorted_NV, order_NV = logps_NV.sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k:
+        sorted_NV[..., sampling.top_k :] = -torch.inf
+        sorted_NV = sorted_NV.log_softmax(-1)
+    if sampling.top_p < 1:
+        p_NV = sorted_NV.exp()
+        before_NV = p_NV.cumsum(-1) - p_NV  # the mass of the tokens more probable than this one
+        before_NV[..., 0] = 0.0  # the most probable token always stays
+        sorted_NV = sorted_NV.masked_fill(before_NV >= sampling.top_p, -torch.inf).log_softmax(-1)
+    return torch.empty_like(logps_NV).scatter_(-1, order_NV, sorted_NV)
+
+
+def draw(logits_NV: torch.Tensor, uniforms_N: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens_N and their log-probs under `sampling_logps`.
+
+    uniforms_N   one number in [0, 1) a row: the token is the first whose cumulative probability exceeds it
+    """
+    logps_NV = sampling_logps(logits_NV, sampling)
+    if sampling.greedy:
+        tokens_N = logits_NV.argmax(-1)
+    else:
+        cdf_NV = logps_NV.double().exp().cumsum(-1)
+        # u·total < total, so the count ends before the last token that has any mass
+        tokens_N = (cdf_NV <= (uniforms_N.double() * cdf_NV[:, -1])[:, None]).sum(-1)
+    return tokens_N, logps_NV.gather(-1, tokens_N[:, None])[:, 0]

@@ -1,0 +1,108 @@
+"""What every task shares: seeded rows, a split that holds whatever the seed, an exact reward."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from strop.primitives._inputs import as_whole_number
+from strop.tasks.tokenizer import CharTokenizer
+
+SPLITS = ("train", "test")
+TEST_SHARE = 10  # one problem in ten is held out
+DEFAULT_ROWS = 1000
+PATIENCE = 100  # draws without a new problem, per problem found, after which there are no more
+
+
+class Problem(NamedTuple):
+    """`key` is what decides the split: problems of one key are the same problem in other words (2+3 and 3+2)."""
+
+    prompt: str
+    answer: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """A family of problems with one right answer each; the fields of a subclass set how hard they are.
+
+    A problem belongs to the split its key hashes to, so train and test never meet, whatever seeds and sizes they are drawn
+    with.
+    """
+
+    name: ClassVar[str]
+    alphabet: ClassVar[str]
+    """Every character of its prompts and answers."""
+
+    @abstractmethod
+    def problem(self, rng: np.random.Generator) -> Problem:
+        """One problem of either split."""
+
+    @property
+    @abstractmethod
+    def longest_answer(self) -> int:
+        """In characters."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Room for the longest answer and its EOS."""
+        return self.longest_answer + 1
+
+    @cached_property
+    def tokenizer(self) -> CharTokenizer:
+        return CharTokenizer(self.alphabet)
+
+    def rows(self, split: str = "train", limit: int | None = None, *, seed: int = 0) -> list[dict[str, str]]:
+        """`limit` different problems of a split: {"prompt", "answer", "completion"}, the last two alike.
+
+        limit   None: 1000, or all that are found where there are fewer
+        """
+        check_split(split)
+        wanted = DEFAULT_ROWS if limit is None else as_whole_number(limit, "limit", 1)
+        rng = np.random.default_rng([as_whole_number(seed, "seed", 0), SPLITS.index(split)])
+        found: dict[str, str] = {}
+        fruitless = 0
+        while len(found) < wanted and fruitless < PATIENCE * (len(found) + PATIENCE):
+            problem = self.problem(rng)
+            fruitless += 1
+            if split_of(problem.key) == split and problem.prompt not in found:
+                found[problem.prompt] = problem.answer
+                fruitless = 0
+        if limit is not None and len(found) < wanted:
+            raise ValueError(f"limit must be at most {len(found)}, all {split} problems of {self}, found {limit}")
+        return [{"prompt": prompt, "answer": answer, "completion": answer} for prompt, answer in found.items()]
+
+    def reward(self, completions: Sequence[str], answer: Sequence[str]) -> list[float]:
+        """1 for the answer and nothing else (spaces around it do not count), 0 for everything else."""
+        return exact_match(completions, answer)
+
+
+def check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, found {split!r}")
+
+
+def split_of(key: str) -> str:
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return "test" if int.from_bytes(digest, "little") % TEST_SHARE == 0 else "train"
+
+
+def exact_match(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
+    if len(completions) != len(answer):
+        raise ValueError(f"answer must hold one answer per completion ({len(completions)}), found {len(answer)}")
+    return [float(_as_text(completion).strip() == right) for completion, right in zip(completions, answer, strict=True)]
+
+
+def _as_text(completion: Any) -> str:
+    """A text, or the last message of a conversation."""
+    if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
+        completion = completion[-1].get("content")
+    if not isinstance(completion, str):
+        raise TypeError(
+            f"completions must be texts, found {type(completion).__name__}: give the algorithm the task's tokenizer"
+        )
+    return completion

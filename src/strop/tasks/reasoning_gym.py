@@ -1,0 +1,71 @@
+"""The package `reasoning-gym` as tasks: hundreds of generators of problems with verifiable answers, for models of words.
+
+task = strop.tasks.get("reasoning_gym:leg_counting", max_animals=5)
+GRPO(model=model, tokenizer=tokenizer, reward_fn=task.reward).train(task.rows("train", 1000))
+"""
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from strop.primitives._inputs import as_whole_number
+from strop.tasks.base import DEFAULT_ROWS, SPLITS, check_split, split_of
+
+ROUNDS = 50  # of drawing, each of at least as many problems as are wanted
+
+
+class ReasoningGym:
+    """One of reasoning-gym's datasets, with the splits and the call of strop's own tasks; options are its config's.
+
+    The reward is the dataset's own score of an answer, between 0 and 1: some problems have several right answers.
+    """
+
+    def __init__(self, name: str, **options: Any):
+        gym, datasets = _package()
+        if name not in datasets:
+            near = difflib.get_close_matches(name, datasets, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"reasoning-gym has no dataset {name!r}{hint}; it has {', '.join(sorted(datasets))}")
+        if taken := {"seed", "size"} & options.keys():
+            raise ValueError(f"{min(taken)} must be given to rows(), found it among the options of {name!r}")
+        self.name = f"reasoning_gym:{name}"
+        self._make = lambda seed, size: gym.create_dataset(name, seed=seed, size=size, **options)
+        self._scorer = self._make(0, 1)
+
+    def rows(self, split: str = "train", limit: int | None = None, *, seed: int = 0) -> list[dict[str, Any]]:
+        """`limit` different problems (None: 1000): {"prompt", "answer", "completion", "entry"}, entry for the reward.
+
+        A problem belongs to the split its text hashes to: train and test never meet, whatever the seeds.
+        """
+        check_split(split)
+        wanted = DEFAULT_ROWS if limit is None else as_whole_number(limit, "limit", 1)
+        first_seed = ROUNDS * (len(SPLITS) * as_whole_number(seed, "seed", 0) + SPLITS.index(split))
+        found: dict[str, dict[str, Any]] = {}
+        for round_seed in range(first_seed, first_seed + ROUNDS):
+            for entry in self._make(round_seed, max(wanted, 100)):
+                if split_of(entry["question"]) == split:
+                    found.setdefault(entry["question"], entry)
+                if len(found) == wanted:
+                    return [_row(e) for e in found.values()]
+        raise ValueError(f"limit must be at most {len(found)} for {split} of {self.name}, found {wanted}")
+
+    def reward(self, completions: Sequence[str], entry: Sequence[dict[str, Any]]) -> list[float]:
+        if len(completions) != len(entry):
+            raise ValueError(f"entry must hold one entry per completion ({len(completions)}), found {len(entry)}")
+        return [float(self._scorer.score_answer(c.strip(), e)) for c, e in zip(completions, entry, strict=True)]
+
+    def __repr__(self) -> str:
+        return f"ReasoningGym({self.name.partition(':')[2]!r})"
+
+
+def _row(entry: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": entry["question"], "answer": entry["answer"], "completion": entry["answer"], "entry": entry}
+
+
+def _package() -> tuple[Any, list[str]]:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise ImportError('this task needs the package reasoning-gym: pip install "strop[reasoning-gym]"') from None
+    return reasoning_gym, list(DATASETS)

@@ -1,0 +1,31 @@
+"""Sorting: "52814>" → "12458"."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from strop.primitives._inputs import as_whole_number
+from strop.tasks.base import Problem, Task
+
+
+@dataclass(frozen=True)
+class Sorting(Task):
+    """`length` digits into ascending order. All orders of the same digits are in one split: no answer is in both."""
+
+    name: ClassVar[str] = "sorting"
+    alphabet: ClassVar[str] = "0123456789>"
+
+    length: int = 5
+
+    def __post_init__(self) -> None:
+        as_whole_number(self.length, "length", 2)
+
+    def problem(self, rng: np.random.Generator) -> Problem:
+        digits = "".join(map(str, rng.integers(0, 10, self.length)))
+        answer = "".join(sorted(digits))
+        return Problem(f"{digits}>", answer, answer)
+
+    @property
+    def longest_answer(self) -> int:
+        return self.length

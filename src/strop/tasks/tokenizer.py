@@ -1,0 +1,117 @@
+"""A tokenizer of characters, in a file that transformers' AutoTokenizer opens too."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PAD, EOS = "<pad>", "<eos>"
+SPECIAL = (PAD, EOS)  # ids 0 and 1; the characters follow
+FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+
+
+class CharTokenizer:
+    """One token per character of `alphabet`, and the tokens <pad> and <eos>, which no text contains.
+
+    Has what strop asks of a tokenizer: encode, decode, eos_token_id, pad_token_id; save_pretrained and from_pretrained.
+    """
+
+    pad_token, pad_token_id = PAD, 0
+    eos_token, eos_token_id = EOS, 1
+    bos_token_id = None
+    chat_template = None
+
+    def __init__(self, alphabet: str):
+        repeated = sorted({c for c in alphabet if alphabet.count(c) > 1})
+        if not alphabet or repeated:
+            raise ValueError(
+                f"alphabet must hold different characters, found {f'{repeated[0]!r} twice' if repeated else 'none'}"
+            )
+        self.alphabet = alphabet
+        self._ids = {c: i for i, c in enumerate(alphabet, len(SPECIAL))}
+
+    @property
+    def vocab_size(self) -> int:
+        return len(SPECIAL) + len(self.alphabet)
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Ids of the characters; there are no special tokens to add to a text."""
+        try:
+            return [self._ids[c] for c in text]
+        except KeyError as error:
+            raise ValueError(
+                f"text must be written in the alphabet {self.alphabet!r}, found {error.args[0]!r} in {text!r}"
+            ) from None
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = False) -> dict[str, Any]:
+        return {"input_ids": self.encode(text) if isinstance(text, str) else [self.encode(t) for t in text]}
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        """The text of ids: a list, an array or a tensor."""
+        return "".join(self._token(int(i), skip_special_tokens) for i in ids)
+
+    def batch_decode(self, rows: Any, skip_special_tokens: bool = False) -> list[str]:
+        return [self.decode(ids, skip_special_tokens) for ids in rows]
+
+    def _token(self, i: int, skip_special_tokens: bool) -> str:
+        if not 0 <= i < self.vocab_size:
+            raise ValueError(f"ids must be from 0 to {self.vocab_size - 1}, found {i}")
+        if i < len(SPECIAL):
+            return "" if skip_special_tokens else SPECIAL[i]
+        return self.alphabet[i - len(SPECIAL)]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}
+        for name, content in ((FILE, self._to_tokenizers_format()), (CONFIG_FILE, config)):
+            (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> "CharTokenizer":
+        """Open what `save_pretrained` wrote."""
+        path = Path(folder) / FILE
+        try:
+            vocab = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+            tokens = sorted(vocab, key=vocab.get)
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+            tokens = []
+        if tuple(tokens[: len(SPECIAL)]) != SPECIAL or any(len(t) != 1 for t in tokens[len(SPECIAL) :]):
+            raise ValueError(f"{path} must be a character tokenizer that strop saved, found something else")
+        return cls("".join(tokens[len(SPECIAL) :]))
+
+    def _to_tokenizers_format(self) -> dict[str, Any]:
+        """Of the `tokenizers` package: a text is split into characters, each of which is a word."""
+        special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": i, "content": token, **special} for i, token in enumerate(SPECIAL)],
+            "normalizer": None,
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": r"[\s\S]"},
+                "behavior": "Isolated",
+                "invert": False,
+            },
+            "post_processor": None,
+            "decoder": {"type": "Fuse"},
+            "model": {
+                "type": "WordLevel",
+                "vocab": {token: i for i, token in enumerate((*SPECIAL, *self.alphabet))},
+                "unk_token": "<unk>",  # not in the vocabulary: an unknown character is an error there too
+            },
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CharTokenizer) and other.alphabet == self.alphabet
+
+    def __hash__(self) -> int:
+        return hash(self.alphabet)
+
+    def __repr__(self) -> str:
+        return f"CharTokenizer({self.alphabet!r})"

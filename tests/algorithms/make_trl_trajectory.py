@@ -1,0 +1,97 @@
+"""Record what TRL's DPOTrainer does in four steps: the batches it took and the loss of each, in trl_dpo_trajectory.json.
+
+    PYTHONPATH=tests python tests/algorithms/make_trl_trajectory.py          # with trl==1.16 and its requirements installed
+
+The weights come from a formula (tiny_qwen2.py) and the tokens are in the file: the test needs neither TRL nor a seed.
+"""
+
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import datasets
+import tokenizers
+import torch
+import transformers
+import trl
+from tiny_qwen2 import CONFIG, tiny_qwen2
+
+NUM_STEPS, BATCH_SIZE, LEARNING_RATE, BETA = 4, 4, 1e-2, 0.1
+RUNS = {"sigmoid": {}, "robust": {"label_smoothing": 0.1}, "ipo": {}}
+
+
+def make_tokenizer():
+    """A word of t2 … t31 is a token; padding and end are 0 and 1."""
+    words = {"<pad>": 0, "</s>": 1} | {f"t{i}": i for i in range(2, CONFIG["vocab_size"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+
+
+def make_rows():
+    draw = random.Random(0)
+
+    def words(low, high):
+        return " ".join(f"t{draw.randrange(2, CONFIG['vocab_size'])}" for _ in range(draw.randrange(low, high)))
+
+    return [
+        {"prompt": words(2, 6), "chosen": " " + words(2, 8), "rejected": " " + words(2, 8)}
+        for _ in range(NUM_STEPS * BATCH_SIZE)
+    ]
+
+
+class Recording(trl.DPOTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        mask, ids, counted = inputs["attention_mask"].bool(), inputs["input_ids"], inputs["completion_mask"].bool()
+        rows = [
+            {"prompt": row[keep & ~count].tolist(), "completion": row[keep & count].tolist()}
+            for row, keep, count in zip(ids, mask, counted, strict=True)
+        ]
+        half = len(rows) // 2
+        batch = [
+            {"prompt": a["prompt"], "chosen": a["completion"], "rejected": b["completion"]}
+            for a, b in zip(rows[:half], rows[half:], strict=True)
+        ]
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self.recorded.append({"batch": batch, "loss": loss.item()})
+        return loss
+
+
+def record(loss_type, options):
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        config = trl.DPOConfig(
+            folder, beta=BETA, learning_rate=LEARNING_RATE, per_device_train_batch_size=BATCH_SIZE, max_steps=NUM_STEPS,
+            lr_scheduler_type="linear", warmup_steps=0, max_grad_norm=1.0, weight_decay=0.0, seed=0, report_to=[],
+            save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, logging_steps=1,
+            adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, optim="adamw_torch", disable_tqdm=True,
+            loss_type=[loss_type], **options,
+        )  # fmt: skip
+        trainer = Recording(
+            tiny_qwen2(), ref_model=tiny_qwen2(), args=config, train_dataset=datasets.Dataset.from_list(make_rows()),
+            processing_class=make_tokenizer(),
+        )  # fmt: skip
+        trainer.recorded = []
+        trainer.train()
+    return {"options": options, "steps": trainer.recorded}
+
+
+def main():
+    recorded = {
+        "trl": trl.__version__,
+        "model": CONFIG,
+        "beta": BETA,
+        "learning_rate": LEARNING_RATE,
+        "schedule": "linear",
+        "num_steps": NUM_STEPS,
+        "runs": {name: record(name, options) for name, options in RUNS.items()},
+    }
+    path = Path(__file__).with_name("trl_dpo_trajectory.json")
+    path.write_text(json.dumps(recorded) + "\n")
+    for name, run in recorded["runs"].items():
+        print(name, [step["loss"] for step in run["steps"]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""DPO: its numbers against TRL's and by hand, invariances, learning, and bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_qwen2 import tiny_qwen2
+from trained_models import Bigram, shifted, tiny_moe, weights_of
+
+from strop.algorithms.dpo import DPO, DPOConfig
+from strop.losses import PREFERENCE_LOSS_TYPES
+
+TRL = json.loads(Path(__file__).with_name("trl_dpo_trajectory.json").read_text())
+
+
+def random_pairs(num_pairs, seed=0, vocab_size=20):
+    draw = torch.Generator().manual_seed(seed)
+
+    def ids(low, high):
+        length = int(torch.randint(low, high, (1,), generator=draw))
+        return torch.randint(2, vocab_size, (length,), generator=draw)
+
+    return [(ids(2, 5), ids(1, 6), ids(1, 6)) for _ in range(num_pairs)]
+
+
+def columns(pairs):
+    return tuple(list(column) for column in zip(*pairs, strict=True))
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize("loss_type", TRL["runs"])
+def test_four_steps_are_those_of_trl(loss_type):
+    run = TRL["runs"][loss_type]
+    dpo = DPO(
+        model=tiny_qwen2(), ref_model=tiny_qwen2(), beta=TRL["beta"], learning_rate=TRL["learning_rate"],
+        schedule=TRL["schedule"], num_steps=TRL["num_steps"], loss_type=loss_type, **run["options"],
+    )  # fmt: skip
+    found = []
+    for step in run["steps"]:
+        batch = ([torch.tensor(pair[name]) for pair in step["batch"]] for name in ("prompt", "chosen", "rejected"))
+        found.append(dpo.train_step(*batch)["loss"])
+    torch.testing.assert_close(found, [step["loss"] for step in run["steps"]], rtol=1e-6, atol=1e-5)
+    assert len(set(found)) == TRL["num_steps"]
+
+
+@pytest.mark.parametrize("loss_type", PREFERENCE_LOSS_TYPES)
+def test_the_first_loss_by_hand(loss_type):
+    """Where policy and reference are the same, every formula is a number one can write down."""
+    smoothing = 0.1 if loss_type == "exo_pair" else 0.0
+    dpo = DPO(model=Bigram(), beta=0.5, loss_type=loss_type, label_smoothing=smoothing, learning_rate=0.0)
+    log2 = 0.6931471805599453
+    exo = 0.5 * (-log2 - torch.tensor(0.9).log()) + 0.5 * (-log2 - torch.tensor(0.1).log())
+    wanted = {
+        "hinge": 1.0, "ipo": 1.0, "sppo_hard": 2.0, "nca_pair": 2 * log2, "apo_zero": 1.0, "apo_down": 1.0,
+        "exo_pair": exo.item(),
+    }.get(loss_type, log2)  # fmt: skip
+    metrics = dpo.train_step(*columns(random_pairs(3)))
+    assert metrics["loss"] == pytest.approx(wanted, abs=1e-6)
+    assert metrics["preference/margin"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_step_by_hand():
+    """Two tokens, one pair, a bigram model: the gradient of −log σ(β·margin) is −β/2 on the margin, SGD follows it."""
+    model = Bigram(4)
+    before = model.table_VV.detach().clone()
+    dpo = DPO(
+        model=model, beta=0.1, learning_rate=1.0, max_grad_norm=0,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0),
+    )  # fmt: skip
+    dpo.train_step(torch.tensor([[2]]), torch.tensor([[3]]), torch.tensor([[0]]))
+    # margin = logit[3] − logit[0] at token 2 (the normaliser cancels): dloss/dlogit = ∓ 0.1 · σ(0)
+    change = torch.zeros(4, 4)
+    change[2, 3], change[2, 0] = 0.05, -0.05
+    torch.testing.assert_close(model.table_VV.detach() - before, change, rtol=0, atol=1e-6)
+
+
+# ---- invariances ----
+
+
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_moe, Bigram], ids=["qwen2", "moe", "plain"])
+def test_a_ragged_batch_is_its_rows(make):
+    pairs = random_pairs(4)
+    trainer = DPO(model=make(), beta=0.3, learning_rate=0.0, ref_model=shifted(make()))
+    whole = trainer.train_step(*columns(pairs))
+    alone = [trainer.train_step(*columns([pair])) for pair in pairs]
+    for name in ("loss", "preference/margin", "rewards/chosen", "preference/accuracy"):
+        assert whole[name] == pytest.approx(sum(m[name] for m in alone) / 4, abs=2e-6), name
+    assert whole["loss"] != pytest.approx(0.6931, abs=1e-3)  # the reference is another model
+
+
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_moe], ids=["qwen2", "moe"])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_micro_batches_change_nothing(make, loss_type):
+    pairs = random_pairs(8)
+    after = []
+    for size in (0, 1, 3):
+        dpo = DPO(
+            model=make(), ref_model=shifted(make()), micro_batch_size=size, learning_rate=1e-3, loss_type=loss_type
+        )
+        metrics = dpo.train_step(*columns(pairs))
+        after.append((metrics["loss"], metrics["grad_norm"], metrics["preference/accuracy"]))
+    torch.testing.assert_close(after[1], after[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(after[2], after[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_packing_changes_no_loss_and_no_gradient(loss_type):
+    pairs = random_pairs(6)
+    results = []
+    for packing in (False, True):
+        dpo = DPO(
+            model=tiny_qwen2(), ref_model=shifted(tiny_qwen2()), packing=packing, max_length=20, learning_rate=0.1,
+            max_grad_norm=0, loss_type=loss_type, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        )  # fmt: skip
+        rows = len(dpo._collate(pairs))
+        assert rows < 12 if packing else rows == 12
+        metrics = dpo.train_step(*columns(pairs))
+        results.append((metrics["loss"], metrics["preference/margin"], metrics["grad_norm"]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+def test_padding_and_what_stands_behind_the_end_do_not_count():
+    """Left-padded and right-padded prompts, completions with garbage behind EOS: the loss of the bare rows."""
+    bare = [[5, 6, 7], [8, 9]], [[3, 1], [4, 5, 1]], [[6, 7, 8, 1], [9]]
+    padded = [[5, 6, 7, 0], [0, 0, 8, 9]], [[3, 1, 17, 18], [4, 5, 1, 0]], [[6, 7, 8, 1], [9, 0, 0, 0]]
+    losses = []
+    for batch in (bare, padded):
+        dpo = DPO(model=tiny_qwen2(), ref_model=shifted(tiny_qwen2()), learning_rate=0.0)
+        losses.append(dpo.train_step(*([torch.tensor(row) for row in rows] for rows in batch))["loss"])
+    assert losses[0] == losses[1]
+    assert losses[0] != pytest.approx(0.6931, abs=1e-3)
+
+
+def test_a_mask_says_what_is_padding_where_the_pad_id_is_the_end():
+    model = tiny_qwen2(pad_token_id=1)
+    dpo = DPO(model=model, ref_model=shifted(tiny_qwen2()), learning_rate=0.0)
+    bare = dpo.train_step([torch.tensor([5, 6, 1])], [torch.tensor([3, 1])], [torch.tensor([4, 5])])
+    masked = dpo.train_step(
+        torch.tensor([[5, 6, 1, 1, 1]]), torch.tensor([[3, 1, 1]]), torch.tensor([[4, 5]]),
+        prompt_mask=torch.tensor([[1, 1, 1, 0, 0]]),
+    )  # fmt: skip
+    assert masked["loss"] == bare["loss"]
+
+
+def test_texts_with_a_tokenizer():
+    class Letters:
+        eos_token_id, pad_token_id = 1, 0
+
+        def encode(self, text):
+            return [ord(letter) - 95 for letter in text]
+
+    dpo = DPO(
+        model=tiny_moe(vocab_size=30),
+        ref_model=shifted(tiny_moe(vocab_size=30)),
+        tokenizer=Letters(),
+        learning_rate=0.0,
+    )
+    written = dpo.train_step(["ab", "c"], ["de", "f"], ["g", "hij"])["loss"]
+    ids = dpo.train_step([[2, 3], [4]], [[5, 6, 1], [7, 1]], [[8, 1], [9, 10, 11, 1]])["loss"]
+    assert written == ids
+    with pytest.raises(ValueError, match="chosen must have 2 rows as prompt has, found 1"):
+        dpo.train_step(["ab", "c"], ["de"], ["g", "hij"])
+
+
+def test_a_plain_module_has_no_padding_unless_told():
+    """0 is a token like any other where nobody names a pad id."""
+    prompt, chosen, rejected = torch.tensor([[0, 5]]), torch.tensor([[3, 0]]), torch.tensor([[4, 6]])
+    free = DPO(model=Bigram(), ref_model=shifted(Bigram()), learning_rate=0.0).train_step(prompt, chosen, rejected)
+    told = DPO(model=Bigram(), ref_model=shifted(Bigram()), learning_rate=0.0, pad_id=0)
+    assert told.train_step(prompt, chosen, rejected)["loss"] != free["loss"]
+    assert told.train_step(prompt, chosen[:, :1], rejected)["loss"] == told.train_step(prompt, chosen, rejected)["loss"]
+
+
+def test_train_and_train_step_are_the_same_step():
+    rows = [{"prompt": p.tolist(), "chosen": c.tolist(), "rejected": r.tolist()} for p, c, r in random_pairs(4)]
+    loop = DPO(model=tiny_qwen2(), batch_size=4, shuffle=False, learning_rate=1e-3)
+    loop.train(rows, num_steps=2)
+    step = DPO(model=tiny_qwen2(), learning_rate=1e-3)
+    for _ in range(2):
+        step.train_step(*([row[name] for row in rows] for name in ("prompt", "chosen", "rejected")))
+    assert torch.equal(weights_of(loop), weights_of(step))
+
+
+def test_the_reference_stays_and_is_frozen():
+    dpo = DPO(model=tiny_qwen2(), learning_rate=1e-2)
+    before = [param.clone() for param in dpo.reference.model.parameters()]
+    assert not dpo.reference.model.training
+    for _ in range(2):
+        dpo.train_step(*columns(random_pairs(3)))
+    after = list(dpo.reference.model.parameters())
+    assert all(torch.equal(a, b) and not b.requires_grad and b.grad is None for a, b in zip(before, after, strict=True))
+
+
+# ---- learning ----
+
+
+def test_it_learns_a_preference_and_generalises():
+    """The better answer repeats the prompt's first token, the worse one anything else; on held-out prompts too."""
+    draw = torch.Generator().manual_seed(0)
+
+    def rows(num_rows):
+        made = []
+        for _ in range(num_rows):
+            prompt = torch.randint(2, 12, (3,), generator=draw).tolist()
+            wrong = [token for token in range(2, 12) if token != prompt[0]]
+            other = wrong[int(torch.randint(len(wrong), (1,), generator=draw))]
+            made.append({"prompt": prompt, "chosen": [prompt[0], 1], "rejected": [other, 1]})
+        return made
+
+    model = tiny_moe(hidden_dim=32, head_dim=16, intermediate_dim=32)
+    dpo = DPO(model=model, beta=0.1, learning_rate=1e-2, batch_size=32)
+    held_out = rows(200)
+    before = dpo.evaluate(held_out)["eval/preference/accuracy"]
+    history = dpo.train(rows(1000), eval_dataset=held_out, num_steps=120)
+    assert before < 0.7
+    assert history.evaluations[-1]["eval/preference/accuracy"] > 0.95
+    assert history.steps[-1]["preference/accuracy"] > 0.95
+
+
+# ---- bad input ----
+
+ROW = {"prompt": [2, 3], "chosen": [4, 1], "rejected": [5, 1]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": [2], "completion": [3]}], r"DPO needs preference.*found the columns prompt, completion"),
+        ([], "dataset must have rows, found none"),
+        ([{**ROW, "chosen": []}], r"dataset\[0\]: chosen must have at least one token, found none"),
+        ([ROW, {**ROW, "prompt": [2] * 40}], r"dataset\[1\].*prompt must be shorter than the model's context, 32 tokens, found 40"),
+        ([{**ROW, "rejected": [2] * 31}], r"rejected: prompt and completion must fit.*32 tokens, found 33; max_length=32 cuts"),
+    ],
+)  # fmt: skip
+def test_bad_datasets(rows, message):
+    dpo = DPO(model=tiny_moe(), batch_size=1)
+    with pytest.raises(ValueError, match=message):
+        dpo.train(rows, num_steps=1)
+    assert dpo.state.step == 0
+
+
+def test_max_length_cuts_completions():
+    pairs = [[2, 3]], [[4, 5, 6, 7]], [[8, 9, 10]]
+    cut = [[2, 3]], [[4, 5]], [[8, 9]]
+    dpo = DPO(model=tiny_moe(), ref_model=shifted(tiny_moe()), max_length=4, learning_rate=0.0)
+    assert dpo.train_step(*map(torch.tensor, pairs))["loss"] == dpo.train_step(*map(torch.tensor, cut))["loss"]
+    free = DPO(model=tiny_moe(), ref_model=shifted(tiny_moe()), learning_rate=0.0)
+    assert dpo.train_step(*map(torch.tensor, pairs))["loss"] != free.train_step(*map(torch.tensor, pairs))["loss"]
+
+
+def test_batch_larger_than_the_dataset():
+    with pytest.raises(ValueError, match="batch_size must be at most the number of rows, 3, found 8"):
+        DPO(model=tiny_moe()).train([ROW] * 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bta": 0.1}, "'bta' is no option of DPO; did you mean 'beta'"),
+        ({"ref_modle": None}, "did you mean 'ref_model'"),
+        ({"learning_rat": 0.1}, "did you mean 'learning_rate'"),
+        ({"loss_type": "sigmoid_nrm"}, "did you mean 'sigmoid_norm'"),
+        ({"beta": 0.0}, "beta must be above 0, found 0"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing must be 0 for 'ipo'"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        DPO(model=Bigram(), **options)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (([[2]], [[3], [4]], [[5]]), "chosen must have 1 rows as prompt has, found 2"),
+        ((torch.tensor([2]), [[3]], [[5]]), r"prompt must have shape \[B, T\], found \[1\]"),
+        (([[0, 0]], [[3]], [[5]]), "pair 0: the prompt must have at least one token"),
+        (([[2]], [[3]], [[0, 0]]), "pair 0: rejected must have at least one token"),
+    ],
+)
+def test_bad_batches(batch, message):
+    dpo = DPO(model=tiny_moe())
+    with pytest.raises(ValueError, match=message):
+        dpo.train_step(*batch)
+
+
+def test_the_fields_of_the_config():
+    names = set(DPOConfig.from_options().to_dict())
+    assert names == {"beta", "loss_type", "label_smoothing", "max_length", "packing", "pad_id", "optim", "run", "lora"}

@@ -1,0 +1,596 @@
+"""GRPO: TRL's values on a fixed rollout, invariances, the first update on-policy, every option, learning, bad input."""
+
+import dataclasses
+import math
+import warnings
+
+import pytest
+import torch
+from tiny_models import VOCAB, every_kind, llama, moe, plain
+
+from strop.algorithms.grpo import GRPO, Experience, GRPOConfig, PolicyLossConfig
+from strop.losses import group_advantages
+from strop.rewards import RewardError
+from strop.rollout import Rollout, Sampling
+
+PROMPTS = [[1, 2, 3], [4], [7, 8, 9, 10, 11], [12, 13]]
+
+
+def count_fives(completions):
+    return [float(sum(token == 5 for token in c)) for c in completions]
+
+
+def count_low(completions):
+    """Gives every group a signal."""
+    return [float(sum(token < 15 for token in c)) for c in completions]
+
+
+def sgd(groups):
+    """The schedule gives its learning rate."""
+    return torch.optim.SGD(groups)
+
+
+def make_grpo(model, **options):
+    defaults = {"reward_fn": count_low, "group_size": 4, "max_new_tokens": 6, "max_grad_norm": 0.0}
+    if options.get("optimizer") is sgd:
+        defaults["learning_rate"] = 0.5
+    options = defaults | options
+    return GRPO(model=model, **options)
+
+
+def weights(model):
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+# ---- TRL's values ----
+
+
+class Table(torch.nn.Module):
+    """Gives token 0 the log-prob logps[row, t] at completion token t, whatever it reads but the row's first id."""
+
+    def __init__(self, logps_BT, num_prompt):
+        super().__init__()
+        self.logps_BT, self.num_prompt = torch.nn.Parameter(logps_BT), num_prompt
+
+    def forward(self, ids):
+        logps = self.logps_BT[ids[:, 0]][:, : ids.shape[1] - self.num_prompt]
+        before = logps.new_full((len(ids), self.num_prompt - 1), -1.0)
+        logps = torch.cat([before, logps, logps.new_full((len(ids), 1), -1.0)], 1)
+        others = torch.log1p(-logps.exp()) - math.log(VOCAB - 1)
+        return torch.cat([logps[..., None], others[..., None].expand(-1, -1, VOCAB - 1)], -1)
+
+
+def oracle_trainer(case, num_prompt=3):
+    """A trainer, and the case as its experience. The ratio to 1 of the table's log-probs is that of the case."""
+    logps, old, ref = (torch.tensor(case[k], dtype=torch.float64) for k in ("logp", "old_logp", "ref_logp"))
+    lengths = [int(sum(row)) for row in case["mask"]]
+    assert all(row == [1] * n + [0] * (len(row) - n) for row, n in zip(case["mask"], lengths, strict=True))
+    grpo = make_grpo(
+        Table(logps, num_prompt),
+        kl_coef=case["beta"],
+        loss_type=case["loss_type"],
+        importance_level=case["level"],
+        clip_eps=(case["eps_low"], case["eps_high"]),
+        max_new_tokens=case["max_completion_length"],
+    )
+    rollout = Rollout(
+        [torch.tensor([i, *[1] * (num_prompt - 1)]) for i in range(len(lengths))],
+        [torch.zeros(n, dtype=torch.long) for n in lengths],
+        [row[:n] for row, n in zip(old, lengths, strict=True)],
+        ["eos"] * len(lengths),
+    )
+    experience = Experience(
+        rollout,
+        torch.tensor(case["advantages"], dtype=torch.float64),
+        torch.ones(len(lengths), dtype=torch.bool),
+        rollout.logps,
+        [row[:n] for row, n in zip(ref, lengths, strict=True)] if case["beta"] else None,
+    )
+    return grpo, experience, lengths
+
+
+def test_loss_of_a_fixed_rollout_is_trls(golden):
+    assert len(golden["grpo"]) == 60
+    for case in golden["grpo"]:
+        grpo, experience, lengths = oracle_trainer(case)
+        rows = range(len(lengths))
+        result = grpo.loss_on(experience, rows, num_tokens=sum(lengths), num_sequences=len(lengths))
+        assert result.loss.item() == pytest.approx(case["loss"], abs=1e-9)
+        if case["kl"] is not None:
+            assert result.metrics["kl"].item() == pytest.approx(case["kl"], abs=1e-9)
+        result.loss.backward()
+        mask = torch.tensor(case["mask"]).bool()
+        wanted = torch.tensor(case["grad"], dtype=torch.float64)
+        torch.testing.assert_close(grpo.model.logps_BT.grad[mask], wanted[mask], rtol=0, atol=1e-9)
+        assert grpo.model.logps_BT.grad[~mask].abs().sum() == 0
+
+
+def test_parts_of_a_fixed_rollout_add_up(golden):
+    for case in golden["grpo"][::3]:
+        grpo, experience, lengths = oracle_trainer(case)
+        counts = {"num_tokens": sum(lengths), "num_sequences": len(lengths)}
+        total = sum(grpo.loss_on(experience, [row], **counts).loss.item() for row in (3, 1, 0, 2))
+        assert total == pytest.approx(case["loss"], abs=1e-9)
+
+
+def test_prompt_tokens_never_count(golden):
+    """The table reads nothing but the first id: other prompts, of other lengths, give the same loss."""
+    case = golden["grpo"][1]
+    losses = []
+    for num_prompt, other in ((3, 1), (3, 29), (7, 2), (1, 0)):
+        grpo, experience, lengths = oracle_trainer(case, num_prompt)
+        for prompt in experience.rollout.prompt_ids:
+            prompt[1:] = other
+        losses.append(grpo.loss_on(experience, range(4), num_tokens=sum(lengths), num_sequences=4).loss.item())
+    assert losses == pytest.approx([case["loss"]] * 4, abs=1e-12)
+
+
+# ---- invariances ----
+
+
+@every_kind
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_micro_batches_change_nothing(make, loss_type):
+    """16 completions of unequal lengths at once, one by one and in parts of 5: the same gradient, so the same weights."""
+    found, losses = [], []
+    for size in (0, 1, 5):
+        model = make(eos_token_id=[3, 6], scale=3.0)
+        grpo = make_grpo(
+            model, optimizer=sgd, micro_batch_size=size, loss_type=loss_type, kl_coef=0.3, entropy_coef=0.05, seed=2
+        )
+        with torch.no_grad():  # away from the reference, so that the KL has a gradient
+            for param in model.parameters():
+                param.mul_(1.1)
+        metrics = grpo.train_step(PROMPTS)
+        assert metrics["reward/std"] > 0
+        assert metrics["kl"] > 1e-4
+        found.append(weights(model))
+        losses.append(metrics["loss"])
+    start = weights(make(eos_token_id=[3, 6], scale=3.0)) * 1.1
+    moved = (found[0] - start).abs().max()
+    assert moved > 1e-3
+    for other in found[1:]:
+        assert (found[0] - other).abs().max() < 1e-4 * moved
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+@every_kind
+def test_a_ragged_batch_has_the_loss_of_its_rows(make):
+    grpo = make_grpo(make(eos_token_id=[3, 6], scale=3.0), kl_coef=0.3)
+    seen = []
+    grpo._learn = lambda experience: seen.append(experience) or {"loss": 0.0}
+    grpo.train_step(PROMPTS)
+    experience = seen[0]
+    assert len({len(c) for c in experience.rollout.completion_ids}) > 2
+    counts = {"num_tokens": experience.num_tokens(range(16)), "num_sequences": 16}
+    whole = grpo.loss_on(experience, range(16), **counts).loss.item()
+    alone = sum(grpo.loss_on(experience, [i], **counts).loss.item() for i in range(16))
+    assert whole == pytest.approx(alone, abs=1e-6)
+    assert grpo.loss_on(experience, [3, 9], **counts).loss.item() != pytest.approx(whole, abs=1e-4)
+
+
+@every_kind
+def test_padding_and_what_stands_behind_the_eos_never_count(make):
+    """The pad id is any other token: it stands behind every EOS of the batch, and left of the prompts."""
+    found = []
+    for pad in (0, 17):
+        model = make(eos_token_id=[3, 6])
+        grpo = make_grpo(model, optimizer=sgd, kl_coef=0.1, pad_id=pad)
+        type(grpo.policy).pad_id, before = property(lambda self, pad=pad: pad), type(grpo.policy).pad_id
+        try:
+            longest = max(map(len, PROMPTS))
+            metrics = grpo.train_step(torch.tensor([[pad] * (longest - len(p)) + p for p in PROMPTS]))
+        finally:
+            type(grpo.policy).pad_id = before
+        found.append((metrics["loss"], weights(model)))
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-7)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=1e-6)
+
+
+# ---- the first update ----
+
+
+def test_on_policy_ratio_is_exactly_one_on_the_native_engine():
+    grpo = make_grpo(moe(eos_token_id=3), learning_rate=1e-2, group_size=16, max_new_tokens=12)
+    for _ in range(5):
+        metrics = grpo.train_step(PROMPTS)
+        assert metrics["ratio/max"] == 1.0
+        assert metrics["ratio/mean"] == 1.0
+        assert metrics["mismatch_kl"] == 0.0
+        assert metrics["mismatch_ratio_max"] == 1.0
+
+
+@every_kind
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_on_policy_ratio_is_one(make, temperature):
+    metrics = make_grpo(make(scale=2.0), temperature=temperature).train_step(PROMPTS)
+    assert metrics["mismatch_ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["mismatch_kl"] < 1e-10
+
+
+@every_kind
+def test_kl_is_exactly_zero_at_step_0(make):
+    grpo = make_grpo(make(), kl_coef=0.1, learning_rate=1e-2)
+    metrics = grpo.train_step(PROMPTS)
+    assert metrics["kl"] == metrics["mean_kl"] == 0.0
+    assert grpo.train_step(PROMPTS)["kl"] > 1e-7
+
+
+def test_a_cut_distribution_has_its_old_log_probs_recomputed():
+    """top-k moves the log-probs of sampling away from the policy's; the ratio stays 1, the mismatch is told."""
+    metrics = make_grpo(moe(scale=2.0), top_k=5).train_step(PROMPTS)
+    assert metrics["ratio/max"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["mismatch_kl"] > 0.1
+    metrics = make_grpo(moe(scale=2.0), top_k=5, old_logps="rollout").train_step(PROMPTS)
+    assert metrics["ratio/mean"] < 0.9
+    assert metrics["mismatch_kl"] > 0.1
+
+
+# ---- options ----
+
+
+def test_inner_updates_over_shuffled_minibatches():
+    grpo = make_grpo(moe(), inner_epochs=3, minibatch_size=5, learning_rate=1e-2, kl_coef=0.0)
+    batches = list(grpo._minibatches(16))
+    assert [len(b) for b in batches] == [5, 5, 5, 1] * 3
+    passes = [[i for batch in batches[4 * n : 4 * n + 4] for i in batch] for n in range(3)]
+    assert all(sorted(p) == list(range(16)) for p in passes)
+    assert len({tuple(p) for p in passes}) == 3
+    metrics = grpo.train_step(PROMPTS)
+    assert grpo.state.updates == 12
+    assert metrics["mismatch_ratio_max"] == 1.0  # of the first update
+    assert metrics["ratio/max"] > 1.001  # of all of them
+    assert list(grpo._minibatches(16)) != batches  # the next step has an order of its own
+
+
+def test_clipping_is_counted_and_acts():
+    metrics = make_grpo(moe(), inner_epochs=8, learning_rate=5e-2, clip_eps=0.1).train_step(PROMPTS)
+    assert metrics["clip_fraction"] > 0.05
+
+
+def test_truncated_completions_can_be_masked():
+    """Without EOS every completion is truncated: nothing is learned. With it only those that ended count."""
+    model = moe()
+    before = weights(model)
+    metrics = make_grpo(model, mask_truncated=True, learning_rate=1e-2).train_step(PROMPTS)
+    assert metrics["completion/truncated_fraction"] == 1.0
+    assert metrics["loss"] == 0.0
+    assert torch.equal(before, weights(model))
+
+    grpo = make_grpo(moe(eos_token_id=[3, 6]), mask_truncated=True)
+    rollout = Rollout([torch.tensor([1])] * 4, [torch.tensor([5, 3]), torch.tensor([5, 5])] * 2, [torch.zeros(2)] * 4,
+                      ["eos", "length"] * 2)  # fmt: skip
+    experience = grpo._experience(rollout, torch.tensor([1.0, 2.0, 0.0, 5.0]))
+    results = []
+    for loss_of in grpo._losses(experience, [0, 1, 2, 3], results):
+        loss_of()
+    assert experience.num_tokens(range(4)) == 4
+    assert [num_tokens for _, num_tokens in results] == [4]
+
+
+def test_groups_without_signal_are_counted_and_sampled_again():
+    calls = []
+
+    def second_time_lucky(completions):
+        """The first round all equal; then only the first prompt's group differs."""
+        calls.append(len(completions))
+        return [float(len(calls) > 1 and i < 4 and i % 2) for i in range(len(completions))]
+
+    grpo = make_grpo(moe(), reward_fn=second_time_lucky)
+    assert grpo.train_step(PROMPTS)["reward/zero_std_fraction"] == 1.0
+    calls.clear()
+    grpo = make_grpo(moe(), reward_fn=second_time_lucky, resample_rounds=2)
+    metrics = grpo.train_step(PROMPTS)
+    assert calls == [16, 16, 12]
+    # the second round gave prompt 0 a signal, the third the first of the remaining three, which is prompt 1
+    assert metrics["reward/zero_std_fraction"] == 0.5
+    assert metrics["reward/resampled_fraction"] == 1.0
+    assert [s["reward"] for s in grpo.samples] == [0, 1, 0, 1, 0, 1, 0, 1] + [0] * 8
+    assert [s["prompt"] for s in grpo.samples[::4]] == PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("scale", "ddof", "eps"), [("group", 1, 1e-4), ("batch", 1, 1e-4), ("none", 0, 0.0), ("group", 0, 0.0)]
+)
+def test_advantages(scale, ddof, eps):
+    grpo = make_grpo(moe(), advantage_scale=scale, advantage_ddof=ddof, advantage_eps=eps, group_size=2)
+    rollout = Rollout([torch.tensor([1])] * 4, [torch.tensor([5])] * 4, [torch.zeros(1)] * 4, ["length"] * 4)
+    rewards = torch.tensor([1.0, 3.0, 0.0, 0.0])
+    found = grpo._experience(rollout, rewards).advantages_B
+    wanted = group_advantages(rewards, samples_per_prompt=2, ddof=ddof, eps=eps, scale=scale)
+    assert torch.equal(found, wanted)
+    if scale == "group" and ddof == 1:
+        assert found.tolist() == pytest.approx([-1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4), 0, 0])
+
+
+def test_entropy_bonus_raises_the_entropy():
+    def no_reward(completions):
+        return [0.0] * len(completions)
+
+    found = []
+    for coefficient in (0.0, 1.0):
+        grpo = make_grpo(moe(scale=4.0), reward_fn=no_reward, entropy_coef=coefficient, kl_coef=0.0, learning_rate=1e-2)
+        metrics = [grpo.train_step(PROMPTS)["entropy"] for _ in range(10)]
+        found.append(metrics[-1] - metrics[0])
+    assert found[0] == pytest.approx(0.0, abs=0.2)
+    assert found[1] > 0.4
+
+
+def test_without_a_coefficient_there_is_no_reference():
+    grpo = make_grpo(moe(), kl_coef=0.0)
+    assert grpo.reference is None
+    assert grpo.train_step(PROMPTS)["mean_kl"] == 0.0
+    with pytest.warns(UserWarning, match="ref_model has no effect: kl_coef is 0"):
+        make_grpo(moe(), ref_model=moe(), kl_coef=0.0)
+    given = moe(seed=5)
+    assert make_grpo(moe(), ref_model=given, kl_coef=0.1).reference.model is given
+
+
+@pytest.mark.parametrize("options", [{}, {"importance_level": "sequence"}, {"entropy_coef": 0.1}, {"loss_type": "cispo"},
+                                     {"loss_type": "dr_grpo", "delta": 3.0}, {"kl_estimator": "k2", "temperature": 0.8}])  # fmt: skip
+def test_from_hidden_states_and_from_logits_the_loss_is_the_same(options):
+    found = []
+    for fused in (True, False):
+        model = llama(eos_token_id=3, scale=3.0)
+        grpo = make_grpo(model, optimizer=sgd, kl_coef=0.2, inner_epochs=2, **options)
+        if not fused:
+            grpo.policy._head_checked = True  # as if the model had no head to use
+        metrics = grpo.train_step(PROMPTS)
+        assert (grpo.policy._head is not None) == fused
+        names = ("loss", "kl", "clip_fraction", "ratio/max", "mismatch_kl")
+        found.append(([metrics[name] for name in names], weights(model)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
+
+
+def test_several_rewards_with_weights():
+    def length(completion_ids):
+        return [len(c) for c in completion_ids]
+
+    grpo = make_grpo(moe(eos_token_id=[3, 6]), reward_fn=[count_fives, length], reward_weights=(2.0, -0.5))
+    metrics = grpo.train_step(PROMPTS)
+    assert metrics["reward/mean"] == metrics["mean_reward"]
+    assert metrics["reward/mean"] == pytest.approx(2 * metrics["reward/count_fives"] - 0.5 * metrics["reward/length"])
+    assert metrics["reward/length"] == metrics["completion/length"]
+
+
+def test_lora_trains_the_adapter_only_and_compares_with_the_base():
+    pytest.importorskip("peft")
+    model = llama(scale=3.0)
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    grpo = make_grpo(model, lora={"r": 2}, learning_rate=1e-2, kl_coef=0.1)
+    assert grpo.reference.kind == "adapter off"
+    first = grpo.train_step(PROMPTS)
+    assert first["kl"] == 0.0
+    assert grpo.train_step(PROMPTS)["kl"] > 1e-8
+    after = {n.replace("base_model.model.", "").replace(".base_layer", ""): p for n, p in grpo.model.named_parameters()}
+    assert all(torch.equal(param, after[name]) for name, param in before.items())
+
+
+def test_bf16_autocast_and_gradient_checkpointing():
+    model = llama(scale=3.0)
+    grpo = make_grpo(model, autocast="bf16", gradient_checkpointing=True, learning_rate=1e-2)
+    before = weights(model)
+    metrics = grpo.train_step(PROMPTS)
+    assert metrics["mismatch_kl"] < 1e-2
+    assert metrics["ratio/max"] < 1.5
+    assert not torch.equal(before, weights(model))
+    assert model.dtype == torch.float32
+
+
+# ---- prompts ----
+
+
+class Letters:
+    """One token a letter: a is 1."""
+
+    eos_token_id, pad_token_id = 3, 0
+    chat_template = "letters"
+
+    def encode(self, text):
+        return [ord(c) - 96 for c in text]
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(chr(i + 96) for i in ids if not (skip_special_tokens and i in (0, 3)))
+
+    def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=False):
+        return "".join(m["content"] for m in messages) + ("z" if add_generation_prompt else "")
+
+
+def test_the_same_prompts_in_every_form():
+    """Ids with padding at either side, with a mask, lists, texts, rows: the same step."""
+    left = torch.tensor([[0, 0, 1, 2], [4, 5, 6, 7]])
+    right = torch.tensor([[1, 2, 0, 0], [4, 5, 6, 7]])
+    masked = torch.tensor([[9, 9, 1, 2], [4, 5, 6, 7]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    forms = [
+        (left, {}),
+        (right, {}),
+        (masked, {"prompt_mask": mask}),
+        ({"input_ids": masked, "attention_mask": mask}, {}),
+        ([[1, 2], [4, 5, 6, 7]], {}),
+        ([torch.tensor([1, 2]), torch.tensor([4, 5, 6, 7])], {}),
+        (["ab", "defg"], {}),
+        ([{"prompt": "ab"}, {"prompt": "defg"}], {}),
+    ]
+    seen = []
+
+    def reward(completions, prompts, prompt_ids):
+        seen.append((completions, prompts, prompt_ids))
+        return [len(c) for c in completions]
+
+    found = []
+    for prompts, options in forms:
+        grpo = make_grpo(moe(eos_token_id=3), tokenizer=Letters(), reward_fn=reward)
+        found.append(grpo.train_step(prompts, **options)["loss"])
+    assert found == [found[0]] * len(forms)
+    assert all(one == seen[0] for one in seen)
+    completions, prompts, prompt_ids = seen[0]
+    assert prompts == ["ab"] * 4 + ["defg"] * 4
+    assert prompt_ids == [[1, 2]] * 4 + [[4, 5, 6, 7]] * 4
+    assert all(isinstance(c, str) and chr(3 + 96) not in c for c in completions)
+
+
+def test_conversations_and_columns():
+    seen = {}
+
+    def reward(completions, prompts, prompt_ids, answer):
+        seen.update(prompts=prompts, prompt_ids=prompt_ids, answer=answer)
+        return [0.0] * len(completions)
+
+    talk = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "d"}]]
+    grpo = make_grpo(moe(), tokenizer=Letters(), reward_fn=reward, group_size=2)
+    grpo.train_step(talk, answer=[7, 8])
+    assert seen["prompts"] == [talk[0], talk[0], talk[1], talk[1]]
+    assert seen["prompt_ids"] == [[1, 2, 26]] * 2 + [[4, 26]] * 2
+    assert seen["answer"] == [7, 7, 8, 8]
+    grpo.train_step([{"prompt": talk[0], "answer": 1}, {"prompt": "d", "answer": 2}])
+    assert seen["answer"] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "columns", "error", "message"),
+    [
+        ("ab", {}, TypeError, "prompts must be a batch, found a single text"),
+        ([{"role": "user", "content": "a"}], {}, TypeError, "found a single conversation"),
+        ([{"question": "a"}], {}, ValueError, r"prompts\[0\] must have a column 'prompt', found question"),
+        (torch.tensor([[0, 0], [0, 1]]), {}, ValueError, r"prompts\[0\] must hold at least one token besides padding"),
+        (["ab", "c"], {"answer": [1]}, ValueError, "answer must have one entry for each of the 2 prompts, found 1"),
+        ([[1, 2]] * 2, {"answer": "xy"}, ValueError, "answer must have one entry"),
+        (["ab", ""], {}, ValueError, r"prompts\[1\] must hold at least one token"),
+        ([[1] * 60], {}, ValueError, r"prompts\[0\] must have at most 58 tokens \(the model reads 64"),
+    ],
+)
+def test_bad_prompts(prompts, columns, error, message):
+    grpo = make_grpo(moe(), tokenizer=Letters())
+    with pytest.raises(error, match=message):
+        grpo.train_step(prompts, **columns)
+    assert grpo.state.step == 0
+
+
+def test_a_bad_reward_stops_the_step_and_leaves_the_weights():
+    def fails(completions):
+        return [1.0 if i != 6 else float("nan") for i in range(len(completions))]
+
+    model = moe()
+    before = weights(model)
+    with pytest.raises(
+        RewardError, match=r"fails must return finite numbers, found nan \(completion 6, prompt \[4\]\)"
+    ):
+        make_grpo(model, reward_fn=fails).train_step(PROMPTS)
+    assert torch.equal(before, weights(model))
+    with pytest.raises(ValueError, match="GRPO needs a reward_fn"):
+        GRPO(model=model)
+
+
+# ---- configuration ----
+
+
+def test_field_names_are_pinned():
+    """A new option is a decision."""
+    names = {
+        config: [f.name for f in dataclasses.fields(config)] for config in (GRPOConfig, PolicyLossConfig, Sampling)
+    }
+    assert names[GRPOConfig] == [
+        "optim", "run", "lora", "group_size", "kl_coef", "inner_epochs", "minibatch_size", "advantage_scale",
+        "advantage_ddof", "advantage_eps", "mask_truncated", "resample_rounds", "old_logps", "reward_weights",
+        "reward_timeout", "pad_id", "sampling", "loss",
+    ]  # fmt: skip
+    assert names[PolicyLossConfig] == [
+        "loss_type", "importance_level", "clip_eps", "delta", "kl_estimator", "entropy_coef",
+    ]  # fmt: skip
+    assert names[Sampling] == ["max_new_tokens", "temperature", "top_k", "top_p", "stop_ids"]
+
+
+def test_config_round_trips():
+    config = GRPOConfig.from_options(
+        {"clip_eps": [0.2, 0.28], "max_new_tokens": 7, "reward_weights": [1, 2], "seed": 3}
+    )
+    assert config.loss.clip == (0.2, 0.28)
+    assert config.sampling.max_new_tokens == 7
+    assert GRPOConfig.from_options(config.to_dict()) == config
+    assert GRPOConfig.from_options({"loss_type": "cispo"}).loss.clip == (0.2, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group_size": 1}, "group_size must be at least 2"),
+        ({"groupsize": 4}, "'groupsize' is no option.*did you mean 'group_size'"),
+        ({"kl_coef": -1.0}, "kl_coef must be at least 0"),
+        ({"loss_type": "dapoo"}, "loss_type must be one of.*did you mean 'dapo'"),
+        ({"advantage_scale": "std"}, "advantage_scale must be one of"),
+        ({"advantage_ddof": 8}, "advantage_ddof must be below group_size=8"),
+        ({"temperature": 0.0}, "temperature must be above 0: greedy completions"),
+        ({"old_logps": "vllm"}, "old_logps must be one of"),
+        ({"reward_timeout": -1.0}, "timeout must be above 0"),
+        ({"clip_eps": 0.2, "loss_type": "cispo"}, "clip_eps must be a pair"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig.from_options(options)
+
+
+# ---- learning, evaluation, checkpoints ----
+
+
+@every_kind
+def test_learns(make):
+    grpo = make_grpo(make(), reward_fn=count_fives, kl_coef=0.01, learning_rate=2e-2, group_size=8)
+    before = grpo.train_step(PROMPTS)["mean_reward"]
+    rewards = [grpo.train_step(PROMPTS)["mean_reward"] for _ in range(30)]
+    assert before < 1
+    assert sum(rewards[-5:]) / 5 > 3
+
+
+def test_evaluation_is_greedy_and_changes_nothing():
+    model = moe(eos_token_id=3)
+    grpo = make_grpo(model, batch_size=1)
+    before, rng = weights(model), torch.random.get_rng_state()
+    first, again = (grpo.evaluate([{"prompt": p} for p in PROMPTS]) for _ in range(2))
+    assert first == again
+    assert set(first) >= {"eval/reward/mean", "eval/reward/std", "eval/reward/count_low", "eval/completion/length"}
+    assert torch.equal(before, weights(model))
+    assert torch.equal(rng, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("make", [moe, llama])
+def test_a_saved_run_goes_on_bit_for_bit(make, tmp_path):
+    options = {"learning_rate": 1e-2, "inner_epochs": 2, "minibatch_size": 6, "kl_coef": 0.1, "seed": 4}
+    whole = make_grpo(make(), **options)
+    wanted = [whole.train_step(PROMPTS)["loss"] for _ in range(4)]
+    half = make_grpo(make(), **options)
+    found = [half.train_step(PROMPTS)["loss"] for _ in range(2)]
+    half.save(tmp_path / "grpo.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = GRPO.from_checkpoint(tmp_path / "grpo.pt", reward_fn=count_low)
+    assert other.config == half.config
+    found += [other.train_step(PROMPTS)["loss"] for _ in range(2)]
+    assert found == wanted
+    assert torch.equal(weights(whole.model), weights(other.model))
+
+
+def test_train_on_a_dataset(tmp_path):
+    def right(completions, answer):
+        return [float(c[:1] == [a]) for c, a in zip(completions, answer, strict=True)]
+
+    rows = [{"prompt": [1, i], "answer": 5 + i % 2} for i in range(8)]
+    grpo = make_grpo(
+        moe(), reward_fn=right, learning_rate=2e-2, kl_coef=0.0, batch_size=4, group_size=8, max_new_tokens=2
+    )
+    history = grpo.train(rows, num_steps=40, output_dir=tmp_path, progress=False)
+    rewards = history.values("reward/mean")
+    assert len(rewards) == 40
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+    assert (tmp_path / "samples.jsonl").read_text().count("completion") > 0
+
+
+def test_plain_module_steps_as_in_the_specification():
+    model = plain()
+    grpo = GRPO(model=model, ref_model=plain(), reward_fn=count_fives, group_size=4, kl_coef=0.1, learning_rate=1e-4,
+                max_new_tokens=128)  # fmt: skip
+    metrics = grpo.train_step(torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    assert {"loss", "mean_reward", "mean_kl", "tokens_per_second", "grad_norm", "time/generate"} <= set(metrics)
+    assert metrics["completion/length"] == 128

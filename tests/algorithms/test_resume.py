@@ -1,0 +1,213 @@
+"""A run that was stopped, however rudely, and resumed is the run that was not."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import killed_run
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_qwen2 import tiny_qwen2
+from trained_models import Bigram, shifted, tiny_moe, weights_of
+
+from strop.algorithms.dpo import DPO
+from strop.algorithms.sft import SFT
+from strop.callbacks import Callback, EarlyStopping
+from strop.logging import read_metrics
+
+PAIRS = [{"prompt": [2 + i % 7, 3], "chosen": [4 + i, 1], "rejected": [5, 6 + i % 5, 1]} for i in range(10)]
+ROWS = [{"prompt": [2 + i % 7, 3], "completion": [4 + i, 1]} for i in range(10)]
+OPTIONS = {"batch_size": 3, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
+
+
+class SignalAt(Callback):
+    """Sends this process a signal in the middle of a step."""
+
+    def __init__(self, step, number):
+        self.step, self.number = step, number
+
+    def on_step_begin(self, trainer):
+        if trainer.state.step == self.step - 1:
+            os.kill(os.getpid(), self.number)
+
+
+def dpo_moe(**more):
+    return DPO(model=tiny_moe(), ref_model=shifted(tiny_moe()), **OPTIONS, **more)
+
+
+def dpo_qwen2(**more):
+    return DPO(model=tiny_qwen2(attention_dropout=0.2), dropout=True, **OPTIONS, **more)
+
+
+def dpo_lora(**more):
+    return DPO(model=tiny_qwen2(), lora={"r": 2, "alpha": 4}, **OPTIONS, **more)
+
+
+def dpo_plain(**more):
+    return DPO(model=Bigram(), ref_model=shifted(Bigram()), **OPTIONS, **more)
+
+
+MAKES = [dpo_moe, dpo_qwen2, dpo_lora, dpo_plain]
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_from_checkpoint_goes_on_bit_for_bit(make, tmp_path):
+    whole = make()
+    whole.train(PAIRS, num_steps=7)
+    half = make()
+    half.callbacks.append(SignalAt(4, signal.SIGTERM))
+    assert half.train(PAIRS, num_steps=7).interrupted
+    half.save(tmp_path / "half.pt")
+    model = Bigram() if make is dpo_plain else None
+    torch.manual_seed(99)
+    resumed = DPO.from_checkpoint(tmp_path / "half.pt", model=model)
+    assert resumed.state.step == 4
+    assert resumed.config == half.config
+    history = resumed.train(PAIRS, num_steps=7)
+    assert [entry["step"] for entry in history.steps] == [5, 6, 7]
+    assert torch.equal(weights_of(resumed), weights_of(whole))
+    assert resumed.state.epoch == whole.state.epoch
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_write_a_checkpoint_and_stop_cleanly(number, tmp_path, capsys):
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    sft = SFT(model=tiny_moe(), callbacks=[SignalAt(3, number)], **OPTIONS)
+    history = sft.train(ROWS, num_steps=6, output_dir=tmp_path)
+    assert (history.interrupted, history.signal, sft.state.step) == (True, number, 3)
+    assert Path(history.checkpoint).name == "step-00000003.safetensors"
+    assert not (tmp_path / "final").exists()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    assert "SFT interrupted after step 3 of 6; checkpoint" in capsys.readouterr().err
+    again = SFT(model=tiny_moe(), **OPTIONS)
+    assert not again.train(ROWS, num_steps=6, output_dir=tmp_path, resume=True).interrupted
+    whole = SFT(model=tiny_moe(), **OPTIONS)
+    whole.train(ROWS, num_steps=6)
+    assert torch.equal(weights_of(again), weights_of(whole))
+
+
+class Failure(Exception):
+    pass
+
+
+class FailAt(Callback):
+    """Fails once, before step `step` has done anything, or at its end."""
+
+    def __init__(self, step, event):
+        self.step, self.event = step, event
+
+    def on_step_begin(self, trainer):
+        torch.rand(3)
+        if self.event == "begin" and trainer.state.step == self.step - 1:
+            raise Failure
+
+    def on_step_end(self, trainer, metrics):
+        if self.event == "end" and trainer.state.step == self.step:
+            raise Failure
+
+
+@pytest.mark.parametrize("event", ["begin", "end"])
+def test_a_failed_step_loses_nothing(event, tmp_path):
+    """No save_every: the checkpoint is written because of the failure, and going on gives the undisturbed run."""
+    first = dpo_qwen2(callbacks=[FailAt(3, event)])
+    with pytest.raises(Failure) as caught:
+        first.train(PAIRS, num_steps=5, output_dir=tmp_path)
+    done = 2 if event == "begin" else 3
+    assert f"the run up to step {done} is in" in caught.value.__notes__[0]
+    second = dpo_qwen2(callbacks=[FailAt(99, event)])
+    second.train(PAIRS, num_steps=5, output_dir=tmp_path, resume=True)
+    whole = dpo_qwen2(callbacks=[FailAt(99, event)])
+    whole.train(PAIRS, num_steps=5)
+    assert torch.equal(weights_of(second), weights_of(whole))
+
+
+def test_lines_after_the_checkpoint_are_dropped(tmp_path):
+    """Killed at step 5 with its last checkpoint at 4: step 5 is logged once in the end, and a half line is no line."""
+    first = SFT(model=tiny_moe(), save_every=2, callbacks=[FailAt(5, "end")], **OPTIONS)
+    with pytest.raises(Failure):
+        first.train(ROWS, num_steps=8, output_dir=tmp_path)
+    (tmp_path / "checkpoints" / "step-00000005.safetensors").unlink()  # a kill would not have left it
+    assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    second = SFT(model=tiny_moe(), save_every=2, **OPTIONS)
+    history = second.train(ROWS, num_steps=8, output_dir=tmp_path, resume=True)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [entry["step"] for entry in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [entry["step"] for entry in history.steps] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert all(a["time"] < b["time"] for a, b in itertools.pairwise(lines))
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert about["algorithm"] == "SFT"
+    assert about["config"]["run"]["batch_size"] == 3
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000006.safetensors", "step-00000008.safetensors",
+    ]  # fmt: skip
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
+    first = SFT(model=tiny_moe(), save_every=2, callbacks=[SignalAt(4, signal.SIGTERM)], **OPTIONS)
+    first.train(ROWS, num_steps=6, output_dir=tmp_path)
+    newest = tmp_path / "checkpoints" / "step-00000004.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    second = SFT(model=tiny_moe(), save_every=2, **OPTIONS)
+    with pytest.warns(UserWarning, match=r"step-00000004.safetensors is cut off.*taking the one before"):
+        second.train(ROWS, num_steps=6, output_dir=tmp_path, resume=True)
+    whole = SFT(model=tiny_moe(), **OPTIONS)
+    whole.train(ROWS, num_steps=6)
+    assert torch.equal(weights_of(second), weights_of(whole))
+
+
+def test_callbacks_go_on_where_they_were(tmp_path):
+    def make():
+        stopping = EarlyStopping("loss", patience=1000)
+        return SFT(model=tiny_moe(), callbacks=[stopping], **OPTIONS), stopping
+
+    sft, stopping = make()
+    sft.train(ROWS, num_steps=4, output_dir=tmp_path)
+    again, resumed = make()
+    again.train(ROWS, num_steps=4, output_dir=tmp_path, resume=True)
+    assert resumed.best == stopping.best is not None
+    assert resumed.num_bad == stopping.num_bad
+
+
+def test_a_finished_run_resumed_does_nothing_more_and_can_be_extended(tmp_path):
+    sft = SFT(model=tiny_moe(), **OPTIONS)
+    sft.train(ROWS, num_steps=4, output_dir=tmp_path)
+    same = SFT(model=tiny_moe(), **OPTIONS)
+    assert len(same.train(ROWS, num_steps=4, output_dir=tmp_path, resume=True).steps) == 4
+    assert torch.equal(weights_of(same), weights_of(sft))
+    longer = SFT(model=tiny_moe(), **OPTIONS)
+    longer.train(ROWS, num_steps=6, output_dir=tmp_path, resume=True)
+    assert longer.state.step == 6
+
+
+def test_what_a_resumed_run_may_not_change(tmp_path):
+    SFT(model=tiny_moe(), **OPTIONS).train(ROWS, num_steps=1, output_dir=tmp_path)
+    with pytest.raises(ValueError, match="output_dir must not hold a run"):
+        SFT(model=tiny_moe(), **OPTIONS).train(ROWS, num_steps=1, output_dir=tmp_path)
+    other = SFT(model=tiny_moe(), **{**OPTIONS, "batch_size": 2})
+    with pytest.raises(ValueError, match=r"run.batch_size must be 3 as in the run of .*, found 2"):
+        other.train(ROWS, num_steps=1, output_dir=tmp_path, resume=True)
+    with pytest.raises(ValueError, match="output_dir must be given with resume=True"):
+        other.train(ROWS, resume=True)
+
+
+def test_ten_kills(tmp_path):
+    """SIGKILL at ten random moments, each time resumed: the final weights are those of the run left in peace."""
+    killed_run.train(tmp_path / "whole", resume=False)
+    program = Path(killed_run.__file__)
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "killed"), "10"], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["10", "0"], done.stdout + done.stderr
+    whole, killed = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "killed"))
+    assert whole.keys() == killed.keys()
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    steps = [entry["step"] for entry in read_metrics(tmp_path / "killed" / "metrics.jsonl")]
+    assert steps == list(range(1, killed_run.NUM_STEPS + 1))

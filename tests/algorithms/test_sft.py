@@ -1,0 +1,255 @@
+"""SFT: the loss against transformers' own and by hand, packing, micro-batches, options of the model, bad input."""
+
+import functools
+
+import pytest
+import torch
+from tiny_qwen2 import tiny_qwen2
+from trained_models import Bigram, tiny_moe, weights_of
+
+from strop.algorithms.sft import SFT, SFTConfig
+
+MAKES = {"qwen2": tiny_qwen2, "moe": tiny_moe, "plain": Bigram}
+
+
+def random_examples(num_rows, seed=0, vocab_size=20):
+    draw = torch.Generator().manual_seed(seed)
+
+    def ids(low, high):
+        length = int(torch.randint(low, high, (1,), generator=draw))
+        return torch.randint(2, vocab_size, (length,), generator=draw)
+
+    return [(ids(2, 6), ids(1, 8)) for _ in range(num_rows)]
+
+
+def columns(examples):
+    return tuple(list(column) for column in zip(*examples, strict=True))
+
+
+# ---- values ----
+
+
+def test_the_loss_is_that_of_transformers():
+    examples = random_examples(4)
+    width = max(len(p) + len(c) for p, c in examples)
+    ids_BT, labels_BT = torch.zeros(4, width, dtype=torch.long), torch.full((4, width), -100)
+    for row, (prompt, completion) in enumerate(examples):
+        whole = torch.cat([prompt, completion])
+        ids_BT[row, : len(whole)] = whole
+        labels_BT[row, len(prompt) : len(whole)] = completion
+    wanted = tiny_qwen2()(ids_BT, labels=labels_BT).loss.item()
+    found = SFT(model=tiny_qwen2()).train_step(*columns(examples))["loss"]
+    assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_whole_texts_count_from_their_second_token():
+    model = Bigram()
+    ids_T = torch.tensor([3, 7, 2, 9])
+    wanted = -model(ids_T).log_softmax(-1)[torch.arange(3), ids_T[1:]].mean().item()
+    assert SFT(model=model).train_step([ids_T])["loss"] == pytest.approx(wanted, abs=1e-6)
+    rows = [{"text": ids_T.tolist()}]
+    assert SFT(model=Bigram()).evaluate(rows)["eval/loss"] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_a_step_by_hand():
+    """One token to predict: SGD adds lr·(onehot − softmax) to its logits."""
+    model = Bigram(4)
+    before = model.table_VV.detach().clone()
+    sft = SFT(model=model, learning_rate=0.5, max_grad_norm=0, optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0))
+    sft.train_step(torch.tensor([[2]]), torch.tensor([[3]]))
+    wanted = before.clone()
+    wanted[2] += 0.5 * (torch.eye(4)[3] - before[2].softmax(-1))
+    torch.testing.assert_close(model.table_VV.detach(), wanted, rtol=0, atol=1e-6)
+
+
+# ---- invariances ----
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_a_ragged_batch_is_its_rows(make):
+    examples = random_examples(5)
+    sft = SFT(model=make(), learning_rate=0.0)
+    whole = sft.train_step(*columns(examples))["loss"]
+    lengths = [len(completion) for _, completion in examples]
+    alone = [sft.train_step(*columns([example]))["loss"] for example in examples]
+    mean = sum(n * loss for n, loss in zip(lengths, alone, strict=True)) / sum(lengths)
+    assert whole == pytest.approx(mean, abs=2e-6)
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_one_by_eight_is_eight_by_one(make):
+    """Tokens of the whole batch divide, not those of a micro-batch: rows of unequal length weigh the same either way."""
+    examples = random_examples(8)
+    results = []
+    for size in (0, 1, 3):
+        sft = SFT(
+            model=make(), micro_batch_size=size, learning_rate=0.1, max_grad_norm=0,
+            optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        )  # fmt: skip
+        metrics = sft.train_step(*columns(examples))
+        results.append((metrics["loss"], metrics["grad_norm"], weights_of(sft)))
+    for loss, grad_norm, weights in results[1:]:
+        assert loss == pytest.approx(results[0][0], abs=1e-6)
+        assert grad_norm == pytest.approx(results[0][1], rel=1e-5)
+        torch.testing.assert_close(weights, results[0][2], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packing_changes_no_loss_and_no_gradient(attention):
+    examples = random_examples(6)
+    results = []
+    for packing in (False, True):
+        sft = SFT(
+            model=tiny_qwen2(attn_implementation=attention), packing=packing, max_length=24, learning_rate=0.1,
+            max_grad_norm=0, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        )  # fmt: skip
+        metrics = sft.train_step(*columns(examples))
+        results.append((metrics["loss"], weights_of(sft)))
+        rows = len(sft._collate(examples))
+        assert rows < 6 if packing else rows == 6
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-6)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("make", [tiny_moe, Bigram], ids=["moe", "plain"])
+def test_packing_is_refused_where_sequences_cannot_be_kept_apart(make):
+    with pytest.raises(ValueError, match="packed"):
+        SFT(model=make(), packing=True)
+
+
+def test_packing_is_refused_for_a_model_that_leaks():
+    model = tiny_qwen2()
+    forward = model.model.forward
+
+    def deaf(input_ids, position_ids=None, use_cache=None, **more):  # takes positions and heeds them not
+        return forward(input_ids=input_ids, use_cache=use_cache, **more)
+
+    model.model.forward = deaf
+    with pytest.raises(
+        ValueError, match="packing must be False: Qwen2ForCausalLM lets the sequences of a row see one another"
+    ):
+        SFT(model=model, packing=True)
+
+
+# ---- options of the model ----
+
+
+def test_gradient_checkpointing_changes_nothing():
+    examples = random_examples(4)
+    results = []
+    for checkpointing in (False, True):
+        sft = SFT(model=tiny_qwen2(), gradient_checkpointing=checkpointing, learning_rate=1e-2)
+        sft.train_step(*columns(examples))
+        results.append(weights_of(sft))
+        assert sft.module.is_gradient_checkpointing == checkpointing
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
+
+
+def test_autocast_computes_in_bfloat16_and_keeps_float32_weights():
+    examples = random_examples(4)
+    exact = SFT(model=tiny_qwen2(), learning_rate=0.0).train_step(*columns(examples))["loss"]
+    sft = SFT(model=tiny_qwen2(), learning_rate=0.0, autocast="bf16")
+    rounded = sft.train_step(*columns(examples))["loss"]
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=0.02)
+    assert {param.dtype for param in sft.module.parameters()} == {torch.float32}
+
+
+def test_dropout_is_off_unless_asked_for():
+    examples = random_examples(4)
+    losses = {}
+    for dropout in (False, True):
+        torch.manual_seed(0)
+        sft = SFT(model=tiny_qwen2(attention_dropout=0.5), dropout=dropout, learning_rate=0.0)
+        losses[dropout] = [sft.train_step(*columns(examples))["loss"] for _ in range(2)]
+    assert losses[False][0] == losses[False][1]
+    assert losses[True][0] != losses[True][1]
+
+
+def test_lora_trains_the_adapter_only():
+    model = tiny_qwen2()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    sft = SFT(model=model, learning_rate=1e-2, lora={"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]})
+    losses = [sft.train_step(*columns(random_examples(4)))["loss"] for _ in range(5)]
+    trained = [name for name, param in sft.module.named_parameters() if param.requires_grad]
+    assert trained
+    assert all("lora_" in name and ("q_proj" in name or "v_proj" in name) for name in trained)
+    assert losses[-1] < losses[0]
+    for name, param in sft.module.named_parameters():
+        if "lora_" not in name:
+            plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            assert torch.equal(param, before[plain]), name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler itself calls what torch deprecates
+@pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
+def test_lora_with_gradient_checkpointing():
+    lora = {"r": 4, "alpha": 8}
+    results = []
+    for checkpointing in (False, True):
+        sft = SFT(model=tiny_qwen2(), learning_rate=1e-2, lora=lora, gradient_checkpointing=checkpointing)
+        sft.train_step(*columns(random_examples(4)))
+        results.append(weights_of(sft))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
+
+
+def test_half_precision_weights_are_warned_of():
+    with pytest.warns(UserWarning, match=r'is trained in torch.bfloat16.*use autocast="bf16"'):
+        SFT(model=tiny_qwen2().bfloat16())
+
+
+def test_a_dataset_of_datasets():
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": [2, 3 + i], "completion": [4 + i, 1]} for i in range(6)]
+    histories = []
+    for data in (rows, datasets.Dataset.from_list(rows)):
+        histories.append(SFT(model=tiny_moe(), batch_size=3).train(data, num_steps=2).values("loss"))
+    assert histories[0] == histories[1]
+
+
+def test_compile_changes_no_numbers(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # no C++ to wait for
+    examples = random_examples(4)
+    plain = SFT(model=Bigram(), learning_rate=0.1)
+    compiled = SFT(model=Bigram(), learning_rate=0.1, compile=True)
+    assert compiled.model is not compiled.module
+    for _ in range(2):
+        a, b = (sft.train_step(*columns(examples))["loss"] for sft in (plain, compiled))
+        assert a == pytest.approx(b, abs=1e-6)
+    torch.testing.assert_close(weights_of(plain), weights_of(compiled))
+
+
+def test_it_memorises():
+    rows = [{"prompt": [2 + i, 3], "completion": [10 + i, 4 + i, 1]} for i in range(4)]
+    sft = SFT(model=tiny_moe(), learning_rate=2e-2, batch_size=4)
+    history = sft.train(rows, num_steps=60)
+    assert history.values("loss")[0] > 2.5
+    assert history.values("loss")[-1] < 0.05
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": [2], "answer": [3]}], "found the columns question, answer"),
+        ([{"prompt": [2], "chosen": [3], "rejected": [4]}], "SFT needs prompt_completion"),
+        ([{"prompt": [2], "completion": []}], r"dataset\[0\]: the completion must have at least one token, found 0"),
+        ([{"text": [2]}], r"dataset\[0\]: a text must have at least two tokens, found 1"),
+        ([{"prompt": "a", "completion": "b"}], "text needs a tokenizer"),
+        ([{"text": [2] * 40}], "context of 32 tokens, found 40"),
+    ],
+)
+def test_bad_datasets(rows, message):
+    with pytest.raises(ValueError, match=message):
+        SFT(model=tiny_moe(), batch_size=1).train(rows)
+
+
+def test_it_takes_no_reference():
+    with pytest.raises(ValueError, match="SFT has no reference"):
+        SFT(model=Bigram(), ref_model=Bigram())
+
+
+def test_the_fields_of_the_config():
+    assert set(SFTConfig.from_options().to_dict()) == {"max_length", "packing", "pad_id", "optim", "run", "lora"}

@@ -1,0 +1,211 @@
+"""The parts every algorithm shares: the update, the schedule, phases, events, the order of the data, the run folder."""
+
+import itertools
+import json
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from tiny_qwen2 import tiny_qwen2
+from trained_models import Bigram, tiny_moe, weights_of
+
+from strop.algorithms.loop import epoch_order
+from strop.algorithms.optim import learning_rate_at
+from strop.algorithms.sft import SFT
+from strop.algorithms.state import Phases
+from strop.algorithms.trainer import Trainer
+from strop.config import OptimConfig
+
+ROWS = [{"prompt": [2 + i], "completion": [3 + i, 1]} for i in range(7)]
+
+
+class Recording(Trainer):
+    """Trains on nothing and remembers the rows it was given."""
+
+    def step_on(self, rows):
+        self.seen = [*getattr(self, "seen", []), [row["prompt"][0] - 2 for row in rows]]
+        return self.update([lambda: self.model.table_VV.square().sum()])
+
+    def train_step(self):
+        return self.run_step(lambda: self.step_on(ROWS[:1]))
+
+
+# ---- the update ----
+
+
+def test_losses_add_up_and_are_clipped():
+    trainer = Recording(
+        model=Bigram(3), learning_rate=1.0, max_grad_norm=0.5,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=9.0),
+    )  # fmt: skip
+    table = trainer.model.table_VV
+    before = table.detach().clone()
+    metrics = trainer.update([lambda: table[0].sum(), lambda: 2 * table[1].sum()])
+    assert metrics["loss"] == pytest.approx((before[0].sum() + 2 * before[1].sum()).item(), abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(15**0.5)  # three ones and three twos
+    gradient = torch.tensor([[1.0], [2.0], [0.0]]).expand(3, 3) * 0.5 / 15**0.5
+    torch.testing.assert_close(table.detach(), before - gradient)
+
+
+def test_no_update_on_a_loss_that_is_not_finite():
+    trainer = Recording(model=Bigram(3))
+    before = weights_of(trainer).clone()
+    with pytest.raises(FloatingPointError, match=r"loss nan .* must be finite; the weights are those of step 0"):
+        trainer.update([lambda: trainer.model.table_VV.sum() * float("nan")])
+    assert torch.equal(weights_of(trainer), before)
+    assert trainer.state.updates == 0
+
+
+def test_norms_and_biases_do_not_decay():
+    trainer = SFT(model=tiny_qwen2(), weight_decay=0.3, betas=(0.5, 0.6), eps=1e-4, learning_rate=0.1)
+    decay = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    for name, param in trainer.module.named_parameters():
+        assert decay[id(param)] == (0.0 if "norm" in name or "bias" in name else 0.3), name
+    assert trainer.optimizer.defaults["betas"] == (0.5, 0.6)
+    assert trainer.optimizer.defaults["eps"] == 1e-4
+
+
+def test_the_schedules_by_hand():
+    linear = OptimConfig(learning_rate=1.0, warmup_steps=2, schedule="linear", min_learning_rate=0.2)
+    assert [learning_rate_at(step, 6, linear) for step in range(7)] == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    cosine = OptimConfig(learning_rate=1.0, schedule="cosine")
+    assert [learning_rate_at(step, 4, cosine) for step in (0, 2, 4)] == pytest.approx([1, 0.5, 0])
+    assert learning_rate_at(100, 0, OptimConfig(learning_rate=0.5)) == 0.5
+    with pytest.raises(ValueError, match="num_steps must be given for schedule='cosine'"):
+        learning_rate_at(0, 0, cosine)
+
+
+def test_the_optimiser_gets_the_schedule():
+    sft = SFT(model=tiny_moe(), learning_rate=0.4, schedule="linear", batch_size=7)
+    history = sft.train(ROWS, num_steps=4)
+    assert history.values("learning_rate") == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    again = sft.train(ROWS, num_steps=2)  # a new run of the same trainer: its schedule begins anew
+    assert [entry["step"] for entry in again.steps] == [5, 6]
+    assert again.values("learning_rate") == pytest.approx([0.4, 0.2])
+
+
+# ---- the order of the data ----
+
+
+def test_every_epoch_sees_every_row_once_in_an_order_of_its_own():
+    trainer = Recording(model=Bigram(12), batch_size=3)
+    trainer.train(ROWS, num_epochs=2)
+    sizes = [len(batch) for batch in trainer.seen]
+    assert sizes == [3, 3, 1, 3, 3, 1]
+    first, second = (list(itertools.chain(*trainer.seen[i : i + 3])) for i in (0, 3))
+    assert sorted(first) == sorted(second) == list(range(7))
+    assert first != second
+    assert first == epoch_order(7, 0, 0, True)
+    assert epoch_order(7, 1, 0, True) != first
+    plain = Recording(model=Bigram(12), batch_size=3, shuffle=False)
+    plain.train(ROWS, num_steps=3)
+    assert list(itertools.chain(*plain.seen)) == list(range(7))
+
+
+def test_the_order_stays_that_of_earlier_versions():
+    """Else a run that was begun with one version could not be resumed with the next."""
+    assert epoch_order(6, 0, 0, True) == [0, 5, 1, 4, 3, 2]
+    assert epoch_order(6, 0, 1, True) == [2, 0, 1, 5, 3, 4]
+
+
+# ---- phases and metrics ----
+
+
+def test_phases_count_their_own_seconds():
+    phases = Phases()
+    with phases.phase("outer"):
+        time.sleep(0.01)
+        with phases.phase("inner"):
+            time.sleep(0.03)
+    assert 0.03 <= phases.seconds["inner"] < 0.06
+    assert 0.01 <= phases.seconds["outer"] < 0.03
+
+
+def test_the_metrics_of_a_step():
+    sft = SFT(model=tiny_moe())
+    metrics = sft.train_step(torch.tensor([[2, 3]]), torch.tensor([[4, 5, 1]]))
+    named = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "time/forward", "time/backward", "time/update"}
+    assert named <= metrics.keys()
+    assert all(isinstance(value, float) for value in metrics.values())
+    assert metrics["tokens_per_second"] == pytest.approx(5 / metrics["time/step"])
+    assert metrics["completion/length"] == 3
+    parts = sum(metrics[f"time/{name}"] for name in ("forward", "backward", "update"))
+    assert 0 < parts <= metrics["time/step"]
+    assert sft.state.num_tokens == 5
+
+
+def test_evaluation_changes_nothing():
+    """Neither weights nor random numbers nor the mode of any module; the next step is the same."""
+    sft = SFT(model=tiny_qwen2(attention_dropout=0.3), dropout=True)
+    sft.model.train()
+    sft.model.model.layers[0].eval()
+    before = weights_of(sft).clone(), torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    first = sft.evaluate(ROWS)
+    assert sft.evaluate(ROWS) == first  # no dropout in it
+    after = weights_of(sft), torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+    assert before[2] == after[2]
+    assert (before[3] == after[3]).all()
+    assert sft.model.training
+    assert not sft.model.model.layers[0].training
+
+
+# ---- the run folder ----
+
+
+def test_the_run_folder(tmp_path):
+    rows = [*ROWS, ROWS[0]]
+    sft = SFT(model=tiny_moe(), batch_size=4, save_every=2, keep_checkpoints=2, eval_every=2, log_every=2)
+    history = sft.train(rows, eval_dataset=rows[:2], num_steps=5, output_dir=tmp_path / "run")
+    folder = tmp_path / "run"
+    assert {path.name for path in folder.iterdir()} == {"run.json", "metrics.jsonl", "checkpoints", "final"}
+    about = json.loads((folder / "run.json").read_text())
+    assert (about["algorithm"], about["total_steps"], about["num_rows"]) == ("SFT", 5, 8)
+    assert about["config"] == sft.config.to_dict()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], "loss" in line, "eval/loss" in line) for line in lines] == [
+        (0, False, True), (2, True, False), (2, False, True), (4, True, False), (4, False, True), (5, False, True),
+    ]  # fmt: skip
+    assert [entry["step"] for entry in history.evaluations] == [0, 2, 4, 5]
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [
+        "step-00000004.safetensors", "step-00000005.safetensors",
+    ]  # fmt: skip
+    from transformers import AutoModelForCausalLM
+
+    final = AutoModelForCausalLM.from_pretrained(folder / "final")
+    ids = torch.tensor([[2, 3, 4]])
+    torch.testing.assert_close(final(ids).logits, sft.model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_name_for_a_model():
+    sft = SFT(model="moe:tiny", learning_rate=0.0)
+    assert sft.policy.kind == "moe"
+    assert sft.policy.max_length == 512
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: SFT(model=3), TypeError, "model must be"),
+        (lambda: SFT(model=Bigram(), config={"beta": 1}), TypeError, "config must be a SFTConfig, found dict"),
+        (lambda: SFT(model=Bigram(), gradient_checkpointing=True), ValueError, "gradient_checkpointing must be False"),
+        (lambda: SFT(model=Bigram(), optimizer=lambda groups: None), TypeError, "optimizer must return"),
+        (lambda: SFT(model=Bigram().requires_grad_(False)), ValueError, "parameters that require a gradient"),
+        (
+            lambda: SFT(model=tiny_moe(), batch_size=2).train(ROWS, num_steps=-1),
+            ValueError,
+            "num_steps must be at least 0",
+        ),
+        (lambda: SFT(model=tiny_moe()).train(3), TypeError, "found int"),
+        (lambda: SFT(model=tiny_moe()).train("nowhere.jsonl"), FileNotFoundError, "nowhere.jsonl"),
+        (lambda: SFT(model=tiny_moe(), colour="red"), ValueError, "'colour' is no option of SFT"),
+        (lambda: SFT(model=tiny_moe(), calbacks=[]), ValueError, "did you mean 'callbacks'"),
+    ],
+)
+def test_bad_arguments(make, error, message):
+    with pytest.raises(error) as caught:
+        make()
+    assert message in str(caught.value)

@@ -1,0 +1,186 @@
+"""Where rows come from, which format they are in, and what is said where they are in none."""
+
+import json
+
+import pytest
+
+from strop.data.formats import check_rows, detect_format, load_rows, read_jsonl, with_prompt
+
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+ROWS = [{"prompt": "1+1=", "completion": "2", "level": 1}, {"prompt": "1+2=", "completion": "3", "level": 2}]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"text": "a"}, "language_modeling"),
+        ({"messages": [USER, ANSWER]}, "language_modeling"),
+        ({"prompt": "a"}, "prompt_only"),
+        ({"prompt": [USER], "answer": 3}, "prompt_only"),
+        ({"prompt": "a", "completion": "b"}, "prompt_completion"),
+        ({"prompt": "a", "completion": "", "text": None}, "prompt_completion"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference"),
+        ({"chosen": "ab", "rejected": "ac"}, "preference"),
+    ],
+)
+def test_detection(row, name):
+    assert detect_format(row) == name
+
+
+def test_an_unknown_format_names_the_columns_and_the_formats():
+    expected = (
+        r'rows\[0\] is in no known format: found the columns question, answer\. Formats: language_modeling \{"text"\}'
+    )
+    with pytest.raises(ValueError, match=expected):
+        load_rows([{"question": "1+1", "answer": "2"}])
+
+
+def test_lists_are_copied_and_keep_their_columns():
+    rows = load_rows(ROWS)
+    assert rows == ROWS
+    rows[0]["prompt"] = "changed"
+    assert ROWS[0]["prompt"] == "1+1="
+    assert load_rows(ROWS, limit=1) == ROWS[:1]
+
+
+def test_jsonl_files_patterns_folders(tmp_path):
+    first, second = write(tmp_path / "train.jsonl", ROWS), write(tmp_path / "test.jsonl", ROWS[:1])
+    assert load_rows(first) == load_rows(str(first)) == ROWS
+    assert load_rows([first, second]) == ROWS + ROWS[:1]
+    assert load_rows(str(tmp_path / "t*.jsonl")) == ROWS[:1] + ROWS
+    assert load_rows(tmp_path) == ROWS
+    assert load_rows(tmp_path, split="test") == ROWS[:1]
+    with pytest.raises(
+        FileNotFoundError, match=r"must hold validation\.jsonl or a saved dataset, found test.jsonl, train.jsonl"
+    ):
+        load_rows(tmp_path, split="validation")
+
+
+def test_empty_lines_and_a_byte_order_mark_are_passed_over(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\ufeff{"text": "ä"}\n\n  \n{"text": "b"}', encoding="utf-8")
+    assert list(read_jsonl(path)) == [{"text": "ä"}, {"text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (
+            '{"text": "a"}\n{"text": "b"\n',
+            r"rows\.jsonl, line 2: not JSON \(Expecting ',' delimiter at column 13\): \{\"text\": \"b\"$",
+        ),
+        ('{"text": "a"}\n\n7\n', r"rows\.jsonl, line 3: must be an object of columns, found int"),
+        ('[{"text": "a"}]\n', r"line 1: must be an object of columns, found list; a JSON array is not JSONL"),
+        ("", r"rows\.jsonl must hold at least one row"),
+        (
+            '{"text": "a"}\n{"prompt": "b"}\n',
+            r"rows\.jsonl: rows\[1\] is prompt_only, the rows before it language_modeling",
+        ),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(tmp_path, content, match):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=match):
+        load_rows(path)
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl must be UTF-8 text"):
+        load_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "match"),
+    [
+        ({"prompt": [USER], "completion": "x"}, ValueError, "prompt is messages but completion is text"),
+        ({"prompt": "x", "chosen": "a", "rejected": [ANSWER]}, ValueError, "chosen is text but rejected is messages"),
+        ({"prompt": [{"role": "user"}]}, ValueError, r"rows\[0\]\['prompt'\]\[0\] must be a message"),
+        ({"prompt": 3}, TypeError, r"rows\[0\]\['prompt'\] must be a text, a list of messages or token ids, found int"),
+        ({"prompt": "x", "chosen": "a"}, ValueError, r"rows\[0\] has 'chosen' without its counterpart"),
+    ],
+)
+def test_contents_are_checked(row, error, match):
+    with pytest.raises(error, match=match):
+        load_rows([row])
+
+
+def test_sources_that_are_none():
+    with pytest.raises(TypeError, match=r"rows\[1\] must be a dict of columns, found str"):
+        load_rows([{"text": "a"}, "b"])
+    with pytest.raises(TypeError, match="data must be a list of dicts, a path, a task's name or a Dataset, found int"):
+        load_rows(7)
+    with pytest.raises(FileNotFoundError, match=r"no such file: nowhere/rows\.jsonl"):
+        load_rows("nowhere/rows.jsonl")
+    with pytest.raises(FileNotFoundError, match=r"no file matches nowhere/\*\.jsonl"):
+        load_rows("nowhere/*.jsonl")
+    with pytest.raises(ValueError, match="split must be one of 'train', 'test', found 'tset'; did you mean 'test'"):
+        load_rows({"train": ROWS, "test": ROWS}, split="tset")
+
+
+def test_what_an_algorithm_wants():
+    assert check_rows([{"prompt": "a"}], ["prompt_only"]) == "prompt_only"
+    assert check_rows(ROWS, ["prompt_only"]) == "prompt_only"  # the completion is an extra column
+    with pytest.raises(ValueError, match=r"DPO needs preference .* is prompt_only: found the columns prompt"):
+        check_rows([{"prompt": "a"}], ["preference"], what="DPO")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "expected"),
+    [
+        ([USER, ANSWER], [USER, USER], ([USER], [ANSWER], [USER])),
+        ("1+1= 2", "1+1= 3", ("1+1=", " 2", " 3")),
+        ("abc", "abd", ("ab", "c", "d")),
+        ("ab", "abd", ("ab", "", "d")),
+    ],
+)
+def test_an_implicit_prompt_is_the_common_start(chosen, rejected, expected):
+    row = with_prompt({"chosen": chosen, "rejected": rejected, "id": 7})
+    assert (row["prompt"], row["chosen"], row["rejected"]) == expected
+    assert row["id"] == 7
+
+
+def test_an_explicit_prompt_stays():
+    row = {"prompt": "x", "chosen": "ab", "rejected": "ac"}
+    assert with_prompt(row) == row
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "match"), [("x", "y", "begin alike"), ("x", "x", "must differ"), ([USER], [ANSWER], "begin alike")]
+)
+def test_no_prompt_to_be_found(a, b, match):
+    with pytest.raises(ValueError, match=match):
+        with_prompt({"chosen": a, "rejected": b})
+
+
+class TestDatasets:
+    @pytest.fixture
+    def datasets(self):
+        return pytest.importorskip("datasets")
+
+    def test_a_dataset_is_used_as_it_is(self, datasets):
+        dataset = datasets.Dataset.from_list(ROWS)
+        rows = load_rows(dataset)
+        assert [dict(row) for row in rows] == ROWS
+        assert list(load_rows(dataset, limit=1)) == ROWS[:1]
+
+    def test_splits_and_saved_folders(self, datasets, tmp_path):
+        both = datasets.DatasetDict(
+            {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+        )
+        assert list(load_rows(both, split="test")) == ROWS[:1]
+        both.save_to_disk(tmp_path / "saved")
+        assert list(load_rows(tmp_path / "saved", split="test")) == ROWS[:1]
+        both["train"].save_to_disk(tmp_path / "one")
+        assert list(load_rows(tmp_path / "one")) == ROWS
+
+    def test_a_stream_is_an_error(self, datasets):
+        with pytest.raises(TypeError, match="found a streaming dataset"):
+            load_rows(datasets.Dataset.from_list(ROWS).to_iterable_dataset())

@@ -1,0 +1,126 @@
+"""Ids of hand-written rows: what is in front of the boundary, what is behind it, and where a completion ends."""
+
+import numpy as np
+import pytest
+from tiny_tokenizers import Letters, hugging_face
+
+from strop.data.tokenize import encode_completion, encode_preference, encode_prompt, encode_row, needs_tokenizer
+
+USER = {"role": "user", "content": "hi?"}
+ANSWER = {"role": "assistant", "content": "ab."}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return hugging_face()
+
+
+def words(tokenizer, ids):
+    return tokenizer.convert_ids_to_tokens(ids)
+
+
+def test_text_without_special_tokens():
+    assert encode_row({"prompt": "1+1=", "completion": "2"}, Letters()) == ([49, 43, 49, 61], [50, 0])
+    assert encode_row({"text": "ab"}, Letters()) == ([], [97, 98, 0])
+
+
+def test_the_boundary_is_tokenised_once(tokenizer):
+    prompt, completion = encode_row({"prompt": "xa", "completion": "bc"}, tokenizer)
+    assert words(tokenizer, prompt) == ["x", "a"]  # "xabc" as one text would merge a and b
+    assert words(tokenizer, completion) == ["b", "c", "<eos>"]
+    assert words(tokenizer, tokenizer.encode("xabc")) == ["x", "ab", "c"]
+
+
+def test_eos_is_not_doubled(tokenizer):
+    assert words(tokenizer, encode_completion("a", "b<eos>", tokenizer)) == ["b", "<eos>"]
+    assert words(tokenizer, encode_completion("a", "", tokenizer)) == ["<eos>"]
+
+
+def test_a_tokenizer_that_wraps_texts_gives_its_bos_to_the_prompt_alone():
+    tokenizer = hugging_face(bos=True)
+    prompt, completion = encode_row({"prompt": "x", "completion": "y"}, tokenizer)
+    assert words(tokenizer, prompt) == ["<bos>", "x"]  # without the EOS this tokenizer puts behind every text
+    assert words(tokenizer, completion) == ["y", "<eos>"]
+    assert words(tokenizer, encode_row({"text": "xy"}, tokenizer)[1]) == ["<bos>", "x", "y", "<eos>"]
+    assert words(tokenizer, encode_prompt("", tokenizer)) == ["<bos>"]
+
+
+def test_conversations(tokenizer):
+    prompt, completion = encode_row({"prompt": [USER], "completion": [ANSWER]}, tokenizer)
+    assert words(tokenizer, prompt) == ["<|user|>", "h", "i", "?", "<eos>", "\n", "<|assistant|>"]
+    assert words(tokenizer, completion) == ["ab", ".", "<eos>"]  # not the line break behind: generation ends before it
+    prompt, whole = encode_row({"messages": [USER, ANSWER]}, tokenizer)
+    assert prompt == []
+    assert words(tokenizer, whole) == [
+        "<|user|>", "h", "i", "?", "<eos>", "\n", "<|assistant|>", "ab", ".", "<eos>", "\n",
+    ]  # fmt: skip
+
+
+def test_a_turn_the_template_does_not_end_is_ended():
+    bare = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    tokenizer = hugging_face(
+        template=bare.replace("{{ m['content'] }}", "{{ (':' if m.role == 'assistant' else '') + m['content'] }}")
+    )
+    prompt, completion = encode_row({"prompt": [USER], "completion": [ANSWER]}, tokenizer)
+    assert words(tokenizer, prompt + completion) == ["h", "i", "?", ":", "ab", ".", "<eos>"]
+
+
+def test_an_answer_begun_in_the_prompt_is_gone_on_with(tokenizer):
+    begun = [USER, {"role": "assistant", "content": "a"}]
+    prompt, completion = encode_row(
+        {"prompt": begun, "completion": [{"role": "assistant", "content": "b."}]}, tokenizer
+    )
+    assert words(tokenizer, prompt)[-2:] == ["<|assistant|>", "a"]
+    assert words(tokenizer, completion) == ["b", ".", "<eos>"]
+
+
+def test_several_turns_behind_the_boundary(tokenizer):
+    completion = encode_completion([USER], [ANSWER, USER, ANSWER], tokenizer)
+    assert words(tokenizer, completion) == [
+        "ab", ".", "<eos>", "\n", "<|user|>", "h", "i", "?", "<eos>", "\n", "<|assistant|>", "ab", ".", "<eos>",
+    ]  # fmt: skip
+
+
+def test_preferences_with_and_without_a_prompt(tokenizer):
+    no = {"role": "assistant", "content": "no"}
+    explicit = encode_preference({"prompt": [USER], "chosen": [ANSWER], "rejected": [no]}, tokenizer)
+    implicit = encode_preference({"chosen": [USER, ANSWER], "rejected": [USER, no]}, tokenizer)
+    assert explicit == implicit
+    assert [words(tokenizer, ids) for ids in explicit[1:]] == [["ab", ".", "<eos>"], ["n", "o", "<eos>"]]
+    text = encode_preference({"chosen": "1+1= 2", "rejected": "1+1= 3"}, Letters())
+    assert [Letters().decode(ids) for ids in text] == ["1+1=", " 2\0", " 3\0"]
+
+
+def test_ids_pass_through():
+    assert encode_row({"prompt": [1, 2], "completion": np.array([3])}) == ([1, 2], [3])
+    assert encode_preference({"prompt": [1], "chosen": [2], "rejected": [3, 4]}) == ([1], [2], [3, 4])
+    assert encode_prompt([5, 6], Letters()) == [5, 6]
+    assert not needs_tokenizer({"prompt": [1, 2], "answer": "text"})
+    assert needs_tokenizer({"prompt": "1"})
+    assert needs_tokenizer({"prompt": [USER]})
+
+
+def test_a_template_that_rewrites_the_prompt_is_an_error():
+    thinking = "{{ messages[0]['content'] }}{% if add_generation_prompt %}!think{% else %}!{{ messages[1]['content'] }}{% endif %}"
+    with pytest.raises(ValueError, match=r"after 'hi\?!' the prompt has 'think', the conversation 'ab\.'"):
+        encode_completion([USER], [ANSWER], hugging_face(template=thinking))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: encode_prompt("1+1="), ValueError, "text needs a tokenizer, found '1\\+1='"),
+        (lambda: encode_prompt([USER], Letters()), ValueError, "chat template, and Letters has none"),
+        (lambda: encode_prompt([USER]), ValueError, "chat template, and there is no tokenizer"),
+        (lambda: encode_prompt([[1, 2]]), TypeError, "token ids must be a flat list of integers"),
+        (lambda: encode_row({"prompt": "a"}, Letters()), ValueError, "found prompt_only"),
+        (
+            lambda: encode_preference({"prompt": "a", "completion": "b"}, Letters()),
+            ValueError,
+            "found prompt_completion",
+        ),
+    ],
+)
+def test_errors(call, error, match):
+    with pytest.raises(error, match=match):
+        call()

@@ -1,0 +1,338 @@
+"""The page of a run: what is on it, what is said about broken runs, and that a real browser takes it without a word."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from strop.report import Tile, bar_section, build_report, draw_figure, load_run, load_runs, sample_section, write_report
+from strop.report.curves import (
+    duration,
+    linear_axis,
+    log_axis,
+    short,
+    smooth,
+    smoothing_window,
+    thin,
+    tick_label,
+    value_axis,
+)
+
+
+def make_run(folder, num_steps=60, algorithm="grpo", header=True, tail="", **changes):
+    folder.mkdir(parents=True, exist_ok=True)
+    if header:
+        config = {"group_size": 8, "optim": {"learning_rate": 1e-4}, **changes.pop("config", {})}
+        (folder / "run.json").write_text(
+            json.dumps({"algorithm": algorithm, "config": config, "versions": {"strop": "0"}})
+        )
+    lines = []
+    for step in range(1, num_steps + 1):
+        done = step / num_steps
+        row = {"step": step, "time": 0.5 * step, "loss": 1 - done, "reward/mean": done, "kl": 0.1 * done, "entropy": 1 - done,
+               "completion/length": 8.0, "grad_norm": 1.0, "learning_rate": 1e-4, "time/generate": 0.3, "time/backward": 0.1}  # fmt: skip
+        if step % 20 == 0:
+            row["eval/accuracy"] = done
+        row |= {name: value(step) if callable(value) else value for name, value in changes.items()}
+        lines.append(json.dumps(row))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n" + tail)
+    samples = [
+        {"step": s, "prompt": "1+1=", "completion": "3" if s == 1 else "2", "reward": float(s > 1)}
+        for s in (1, num_steps)
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    return folder
+
+
+class Page(HTMLParser):
+    """Tags, texts, and whether every tag that opens is closed."""
+
+    VOID = frozenset({"meta", "link", "br"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.texts, self.addresses = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "action", "data")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "script" not in self.open and "style" not in self.open:
+            self.texts.append(data)
+
+    def headings(self, level):
+        return re.findall(f"<h{level}>(.*?)</h{level}>", self.rawdata_text)
+
+
+def parse(text):
+    page = Page(text)
+    page.rawdata_text = text
+    assert page.open == []
+    return page
+
+
+def polylines(text, kind="line"):
+    return [
+        [tuple(map(float, pair.split(","))) for pair in points.split()]
+        for points in re.findall(f'<polyline class="{kind}" points="([^"]*)"', text)
+    ]
+
+
+def test_a_run_has_every_section_and_curve(tmp_path):
+    text = build_report([make_run(tmp_path / "run")])
+    page = parse(text)
+    assert page.headings(1) == ["run"]
+    assert page.headings(2) == [
+        "What it learned", "How the policy moved", "Optimisation and speed", "Where the time goes", "Samples", "Configuration",
+    ]  # fmt: skip
+    assert page.headings(3)[:7] == [
+        "Accuracy, held out", "Reward", "Loss", "KL to the reference", "Entropy", "Completion length", "Gradient norm",
+    ]  # fmt: skip
+    assert len(polylines(text)) == 8
+    assert "60 steps in 30" in text
+    assert "GRPO" in text
+
+
+def test_points_lie_where_their_values_are(tmp_path):
+    """Accuracy of 1/3, 2/3 and 1 at steps 20, 40 and 60, on a scale from 0 to 1 and from step 20 to 60."""
+    text = build_report([make_run(tmp_path / "run")])
+    (x0, y0), (x1, y1), (x2, y2) = polylines(text)[0]
+    assert (x0, x1, x2) == pytest.approx((46, 46 + 362 / 2, 408))
+    assert (y0, y1, y2) == pytest.approx((200 - 190 / 3, 200 - 380 / 3, 10), abs=0.06)
+
+
+def test_it_asks_for_nothing(tmp_path):
+    text = build_report([make_run(tmp_path / "run")])
+    assert parse(text).addresses == ["data:,"]
+    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_several_runs_are_overlaid(tmp_path):
+    runs = [make_run(tmp_path / n, config={"kl_coef": k}) for n, k in (("a", 0.1), ("b", 0.2))]
+    text = build_report(runs)
+    page = parse(text)
+    assert page.headings(2)[0] == "Runs"
+    assert len(polylines(text)) == 16
+    assert text.count('class="legend runs"') == 1
+    differing = re.findall(r'<tr class="differs"><th>(.*?)</th><td>(.*?)</td><td>(.*?)</td>', text)
+    assert differing == [("kl_coef", "0.1", "0.2")]
+    assert "that are the same" in text
+
+
+def test_the_loss_of_different_algorithms_is_not_in_one_chart(tmp_path):
+    text = build_report([make_run(tmp_path / "a"), make_run(tmp_path / "b", algorithm="sft")])
+    assert {"Loss, GRPO", "Loss, SFT"} <= set(parse(text).headings(3))
+
+
+def test_a_folder_of_runs_stands_for_all_of_them(tmp_path):
+    make_run(tmp_path / "x" / "seed0")
+    make_run(tmp_path / "y" / "seed0")
+    assert [r.name for r in load_runs([tmp_path / "x", tmp_path / "y"])] == ["x/seed0", "y/seed0"]
+    assert len(load_runs([tmp_path / "x", tmp_path / "x" / "seed0"])) == 1
+
+
+def test_samples_are_shown_before_and_after_and_escaped(tmp_path):
+    folder = make_run(tmp_path / "run")
+    evil = '</pre><script>alert(1)</script>\x00\ud800 & "more"'
+    lines = [{"step": s, "prompt": "<b>", "completion": evil if s == 1 else "fine", "reward": s - 1} for s in (1, 2)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = write_report([folder], tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    page = parse(text)
+    assert "<script>alert" not in text
+    assert sum(tag == "script" for tag, _ in page.tags) == 2
+    assert "&lt;/pre&gt;&lt;script&gt;alert(1)&lt;/script&gt;␀? &amp; &quot;more&quot;" in text
+    assert text.index("step 1<") < text.index("step 2<")
+    assert '<span class="reward down">reward 0</span>' in text
+    assert '<span class="reward up">reward 1</span>' in text
+
+
+def test_samples_of_different_prompts_stand_side_by_side(tmp_path):
+    folder = make_run(tmp_path / "run")
+    lines = [
+        {"step": s, "prompt": f"{s}+{i}=", "completion": "x" * 5000 if i else "y", "reward": None}
+        for s in (1, 9)
+        for i in (0, 1)
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = build_report([folder])
+    assert "The first step's samples beside the last step's." in "".join(parse(text).texts)
+    assert text.count("4,300 more characters") == 2
+    assert "reward" not in re.findall(r'<div class="when">.*?</div>', text)[0]
+
+
+def test_values_that_are_no_numbers_are_marked_and_leave_a_gap(tmp_path):
+    folder = make_run(tmp_path / "run", kl=lambda step: math.nan if 20 <= step < 25 else 0.1, entropy=None)
+    text = build_report([folder])
+    assert text.count('class="broken"') == 5 + 60
+    assert "× 5 values of run are no finite numbers" in text
+    assert "no finite value" in text
+    chart = text[text.index("<h3>KL to the reference") :]
+    assert len(polylines(chart[: chart.index("</svg>")])) == 2
+
+
+def test_one_step(tmp_path):
+    text = build_report([make_run(tmp_path / "run", num_steps=1)])
+    assert polylines(text) == []
+    assert text.count("<circle") == 8 - 1  # no evaluation yet
+    assert "1 step in 0.5" in text
+
+
+def test_ten_thousand_steps_stay_small_and_keep_their_spikes(tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=10_000, grad_norm=lambda step: 15.0 if step == 7_777 else 1.0)
+    text = build_report([folder])
+    assert len(text) < 400_000
+    chart = text[text.index("<h3>Gradient norm") :]
+    raw = polylines(chart[: chart.index("</svg>")], "raw")[0]
+    assert len(raw) <= 320
+    heights = [y for _, y in raw]
+    assert min(heights) == pytest.approx(10)  # 15 is the top tick of 0 to 15
+    assert sorted(heights)[1] > 180
+
+
+def test_an_interrupted_last_line_is_left_out_and_said(tmp_path):
+    run = load_run(make_run(tmp_path / "run", tail='{"step": 61, "lo'))
+    assert run.num_steps == 60
+    assert "the last line of metrics.jsonl was cut off and is left out" in build_report([run])
+
+
+def test_lines_written_twice_count_once(tmp_path):
+    run = load_run(make_run(tmp_path / "run", num_steps=3, tail='{"step": 3, "loss": 9.0}\n'))
+    assert (run.series("loss").steps, run.series("loss").values[-1]) == ([1, 2, 3], 9.0)
+
+
+def test_without_a_header(tmp_path):
+    text = build_report([make_run(tmp_path / "run", header=False)])
+    assert "there is no run.json" in text
+    assert "Configuration" not in parse(text).headings(2)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "error", "match"),
+    [
+        (lambda f: None, FileNotFoundError, "no such run folder"),
+        (lambda f: f.write_text("x"), NotADirectoryError, "a run must be a folder, found the file"),
+        (lambda f: f.mkdir(), ValueError, r"is no run: it must hold metrics\.jsonl, found nothing"),
+        (lambda f: (f.mkdir(), (f / "a.txt").write_text("")), ValueError, r"found a\.txt"),
+        (lambda f: (f.mkdir(), (f / "run.json").write_text("{}")), ValueError, "has logged no step yet"),
+        (lambda f: (make_run(f), (f / "run.json").write_text("{")), ValueError, r"run\.json is broken"),
+        (lambda f: make_run(f, tail='oops\n{"step": 61}\n'), ValueError, r"metrics\.jsonl, line 61 is broken"),
+        (
+            lambda f: make_run(f, tail='{"loss": 1}\n'),
+            ValueError,
+            "object 61 must have a whole number 'step', found None",
+        ),
+    ],
+)
+def test_what_is_no_run(tmp_path, prepare, error, match):
+    prepare(tmp_path / "run")
+    with pytest.raises(error, match=match):
+        build_report([tmp_path / "run"])
+
+
+def test_nothing_to_report(tmp_path):
+    with pytest.raises(ValueError, match="at least one run"):
+        build_report([])
+    with pytest.raises(IsADirectoryError, match="must be a file"):
+        write_report([make_run(tmp_path / "run")], tmp_path)
+
+
+def test_extra_sections_and_a_headline(tmp_path):
+    bars = bar_section("Held out", {"greedy": {"before": 0.25, "after": 1.0}}, under="Of 100.")
+    samples = sample_section(
+        "Pairs", [{"prompt": "1+1=", "before": "3", "after": "2", "reward_before": 0, "reward_after": 1}]
+    )
+    text = build_report(
+        [make_run(tmp_path / "run")],
+        extra_sections=[bars, samples],
+        headline=[Tile("Accuracy", "100 %", "25 %")],
+        title="Demo",
+    )
+    page = parse(text)
+    assert page.headings(1) == ["Demo"]
+    assert page.headings(2)[:2] == ["Held out", "Pairs"]
+    assert re.findall(r'style="width:([\d.]+)%"', text) == ["25.00", "100.00"]
+    assert text.count('class="tile"') == 1
+
+
+def test_the_figure(tmp_path):
+    runs = load_runs([make_run(tmp_path / "a"), make_run(tmp_path / "b")])
+    pytest.importorskip("matplotlib")
+    path = draw_figure(runs, tmp_path / "figure.png", bars=("Accuracy", {"greedy": {"before": 0.2, "after": 0.9}}))
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(ValueError, match="hold none of nothing; found loss"):
+        draw_figure(runs, path, panels=["nothing"])
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_has_nothing_to_say(tmp_path):
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", kl=math.nan)]
+    path = write_report(runs, tmp_path / "report.html")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in done.stderr
+    assert done.stdout.count('class="tip"') == done.stdout.count("data-chart=") == 8  # the script ran to its end
+
+
+class TestNumbers:
+    def test_smoothing_by_hand(self):
+        assert smooth([1.0, 2.0, 6.0, 3.0], 3) == pytest.approx([1.5, 3.0, 11 / 3, 4.5])
+        assert smooth([1.0, 2.0], 1) == [1.0, 2.0]
+        assert [smoothing_window(n) for n in (19, 20, 90, 900)] == [1, 3, 9, 63]
+
+    def test_thinning_keeps_ends_lowest_and_highest(self):
+        steps = list(range(1000))
+        values = [0.0] * 1000
+        values[333], values[666] = 9.0, -9.0
+        thinned = dict(zip(*thin(steps, values, 50), strict=True))
+        assert len(thinned) <= 50
+        assert (thinned[333], thinned[666], thinned[0], thinned[999]) == (9.0, -9.0, 0.0, 0.0)
+
+    @pytest.mark.parametrize(
+        ("low", "high", "ticks"),
+        [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (-3, 7, [-4, -2, 0, 2, 4, 6, 8]), (2, 2, [1.8, 1.9, 2.0, 2.1, 2.2])],
+    )
+    def test_ticks_are_round(self, low, high, ticks):
+        assert linear_axis(low, high).ticks == pytest.approx(ticks)
+
+    def test_scales_are_honest(self):
+        assert value_axis([0.3, 0.9]).low == 0
+        assert value_axis([0.8, 0.9]).low > 0.7
+        assert (value_axis([0.5, 0.6], fraction=True).low, value_axis([0.5], fraction=True).high) == (0, 1)
+        assert value_axis([0.01, 0.02], fraction=True).high == pytest.approx(0.02)
+        assert value_axis([1.0] * 99 + [1000.0]).logarithmic
+        assert not value_axis([-1.0] * 99 + [1000.0]).logarithmic
+        assert log_axis(0.5, 50).place(5) == pytest.approx((math.log10(5) + 1) / 3)
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [(0, "0"), (0.12345, "0.123"), (-1234.5, "−1,234"), (123456, "123k"), (2.5e6, "2.5M"), (1e-5, "1e−5"), (math.inf, "not finite"), (None, "–")],
+    )  # fmt: skip
+    def test_short_numbers(self, value, text):
+        assert short(value) == text
+
+    def test_labels_tell_ticks_apart(self):
+        for low, high in ((0, 1), (0.25, 1), (1e-5, 9e-5), (0, 3e6), (1.001, 1.002), (0.99991, 0.99999)):
+            axis = linear_axis(low, high)
+            labels = [tick_label(t, axis) for t in axis.ticks]
+            assert len(set(labels)) == len(labels), labels
+
+    def test_durations(self):
+        assert [duration(s).replace("\u00a0", " ") for s in (2.5, 75, 7300)] == ["2.5 s", "1 min 15 s", "2 h 2 min"]

@@ -1,0 +1,263 @@
+"""Rollouts on every kind of model: greedy against generate, the distribution drawn from, log-probs, ends, bad input."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import every_kind, llama, moe, plain, qwen2
+
+from strop.data.collate import collate
+from strop.models import as_policy
+from strop.moe.sampling import sampling_logps as numpy_logps
+from strop.rollout import Rollout, Sampling, draw, generate, sampling_logps
+
+PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10], [4, 4]]
+RULES = [
+    Sampling(),
+    Sampling(temperature=0.6),
+    Sampling(top_k=5),
+    Sampling(top_p=0.7),
+    Sampling(temperature=1.5, top_k=9, top_p=0.8),
+]
+
+
+# ---- greedy ----
+
+
+@pytest.mark.parametrize("make", [llama, qwen2])
+def test_greedy_equals_generate_row_by_row(make):
+    """Ragged prompts in one batch against transformers' generate of each prompt alone, without any padding."""
+    model = make(eos_token_id=3)
+    found = generate(as_policy(model), PROMPTS, Sampling(max_new_tokens=12, temperature=0))
+    for prompt, completion in zip(PROMPTS, found.completion_ids, strict=True):
+        alone = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=3)
+        assert completion.tolist() == alone[0, len(prompt) :].tolist()
+
+
+@every_kind
+def test_greedy_is_the_argmax_of_a_fresh_forward(make):
+    policy = as_policy(make())
+    found = generate(policy, PROMPTS, Sampling(max_new_tokens=6, temperature=0))
+    for prompt, completion in found.rows:
+        batch = collate([(prompt, completion)])
+        best = policy.logits(batch)[0, len(prompt) - 1 : -1].argmax(-1)
+        assert torch.equal(best, completion)
+
+
+# ---- sampling ----
+
+
+@pytest.mark.parametrize("sampling", RULES)
+def test_distribution_is_that_of_the_numpy_engine(sampling):
+    logits = torch.randn(7, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+    logits[0, 3] = logits[0, 4] = logits[0].max()  # a tie
+    wanted = numpy_logps(logits.numpy(), temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    np.testing.assert_allclose(sampling_logps(logits, sampling).numpy(), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_draw_inverts_the_distribution():
+    """p = (0.5, 0.25, 0.25): the token is the first whose cumulative probability exceeds the number."""
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]])).expand(6, 3)
+    tokens, logps = draw(logits, torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 0.999999]), Sampling())
+    assert tokens.tolist() == [0, 0, 1, 1, 2, 2]
+    assert logps.tolist() == pytest.approx([math.log(p) for p in (0.5, 0.5, 0.25, 0.25, 0.25, 0.25)])
+
+
+@every_kind
+@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=1), Sampling(max_new_tokens=1, temperature=0.7, top_k=6)])
+def test_samples_follow_the_exact_distribution(make, sampling):
+    """Chi-square of 2000 first tokens of a ragged batch against the distribution of a forward of the prompt alone."""
+    policy, count = as_policy(make(scale=2.0)), 2000
+    found = generate(policy, PROMPTS[:2], sampling, num_samples=count, seed=3)
+    for index, prompt in enumerate(PROMPTS[:2]):
+        logits = policy.logits(collate([(prompt, [])]))[:, -1].double()
+        wanted = sampling_logps(logits, sampling).exp()[0] * count
+        tokens = torch.stack(found.completion_ids[index * count : (index + 1) * count])[:, 0]
+        seen = torch.bincount(tokens, minlength=len(wanted)).double()
+        assert seen[wanted == 0].sum() == 0
+        rare = wanted < 5  # one cell for what is too rare to count alone
+        wanted_cells = torch.cat([wanted[~rare], wanted[rare].sum()[None]])
+        seen_cells = torch.cat([seen[~rare], seen[rare].sum()[None]])
+        kept = wanted_cells > 0
+        chi_square = ((seen_cells - wanted_cells)[kept].square() / wanted_cells[kept]).sum().item()
+        freedom = int(kept.sum()) - 1
+        assert freedom >= 4, "the test must be able to fail"
+        assert chi_square < freedom + 4 * math.sqrt(2 * freedom)  # four standard deviations
+
+
+@every_kind
+@pytest.mark.parametrize("sampling", RULES)
+def test_logps_equal_a_fresh_forward(make, sampling):
+    policy = as_policy(make(eos_token_id=3, scale=6.0))
+    sampling = Sampling(max_new_tokens=7, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    found = generate(policy, PROMPTS, sampling, num_samples=3, seed=1)
+    for (prompt, completion), logps in zip(found.rows, found.logps, strict=True):
+        logits = policy.logits(collate([(prompt, completion)]))[0, len(prompt) - 1 : -1]
+        wanted = sampling_logps(logits, sampling).gather(-1, completion[:, None])[:, 0]
+        torch.testing.assert_close(logps, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_native_logps_are_those_of_the_training_forward_bit_for_bit():
+    policy = as_policy(moe(eos_token_id=3))
+    found = generate(policy, PROMPTS, Sampling(max_new_tokens=9), num_samples=8, seed=1)
+    batch = collate(found.rows)
+    assert torch.equal(policy.logps(batch)[batch.completion_mask_BT], torch.cat(found.logps))
+
+
+# ---- order, seeds, modes ----
+
+
+@every_kind
+def test_samples_of_a_prompt_are_adjacent_and_seeds_repeat(make):
+    policy = as_policy(make())
+    before = torch.random.get_rng_state()
+    first, again, other = (
+        generate(policy, PROMPTS[:2], Sampling(max_new_tokens=8), num_samples=3, seed=seed) for seed in (5, 5, 6)
+    )
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert [p.tolist() for p in first.prompt_ids] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
+    as_lists = [[c.tolist() for c in r.completion_ids] for r in (first, again, other)]
+    assert as_lists[0] == as_lists[1] != as_lists[2]
+    assert len({tuple(c) for c in as_lists[0]}) > 1
+    assert first.num_tokens == 48
+    assert len(first) == 6
+
+
+@every_kind
+def test_without_a_seed_torch_repeats_it(make):
+    policy = as_policy(make())
+    completions = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        completions.append([generate(policy, [[1, 2]], Sampling(max_new_tokens=8)).completion_ids[0] for _ in range(2)])
+    assert torch.equal(completions[0][0], completions[1][0])
+    assert torch.equal(completions[0][1], completions[1][1])
+    assert not torch.equal(completions[0][0], completions[0][1])
+
+
+@every_kind
+def test_eval_mode_during_generation_and_the_mode_restored(make):
+    model = make()
+    model.train()
+    kept = list(model.modules())[-1]
+    kept.training = False
+    seen = []
+    if type(model).__name__ != "MoEForCausalLM":
+        model.register_forward_pre_hook(lambda module, *_: seen.append(module.training))
+    generate(as_policy(model), [[1, 2]], Sampling(max_new_tokens=2))
+    assert True not in seen
+    assert model.training
+    assert not kept.training
+
+
+def test_new_weights_are_used_at_once():
+    model = moe()
+    policy = as_policy(model)
+    with torch.no_grad():
+        model.get_parameter("lm_head.weight").zero_()
+    found = generate(policy, [[1, 2]], Sampling(max_new_tokens=4))
+    assert found.logps[0].tolist() == pytest.approx([-math.log(30)] * 4)
+
+
+# ---- ends ----
+
+
+class Scripted(torch.nn.Module):
+    """Says the tokens of a script, whatever it reads: token t is script[t]."""
+
+    def __init__(self, script, vocab_size=10):
+        super().__init__()
+        self.script, self.vocab_size = script, vocab_size
+
+    def forward(self, x):
+        logits = torch.full((*x.shape, self.vocab_size), -50.0)
+        for t in range(x.shape[1]):
+            logits[:, t, self.script[min(t + 1, len(self.script) - 1)]] = 50.0
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("script", "completion", "reason"),
+    [([0, 4, 5, 2, 6], [4, 5, 2], "eos"), ([0, 2, 5], [2], "eos"), ([0, 4, 5, 6, 7, 8], [4, 5, 6, 7], "length")],
+)
+def test_completion_ends_with_the_first_eos(script, completion, reason):
+    """EOS at once is an empty completion: nothing but the EOS."""
+    found = generate(as_policy(Scripted(script)), [[1]], Sampling(max_new_tokens=4, stop_ids=(2, 9)))
+    assert found.completion_ids[0].tolist() == completion
+    assert found.finish_reasons == [reason]
+
+
+@every_kind
+def test_nothing_follows_an_eos(make):
+    """EOS is a token in three: rows end at different moments, with pad = EOS."""
+    model = make(eos_token_id=[3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
+    found = generate(as_policy(model), PROMPTS, Sampling(max_new_tokens=6), num_samples=8, seed=0)
+    eos = set(range(3, 13))
+    for completion, logps, reason in zip(found.completion_ids, found.logps, found.finish_reasons, strict=True):
+        assert len(completion) == len(logps)
+        assert not eos & set(completion[:-1].tolist())
+        assert (int(completion[-1]) in eos) == (reason == "eos")
+        assert reason == "eos" or len(completion) == 6
+    assert {"eos", "length"} == set(found.finish_reasons)
+    assert len({len(c) for c in found.completion_ids}) > 2
+
+
+def test_the_models_generation_config_shapes_nothing():
+    """A repetition penalty and a top-k of 1 in the model's own config, which stays as it is."""
+    model = llama()
+    plain_run = generate(as_policy(model), PROMPTS, Sampling(max_new_tokens=8), seed=0)
+    model.generation_config.update(repetition_penalty=5.0, top_k=1, do_sample=True)
+    penalised = generate(as_policy(model), PROMPTS, Sampling(max_new_tokens=8), seed=0)
+    assert [c.tolist() for c in plain_run.completion_ids] == [c.tolist() for c in penalised.completion_ids]
+    assert model.generation_config.repetition_penalty == 5.0
+
+
+# ---- bad input ----
+
+
+@every_kind
+def test_prompt_longer_than_the_context_is_named(make):
+    policy = as_policy(make(max_length=16))
+    if policy.max_length is None:
+        pytest.skip("a plain module does not say what it reads")
+    with pytest.raises(ValueError, match=r"prompts\[1\] must have at most 6 tokens \(the model reads 16.*found 7"):
+        generate(policy, [[1], list(range(7))], Sampling(max_new_tokens=10))
+    generate(policy, [[1], list(range(6))], Sampling(max_new_tokens=10))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "at least one prompt"),
+        ([[1], []], r"prompts\[1\] must hold at least one token"),
+        ([[[1]]], r"prompts\[0\]"),
+    ],
+)
+def test_bad_prompts(prompts, message):
+    with pytest.raises(ValueError, match=message):
+        generate(as_policy(plain()), prompts, Sampling())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, found 0"),
+        ({"temperature": -1.0}, "temperature must be at least 0"),
+        ({"top_k": -1}, "top_k must be at least 0"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p"),
+    ],
+)
+def test_bad_sampling(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+def test_select_and_join():
+    rollout = Rollout([torch.tensor([i]) for i in range(3)], [torch.tensor([i, i]) for i in range(3)],
+                      [torch.zeros(2)] * 3, ["eos", "length", "eos"], seconds=1.0)  # fmt: skip
+    both = rollout.select([2, 0]).joined(rollout.select([1]))
+    assert [p.item() for p in both.prompt_ids] == [2, 0, 1]
+    assert both.finish_reasons == ["eos", "eos", "length"]
+    assert both.seconds == 2.0

@@ -1,0 +1,132 @@
+"""Callbacks: the events in their order, for train() and train_step() and for every algorithm, and each callback's deed."""
+
+import io
+import sys
+
+import pytest
+import torch
+from trained_models import tiny_moe, weights_of
+
+from strop.algorithms.dpo import DPO
+from strop.algorithms.sft import SFT
+from strop.callbacks import Callback, CheckpointCallback, EarlyStopping, EvaluationCallback, ProgressBar, SampleTable
+
+ROWS = [{"prompt": [2 + i], "completion": [3 + i, 1]} for i in range(4)]
+PAIRS = [{"prompt": [2 + i], "chosen": [3 + i, 1], "rejected": [9, 1]} for i in range(4)]
+
+
+class Events(Callback):
+    """Writes every event down."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_"):
+            return lambda trainer, *rest: self.seen.append((name.removeprefix("on_"), trainer.state.step))
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize(("algorithm", "rows"), [(SFT, ROWS), (DPO, PAIRS)])
+def test_the_events_of_train(algorithm, rows, tmp_path):
+    events = Events()
+    trainer = algorithm(model=tiny_moe(), callbacks=[events], batch_size=4, eval_every=2, save_every=2)
+    trainer.train(rows, eval_dataset=rows, num_steps=3, output_dir=tmp_path)
+    assert events.seen == [
+        ("train_begin", 0), ("evaluate", 0),
+        ("step_begin", 0), ("step_end", 1),
+        ("step_begin", 1), ("step_end", 2), ("evaluate", 2), ("save", 2),
+        ("step_begin", 2), ("step_end", 3), ("evaluate", 3),
+        ("train_end", 3), ("save", 3),
+    ]  # fmt: skip
+
+
+def test_the_events_of_train_step():
+    events = Events()
+    SFT(model=tiny_moe(), callbacks=[events]).train_step([[2, 3]], [[4, 1]])
+    assert events.seen == [("step_begin", 0), ("step_end", 1)]
+
+
+@pytest.mark.parametrize("algorithm", [SFT, DPO])
+def test_checkpoint_and_evaluation_act_in_train_step_too(algorithm, tmp_path):
+    rows = ROWS if algorithm is SFT else PAIRS
+    evaluation = EvaluationCallback(rows, every=2)
+    trainer = algorithm(model=tiny_moe(), callbacks=[evaluation, CheckpointCallback(tmp_path, every=2, keep=1)])
+    batch = [[row[name] for row in rows] for name in rows[0]]
+    for _ in range(5):
+        trainer.train_step(*batch)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004.safetensors"]
+    assert [entry["step"] for entry in trainer.history.evaluations] == [2, 4]
+    again = algorithm.from_checkpoint(tmp_path / "step-00000004.safetensors")
+    again.train_step(*batch)
+    assert torch.equal(weights_of(again), weights_of(trainer))
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "stops_at"),
+    [("loss", [3, 2, 2.5, 2.1, 1], 4), ("reward/mean", [1, 2, 1.5, 1.9, 9], 4), ("loss", [5, 4, 3, 2, 1], 5)],
+)
+def test_early_stopping(metric, values, stops_at):
+    """Two looks in a row without a better value; a loss should fall, a reward rise."""
+
+    class Scripted(SFT):
+        def step_on(self, rows):
+            return {metric: float(values[self.state.step])}
+
+    trainer = Scripted(model=tiny_moe(), callbacks=[EarlyStopping(metric, patience=2)], batch_size=4)
+    history = trainer.train(ROWS, num_steps=5)
+    assert trainer.state.step == stops_at
+    assert (history.stop_reason is not None) == (stops_at < 5)
+    assert not history.interrupted
+
+
+def test_early_stopping_on_an_evaluation_and_on_a_metric_that_is_not_there():
+    stopping = EarlyStopping("eval/loss", patience=1, min_delta=100.0)
+    trainer = SFT(model=tiny_moe(), callbacks=[stopping], batch_size=4, eval_every=1)
+    history = trainer.train(ROWS, eval_dataset=ROWS, num_steps=5)
+    assert trainer.state.step == 1
+    assert "eval/loss has not become better" in history.stop_reason
+    wrong = SFT(model=tiny_moe(), callbacks=[EarlyStopping("los")], batch_size=4)
+    with pytest.raises(ValueError, match=r"metric must be one that SFT gives, found 'los'; known are .*loss"):
+        wrong.train(ROWS, num_steps=1)
+
+
+def test_the_sample_table(tmp_path, capsys):
+    table = SampleTable(every=2, num_rows=1, path=tmp_path / "samples.jsonl", show=True)
+    trainer = SFT(model=tiny_moe(), callbacks=[table], batch_size=4)
+    trainer.samples = [{"prompt": "1+1=", "completion": "[red]2", "reward": 1.0}, {"prompt": "x", "completion": "y"}]
+    trainer.train(ROWS, num_steps=3)
+    text = (tmp_path / "samples.jsonl").read_text()
+    assert text == '{"step": 2, "prompt": "1+1=", "completion": "[red]2", "reward": 1.0}\n'
+    shown = capsys.readouterr().out
+    assert "step 2" in shown
+    assert "[red]2" in shown  # a completion is text, never markup
+    quiet = SFT(model=tiny_moe(), callbacks=[SampleTable(every=1)], batch_size=4)
+    quiet.samples = [{"prompt": "p", "completion": "c"}]
+    quiet.train(ROWS, num_steps=1)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_progress_bar(monkeypatch):
+    shown = {}
+    for show in (True, None):
+        err = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", err)
+        SFT(model=tiny_moe(), callbacks=[ProgressBar(show=show)], batch_size=4).train(ROWS, num_steps=3, progress=False)
+        shown[show] = err.getvalue()
+    assert "3/3" in shown[True]
+    assert "loss" in shown[True]
+    assert shown[None] == ""  # not a terminal
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5])
+def test_wrong_arguments(every, tmp_path):
+    for make in (
+        lambda: CheckpointCallback(tmp_path, every),
+        lambda: EvaluationCallback(ROWS, every),
+        lambda: SampleTable(every),
+    ):
+        with pytest.raises(ValueError, match="every must be a whole number of at least 1"):
+            make()
+    with pytest.raises(ValueError, match="patience must be at least 1"):
+        EarlyStopping(patience=0)

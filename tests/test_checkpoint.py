@@ -1,0 +1,240 @@
+"""Checkpoint files: what they rebuild, that they are atomic, and what is said of a file that is none."""
+
+import os
+import pickle
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_qwen2 import tiny_qwen2
+from trained_models import Bigram, shifted, tiny_moe, weights_of
+
+from strop import checkpoint
+from strop.algorithms.dpo import DPO
+from strop.algorithms.sft import SFT
+from strop.checkpoint import CheckpointError
+
+BATCH = [[2, 3], [4, 5]], [[6, 1], [7, 8]], [[9, 9, 1], [10, 1]]
+
+
+def trained(trainer, num_steps=2):
+    for _ in range(num_steps):
+        trainer.train_step(*map(list, BATCH[: 3 if isinstance(trainer, DPO) else 2]))
+    return trainer
+
+
+def same_next_step(a, b):
+    trained(a, 1)
+    trained(b, 1)
+    return torch.equal(weights_of(a), weights_of(b))
+
+
+# ---- what is rebuilt ----
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_hugging_face_model_from_the_file_alone(tied, tmp_path):
+    ref = shifted(tiny_qwen2(tie_word_embeddings=tied))
+    dpo = trained(DPO(model=tiny_qwen2(tie_word_embeddings=tied), ref_model=ref, beta=0.3, learning_rate=1e-2))
+    dpo.save(tmp_path / "dpo.pt")
+    again = DPO.from_checkpoint(tmp_path / "dpo.pt")
+    assert type(again.module).__name__ == "Qwen2ForCausalLM"
+    assert again.module.config.tie_word_embeddings == tied
+    assert again.config == dpo.config
+    assert again.state == dpo.state
+    assert torch.equal(weights_of(again), weights_of(dpo))
+    assert all(torch.equal(a, b) for a, b in zip(again.reference.model.parameters(), ref.parameters(), strict=True))
+    assert again.policy.eos_ids == (1,)
+    assert same_next_step(dpo, again)
+    if tied:
+        assert again.module.lm_head.weight is again.module.model.embed_tokens.weight
+
+
+def test_the_moe_from_the_file_alone(tmp_path):
+    sft = trained(SFT(model=tiny_moe(), learning_rate=1e-2))
+    sft.save(tmp_path / "sft.pt")
+    again = SFT.from_checkpoint(tmp_path / "sft.pt")
+    assert again.module.moe.config == sft.module.moe.config
+    assert again.module.moe.engine.name == sft.module.moe.engine.name
+    assert same_next_step(sft, again)
+
+
+@pytest.mark.parametrize("wrapped_by", ["option", "user"])
+def test_adapters_from_the_file_alone(wrapped_by, tmp_path):
+    import peft
+
+    options = {"r": 2, "alpha": 4, "target_modules": ["q_proj", "down_proj"]}
+    if wrapped_by == "option":
+        dpo = DPO(model=tiny_qwen2(), lora=options, learning_rate=1e-2)
+    else:
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        dpo = DPO(model=peft.get_peft_model(tiny_qwen2(), lora), learning_rate=1e-2)
+    trained(dpo).save(tmp_path / "dpo.pt")
+    assert not any(name.startswith("ref/") for name in load_file(tmp_path / "dpo.pt"))  # the base, adapter off
+    again = DPO.from_checkpoint(tmp_path / "dpo.pt")
+    trainable = [[name for name, p in t.module.named_parameters() if p.requires_grad] for t in (dpo, again)]
+    assert trainable[0] == trainable[1] != []
+    assert torch.equal(weights_of(again), weights_of(dpo))
+    assert same_next_step(dpo, again)
+
+
+def test_a_plain_module_is_passed_in(tmp_path):
+    dpo = trained(DPO(model=Bigram(), ref_model=shifted(Bigram()), learning_rate=1e-2))
+    dpo.save(tmp_path / "dpo.pt")
+    with pytest.raises(
+        ValueError, match=r"model must be given: .* a Bigram, a plain module.*from_checkpoint\(path, model=…\)"
+    ):
+        DPO.from_checkpoint(tmp_path / "dpo.pt")
+    again = DPO.from_checkpoint(tmp_path / "dpo.pt", model=Bigram())
+    assert torch.equal(again.reference.model.table_VV, shifted(Bigram()).table_VV)
+    assert same_next_step(dpo, again)
+
+
+def test_frozen_parameters_dtypes_and_float64_stay(tmp_path):
+    model = tiny_qwen2().double()
+    model.model.embed_tokens.requires_grad_(False)
+    sft = trained(SFT(model=model, learning_rate=1e-2))
+    sft.save(tmp_path / "sft.pt")
+    again = SFT.from_checkpoint(tmp_path / "sft.pt")
+    assert again.module.lm_head.weight.dtype == torch.float64
+    assert not again.module.model.embed_tokens.weight.requires_grad
+    assert same_next_step(sft, again)
+
+
+def test_an_optimiser_of_ones_own(tmp_path):
+    def make(groups):
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    sft = trained(SFT(model=tiny_moe(), optimizer=make, learning_rate=0.1))
+    sft.save(tmp_path / "sft.pt")
+    assert same_next_step(sft, SFT.from_checkpoint(tmp_path / "sft.pt", optimizer=make))
+
+
+def test_the_tokenizer_is_in_the_file(tmp_path):
+    import tokenizers
+    import transformers
+
+    words = {"<pad>": 0, "</s>": 1} | {f"t{i}": i for i in range(2, 20)}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="</s>")
+    sft = SFT(model=tiny_moe(), tokenizer=tokenizer)
+    sft.save(tmp_path / "sft.pt")
+    again = SFT.from_checkpoint(tmp_path / "sft.pt")
+    assert again.tokenizer.encode("t3 t7") == [3, 7]
+    assert (again.tokenizer.eos_token_id, again.tokenizer.pad_token_id) == (1, 0)
+    sft.save_pretrained(tmp_path / "folder")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "folder").encode("t3 t7") == [3, 7]
+
+
+def test_save_pretrained_merges_adapters_and_leaves_the_model_alone(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    sft = trained(SFT(model=tiny_qwen2(), lora={"r": 2}, learning_rate=1e-1))
+    before = weights_of(sft).clone()
+    sft.save_pretrained(tmp_path / "merged")
+    ids = torch.tensor([[2, 3, 4, 5]])
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(opened(ids).logits, sft.model(ids).logits, rtol=1e-4, atol=1e-4)
+    with sft.module.disable_adapter():
+        assert not torch.allclose(opened(ids).logits, sft.model(ids).logits, atol=1e-3)
+    assert torch.equal(weights_of(sft), before)
+
+
+# ---- the file ----
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "sft.pt"
+    trained(SFT(model=tiny_moe())).save(path)
+    return path
+
+
+def test_it_is_one_safetensors_file_and_no_more(saved):
+    assert [path.name for path in saved.parent.iterdir()] == ["sft.pt"]
+    tensors = load_file(saved)
+    assert {name.split("/")[0] for name in tensors} == {"model", "optim", "rng"}
+    assert tensors["model/lm_head.weight"].shape == (20, 16)
+    assert {"exp_avg", "exp_avg_sq", "step"} == {n.rpartition("/")[2] for n in tensors if n.startswith("optim/")}
+
+
+def test_a_failed_write_leaves_the_old_file(saved, monkeypatch):
+    before = saved.read_bytes()
+
+    def broken(*args):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", broken)
+    sft = SFT.from_checkpoint(saved)
+    with pytest.raises(OSError, match="no space left"):
+        trained(sft).save(saved)
+    assert saved.read_bytes() == before
+    assert [path.name for path in saved.parent.iterdir()] == ["sft.pt"]
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, -1, -1000])
+def test_a_cut_file(saved, keep):
+    saved.write_bytes(saved.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"sft\.pt is (cut off|no safetensors file)"):
+        SFT.from_checkpoint(saved)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize("write", ["torch.save", "pickle", "old torch.save"])
+def test_a_pickle_is_named_and_not_executed(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "evil.pt"
+    if write == "pickle":
+        path.write_bytes(pickle.dumps(Evil()))
+    else:
+        torch.save(Evil(), path, _use_new_zipfile_serialization=write == "torch.save")
+    with pytest.raises(CheckpointError, match=r"evil.pt is a pickle, as torch.save writes it"):
+        SFT.from_checkpoint(path)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"hello, this is a text file of some length", b"\x00" * 64, struct.pack("<Q", 20) + b"x" * 40, b"[1, 2, 3]   ", os.urandom(64)],
+)  # fmt: skip
+def test_a_foreign_file(content, tmp_path):
+    path = tmp_path / "foreign.pt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"foreign\.pt is"):
+        SFT.from_checkpoint(path)
+
+
+def test_foreign_safetensors_and_no_file(tmp_path):
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is a safetensors file, but not a checkpoint of strop"):
+        SFT.from_checkpoint(tmp_path / "model.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*nothing\.pt"):
+        SFT.from_checkpoint(tmp_path / "nothing.pt")
+
+
+def test_another_algorithm_another_shape_another_format(saved, tmp_path):
+    with pytest.raises(CheckpointError, match="must be a checkpoint of DPO, found one of SFT"):
+        DPO.from_checkpoint(saved)
+    with pytest.raises(CheckpointError, match=r"must hold '.*' of model as \[.*, found \["):
+        SFT.from_checkpoint(saved, model=tiny_moe(intermediate_dim=24))
+    with pytest.raises(CheckpointError, match=r"found 'model.layers.1.* only in model"):
+        SFT.from_checkpoint(saved, model=tiny_moe(num_layers=2))
+    header, tensors = checkpoint.read(saved)
+    checkpoint.write(tmp_path / "later.pt", tensors, {**header, "format": 2})
+    with pytest.raises(CheckpointError, match="must be of format 1, found 2"):
+        SFT.from_checkpoint(tmp_path / "later.pt")
+
+
+def test_a_tokenizer_file_may_not_leave_its_folder(saved, tmp_path):
+    header, tensors = checkpoint.read(saved)
+    tensors["tokenizer/../../outside"] = torch.ones(3, dtype=torch.uint8)
+    checkpoint.write(tmp_path / "evil.pt", tensors, {**header, "tokenizer": "transformers:PreTrainedTokenizerFast"})
+    with pytest.raises(ValueError, match="must lie in one folder"):
+        SFT.from_checkpoint(tmp_path / "evil.pt")

@@ -1,0 +1,92 @@
+"""Configs: flat, nested and dotted options, what they check, and what they say of a wrong one."""
+
+import dataclasses
+import json
+
+import pytest
+
+from strop.config import Config, LoRAConfig, OptimConfig, RunConfig, TrainerConfig, option_names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part(Config):
+    size: int = 3
+    share: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Whole(TrainerConfig):
+    beta: float = 0.1
+    part: Part = dataclasses.field(default_factory=lambda: Part(size=7))
+
+
+def test_flat_nested_and_dotted_are_the_same():
+    wanted = Whole(beta=0.2, part=Part(size=4), run=RunConfig(batch_size=2))
+    assert Whole.from_options({"beta": 0.2, "size": 4, "batch_size": 2}) == wanted
+    assert Whole.from_options({"beta": 0.2, "part": {"size": 4}, "run": {"batch_size": 2}}) == wanted
+    assert Whole.from_options({"beta": 0.2, "part.size": 4, "run.batch_size": 2}) == wanted
+    assert Whole.from_options(beta=0.2, part=Part(size=4), run={"batch_size": 2}) == wanted
+    assert Whole.from_options({"run": {"batch_size": 5}, "seed": 3}).run == RunConfig(batch_size=5, seed=3)
+
+
+def test_a_part_keeps_the_defaults_of_the_config_it_is_in():
+    assert Whole.from_options({"share": 0.1}).part == Part(size=7, share=0.1)
+    assert Whole.from_options({"part": {"share": 0.1}}).part == Part(size=7, share=0.1)
+
+
+def test_an_optional_part():
+    assert Whole().lora is None
+    assert Whole.from_options({"lora": {"r": 4}}).lora == LoRAConfig(r=4)
+    assert Whole.from_options({"lora.alpha": 3}).lora == LoRAConfig(alpha=3.0)
+    assert Whole.from_options({"lora": None}).lora is None
+
+
+def test_to_dict_round_trips_through_json():
+    config = Whole.from_options({"betas": (0.8, 0.9), "lora": {"target_modules": ["q", "v"]}, "autocast": "bf16"})
+    assert Whole.from_options(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_numbers_as_yaml_reads_them():
+    config = Whole.from_options({"learning_rate": "1e-4", "max_grad_norm": 2})
+    assert config.optim.learning_rate == 1e-4
+    assert isinstance(config.optim.max_grad_norm, float)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"learing_rate": 1}, ValueError, "'learing_rate' is no option of Whole; did you mean 'learning_rate'?"),
+        ({"run": {"batchsize": 1}}, ValueError, "'run.batchsize' is no option; did you mean 'run.batch_size'?"),
+        ({"rank": 4}, ValueError, "'rank' is no option of Whole"),
+        ({"lora.rr": 4}, ValueError, "did you mean 'lora.r'?"),
+        ({"batch_size": "many"}, TypeError, "run.batch_size must be int, found 'many'"),
+        ({"batch_size": 2.0}, TypeError, "run.batch_size must be int, found 2.0"),
+        ({"shuffle": 1}, TypeError, "run.shuffle must be bool, found 1"),
+        ({"learning_rate": "fast"}, TypeError, "optim.learning_rate must be a number, found 'fast'"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, found 0"),
+        ({"learning_rate": float("nan")}, ValueError, "learning_rate must be at least 0, found nan"),
+        ({"autocast": "bf61"}, ValueError, "did you mean 'bf16'?"),
+        ({"schedule": "cosin"}, ValueError, "did you mean 'cosine'?"),
+        ({"betas": [0.9]}, ValueError, "betas must be two numbers"),
+        ({"batch_size": 2, "run": {"batch_size": 3}}, ValueError, "batch_size must be given once, found 2 and 3"),
+        ({"run": 3}, TypeError, "run must be a RunConfig or a dict, found int"),
+    ],
+)
+def test_wrong_options(options, error, message):
+    with pytest.raises(error) as caught:
+        Whole.from_options(options)
+    assert message in str(caught.value)
+
+
+def test_the_names():
+    """A new option is a decision."""
+    assert sorted(f.name for f in dataclasses.fields(OptimConfig)) == [
+        "betas", "eps", "learning_rate", "max_grad_norm", "min_learning_rate", "schedule", "warmup_steps", "weight_decay",
+    ]  # fmt: skip
+    assert sorted(f.name for f in dataclasses.fields(RunConfig)) == [
+        "autocast", "batch_size", "compile", "dropout", "eval_every", "gradient_checkpointing", "keep_checkpoints",
+        "log_every", "micro_batch_size", "num_epochs", "num_steps", "samples_every", "save_every", "seed", "shuffle",
+    ]  # fmt: skip
+    names = option_names(Whole)
+    assert len(names) == len(set(names))
+    assert {"beta", "size", "learning_rate", "batch_size", "lora.r"} <= set(names)

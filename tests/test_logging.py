@@ -1,0 +1,119 @@
+"""Loggers: what they write, several at once, and that a failing one stops the run."""
+
+import io
+import json
+import sys
+import types
+
+import pytest
+from trained_models import tiny_moe
+
+from strop.algorithms.sft import SFT
+from strop.logging import ConsoleLogger, JSONLLogger, TensorBoardLogger, WandbLogger, drop_after, read_metrics
+
+ROWS = [{"prompt": [2 + i], "completion": [3 + i, 1]} for i in range(4)]
+
+
+def test_the_console_writes_means_every_so_many_steps():
+    out = io.StringIO()
+    logger = ConsoleLogger(log_interval=2, file=out)
+    for step, loss in enumerate([1.0, 2.0, 5.0, 6.0, 100.0], 1):
+        logger.log({"time": 1.0, "loss": loss, "reward/mean": 0.5, "time/forward": 3.0}, step)
+    logger.log({"eval/loss": 0.25}, 5)
+    assert out.getvalue().splitlines() == [
+        "step      2  loss 1.5  reward/mean 0.5",
+        "step      4  loss 5.5  reward/mean 0.5",
+        "step      5  eval/loss 0.25",
+    ]
+
+
+def test_the_console_goes_to_standard_output(capsys):
+    ConsoleLogger(metrics=("grad_norm",)).log({"loss": 1.0, "grad_norm": 2.0}, 7)
+    assert capsys.readouterr().out == "step      7  grad_norm 2\n"
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
+def test_a_wrong_interval(wrong):
+    with pytest.raises(ValueError, match="log_interval must be a whole number of at least 1"):
+        ConsoleLogger(log_interval=wrong)
+
+
+def test_jsonl(tmp_path):
+    logger = JSONLLogger(tmp_path / "deep" / "metrics.jsonl")
+    logger.log({"time": 0.5, "loss": 1.25}, 1)
+    lines = (tmp_path / "deep" / "metrics.jsonl").read_text().splitlines()  # at once, not at the end
+    assert [json.loads(line) for line in lines] == [{"step": 1, "time": 0.5, "loss": 1.25}]
+    logger.close()
+    JSONLLogger(tmp_path / "deep" / "metrics.jsonl").log({"loss": 1.0}, 2)  # goes on, does not overwrite
+    assert [entry["step"] for entry in read_metrics(tmp_path / "deep" / "metrics.jsonl")] == [1, 2]
+
+
+def test_drop_after(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    assert drop_after(path, 2) == [{"step": 1}, {"step": 2}]
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert drop_after(tmp_path / "none.jsonl", 2) == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard's own imports
+def test_tensorboard(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    logger.log({"loss": 1.5, "reward/mean": 0.25}, 3)
+    logger.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 1.5)]
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.25)]
+
+
+def test_wandb(monkeypatch):
+    calls = []
+
+    class Run:
+        def log(self, metrics, step):
+            calls.append((metrics, step))
+
+        def finish(self):
+            calls.append("finished")
+
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **options: calls.append(options) or Run()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    logger = WandbLogger(project="strop")
+    logger.log({"loss": 1.0}, 4)
+    logger.close()
+    assert calls == [{"project": "strop"}, ({"loss": 1.0}, 4), "finished"]
+
+
+def test_missing_packages_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match="WandbLogger needs wandb: pip install wandb"):
+        WandbLogger()
+
+
+def test_several_at_once_and_as_often_as_the_config_says(tmp_path):
+    out = io.StringIO()
+    loggers = [ConsoleLogger(file=out), JSONLLogger(tmp_path / "a.jsonl"), JSONLLogger(tmp_path / "b.jsonl")]
+    sft = SFT(model=tiny_moe(), logger=loggers, log_every=2, batch_size=2)
+    history = sft.train(ROWS, num_steps=5, output_dir=tmp_path / "run")
+    a, b, own = (read_metrics(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "run/metrics.jsonl"))
+    assert a == b == own
+    assert [entry["step"] for entry in a] == [2, 4]
+    assert a[0]["loss"] == history.steps[1]["loss"]
+    assert len(out.getvalue().splitlines()) == 2
+    assert sft.loggers == loggers  # the run's own went with it
+
+
+def test_a_logger_that_fails_stops_the_run():
+    class Broken:
+        def log(self, metrics, step):
+            raise ConnectionError("the server is gone")
+
+        def close(self):
+            pass
+
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        SFT(model=tiny_moe(), logger=Broken(), batch_size=2).train(ROWS, num_steps=3)

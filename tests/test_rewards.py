@@ -1,0 +1,270 @@
+"""Reward functions: what they are given, what they may return, how they are named, weighed and stopped."""
+
+import contextlib
+import functools
+import re
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from strop.rewards import PreferenceFunction, RewardError, RewardFunctions
+
+ROWS = {
+    "completions": ["aa", "b", ""],
+    "prompts": ["first", "second", "third"],
+    "completion_ids": [[1, 1], [2], []],
+    "prompt_ids": [[9], [8], [7]],
+    "answer": ["aa", "x", ""],
+}
+
+
+def length(completions):
+    return [len(c) for c in completions]
+
+
+def right(completions, answer):
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def scores(*functions, **options):
+    return RewardFunctions(list(functions), **options)(ROWS)
+
+
+# ---- what a function is given ----
+
+
+def test_by_parameter_names():
+    seen = {}
+
+    def everything(prompts, completion_ids, prompt_ids, answer, missing=5):
+        seen.update(
+            prompts=prompts, completion_ids=completion_ids, prompt_ids=prompt_ids, answer=answer, missing=missing
+        )
+        return [0, 0, 0]
+
+    scores(everything)
+    assert seen == {name: ROWS[name] for name in ("prompts", "completion_ids", "prompt_ids", "answer")} | {"missing": 5}
+
+
+def test_keywords_take_all():
+    seen = {}
+
+    def everything(completions, **columns):
+        seen.update(columns)
+        return [0] * len(completions)
+
+    scores(everything)
+    assert seen == {name: values for name, values in ROWS.items() if name != "completions"}
+
+
+def test_a_single_parameter_of_any_name_is_the_completions():
+    assert scores(lambda texts: [len(t) for t in texts]).total_B.tolist() == [2, 1, 0]
+    assert scores(lambda completion_ids: [sum(i) for i in completion_ids]).total_B.tolist() == [2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    "call", [lambda prompt: [0, 0, 0], lambda completions, anwser: [0, 0, 0], lambda answr: [0] * 3]
+)
+def test_a_misspelt_parameter_is_named(call):
+    with pytest.raises(RewardError, match=r"asks for '(prompt|anwser|answr)'.*did you mean '(prompts|answer)'\?"):
+        scores(call)
+
+
+def test_objects_modules_and_partials():
+    class Model(torch.nn.Module):
+        def forward(self, completions, answer):
+            return torch.tensor([float(c == a) for c, a in zip(completions, answer, strict=True)])
+
+    assert scores(Model()).total_B.tolist() == [1, 0, 1]
+    found = scores(functools.partial(right, answer=["b", "b", "b"]))
+    assert found.total_B.tolist() == [0, 1, 0]  # what the partial binds, no column takes
+    assert list(scores(Model(), right, right, lambda x: [0, 0, 0]).columns) == ["Model", "right", "right_2", "lambda"]
+
+
+# ---- what it may return ----
+
+
+def test_weights_and_columns():
+    found = scores(length, right, weights=[0.5, -2])
+    assert found.total_B.tolist() == [0.5 * 2 - 2, 0.5, -2]
+    assert {name: column.tolist() for name, column in found.columns.items()} == {
+        "length": [2, 1, 0],
+        "right": [1, 0, 1],
+    }
+    assert found.total_B.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 2, 3],
+        (1.0, 2.0, 3.0),
+        torch.tensor([1.0, 2.0, 3.0]),
+        np.array([1, 2, 3]),
+        [np.float32(1), torch.tensor(2.0), 3],
+    ],
+)
+def test_lists_arrays_and_tensors(returned):
+    assert scores(lambda completions: returned).total_B.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([1, 2], "reward function bad must return one number for each of the 3 completions, found 2 (completion 2, prompt 'third')"),
+        ([1, 2, 3, 4], "found 4 (completion 2"),
+        (1.0, "must return a list of 3 numbers, found 1.0"),
+        ("123", "must return a list of 3 numbers, found '123'"),
+        (None, "must return a list of 3 numbers, found None"),
+        ([1, None, 3], "must return numbers, found None (completion 1, prompt 'second')"),
+        ([1, "2", 3], "must return numbers, found '2' (completion 1"),
+        ([1, 2, float("nan")], "must return finite numbers, found nan (completion 2, prompt 'third')"),
+        (torch.tensor([1, float("inf"), 3]), "must return finite numbers, found inf (completion 1"),
+        (torch.zeros(3, 1), "must return numbers, found [0.0] (completion 0"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_named(returned, message):
+    def bad(completions):
+        return returned
+
+    with pytest.raises(RewardError, match=re.escape(message)):
+        scores(right, bad)
+
+
+def test_an_exception_names_the_completion():
+    def divides(completions):
+        return [1 / len(c) for c in completions]
+
+    message = "divides raised ZeroDivisionError: division by zero (completion 2, prompt 'third')"
+    with pytest.raises(RewardError, match=re.escape(message)) as caught:
+        scores(divides)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_an_exception_of_the_batch_only():
+    def needs_one(completions):
+        if len(completions) > 1:
+            raise RuntimeError("too many")
+        return [0]
+
+    with pytest.raises(RewardError, match=r"needs_one raised RuntimeError: too many .*no completion fails alone"):
+        scores(needs_one)
+
+
+def test_long_prompts_are_shortened():
+    with pytest.raises(RewardError) as caught:
+        RewardFunctions(lambda completions: [None])({"completions": ["a"], "prompts": ["x" * 5000]})
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize(
+    ("functions", "options", "error", "message"),
+    [
+        ([], {}, ValueError, "found none"),
+        (["f"], {}, TypeError, "found str"),
+        ([length], {"weights": [1, 2]}, ValueError, "one for each of the 1 functions, found 2"),
+        ([length], {"weights": [float("nan")]}, ValueError, "reward_weights must be finite"),
+        ([length], {"timeout": 0}, ValueError, "timeout must be above 0"),
+    ],
+)
+def test_bad_functions(functions, options, error, message):
+    with pytest.raises(error, match=message):
+        RewardFunctions(functions, **options)
+
+
+# ---- time ----
+
+
+def loops(completions):
+    while True:
+        with contextlib.suppress(Exception):  # what it does with its own errors must not save it
+            sum(range(1000))
+
+
+def sleeps(completions):
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("hangs", [loops, sleeps])
+def test_a_hanging_reward_is_stopped(hangs):
+    before = signal.getsignal(signal.SIGALRM)
+    start = time.monotonic()
+    message = rf"{hangs.__name__} must return within timeout=0\.2 seconds for 3 completions.*prompt 'first'"
+    with pytest.raises(RewardError, match=message):
+        scores(hangs, timeout=0.2)
+    assert time.monotonic() - start < 3
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_hanging_reward_is_stopped_in_another_thread():
+    caught = []
+
+    def work():
+        try:
+            scores(loops, timeout=0.2)
+        except RewardError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(5)
+    assert len(caught) == 1
+    assert not [t for t in threading.enumerate() if t.name == "reward"], "the loop must have ended"
+
+
+def test_in_time_nothing_changes():
+    assert scores(length, timeout=10).total_B.tolist() == [2, 1, 0]
+    found = []
+    thread = threading.Thread(target=lambda: found.append(scores(length, timeout=10)))
+    thread.start()
+    thread.join()
+    assert found[0].total_B.tolist() == [2, 1, 0]
+
+
+def test_somebody_elses_alarm_goes_on():
+    rang = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.15)
+        scores(length, timeout=10)
+        assert not rang
+        time.sleep(0.3)
+        assert rang == [1]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# ---- preferences ----
+
+PAIRS = [("p", "aa", "b"), ("q", "", "b")]
+
+
+def test_preferences():
+    longer = PreferenceFunction(lambda pairs: [int(len(b) > len(a)) for _, a, b in pairs])
+    assert longer(PAIRS) == [0, 1]
+    assert PreferenceFunction(lambda pairs: torch.tensor([True, False]))(PAIRS) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([0], "must return one number for each of the 2 pairs, found 1 (completion 1, prompt 'q')"),
+        ([0, 2], "must return 0 or 1 (the index of the better), found 2 (completion 1, prompt 'q')"),
+        ([0.5, 1], "found 0.5 (completion 0, prompt 'p')"),
+        ([None, 1], "found None"),
+    ],
+)
+def test_bad_preferences(returned, message):
+    with pytest.raises(RewardError, match=re.escape(message)):
+        PreferenceFunction(lambda pairs: returned)(PAIRS)
+
+
+def test_a_preference_exception_names_the_pair():
+    with pytest.raises(RewardError, match=r"lambda raised ZeroDivisionError.*\(completion 1, prompt 'q'\)"):
+        PreferenceFunction(lambda pairs: [0 // len(a) for _, a, _ in pairs])(PAIRS)
