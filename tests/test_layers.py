@@ -23,6 +23,10 @@ LAYERS = {
     "strop.losses.preference": ["torch"],
     "strop.ops": ["torch"],
     "strop.ops.registry": ["torch"],
+    "strop.models": ["torch"],
+    "strop.rollout": ["torch"],
+    "strop.rewards": ["torch"],
+    "strop.algorithms.grpo": ["torch"],
     "strop.bench.harness": [],
     "strop.bench.report": [],
     "strop.bench.alone": [],
@@ -38,6 +42,10 @@ KNOWS_NOTHING_OF = {
     "strop.moe.reference.engine": ["strop.moe.native", "strop.ops", "strop.bench", "strop.cli"],
     "strop.losses": ["strop.moe", "strop.ops", "strop.bench", "strop.cli"],
     "strop.ops": ["strop.moe", "strop.bench", "strop.cli"],
+    "strop.models": ["strop.rollout", "strop.algorithms", "strop.rewards", "strop.bench", "strop.cli"],
+    "strop.rollout": ["strop.algorithms", "strop.rewards", "strop.bench", "strop.cli"],
+    "strop.rewards": ["strop.models", "strop.rollout", "strop.algorithms", "strop.bench", "strop.cli"],
+    "strop.algorithms.grpo": ["strop.tasks", "strop.bench", "strop.cli"],
     "strop.bench.harness": ["strop.cli"],
 }
 

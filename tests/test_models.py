@@ -290,6 +290,20 @@ class TestLoRA:
         with evaluating(model):
             assert not torch.allclose(policy.logps(batch), reference.logps(batch), atol=1e-3)
 
+    def test_an_adapter_that_transformers_holds(self):
+        model = llama()
+        wanted = as_policy(llama()).logps(collate(ROWS)).detach()
+        model.add_adapter(self.peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "lora_B" in name:
+                    param.normal_(std=0.5)
+        policy = as_policy(model)
+        reference = policy.reference()
+        assert reference.kind == "adapter off"
+        torch.testing.assert_close(reference.logps(collate(ROWS)), wanted, rtol=1e-6, atol=1e-6)
+        assert not torch.allclose(policy.logps(collate(ROWS)), wanted, atol=1e-3)
+
     @pytest.mark.parametrize(("targets", "fused"), [(("q_proj",), True), (("q_proj", "lm_head"), False)])
     def test_log_probs_are_those_of_the_adapted_model(self, targets, fused):
         model = self.adapted(*targets).eval()

@@ -254,9 +254,9 @@ def test_preferences():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([0], "must return one number for each of the 2 pairs, found 1 (completion 1, prompt 'q')"),
-        ([0, 2], "must return 0 or 1 (the index of the better), found 2 (completion 1, prompt 'q')"),
-        ([0.5, 1], "found 0.5 (completion 0, prompt 'p')"),
+        ([0], "must return one number for each of the 2 pairs, found 1 (pair 1, prompt 'q')"),
+        ([0, 2], "must return 0 or 1 (the index of the better), found 2 (pair 1, prompt 'q')"),
+        ([0.5, 1], "found 0.5 (pair 0, prompt 'p')"),
         ([None, 1], "found None"),
     ],
 )
@@ -266,5 +266,5 @@ def test_bad_preferences(returned, message):
 
 
 def test_a_preference_exception_names_the_pair():
-    with pytest.raises(RewardError, match=r"lambda raised ZeroDivisionError.*\(completion 1, prompt 'q'\)"):
+    with pytest.raises(RewardError, match=r"lambda raised ZeroDivisionError.*\(pair 1, prompt 'q'\)"):
         PreferenceFunction(lambda pairs: [0 // len(a) for _, a, _ in pairs])(PAIRS)

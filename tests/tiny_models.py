@@ -73,5 +73,21 @@ def plain(eos_token_id=None, scale=1.0, max_length=None, seed=0):
     return PlainModel(eos_token_id, scale, seed)
 
 
+class Letters:
+    """One token a letter: a is 1."""
+
+    eos_token_id, pad_token_id = 3, 0
+    chat_template = "letters"
+
+    def encode(self, text):
+        return [ord(c) - 96 for c in text]
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(chr(i + 96) for i in ids if not (skip_special_tokens and i in (0, 3)))
+
+    def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=False):
+        return "".join(m["content"] for m in messages) + ("z" if add_generation_prompt else "")
+
+
 KINDS = {"moe": moe, "llama": llama, "plain": plain}
 every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)

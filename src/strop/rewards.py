@@ -97,7 +97,7 @@ class PreferenceFunction:
         self.name = unique_names([function])[0]
 
     def __call__(self, pairs: Sequence[tuple[Any, Any, Any]]) -> list[int]:
-        rows = {"completions": pairs, "prompts": [pair[0] for pair in pairs]}
+        rows = {"completions": pairs, "pairs": pairs, "prompts": [pair[0] for pair in pairs]}
         returned = call_checked(self.function, self.name, ([list(pairs)], {}), rows, self.timeout)
         values = as_values(returned, len(pairs), f"preference function {self.name}", rows, "pairs")
         for index, value in enumerate(values):
@@ -218,10 +218,10 @@ def as_reward(value: Any, index: int, name: str, rows: Rows) -> float:
 
 
 def where(index: int, rows: Rows) -> str:
-    """The completion in an error: its index and its prompt, shortened."""
+    """The completion or pair in an error: its index and its prompt, shortened."""
     prompts = rows.get("prompts")
     shown = "" if not prompts else f", prompt {_shortened(prompts[index])}"
-    return f"(completion {index}{shown})"
+    return f"({'pair' if 'pairs' in rows else 'completion'} {index}{shown})"
 
 
 def _shortened(prompt: Any, length: int = 80) -> str:
@@ -280,9 +280,11 @@ def _alarm(seconds: float) -> Iterator[None]:
     # again and again after the first: a bare `except:` may swallow one
     before, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
     try:
-        yield
+        try:
+            yield
+        finally:  # an alarm that rings just here is raised here, and what follows is undisturbed
+            signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if before:  # somebody else's alarm goes on
             signal.setitimer(signal.ITIMER_REAL, max(before - (time.monotonic() - start), 1e-3), interval)

@@ -226,6 +226,14 @@ def test_prompt_longer_than_the_context_is_named(make):
     generate(policy, [[1], list(range(6))], Sampling(max_new_tokens=10))
 
 
+@pytest.mark.parametrize("make", [llama, moe])
+def test_ids_outside_the_vocabulary_are_named(make):
+    with pytest.raises(ValueError, match=r"prompts\[1\] must hold ids from 0 to 29, found 30"):
+        generate(as_policy(make()), [[1], [2, 30]], Sampling(max_new_tokens=2))
+    with pytest.raises(ValueError, match=r"prompts\[0\] must hold ids from 0 to 29, found -1"):
+        generate(as_policy(make()), [[1, -1]], Sampling(max_new_tokens=2))
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [

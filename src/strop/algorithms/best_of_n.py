@@ -1,5 +1,6 @@
 """Best-of-N: sample n completions of each prompt and keep the one with the highest reward. Trains nothing."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,6 +66,9 @@ class BestOfN:
                   completions' texts
         columns   for reward functions, each with one entry a prompt
         """
+        if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer returns
+            prompt_mask = prompts.get("attention_mask") if prompt_mask is None else prompt_mask
+            prompts = prompts["input_ids"]
         batch = as_prompts(prompts, self.policy, mask=prompt_mask, pad_id=self.pad_id, columns=columns)
         seed = None if self._seeds is None else int(torch.randint(2**62, (), generator=self._seeds))
         rollout = generate(self.policy, [p.ids for p in batch], self.sampling, num_samples=self.n, seed=seed)
@@ -96,7 +100,7 @@ class BestOfN:
 def _are_ids(prompts: Any) -> bool:
     if isinstance(prompts, torch.Tensor):
         return True
-    first = prompts[0]
+    first = (prompts["prompt"] if isinstance(prompts, Mapping) else prompts)[0]
     return isinstance(first, torch.Tensor) or (
         isinstance(first, (list, tuple)) and bool(first) and isinstance(first[0], int)
     )

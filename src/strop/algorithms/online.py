@@ -41,9 +41,16 @@ def as_prompts(
         raise TypeError(
             f"prompts must be a batch, found a single {'text' if isinstance(prompts, str) else 'conversation'}"
         )
-    if isinstance(prompts, Mapping):  # what a tokenizer returns
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer returns
         mask = prompts.get("attention_mask") if mask is None else mask
         prompts = prompts["input_ids"]
+    elif isinstance(prompts, Mapping):  # rows as columns
+        if "prompt" not in prompts:
+            raise ValueError(
+                f"prompts must have 'prompt' or 'input_ids', found {', '.join(map(str, prompts)) or 'none'}"
+            )
+        columns = {name: values for name, values in prompts.items() if name not in RESERVED} | dict(columns or {})
+        prompts = prompts["prompt"]
     if not isinstance(prompts, torch.Tensor) and len(prompts) and _is_one_prompt_of_many(prompts[0]):
         found = [_of_row(row, policy, f"prompts[{i}]") for i, row in enumerate(prompts)]
     else:

@@ -77,19 +77,19 @@ class OnlineDPO(DPO):
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         """DPO's metrics, on pairs sampled from the policy as it is."""
-        pairs, metrics = self._pairs_of(rows, "evaluation")
+        pairs, metrics, _ = self._pairs_of(rows, "evaluation")
         return metrics | (super().evaluate_on(pairs) if pairs else {})
 
     # ---- inside ----
 
     def _online_step(self, prompts: list[Prompt]) -> dict[str, float]:
-        pairs, metrics = self._pairs_of(prompts, self.state.step)
+        pairs, metrics, self.samples = self._pairs_of(prompts, self.state.step)
         if not pairs:  # every pair a tie: nothing to learn from
             return metrics | {"loss": 0.0}
         return metrics | self._step(pairs)
 
-    def _pairs_of(self, prompts: list[Prompt], step: Any) -> tuple[list[Pair], dict[str, float]]:
-        """(prompt, chosen, rejected) for every pair that is no tie, and metrics."""
+    def _pairs_of(self, prompts: list[Prompt], step: Any) -> tuple[list[Pair], dict[str, float], list[dict[str, Any]]]:
+        """(prompt, chosen, rejected) for every pair that is no tie; metrics; the table of samples."""
         with self.phase("generate"), self.autocast():
             rollout = generate(
                 self.policy,
@@ -105,9 +105,8 @@ class OnlineDPO(DPO):
             if index is not None:
                 completions = rollout.completion_ids[2 * i : 2 * i + 2]
                 pairs.append((rollout.prompt_ids[2 * i], completions[index], completions[1 - index]))
-        self.samples = shown
         metrics["preference/tied_fraction"] = better.count(None) / len(better)
-        return pairs, metrics | rollout_metrics(rollout)
+        return pairs, metrics | rollout_metrics(rollout), shown
 
     def _judge(
         self, prompts: list[Prompt], rollout: Rollout

@@ -1,6 +1,7 @@
 """Kinds of models, what is inside of what, and what their configs say."""
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -59,9 +60,8 @@ def as_module(model: Any) -> nn.Module:
 
 
 def is_moe(model: nn.Module) -> bool:
-    from strop.moe.torch import MoEForCausalLM
-
-    return isinstance(model, MoEForCausalLM)
+    module = sys.modules.get("strop.moe.torch")  # not imported: then it is none, and transformers need not be loaded
+    return module is not None and isinstance(model, module.MoEForCausalLM)
 
 
 def is_peft(model: Any) -> bool:

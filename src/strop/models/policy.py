@@ -88,9 +88,14 @@ class Policy:
         told = getattr(self.tokenizer, "pad_token_id", None), of_config(self.config, "pad_token_id"), *self.eos_ids
         return next(iter(self._in_vocabulary(*told)), 0)
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids are below this; None where the model does not say."""
+        return of_config(self.config, "vocab_size")
+
     def _in_vocabulary(self, *told: Any) -> list[int]:
         """Ids that the model can read: some configs keep those of a larger vocabulary, or −1 for none."""
-        size = of_config(self.config, "vocab_size")
+        size = self.vocab_size
         return [i for one in told for i in as_ids(one) if i >= 0 and (size is None or i < size)]
 
     @property
@@ -208,7 +213,7 @@ class Policy:
             self.no_hidden_because = found
             return None
         decoder, head = found
-        if self.model is not unwrapped(self.model):  # compiled as a whole; the part that is called must be, and likewise
+        if self.model is not unwrapped(self.model):  # compiled: the part that is called must be, and likewise
             decoder = self.model.dynamo_ctx(decoder)  # type: ignore[operator]
         return decoder, head
 
@@ -272,8 +277,9 @@ class Reference:
 
     @torch.no_grad()
     def logps(self, batch: SequenceBatch, *, temperature: float = 1.0) -> torch.Tensor:
-        if self.kind != "adapter off":
-            return self.policy.logps(batch, temperature=temperature)
+        if self.kind != "adapter off":  # it may live on another device
+            logps_BT = self.policy.logps(batch.to(self.policy.device), temperature=temperature)
+            return logps_BT.to(batch.input_ids_BT.device)
         inner = unwrapped(self.policy.model)
         with evaluating(inner), adapter_off(inner):
             return self.policy.logps(batch, temperature=temperature)

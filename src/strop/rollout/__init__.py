@@ -100,13 +100,16 @@ def _checked_prompts(policy: Policy, prompts: Sequence[Any], sampling: Sampling)
     if len(prompts) == 0:
         raise ValueError("prompts must hold at least one prompt, found none")
     ids = [as_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+    longest, vocab_size = policy.max_length, policy.vocab_size
     for index, prompt in enumerate(ids):
         if not len(prompt):
             raise ValueError(f"prompts[{index}] must hold at least one token, found none")
-        if policy.max_length is not None and len(prompt) + sampling.max_new_tokens > policy.max_length:
+        if longest is not None and len(prompt) + sampling.max_new_tokens > longest:
             raise ValueError(
-                f"prompts[{index}] must have at most {max(policy.max_length - sampling.max_new_tokens, 0)} tokens "
-                f"(the model reads {policy.max_length}, of which max_new_tokens={sampling.max_new_tokens}), "
-                f"found {len(prompt)}"
+                f"prompts[{index}] must have at most {max(longest - sampling.max_new_tokens, 0)} tokens (the model reads "
+                f"{longest}, of which max_new_tokens={sampling.max_new_tokens}), found {len(prompt)}"
             )
+        if vocab_size is not None and not 0 <= int(prompt.min()) <= int(prompt.max()) < vocab_size:
+            wrong = int(prompt.max()) if int(prompt.min()) >= 0 else int(prompt.min())
+            raise ValueError(f"prompts[{index}] must hold ids from 0 to {vocab_size - 1}, found {wrong}")
     return ids

@@ -1,0 +1,136 @@
+"""OnlineDPO: the pairs it makes, its loss by DPO's, learning, bad input."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import every_kind, llama, moe
+
+from strop.algorithms.dpo import DPO
+from strop.algorithms.online_dpo import OnlineDPO, OnlineDPOConfig
+from strop.models import as_policy
+from strop.rewards import RewardError
+from strop.rollout import Sampling, generate
+
+PROMPTS = [[1, 2, 3], [4], [7, 8, 9, 10, 11], [12, 13]]
+
+
+def low_tokens(ids):
+    return sum(token < 15 for token in ids)
+
+
+def prefers_low(pairs):
+    return [int(low_tokens(b) > low_tokens(a)) for _, a, b in pairs]
+
+
+def make_online(model, **options):
+    if "reward_fn" not in options:
+        options.setdefault("preference_fn", prefers_low)
+    return OnlineDPO(model=model, **({"max_new_tokens": 6, "max_grad_norm": 0.0} | options))
+
+
+def weights(model):
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+@every_kind
+def test_a_step_is_dpos_on_the_pairs_that_were_sampled(make):
+    """The pairs as the preference function saw them, given to DPO: the same loss, the same weights."""
+    seen = []
+
+    def remembers(pairs):
+        seen.extend(pairs)
+        return prefers_low(pairs)
+
+    online = make_online(make(eos_token_id=[3, 6], scale=2.0), preference_fn=remembers, learning_rate=1e-2, beta=0.3)
+    metrics = online.train_step(PROMPTS)
+    assert [prompt for prompt, _, _ in seen] == PROMPTS
+    better = prefers_low(seen)
+    assert 0 < sum(better) < 4
+    chosen = [pair[1 + index] for pair, index in zip(seen, better, strict=True)]
+    rejected = [pair[2 - index] for pair, index in zip(seen, better, strict=True)]
+    dpo = DPO(model=make(eos_token_id=[3, 6], scale=2.0), learning_rate=1e-2, beta=0.3, max_grad_norm=0.0)
+    wanted = dpo.train_step(PROMPTS, chosen, rejected)
+    assert metrics["loss"] == wanted["loss"]
+    assert torch.equal(weights(online.model), weights(dpo.model))
+    assert [s["preferred"] for s in online.samples] == [i == b for b in better for i in (0, 1)]
+
+
+def test_rewards_in_place_of_preferences():
+    """The higher reward is chosen; a tie teaches nothing and is counted."""
+    seen = []
+
+    def reward(completions, answer):
+        seen.append(completions)
+        return [1.0, 1.0, 0.0, 2.0, 5.0, -1.0, 3.0, 3.0]
+
+    online = make_online(moe(), reward_fn=reward)
+    pairs, metrics, _ = online._pairs_of(online.prepare([{"prompt": p, "answer": 1} for p in PROMPTS]), 0)
+    completions = seen[0]
+    assert [[part.tolist() for part in pair] for pair in pairs] == [
+        [PROMPTS[1], completions[3], completions[2]],
+        [PROMPTS[2], completions[4], completions[5]],
+    ]
+    assert metrics["preference/tied_fraction"] == 0.5
+    assert metrics["reward/mean"] == 14 / 8
+
+
+def test_nothing_but_ties():
+    model = moe()
+    before = weights(model)
+    metrics = make_online(model, reward_fn=lambda completions: [1.0] * len(completions)).train_step(PROMPTS)
+    assert metrics["loss"] == 0.0
+    assert metrics["preference/tied_fraction"] == 1.0
+    assert torch.equal(before, weights(model))
+
+
+def test_win_rate_over_the_start_rises_above_75_percent():
+    model = moe(eos_token_id=3)
+    start = copy.deepcopy(model)
+    online = make_online(model, learning_rate=5e-3, beta=0.1)
+    for step in range(40):
+        metrics = online.train_step([[1 + (step * 8 + i) % 29, 2] for i in range(16)])
+    assert metrics["preference/margin"] > 0
+
+    prompts = [[1 + i % 29, 2] for i in range(200)]
+    sampling = Sampling(max_new_tokens=6)
+    old, new = (
+        [low_tokens(c.tolist()) for c in generate(as_policy(m), prompts, sampling, seed=seed).completion_ids]
+        for m, seed in ((start, 1), (model, 2))
+    )
+    wins = sum((n > o) + 0.5 * (n == o) for n, o in zip(new, old, strict=True)) / len(prompts)
+    assert wins > 0.75
+
+
+def test_train_and_evaluate():
+    online = make_online(llama(eos_token_id=3, scale=2.0), learning_rate=1e-3, batch_size=2)
+    rows = [{"prompt": p} for p in PROMPTS]
+    history = online.train(rows, num_steps=3, progress=False)
+    assert len(history.steps) == 3
+    first, again = online.evaluate(rows), online.evaluate(rows)
+    assert first == again
+    assert {"eval/loss", "eval/preference/accuracy", "eval/completion/length"} <= set(first)
+
+
+def test_a_saved_run_goes_on_bit_for_bit(tmp_path):
+    whole, half = (make_online(moe(), learning_rate=1e-2) for _ in range(2))
+    wanted = [whole.train_step(PROMPTS)["loss"] for _ in range(3)]
+    found = [half.train_step(PROMPTS)["loss"]]
+    half.save(tmp_path / "online.pt")
+    other = OnlineDPO.from_checkpoint(tmp_path / "online.pt", preference_fn=prefers_low)
+    found += [other.train_step(PROMPTS)["loss"] for _ in range(2)]
+    assert found == wanted
+    assert torch.equal(weights(whole.model), weights(other.model))
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="OnlineDPO needs a preference_fn or a reward_fn, found neither"):
+        OnlineDPO(model=moe())
+    with pytest.raises(ValueError, match="found both"):
+        OnlineDPO(model=moe(), preference_fn=prefers_low, reward_fn=low_tokens)
+    with pytest.raises(ValueError, match="temperature must be above 0: two greedy completions are the same"):
+        OnlineDPOConfig.from_options({"temperature": 0.0})
+    with pytest.raises(RewardError, match=r"must return 0 or 1.*found 2 \(pair 3, prompt \[12, 13\]\)"):
+        make_online(moe(), preference_fn=lambda pairs: [0, 1, 0, 2]).train_step(PROMPTS)
+    with pytest.warns(UserWarning, match="reward_weights have no effect"):
+        make_online(moe(), reward_weights=(1.0,))
