@@ -1,11 +1,12 @@
 """The command line: one file per command."""
 
 import sys
+from typing import Any, NoReturn
 
 import typer
 
 import strop
-from strop.cli import bench, demo, doctor
+from strop.cli import bench, demo, doctor, generate, report, train
 
 app = typer.Typer(
     name="strop",
@@ -16,6 +17,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("demo")(demo.demo)
+app.add_typer(train.app, name="train")
+app.command("generate")(generate.generate)
+app.command("report")(report.report)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 
@@ -34,17 +38,31 @@ def _options(
     pass
 
 
+def _show_usage_error(error: Any) -> NoReturn:
+    if "help" in type(error).__name__.lower():  # no arguments at all: the help itself
+        error.show()
+    else:
+        path = getattr(getattr(error, "ctx", None), "command_path", "strop")
+        print(f"strop: {error.format_message()} ({path} --help lists all)", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
 def main() -> None:
     """Errors are one line and a non-zero exit; the traceback comes with --debug."""
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     try:
-        app(args=arguments, prog_name="strop")
+        train.define_commands(arguments)
+        sys.exit(app(args=arguments, prog_name="strop", standalone_mode=False))
     except KeyboardInterrupt:
         print("strop: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's: a mistake on the command line
+            _show_usage_error(error)
         if debug:
             raise
-        print(f"strop: {type(error).__name__}: {error}", file=sys.stderr)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+        more = "" if len(lines) == 1 else " (--debug shows the rest)"
+        print(f"strop: {type(error).__name__}: {lines[0]}{more}", file=sys.stderr)
         sys.exit(1)

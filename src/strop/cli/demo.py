@@ -1,132 +1,294 @@
-"""`strop demo`: the primitives at work on one simulated GRPO rollout, with a short report."""
+"""`strop demo`: the main job on an embedded default. A small model learns to sort: supervised until mediocre, then GRPO.
 
+Everything is made here and now: the problems, the model, the report. Labels are used by the supervised stage alone; GRPO
+sees prompts and whether an answer of its own was right. Held-out problems are never trained on by either.
+"""
+
+import json
+import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 import strop
-from strop import _compiled
+from strop import tasks
+from strop.callbacks import Callback
 
-PROMPTS, GROUP_SIZE, MAX_TOKENS, BIN_TOKENS = 64, 8, 512, 2048
-BARS = " ▁▂▃▄▅▆▇█"
+if TYPE_CHECKING:
+    from strop.algorithms.best_of_n import BestOfN
+    from strop.algorithms.state import History
+    from strop.algorithms.trainer import Trainer
+    from strop.moe.torch import MoEForCausalLM
+
+MARK = "demo.json"  # tells a folder of this command from any other
+OWN = (MARK, "data", "sft", "grpo", "report.html")
+LENGTH = 5  # digits to sort
+NUM_TRAIN, NUM_LOOKED_AT, NUM_TEST, NUM_SHOWN = 10_000, 250, 500, 8
+MEDIOCRE = 0.4  # of training problems solved: where the supervised stage ends
+SAMPLES = 8  # for best-of-n
+# Options of SFT and GRPO, found by trying; what was tried is in docs/log.md.
+SFT_OPTIONS: dict[str, Any] = {"batch_size": 64, "learning_rate": 1e-3, "warmup_steps": 20, "betas": (0.9, 0.95)}
+GRPO_OPTIONS: dict[str, Any] = {
+    "batch_size": 64, "group_size": 8, "learning_rate": 5e-4, "warmup_steps": 10, "schedule": "linear", "betas": (0.9, 0.99),
+    "kl_coef": 0.01, "loss_type": "dapo", "eval_every": 25, "samples_every": 25,
+}  # fmt: skip
 
 
 @dataclass
-class Rollout:
-    """P prompts with G completions each. Shapes: P prompts, G samples, B = P·G rows, T tokens."""
+class Scores:
+    """Shares of held-out problems solved, and what the greedy answers to the first of them were."""
 
-    rewards_PG: np.ndarray
-    lengths_B: np.ndarray
-    policy_BT: np.ndarray
-    reference_BT: np.ndarray
-    mask_BT: np.ndarray
-    completions: list[np.ndarray]
-
-
-def simulate(seed: int) -> Rollout:
-    """Verifiable rewards (some prompts always solved, some never), log-probs a little way from the reference."""
-    rng = np.random.default_rng(seed)
-    solve_rate_P1 = rng.beta(0.6, 0.6, (PROMPTS, 1))
-    rewards_PG = (rng.random((PROMPTS, GROUP_SIZE)) < solve_rate_P1).astype(np.float32)
-    batch = PROMPTS * GROUP_SIZE
-    lengths_B = np.clip(rng.lognormal(5.0, 0.6, batch), 8, MAX_TOKENS).astype(np.int64)
-    policy_BT = -rng.exponential(0.8, (batch, MAX_TOKENS)).astype(np.float32)
-    drift_BT = 0.05 * rng.standard_normal(policy_BT.shape).astype(np.float32)
-    mask_BT = np.arange(MAX_TOKENS) < lengths_B[:, None]
-    completions = [rng.integers(0, 32_000, n) for n in lengths_B]
-    return Rollout(rewards_PG, lengths_B, policy_BT, policy_BT + drift_BT, mask_BT, completions)
+    greedy: float
+    sampled: float
+    best_of: float
+    answers: list[str]
+    rewards: list[float]
 
 
-def timed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, float]:
-    """The result, and the least milliseconds of three calls."""
-    seconds = []
-    for _ in range(3):
+class Interrupted(Exception):
+    """Ctrl-C, after the step it came in."""
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Where everything goes; what an earlier demo left there is replaced.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="Of the problems, the weights and the sampling.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of GRPO.")] = 400,
+    sft_steps: Annotated[int, typer.Option(min=1, help="The most supervised steps.")] = 200,
+    figure: Annotated[Path | None, typer.Option(help="Also draw the main curves as an image (needs matplotlib).")] = None,
+) -> None:  # fmt: skip
+    """Train a small model to sort digits, supervised and then with GRPO, and write a report. No GPU, no download, about a minute or two."""
+    console = Console(highlight=False)
+    _check_torch()
+    claim_folder(output, {"seed": seed, "steps": steps, "sft_steps": sft_steps, "strop": strop.__version__})
+    try:
+        with few_threads():
+            Demo(console, output, seed, steps, sft_steps).run(figure)
+    except Interrupted as stop:
+        console.print(f"[yellow]{stop}[/]. What there is stays in {output}; strop demo begins anew.")
+        raise typer.Exit(130) from None
+
+
+def _check_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise ImportError('strop demo needs torch: pip install "strop[train]"') from None
+
+
+def claim_folder(folder: Path, about: dict[str, Any]) -> None:
+    """An empty folder with the mark in it. Another's things are not touched: a folder without the mark must be empty."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"--output must be a folder, found the file {folder}")
+    if folder.exists() and not (folder / MARK).is_file() and any(folder.iterdir()):
+        raise FileExistsError(f"--output must be empty or hold an earlier demo, found other things in {folder}")
+    for name in OWN:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / MARK, {**about, "finished": False})
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def few_threads() -> Iterator[None]:
+    """torch on one thread: its tensors are small here, and the engine, which has threads of its own, does the work."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class StopWhenMediocre(Callback):
+    """Ends the supervised stage. It looks at training problems: the held-out ones decide nothing."""
+
+    def __init__(self, task: tasks.Task, rows: list[dict[str, str]], every: int = 5):
+        self.task, self.rows, self.every = task, rows, every
+
+    def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        if trainer.state.step % self.every == 0:
+            answered, _ = answer(trainer.policy.model, self.task, self.rows, n=1, temperature=0.0)
+            if answered.rewards.mean() >= MEDIOCRE:
+                trainer.stop(f"{answered.rewards.mean():.0%} of {len(self.rows)} training problems solved")
+
+
+def answer(model: Any, task: tasks.Task, rows: list[dict[str, str]], **options: Any) -> tuple["BestOfN", list[str]]:
+    """BestOfN, which keeps the rewards, and the best answer to each problem."""
+    from strop.algorithms.best_of_n import BestOfN
+
+    best = BestOfN(
+        model=model,
+        tokenizer=task.tokenizer,
+        reward_fn=task.reward,
+        max_new_tokens=task.max_new_tokens,
+        seed=0,
+        **options,
+    )
+    return best, list(best.generate(rows))
+
+
+class Demo:
+    """The stages, in order, each with its lines on the console and its seconds."""
+
+    def __init__(self, console: Console, folder: Path, seed: int, steps: int, sft_steps: int):
+        self.console, self.folder = console, folder
+        self.seed, self.steps, self.sft_steps = seed, steps, sft_steps
+        self.seconds: dict[str, float] = {}
+        self.task = tasks.get("sorting", length=LENGTH)
+        self.train: list[dict[str, str]] = []
+        self.test: list[dict[str, str]] = []
+
+    def run(self, figure: Path | None) -> None:
+        title = f"[bold]strop {strop.__version__}[/]   a model learns to sort {LENGTH} digits   seed {self.seed}"
+        self.console.print(Panel(title, expand=False))
+        with self.stage("Data"):
+            self.make_data()
+        with self.stage("Supervised"):
+            model = self.make_model()
+            self.supervise(model)
+            before = self.score(model)
+            self.say(f"solves [bold]{before.greedy:.1%}[/] of the held-out problems")
+        with self.stage("GRPO"):
+            self.reinforce(model)
+        with self.stage("Comparison"):
+            after = self.score(model)
+        self.write_results(before, after, figure)
+        self.console.print(self.table(before, after))
+        total = sum(self.seconds.values())
+        self.console.print(f"{total:.0f} seconds. Report: [bold]{self.folder / 'report.html'}[/]", soft_wrap=True)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.console.print(f"[bold cyan]{len(self.seconds) + 1}. {name}[/]")
         start = time.perf_counter()
-        result = function(*args, **kwargs)
-        seconds.append(time.perf_counter() - start)
-    return result, 1e3 * min(seconds)
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+    def say(self, text: str) -> None:
+        self.console.print(f"   {text}", soft_wrap=True)
+
+    # ---- the stages ----
+
+    def make_data(self) -> None:
+        self.train = self.task.rows("train", NUM_TRAIN, seed=self.seed)
+        self.test = self.task.rows("test", NUM_TEST, seed=self.seed)
+        folder = self.folder / "data"
+        folder.mkdir()
+        for name, rows in (("train", self.train), ("test", self.test)):
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        shown = next(row for row in self.test if row["prompt"][:LENGTH] != row["answer"])
+        self.say(f"{NUM_TRAIN:,} problems to train on, {NUM_TEST} held out: {shown['prompt']} → {shown['answer']}")
+
+    def make_model(self) -> "MoEForCausalLM":
+        from strop.moe import MoEConfig, MoETransformer
+        from strop.moe.torch import MoEForCausalLM
+
+        tokenizer = self.task.tokenizer
+        config = MoEConfig.preset(
+            "tiny",
+            vocab_size=len(tokenizer),
+            max_seq_len=32,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        model = MoEForCausalLM(MoETransformer(config, seed=self.seed))
+        sizes = f"{model.num_parameters():,} parameters, {config.num_experts} experts, {config.top_k} active"
+        self.say(f"a Mixture-of-Experts transformer, random weights: {sizes}")
+        return model
+
+    def supervise(self, model: "MoEForCausalLM") -> None:
+        from strop.algorithms.sft import SFT
+
+        rows, looked_at = self.train[NUM_LOOKED_AT:], self.train[:NUM_LOOKED_AT]
+        enough = StopWhenMediocre(self.task, looked_at)
+        sft = SFT(model=model, tokenizer=self.task.tokenizer, seed=self.seed, callbacks=[enough], **SFT_OPTIONS)
+        history = sft.train(rows, num_steps=self.sft_steps, output_dir=self.folder / "sft")
+        self.check(history, "the supervised stage")
+        loss = history.values("loss")
+        why = f"stopped: {history.stop_reason}" if history.stop_reason else f"{len(loss)} was the limit"
+        self.say(f"{len(loss)} steps on right answers, loss {loss[0]:.2f} → {loss[-1]:.2f}; {why}")
+
+    def reinforce(self, model: "MoEForCausalLM") -> None:
+        from strop.algorithms.grpo import GRPO
+
+        group = f"{GRPO_OPTIONS['batch_size']} prompts × {GRPO_OPTIONS['group_size']} answers"
+        self.say(f"{self.steps} steps of {group}; the only teacher: was it right?")
+        grpo = GRPO(
+            model=model,
+            tokenizer=self.task.tokenizer,
+            reward_fn=self.task.reward,
+            max_new_tokens=self.task.max_new_tokens,
+            seed=self.seed,
+            **GRPO_OPTIONS,
+        )
+        prompts = [{name: row[name] for name in ("prompt", "answer")} for row in self.train]  # no completion to imitate
+        history = grpo.train(prompts, eval_dataset=self.test, num_steps=self.steps, output_dir=self.folder / "grpo")
+        self.check(history, "GRPO")
+        reward = history.values("reward/mean")
+        self.say(f"reward {reward[0]:.2f} → {reward[-1]:.2f}, KL to the start {history.values('kl')[-1]:.2f}")
+
+    def check(self, history: "History", stage: str) -> None:
+        if history.interrupted:
+            raise Interrupted(f"Interrupted in {stage} after step {history.steps[-1]['step'] if history.steps else 0}")
+
+    def score(self, model: "MoEForCausalLM") -> Scores:
+        greedy, answers = answer(model, self.task, self.test, n=1, temperature=0.0)
+        several, _ = answer(model, self.task, self.test, n=SAMPLES)
+        return Scores(
+            greedy=greedy.rewards.mean().item(),
+            sampled=several.all_rewards.mean().item(),
+            best_of=several.rewards.mean().item(),
+            answers=answers[:NUM_SHOWN],
+            rewards=greedy.rewards[:NUM_SHOWN].tolist(),
+        )
+
+    # ---- what is shown ----
+
+    def table(self, before: Scores, after: Scores) -> Table:
+        table = Table(title=f"{NUM_TEST} held-out problems solved", title_justify="left")
+        for name in ("", "after SFT", "after GRPO"):
+            table.add_column(name, justify="right" if name else "left")
+        for name, shares in comparison(before, after).items():
+            was, now = shares.values()
+            table.add_row(name, f"{was:.1%}", Text(f"{now:.1%}", style="bold"))
+        return table
+
+    def write_results(self, before: Scores, after: Scores, figure: Path | None) -> None:
+        from strop.cli import demo_report
+
+        results = demo_report.Results(
+            self.folder, self.task, self.test[:NUM_SHOWN], before, after, comparison(before, after), self.seconds
+        )
+        demo_report.write(results)
+        if figure is not None:
+            demo_report.draw(results, figure)
+        about = json.loads((self.folder / MARK).read_text(encoding="utf-8"))
+        found = {"before": asdict(before), "after": asdict(after), "seconds": self.seconds}
+        write_json(self.folder / MARK, {**about, "finished": True, **found})
 
 
-def histogram(values: np.ndarray, bins: int = 32) -> str:
-    counts, _ = np.histogram(values, bins)
-    return "".join(BARS[int(np.ceil(8 * c / max(counts.max(), 1)))] for c in counts)
-
-
-def demo(seed: Annotated[int, typer.Option(help="Seed of the simulated rollout.")] = 0) -> None:
-    """Advantages, KL and packing on a simulated rollout of 64 prompts with 8 completions each. No GPU, no download."""
-    console = Console()
-    engine = (
-        "NumPy" if _compiled.native is None else f"C++, {_compiled.native.isa()}, {strop.get_num_threads()} threads"
-    )
-    console.print(Panel(f"[bold]strop {strop.__version__}[/]   primitives: {engine}   seed {seed}", expand=False))
-    rollout = simulate(seed)
-    console.print(_advantages(rollout), _kl(rollout), _packing(rollout), sep="\n")
-
-
-def _report(title: str) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, min_width=78)
-    table.add_column(style="bold", min_width=34)
-    table.add_column()
-    return table
-
-
-def _advantages(rollout: Rollout) -> Table:
-    advantages_PG, milliseconds = timed(strop.compute_batch_group_advantages, rollout.rewards_PG, ddof=1, eps=1e-4)
-    silent = (advantages_PG == 0).all(axis=1)
-    table = _report("1. Group-relative advantages")
-    table.add_row("rewards", f"{PROMPTS} groups of {GROUP_SIZE}, mean {rollout.rewards_PG.mean():.3f}")
-    table.add_row("groups without signal (all equal)", f"{silent.sum()} of {PROMPTS}: every advantage exactly 0")
-    loudest = np.abs(advantages_PG).max(axis=1).argmax()
-    table.add_row("rarest success or failure", f"reward {' '.join(f'{r:4.0f}' for r in rollout.rewards_PG[loudest])}")
-    table.add_row("", f"adv.   {' '.join(f'{a:4.1f}' for a in advantages_PG[loudest])}")
-    table.add_row("distribution where there is signal", histogram(advantages_PG[~silent]))
-    table.add_row("time", f"{milliseconds:.4f} ms")
-    return table
-
-
-def _kl(rollout: Rollout) -> Table:
-    args = (rollout.policy_BT, rollout.reference_BT)
-    kl_B, milliseconds = timed(strop.compute_batch_token_kl_schulman, *args, mask=rollout.mask_BT)
-    difference_BT = rollout.reference_BT - rollout.policy_BT
-    naive_BT = np.exp(difference_BT) - difference_BT - 1
-    smallest = np.unravel_index(np.where(rollout.mask_BT, np.abs(difference_BT), np.inf).argmin(), difference_BT.shape)
-    d = float(difference_BT[smallest])
-    table = _report("2. KL to the reference (k3: exp(d) − d − 1, d = reference − policy)")
-    table.add_row("per token", f"{kl_B.sum() / rollout.mask_BT.sum():.6f} over {rollout.mask_BT.sum():,} tokens")
-    table.add_row("per sequence, distribution", histogram(kl_B))
-    exact = strop.compute_token_kl_schulman(rollout.policy_BT[smallest][None], rollout.reference_BT[smallest][None])
-    table.add_row(
-        f"nearest token, d = {d:.1e}",
-        f"{exact:.3e} (subtracted in float32: {naive_BT[smallest]:.1e})",
-    )
-    table.add_row("time", f"{milliseconds:.4f} ms")
-    return table
-
-
-def _packing(rollout: Rollout) -> Table:
-    bins, milliseconds = timed(strop.pack_sequences, rollout.lengths_B, BIN_TOKENS)
-    batch, collate_milliseconds = timed(strop.collate_packed, rollout.completions, bins, pad_to=BIN_TOKENS)
-    tokens = int(rollout.lengths_B.sum())
-    recovered = all(
-        np.array_equal(batch["input_ids"][batch["sequence_ids"] == i], c) for i, c in enumerate(rollout.completions)
-    )
-    table = _report(f"3. Packing {len(rollout.completions)} completions into rows of {BIN_TOKENS:,} tokens")
-    table.add_row(
-        "lengths", f"{rollout.lengths_B.min()} to {rollout.lengths_B.max()} {histogram(rollout.lengths_B, 24)}"
-    )
-    padded = len(rollout.completions) * int(rollout.lengths_B.max())
-    table.add_row("padded to the longest", f"{padded:,} tokens, {1 - tokens / padded:.1%} of them padding")
-    table.add_row(
-        "packed",
-        f"{batch['input_ids'].size:,} tokens in {len(bins)} rows, {1 - tokens / batch['input_ids'].size:.1%} padding",
-    )
-    table.add_row("every completion recovered", "yes" if recovered else "NO")
-    table.add_row("time", f"{milliseconds:.4f} ms to pack, {collate_milliseconds:.4f} ms to collate")
-    return table
+def comparison(before: Scores, after: Scores) -> dict[str, dict[str, float]]:
+    """By way of answering, the share solved after each stage."""
+    names = {"greedy": "greedy", "sampled": "sampled", f"best of {SAMPLES}": "best_of"}
+    return {
+        shown: {"after SFT": getattr(before, name), "after GRPO": getattr(after, name)} for shown, name in names.items()
+    }

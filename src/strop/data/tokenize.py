@@ -7,8 +7,9 @@ A tokenizer is Hugging Face's, or anything with encode(text) -> ids, decode(ids)
 Conversations need one with a chat template. Without a tokenizer rows hold token ids, which pass through.
 """
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from strop.data.formats import CONTENT, detect_format, is_conversation, with_prompt
@@ -124,7 +125,7 @@ def _encode(text: str, tokenizer: Any, special_tokens: bool = False) -> Ids:
         raise ValueError(
             f"text needs a tokenizer, found {text[:40]!r} and none: pass tokenizer=, or token ids for text"
         )
-    if "add_special_tokens" not in inspect.signature(tokenizer.encode).parameters:
+    if not _takes_special_tokens(getattr(tokenizer.encode, "__func__", tokenizer.encode)):
         return _as_ids(tokenizer.encode(text))
     ids = _as_ids(tokenizer.encode(text, add_special_tokens=False))
     if not special_tokens:
@@ -134,6 +135,12 @@ def _encode(text: str, tokenizer: Any, special_tokens: bool = False) -> Ids:
         return wrapped[:1]  # of an empty text the BOS
     num_before = next((n for n in range(len(wrapped) - len(ids) + 1) if wrapped[n : n + len(ids)] == ids), None)
     return wrapped if num_before is None else wrapped[: num_before + len(ids)]
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_special_tokens(encode: Callable[..., Any]) -> bool:
+    """Asked of every text; a signature takes longer than the encoding of a short one."""
+    return "add_special_tokens" in inspect.signature(encode).parameters
 
 
 def eos_ids(tokenizer: Any) -> tuple[int, ...]:

