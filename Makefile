@@ -92,7 +92,8 @@ dist: $(INSTALLED)
 	for form in whl tar.gz; do \
 	  rm -rf build/dist/venv && $(PYTHON) -m venv build/dist/venv && \
 	  build/dist/venv/bin/python -m pip install --quiet -c constraints.txt build/dist/*.$$form && \
-	  build/dist/venv/bin/strop demo > build/dist/demo.txt && build/dist/venv/bin/strop doctor || exit 1; done
+	  ! build/dist/venv/bin/strop demo --output build/dist/demo 2> build/dist/demo.txt && grep -q 'strop\[train\]' build/dist/demo.txt && \
+	  build/dist/venv/bin/strop doctor || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist

@@ -104,17 +104,8 @@ def load_model_and_tokenizer(job: JobConfig, task: Any) -> tuple[Any, Any]:
             )
         options.setdefault("vocab_size", len(tokenizer))
     name, gguf_file = resolve_model(job.model, job.gguf_file)
-    _quiet_transformers()
     model, own = load_model(name, dtype=job.dtype, gguf_file=gguf_file, device=device_of(job), **options)
     return model, tokenizer or own or getattr(task, "tokenizer", None)
-
-
-def _quiet_transformers() -> None:
-    """Its progress bars are for terminals."""
-    if importlib.util.find_spec("transformers") is not None and not sys.stderr.isatty():
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
 
 
 def resolve_model(name: str, gguf_file: str | None) -> tuple[str, str | None]:
