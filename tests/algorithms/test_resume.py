@@ -206,7 +206,7 @@ def test_ten_kills(tmp_path):
     killed_run.train(tmp_path / "whole", resume=False)
     program = Path(killed_run.__file__)
     done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path / "killed"), "10"], capture_output=True, text=True, timeout=120,
+        [sys.executable, str(program), str(tmp_path / "killed"), "10"], capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.stdout.split() == ["10", "0"], done.stdout + done.stderr

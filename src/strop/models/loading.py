@@ -77,20 +77,18 @@ def _hugging_face(
     gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
     model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
     if gguf_file is not None:
-        _unmark_quantized(model)
+        _forget_quantization(model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, **gguf)
     return (model if device is None else model.to(device)), tokenizer
 
 
-def _unmark_quantized(model: Any) -> None:
-    """Weights from a GGUF file are dense once loaded, but transformers keeps the mark, with which a folder cannot be saved."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is None:
-        return
-    if all(param.is_floating_point() for param in model.parameters()):
-        quantizer.remove_quantization_config(model)
-    else:
-        model.dequantize()
+def _forget_quantization(model: Any) -> None:
+    """GGUF weights are dequantised as they are read; still marked as quantised they could not be saved."""
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if hasattr(model, name):
+            delattr(model, name)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
 
 
 def _transformers() -> Any:
