@@ -138,4 +138,5 @@ def accuracy(model: MoEForCausalLM, task: tasks.Task, rows: list[dict[str, str]]
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="GRPO in one flat file")
     parser.add_argument("--seed", type=int, default=0)
+    torch.set_num_threads(1)  # its tensors are small here, and the engine that does the work has threads of its own
     main(seed=parser.parse_args().seed)

@@ -14,6 +14,7 @@ from strop.algorithms.dpo import DPO, DPOConfig
 from strop.algorithms.grpo import GRPO, GRPOConfig, PolicyLossConfig
 from strop.algorithms.online_dpo import OnlineDPO, OnlineDPOConfig
 from strop.algorithms.sft import SFT, SFTConfig
+from strop.cli.job import JobConfig
 from strop.config import LoRAConfig, OptimConfig, RunConfig, option_names
 from strop.moe import MoEConfig, MoETransformer
 from strop.rollout import Sampling
@@ -70,7 +71,7 @@ def option_table(page, config):
     [
         ("sft.md", SFTConfig), ("dpo.md", DPOConfig), ("grpo.md", GRPOConfig), ("online_dpo.md", OnlineDPOConfig),
         ("grpo.md", PolicyLossConfig), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
-        ("common.md", Sampling),
+        ("common.md", Sampling), ("../command_line.md", JobConfig),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )  # fmt: skip

@@ -82,7 +82,8 @@ def _bars(results: Results) -> Section:
         results.comparison,
         under=(
             "Greedy takes the likeliest token each time; sampled draws at temperature 1; best of 8 draws eight answers and "
-            "lets the reward choose, which needs the right answer at hand and shows what the model can reach."
+            "lets the reward choose, which needs the right answer at hand and shows what the model can reach. A model unsure "
+            "of itself, as after SFT, samples far worse than it answers greedily."
         ),
     )
 
