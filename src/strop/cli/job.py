@@ -102,7 +102,8 @@ def load_model_and_tokenizer(job: JobConfig, task: Any) -> tuple[Any, Any]:
             raise ValueError(
                 f"{job.model} is new and has no tokenizer: give one with --tokenizer or a --task that has one"
             )
-        options.setdefault("vocab_size", len(tokenizer))
+        ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
+        options = {"vocab_size": len(tokenizer), **ids, **options}
     name, gguf_file = resolve_model(job.model, job.gguf_file)
     model, own = load_model(name, dtype=job.dtype, gguf_file=gguf_file, device=device_of(job), **options)
     return model, tokenizer or own or getattr(task, "tokenizer", None)
