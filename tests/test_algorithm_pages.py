@@ -176,6 +176,6 @@ def test_commands_have_the_flags_they_are_shown_with(line):
         assert words[0] in command.commands, f"no command {words[0]}"
         command = command.commands[words.pop(0)]
     flags = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
-    assert {word for word in words if word.startswith("--")} <= flags
+    assert {word for word in words if word.startswith("--")} <= flags | {"--help"}
     for file in (word for word in words if word.startswith("examples/")):
         assert (ROOT / file).is_file(), file
