@@ -139,4 +139,5 @@ def linear_policy_loss(
         Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
     )  # fmt: skip
     d_bias = gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
-    return total, policy_and_kl, logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias
+    # the parts are a copy: what an operator of torch.ops returns may not share memory
+    return total, policy_and_kl.clone(), logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias
