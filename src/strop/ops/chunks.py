@@ -348,6 +348,8 @@ def _policy_terms_in_blocks(
     blocks = [(block, logits[n * block.start : n * block.stop]) for block in _chunks(V, plan.v)]
     logps_n, stats_2n = (tokens.hidden_NH.new_empty(*lead, n, dtype=sums) for lead in ((), (2,)))
     ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values) for values in per_token)
+    assert advantages_n is not None
+    assert weights_n is not None
     for number, (block, piece) in enumerate(blocks):
         logits_nv = head.logits(hidden_nH, block, piece)
         rows.logps(logits_nv, ids_n, None, temperature, False, (logps_n, stats_2n, None), (block.start, V, number))
