@@ -119,7 +119,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
 def _fake(hidden_NH, weight, bias, ids_N, *rest):
     *_, dtype, wanted = rest
     make = partial(hidden_NH.new_empty, dtype=sums_in(dtype))
-    return make(()), make(2), make(ids_N.shape), *fake_gradients(hidden_NH, weight, bias, wanted)
+    return make(()), make(2), make(ids_N.shape), *fake_gradients(hidden_NH, weight, bias, dtype, wanted)
 
 
 @library_op(
