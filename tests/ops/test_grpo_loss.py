@@ -216,6 +216,18 @@ def test_rewards_of_any_kind(backend, rewards):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
+def test_log_probs_in_float64_beside_logits_in_float32(backend):
+    """Old and reference log-probs of another engine: the loss keeps the policy's dtype, and so does every metric."""
+    policy, _, ids, old, *rest = example()
+    options = {"samples_per_prompt": 2, "beta": 0.1, "ref_logps": old + 0.1}
+    expected, gradient = run(grpo_loss, (policy, None, ids, old, *rest), **options)
+    options["ref_logps"] = options["ref_logps"].double()
+    found, found_gradient = run(grpo_loss, (policy, None, ids, old.double(), *rest), **options)
+    assert {x.dtype for x in (*found, *found.metrics.values())} == {torch.float32}
+    torch.testing.assert_close(tuple(found), tuple(expected))
+    torch.testing.assert_close(found_gradient, gradient)
+
+
 def test_one_sequence_of_advantages(backend):
     """B = 1: the advantage of every token is one number, wherever it lies in memory."""
     policy, _, ids, old, _, mask = example()

@@ -223,6 +223,17 @@ def test_the_size_of_the_chunks_changes_nothing(fast_backend, workspace):
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-6)
 
 
+def test_log_probs_in_float64_beside_hidden_states_in_float32(backend):
+    head, (ids, old, *rest), _ = example()
+    options = {"samples_per_prompt": 2, "beta": 0.1}
+    expected, gradients = run(linear_grpo_loss, head, (ids, old, *rest), ref_logps=old + 0.1, **options)
+    wide = {"ref_logps": (old + 0.1).double(), **options}
+    found, found_gradients = run(linear_grpo_loss, head, (ids, old.double(), *rest), **wide)
+    assert {x.dtype for x in (*found, *found.metrics.values())} == {torch.float32}
+    torch.testing.assert_close(tuple(found), tuple(expected))
+    torch.testing.assert_close(found_gradients, gradients)
+
+
 @pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
 def test_masked_garbage_changes_nothing(backend, level):
     (hidden, weight, bias), (ids, old, rewards, mask), (ref_hidden, *ref) = example()

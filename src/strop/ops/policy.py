@@ -19,7 +19,6 @@ from strop._tensors import (
     check_floats,
     check_number,
     check_shape,
-    in_float,
 )
 from strop.losses import (
     IMPORTANCE_LEVELS,
@@ -86,17 +85,10 @@ class PolicyBatch(NamedTuple):
             return self.options.advantages
         return group_advantages(self.rewards, **self.options.of("samples_per_prompt", "group_boundaries"))
 
-    @property
-    def old_logps_N(self) -> torch.Tensor | None:
-        return flat(self.old_logps_BT)
 
-    @property
-    def ref_logps_N(self) -> torch.Tensor | None:
-        return flat(self.options.ref_logps)
-
-
-def flat(logps_BT: torch.Tensor | None) -> torch.Tensor | None:
-    return None if logps_BT is None else in_float(logps_BT.detach()).reshape(-1)
+def flat(logps_BT: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """[N], in the dtype of the policy's log-probs: float64 beside float32 would make the loss float64."""
+    return None if logps_BT is None else logps_BT.detach().to(dtype).reshape(-1)
 
 
 def check_batch(

@@ -72,7 +72,7 @@ def _linear_grpo_loss(
         return composed_from_hidden(linear_logp_of, batch, head, ref, action_ids, workspace)
     ref_logps = ref_logps_of(linear_logp_of, batch, ref, action_ids, workspace)
     dtype = computed_in(hidden)
-    ref_logps_N = flat(ref_logps)
+    old_logps_N, ref_logps_N = (flat(logps, sums_in(dtype)) for logps in (batch.old_logps_BT, ref_logps))
     if rows == "triton":
         advantages_N, weights_N = (_per_row(values, action_ids) for values in coefficients(batch))
     else:
@@ -81,7 +81,7 @@ def _linear_grpo_loss(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         bias,
-        (action_ids.reshape(-1), batch.mask_BT.reshape(-1), batch.old_logps_N, ref_logps_N, advantages_N, weights_N),
+        (action_ids.reshape(-1), batch.mask_BT.reshape(-1), old_logps_N, ref_logps_N, advantages_N, weights_N),
         float(chosen.temperature),
         chosen.token_loss,
         (rows, workspace, dtype),
