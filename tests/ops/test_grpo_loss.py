@@ -523,6 +523,7 @@ MISTAKES = [
     ({"beta": -0.1, "ref_logps": O}, ValueError, "beta must be finite and at least 0, found -0.1"),
     ({"beta": math.nan, "ref_logps": O}, ValueError, "beta must be finite and at least 0, found nan"),
     ({"entropy_coef": -1.0}, ValueError, "entropy_coef must be finite and at least 0, found -1.0"),
+    ({"entropy_coef": None}, TypeError, "entropy_coef must be a float, found NoneType"),
     ({"temperature": 0}, ValueError, "temperature must be finite and above 0, found 0"),
     ({"num_sequences": -1}, ValueError, "num_sequences must be finite and at least 0, found -1"),
     ({"bogus": 1}, TypeError, "got an unexpected keyword argument 'bogus'"),

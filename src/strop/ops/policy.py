@@ -117,9 +117,10 @@ def check_batch(
             check_device(logps, ids, name, "action_ids")
     if ref is not None and options.ref_logps is not None:
         raise ValueError(f"at most one of {ref_name} and ref_logps must be given, found both")
-    check_number(options.beta, "beta")
-    if not 0 <= options.beta < math.inf:
-        raise ValueError(f"beta must be finite and at least 0, found {options.beta}")
+    for value, name in ((options.beta, "beta"), (options.entropy_coef, "entropy_coef")):
+        check_number(value, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0, found {value}")
     if options.beta and ref is None and options.ref_logps is None:
         raise ValueError(f"{ref_name} or ref_logps must be given where beta is above 0, found beta={options.beta}")
     return PolicyBatch(options, mask_BT, old_logps, _check_rewards(rewards, options, ids))
