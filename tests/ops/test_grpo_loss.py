@@ -441,6 +441,26 @@ def test_in_place(backend, view):
             grpo_loss(columns, *rest, samples_per_prompt=2, in_place=True)
 
 
+def test_logits_overwritten_and_kept_by_another_are_refused(fast_backend):
+    """A tanh keeps its output, another loss its input: both would read the gradient for logits."""
+    policy, *rest = example()
+    leaf = policy.clone().requires_grad_()
+    for make, other in ((torch.tanh, torch.zeros_like), (torch.clone, torch.square)):
+        x = make(leaf)
+        kept = other(x).sum()
+        loss = grpo_loss(x, *rest, samples_per_prompt=2, beta=0.1, in_place=True).loss
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (loss + kept).backward()
+
+
+def test_the_logits_choose_the_backend_in_whatever_order_keywords_come(fast_backend):
+    """And not old log-probs in float64 that were written before them."""
+    policy, ref, ids, old, rewards, mask = example()
+    given = {"old_logps": old.double(), "policy_logits": policy, "ref_logits": ref, "action_ids": ids}
+    found = grpo_loss(**given, rewards=rewards, completion_mask=mask, samples_per_prompt=2)
+    assert torch.equal(found.loss, grpo_loss(policy, ref, ids, old, rewards, mask, samples_per_prompt=2).loss)
+
+
 def test_the_gradient_is_handed_out_once(backend):
     policy, *rest = example()
     x = policy.requires_grad_()

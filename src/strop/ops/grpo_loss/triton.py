@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from strop.losses import PolicyLoss
-from strop.ops.autograd import first_order
+from strop.ops.autograd import first_order, note_overwritten
 from strop.ops.grpo_loss.reference import check_grpo_loss, composed_from_logits, grpo_loss
 from strop.ops.library import library_op
 from strop.ops.logp.triton import logp_triton, score
@@ -56,6 +56,7 @@ class _PolicyLoss(torch.autograd.Function):
         settings = temperature, loss.loss_type, loss.clip_eps, loss.delta, loss.beta, loss.kl_estimator
         if gradient and in_place:
             results = list(policy_terms_(logits, *tensors, *settings))
+            note_overwritten(logits)
             d_logits = logits.detach()
         else:
             *results, d_logits = policy_terms(logits, *tensors, *settings, gradient)
