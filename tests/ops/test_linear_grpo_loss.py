@@ -137,6 +137,25 @@ def test_every_option(fast_backend, loss_type, level, kl, reference):
 @pytest.mark.parametrize("workspace", [None, 2000])
 def test_as_exact_as_eager(backend, dtype, workspace):
     """Eager: the product in the dtype, the rest in float32; each gradient to twice its error, in one chunk or several."""
+    check_against_eager(backend, dtype, workspace)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_as_exact_as_eager_in_chunks_of_tokens(fast_backend, monkeypatch, dtype):
+    """The way of many tokens. The few of these tests would lie in the memory of the weight's gradient, all at once."""
+    chunk_sizes, token_chunks = [], chunks._token_chunks
+
+    def noted(*given):
+        chunk_sizes.extend(part.stop - part.start for part in token_chunks(*given))
+        return token_chunks(*given)
+
+    monkeypatch.setattr(chunks, "_over_the_gradient", lambda *given: None)
+    monkeypatch.setattr(chunks, "_token_chunks", noted)
+    check_against_eager(fast_backend, dtype, 2000)
+    assert len(chunk_sizes) > 1
+
+
+def check_against_eager(backend, dtype, workspace):
     head, rest, _ = example(dtype, V=203)
     found, gradients = run(linear_grpo_loss, head, rest, samples_per_prompt=2, workspace=workspace)
     expected, exact = run(linear_grpo_loss.reference, [x.double() for x in head], rest, samples_per_prompt=2)
