@@ -146,6 +146,19 @@ def test_opcheck_under_autocast(dtype, wanted):
     )
 
 
+@pytest.mark.parametrize("name", [name for name in OPERATORS if "linear" in name])
+def test_shapes_on_the_meta_device(name, monkeypatch):
+    """Without memory for any of it: the sizes and dtypes of the result and of its gradients."""
+    for tensor in ("IDS", "MASK", "OLD", "REWARDS"):
+        monkeypatch.setitem(globals(), tensor, globals()[tensor].to("meta"))
+    model = Model(OPERATORS[name]).to("meta")
+    value = model(HIDDEN.to("meta"))
+    value.backward()
+    gradients = [(p.grad.shape, p.grad.dtype, p.grad.device.type) for p in model.parameters()]
+    assert (value.shape, value.dtype) == ((), torch.float32)
+    assert gradients == [(p.shape, p.dtype, "meta") for p in model.parameters()]
+
+
 def test_the_library_runs_the_function_itself():
     """A plain call does not go through the dispatcher; the operator gives the same."""
     arguments = (LOGITS, *COEFFICIENTS, *LOSS, True)

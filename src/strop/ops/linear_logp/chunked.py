@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from strop.ops.autograd import first_order
+from strop.ops.checks import autocast_on
 from strop.ops.chunks import Head, Wanted, linear_logps, linear_logps_bwd, sums_in
 from strop.ops.library import library_op
 from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
@@ -55,9 +56,8 @@ def _linear_logp(
 
 def computed_in(hidden: torch.Tensor) -> torch.dtype:
     """The dtype of the products: autocast's, where it is on."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
+    if autocast_on(hidden) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype
 
 
