@@ -253,6 +253,20 @@ def test_log_probs_in_float64_beside_hidden_states_in_float32(backend):
     torch.testing.assert_close(found_gradients, gradients)
 
 
+@pytest.mark.parametrize("workspace", [None, 1000])
+def test_another_loss_may_be_added_in_place(backend, workspace):
+    (hidden, weight, bias), rest, _ = example()
+    expected, gradients = run(linear_grpo_loss, (hidden, weight, bias), rest, samples_per_prompt=2)
+    weight = weight.clone().requires_grad_()
+    found = linear_grpo_loss(hidden, weight, *rest, bias=bias, samples_per_prompt=2, workspace=workspace)
+    loss = found.loss
+    loss += 0.5 * weight.square().sum()
+    loss *= 2
+    loss.backward()
+    torch.testing.assert_close(weight.grad, 2 * (gradients[1] + weight.detach()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.policy_loss, expected.policy_loss)
+
+
 @pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
 def test_masked_garbage_changes_nothing(backend, level):
     (hidden, weight, bias), (ids, old, rewards, mask), (ref_hidden, *ref) = example()
