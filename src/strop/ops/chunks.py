@@ -181,7 +181,8 @@ def _score_vocabulary(n: int, logits_at_once: int, device: torch.device) -> int:
     at_a_time = torch.cuda.get_device_properties(device).multi_processor_count
     tiles_along_n = -(-n // tile_n)
     rounds = v // tile_v * tiles_along_n // at_a_time
-    return rounds * at_a_time // tiles_along_n // 2 * 2 * tile_v if rounds else v  # odd numbers of tiles take longer
+    tiles_along_v = rounds * at_a_time // tiles_along_n // 2 * 2  # odd numbers of tiles take longer
+    return tiles_along_v * tile_v or v  # 0 where the memory, or the GPU, is too small for full rounds
 
 
 def _empty_gradients(tokens: Tokens, head: Head, wanted: Wanted) -> Gradients:
