@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import struct
 
 import pytest
@@ -219,7 +220,8 @@ def test_a_pickle_is_named_and_not_executed(write, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "content",
-    [b"hello, this is a text file of some length", b"\x00" * 64, struct.pack("<Q", 20) + b"x" * 40, b"[1, 2, 3]   ", os.urandom(64)],
+    [b"hello, this is a text file of some length", b"\x00" * 64, struct.pack("<Q", 20) + b"x" * 40, b"[1, 2, 3]   ", random.Random(0).randbytes(64)],
+    ids=["text", "zeros", "cut", "list", "noise"],
 )  # fmt: skip
 def test_a_foreign_file(content, tmp_path):
     path = tmp_path / "foreign.pt"
