@@ -167,9 +167,9 @@ def test_strict_kernels_refuse_what_is_not_prepared():
 
 def test_a_million_lengths_in_a_second():
     lengths = np.random.default_rng(0).integers(1, 2049, 1_000_000)
-    start = time.perf_counter()
+    start = time.process_time()
     bins = strop.pack_sequences(lengths, 4096)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert sum(map(len, bins)) == 1_000_000
     assert max(int(lengths[b].sum()) for b in bins[:1000]) <= 4096
     assert seconds < 3  # the figure is in the benchmark; this only catches a change of complexity on a busy machine
