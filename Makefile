@@ -39,8 +39,11 @@ $(INSTALLED): $(VENV)/packages $(NATIVE)
 demo: $(INSTALLED)
 	$(BIN)/strop demo
 
+# Half of the tests run Triton's kernels through its interpreter, one core each.
+PYTEST_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist worksteal
 
 test-gpu:
 	PYTHONPATH=src python3 -m pytest tests/gpu
@@ -69,11 +72,11 @@ check: lint test sanitize dist
 define build_sanitized
 	rm -rf $(SANITIZED)
 	$(PYTHON) -m venv $(SANITIZED)
-	$(SANITIZED)/bin/python -m pip install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja numpy safetensors pytest hypothesis
+	$(SANITIZED)/bin/python -m pip install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja numpy safetensors pytest pytest-xdist hypothesis
 	$(SANITIZED)/bin/python -m pip install --quiet --no-build-isolation --no-deps -C cmake.define.STROP_SANITIZE=$(1) -C build-dir=build/$(1) .
 endef
 LIBRARY = $$($${CXX:-c++} -print-file-name=$(1))
-SANITIZED_PYTEST = OPENBLAS_NUM_THREADS=1 $(SANITIZED)/bin/python -m pytest -p no:cacheprovider -W default -q
+SANITIZED_PYTEST = OPENBLAS_NUM_THREADS=1 $(SANITIZED)/bin/python -m pytest -p no:cacheprovider -W default -q -n $(PYTEST_JOBS)
 
 sanitize: $(INSTALLED)
 	$(call build_sanitized,address)
@@ -86,13 +89,16 @@ sanitize-threads: $(INSTALLED)
 	LD_PRELOAD="$(call LIBRARY,libtsan.so)" TSAN_OPTIONS="exitcode=66 halt_on_error=1 die_after_fork=0" \
 	$(SANITIZED_PYTEST) tests/primitives tests/moe/test_moe_native.py -k "thread or fork or bits or generate"
 
+# The wheel is built from the sdist. It is installed alone: the core works without torch.
 dist: $(INSTALLED)
 	rm -rf build/dist
 	$(BIN)/python -m build --quiet --no-isolation --outdir build/dist .
-	for form in whl tar.gz; do \
-	  rm -rf build/dist/venv && $(PYTHON) -m venv build/dist/venv && \
-	  build/dist/venv/bin/python -m pip install --quiet -c constraints.txt build/dist/*.$$form && \
-	  build/dist/venv/bin/strop demo > build/dist/demo.txt && build/dist/venv/bin/strop doctor || exit 1; done
+	$(PYTHON) -m venv build/dist/venv
+	build/dist/venv/bin/python -m pip install --quiet -c constraints.txt build/dist/*.whl
+	cd build/dist && venv/bin/python -c "import strop; from strop.moe import MoEConfig, MoETransformer; \
+	  print(strop.compute_group_advantages([1.0, 0.0]), MoETransformer(MoEConfig()).forward([[1, 2]]).shape)"
+	! build/dist/venv/bin/strop demo --output build/dist/demo 2> build/dist/demo.txt && grep -q 'strop\[train\]' build/dist/demo.txt
+	build/dist/venv/bin/strop doctor
 
 clean:
 	rm -rf $(VENV) build dist

@@ -23,8 +23,8 @@ from strop.moe import MoEConfig, MoETransformer
 from strop.moe.torch import MoEForCausalLM
 from strop.ops import logp
 
-SFT_STEPS, SFT_BATCH, SFT_LR = 50, 64, 3e-3
-GRPO_STEPS, PROMPTS, SAMPLES, GRPO_LR = 250, 64, 8, 5e-4
+SFT_STEPS, SFT_BATCH, SFT_LR = 65, 64, 1e-3
+GRPO_STEPS, PROMPTS, SAMPLES, GRPO_LR = 200, 64, 8, 5e-4
 CLIP_EPS, KL_COEF = 0.2, 0.01
 
 
@@ -53,7 +53,7 @@ def main(seed: int = 0, sft_steps: int = SFT_STEPS, grpo_steps: int = GRPO_STEPS
     # 4. The reference: the policy as it is now, frozen. The KL to it is measured, and held by KL_COEF.
     reference = MoEForCausalLM(MoETransformer(config, params={k: v.copy() for k, v in model.moe.params.items()}))
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=GRPO_LR, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=GRPO_LR, betas=(0.9, 0.99), weight_decay=0.0)
     for step in range(grpo_steps):
         # 5. Rollout: SAMPLES answers to each prompt, next to each other, with the log-probs they were drawn with.
         rows = [train_rows[i] for i in rng.integers(len(train_rows), size=PROMPTS)]
@@ -138,4 +138,5 @@ def accuracy(model: MoEForCausalLM, task: tasks.Task, rows: list[dict[str, str]]
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="GRPO in one flat file")
     parser.add_argument("--seed", type=int, default=0)
+    torch.set_num_threads(1)  # its tensors are small here, and the engine that does the work has threads of its own
     main(seed=parser.parse_args().seed)

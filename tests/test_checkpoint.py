@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import struct
 
 import pytest
@@ -182,6 +183,23 @@ def test_a_cut_file(saved, keep):
         SFT.from_checkpoint(saved)
 
 
+@pytest.mark.parametrize("first", [0x80, 0x50])
+def test_a_header_whose_length_begins_as_a_pickle_or_a_zip_does(saved, tmp_path, first):
+    """The file begins with the header's length: 0x0480 bytes of it look like a pickle of protocol 4."""
+    header, tensors = checkpoint.read(saved)
+    for padding in range(0x10000):
+        path = tmp_path / "padded.pt"
+        checkpoint.write(path, tensors, {**header, "padding": " " * padding * 8})
+        start = path.read_bytes()[:2]
+        if start[0] == first:
+            break
+    assert start[0] == first
+    assert SFT.from_checkpoint(path).state.step == 2
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(CheckpointError, match="cut off within its header"):
+        SFT.from_checkpoint(path)
+
+
 class Evil:
     def __reduce__(self):
         return os.mkdir, ("executed",)
@@ -202,7 +220,8 @@ def test_a_pickle_is_named_and_not_executed(write, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "content",
-    [b"hello, this is a text file of some length", b"\x00" * 64, struct.pack("<Q", 20) + b"x" * 40, b"[1, 2, 3]   ", os.urandom(64)],
+    [b"hello, this is a text file of some length", b"\x00" * 64, struct.pack("<Q", 20) + b"x" * 40, b"[1, 2, 3]   ", random.Random(0).randbytes(64)],
+    ids=["text", "zeros", "cut", "list", "noise"],
 )  # fmt: skip
 def test_a_foreign_file(content, tmp_path):
     path = tmp_path / "foreign.pt"

@@ -10,8 +10,9 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_examples_run(path, capsys):
-    """The Python blocks of a page, one after another in one namespace."""
+def test_examples_run(path, capsys, tmp_path, monkeypatch):
+    """The Python blocks of a page, one after another in one namespace and in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
     namespace = {}
     for number, block in enumerate(blocks, 1):

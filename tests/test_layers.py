@@ -16,6 +16,7 @@ LAYERS = {
     "strop.moe.train": [],
     "strop.moe.weights": [],
     "strop.moe.reference.engine": [],
+    "strop.tasks": [],
     "strop.losses": ["torch"],
     "strop.losses.kl": ["torch"],
     "strop.losses.policy": ["torch"],
@@ -23,6 +24,10 @@ LAYERS = {
     "strop.losses.preference": ["torch"],
     "strop.ops": ["torch"],
     "strop.ops.registry": ["torch"],
+    "strop.config": [],
+    "strop.logging": [],
+    "strop.callbacks": [],
+    "strop.algorithms.dpo": ["torch"],
     "strop.models": ["torch"],
     "strop.rollout": ["torch"],
     "strop.rewards": ["torch"],
@@ -34,6 +39,10 @@ LAYERS = {
     "strop.bench.suites.engines": [],
     "strop.bench.suites.convergence": [],
     "strop.bench.suites.losses": ["torch"],
+    "strop.data.formats": [],
+    "strop.data.tokenize": [],
+    "strop.data.collate": ["torch"],
+    "strop.report": [],
     "strop.cli": ["typer", "rich"],
 }
 KNOWS_NOTHING_OF = {
@@ -47,6 +56,8 @@ KNOWS_NOTHING_OF = {
     "strop.rewards": ["strop.models", "strop.rollout", "strop.algorithms", "strop.bench", "strop.cli"],
     "strop.algorithms.grpo": ["strop.tasks", "strop.bench", "strop.cli"],
     "strop.bench.harness": ["strop.cli"],
+    "strop.data.collate": ["strop.moe", "strop.ops", "strop.losses", "strop.algorithms", "strop.cli"],
+    "strop.report": ["strop.moe", "strop.ops", "strop.losses", "strop.algorithms", "strop.cli"],
 }
 
 

@@ -181,10 +181,11 @@ def load_optimizer(trainer: "Trainer", tensors: Tensors, values: dict[str, Any],
         raise CheckpointError(f"{path} has optimiser state of {extra[0]!r}, which is not trained here")
     for group, options in zip(groups, values["groups"], strict=True):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+        moves_all = group.get("capturable") or group.get("fused")  # else torch keeps counts of steps on the CPU
         for param in group["params"]:
             entry = by_name.get(names[id(param)], {})
             trainer.optimizer.state[param] = {
-                key: value.to(param.device) if isinstance(value, torch.Tensor) and value.ndim else value
+                key: value.to(param.device) if isinstance(value, torch.Tensor) and (value.ndim or moves_all) else value
                 for key, value in entry.items()
             }
 
@@ -208,18 +209,15 @@ def read_header(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with path.open("rb") as file:  # 8 bytes: the length of the JSON that follows
         start = file.read(8)
-        if start[:2] == b"PK" or start[:1] == b"\x80":
-            raise CheckpointError(f"{path} is a pickle, as torch.save writes it: strop reads only its own checkpoints")
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         raw = file.read(length) if 8 + length <= size else b""
     try:
         parsed = json.loads(raw)
         end = max((entry["data_offsets"][1] for name, entry in parsed.items() if name != "__metadata__"), default=0)
     except (ValueError, KeyError, TypeError, AttributeError):
-        what = "is cut off in its header" if start and raw == b"" and start[7:] == b"\0" else "is no safetensors file"
-        raise CheckpointError(f"{path} {what}: it holds {size} bytes and no checkpoint of strop") from None
+        raise CheckpointError(f"{path} {_what_else(start, size, raw)}") from None
     if "strop" not in parsed.get("__metadata__", {}):
         raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of strop")
     if 8 + length + end != size:
@@ -228,6 +226,18 @@ def read_header(path: str | Path) -> dict[str, Any]:
     if header["format"] != FORMAT:
         raise CheckpointError(f"{path} must be of format {FORMAT}, found {header['format']}: another version wrote it")
     return header
+
+
+def _what_else(start: bytes, size: int, raw: bytes) -> str:
+    """What a file without a readable header is; a length in its place has zeros in its upper bytes."""
+    is_length = len(start) == 8 and start[5:] == bytes(3)
+    is_zip, is_new = start[:4] == b"PK\x03\x04", start[:3] in (b"\x80\4\x95", b"\x80\5\x95")
+    is_old = start[:2] in (b"\x80\2", b"\x80\3") and not is_length
+    if is_zip or is_new or is_old:
+        return "is a pickle, as torch.save writes it: strop reads only its own checkpoints, and never runs code from a file"
+    if is_length and not raw and start != bytes(8):
+        return f"is cut off within its header: it holds {size} bytes"
+    return f"is no safetensors file: it holds {size} bytes and no checkpoint of strop"
 
 
 # ---- a folder of checkpoints ----

@@ -8,12 +8,13 @@ import random
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 from strop.algorithms.sft import SFT
 
-NUM_STEPS = 150
+NUM_STEPS = 100
 
 
 class Dropping(torch.nn.Module):
@@ -34,7 +35,7 @@ def rows():
     return [{"prompt": [draw.randrange(12)], "completion": [draw.randrange(12), draw.randrange(12)]} for _ in range(50)]
 
 
-def train(folder, resume):
+def train(folder, resume, num_steps=NUM_STEPS):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Dropping()
@@ -42,7 +43,7 @@ def train(folder, resume):
         model=model, learning_rate=1e-2, batch_size=4, save_every=1, dropout=True, schedule="cosine", warmup_steps=5,
         keep_checkpoints=2,
     )  # fmt: skip
-    sft.train(rows(), num_steps=NUM_STEPS, output_dir=folder, resume=resume, progress=False)
+    sft.train(rows(), num_steps=num_steps, output_dir=folder, resume=resume, progress=False)
 
 
 def in_a_child(work):
@@ -57,21 +58,32 @@ def in_a_child(work):
     return child
 
 
+def newest_step(folder):
+    return max((int(path.stem[5:]) for path in Path(folder).glob("checkpoints/step-*.safetensors")), default=0)
+
+
+def wait_for_a_moment(folder, draw):
+    """A few steps on and then anywhere within the next one; now and then while it is still starting."""
+    if draw.random() < 0.2:
+        time.sleep(draw.uniform(0, 0.03))
+        return
+    wanted = newest_step(folder) + draw.randrange(1, 8)
+    while newest_step(folder) < wanted:
+        time.sleep(0.001)
+    time.sleep(draw.uniform(0, 0.01))
+
+
 def main():
     folder, num_kills = sys.argv[1], int(sys.argv[2])
-    draw = random.Random(int(time.time()))
-    kills = 0
-    while True:
+    draw = random.Random()
+    train(folder + "-warm-up", resume=False, num_steps=1)  # every import, once for all children
+    for _ in range(num_kills):
         child = in_a_child(lambda: train(folder, resume=True))
-        if kills < num_kills:
-            time.sleep(draw.uniform(0.0, 0.25))
-            os.kill(child, signal.SIGKILL)
-        status = os.waitpid(child, 0)[1]
-        if os.WIFSIGNALED(status):
-            kills += 1
-        else:
-            break
-    print(kills, os.waitstatus_to_exitcode(status))
+        wait_for_a_moment(folder, draw)
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    child = in_a_child(lambda: train(folder, resume=True))
+    print(num_kills, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 if __name__ == "__main__":

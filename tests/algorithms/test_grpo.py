@@ -209,8 +209,9 @@ def test_on_policy_ratio_is_one(make, temperature):
 
 
 @every_kind
-def test_kl_is_exactly_zero_at_step_0(make):
-    grpo = make_grpo(make(), kl_coef=0.1, learning_rate=1e-2)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_kl_is_exactly_zero_at_step_0(make, temperature):
+    grpo = make_grpo(make(scale=2.0), kl_coef=0.1, learning_rate=1e-2, temperature=temperature)
     metrics = grpo.train_step(PROMPTS)
     assert metrics["kl"] == metrics["mean_kl"] == 0.0
     assert grpo.train_step(PROMPTS)["kl"] > 1e-7
@@ -241,6 +242,20 @@ def test_inner_updates_over_shuffled_minibatches():
     assert metrics["mismatch_ratio_max"] == 1.0  # of the first update
     assert metrics["ratio/max"] > 1.001  # of all of them
     assert list(grpo._minibatches(16)) != batches  # the next step has an order of its own
+
+
+@every_kind
+def test_every_step_and_every_seed_draws_anew(make):
+    drawn = []
+    for seed in (0, 0, 1):
+        grpo = make_grpo(make(), learning_rate=0.0, seed=seed)
+        steps = []
+        for _ in range(2):
+            grpo.train_step(PROMPTS)
+            steps.append([sample["completion"] for sample in grpo.samples])
+        assert steps[0] != steps[1]
+        drawn.append(steps)
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_clipping_is_counted_and_acts():

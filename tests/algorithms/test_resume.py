@@ -175,12 +175,14 @@ def test_callbacks_go_on_where_they_were(tmp_path):
     assert resumed.num_bad == stopping.num_bad
 
 
-def test_a_finished_run_resumed_does_nothing_more_and_can_be_extended(tmp_path):
+def test_a_finished_run_resumed_does_nothing_more_and_can_be_extended(tmp_path, capsys):
     sft = SFT(model=tiny_moe(), **OPTIONS)
     sft.train(ROWS, num_steps=4, output_dir=tmp_path)
     same = SFT(model=tiny_moe(), **OPTIONS)
+    assert "SFT is at step 4 of 4" not in capsys.readouterr().err
     assert len(same.train(ROWS, num_steps=4, output_dir=tmp_path, resume=True).steps) == 4
     assert torch.equal(weights_of(same), weights_of(sft))
+    assert "SFT is at step 4 of 4: nothing left to do" in capsys.readouterr().err
     longer = SFT(model=tiny_moe(), **OPTIONS)
     longer.train(ROWS, num_steps=6, output_dir=tmp_path, resume=True)
     assert longer.state.step == 6
@@ -193,6 +195,8 @@ def test_what_a_resumed_run_may_not_change(tmp_path):
     other = SFT(model=tiny_moe(), **{**OPTIONS, "batch_size": 2})
     with pytest.raises(ValueError, match=r"run.batch_size must be 3 as in the run of .*, found 2"):
         other.train(ROWS, num_steps=1, output_dir=tmp_path, resume=True)
+    with pytest.raises(ValueError, match=r"dataset must have 10 rows as when the run began, found 9"):
+        SFT(model=tiny_moe(), **OPTIONS).train(ROWS[1:], num_steps=1, output_dir=tmp_path, resume=True)
     with pytest.raises(ValueError, match="output_dir must be given with resume=True"):
         other.train(ROWS, resume=True)
 
@@ -202,7 +206,7 @@ def test_ten_kills(tmp_path):
     killed_run.train(tmp_path / "whole", resume=False)
     program = Path(killed_run.__file__)
     done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path / "killed"), "10"], capture_output=True, text=True, timeout=120,
+        [sys.executable, str(program), str(tmp_path / "killed"), "10"], capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.stdout.split() == ["10", "0"], done.stdout + done.stderr

@@ -27,21 +27,6 @@ def test_version_and_help():
     assert all(command in text for command in ("demo", "bench", "doctor"))
 
 
-def test_demo():
-    found = run("demo", COLUMNS="120")
-    assert found.returncode == 0, found.stderr
-    assert "64 groups of 8" in found.stdout
-    assert "every completion recovered" in found.stdout
-    assert "NO" not in found.stdout
-    assert run("demo", "--seed", "1").stdout != found.stdout
-
-
-def test_demo_without_the_compiled_module():
-    found = run("demo", STROP_NATIVE="0")
-    assert found.returncode == 0, found.stderr
-    assert "primitives: NumPy" in found.stdout
-
-
 def test_doctor_is_content_here_and_without_the_compiled_module():
     assert run("doctor").returncode == 0
     found = run("doctor", STROP_NATIVE="0", COLUMNS="200")

@@ -125,6 +125,17 @@ def test_sources_that_are_none():
         load_rows({"train": ROWS, "test": ROWS}, split="tset")
 
 
+def test_tasks_by_name():
+    rows = load_rows("addition", limit=3)
+    assert load_rows("task:addition", limit=3) == rows
+    assert all(eval(row["prompt"].rstrip("=")) == int(row["answer"]) for row in rows)
+    assert {r["prompt"] for r in load_rows("addition", split="test", limit=50)}.isdisjoint(
+        r["prompt"] for r in load_rows("addition", limit=500)
+    )
+    with pytest.raises(ValueError, match="called 'adition'; did you mean 'addition'"):
+        load_rows("adition")
+
+
 def test_what_an_algorithm_wants():
     assert check_rows([{"prompt": "a"}], ["prompt_only"]) == "prompt_only"
     assert check_rows(ROWS, ["prompt_only"]) == "prompt_only"  # the completion is an extra column

@@ -73,9 +73,10 @@ def test_linear_logp_with_entropy():
 
 
 @every_dtype
-@pytest.mark.parametrize("workspace", [None, 4 * MiB])
-def test_linear_grpo_loss(dtype, workspace):
-    head, ids, mask = example(dtype)
+@pytest.mark.parametrize(("H", "workspace"), [(256, None), (256, 4 * MiB), (16, 2 * MiB)])
+def test_linear_grpo_loss(dtype, H, workspace):
+    """With H = 16 the logits do not fit into the memory of the weight's gradient: chunks of tokens, summed in float32."""
+    head, ids, mask = example(dtype, H=H)
     old = eager_logps(linear(*head), ids) + 0.2 * torch.randn(4, 24, device="cuda")
     rest, options = (ids, old, torch.randn(4, device="cuda"), mask), {"samples_per_prompt": 2}
     reference = lambda h, w, b: linear_grpo_loss.reference(h, w, *rest, bias=b, **options).loss  # noqa: E731

@@ -133,7 +133,7 @@ MISTAKES = [
     ({"group_boundaries": torch.tensor([2, 4, 6])}, ValueError, "found [2, 4, 6]"),
     ({"group_boundaries": torch.tensor([[0, 4]])}, ValueError, "group_boundaries must be one-dimensional, found shape [1, 2]"),
     ({"group_boundaries": torch.tensor([0.0, 4.0])}, TypeError, "group_boundaries must be integers, found torch.float32"),
-    ({"group_boundaries": [0.0, 4.0]}, TypeError, "group_boundaries must be an int, found float"),
+    ({"group_boundaries": [0, 4.0]}, TypeError, "group_boundaries[1] must be an int, found float"),
     ({"group_boundaries": 4}, TypeError, "group_boundaries must be a tensor or a list, found int"),
     ({"samples_per_prompt": 2, "ddof": 2}, ValueError, "ddof must be below the 2 rewards of a group, found 2"),
     ({"group_boundaries": [0, 1, 4], "ddof": 3}, ValueError, "ddof must be below the 3 rewards of a group, found 3"),

@@ -65,6 +65,13 @@ def test_by_hand():
     assert logps.grad.tolist() == [pytest.approx([0.0, -1.0]), pytest.approx([1.5, 0.0])]
 
 
+def test_another_loss_added_in_place_leaves_the_parts_alone():
+    result = policy_loss(float64([[-1.0]]).requires_grad_(), None, float64([2.0]), torch.ones(1, 1))
+    loss = result.loss
+    loss += 3.0
+    assert [x.item() for x in result] == [1.0, -2.0, 0.0]
+
+
 def test_two_sided_clip_by_hand():
     """delta caps the ratio where A < 0, which the plain clip leaves open."""
     logps = torch.log(float64([[3.0, 9.0, 0.5, 3.0]])).requires_grad_()

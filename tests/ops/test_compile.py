@@ -132,6 +132,33 @@ def test_opcheck(name):
         torch.library.opcheck(getattr(torch.ops.strop, name).default, arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [[True, True, False], [True, False, False], [False, True, False]])
+def test_opcheck_under_autocast(dtype, wanted):
+    """Hidden states in either dtype, a weight in float32, products in bfloat16; the gradients not asked for too."""
+    head, autocast = (HEAD[0].to(dtype), WEIGHT, None), (torch.bfloat16, wanted)
+    torch.library.opcheck(
+        torch.ops.strop.linear_logp_backward.default, (*head, I, M, *STATS, None, 0.7, "torch", 400, *autocast)
+    )
+    torch.library.opcheck(
+        torch.ops.strop.linear_policy_loss.default,
+        (*head, I, M, O, None, O, O, *LOSS[:4], 0.0, "k3", "torch", 400, *autocast),
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if "linear" in name])
+def test_shapes_on_the_meta_device(name, monkeypatch):
+    """Without memory for any of it: the sizes and dtypes of the result and of its gradients."""
+    for tensor in ("IDS", "MASK", "OLD", "REWARDS"):
+        monkeypatch.setitem(globals(), tensor, globals()[tensor].to("meta"))
+    model = Model(OPERATORS[name]).to("meta")
+    value = model(HIDDEN.to("meta"))
+    value.backward()
+    gradients = [(p.grad.shape, p.grad.dtype, p.grad.device.type) for p in model.parameters()]
+    assert (value.shape, value.dtype) == ((), torch.float32)
+    assert gradients == [(p.shape, p.dtype, "meta") for p in model.parameters()]
+
+
 def test_the_library_runs_the_function_itself():
     """A plain call does not go through the dispatcher; the operator gives the same."""
     arguments = (LOGITS, *COEFFICIENTS, *LOSS, True)

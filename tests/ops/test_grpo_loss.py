@@ -216,6 +216,18 @@ def test_rewards_of_any_kind(backend, rewards):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
+def test_log_probs_in_float64_beside_logits_in_float32(backend):
+    """Old and reference log-probs of another engine: the loss keeps the policy's dtype, and so does every metric."""
+    policy, _, ids, old, *rest = example()
+    options = {"samples_per_prompt": 2, "beta": 0.1, "ref_logps": old + 0.1}
+    expected, gradient = run(grpo_loss, (policy, None, ids, old, *rest), **options)
+    options["ref_logps"] = options["ref_logps"].double()
+    found, found_gradient = run(grpo_loss, (policy, None, ids, old.double(), *rest), **options)
+    assert {x.dtype for x in (*found, *found.metrics.values())} == {torch.float32}
+    torch.testing.assert_close(tuple(found), tuple(expected))
+    torch.testing.assert_close(found_gradient, gradient)
+
+
 def test_one_sequence_of_advantages(backend):
     """B = 1: the advantage of every token is one number, wherever it lies in memory."""
     policy, _, ids, old, _, mask = example()
@@ -429,6 +441,26 @@ def test_in_place(backend, view):
             grpo_loss(columns, *rest, samples_per_prompt=2, in_place=True)
 
 
+def test_logits_overwritten_and_kept_by_another_are_refused(fast_backend):
+    """A tanh keeps its output, another loss its input: both would read the gradient for logits."""
+    policy, *rest = example()
+    leaf = policy.clone().requires_grad_()
+    for make, other in ((torch.tanh, torch.zeros_like), (torch.clone, torch.square)):
+        x = make(leaf)
+        kept = other(x).sum()
+        loss = grpo_loss(x, *rest, samples_per_prompt=2, beta=0.1, in_place=True).loss
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (loss + kept).backward()
+
+
+def test_the_logits_choose_the_backend_in_whatever_order_keywords_come(fast_backend):
+    """And not old log-probs in float64 that were written before them."""
+    policy, ref, ids, old, rewards, mask = example()
+    given = {"old_logps": old.double(), "policy_logits": policy, "ref_logits": ref, "action_ids": ids}
+    found = grpo_loss(**given, rewards=rewards, completion_mask=mask, samples_per_prompt=2)
+    assert torch.equal(found.loss, grpo_loss(policy, ref, ids, old, rewards, mask, samples_per_prompt=2).loss)
+
+
 def test_the_gradient_is_handed_out_once(backend):
     policy, *rest = example()
     x = policy.requires_grad_()
@@ -511,6 +543,7 @@ MISTAKES = [
     ({"beta": -0.1, "ref_logps": O}, ValueError, "beta must be finite and at least 0, found -0.1"),
     ({"beta": math.nan, "ref_logps": O}, ValueError, "beta must be finite and at least 0, found nan"),
     ({"entropy_coef": -1.0}, ValueError, "entropy_coef must be finite and at least 0, found -1.0"),
+    ({"entropy_coef": None}, TypeError, "entropy_coef must be a float, found NoneType"),
     ({"temperature": 0}, ValueError, "temperature must be finite and above 0, found 0"),
     ({"num_sequences": -1}, ValueError, "num_sequences must be finite and at least 0, found -1"),
     ({"bogus": 1}, TypeError, "got an unexpected keyword argument 'bogus'"),

@@ -137,6 +137,25 @@ def test_every_option(fast_backend, loss_type, level, kl, reference):
 @pytest.mark.parametrize("workspace", [None, 2000])
 def test_as_exact_as_eager(backend, dtype, workspace):
     """Eager: the product in the dtype, the rest in float32; each gradient to twice its error, in one chunk or several."""
+    check_against_eager(backend, dtype, workspace)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_as_exact_as_eager_in_chunks_of_tokens(fast_backend, monkeypatch, dtype):
+    """The way of many tokens. The few of these tests would lie in the memory of the weight's gradient, all at once."""
+    chunk_sizes, token_chunks = [], chunks._token_chunks
+
+    def noted(*given):
+        chunk_sizes.extend(part.stop - part.start for part in token_chunks(*given))
+        return token_chunks(*given)
+
+    monkeypatch.setattr(chunks, "_over_the_gradient", lambda *given: None)
+    monkeypatch.setattr(chunks, "_token_chunks", noted)
+    check_against_eager(fast_backend, dtype, 2000)
+    assert len(chunk_sizes) > 1
+
+
+def check_against_eager(backend, dtype, workspace):
     head, rest, _ = example(dtype, V=203)
     found, gradients = run(linear_grpo_loss, head, rest, samples_per_prompt=2, workspace=workspace)
     expected, exact = run(linear_grpo_loss.reference, [x.double() for x in head], rest, samples_per_prompt=2)
@@ -221,6 +240,31 @@ def test_the_size_of_the_chunks_changes_nothing(fast_backend, workspace):
     expected, expected_gradients = run(linear_grpo_loss, head, rest, **options)
     torch.testing.assert_close(tuple(found), tuple(expected))
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_log_probs_in_float64_beside_hidden_states_in_float32(backend):
+    head, (ids, old, *rest), _ = example()
+    options = {"samples_per_prompt": 2, "beta": 0.1}
+    expected, gradients = run(linear_grpo_loss, head, (ids, old, *rest), ref_logps=old + 0.1, **options)
+    wide = {"ref_logps": (old + 0.1).double(), **options}
+    found, found_gradients = run(linear_grpo_loss, head, (ids, old.double(), *rest), **wide)
+    assert {x.dtype for x in (*found, *found.metrics.values())} == {torch.float32}
+    torch.testing.assert_close(tuple(found), tuple(expected))
+    torch.testing.assert_close(found_gradients, gradients)
+
+
+@pytest.mark.parametrize("workspace", [None, 1000])
+def test_another_loss_may_be_added_in_place(backend, workspace):
+    (hidden, weight, bias), rest, _ = example()
+    expected, gradients = run(linear_grpo_loss, (hidden, weight, bias), rest, samples_per_prompt=2)
+    weight = weight.clone().requires_grad_()
+    found = linear_grpo_loss(hidden, weight, *rest, bias=bias, samples_per_prompt=2, workspace=workspace)
+    loss = found.loss
+    loss += 0.5 * weight.square().sum()
+    loss *= 2
+    loss.backward()
+    torch.testing.assert_close(weight.grad, 2 * (gradients[1] + weight.detach()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.policy_loss, expected.policy_loss)
 
 
 @pytest.mark.parametrize("level", IMPORTANCE_LEVELS)

@@ -1,13 +1,15 @@
 """linear_logp on every backend: against logp of the product, chunk sizes, heads of every kind, autocast, bad input."""
 
+import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import linear
 from yardstick import backends, check, cut_off, eager_logps
 
-from strop.ops import linear_logp, logp, registry
+from strop.ops import chunks, linear_logp, logp, registry
 
 H, V = 6, 21
 
@@ -232,6 +234,16 @@ def test_backward_twice_and_accumulation(backend):
         (gradient,) = torch.autograd.grad(linear_logp(hidden, weight, ids).sum(), weight, create_graph=True)
         with pytest.raises(RuntimeError, match="this backend has no gradient of its gradient"):
             gradient.sum().backward()
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 14, 132])
+def test_a_block_is_never_empty(monkeypatch, multiprocessors):
+    """Whatever the memory and the GPU, of which a slice may have few multiprocessors."""
+    gpu = SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    for n, v in itertools.product((1, 300, 2048), (1, 128, 256, 300, 5000)):
+        found = chunks._score_vocabulary(n, n * v, torch.device("cuda"))
+        assert 1 <= found <= v
 
 
 def test_without_gradients(backend):

@@ -214,6 +214,18 @@ def test_the_gradient_may_take_the_logits_memory(backend):
         assert logp(columns.detach(), ids.view(-1), in_place=True).shape == (6,)  # nothing to overwrite
 
 
+def test_logits_overwritten_and_kept_by_another_are_refused():
+    """Either loss may overwrite the logits, but not under the other, which would read a gradient for logits."""
+    ids = torch.tensor([1, 2])
+    for in_place in (True, False):
+        logits = torch.randn(2, 5, requires_grad=True) * 1.0
+        with registry.use_backend(logp="triton"):
+            first, second = (logp(logits, ids, in_place=x) for x in (in_place, True))
+        second.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            first.sum().backward()
+
+
 def test_backward_twice_and_of_itself(backend):
     logits = torch.randn(2, 5, requires_grad=True)
     found = logp(logits, torch.tensor([1, 2]))

@@ -83,7 +83,7 @@ def test_environment(double, monkeypatch):
     with pytest.raises(ValueError, match="STROP_BACKEND asks for backend 'cuda'; double has fast, torch"):
         double(3)
     monkeypatch.setenv("STROP_BACKEND", "duoble=torch")
-    with pytest.raises(ValueError, match="unknown operator 'duoble'; there are double, grpo_loss"):
+    with pytest.raises(ValueError, match="STROP_BACKEND names an unknown operator 'duoble'; there are double, grpo"):
         double(3)
 
 
@@ -170,7 +170,7 @@ def test_there_is_one_operator_of_a_name():
 @pytest.mark.parametrize("setting", ["logp=", "torch,mine", "logp=torch,logp=mine", "=torch"])
 def test_settings_that_mean_nothing(double, monkeypatch, setting):
     monkeypatch.setenv("STROP_BACKEND", setting)
-    with pytest.raises(ValueError, match=r"STROP_BACKEND must be a backend or op=backend|unknown operator ''"):
+    with pytest.raises(ValueError, match=r"STROP_BACKEND must be a backend or op=backend"):
         double(3)
 
 

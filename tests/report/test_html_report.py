@@ -21,6 +21,7 @@ from strop.report.curves import (
     tick_label,
     value_axis,
 )
+from strop.report.svg import step_axis
 
 
 def make_run(folder, num_steps=60, algorithm="grpo", header=True, tail="", **changes):
@@ -217,6 +218,21 @@ def test_lines_written_twice_count_once(tmp_path):
     assert (run.series("loss").steps, run.series("loss").values[-1]) == ([1, 2, 3], 9.0)
 
 
+def test_a_single_reward_is_drawn_once(tmp_path):
+    alone = make_run(
+        tmp_path / "alone", **{"reward/exact": lambda step: step / 60, "mean_reward": lambda step: step / 60}
+    )
+    assert "Reward: exact" not in build_report([alone])
+    both = make_run(tmp_path / "both", **{"reward/exact": lambda step: step / 90})
+    assert "Reward: exact" in build_report([both])
+
+
+def test_what_no_phase_covers_is_shown(tmp_path):
+    text = build_report([make_run(tmp_path / "run", **{"time/step": 0.5})])
+    rows = re.findall(r"<tr><td>(\w+)</td><td class=\"number\">([\d.]+) s</td>", text)
+    assert rows == [("generate", "0.3"), ("backward", "0.1"), ("other", "0.1")]
+
+
 def test_without_a_header(tmp_path):
     text = build_report([make_run(tmp_path / "run", header=False)])
     assert "there is no run.json" in text
@@ -311,6 +327,12 @@ class TestNumbers:
     )
     def test_ticks_are_round(self, low, high, ticks):
         assert linear_axis(low, high).ticks == pytest.approx(ticks)
+
+    @pytest.mark.parametrize(("low", "high"), [(0, 3), (0, 12), (5, 20), (0, 20), (1, 10_000)])
+    def test_steps_are_whole(self, low, high):
+        ticks = step_axis([low, high]).ticks
+        assert len(ticks) >= 2
+        assert all(tick == int(tick) for tick in ticks)
 
     def test_scales_are_honest(self):
         assert value_axis([0.3, 0.9]).low == 0

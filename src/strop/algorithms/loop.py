@@ -74,12 +74,22 @@ def _begin(trainer: "Trainer", num_rows: int, num_steps: int | None, num_epochs:
     epochs = run.num_epochs if num_epochs is None else num_epochs
     check_count("num_steps", steps)
     check_count("num_epochs", epochs)
+    if trainer.goes_on and num_rows != (state.num_rows or num_rows):
+        raise ValueError(
+            f"dataset must have {state.num_rows} rows as when the run began, found {num_rows}; trainer.goes_on = False "
+            f"begins a new run with the weights as they are"
+        )
     if not trainer.goes_on:
         state.first_step, state.epoch, state.position = state.step, 0, 0
         seed_everything(run.seed)
+    state.num_rows = num_rows
     if num_steps is None and num_epochs is not None:
         steps = 0
+    if not steps and not epochs:
+        raise ValueError("num_steps or num_epochs must be above 0, found 0 of both")
     state.total_steps = state.first_step + (steps or epochs * -(-num_rows // run.batch_size))
+    if state.step >= state.total_steps:
+        print(f"{trainer.name} is at step {state.step} of {state.total_steps}: nothing left to do", file=sys.stderr)
 
 
 def _run(trainer: "Trainer", rows: Sequence[Any], eval_rows: "Prepared | None", folder: "RunFolder | None") -> None:
@@ -228,7 +238,7 @@ class Rescue:
         self.rng = get_rng()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is None or self.folder is None:
+        if not isinstance(error, Exception) or self.folder is None:  # not for Ctrl-C: a second one means at once
             return
         state = self.trainer.state
         step, updates, epoch, position = self.before

@@ -19,6 +19,7 @@ class TrainState:
     updates       optimiser steps done, of which a training step may have several
     epoch         passes over the dataset completed
     position      rows of the present epoch already used
+    num_rows      of the dataset, whose order position and epoch refer to
     first_step    the step this run of train() began at, where the schedule begins
     total_steps   the step at which it ends, with the schedule; 0 if unknown
     seconds       time spent training, over all resumptions
@@ -28,6 +29,7 @@ class TrainState:
     updates: int = 0
     epoch: int = 0
     position: int = 0
+    num_rows: int = 0
     first_step: int = 0
     total_steps: int = 0
     num_tokens: int = 0
@@ -54,10 +56,14 @@ class History:
 
 
 class Phases:
-    """Seconds by name of phase; a phase within another counts for the inner one only."""
+    """Seconds by name of phase; a phase within another counts for the inner one only.
 
-    def __init__(self) -> None:
+    A GPU is waited for at the end of a phase: else its work would count for whatever phase first needs a result.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self._gpu = device if device is not None and device.type == "cuda" else None
         self._inner: list[float] = []
 
     @contextlib.contextmanager
@@ -67,6 +73,8 @@ class Phases:
         try:
             yield
         finally:
+            if self._gpu is not None:
+                torch.cuda.synchronize(self._gpu)
             taken = time.perf_counter() - start
             own = taken - self._inner.pop()
             self.seconds[name] = self.seconds.get(name, 0.0) + own

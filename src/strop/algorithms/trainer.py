@@ -61,12 +61,13 @@ class Trainer:
             tokenizer = loaded if tokenizer is None else tokenizer
         if isinstance(ref_model, (str, Path)):
             ref_model, _ = load_model(ref_model)
-        self.policy = as_policy(self._prepared_model(as_policy(model).model), tokenizer)
+        self.policy = as_policy(self._prepared_model(as_policy(model)), tokenizer)
         self.tokenizer = self.policy.tokenizer
         _warn_of_half_precision(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
         self.loggers = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
         self.callbacks = list(callbacks)
+        self._check_listeners()
         self.state = TrainState()
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.stop_reason: str | None = None
@@ -74,7 +75,7 @@ class Trainer:
         self.reference: Any = None
         self.goes_on = False  # whether train() continues a run: after from_checkpoint, or an interruption
         self.history = History()
-        self._phases = Phases()
+        self._phases = Phases(self.policy.device)
         self._step_tokens = 0
         self.setup(ref_model)
 
@@ -128,13 +129,14 @@ class Trainer:
                 )
             learning_rate = self._set_learning_rate()
             self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)  # a rollout that follows has their memory
             self.state.updates += 1
         return {"loss": total, "grad_norm": grad_norm, "learning_rate": learning_rate}
 
     def run_step(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Do `work` as one training step: events, phase times, tokens per second, loggers."""
         start = time.perf_counter()
-        self._phases, self._step_tokens = Phases(), 0
+        self._phases, self._step_tokens = Phases(self.policy.device), 0
         self.fire("on_step_begin")
         self.policy.model.train()
         metrics = dict(work())
@@ -205,6 +207,9 @@ class Trainer:
     ) -> History:
         """Train on the dataset: rows as dicts (list, datasets.Dataset) or a JSONL file.
 
+        A run that begins sets the global random generators by config.run.seed. After from_checkpoint, or after an
+        interruption, it goes on where it was. Ctrl-C and SIGTERM end it after the step, with a checkpoint.
+
         num_steps, num_epochs   where to end, in place of the config's
         output_dir              the run folder: metrics, samples, checkpoints, and at the end the model
         resume                  go on from the newest checkpoint of output_dir, or begin if there is none
@@ -269,11 +274,26 @@ class Trainer:
                 raise ValueError(unknown_option(option, [*known, *arguments], f" of {self.name}"))
         return (config if config is not None else self.Config()).changed(options)
 
-    def _prepared_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def _check_listeners(self) -> None:
+        for logger in self.loggers:
+            if not callable(getattr(logger, "log", None)):
+                raise TypeError(f"logger must have log(metrics, step), found a {type(logger).__name__}")
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks must be of strop.callbacks.Callback, found {type(callback).__name__}")
+
+    def _prepared_model(self, policy: Any) -> torch.nn.Module:
         """The model with what the config asks of it: adapters, no dropout, gradient checkpointing, compilation."""
-        run = self.config.run
+        run, model = self.config.run, policy.model
         if self.config.lora is not None:
+            if policy.kind != "hf":
+                raise ValueError(f"lora must be None but for Hugging Face models, found a {type(model).__name__}")
             model = _with_lora(model, self.config.lora, run.seed)
+        if policy.kind == "moe" and (run.autocast or run.compile):
+            warnings.warn(
+                "autocast and compile have no effect on the MoE: its engine computes in float32", stacklevel=4
+            )
+            return model
         if not run.dropout:
             turn_dropout_off(model)
         if run.gradient_checkpointing:
@@ -281,7 +301,7 @@ class Trainer:
                 raise ValueError(
                     f"gradient_checkpointing must be False: {type(model).__name__} has no gradient_checkpointing_enable"
                 )
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return torch.compile(model) if run.compile else model  # type: ignore[return-value]
 
     def _set_learning_rate(self) -> float:

@@ -391,7 +391,9 @@ def header(suite: str, method: Method, command: str) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """The commit this package was run from: its own repository's, or STROP_COMMIT where the sources travel without it."""
+    """The commit this package was run from: STROP_COMMIT where the sources travel without it, else its repository's."""
+    if told := os.environ.get("STROP_COMMIT"):
+        return {"id": told, "clean": None}
 
     def git(*args: str) -> str | None:
         if shutil.which("git") is None:
@@ -400,7 +402,7 @@ def commit() -> dict[str, Any]:
         return done.stdout.strip() if done.returncode == 0 else None
 
     if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return {"id": os.environ.get("STROP_COMMIT"), "clean": None}
+        return {"id": None, "clean": None}
     return {"id": git("rev-parse", "HEAD"), "clean": git("status", "--porcelain", "--", ":/src", ":/native") == ""}
 
 

@@ -1,5 +1,6 @@
 """The command line: one file per command."""
 
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -51,6 +52,8 @@ def main() -> None:
     """Errors are one line and a non-zero exit; the traceback comes with --debug."""
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of transformers and datasets are for terminals
     try:
         train.define_commands(arguments)
         sys.exit(app(args=arguments, prog_name="strop", standalone_mode=False))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MARK = "demo.json"  # tells a folder of this command from any other
 OWN = (MARK, "data", "sft", "grpo", "report.html")
 LENGTH = 5  # digits to sort
-NUM_TRAIN, NUM_LOOKED_AT, NUM_TEST, NUM_SHOWN = 10_000, 250, 500, 8
+NUM_TRAIN, NUM_LOOKED_AT, NUM_TEST, NUM_SHOWN = 10_000, 250, 500, 6
 MEDIOCRE = 0.4  # of training problems solved: where the supervised stage ends
 SAMPLES = 8  # for best-of-n
 # Options of SFT and GRPO, found by trying; what was tried is in docs/log.md.
@@ -67,6 +67,7 @@ def demo(
 ) -> None:  # fmt: skip
     """Train a small model to sort digits, supervised and then with GRPO, and write a report. No GPU, no download, about a minute or two."""
     console = Console(highlight=False)
+    check_folder(output)
     _check_torch()
     claim_folder(output, {"seed": seed, "steps": steps, "sft_steps": sft_steps, "strop": strop.__version__})
     try:
@@ -84,12 +85,16 @@ def _check_torch() -> None:
         raise ImportError('strop demo needs torch: pip install "strop[train]"') from None
 
 
-def claim_folder(folder: Path, about: dict[str, Any]) -> None:
-    """An empty folder with the mark in it. Another's things are not touched: a folder without the mark must be empty."""
+def check_folder(folder: Path) -> None:
+    """Another's things are not touched: a folder without the mark must be empty."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"--output must be a folder, found the file {folder}")
     if folder.exists() and not (folder / MARK).is_file() and any(folder.iterdir()):
         raise FileExistsError(f"--output must be empty or hold an earlier demo, found other things in {folder}")
+
+
+def claim_folder(folder: Path, about: dict[str, Any]) -> None:
+    """The folder with the mark in it, and nothing that an earlier demo left."""
     for name in OWN:
         path = folder / name
         if path.is_dir() and not path.is_symlink():
@@ -155,6 +160,7 @@ class Demo:
         self.task = tasks.get("sorting", length=LENGTH)
         self.train: list[dict[str, str]] = []
         self.test: list[dict[str, str]] = []
+        self.sft_ended = ""
 
     def run(self, figure: Path | None) -> None:
         title = f"[bold]strop {strop.__version__}[/]   a model learns to sort {LENGTH} digits   seed {self.seed}"
@@ -224,8 +230,8 @@ class Demo:
         history = sft.train(rows, num_steps=self.sft_steps, output_dir=self.folder / "sft")
         self.check(history, "the supervised stage")
         loss = history.values("loss")
-        why = f"stopped: {history.stop_reason}" if history.stop_reason else f"{len(loss)} was the limit"
-        self.say(f"{len(loss)} steps on right answers, loss {loss[0]:.2f} → {loss[-1]:.2f}; {why}")
+        self.sft_ended = f"stopped at {history.stop_reason}" if history.stop_reason else "the limit given"
+        self.say(f"{len(loss)} steps on right answers, loss {loss[0]:.2f} → {loss[-1]:.2f}; {self.sft_ended}")
 
     def reinforce(self, model: "MoEForCausalLM") -> None:
         from strop.algorithms.grpo import GRPO
@@ -276,7 +282,13 @@ class Demo:
         from strop.cli import demo_report
 
         results = demo_report.Results(
-            self.folder, self.task, self.test[:NUM_SHOWN], before, after, comparison(before, after), self.seconds
+            folder=self.folder,
+            rows=self.test[:NUM_SHOWN],
+            before=before,
+            after=after,
+            comparison=comparison(before, after),
+            sft_ended=self.sft_ended,
+            seconds=self.seconds,
         )
         demo_report.write(results)
         if figure is not None:

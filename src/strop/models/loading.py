@@ -76,8 +76,19 @@ def _hugging_face(
     transformers = _transformers()
     gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
     model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
+    if gguf_file is not None:
+        _forget_quantization(model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, **gguf)
     return (model if device is None else model.to(device)), tokenizer
+
+
+def _forget_quantization(model: Any) -> None:
+    """GGUF weights are dequantised as they are read; still marked as quantised they could not be saved."""
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if hasattr(model, name):
+            delattr(model, name)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
 
 
 def _transformers() -> Any:

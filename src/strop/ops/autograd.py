@@ -7,6 +7,16 @@ from typing import Any
 import torch
 
 
+def note_overwritten(logits: torch.Tensor) -> None:
+    """Tell autograd what it cannot see: a kernel has written the gradient over the logits.
+
+    Whoever has kept them for a backward of their own (a tanh its output, a second loss) is then refused by torch,
+    where they would have read a gradient for logits.
+    """
+    if not torch.compiler.is_compiling():  # a graph knows it from the operator's schema
+        torch.autograd.graph.increment_version(logits)
+
+
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of a backward without a gradient of its own: asking for one raises.
 

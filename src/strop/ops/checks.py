@@ -81,7 +81,7 @@ def check_head(hidden: Any, weight: Any, bias: Any, prefix: str = "") -> None:
     if bias is not None:
         check_floats(bias, bias_name)
         check_shape(bias, weight.shape[:1], bias_name)
-    autocast = torch.is_autocast_enabled(hidden.device.type)
+    autocast = autocast_on(hidden)
     for tensor, name in ((weight, weight_name), (bias, bias_name)):
         if tensor is None:
             continue
@@ -89,6 +89,10 @@ def check_head(hidden: Any, weight: Any, bias: Any, prefix: str = "") -> None:
         if tensor.dtype != hidden.dtype and (not autocast or torch.float64 in (tensor.dtype, hidden.dtype)):
             why = "autocast leaves float64 alone" if autocast else "autocast is off"
             raise TypeError(f"{name} must be {hidden.dtype} as {hidden_name} is, found {tensor.dtype} ({why})")
+
+
+def autocast_on(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch has no answer for meta
 
 
 def check_workspace(workspace: Any) -> None:

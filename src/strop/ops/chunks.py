@@ -181,7 +181,8 @@ def _score_vocabulary(n: int, logits_at_once: int, device: torch.device) -> int:
     at_a_time = torch.cuda.get_device_properties(device).multi_processor_count
     tiles_along_n = -(-n // tile_n)
     rounds = v // tile_v * tiles_along_n // at_a_time
-    return rounds * at_a_time // tiles_along_n // 2 * 2 * tile_v if rounds else v  # odd numbers of tiles take longer
+    tiles_along_v = rounds * at_a_time // tiles_along_n // 2 * 2  # odd numbers of tiles take longer
+    return tiles_along_v * tile_v or v  # 0 where the memory, or the GPU, is too small for full rounds
 
 
 def _empty_gradients(tokens: Tokens, head: Head, wanted: Wanted) -> Gradients:
@@ -348,6 +349,8 @@ def _policy_terms_in_blocks(
     blocks = [(block, logits[n * block.start : n * block.stop]) for block in _chunks(V, plan.v)]
     logps_n, stats_2n = (tokens.hidden_NH.new_empty(*lead, n, dtype=sums) for lead in ((), (2,)))
     ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values) for values in per_token)
+    assert advantages_n is not None
+    assert weights_n is not None
     for number, (block, piece) in enumerate(blocks):
         logits_nv = head.logits(hidden_nH, block, piece)
         rows.logps(logits_nv, ids_n, None, temperature, False, (logps_n, stats_2n, None), (block.start, V, number))

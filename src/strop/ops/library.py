@@ -13,7 +13,8 @@ _LIBRARY = torch.library.Library("strop", "FRAGMENT")
 
 
 class LibraryOp:
-    """Called with plain tensors it is the function itself; in a graph being made it is `torch.ops.strop.<name>`.
+    """Called with plain tensors it is the function itself; in a graph being made, or on the meta device, it is
+    `torch.ops.strop.<name>`.
 
     The way through torch's dispatcher and back into Python would take as long as launching a kernel.
     """
@@ -23,7 +24,7 @@ class LibraryOp:
         self.op = getattr(torch.ops.strop, name).default
 
     def __call__(self, *args: Any) -> Any:
-        plain = type(args[0]) in _PLAIN and not torch.compiler.is_compiling()
+        plain = type(args[0]) in _PLAIN and not args[0].is_meta and not torch.compiler.is_compiling()
         return self.function(*args) if plain else self.op(*args)
 
 

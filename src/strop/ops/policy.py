@@ -19,7 +19,6 @@ from strop._tensors import (
     check_floats,
     check_number,
     check_shape,
-    in_float,
 )
 from strop.losses import (
     IMPORTANCE_LEVELS,
@@ -86,17 +85,10 @@ class PolicyBatch(NamedTuple):
             return self.options.advantages
         return group_advantages(self.rewards, **self.options.of("samples_per_prompt", "group_boundaries"))
 
-    @property
-    def old_logps_N(self) -> torch.Tensor | None:
-        return flat(self.old_logps_BT)
 
-    @property
-    def ref_logps_N(self) -> torch.Tensor | None:
-        return flat(self.options.ref_logps)
-
-
-def flat(logps_BT: torch.Tensor | None) -> torch.Tensor | None:
-    return None if logps_BT is None else in_float(logps_BT.detach()).reshape(-1)
+def flat(logps_BT: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """[N], in the dtype of the policy's log-probs: float64 beside float32 would make the loss float64."""
+    return None if logps_BT is None else logps_BT.detach().to(dtype).reshape(-1)
 
 
 def check_batch(
@@ -125,9 +117,10 @@ def check_batch(
             check_device(logps, ids, name, "action_ids")
     if ref is not None and options.ref_logps is not None:
         raise ValueError(f"at most one of {ref_name} and ref_logps must be given, found both")
-    check_number(options.beta, "beta")
-    if not 0 <= options.beta < math.inf:
-        raise ValueError(f"beta must be finite and at least 0, found {options.beta}")
+    for value, name in ((options.beta, "beta"), (options.entropy_coef, "entropy_coef")):
+        check_number(value, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0, found {value}")
     if options.beta and ref is None and options.ref_logps is None:
         raise ValueError(f"{ref_name} or ref_logps must be given where beta is above 0, found beta={options.beta}")
     return PolicyBatch(options, mask_BT, old_logps, _check_rewards(rewards, options, ids))

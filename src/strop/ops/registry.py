@@ -233,9 +233,11 @@ def _parse(setting: str) -> dict[str | None, str]:
     choices: dict[str | None, str] = {}
     for part in filter(None, (p.strip() for p in setting.split(","))):
         left, separator, right = (piece.strip() for piece in part.partition("="))
-        name, backend = (get_op(left).name, right) if separator else (None, left)
-        if not backend or name in choices:
+        name, backend = (left, right) if separator else (None, left)
+        if not backend or name == "" or name in choices:
             raise ValueError(f"STROP_BACKEND must be a backend or op=backend,op=backend, found {setting!r}")
+        if name is not None and name not in _ops:
+            raise ValueError(f"STROP_BACKEND names an unknown operator {name!r}; there are {_listed(_ops)}")
         choices[name] = backend
     return choices
 

@@ -92,6 +92,12 @@ def _drop_doubles(run: Run) -> None:
         for row in run.metrics:
             if other in row and row.get(name) == row[other]:
                 del row[other]
+    for prefix in ("", "eval/"):  # of a single reward function the mean is its own
+        mean = run.series(f"{prefix}reward/mean")
+        for name in [n for n in run.names if n.startswith(f"{prefix}reward/") and n != f"{prefix}reward/mean"]:
+            if len(mean) and run.series(name) == mean:
+                for row in run.metrics:
+                    row.pop(name, None)
 
 
 def _title(runs: Sequence[Run]) -> str:

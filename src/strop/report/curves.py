@@ -67,7 +67,7 @@ def linear_axis(low: float, high: float, num_ticks: int = 5, *, whole: bool = Fa
         low, high = low - pad, high + pad
     step = _nice_step((high - low) / num_ticks)
     if whole:
-        step = max(step, 1.0)
+        step = float(math.ceil(step)) if step != 2.5 else 5.0
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = [i * step for i in range(first, last + 1)]
     return Axis(ticks[0], ticks[-1], ticks)
@@ -94,7 +94,7 @@ def value_axis(values: Sequence[float], *, from_zero: bool = False, fraction: bo
     ordinary = sorted(values)[int(0.97 * (len(values) - 1))]
     if low > 0 and high > 20 * ordinary:
         return log_axis(low, high)
-    if from_zero and low == high == 0:
+    if low == high == 0:
         return linear_axis(0.0, 1.0)
     if from_zero or 0 <= low < 0.5 * high:
         low = min(low, 0.0)

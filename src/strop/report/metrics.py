@@ -17,7 +17,7 @@ class Metric:
     title: str
     unit: str = ""
     group: str = "other"
-    rank: int = 50
+    rank: float = 50
     fraction: bool = False
     from_zero: bool = False
     smoothed: bool = True
@@ -34,6 +34,9 @@ METRICS = {
     ),
     "preference/margin": Metric("Preference margin", "implicit reward, nats", "outcome", 4, in_summary=True),
     "preference/win_rate": Metric("Win rate", "against the start", "outcome", 4, fraction=True, in_summary=True),
+    "rewards/chosen": Metric("Implicit reward, chosen", "nats", "outcome", 4.2),
+    "rewards/rejected": Metric("Implicit reward, rejected", "nats", "outcome", 4.3),
+    "preference/tied_fraction": Metric("Ties", "of pairs", "outcome", 4.5, fraction=True),
     "loss": Metric("Loss", "", "outcome", 6, by_algorithm=True, in_summary=True),
     "perplexity": Metric("Perplexity", "", "outcome", 6, from_zero=True),
     "reward/std": Metric("Spread of rewards", "standard deviation", "outcome", 7, from_zero=True),
@@ -44,6 +47,9 @@ METRICS = {
     "completion/truncated_fraction": Metric("Cut off at the limit", "of completions", "policy", 13, fraction=True),
     "clip_fraction": Metric("Clipped", "of tokens", "policy", 14, fraction=True),
     "ratio/max": Metric("Largest ratio", "new over old probability", "policy", 15),
+    "ratio/mean": Metric("Mean ratio", "new over old probability", "policy", 16),
+    "mismatch_kl": Metric("Rollout against training", "KL, nats per token", "policy", 17),
+    "mismatch_ratio_max": Metric("Rollout against training", "largest ratio", "policy", 18),
     "grad_norm": Metric("Gradient norm", "before clipping", "optimiser", 20, from_zero=True),
     "learning_rate": Metric("Learning rate", "", "optimiser", 21, from_zero=True, smoothed=False),
     "tokens_per_second": Metric("Throughput", "tokens per second", "optimiser", 30, from_zero=True, in_summary=True),
@@ -57,7 +63,9 @@ def describe(name: str) -> Metric:
     if name.startswith("eval/"):
         inner = describe(name.removeprefix("eval/"))
         unit = "" if "batch" in inner.unit else inner.unit
-        return replace(inner, title=f"{inner.title}, held out", unit=unit, rank=inner.rank - 1, smoothed=False)
+        summed = inner.in_summary and inner.group == "outcome"
+        title = f"{inner.title}, held out"
+        return replace(inner, title=title, unit=unit, rank=inner.rank - 0.5, smoothed=False, in_summary=summed)
     if name in METRICS:
         return METRICS[name]
     fraction = name.endswith(("_fraction", "accuracy", "_rate"))

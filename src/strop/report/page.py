@@ -14,6 +14,7 @@ from strop.report.runs import Run, Series
 from strop.report.svg import Chart, Curve, bars, colour, escape, legend_of, line_chart, share_bar, stacked_bars
 
 HERE = Path(__file__).parent
+FEW_SAMPLES = 4
 WHOLE_STEP = "time/step"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 MAX_BARS, MAX_SAMPLES, MAX_SHOWN, MAX_LINES, MAX_KEPT = 36, 6, 700, 12, 20_000
@@ -118,11 +119,11 @@ def _chart_card(chart: Chart, data: list[dict]) -> str:
 
 def curve_sections(runs: Sequence[Run]) -> list[Section]:
     names = dict.fromkeys(name for run in runs for name in run.names if not name.startswith("time/"))
-    charts: dict[str, list[tuple[int, Chart]]] = {group: [] for group in GROUPS}
+    charts: dict[str, list[tuple[float, Chart]]] = {group: [] for group in GROUPS}
     for position, name in enumerate(names):
         metric = describe(name)
         for chart in _charts_of(name, metric, runs):
-            charts[metric.group].append((metric.rank * 1000 + position, chart))
+            charts[metric.group].append((1000 * metric.rank + position, chart))
     order = {group: [c for _, c in sorted(found, key=lambda f: f[0])] for group, found in charts.items()}
     return [Section(GROUPS[group][0], under=GROUPS[group][1], charts=found) for group, found in order.items() if found]
 
@@ -243,7 +244,9 @@ def _samples(run: Run) -> tuple[str, str]:
 def _pick(samples: Sequence[dict]) -> list[dict]:
     """One of each prompt first, then more, up to a few."""
     firsts = {as_text(s.get("prompt", "")): s for s in reversed(samples)}
-    return [*reversed(firsts.values())][:MAX_SAMPLES]
+    chosen = [*reversed(firsts.values())][:MAX_SAMPLES]
+    others = [s for s in samples if not any(s is c for c in chosen)]
+    return chosen + others[: max(FEW_SAMPLES - len(chosen), 0)]
 
 
 def _side(sample: Mapping[str, Any]) -> tuple[str, Any, Any]:

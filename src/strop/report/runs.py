@@ -127,8 +127,9 @@ def load_runs(folders: Iterable[str | Path]) -> list[Run]:
     for folder in map(Path, folders):
         inner = sorted(p for p in folder.iterdir() if p.is_dir() and is_run(p)) if folder.is_dir() else []
         found += [folder] if is_run(folder) or not inner else inner
-    unique = list(dict.fromkeys(p.resolve() for p in found))
-    return [load_run(path, name) for path, name in zip(unique, _distinct_names(unique), strict=True)]
+    unique = {path.resolve(): path for path in reversed(found)}
+    ordered = list(dict.fromkeys(path.resolve() for path in found))
+    return [load_run(unique[path], name) for path, name in zip(ordered, _distinct_names(ordered), strict=True)]
 
 
 def _distinct_names(paths: Sequence[Path]) -> list[str]:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from strop.losses import PolicyLoss
-from strop.ops.autograd import first_order
+from strop.ops.autograd import first_order, note_overwritten
 from strop.ops.grpo_loss.reference import check_grpo_loss, composed_from_logits, grpo_loss
 from strop.ops.library import library_op
 from strop.ops.logp.triton import logp_triton, score
-from strop.ops.policy import PolicyOptions, coefficients, fused_result, keep_gradients, kept_gradients
+from strop.ops.policy import PolicyOptions, coefficients, flat, fused_result, keep_gradients, kept_gradients
 from strop.ops.rows import TokenLoss, fake_gradient, implementation, on_gpu, on_gpu_or_interpreted
 
 
@@ -35,13 +35,13 @@ def grpo_loss_triton(
     if not chosen.row_suffices:
         return composed_from_logits(logp_triton, batch, policy_logits, ref_logits, action_ids, in_place)
     ids_N, mask_N, temperature = action_ids.reshape(-1), batch.mask_BT.reshape(-1), float(chosen.temperature)
-    ref_logps_N = batch.ref_logps_N
+    old_logps_N, ref_logps_N = flat(batch.old_logps_BT, torch.float32), flat(chosen.ref_logps, torch.float32)
     if ref_logits is not None:
         ref_logps_N = score(ref_logits.detach(), ids_N, mask_N, temperature)
     advantages, weights = coefficients(batch)
     total, policy_and_kl, logps_N = _PolicyLoss.apply(
         policy_logits,
-        (ids_N, mask_N, batch.old_logps_N, ref_logps_N, advantages, weights),
+        (ids_N, mask_N, old_logps_N, ref_logps_N, advantages, weights),
         temperature,
         chosen.token_loss,
         policy_logits.requires_grad and torch.is_grad_enabled(),
@@ -56,6 +56,7 @@ class _PolicyLoss(torch.autograd.Function):
         settings = temperature, loss.loss_type, loss.clip_eps, loss.delta, loss.beta, loss.kl_estimator
         if gradient and in_place:
             results = list(policy_terms_(logits, *tensors, *settings))
+            note_overwritten(logits)
             d_logits = logits.detach()
         else:
             *results, d_logits = policy_terms(logits, *tensors, *settings, gradient)

@@ -72,7 +72,7 @@ def _linear_grpo_loss(
         return composed_from_hidden(linear_logp_of, batch, head, ref, action_ids, workspace)
     ref_logps = ref_logps_of(linear_logp_of, batch, ref, action_ids, workspace)
     dtype = computed_in(hidden)
-    ref_logps_N = flat(ref_logps)
+    old_logps_N, ref_logps_N = (flat(logps, sums_in(dtype)) for logps in (batch.old_logps_BT, ref_logps))
     if rows == "triton":
         advantages_N, weights_N = (_per_row(values, action_ids) for values in coefficients(batch))
     else:
@@ -81,7 +81,7 @@ def _linear_grpo_loss(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         bias,
-        (action_ids.reshape(-1), batch.mask_BT.reshape(-1), batch.old_logps_N, ref_logps_N, advantages_N, weights_N),
+        (action_ids.reshape(-1), batch.mask_BT.reshape(-1), old_logps_N, ref_logps_N, advantages_N, weights_N),
         float(chosen.temperature),
         chosen.token_loss,
         (rows, workspace, dtype),
@@ -119,7 +119,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
 def _fake(hidden_NH, weight, bias, ids_N, *rest):
     *_, dtype, wanted = rest
     make = partial(hidden_NH.new_empty, dtype=sums_in(dtype))
-    return make(()), make(2), make(ids_N.shape), *fake_gradients(hidden_NH, weight, bias, wanted)
+    return make(()), make(2), make(ids_N.shape), *fake_gradients(hidden_NH, weight, bias, dtype, wanted)
 
 
 @library_op(
@@ -139,4 +139,5 @@ def linear_policy_loss(
         Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
     )  # fmt: skip
     d_bias = gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
-    return total, policy_and_kl, logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias
+    # copies: what an operator of torch.ops returns may not share memory, and `loss += other` not meet a view
+    return total.clone(), policy_and_kl.clone(), logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from strop.ops.autograd import first_order
+from strop.ops.checks import autocast_on
 from strop.ops.chunks import Head, Wanted, linear_logps, linear_logps_bwd, sums_in
 from strop.ops.library import library_op
 from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
@@ -55,9 +56,8 @@ def _linear_logp(
 
 def computed_in(hidden: torch.Tensor) -> torch.dtype:
     """The dtype of the products: autocast's, where it is on."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
+    if autocast_on(hidden) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype
 
 
@@ -108,11 +108,12 @@ def linear_logp_forward(hidden_NH, weight, bias, ids_N, mask_N, temperature, ent
     return linear_logps(hidden_NH, head, ids_N, mask_N, temperature, entropy, implementation(rows), workspace)
 
 
-def fake_gradients(hidden_NH, weight, bias, wanted):
-    given = hidden_NH, weight, bias
-    return tuple(
-        tensor.new_empty(tensor.shape) if want else hidden_NH.new_empty(0)
-        for tensor, want in zip(given, wanted, strict=True)
+def fake_gradients(hidden_NH, weight, bias, dtype, wanted):
+    """As `strop.ops.chunks` makes them: those not asked for are empty, the weight's in the dtype of the products."""
+    return (
+        hidden_NH.new_empty(hidden_NH.shape if wanted[0] else 0),
+        weight.new_empty(weight.shape) if wanted[1] else weight.new_empty(0, dtype=dtype),
+        (weight if bias is None else bias).new_empty(bias.shape if wanted[2] else 0),
     )
 
 
@@ -120,7 +121,7 @@ def fake_gradients(hidden_NH, weight, bias, wanted):
     "linear_logp_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? mask, Tensor stats, "
     "Tensor entropies, Tensor d_logps, Tensor? d_entropies, float temperature, str rows, int? workspace, "
     "ScalarType dtype, bool[] wanted) -> (Tensor, Tensor, Tensor)",
-    lambda hidden_NH, weight, bias, *rest: fake_gradients(hidden_NH, weight, bias, rest[-1]),
+    lambda hidden_NH, weight, bias, *rest: fake_gradients(hidden_NH, weight, bias, *rest[-2:]),
 )
 def linear_logp_backward(
     hidden_NH, weight, bias, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N, temperature, rows,

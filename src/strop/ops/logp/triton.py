@@ -2,7 +2,7 @@
 
 import torch
 
-from strop.ops.autograd import first_order
+from strop.ops.autograd import first_order, note_overwritten
 from strop.ops.checks import check_logp
 from strop.ops.library import library_op
 from strop.ops.logp.reference import logp
@@ -41,6 +41,8 @@ class _Logp(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, d_logps_N, d_entropies_N):
+        if ctx.overwritten:
+            raise RuntimeError("backward of logp(in_place=True) can run once: the gradient has overwritten the logits")
         logits, ids_N, mask_N, stats_2N, entropies_N = ctx.saved_tensors
         d_entropies_N = d_entropies_N if ctx.entropy else None  # a compiled graph gives the empty one a gradient
         if d_logps_N is None and d_entropies_N is None:
@@ -50,10 +52,9 @@ class _Logp(torch.autograd.Function):
         rest = ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N, ctx.temperature
         if not ctx.in_place:
             return logp_backward(logits, *rest), None, None, None, None, None
-        if ctx.overwritten:
-            raise RuntimeError("backward of logp(in_place=True) can run once: the gradient has overwritten the logits")
         ctx.overwritten = True
         logp_backward_(logits, *rest)
+        note_overwritten(logits)
         return logits.detach(), None, None, None, None, None
 
 

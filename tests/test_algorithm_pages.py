@@ -1,0 +1,181 @@
+"""The pages of the algorithms say what the code has: every option with its default, every metric, every command's flags."""
+
+import dataclasses
+import inspect
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from strop.algorithms.best_of_n import BestOfN
+from strop.algorithms.dpo import DPO, DPOConfig
+from strop.algorithms.grpo import GRPO, GRPOConfig, PolicyLossConfig
+from strop.algorithms.online_dpo import OnlineDPO, OnlineDPOConfig
+from strop.algorithms.sft import SFT, SFTConfig
+from strop.cli.job import JobConfig
+from strop.config import LoRAConfig, OptimConfig, RunConfig, option_names
+from strop.moe import MoEConfig, MoETransformer
+from strop.rollout import Sampling
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "docs/algorithms"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+CONFIGS = [
+    SFTConfig,
+    DPOConfig,
+    GRPOConfig,
+    OnlineDPOConfig,
+    PolicyLossConfig,
+    OptimConfig,
+    RunConfig,
+    LoRAConfig,
+    Sampling,
+]
+
+
+def tables(text, *header):
+    """The rows of every table with these columns, each a list of its cells."""
+    found, lines = [], text.splitlines()
+    for start, line in enumerate(lines):
+        if cells(line) == list(header):
+            rows = []
+            for row in lines[start + 2 :]:
+                if not row.startswith("|"):
+                    break
+                rows.append(cells(row))
+            found.append(rows)
+    return found
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def code(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def option_table(page, config):
+    """The table of a page that is about this config: the one whose first option is one of its fields."""
+    known = {field.name for field in dataclasses.fields(config)}
+    matching = [t for t in tables((PAGES / page).read_text(encoding="utf-8"), "option", "default", "meaning")
+                if {code(row[0])[0] for row in t} & known]  # fmt: skip
+    assert len(matching) == 1, f"{page} must have one table of {config.__name__}"
+    return {code(row[0])[0]: code(row[1])[0] for row in matching[0]}
+
+
+@pytest.mark.parametrize(
+    ("page", "config"),
+    [
+        ("sft.md", SFTConfig), ("dpo.md", DPOConfig), ("grpo.md", GRPOConfig), ("online_dpo.md", OnlineDPOConfig),
+        ("grpo.md", PolicyLossConfig), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
+        ("common.md", Sampling), ("../command_line.md", JobConfig),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)  # fmt: skip
+def test_option_tables_are_the_configs(page, config):
+    table = option_table(page, config)
+    assert sorted(table) == sorted(field.name for field in dataclasses.fields(config))
+    names = {part.__name__: part for part in CONFIGS}
+    for name, default in table.items():
+        assert eval(default, names) == getattr(config(), name), (
+            f"{page}: {name} has the default {getattr(config(), name)!r}"
+        )
+
+
+def test_best_of_n_table_is_its_arguments():
+    rows = tables((PAGES / "best_of_n.md").read_text(encoding="utf-8"), "option", "default", "meaning")[0]
+    parameters = {p.name: p for p in inspect.signature(BestOfN).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert sorted(code(row[0])[0] for row in rows) == sorted(parameters)
+    for row in rows:
+        wanted = parameters[code(row[0])[0]].default
+        assert row[1] == "required" if wanted is inspect.Parameter.empty else eval(code(row[1])[0]) == wanted
+
+
+# ---- metrics ----
+
+
+def small_model():
+    config = MoEConfig(vocab_size=20, hidden_dim=16, num_layers=1, num_heads=2, head_dim=8, eos_token_id=1)
+    return MoETransformer(config)
+
+
+def count(completions):
+    return [float(len(set(ids))) for ids in completions]
+
+
+def step_of_sft():
+    return SFT(model=small_model()).train_step([[2, 3]], [[4, 1]])
+
+
+def step_of_dpo():
+    return DPO(model=small_model()).train_step([[2, 3]], [[4, 1]], [[5, 1]])
+
+
+def step_of_grpo():
+    grpo = GRPO(model=small_model(), reward_fn=count, max_new_tokens=4, resample_rounds=1)
+    return grpo.train_step([[2, 3], [4, 5]])
+
+
+def step_of_online_dpo():
+    return OnlineDPO(model=small_model(), reward_fn=count, max_new_tokens=4).train_step([[i, 3] for i in range(2, 10)])
+
+
+def documented_metrics(page):
+    (table,) = tables((PAGES / page).read_text(encoding="utf-8"), "metric", "meaning")
+    return {name.replace("<function>", "count") for row in table for name in code(row[0])}
+
+
+@pytest.mark.parametrize("step", [step_of_sft, step_of_dpo, step_of_grpo, step_of_online_dpo])
+def test_metric_tables_are_what_a_step_returns(step):
+    torch.manual_seed(0)
+    own = documented_metrics(f"{step.__name__.removeprefix('step_of_')}.md")
+    common = documented_metrics("common.md") - {"memory"}  # on a GPU only
+    assert set(step()) == own | common
+
+
+# ---- names in other pages ----
+
+
+def test_trl_options_lead_to_options():
+    known = {name for config in (SFTConfig, DPOConfig, GRPOConfig, OnlineDPOConfig) for name in option_names(config)}
+    (table,) = tables(
+        (ROOT / "docs/coming_from_trl.md").read_text(encoding="utf-8"), "TRL", "default", "strop", "default"
+    )
+    ours = {name for row in table for name in code(row[2])}
+    assert ours
+    assert ours <= known
+
+
+def commands():
+    """Every `strop …` line of the documents' code blocks, without its comment."""
+    found = []
+    for path in DOCUMENTS:
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+        lines = [line for language, block in blocks if not language for line in block.splitlines()]
+        found += [
+            pytest.param(line.partition(" #")[0], id=f"{path.name}: {line[:40]}")
+            for line in lines
+            if line.startswith("strop ")
+        ]
+    return found
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_have_the_flags_they_are_shown_with(line):
+    from typer.main import get_command
+
+    from strop.cli import app, train
+
+    words = shlex.split(line)[1:]
+    train.define_commands(words)
+    command = get_command(app)
+    while getattr(command, "commands", None):
+        assert words[0] in command.commands, f"no command {words[0]}"
+        command = command.commands[words.pop(0)]
+    flags = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
+    assert {word for word in words if word.startswith("--")} <= flags | {"--help"}
+    for file in (word for word in words if word.startswith("examples/")):
+        assert (ROOT / file).is_file(), file
