@@ -5,6 +5,7 @@ strop's (grpo), without gradient checkpointing, all completions in one micro-bat
 """
 
 import dataclasses
+import importlib.util
 import time
 import warnings
 from collections.abc import Callable
@@ -116,7 +117,9 @@ def strop_steps(workload: Workload) -> Steps:
             start = _now(workload)
             metrics = grpo.train_step(prompts)
             seconds = _now(workload) - start
-            phases = {k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/") and k != "time/step"}
+            phases = {
+                k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/") and k != "time/step"
+            }
             tokens = round(metrics["completion/length"] * workload.num_completions)
             found.append(Step(seconds=seconds, phases=phases, num_tokens=tokens, peak_bytes=_peak(workload)))
         return found
@@ -126,6 +129,10 @@ def strop_steps(workload: Workload) -> Steps:
 
 def _strop_reward(completion_ids: Any) -> list[float]:
     return reward(completion_ids)
+
+
+def trl_installed() -> bool:
+    return importlib.util.find_spec("trl") is not None
 
 
 def trl_steps(workload: Workload, folder: str) -> Steps:

@@ -9,7 +9,6 @@ generation, which is timed where it calls the model's `generate`.
 """
 
 import dataclasses
-import importlib.util
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,7 +49,7 @@ class StepCase:
         sides: dict[str, Callable[[int], list[Step]]] = {"strop": contenders.strop_steps(self.workload)}
         with tempfile.TemporaryDirectory() as folder:
             labels = self.labels
-            if importlib.util.find_spec("trl") is None:
+            if not contenders.trl_installed():
                 labels["left_out"] = {"TRL": "it is not installed"}
             else:
                 sides["TRL"] = contenders.trl_steps(self.workload, folder)
@@ -90,4 +89,3 @@ def summary(measured: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[st
             rows.append([case["work"], name, duration(facts["median_ns"]), f"{times:.3g}×" if times else "", phases,
                          f"{facts['tokens_per_second']:,.0f}", memory])  # fmt: skip
     return ["work", "by", "step", "takes", "phases", "tokens/s", "peak memory"], rows
-
