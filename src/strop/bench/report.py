@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from strop.bench.harness import load
-from strop.bench.pages import convergence, engines, losses, primitives
+from strop.bench.pages import convergence, engines, losses, primitives, step
 from strop.bench.text import Result
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,6 +46,7 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         losses.losses_targets,
         losses.losses_accuracy,
         *losses.OPERATOR_BLOCKS,
+        step.step_table,
     )
 }
 
@@ -53,11 +54,13 @@ PRIMITIVES, ENGINES, CONVERGENCE = (
     f"benchmarks/results/{suite}-x86_64-2cores.json" for suite in ("primitives", "engines", "convergence")
 )
 LOSSES = "benchmarks/results/losses-h200.json"
+STEP = "benchmarks/results/step-x86_64-2cores.json"
 FIGURES: dict[str, tuple[Callable[[Result, Path, dict[str, str]], None], str]] = {
     "docs/images/primitives.png": (primitives.primitives_figure, PRIMITIVES),
     "docs/images/engines.png": (engines.engines_figure, ENGINES),
     "docs/images/engines-scaling.png": (engines.engines_scaling_figure, ENGINES),
     "docs/images/losses.png": (losses.losses_figure, LOSSES),
+    "docs/images/step.png": (step.step_figure, STEP),
     "docs/images/convergence.png": (convergence.convergence_figure, CONVERGENCE),
     "docs/images/convergence.gif": (convergence.convergence_animation, CONVERGENCE),
 }

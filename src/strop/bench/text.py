@@ -48,7 +48,7 @@ def origin(result: Result) -> str:
     """Machine, threads, versions, commit, date and command."""
     machine, threads, versions = result["machine"], result["threads"], result["versions"]
     packages = ", ".join(f"{k} {v}" for k, v in versions.items() if v and k != "strop")
-    commit = (result["commit"]["id"] or "unknown")[:9] + ("" if result["commit"]["clean"] else " with changes")
+    commit = (result["commit"]["id"] or "unknown")[:9] + (" with changes" if result["commit"]["clean"] is False else "")
     gpu = result.get("gpu")
     on_gpu = f"{gpu['name']}, driver {gpu.get('driver_version', 'unknown')}; " if gpu else ""
     return (

@@ -6,4 +6,5 @@ SUITES = {
     "engines": "the MoE transformer's engines against Mixtral, eager and compiled",
     "convergence": "every engine of the MoE from the same weights: a batch memorised, a language learned",
     "losses": "the operators against eager torch, torch.compile, Liger and the floor, on a GPU if there is one",
+    "step": "a whole GRPO step against TRL, on a GPU if there is one",
 }

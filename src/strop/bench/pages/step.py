@@ -1,0 +1,71 @@
+"""The suite `step` on a page: a whole GRPO step, its phases and their shares."""
+
+from pathlib import Path
+from typing import Any
+
+from strop.bench.text import Result, duration, provenance, size, table, times
+
+PHASES = ("generate", "reward", "score", "forward", "backward", "update")
+COLOURS = {
+    "generate": "#4c72b0", "reward": "#937860", "score": "#8172b3", "forward": "#55a868", "backward": "#c44e52",
+    "update": "#dd8452", "rest": "#c8c8c8",
+}  # fmt: skip
+
+
+def step_table(result: Result) -> str:
+    """Each side's step: seconds, how many times as long it takes as ours, phases with their shares."""
+    rows = []
+    for case in result["cases"]:
+        labels = case["labels"]
+        work = f"{labels['model']}, {labels['completions']} × {labels['new_tokens']} tokens, {labels['dtype']}"
+        for name, facts in case["contenders"].items():
+            shares = ", ".join(f"{n} {100 * ns / facts['median_ns']:.0f} %" for n, ns in _phases(facts).items())
+            memory = size(facts["peak_bytes"]) if "peak_bytes" in facts else ""
+            faster = times(case["ratios"][name]) if name in case["ratios"] else ""
+            rows.append([work, name, duration(facts["median_ns"]), faster, shares,
+                         f"{facts['tokens_per_second']:,.0f}", memory])  # fmt: skip
+        rows += [[work, name, f"left out: {why}", "", "", "", ""] for name, why in labels.get("left_out", {}).items()]
+    header = [
+        "work",
+        "by",
+        "a step",
+        "strop is faster by",
+        "of which",
+        "tokens generated / s of the step",
+        "peak memory",
+    ]
+    return table(header, rows) + "\n" + provenance(result) + "\n"
+
+
+def step_figure(result: Result, path: Path, metadata: dict[str, str]) -> None:
+    """Stacked bars, one a side: what a step consists of."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    bars = [(f"{c['labels']['model']}\n{n}", f) for c in result["cases"] for n, f in c["contenders"].items()]
+    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.7 * len(bars)), layout="constrained")
+    shown: dict[str, Any] = {}
+    for place, (_, facts) in enumerate(bars):
+        left = 0.0
+        for name, ns in _phases(facts).items():
+            bar = axes.barh(place, ns / 1e9, left=left, color=COLOURS[name], height=0.6)
+            shown.setdefault(name, bar)
+            left += ns / 1e9
+        axes.text(left, place, f" {duration(facts['median_ns'])}", va="center", fontsize=9)
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars])
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel("seconds of a GRPO step")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend([shown[n] for n in COLOURS if n in shown], [n for n in COLOURS if n in shown],
+                  loc="outside lower center", ncols=7, frameon=False, fontsize=8)  # fmt: skip
+    figure.savefig(path, dpi=110, metadata=metadata)
+    plt.close(figure)
+
+
+def _phases(facts: dict[str, Any]) -> dict[str, float]:
+    """Nanoseconds in the order of a step; what no phase counts is the rest."""
+    told = {name: facts["phases_ns"][name] for name in PHASES if name in facts["phases_ns"]}
+    return told | {"rest": max(facts["median_ns"] - sum(told.values()), 0.0)}

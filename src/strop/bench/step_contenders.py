@@ -1,0 +1,251 @@
+"""Who takes a GRPO step in the suite `step`: strop and TRL, each as a function that takes so many steps and tells of each.
+
+Fairness, where it is a choice: TRL runs as its users run it on one device, with transformers' generation, its default loss set to
+strop's (grpo), without gradient checkpointing, all completions in one micro-batch, torch's fused AdamW on both sides where there is one.
+"""
+
+import dataclasses
+import importlib.util
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LEARNING_RATE, SEED = 1e-6, 0
+Steps = Callable[[int], "list[Step]"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """seconds of phases; tokens generated; the most memory of the device that was allocated"""
+
+    seconds: float
+    phases: dict[str, float]
+    num_tokens: int
+    peak_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """num_prompts · group_size completions of new_tokens each; shape: a transformers config by model type, or "moe" """
+
+    name: str
+    model_type: str
+    shape: dict[str, Any]
+    num_prompts: int = 8
+    group_size: int = 8
+    prompt_tokens: int = 16
+    new_tokens: int = 32
+    kl_coef: float = 0.04
+    device: str = "cpu"
+
+    @property
+    def num_completions(self) -> int:
+        return self.num_prompts * self.group_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.shape["vocab_size"]
+
+    def labels(self) -> dict[str, Any]:
+        return {
+            "model": self.name, "completions": self.num_completions, "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens, "kl_coef": self.kl_coef, "device": self.device,
+            "dtype": "bfloat16" if self.device == "cuda" else "float32",
+        }  # fmt: skip
+
+    def prompts(self) -> torch.Tensor:
+        """[num_prompts, prompt_tokens]; ids from 2, for 0 and 1 are padding and end"""
+        generator = torch.Generator().manual_seed(SEED)
+        return torch.randint(2, self.vocab_size, (self.num_prompts, self.prompt_tokens), generator=generator)
+
+
+QWEN2 = {
+    "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+SMOLLM2 = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+ON_A_GPU = [
+    Workload(name="Qwen2-0.5B shape", model_type="qwen2", shape=QWEN2, prompt_tokens=64, new_tokens=256, device="cuda"),
+    Workload(
+        name="SmolLM2-135M shape", model_type="llama", shape=SMOLLM2, prompt_tokens=64, new_tokens=256, device="cuda"
+    ),
+]
+ON_A_CPU = [Workload(name="tiny MoE", model_type="moe", shape={"vocab_size": 1000, "intermediate_dim": 256})]
+
+
+def reward(completion_ids: Any, **columns: Any) -> list[float]:
+    """The share of even ids: cheap, and different within a group."""
+    return [sum(int(i) % 2 == 0 for i in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+def hugging_face_model(workload: Workload) -> Any:
+    import transformers
+
+    torch.manual_seed(SEED)
+    kind = transformers.AutoConfig.for_model(workload.model_type, eos_token_id=1, pad_token_id=0, **workload.shape)
+    return transformers.AutoModelForCausalLM.from_config(kind).to(workload.device)
+
+
+def moe_model(workload: Workload) -> Any:
+    from strop.moe import MoEConfig, MoETransformer
+
+    config = MoEConfig(eos_token_id=1, pad_token_id=0, **workload.shape)
+    return MoETransformer(config, seed=SEED)
+
+
+def strop_steps(workload: Workload) -> Steps:
+    from strop.algorithms.grpo import GRPO
+
+    model = moe_model(workload) if workload.model_type == "moe" else hugging_face_model(workload)
+    grpo = GRPO(
+        model=model, reward_fn=_strop_reward, group_size=workload.group_size, kl_coef=workload.kl_coef,
+        max_new_tokens=workload.new_tokens, learning_rate=LEARNING_RATE,
+        autocast="bf16" if workload.device == "cuda" else None,
+    )  # fmt: skip
+    prompts = workload.prompts()
+
+    def steps(number: int) -> list[Step]:
+        found = []
+        for _ in range(number):
+            _reset_peak(workload)
+            start = _now(workload)
+            metrics = grpo.train_step(prompts)
+            seconds = _now(workload) - start
+            phases = {
+                k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/") and k != "time/step"
+            }
+            tokens = round(metrics["completion/length"] * workload.num_completions)
+            found.append(Step(seconds=seconds, phases=phases, num_tokens=tokens, peak_bytes=_peak(workload)))
+        return found
+
+    return steps
+
+
+def _strop_reward(completion_ids: Any) -> list[float]:
+    return reward(completion_ids)
+
+
+def trl_installed() -> bool:
+    return importlib.util.find_spec("trl") is not None
+
+
+def trl_steps(workload: Workload, folder: str) -> Steps:
+    """One trainer; a turn is one call of its train()."""
+    import datasets
+    import transformers
+    from trl import GRPOConfig, GRPOTrainer
+
+    transformers.utils.logging.set_verbosity_error()
+    model = _mixtral(workload, folder) if workload.model_type == "moe" else hugging_face_model(workload)
+    on_gpu = workload.device == "cuda"
+    config = GRPOConfig(
+        output_dir=folder, per_device_train_batch_size=workload.num_completions, num_generations=workload.group_size,
+        max_completion_length=workload.new_tokens, beta=workload.kl_coef, loss_type="grpo", learning_rate=LEARNING_RATE,
+        use_cpu=not on_gpu, bf16=on_gpu, gradient_checkpointing=False, report_to=[], save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, shuffle_dataset=False, max_steps=1, seed=SEED,
+    )  # fmt: skip
+    texts = [" ".join(f"t{i}" for i in row) for row in workload.prompts().tolist()]
+    lengths: list[int] = []
+
+    def counted_reward(completion_ids: Any, **columns: Any) -> list[float]:
+        lengths.append(sum(map(len, completion_ids)))
+        return reward(completion_ids)
+
+    clock = _clock(workload)
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=counted_reward, args=config, callbacks=[clock],
+        train_dataset=datasets.Dataset.from_list([{"prompt": text} for text in texts] * 64),
+        processing_class=_word_tokenizer(workload.vocab_size),
+    )  # fmt: skip
+    clock.time_generation(trainer.model)
+
+    def steps(number: int) -> list[Step]:
+        trainer.args.max_steps = number
+        lengths.clear()
+        clock.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.train()
+        return [
+            Step(seconds=seconds, phases={"generate": generating}, num_tokens=tokens, peak_bytes=peak)
+            for (seconds, generating, peak), tokens in zip(clock.steps, lengths, strict=True)
+        ]
+
+    return steps
+
+
+def _clock(workload: Workload) -> Any:
+    import transformers
+
+    class Clock(transformers.TrainerCallback):
+        """Seconds, seconds of generation and peak memory of every step."""
+
+        def __init__(self) -> None:
+            self.clear()
+
+        def clear(self) -> None:
+            self.steps: list[tuple[float, float, int | None]] = []
+            self.generating = 0.0
+
+        def time_generation(self, model: Any) -> None:
+            generate = model.generate
+
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                start = _now(workload)
+                result = generate(*args, **kwargs)
+                self.generating += _now(workload) - start
+                return result
+
+            model.generate = timed
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            _reset_peak(workload)
+            self.generating, self.started = 0.0, _now(workload)
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.steps.append((_now(workload) - self.started, self.generating, _peak(workload)))
+
+    return Clock()
+
+
+def _mixtral(workload: Workload, folder: str) -> Any:
+    """The MoE's own weights in transformers' Mixtral."""
+    import transformers
+
+    moe_model(workload).save(f"{folder}/moe")
+    return transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/moe", dtype=torch.float32)
+
+
+def _word_tokenizer(vocab_size: int) -> Any:
+    """The word t7 is the id 7."""
+    import tokenizers
+    import transformers
+
+    words = {"<pad>": 0, "</s>": 1} | {f"t{i}": i for i in range(2, vocab_size)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", padding_side="left"
+    )
+
+
+def _now(workload: Workload) -> float:
+    """The time when all that was asked of the device is done."""
+    if workload.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _reset_peak(workload: Workload) -> None:
+    if workload.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(workload: Workload) -> int | None:
+    return torch.cuda.max_memory_allocated() if workload.device == "cuda" else None

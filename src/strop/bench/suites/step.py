@@ -1,0 +1,91 @@
+"""A whole GRPO step: strop against TRL with the same model, weights, prompts, lengths and β.
+
+On a GPU in bfloat16 with the shapes of Qwen2-0.5B and SmolLM2-135M, without one the tiny MoE: strop on its native engine, TRL on
+transformers' Mixtral. Weights are random, so completions rarely end before max_new_tokens; the tokens each side made are recorded.
+
+Both sides take turns, a few steps at a time; the first of each turn is not counted. A step is from prompts to updated
+weights: generation, rewards, log-probs of the reference, forward, backward, AdamW. TRL's own phases are not told apart but for
+generation, which is timed where it calls the model's `generate`.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from strop.bench import step_contenders as contenders
+from strop.bench.harness import Method, ratio, statistics
+from strop.bench.step_contenders import Step, Workload
+from strop.bench.text import duration, size
+
+ON_GPU = True
+STEPS_PER_TURN = 3
+ROUNDS = 7
+
+
+def cases(workloads: Sequence[Workload] | None = None) -> list["StepCase"]:
+    if workloads is None:
+        workloads = contenders.ON_A_GPU if torch.cuda.is_available() else contenders.ON_A_CPU
+    return [StepCase(workload=workload) for workload in workloads]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCase:
+    workload: Workload
+
+    @property
+    def work(self) -> str:
+        return f"GRPO step, {self.workload.name}"
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        return {"operator": "step", **self.workload.labels()}
+
+    def measure(self, method: Method) -> dict[str, Any]:
+        """Samples are single steps; those of a turn lie next to each other."""
+        sides: dict[str, Callable[[int], list[Step]]] = {"strop": contenders.strop_steps(self.workload)}
+        with tempfile.TemporaryDirectory() as folder:
+            labels = self.labels
+            if not contenders.trl_installed():
+                labels["left_out"] = {"TRL": "it is not installed"}
+            else:
+                sides["TRL"] = contenders.trl_steps(self.workload, folder)
+            steps: dict[str, list[Step]] = {name: [] for name in sides}
+            for _ in range(min(ROUNDS, method.rounds)):
+                for name, run in sides.items():
+                    steps[name] += run(STEPS_PER_TURN)[1:]
+        seconds = {name: [round(1e9 * step.seconds, 1) for step in found] for name, found in steps.items()}
+        return {
+            "work": self.work,
+            "labels": labels,
+            "contenders": {name: statistics(seconds[name]) | _facts(found) for name, found in steps.items()},
+            "ratios": {name: ratio(seconds[name], seconds["strop"]) for name in sides if name != "strop"},
+        }
+
+
+def _facts(steps: Sequence[Step]) -> dict[str, Any]:
+    """Medians of what the steps tell besides their time."""
+    names = dict.fromkeys(name for step in steps for name in step.phases)
+    tokens = float(np.median([step.num_tokens for step in steps]))
+    found: dict[str, Any] = {
+        "phases_ns": {n: round(1e9 * float(np.median([s.phases.get(n, 0.0) for s in steps])), 1) for n in names},
+        "generated_tokens": tokens,
+        "tokens_per_second": round(tokens / float(np.median([step.seconds for step in steps])), 1),
+    }
+    memory = [step.peak_bytes for step in steps if step.peak_bytes is not None]
+    return found | ({"peak_bytes": max(memory)} if memory else {})
+
+
+def summary(measured: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for case in measured:
+        for name, facts in case["contenders"].items():
+            times = case["ratios"].get(name, {}).get("value")
+            phases = ", ".join(f"{phase} {duration(ns)}" for phase, ns in facts["phases_ns"].items())
+            memory = size(facts["peak_bytes"]) if "peak_bytes" in facts else ""
+            rows.append([case["work"], name, duration(facts["median_ns"]), f"{times:.3g}×" if times else "", phases,
+                         f"{facts['tokens_per_second']:,.0f}", memory])  # fmt: skip
+    return ["work", "by", "step", "takes", "phases", "tokens/s", "peak memory"], rows

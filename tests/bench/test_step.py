@@ -1,0 +1,64 @@
+"""The suite `step`: what it records of a step, and what the page makes of it."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from strop.bench import step_contenders  # noqa: E402 (after the skip)
+from strop.bench.harness import Method  # noqa: E402
+from strop.bench.pages import step as page  # noqa: E402
+from strop.bench.step_contenders import Workload  # noqa: E402
+from strop.bench.suites import step  # noqa: E402
+
+TINY = Workload(
+    name="tiny", model_type="moe", num_prompts=2, group_size=3, prompt_tokens=4, new_tokens=5,
+    shape={"vocab_size": 40, "hidden_dim": 16, "num_heads": 2, "head_dim": 8, "intermediate_dim": 16},
+)  # fmt: skip
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    monkeypatch.setattr(step_contenders, "trl_installed", lambda: False)
+    (case,) = step.cases([TINY])
+    return case.measure(Method(rounds=3))
+
+
+def test_a_step_tells_its_phases_and_tokens(measured):
+    facts = measured["contenders"]["strop"]
+    assert len(facts["samples_ns"]) == 3 * (step.STEPS_PER_TURN - 1)
+    assert set(page.PHASES) == set(facts["phases_ns"])
+    assert sum(facts["phases_ns"].values()) <= 1.2 * facts["median_ns"]
+    assert 6 <= facts["generated_tokens"] <= 2 * 3 * 5
+    assert measured["labels"]["left_out"] == {"TRL": "it is not installed"}
+
+
+def test_the_models_of_both_sides_have_the_same_weights(tmp_path):
+    ours = step_contenders.moe_model(TINY)
+    theirs = step_contenders._mixtral(TINY, str(tmp_path))
+    prompts = TINY.prompts()
+    torch.testing.assert_close(
+        theirs(prompts).logits, torch.from_numpy(ours.forward(prompts.numpy())), rtol=1e-4, atol=1e-5
+    )
+    tokenizer = step_contenders._word_tokenizer(TINY.vocab_size)
+    assert tokenizer("t7 t39 t2").input_ids == [7, 39, 2]
+
+
+def test_the_page(measured, tmp_path):
+    measured["contenders"]["TRL"] = {
+        **measured["contenders"]["strop"],
+        "phases_ns": {"generate": 1e6},
+        "peak_bytes": 3e9,
+    }
+    measured["ratios"]["TRL"] = {"value": 5.0, "low": 4.0, "high": 6.0, "verdict": "faster"}
+    result = {
+        "cases": [measured], "method": {"rounds": 3, "confidence": 0.95}, "commit": {"id": "0123456789", "clean": None},
+        "machine": {"cpu": "A CPU", "instruction_set": "avx2"}, "threads": {"usable_cpus": 2, "strop": 2}, "versions": {},
+        "created": "2026-11-15T00:00:00", "command": "strop bench step",
+    }  # fmt: skip
+    text = page.step_table(result)
+    assert "| tiny, 6 × 5 tokens, float32 | TRL |" in text
+    assert "| 5× [4, 6] | generate " in text
+    assert "commit 012345678;" in text
+    pytest.importorskip("matplotlib")
+    page.step_figure(result, tmp_path / "step.png", {})
+    assert (tmp_path / "step.png").stat().st_size > 5000
