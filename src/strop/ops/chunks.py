@@ -1,4 +1,4 @@
-"""The LM head and a row function without ever holding the logits [N, V].
+"""The LM head and a row function without memory for the logits [N, V] beside the gradients'.
 
 Tokens that do not count are dropped first. The rest go through in chunks: a matrix product makes the logits of some
 tokens, or of some tokens for some of the vocabulary, in a piece of working memory; the row function reads them and

@@ -49,7 +49,7 @@ def linear_grpo_loss(
     workspace: int | None = None,
     validate: bool = False,
 ) -> PolicyLoss:
-    """`grpo_loss` of hidden @ weightᵀ + bias without ever holding [N, V]; every backend but this reference keeps that promise.
+    """`grpo_loss` of hidden @ weightᵀ + bias without memory for [N, V] beside the gradients'; this reference alone holds it.
 
     hidden            [B, T, H], position t being the one that predicts action_ids[:, t]
     weight, bias      [V, H] and [V] of the LM head, of hidden's dtype (any under autocast); tied or frozen heads too
