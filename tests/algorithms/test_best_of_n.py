@@ -76,6 +76,12 @@ def test_texts_for_texts():
     assert isinstance(ids, torch.Tensor)
 
 
+def test_a_folder_for_a_model(tmp_path):
+    moe().moe.save(tmp_path / "model")
+    for name in (tmp_path / "model", str(tmp_path / "model")):
+        assert BestOfN(model=name, reward_fn=lambda c: [0.0] * len(c), n=2, max_new_tokens=2).policy.kind == "moe"
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="n must be at least 1, found 0"):
         BestOfN(model=moe(), reward_fn=count_low, n=0)

@@ -1,6 +1,7 @@
 """Best-of-N: sample n completions of each prompt and keep the one with the highest reward. Trains nothing."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class BestOfN:
     sequences = best.generate(prompts)          # ids (B, P + T), or texts for texts
     best.rewards                                # (B,) of the chosen; best.all_rewards (B, n)
 
-    model            as for the algorithms, or a name
+    model            as for the algorithms, or a name or folder
     seed             of the first call; every further call draws anew. None: from torch's generator
     **sampling       fields of `Sampling`: max_new_tokens, temperature, top_k, top_p, stop_ids
     """
@@ -46,7 +47,7 @@ class BestOfN:
             if name not in SAMPLING:
                 arguments = ("n", "tokenizer", "reward_weights", "reward_timeout", "pad_id", "seed")
                 raise ValueError(unknown_option(name, [*SAMPLING, *arguments], " of BestOfN"))
-        if isinstance(model, str):
+        if isinstance(model, (str, Path)):
             model, loaded = load_model(model)
             tokenizer = loaded if tokenizer is None else tokenizer
         self.policy = as_policy(model, tokenizer)
