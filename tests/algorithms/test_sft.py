@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from tiny_models import Letters, llama
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, tiny_moe, weights_of
 
@@ -49,6 +50,13 @@ def test_whole_texts_count_from_their_second_token():
     assert SFT(model=model).train_step([ids_T])["loss"] == pytest.approx(wanted, abs=1e-6)
     rows = [{"text": ids_T.tolist()}]
     assert SFT(model=Bigram()).evaluate(rows)["eval/loss"] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_conversations_alone_are_whole_texts():
+    conversations = [[{"role": "user", "content": "ab"}, {"role": "assistant", "content": "dab"}]]
+    found = SFT(model=llama(), tokenizer=Letters()).train_step(conversations)
+    wanted = SFT(model=llama()).train_step([Letters().encode("abdab")])
+    assert found["loss"] == wanted["loss"]
 
 
 def test_a_step_by_hand():

@@ -17,6 +17,7 @@ from strop.algorithms.packing import check_packing, collate_rows
 from strop.algorithms.trainer import Trainer
 from strop.config import OptimConfig, TrainerConfig, check_count
 from strop.data.collate import SequenceBatch
+from strop.data.formats import is_conversation
 
 Example = tuple[Ids, Ids]  # prompt, completion
 
@@ -103,7 +104,8 @@ class SFT(Trainer):
 
     def _examples(self, prompt: Any, completion: Any, prompt_mask: Any) -> list[Example]:
         if is_written(prompt):
-            names = {"text" if completion is None else "prompt": prompt, "completion": completion}
+            alone = "messages" if is_conversation(prompt[0]) else "text"
+            names = {alone if completion is None else "prompt": prompt, "completion": completion}
             return self.prepare(as_dicts({name: value for name, value in names.items() if value is not None}), "rows")
         pad_id = declared_pad_id(self.policy) if self.config.pad_id is None else self.config.pad_id
         eos_ids = self.policy.eos_ids
