@@ -290,3 +290,20 @@ def test_bad_batches(batch, message):
 def test_the_fields_of_the_config():
     names = set(DPOConfig.from_options().to_dict())
     assert names == {"beta", "loss_type", "label_smoothing", "max_length", "packing", "pad_id", "optim", "run", "lora"}
+
+
+def test_a_reference_by_name_has_the_policys_dtype(tmp_path):
+    """Files in bfloat16: the policy is loaded in float32, and were the reference not, KL would not begin at 0."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tiny_qwen2().to(torch.bfloat16).save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(8)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="3").save_pretrained(tmp_path)
+    dpo = DPO(model=str(tmp_path), ref_model=tmp_path)
+    assert {param.dtype for param in dpo.reference_model.parameters()} == {torch.float32}
+    metrics = dpo.train_step([[1, 2]], [[4, 5, 6]], [[7, 4]])
+    assert metrics["rewards/chosen"] == metrics["rewards/rejected"] == 0
+    with pytest.warns(UserWarning, match="trained in torch.bfloat16"):
+        half = DPO(model=tiny_qwen2().to(torch.bfloat16), ref_model=tmp_path)
+    assert {param.dtype for param in half.reference_model.parameters()} == {torch.bfloat16}
