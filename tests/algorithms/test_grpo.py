@@ -469,6 +469,23 @@ def test_bad_prompts(prompts, columns, error, message):
     assert grpo.state.step == 0
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1] * 61, r"dataset\[3\] must have at most 60 tokens .*max_new_tokens=4.*found 61"),
+        ([1, 30], r"dataset\[3\] must hold ids from 0 to 29, found 30"),
+        ([], r"dataset\[3\] must hold at least one token"),
+    ],
+)
+def test_a_dataset_is_checked_before_the_first_step(prompt, message):
+    grpo = GRPO(model=moe(), reward_fn=lambda completions: 1 / 0, max_new_tokens=4, batch_size=1)
+    rows = [{"prompt": [1, 2]}] * 3 + [{"prompt": prompt}]
+    with pytest.raises(ValueError, match=message):
+        grpo.train(rows, num_steps=1)
+    with pytest.raises(ValueError, match=message.replace("dataset", "eval_dataset")):
+        grpo.train(rows[:3], eval_dataset=rows, num_steps=1)
+
+
 def test_a_bad_reward_stops_the_step_and_leaves_the_weights():
     def fails(completions):
         return [1.0 if i != 6 else float("nan") for i in range(len(completions))]

@@ -123,6 +123,33 @@ def test_a_saved_run_goes_on_bit_for_bit(tmp_path):
     assert torch.equal(weights(whole.model), weights(other.model))
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_completions_are_cut_at_max_length(packing):
+    """As DPO cuts them; a prompt that fills max_length alone is named before anything is sampled."""
+    online = make_online(llama(), max_length=7, max_new_tokens=6, packing=packing)
+    pairs, _, _ = online._pairs_of(online.prepare([{"prompt": p} for p in PROMPTS]), 0)
+    assert [[len(part) for part in pair] for pair in pairs] == [[3, 4, 4], [1, 6, 6], [5, 2, 2], [2, 5, 5]]
+    online.train_step(PROMPTS)
+    too_long = [*PROMPTS, [1] * 7]
+    message = r"\[4\]: the prompt must be shorter than max_length, 7 tokens, found 7"
+    with pytest.raises(ValueError, match="prompts" + message):
+        online.train_step(too_long)
+    with pytest.raises(ValueError, match="dataset" + message):
+        online.train([{"prompt": p} for p in too_long])
+    assert online.state.step == 1
+
+
+def test_the_judge_gets_the_columns_of_the_dataset():
+    seen = []
+
+    def judge(pairs, answer):
+        seen.append(answer)
+        return [0 for _ in pairs]
+
+    make_online(moe(), preference_fn=judge).train_step(PROMPTS, answer=["a", "b", "c", "d"])
+    assert seen == [["a", "b", "c", "d"]]
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="OnlineDPO needs a preference_fn or a reward_fn, found neither"):
         OnlineDPO(model=moe())

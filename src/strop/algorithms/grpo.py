@@ -21,6 +21,7 @@ import torch
 from strop.algorithms.online import (
     Prompt,
     as_prompts,
+    prompts_of_dataset,
     repeated,
     reward_rows,
     rollout_metrics,
@@ -191,10 +192,7 @@ class GRPO(Trainer):
         return self.run_step(lambda: self._step(batch))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:
-        from strop.data.formats import check_rows
-
-        check_rows(rows, ["prompt_only"], where=name, what=self.name)
-        return as_prompts(list(rows), self.policy, pad_id=self.config.pad_id)
+        return prompts_of_dataset(rows, self, name)
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
         return self._step(rows if isinstance(rows[0], Prompt) else self.prepare(rows, "rows"))

@@ -9,7 +9,17 @@ import torch
 
 from strop.algorithms.dpo import DPO, DPOConfig, Pair
 from strop.algorithms.grpo import reward_metrics
-from strop.algorithms.online import Prompt, as_prompts, repeated, reward_rows, rollout_metrics, sample_table, seed_of
+from strop.algorithms.online import (
+    Prompt,
+    as_prompts,
+    below,
+    prompts_of_dataset,
+    repeated,
+    reward_rows,
+    rollout_metrics,
+    sample_table,
+    seed_of,
+)
 from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout
 from strop.rollout import Rollout, Sampling, generate
 
@@ -39,7 +49,8 @@ class OnlineDPO(DPO):
     online = OnlineDPO(model=model, preference_fn=preference_fn, beta=0.1, max_new_tokens=64)
     metrics = online.train_step(prompts)        # or online.train(dataset)
 
-    preference_fn   takes (prompt, a, b) for each pair and returns 0 where a is the better, 1 where b is; or
+    preference_fn   takes (prompt, a, b) for each pair and returns 0 where a is the better, 1 where b is; by its
+                    parameter names it may ask for the dataset's columns: preference_fn(pairs, answer); or
     reward_fn       a reward function or several: the higher reward is the better, and a tie teaches nothing
     """
 
@@ -64,13 +75,11 @@ class OnlineDPO(DPO):
     def train_step(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them."""
         batch = as_prompts(prompts, self.policy, mask=prompt_mask, pad_id=self.config.pad_id, columns=columns)
+        below(self.config.max_length, batch, "prompts")
         return self.run_step(lambda: self._online_step(batch))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:  # type: ignore[override]
-        from strop.data.formats import check_rows
-
-        check_rows(rows, ["prompt_only"], where=name, what=self.name)
-        return as_prompts(list(rows), self.policy, pad_id=self.config.pad_id)
+        return prompts_of_dataset(rows, self, name, self.config.max_length)
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
         return self._online_step(rows if isinstance(rows[0], Prompt) else self.prepare(rows, "rows"))
@@ -104,7 +113,8 @@ class OnlineDPO(DPO):
         for i, index in enumerate(better):
             if index is not None:
                 completions = rollout.completion_ids[2 * i : 2 * i + 2]
-                pairs.append((rollout.prompt_ids[2 * i], completions[index], completions[1 - index]))
+                pair = rollout.prompt_ids[2 * i], completions[index], completions[1 - index]
+                pairs.append(self._checked(*pair, f"prompts[{i}]"))
         metrics["preference/tied_fraction"] = better.count(None) / len(better)
         return pairs, metrics | rollout_metrics(rollout), shown
 
@@ -123,6 +133,8 @@ class OnlineDPO(DPO):
             return better, reward_metrics(rewards), sample_table(rows, reward=rewards.total_B.tolist())
         assert self.preference is not None
         completions = rows["completions"]
-        preferred = self.preference(list(zip(rows["prompts"][::2], completions[::2], completions[1::2], strict=True)))
+        columns = {name: values[::2] for name, values in rows.items() if name not in ("completions", "completion_ids")}
+        pairs = list(zip(rows["prompts"][::2], completions[::2], completions[1::2], strict=True))
+        preferred = self.preference(pairs, columns)
         chosen = torch.nn.functional.one_hot(torch.tensor(preferred), 2).flatten().bool().tolist()
         return list(preferred), {}, sample_table(rows, preferred=chosen)
