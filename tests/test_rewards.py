@@ -135,6 +135,8 @@ def test_lists_arrays_and_tensors(returned):
         ([1, "2", 3], "must return numbers, found '2' (completion 1"),
         ([1, 2, float("nan")], "must return finite numbers, found nan (completion 2, prompt 'third')"),
         (torch.tensor([1, float("inf"), 3]), "must return finite numbers, found inf (completion 1"),
+        ([1, 1e39, 3], "must return finite numbers, found 1e+39 (completion 1"),
+        ([1, 10**400, 3], "must return finite numbers, found 10000000000000000000 (completion 1"),
         (torch.zeros(3, 1), "must return numbers, found [0.0] (completion 0"),
     ],
 )  # fmt: skip
@@ -184,6 +186,8 @@ def mean(completions):
         ([length], {"weights": [1, 2]}, ValueError, "one for each of the 1 functions, found 2"),
         ([length], {"weights": [float("nan")]}, ValueError, "reward_weights must be finite"),
         ([length], {"timeout": 0}, ValueError, "timeout must be above 0"),
+        ([length], {"weights": "a"}, TypeError, "reward_weights must be numbers, one for each function, found 'a'"),
+        ([length], {"weights": 2.0}, TypeError, "reward_weights must be numbers, one for each function, found 2.0"),
         ([mean], {}, ValueError, "reward_fn must not be called 'mean': reward/mean is a metric of all functions"),
     ],
 )

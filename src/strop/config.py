@@ -111,6 +111,10 @@ class OptimConfig(Config):
         for name in ("learning_rate", "weight_decay", "max_grad_norm", "min_learning_rate"):
             check_range(name, getattr(self, name), low=0.0)
         check_range("eps", self.eps, low=0.0, open_low=True)
+        if not isinstance(self.betas, tuple):
+            raise TypeError(f"betas must be two numbers, found {self.betas!r}")
+        for beta in self.betas:
+            check_range("betas", beta)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers from 0 to below 1, found {self.betas}")
         check_count("warmup_steps", self.warmup_steps)

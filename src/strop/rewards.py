@@ -34,6 +34,7 @@ import torch
 
 Rows = Mapping[str, Sequence[Any]]
 
+LARGEST = torch.finfo(torch.float32).max
 METRICS = ("mean", "std", "zero_std_fraction", "resampled_fraction")  # reward/… of all functions together
 Arguments = tuple[list[list[Any]], dict[str, list[Any]]]  # by position, by name; each with one entry a completion
 
@@ -64,7 +65,7 @@ class RewardFunctions:
         for function in self.functions:
             if not callable(function):
                 raise TypeError(f"reward_fn must be a function or several, found {type(function).__name__}")
-        self.weights = [1.0] * len(self.functions) if weights is None else [float(w) for w in weights]
+        self.weights = [1.0] * len(self.functions) if weights is None else _as_numbers(weights)
         if len(self.weights) != len(self.functions):
             raise ValueError(
                 f"reward_weights must be one for each of the {len(self.functions)} functions, found {len(self.weights)}"
@@ -94,6 +95,12 @@ class RewardFunctions:
         returned = call_checked(function, name, given, rows, self.timeout)
         values = as_values(returned, len(rows["completions"]), f"reward function {name}", rows)
         return [as_reward(value, index, name, rows) for index, value in enumerate(values)]
+
+
+def _as_numbers(weights: Any) -> list[float]:
+    if isinstance(weights, (list, tuple)) and all(isinstance(weight, numbers.Real) for weight in weights):
+        return [float(weight) for weight in weights]
+    raise TypeError(f"reward_weights must be numbers, one for each function, found {weights!r:.60}")
 
 
 class PreferenceFunction:
@@ -236,8 +243,9 @@ def as_reward(value: Any, index: int, name: str, rows: Rows) -> float:
         value = value.item()
     if not isinstance(value, numbers.Real):
         raise RewardError(f"reward function {name} must return numbers, found {value!r:.60} {where(index, rows)}")
-    if not math.isfinite(value):
-        raise RewardError(f"reward function {name} must return finite numbers, found {value} {where(index, rows)}")
+    if not abs(value) <= LARGEST:  # of float32, in which rewards are kept
+        found = f"{value!s:.20}"
+        raise RewardError(f"reward function {name} must return finite numbers, found {found} {where(index, rows)}")
     return float(value)
 
 
@@ -270,13 +278,13 @@ class OutOfTime(BaseException):
     """Thrown into a function that is late. No `Exception`, so that a function's own handlers let it through."""
 
 
-def check_timeout(timeout: Any) -> float | None:
+def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout must be a number of seconds or None, found {type(timeout).__name__}")
+        raise TypeError(f"{name} must be a number of seconds or None, found {type(timeout).__name__}")
     if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be above 0 seconds, found {timeout}")
+        raise ValueError(f"{name} must be above 0 seconds, found {timeout}")
     return float(timeout)
 
 

@@ -431,6 +431,12 @@ def test_the_same_prompts_in_every_form():
     assert all(isinstance(c, str) and chr(3 + 96) not in c for c in completions)
 
 
+def test_prompts_as_an_array():
+    grpo = make_grpo(moe())
+    grpo.train_step(torch.tensor([[1, 2], [4, 5]]).numpy())
+    assert [sample["prompt"] for sample in grpo.samples[:: grpo.config.group_size]] == [[1, 2], [4, 5]]
+
+
 def test_conversations_and_columns():
     seen = {}
 
@@ -458,6 +464,14 @@ def test_conversations_and_columns():
         (torch.tensor([[0, 0], [0, 1]]), {}, ValueError, r"prompts\[0\] must hold at least one token besides padding"),
         (["ab", "c"], {"answer": [1]}, ValueError, "answer must have one entry for each of the 2 prompts, found 1"),
         ([[1, 2]] * 2, {"answer": "xy"}, ValueError, "answer must have one entry"),
+        ([[1, 2]], {"answer": 5}, ValueError, "found int"),
+        ([[1, 2]], {"completions": ["x"]}, ValueError, "completions must not be a column"),
+        ([[1, 2]], {"prompt_mask": [[1]]}, ValueError, r"the mask of prompts\[0\] must have shape \[2\], found \[1\]"),
+        ([[1, 2]], {"prompt_mask": 3}, ValueError, "the mask of prompts must have 1 rows, found int"),
+        (["ab"], {"prompt_mask": [[1, 1]]}, ValueError, "prompt_mask must be None for prompts that are not ids"),
+        (None, {}, TypeError, "prompts must be token ids, .* found NoneType"),
+        ([None], {}, TypeError, r"prompts\[0\] must hold token ids, found None"),
+        ([["ab"]], {}, TypeError, r"prompts\[0\] must hold token ids, found \['ab'\]"),
         (["ab", ""], {}, ValueError, r"prompts\[1\] must hold at least one token"),
         ([[1] * 60], {}, ValueError, r"prompts\[0\] must have at most 58 tokens \(the model reads 64"),
     ],

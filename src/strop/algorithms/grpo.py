@@ -126,7 +126,7 @@ class GRPOConfig(TrainerConfig):
         if self.advantage_ddof >= self.group_size:
             raise ValueError(f"advantage_ddof must be below group_size={self.group_size}, found {self.advantage_ddof}")
         check_option("old_logps", self.old_logps, OLD_LOGPS)
-        check_timeout(self.reward_timeout)
+        check_timeout(self.reward_timeout, "reward_timeout")
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
 

@@ -53,13 +53,22 @@ def as_prompts(
             )
         columns = {name: values for name, values in prompts.items() if name not in RESERVED} | dict(columns or {})
         prompts = prompts["prompt"]
-    if not isinstance(prompts, torch.Tensor) and len(prompts) and _is_one_prompt_of_many(prompts[0]):
+    if (
+        hasattr(prompts, "__len__")
+        and not isinstance(prompts, torch.Tensor)
+        and len(prompts)
+        and _is_one_prompt_of_many(prompts[0])
+    ):
+        if mask is not None:
+            raise ValueError("prompt_mask must be None for prompts that are not ids, found one: texts have no padding")
         found = [_of_row(row, policy, f"{name}[{i}]") for i, row in enumerate(prompts)]
     else:
         found = _of_ids(prompts, policy, mask, declared_pad_id(policy) if pad_id is None else pad_id)
     for name, values in (columns or {}).items():
+        if name in RESERVED:
+            raise ValueError(f"{name} must not be a column: reward functions get their own under this name")
         if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(found):
-            size = len(values) if hasattr(values, "__len__") else type(values).__name__
+            size = type(values).__name__ if isinstance(values, str) or not hasattr(values, "__len__") else len(values)
             raise ValueError(f"{name} must have one entry for each of the {len(found)} prompts, found {size}")
         for prompt, value in zip(found, values, strict=True):
             prompt.columns[name] = value

@@ -38,7 +38,7 @@ class OnlineDPOConfig(DPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_timeout(self.reward_timeout)
+        check_timeout(self.reward_timeout, "reward_timeout")
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: two greedy completions are the same, found 0")
 

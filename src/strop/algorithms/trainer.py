@@ -33,7 +33,7 @@ class Trainer:
     model       a causal LM of transformers (also with peft adapters), strop's MoE, a module that returns logits, or a name
     ref_model   the frozen reference; a copy of the model (or the base below its adapters) if not given
     config      the algorithm's Config; **options change single fields of it, flat: learning_rate=1e-4
-    logger      one logger or several        callbacks   objects of strop.callbacks
+    logger      one logger or several        callbacks   one object of strop.callbacks or several
     optimizer   makes an optimiser of parameter groups, in place of AdamW
     """
 
@@ -47,7 +47,7 @@ class Trainer:
         tokenizer: Any = None,
         config: Any = None,
         logger: Any = None,
-        callbacks: Iterable[Callback] = (),
+        callbacks: Callback | Iterable[Callback] | None = None,
         optimizer: MakeOptimizer | None = None,
         **options: Any,
     ):
@@ -66,8 +66,8 @@ class Trainer:
         self.tokenizer = self.policy.tokenizer
         _warn_of_half_precision(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
-        self.loggers = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
-        self.callbacks = list(callbacks)
+        self.loggers = _as_list(logger)
+        self.callbacks = _as_list(callbacks)
         self._check_listeners()
         self.state = TrainState()
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
@@ -312,6 +312,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         return learning_rate
+
+
+def _as_list(given: Any) -> list[Any]:
+    """None, one or several as a list."""
+    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _warn_of_half_precision(model: torch.nn.Module) -> None:

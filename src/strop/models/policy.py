@@ -53,6 +53,8 @@ class Policy:
 
     def __init__(self, model: Any, tokenizer: Any = None):
         self.model = as_module(model)
+        if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
+            raise TypeError(f"tokenizer must have encode and decode, found a {type(tokenizer).__name__}")
         self.tokenizer = tokenizer
         inner = unwrapped(self.model)
         self.kind = "moe" if is_moe(inner) else "hf" if is_hugging_face(inner) else "plain"
@@ -241,7 +243,10 @@ class Policy:
         """A frozen model to compare with: the given one; of a peft model the base, its adapter off; else a copy of now."""
         inner = unwrapped(self.model)
         if ref_model is not None:
-            ref = as_policy(ref_model, self.tokenizer)
+            try:
+                ref = as_policy(ref_model, self.tokenizer)
+            except TypeError as error:
+                raise TypeError(f"ref_{error}") from None
             ours = {id(p) for p in inner.parameters()}
             if any(id(p) in ours for p in ref.model.parameters()):
                 raise ValueError(
