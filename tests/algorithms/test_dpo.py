@@ -278,6 +278,7 @@ def test_bad_options(options, message):
         (([[2]], [[3], [4]], [[5]]), "chosen must have 1 rows as prompt has, found 2"),
         ((torch.tensor([2]), [[3]], [[5]]), r"prompt must have shape \[B, T\], found \[1\]"),
         (([[0, 0]], [[3]], [[5]]), "pair 0: the prompt must have at least one token"),
+        (([[2]], [[99]], [[5]]), "pair 0: chosen must hold ids from 0 to 19, found 99"),
         (([[2]], [[3]], [[0, 0]]), "pair 0: rejected must have at least one token"),
     ],
 )

@@ -174,6 +174,24 @@ def test_dropout_is_off_unless_asked_for():
     assert losses[True][0] != losses[True][1]
 
 
+def test_dropout_kept_as_a_number_is_off_too():
+    """OPT's: without it the policy would not be its reference at step 0."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {
+        "hidden_size": 16,
+        "word_embed_proj_dim": 16,
+        "ffn_dim": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = OPTConfig(
+        vocab_size=30, max_position_embeddings=32, dropout=0.5, attention_dropout=0.5, layerdrop=0.5, **sizes
+    )
+    sft = SFT(model=OPTForCausalLM(config), learning_rate=0.0)
+    assert len({sft.train_step([[2, 3]], [[4, 5]])["loss"] for _ in range(4)}) == 1
+
+
 def test_lora_trains_the_adapter_only():
     model = tiny_qwen2()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -244,6 +262,8 @@ def test_it_memorises():
         ([{"question": [2], "answer": [3]}], "found the columns question, answer"),
         ([{"prompt": [2], "chosen": [3], "rejected": [4]}], "SFT needs prompt_completion"),
         ([{"prompt": [2], "completion": []}], r"dataset\[0\]: the completion must have at least one token, found 0"),
+        ([{"prompt": [2], "completion": [-1, 2]}], r"dataset\[0\] must hold ids from 0 to \d+, found -1"),
+        ([{"text": [2, 3]}, {"text": [2, 999]}], r"dataset\[1\] must hold ids from 0 to \d+, found 999"),
         ([{"text": [2]}], r"dataset\[0\]: a text must have at least two tokens, found 1"),
         ([{"prompt": "a", "completion": "b"}], "text needs a tokenizer"),
         ([{"text": [2] * 40}], "context of 32 tokens, found 40"),

@@ -213,7 +213,7 @@ def test_a_name_for_a_model():
         (
             lambda: SFT(model=tiny_moe(), tokenizer="gpt2"),
             TypeError,
-            "tokenizer must have encode and decode, found a str",
+            "tokenizer must have encode(text) and decode(ids), found a str",
         ),
         (lambda: SFT(model=tiny_moe(), optimizer="adam"), TypeError, "optimizer must make one of parameter groups"),
         (lambda: DPO(model=tiny_moe(), ref_model=3), TypeError, "ref_model must be a torch.nn.Module"),

@@ -168,10 +168,12 @@ class DPO(Trainer):
         limits = self.config.max_length, self.policy.max_length
         if not len(prompt):
             raise ValueError(f"{where}: the prompt must have at least one token, found none")
+        self.policy.check_ids(prompt, f"{where}: the prompt")
         fitted = []
         for name, completion in (("chosen", chosen), ("rejected", rejected)):
             if not len(completion):
                 raise ValueError(f"{where}: {name} must have at least one token, found none")
+            self.policy.check_ids(completion, f"{where}: {name}")
             fitted.append(fit(prompt, completion, *limits, f"{where}, {name}"))
         return prompt, fitted[0], fitted[1]
 

@@ -126,6 +126,7 @@ class SFT(Trainer):
                 "the completion must have at least one token" if len(prompt) else "a text must have at least two tokens"
             )
             raise ValueError(f"{where}: {wanted}, found {len(completion)}")
+        self.policy.check_ids(torch.cat([prompt, completion]), where)
         return prompt, fit(prompt, completion, self.config.max_length, self.policy.max_length, where)
 
 

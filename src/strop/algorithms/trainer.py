@@ -331,12 +331,16 @@ def _warn_of_half_precision(model: torch.nn.Module) -> None:
 
 
 def turn_dropout_off(model: torch.nn.Module) -> None:
-    """Set every dropout probability of the model to 0; transformers' attention keeps its own as a number."""
+    """Set every dropout probability of the model to 0, also those that modules keep as numbers.
+
+    attention_dropout of most of transformers; dropout and layerdrop of OPT and its kin
+    """
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("dropout" in name or name == "layerdrop"):
+                setattr(module, name, 0.0)
 
 
 def _with_lora(model: Any, config: Any, seed: int) -> Any:

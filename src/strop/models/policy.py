@@ -53,8 +53,8 @@ class Policy:
 
     def __init__(self, model: Any, tokenizer: Any = None):
         self.model = as_module(model)
-        if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
-            raise TypeError(f"tokenizer must have encode and decode, found a {type(tokenizer).__name__}")
+        if isinstance(tokenizer, str) or (tokenizer is not None and not callable(getattr(tokenizer, "encode", None))):
+            raise TypeError(f"tokenizer must have encode(text) and decode(ids), found a {type(tokenizer).__name__}")
         self.tokenizer = tokenizer
         inner = unwrapped(self.model)
         self.kind = "moe" if is_moe(inner) else "hf" if is_hugging_face(inner) else "plain"
@@ -94,6 +94,13 @@ class Policy:
     def vocab_size(self) -> int | None:
         """Ids are below this; None where the model does not say."""
         return of_config(self.config, "vocab_size")
+
+    def check_ids(self, ids: torch.Tensor, where: str) -> None:
+        """Raise where the model has no such token: in a GPU's embedding that would end the process."""
+        size = self.vocab_size
+        if size is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            wrong = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
+            raise ValueError(f"{where} must hold ids from 0 to {size - 1}, found {wrong}")
 
     def _in_vocabulary(self, *told: Any) -> list[int]:
         """Ids that the model can read: some configs keep those of a larger vocabulary, or −1 for none."""

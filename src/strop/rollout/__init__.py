@@ -103,7 +103,7 @@ def checked_prompts(
     if len(prompts) == 0:
         raise ValueError(f"{name} must hold at least one prompt, found none")
     ids = [as_ids(prompt, f"{name}[{index}]") for index, prompt in enumerate(prompts)]
-    longest, vocab_size = policy.max_length, policy.vocab_size
+    longest = policy.max_length
     for index, prompt in enumerate(ids):
         if not len(prompt):
             raise ValueError(f"{name}[{index}] must hold at least one token, found none")
@@ -112,7 +112,5 @@ def checked_prompts(
                 f"{name}[{index}] must have at most {max(longest - sampling.max_new_tokens, 0)} tokens (the model reads "
                 f"{longest}, of which max_new_tokens={sampling.max_new_tokens}), found {len(prompt)}"
             )
-        if vocab_size is not None and not 0 <= int(prompt.min()) <= int(prompt.max()) < vocab_size:
-            wrong = int(prompt.max()) if int(prompt.min()) >= 0 else int(prompt.min())
-            raise ValueError(f"{name}[{index}] must hold ids from 0 to {vocab_size - 1}, found {wrong}")
+        policy.check_ids(prompt, f"{name}[{index}]")
     return ids
