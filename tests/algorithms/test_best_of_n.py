@@ -87,3 +87,7 @@ def test_bad_input():
         BestOfN(model=moe(), reward_fn=count_low, n=0)
     with pytest.raises(ValueError, match="'max_tokens' is no option of BestOfN; did you mean 'max_new_tokens'"):
         BestOfN(model=moe(), reward_fn=count_low, max_tokens=5)
+    with pytest.raises(TypeError, match="seed must be a whole number, found str"):
+        BestOfN(model=moe(), reward_fn=count_low, seed="x")
+    with pytest.raises(ValueError, match="reward_timeout must be above 0 seconds, found -1"):
+        BestOfN(model=moe(), reward_fn=count_low, reward_timeout=-1)

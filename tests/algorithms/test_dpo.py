@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import Letters, llama
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, shifted, tiny_moe, weights_of
 
@@ -146,7 +147,7 @@ def test_a_mask_says_what_is_padding_where_the_pad_id_is_the_end():
 
 
 def test_texts_with_a_tokenizer():
-    class Letters:
+    class Alphabet:
         eos_token_id, pad_token_id = 1, 0
 
         def encode(self, text):
@@ -155,7 +156,7 @@ def test_texts_with_a_tokenizer():
     dpo = DPO(
         model=tiny_moe(vocab_size=30),
         ref_model=shifted(tiny_moe(vocab_size=30)),
-        tokenizer=Letters(),
+        tokenizer=Alphabet(),
         learning_rate=0.0,
     )
     written = dpo.train_step(["ab", "c"], ["de", "f"], ["g", "hij"])["loss"]
@@ -291,6 +292,20 @@ def test_bad_batches(batch, message):
 def test_the_fields_of_the_config():
     names = set(DPOConfig.from_options().to_dict())
     assert names == {"beta", "loss_type", "label_smoothing", "max_length", "packing", "pad_id", "optim", "run", "lora"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mask", "error", "message"),
+    [
+        (("ab", ["c"], ["d"]), None, TypeError, "prompt must be a batch, found a single text"),
+        ((["ab"], "c", ["d"]), None, TypeError, "chosen must be a batch as prompt is, found 'c'"),
+        (([{"role": "user", "content": "a"}], [], []), None, TypeError, "prompt must be a batch, found a single conv"),
+        ((["ab"], ["c"], ["d"]), [[1, 1]], ValueError, "prompt_mask must be None for texts"),
+    ],
+)
+def test_a_text_is_no_batch_of_letters(arguments, mask, error, message):
+    with pytest.raises(error, match=message):
+        DPO(model=llama(), tokenizer=Letters()).train_step(*arguments, prompt_mask=mask)
 
 
 def test_a_reference_by_name_has_the_policys_dtype(tmp_path):

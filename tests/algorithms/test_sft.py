@@ -253,6 +253,14 @@ def test_it_memorises():
     assert history.values("loss")[-1] < 0.05
 
 
+def test_what_a_run_of_ids_wrote_can_be_trained_on(tmp_path):
+    """A Hugging Face folder without a tokenizer."""
+    SFT(model=llama()).save_pretrained(tmp_path)
+    sft = SFT(model=tmp_path, learning_rate=0.0)
+    assert sft.tokenizer is None
+    assert sft.train_step([[1, 2, 3]])["loss"] == SFT(model=llama()).train_step([[1, 2, 3]])["loss"]
+
+
 # ---- bad input ----
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from strop.algorithms.inputs import as_rows
+from strop.algorithms.inputs import as_rows, check_tokenizer
 from strop.algorithms.online import Prompt, as_prompts, repeated, reward_rows
 from strop.config import check_count, unknown_option
 from strop.models import as_policy, load_model
-from strop.rewards import RewardFunctions
+from strop.rewards import RewardFunctions, check_timeout
 from strop.rollout import Rollout, Sampling, generate
 
 SAMPLING = tuple(Sampling.__dataclass_fields__)
@@ -43,6 +43,11 @@ class BestOfN:
         **sampling: Any,
     ):
         check_count("n", n, low=1)
+        for name, value in (("seed", seed), ("pad_id", pad_id)):
+            if value is not None:
+                check_count(name, value)
+        check_tokenizer(tokenizer)
+        check_timeout(reward_timeout, "reward_timeout")
         for name in sampling:
             if name not in SAMPLING:
                 arguments = ("n", "tokenizer", "reward_weights", "reward_timeout", "pad_id", "seed")

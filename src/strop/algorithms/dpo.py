@@ -147,7 +147,7 @@ class DPO(Trainer):
         return collate_rows(rows, self.policy, self.config.packing, self.config.max_length)
 
     def _pairs(self, prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any) -> list[Pair]:
-        if is_written(prompt):
+        if is_written(prompt, "prompt", prompt_mask):
             return self.prepare(as_dicts({"prompt": prompt, "chosen": chosen, "rejected": rejected}), "pairs")
         pad_id = declared_pad_id(self.policy) if self.config.pad_id is None else self.config.pad_id
         eos_ids = self.policy.eos_ids

@@ -26,17 +26,30 @@ def declared_pad_id(policy: Policy) -> int | None:
     return None
 
 
-def is_written(rows: Any) -> bool:
-    """Whether these are texts or conversations, which a tokenizer makes ids of."""
-    if isinstance(rows, torch.Tensor) or not isinstance(rows, Sequence) or not len(rows):
+def check_tokenizer(tokenizer: Any) -> None:
+    if isinstance(tokenizer, str) or (tokenizer is not None and not callable(getattr(tokenizer, "encode", None))):
+        raise TypeError(f"tokenizer must have encode(text) and decode(ids), found a {type(tokenizer).__name__}")
+
+
+def is_written(rows: Any, name: str, mask: Any = None) -> bool:
+    """Whether these are texts or conversations, which a tokenizer makes ids of. They have no padding to mask."""
+    if not isinstance(rows, Sequence) or not len(rows):
         return False
-    return isinstance(rows[0], str) or is_conversation(rows[0])
+    if isinstance(rows, str) or (is_conversation(rows) and "role" in rows[0]):
+        raise TypeError(f"{name} must be a batch, found a single {'text' if isinstance(rows, str) else 'conversation'}")
+    if not isinstance(rows[0], str) and not is_conversation(rows[0]):
+        return False
+    if mask is not None:
+        raise ValueError(f"{name}_mask must be None for texts and conversations, found one: they have no padding")
+    return True
 
 
 def as_dicts(columns: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Rows of a dataset from its columns, which must be of one length."""
     (first, values), *others = columns.items()
     for name, other in others:
+        if isinstance(other, str) or not hasattr(other, "__len__"):
+            raise TypeError(f"{name} must be a batch as {first} is, found {other!r:.60}")
         if len(other) != len(values):
             raise ValueError(f"{name} must have {len(values)} rows as {first} has, found {len(other)}")
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

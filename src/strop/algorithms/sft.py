@@ -103,7 +103,7 @@ class SFT(Trainer):
         return collate_rows(examples, self.policy, self.config.packing, self.config.max_length)
 
     def _examples(self, prompt: Any, completion: Any, prompt_mask: Any) -> list[Example]:
-        if is_written(prompt):
+        if is_written(prompt, "prompt", prompt_mask):
             alone = "messages" if is_conversation(prompt[0]) else "text"
             names = {alone if completion is None else "prompt": prompt, "completion": completion}
             return self.prepare(as_dicts({name: value for name, value in names.items() if value is not None}), "rows")

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 
 from strop.algorithms import loop
+from strop.algorithms.inputs import check_tokenizer
 from strop.algorithms.optim import MakeOptimizer, learning_rate_at, make_optimizer
 from strop.algorithms.state import History, Phases, TrainState
 from strop.callbacks import Callback
@@ -54,6 +55,7 @@ class Trainer:
         from strop.models import as_policy, load_model
 
         self.config = self._make_config(config, options)
+        check_tokenizer(tokenizer)
         if isinstance(model, (str, Path)):
             # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
             dtype = None if self.config.lora is not None else torch.float32

@@ -53,8 +53,6 @@ class Policy:
 
     def __init__(self, model: Any, tokenizer: Any = None):
         self.model = as_module(model)
-        if isinstance(tokenizer, str) or (tokenizer is not None and not callable(getattr(tokenizer, "encode", None))):
-            raise TypeError(f"tokenizer must have encode(text) and decode(ids), found a {type(tokenizer).__name__}")
         self.tokenizer = tokenizer
         inner = unwrapped(self.model)
         self.kind = "moe" if is_moe(inner) else "hf" if is_hugging_face(inner) else "plain"
