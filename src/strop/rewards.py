@@ -243,7 +243,8 @@ def as_reward(value: Any, index: int, name: str, rows: Rows) -> float:
         value = value.item()
     if not isinstance(value, numbers.Real):
         raise RewardError(f"reward function {name} must return numbers, found {value!r:.60} {where(index, rows)}")
-    if not abs(value) <= LARGEST:  # of float32, in which rewards are kept
+    size: Any = abs(value)
+    if not size <= LARGEST:  # of float32, in which rewards are kept
         found = f"{value!s:.20}"
         raise RewardError(f"reward function {name} must return finite numbers, found {found} {where(index, rows)}")
     return float(value)

@@ -500,6 +500,19 @@ def test_a_dataset_is_checked_before_the_first_step(prompt, message):
         grpo.train(rows[:3], eval_dataset=rows, num_steps=1)
 
 
+def test_a_column_that_some_rows_lack_is_none_there():
+    """Also in a batch none of whose rows has it: what a function gets must not hang on the shuffling."""
+    seen = []
+
+    def reward(completions, answer):
+        seen.extend(answer[::2])
+        return [0.0 for _ in completions]
+
+    grpo = GRPO(model=moe(), reward_fn=reward, max_new_tokens=2, batch_size=1, group_size=2, shuffle=False)
+    grpo.train([{"prompt": [1], "answer": 5}, {"prompt": [2]}], num_epochs=1)
+    assert seen == [5, None]
+
+
 def test_a_bad_reward_stops_the_step_and_leaves_the_weights():
     def fails(completions):
         return [1.0 if i != 6 else float("nan") for i in range(len(completions))]

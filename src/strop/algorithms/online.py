@@ -81,6 +81,9 @@ def prompts_of_dataset(rows: Sequence[Any], trainer: Any, name: str, max_length:
 
     check_rows(rows, ["prompt_only"], where=name, what=trainer.name)
     prompts = as_prompts(list(rows), trainer.policy, pad_id=trainer.config.pad_id, name=name)
+    names = dict.fromkeys(column for prompt in prompts for column in prompt.columns)
+    for prompt in prompts:  # a column that some rows lack is None there, whichever rows share a batch
+        prompt.columns = {column: prompt.columns.get(column) for column in names}
     checked_prompts(trainer.policy, [prompt.ids for prompt in prompts], trainer.config.sampling, name)
     return below(max_length, prompts, name)
 

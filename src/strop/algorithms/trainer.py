@@ -69,7 +69,7 @@ class Trainer:
         _warn_of_half_precision(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
         self.loggers = _as_list(logger)
-        self.callbacks = _as_list(callbacks)
+        self.callbacks: list[Callback] = _as_list(callbacks)
         self._check_listeners()
         self.state = TrainState()
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
