@@ -80,6 +80,22 @@ def test_wrong_options(options, error, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrainerConfig(run={"batch_size": 3}), "run must be a RunConfig, found {'batch_size': 3}"),
+        (lambda: TrainerConfig(lora=True), "lora must be a LoRAConfig, found True"),
+        (lambda: RunConfig(shuffle="no"), "shuffle must be bool, found 'no'"),
+        (lambda: RunConfig(autocast=3), "autocast must be None or str, found 3"),
+        (lambda: OptimConfig(learning_rate="1e-4"), "learning_rate must be a number, found str"),
+    ],
+)
+def test_a_config_made_directly_checks_itself_too(make, message):
+    with pytest.raises(TypeError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
 def test_the_names():
     """A new option is a decision."""
     assert sorted(f.name for f in dataclasses.fields(OptimConfig)) == [

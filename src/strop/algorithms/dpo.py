@@ -46,6 +46,7 @@ class DPOConfig(TrainerConfig):
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("beta", self.beta, low=0.0, open_low=True)
         check_option("loss_type", self.loss_type, PREFERENCE_LOSS_TYPES)
         zero_B = torch.zeros(1)

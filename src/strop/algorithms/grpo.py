@@ -66,6 +66,7 @@ class PolicyLossConfig(Config):
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_option("loss_type", self.loss_type, POLICY_LOSS_TYPES)
         check_option("importance_level", self.importance_level, IMPORTANCE_LEVELS)
         check_option("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
@@ -116,6 +117,7 @@ class GRPOConfig(TrainerConfig):
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("group_size", self.group_size, low=2)
         check_range("kl_coef", self.kl_coef, low=0.0)
         check_count("inner_epochs", self.inner_epochs, low=1)

@@ -37,6 +37,7 @@ class SFTConfig(TrainerConfig):
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=2e-5))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_length is not None:
             check_count("max_length", self.max_length, low=2)
 
