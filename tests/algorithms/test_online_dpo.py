@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from tiny_models import every_kind, llama, moe
+from tiny_models import every_kind, llama, moe, plain
 
 from strop.algorithms.dpo import DPO
 from strop.algorithms.online_dpo import OnlineDPO, OnlineDPOConfig
+from strop.algorithms.sft import SFT
 from strop.models import as_policy
 from strop.rewards import RewardError
 from strop.rollout import Sampling, generate
@@ -137,6 +138,25 @@ def test_completions_are_cut_at_max_length(packing):
     with pytest.raises(ValueError, match="dataset" + message):
         online.train([{"prompt": p} for p in too_long])
     assert online.state.step == 1
+
+
+def test_an_evaluation_has_no_larger_batches_than_training():
+    """Of rows however many: a forward over all of them at once would fill any memory."""
+    sizes = []
+    online = make_online(plain(eos_token_id=3), batch_size=4)
+    online.model.register_forward_pre_hook(lambda model, args: sizes.append(len(args[0])))
+    found = online.evaluate([{"prompt": prompt} for prompt in PROMPTS * 5])
+    assert max(sizes) == 8  # pairs
+    assert found["eval/completion/length"] > 1
+    rows = [{"prompt": [1], "completion": [2 + i % 9, 3]} for i in range(20)]
+    losses = []
+    for batch_size in (4, 20):
+        sft = SFT(model=plain(eos_token_id=3), batch_size=batch_size)
+        sft.model.register_forward_pre_hook(lambda model, args: sizes.append(len(args[0])))
+        sizes.clear()
+        losses.append(sft.evaluate(rows)["eval/loss"])
+        assert max(sizes) == batch_size
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
 def test_the_judge_gets_the_columns_of_the_dataset():

@@ -99,7 +99,7 @@ class DPO(Trainer):
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         results = []
-        for pairs in self.micro_batches(rows):
+        for pairs in self.eval_batches(rows):
             with self.autocast():
                 batch = self._collate(pairs)
                 results.append(self._loss(batch, self.reference.logps(batch), len(pairs), len(rows)))

@@ -1,5 +1,6 @@
 """Online DPO (arXiv 2402.04792): sample two completions of each prompt, ask which is better, learn from the pair with DPO."""
 
+import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,13 +101,7 @@ class OnlineDPO(DPO):
     def _pairs_of(self, prompts: list[Prompt], step: Any) -> tuple[list[Pair], dict[str, float], list[dict[str, Any]]]:
         """(prompt, chosen, rejected) for every pair that is no tie; metrics; the table of samples."""
         with self.phase("generate"), self.autocast():
-            rollout = generate(
-                self.policy,
-                [prompt.ids for prompt in prompts],
-                self.config.sampling,
-                num_samples=2,
-                seed=seed_of(self.config.run.seed, step),
-            )
+            rollout = self._sample(prompts, step)
         with self.phase("reward"):
             better, metrics, shown = self._judge(prompts, rollout)
         pairs = []
@@ -117,6 +112,21 @@ class OnlineDPO(DPO):
                 pairs.append(self._checked(*pair, f"prompts[{i}]"))
         metrics["preference/tied_fraction"] = better.count(None) / len(better)
         return pairs, metrics | rollout_metrics(rollout), shown
+
+    def _sample(self, prompts: list[Prompt], step: Any) -> Rollout:
+        """Two completions of each; of a dataset's prompts so many at a time as training samples."""
+        size = self.config.run.batch_size if step == "evaluation" else len(prompts)
+        rollouts = [
+            generate(
+                self.policy,
+                [prompt.ids for prompt in prompts[start : start + size]],
+                self.config.sampling,
+                num_samples=2,
+                seed=seed_of(self.config.run.seed, step, *([start] if start else [])),
+            )
+            for start in range(0, len(prompts), size)
+        ]
+        return functools.reduce(Rollout.joined, rollouts)
 
     def _judge(
         self, prompts: list[Prompt], rollout: Rollout

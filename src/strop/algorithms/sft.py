@@ -82,7 +82,7 @@ class SFT(Trainer):
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         num_tokens = sum(_num_counted(row) for row in rows)
         loss = 0.0
-        for part in self.micro_batches(rows):
+        for part in self.eval_batches(rows):
             with self.autocast():
                 loss += self._loss(self._collate(part), num_tokens).item()
         return {"loss": loss, "perplexity": float(torch.tensor(loss, dtype=torch.float64).exp())}

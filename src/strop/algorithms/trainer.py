@@ -173,9 +173,11 @@ class Trainer:
 
     def micro_batches(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
         """The rows in parts of micro_batch_size."""
-        size = self.config.run.micro_batch_size or max(len(rows), 1)
-        for start in range(0, len(rows), size):
-            yield rows[start : start + size]
+        return _parts(rows, self.config.run.micro_batch_size or max(len(rows), 1))
+
+    def eval_batches(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+        """The rows of a dataset, however many, in parts no larger than training has them."""
+        return _parts(rows, self.config.run.micro_batch_size or self.config.run.batch_size)
 
     # ---- for users ----
 
@@ -314,6 +316,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         return learning_rate
+
+
+def _parts(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
 
 
 def _as_list(given: Any) -> list[Any]:
