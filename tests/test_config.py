@@ -68,6 +68,8 @@ def test_numbers_as_yaml_reads_them():
         ({"autocast": "bf61"}, ValueError, "did you mean 'bf16'?"),
         ({"schedule": "cosin"}, ValueError, "did you mean 'cosine'?"),
         ({"betas": [0.9]}, ValueError, "betas must be two numbers"),
+        ({"betas": 0.9}, TypeError, "betas must be two numbers"),
+        ({"betas": ("a", 0.9)}, TypeError, "betas must be a number, found str"),
         ({"batch_size": 2, "run": {"batch_size": 3}}, ValueError, "batch_size must be given once, found 2 and 3"),
         ({"run": 3}, TypeError, "run must be a RunConfig or a dict, found int"),
     ],
@@ -75,6 +77,22 @@ def test_numbers_as_yaml_reads_them():
 def test_wrong_options(options, error, message):
     with pytest.raises(error) as caught:
         Whole.from_options(options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrainerConfig(run={"batch_size": 3}), "run must be a RunConfig, found {'batch_size': 3}"),
+        (lambda: TrainerConfig(lora=True), "lora must be a LoRAConfig, found True"),
+        (lambda: RunConfig(shuffle="no"), "shuffle must be bool, found 'no'"),
+        (lambda: RunConfig(autocast=3), "autocast must be None or str, found 3"),
+        (lambda: OptimConfig(learning_rate="1e-4"), "learning_rate must be a number, found str"),
+    ],
+)
+def test_a_config_made_directly_checks_itself_too(make, message):
+    with pytest.raises(TypeError) as caught:
+        make()
     assert message in str(caught.value)
 
 

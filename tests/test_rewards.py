@@ -88,6 +88,17 @@ def test_objects_modules_and_partials():
 # ---- what it may return ----
 
 
+def test_names_are_distinct():
+    def f(completions):
+        return [1.0 for _ in completions]
+
+    def g(completions):
+        return [2.0 for _ in completions]
+
+    g.__name__ = "f_3"
+    assert RewardFunctions([f, g, f, f]).names == ["f", "f_3", "f_2", "f_4"]
+
+
 def test_weights_and_columns():
     found = scores(length, right, weights=[0.5, -2])
     assert found.total_B.tolist() == [0.5 * 2 - 2, 0.5, -2]
@@ -124,6 +135,8 @@ def test_lists_arrays_and_tensors(returned):
         ([1, "2", 3], "must return numbers, found '2' (completion 1"),
         ([1, 2, float("nan")], "must return finite numbers, found nan (completion 2, prompt 'third')"),
         (torch.tensor([1, float("inf"), 3]), "must return finite numbers, found inf (completion 1"),
+        ([1, 1e39, 3], "must return finite numbers, found 1e+39 (completion 1"),
+        ([1, 10**400, 3], "must return finite numbers, found 10000000000000000000 (completion 1"),
         (torch.zeros(3, 1), "must return numbers, found [0.0] (completion 0"),
     ],
 )  # fmt: skip
@@ -161,6 +174,10 @@ def test_long_prompts_are_shortened():
     assert len(str(caught.value)) < 250
 
 
+def mean(completions):
+    return [0.0 for _ in completions]
+
+
 @pytest.mark.parametrize(
     ("functions", "options", "error", "message"),
     [
@@ -169,6 +186,9 @@ def test_long_prompts_are_shortened():
         ([length], {"weights": [1, 2]}, ValueError, "one for each of the 1 functions, found 2"),
         ([length], {"weights": [float("nan")]}, ValueError, "reward_weights must be finite"),
         ([length], {"timeout": 0}, ValueError, "timeout must be above 0"),
+        ([length], {"weights": "a"}, TypeError, "reward_weights must be numbers, one for each function, found 'a'"),
+        ([length], {"weights": 2.0}, TypeError, "reward_weights must be numbers, one for each function, found 2.0"),
+        ([mean], {}, ValueError, "reward_fn must not be called 'mean': reward/mean is a metric of all functions"),
     ],
 )
 def test_bad_functions(functions, options, error, message):
@@ -249,6 +269,21 @@ def test_preferences():
     longer = PreferenceFunction(lambda pairs: [int(len(b) > len(a)) for _, a, b in pairs])
     assert longer(PAIRS) == [0, 1]
     assert PreferenceFunction(lambda pairs: torch.tensor([True, False]))(PAIRS) == [1, 0]
+
+
+def test_a_judge_asks_for_columns_by_name():
+    columns = {"answer": ["aa", "c"], "prompt_ids": [[1], [2]], "pairs": "a column of the dataset gives way"}
+
+    def judge(pairs, answer, prompt_ids):
+        assert (pairs, answer, prompt_ids) == (PAIRS, ["aa", "c"], [[1], [2]])
+        return [int(b == wanted) for (_, _, b), wanted in zip(pairs, answer, strict=True)]
+
+    assert PreferenceFunction(judge)(PAIRS, columns) == [0, 0]
+    assert PreferenceFunction(lambda pairs, **rest: [len(rest), 0])(PAIRS) == [1, 0]  # prompts
+    with pytest.raises(RewardError, match=r"preference function .* asks for 'answers'.*did you mean 'answer'"):
+        PreferenceFunction(lambda pairs, answers: [0, 0])(PAIRS, columns)
+    with pytest.raises(RewardError, match=r"asks for 'batch', which is no column of the rows; there are answer, pairs"):
+        PreferenceFunction(lambda batch, **rest: [0, 0])(PAIRS, columns)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,18 @@ def unknown_option(name: str, known: Iterable[str], of: str = "") -> str:
 class Config:
     """What every config can do."""
 
+    def __post_init__(self) -> None:
+        """Every field is of its kind; what it may be beyond that, the configs below say."""
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            part = part_of(type(self), name)
+            if part is None:
+                _as_hinted(name, value, _hints(type(self))[name])
+            elif not isinstance(value, part) and not (value is None and _allows_none(type(self), name)):
+                raise TypeError(
+                    f"{name} must be a {part.__name__}, found {value!r:.60}; {type(self).__name__}.from_options takes dicts"
+                )
+
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None = None, **more: Any) -> Self:
         """The config with these options; an unknown one is an error that names the nearest known one."""
@@ -108,9 +120,14 @@ class OptimConfig(Config):
     min_learning_rate: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("learning_rate", "weight_decay", "max_grad_norm", "min_learning_rate"):
             check_range(name, getattr(self, name), low=0.0)
         check_range("eps", self.eps, low=0.0, open_low=True)
+        if not isinstance(self.betas, (tuple, list)):
+            raise TypeError(f"betas must be two numbers, found {self.betas!r}")
+        for beta in self.betas:
+            check_range("betas", beta)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers from 0 to below 1, found {self.betas}")
         check_count("warmup_steps", self.warmup_steps)
@@ -147,6 +164,7 @@ class RunConfig(Config):
     samples_every: int = 10
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("batch_size", self.batch_size, low=1)
         for name in ("micro_batch_size", "num_steps", "log_every", "eval_every", "save_every"):
             check_count(name, getattr(self, name))
@@ -167,6 +185,7 @@ class LoRAConfig(Config):
     target_modules: str | tuple[str, ...] = "all-linear"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("r", self.r, low=1)
         check_range("alpha", self.alpha, low=0.0, open_low=True)
 
@@ -175,8 +194,8 @@ class LoRAConfig(Config):
 class TrainerConfig(Config):
     """The parts every algorithm has. `lora` is off unless given: lora={"r": 16}."""
 
-    optim: OptimConfig = OptimConfig()
-    run: RunConfig = RunConfig()
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    run: RunConfig = dataclasses.field(default_factory=RunConfig)
     lora: LoRAConfig | None = None
 
 

@@ -19,6 +19,7 @@ import ctypes
 import difflib
 import functools
 import inspect
+import itertools
 import math
 import numbers
 import signal
@@ -32,6 +33,9 @@ from typing import Any
 import torch
 
 Rows = Mapping[str, Sequence[Any]]
+
+LARGEST = torch.finfo(torch.float32).max
+METRICS = ("mean", "std", "zero_std_fraction", "resampled_fraction")  # reward/… of all functions together
 Arguments = tuple[list[list[Any]], dict[str, list[Any]]]  # by position, by name; each with one entry a completion
 
 
@@ -61,7 +65,7 @@ class RewardFunctions:
         for function in self.functions:
             if not callable(function):
                 raise TypeError(f"reward_fn must be a function or several, found {type(function).__name__}")
-        self.weights = [1.0] * len(self.functions) if weights is None else [float(w) for w in weights]
+        self.weights = [1.0] * len(self.functions) if weights is None else _as_numbers(weights)
         if len(self.weights) != len(self.functions):
             raise ValueError(
                 f"reward_weights must be one for each of the {len(self.functions)} functions, found {len(self.weights)}"
@@ -70,6 +74,12 @@ class RewardFunctions:
             raise ValueError(f"reward_weights must be finite, found {self.weights}")
         self.timeout = check_timeout(timeout)
         self.names = unique_names(self.functions)
+        for name in self.names:
+            if name in METRICS:
+                raise ValueError(
+                    f"reward_fn must not be called {name!r}: reward/{name} is a metric of all functions together; "
+                    f"give the function another __name__"
+                )
 
     def __call__(self, rows: Rows) -> Rewards:
         total_B = torch.zeros(len(rows["completions"]), dtype=torch.float64)
@@ -87,8 +97,17 @@ class RewardFunctions:
         return [as_reward(value, index, name, rows) for index, value in enumerate(values)]
 
 
+def _as_numbers(weights: Any) -> list[float]:
+    if isinstance(weights, (list, tuple)) and all(isinstance(weight, numbers.Real) for weight in weights):
+        return [float(weight) for weight in weights]
+    raise TypeError(f"reward_weights must be numbers, one for each function, found {weights!r:.60}")
+
+
 class PreferenceFunction:
-    """preference_fn(pairs) → for each (prompt, a, b) 0 where a is the better one, 1 where b is."""
+    """preference_fn(pairs) → for each (prompt, a, b) 0 where a is the better one, 1 where b is.
+
+    By its parameter names it may ask besides for prompts, prompt_ids and the dataset's columns, one entry a pair.
+    """
 
     def __init__(self, function: Any, timeout: float | None = None):
         if not callable(function):
@@ -96,10 +115,11 @@ class PreferenceFunction:
         self.function, self.timeout = function, check_timeout(timeout)
         self.name = unique_names([function])[0]
 
-    def __call__(self, pairs: Sequence[tuple[Any, Any, Any]]) -> list[int]:
-        rows = {"completions": pairs, "pairs": pairs, "prompts": [pair[0] for pair in pairs]}
-        returned = call_checked(self.function, self.name, ([list(pairs)], {}), rows, self.timeout)
-        values = as_values(returned, len(pairs), f"preference function {self.name}", rows, "pairs")
+    def __call__(self, pairs: Sequence[tuple[Any, Any, Any]], columns: Rows | None = None) -> list[int]:
+        rows = {**(columns or {}), "pairs": pairs, "prompts": [pair[0] for pair in pairs]}
+        given = arguments_for(self.function, self.name, rows)
+        returned = call_checked(self.function, self.name, given, rows, self.timeout)
+        values = as_values(returned, len(pairs), f"preference function {self.name}", rows)
         for index, value in enumerate(values):
             if not isinstance(value, numbers.Real) or value not in (0, 1):
                 raise RewardError(
@@ -112,54 +132,63 @@ class PreferenceFunction:
 # ---- calling ----
 
 
+def judged(rows: Rows) -> str:
+    """What the function is to judge: the completions, or for a preference function, which has none, the pairs."""
+    return "completions" if "completions" in rows else "pairs"
+
+
 def arguments_for(function: Any, name: str, rows: Rows) -> Arguments:
     """The columns the function's parameters ask for."""
-    completions = list(rows["completions"])
+    what = judged(rows)
+    first = list(rows[what])
     bound = getattr(function, "keywords", {}) if isinstance(function, functools.partial) else {}
     rows = {column: values for column, values in rows.items() if column not in bound}
     try:
         target = function.forward if isinstance(function, torch.nn.Module) else function
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):  # a builtin says nothing
-        return [completions], {}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return [], {column: list(values) for column, values in rows.items()}
+        return [first], {}
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
-    if len(required) <= 1 and not any(p.name in rows for p in by_name):
-        _refuse_near_miss([*required, *by_name][:1], name, rows)
-        return [completions], {}
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if not takes_all and len(required) <= 1 and not any(p.name in rows for p in by_name):
+        _refuse_near_miss([*required, *by_name][:1], name, rows, what)
+        return [first], {}
     for parameter in required:
         if parameter.name not in rows or parameter not in by_name:
-            raise RewardError(_unknown_parameter(parameter.name, name, rows))
-    return [], {p.name: list(rows[p.name]) for p in by_name if p.name in rows}
+            raise RewardError(_unknown_parameter(parameter.name, name, rows, what))
+    return [], {
+        column: list(rows[column]) for column in (rows if takes_all else [p.name for p in by_name if p.name in rows])
+    }
 
 
-def _refuse_near_miss(parameters: Sequence[inspect.Parameter], name: str, rows: Rows) -> None:
-    """A single parameter of any name is given the completions, unless it is another column's name misspelt."""
+def _refuse_near_miss(parameters: Sequence[inspect.Parameter], name: str, rows: Rows, what: str) -> None:
+    """A single parameter of any name is given what is judged, unless it is another column's name misspelt."""
     for parameter in parameters:
-        if difflib.get_close_matches(parameter.name, [r for r in rows if r != "completions"], n=1, cutoff=0.85):
-            raise RewardError(_unknown_parameter(parameter.name, name, rows))
+        if difflib.get_close_matches(parameter.name, [r for r in rows if r != what], n=1, cutoff=0.85):
+            raise RewardError(_unknown_parameter(parameter.name, name, rows, what))
 
 
-def _unknown_parameter(parameter: str, name: str, rows: Rows) -> str:
+def _unknown_parameter(parameter: str, name: str, rows: Rows, what: str) -> str:
     near = difflib.get_close_matches(parameter, list(rows), n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(rows))}"
-    return f"reward function {name} asks for {parameter!r}, which is no column of the rows; {hint}"
+    kind = "reward" if what == "completions" else "preference"
+    return f"{kind} function {name} asks for {parameter!r}, which is no column of the rows; {hint}"
 
 
 def call_checked(function: Any, name: str, given: Arguments, rows: Rows, timeout: float | None) -> Sequence[Any]:
     """What the function returns; its exception or its being late as a RewardError."""
+    what = judged(rows)
     try:
         return _call(function, given, timeout)
     except OutOfTime:
         raise RewardError(
-            f"{name} must return within timeout={timeout:g} seconds for {len(rows['completions'])} completions, found it "
+            f"{name} must return within timeout={timeout:g} seconds for {len(rows[what])} {what}, found it "
             f"still running {where(0, rows)}"
         ) from None
     except Exception as error:
-        index = _first_failing(function, given, len(rows["completions"]), timeout)
-        alone = "" if index is not None else " (no completion fails alone; the first is shown)"
+        index = _first_failing(function, given, len(rows[what]), timeout)
+        alone = "" if index is not None else f" (no {what.removesuffix('s')} fails alone; the first is shown)"
         raise RewardError(f"{name} raised {type(error).__name__}: {error} {where(index or 0, rows)}{alone}") from error
 
 
@@ -194,7 +223,7 @@ def _first_failing(
 # ---- checking ----
 
 
-def as_values(returned: Any, wanted: int, who: str, rows: Rows, what: str = "completions") -> list[Any]:
+def as_values(returned: Any, wanted: int, who: str, rows: Rows) -> list[Any]:
     """A list of one value a row from whatever a function returned."""
     if isinstance(returned, torch.Tensor) or hasattr(returned, "tolist"):
         returned = returned.tolist()
@@ -203,7 +232,9 @@ def as_values(returned: Any, wanted: int, who: str, rows: Rows, what: str = "com
     values = list(returned)
     if len(values) != wanted:
         shown = where(min(len(values), wanted - 1), rows)
-        raise RewardError(f"{who} must return one number for each of the {wanted} {what}, found {len(values)} {shown}")
+        raise RewardError(
+            f"{who} must return one number for each of the {wanted} {judged(rows)}, found {len(values)} {shown}"
+        )
     return values
 
 
@@ -212,8 +243,10 @@ def as_reward(value: Any, index: int, name: str, rows: Rows) -> float:
         value = value.item()
     if not isinstance(value, numbers.Real):
         raise RewardError(f"reward function {name} must return numbers, found {value!r:.60} {where(index, rows)}")
-    if not math.isfinite(value):
-        raise RewardError(f"reward function {name} must return finite numbers, found {value} {where(index, rows)}")
+    size: Any = abs(value)
+    if not size <= LARGEST:  # of float32, in which rewards are kept
+        found = f"{value!s:.20}"
+        raise RewardError(f"reward function {name} must return finite numbers, found {found} {where(index, rows)}")
     return float(value)
 
 
@@ -221,7 +254,7 @@ def where(index: int, rows: Rows) -> str:
     """The completion or pair in an error: its index and its prompt, shortened."""
     prompts = rows.get("prompts")
     shown = "" if not prompts else f", prompt {_shortened(prompts[index])}"
-    return f"({'pair' if 'pairs' in rows else 'completion'} {index}{shown})"
+    return f"({judged(rows).removesuffix('s')} {index}{shown})"
 
 
 def _shortened(prompt: Any, length: int = 80) -> str:
@@ -234,8 +267,8 @@ def unique_names(functions: Sequence[Any]) -> list[str]:
     for function in functions:
         inner = getattr(function, "func", function)  # functools.partial
         name = getattr(inner, "__name__", type(inner).__name__).strip("<>")
-        count = sum(known == name or known.startswith(f"{name}_") for known in names)
-        names.append(f"{name}_{count + 1}" if name in names else name)
+        others = (f"{name}_{number}" for number in itertools.count(2))
+        names.append(next(other for other in (name, *itertools.islice(others, len(names))) if other not in names))
     return names
 
 
@@ -246,13 +279,13 @@ class OutOfTime(BaseException):
     """Thrown into a function that is late. No `Exception`, so that a function's own handlers let it through."""
 
 
-def check_timeout(timeout: Any) -> float | None:
+def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout must be a number of seconds or None, found {type(timeout).__name__}")
+        raise TypeError(f"{name} must be a number of seconds or None, found {type(timeout).__name__}")
     if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be above 0 seconds, found {timeout}")
+        raise ValueError(f"{name} must be above 0 seconds, found {timeout}")
     return float(timeout)
 
 

@@ -76,8 +76,18 @@ def test_texts_for_texts():
     assert isinstance(ids, torch.Tensor)
 
 
+def test_a_folder_for_a_model(tmp_path):
+    moe().moe.save(tmp_path / "model")
+    for name in (tmp_path / "model", str(tmp_path / "model")):
+        assert BestOfN(model=name, reward_fn=lambda c: [0.0] * len(c), n=2, max_new_tokens=2).policy.kind == "moe"
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="n must be at least 1, found 0"):
         BestOfN(model=moe(), reward_fn=count_low, n=0)
     with pytest.raises(ValueError, match="'max_tokens' is no option of BestOfN; did you mean 'max_new_tokens'"):
         BestOfN(model=moe(), reward_fn=count_low, max_tokens=5)
+    with pytest.raises(TypeError, match="seed must be a whole number, found str"):
+        BestOfN(model=moe(), reward_fn=count_low, seed="x")
+    with pytest.raises(ValueError, match="reward_timeout must be above 0 seconds, found -1"):
+        BestOfN(model=moe(), reward_fn=count_low, reward_timeout=-1)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import Letters, llama
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, shifted, tiny_moe, weights_of
 
@@ -146,7 +147,7 @@ def test_a_mask_says_what_is_padding_where_the_pad_id_is_the_end():
 
 
 def test_texts_with_a_tokenizer():
-    class Letters:
+    class Alphabet:
         eos_token_id, pad_token_id = 1, 0
 
         def encode(self, text):
@@ -155,7 +156,7 @@ def test_texts_with_a_tokenizer():
     dpo = DPO(
         model=tiny_moe(vocab_size=30),
         ref_model=shifted(tiny_moe(vocab_size=30)),
-        tokenizer=Letters(),
+        tokenizer=Alphabet(),
         learning_rate=0.0,
     )
     written = dpo.train_step(["ab", "c"], ["de", "f"], ["g", "hij"])["loss"]
@@ -278,6 +279,7 @@ def test_bad_options(options, message):
         (([[2]], [[3], [4]], [[5]]), "chosen must have 1 rows as prompt has, found 2"),
         ((torch.tensor([2]), [[3]], [[5]]), r"prompt must have shape \[B, T\], found \[1\]"),
         (([[0, 0]], [[3]], [[5]]), "pair 0: the prompt must have at least one token"),
+        (([[2]], [[99]], [[5]]), "pair 0: chosen must hold ids from 0 to 19, found 99"),
         (([[2]], [[3]], [[0, 0]]), "pair 0: rejected must have at least one token"),
     ],
 )
@@ -290,3 +292,34 @@ def test_bad_batches(batch, message):
 def test_the_fields_of_the_config():
     names = set(DPOConfig.from_options().to_dict())
     assert names == {"beta", "loss_type", "label_smoothing", "max_length", "packing", "pad_id", "optim", "run", "lora"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mask", "error", "message"),
+    [
+        (("ab", ["c"], ["d"]), None, TypeError, "prompt must be a batch, found a single text"),
+        ((["ab"], "c", ["d"]), None, TypeError, "chosen must be a batch as prompt is, found 'c'"),
+        (([{"role": "user", "content": "a"}], [], []), None, TypeError, "prompt must be a batch, found a single conv"),
+        ((["ab"], ["c"], ["d"]), [[1, 1]], ValueError, "prompt_mask must be None for texts"),
+    ],
+)
+def test_a_text_is_no_batch_of_letters(arguments, mask, error, message):
+    with pytest.raises(error, match=message):
+        DPO(model=llama(), tokenizer=Letters()).train_step(*arguments, prompt_mask=mask)
+
+
+def test_a_reference_by_name_has_the_policys_dtype(tmp_path):
+    """Files in bfloat16: the policy is loaded in float32, and were the reference not, KL would not begin at 0."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tiny_qwen2().to(torch.bfloat16).save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(8)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="3").save_pretrained(tmp_path)
+    dpo = DPO(model=str(tmp_path), ref_model=tmp_path)
+    assert {param.dtype for param in dpo.reference_model.parameters()} == {torch.float32}
+    metrics = dpo.train_step([[1, 2]], [[4, 5, 6]], [[7, 4]])
+    assert metrics["rewards/chosen"] == metrics["rewards/rejected"] == 0
+    with pytest.warns(UserWarning, match="trained in torch.bfloat16"):
+        half = DPO(model=tiny_qwen2().to(torch.bfloat16), ref_model=tmp_path)
+    assert {param.dtype for param in half.reference_model.parameters()} == {torch.bfloat16}

@@ -431,6 +431,12 @@ def test_the_same_prompts_in_every_form():
     assert all(isinstance(c, str) and chr(3 + 96) not in c for c in completions)
 
 
+def test_prompts_as_an_array():
+    grpo = make_grpo(moe())
+    grpo.train_step(torch.tensor([[1, 2], [4, 5]]).numpy())
+    assert [sample["prompt"] for sample in grpo.samples[:: grpo.config.group_size]] == [[1, 2], [4, 5]]
+
+
 def test_conversations_and_columns():
     seen = {}
 
@@ -458,6 +464,14 @@ def test_conversations_and_columns():
         (torch.tensor([[0, 0], [0, 1]]), {}, ValueError, r"prompts\[0\] must hold at least one token besides padding"),
         (["ab", "c"], {"answer": [1]}, ValueError, "answer must have one entry for each of the 2 prompts, found 1"),
         ([[1, 2]] * 2, {"answer": "xy"}, ValueError, "answer must have one entry"),
+        ([[1, 2]], {"answer": 5}, ValueError, "found int"),
+        ([[1, 2]], {"completions": ["x"]}, ValueError, "completions must not be a column"),
+        ([[1, 2]], {"prompt_mask": [[1]]}, ValueError, r"the mask of prompts\[0\] must have shape \[2\], found \[1\]"),
+        ([[1, 2]], {"prompt_mask": 3}, ValueError, "the mask of prompts must have 1 rows, found int"),
+        (["ab"], {"prompt_mask": [[1, 1]]}, ValueError, "prompt_mask must be None for prompts that are not ids"),
+        (None, {}, TypeError, "prompts must be token ids, .* found NoneType"),
+        ([None], {}, TypeError, r"prompts\[0\] must hold token ids, found None"),
+        ([["ab"]], {}, TypeError, r"prompts\[0\] must hold token ids, found \['ab'\]"),
         (["ab", ""], {}, ValueError, r"prompts\[1\] must hold at least one token"),
         ([[1] * 60], {}, ValueError, r"prompts\[0\] must have at most 58 tokens \(the model reads 64"),
     ],
@@ -467,6 +481,36 @@ def test_bad_prompts(prompts, columns, error, message):
     with pytest.raises(error, match=message):
         grpo.train_step(prompts, **columns)
     assert grpo.state.step == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1] * 61, r"dataset\[3\] must have at most 60 tokens .*max_new_tokens=4.*found 61"),
+        ([1, 30], r"dataset\[3\] must hold ids from 0 to 29, found 30"),
+        ([], r"dataset\[3\] must hold at least one token"),
+    ],
+)
+def test_a_dataset_is_checked_before_the_first_step(prompt, message):
+    grpo = GRPO(model=moe(), reward_fn=lambda completions: 1 / 0, max_new_tokens=4, batch_size=1)
+    rows = [{"prompt": [1, 2]}] * 3 + [{"prompt": prompt}]
+    with pytest.raises(ValueError, match=message):
+        grpo.train(rows, num_steps=1)
+    with pytest.raises(ValueError, match=message.replace("dataset", "eval_dataset")):
+        grpo.train(rows[:3], eval_dataset=rows, num_steps=1)
+
+
+def test_a_column_that_some_rows_lack_is_none_there():
+    """Also in a batch none of whose rows has it: what a function gets must not hang on the shuffling."""
+    seen = []
+
+    def reward(completions, answer):
+        seen.extend(answer[::2])
+        return [0.0 for _ in completions]
+
+    grpo = GRPO(model=moe(), reward_fn=reward, max_new_tokens=2, batch_size=1, group_size=2, shuffle=False)
+    grpo.train([{"prompt": [1], "answer": 5}, {"prompt": [2]}], num_epochs=1)
+    assert seen == [5, None]
 
 
 def test_a_bad_reward_stops_the_step_and_leaves_the_weights():

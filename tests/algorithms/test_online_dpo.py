@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from tiny_models import every_kind, llama, moe
+from tiny_models import every_kind, llama, moe, plain
 
 from strop.algorithms.dpo import DPO
 from strop.algorithms.online_dpo import OnlineDPO, OnlineDPOConfig
+from strop.algorithms.sft import SFT
 from strop.models import as_policy
 from strop.rewards import RewardError
 from strop.rollout import Sampling, generate
@@ -121,6 +122,52 @@ def test_a_saved_run_goes_on_bit_for_bit(tmp_path):
     found += [other.train_step(PROMPTS)["loss"] for _ in range(2)]
     assert found == wanted
     assert torch.equal(weights(whole.model), weights(other.model))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_completions_are_cut_at_max_length(packing):
+    """As DPO cuts them; a prompt that fills max_length alone is named before anything is sampled."""
+    online = make_online(llama(), max_length=7, max_new_tokens=6, packing=packing)
+    pairs, _, _ = online._pairs_of(online.prepare([{"prompt": p} for p in PROMPTS]), 0)
+    assert [[len(part) for part in pair] for pair in pairs] == [[3, 4, 4], [1, 6, 6], [5, 2, 2], [2, 5, 5]]
+    online.train_step(PROMPTS)
+    too_long = [*PROMPTS, [1] * 7]
+    message = r"\[4\]: the prompt must be shorter than max_length, 7 tokens, found 7"
+    with pytest.raises(ValueError, match="prompts" + message):
+        online.train_step(too_long)
+    with pytest.raises(ValueError, match="dataset" + message):
+        online.train([{"prompt": p} for p in too_long])
+    assert online.state.step == 1
+
+
+def test_an_evaluation_has_no_larger_batches_than_training():
+    """Of rows however many: a forward over all of them at once would fill any memory."""
+    sizes = []
+    online = make_online(plain(eos_token_id=3), batch_size=4)
+    online.model.register_forward_pre_hook(lambda model, args: sizes.append(len(args[0])))
+    found = online.evaluate([{"prompt": prompt} for prompt in PROMPTS * 5])
+    assert max(sizes) == 8  # pairs
+    assert found["eval/completion/length"] > 1
+    rows = [{"prompt": [1], "completion": [2 + i % 9, 3]} for i in range(20)]
+    losses = []
+    for batch_size in (4, 20):
+        sft = SFT(model=plain(eos_token_id=3), batch_size=batch_size)
+        sft.model.register_forward_pre_hook(lambda model, args: sizes.append(len(args[0])))
+        sizes.clear()
+        losses.append(sft.evaluate(rows)["eval/loss"])
+        assert max(sizes) == batch_size
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_the_judge_gets_the_columns_of_the_dataset():
+    seen = []
+
+    def judge(pairs, answer):
+        seen.append(answer)
+        return [0 for _ in pairs]
+
+    make_online(moe(), preference_fn=judge).train_step(PROMPTS, answer=["a", "b", "c", "d"])
+    assert seen == [["a", "b", "c", "d"]]
 
 
 def test_bad_input():

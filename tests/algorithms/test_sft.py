@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from tiny_models import Letters, llama
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, tiny_moe, weights_of
 
@@ -49,6 +50,13 @@ def test_whole_texts_count_from_their_second_token():
     assert SFT(model=model).train_step([ids_T])["loss"] == pytest.approx(wanted, abs=1e-6)
     rows = [{"text": ids_T.tolist()}]
     assert SFT(model=Bigram()).evaluate(rows)["eval/loss"] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_conversations_alone_are_whole_texts():
+    conversations = [[{"role": "user", "content": "ab"}, {"role": "assistant", "content": "dab"}]]
+    found = SFT(model=llama(), tokenizer=Letters()).train_step(conversations)
+    wanted = SFT(model=llama()).train_step([Letters().encode("abdab")])
+    assert found["loss"] == wanted["loss"]
 
 
 def test_a_step_by_hand():
@@ -113,7 +121,7 @@ def test_packing_changes_no_loss_and_no_gradient(attention):
 
 @pytest.mark.parametrize("make", [tiny_moe, Bigram], ids=["moe", "plain"])
 def test_packing_is_refused_where_sequences_cannot_be_kept_apart(make):
-    with pytest.raises(ValueError, match="packed"):
+    with pytest.raises(ValueError, match="packing must be False but for Hugging Face models"):
         SFT(model=make(), packing=True)
 
 
@@ -164,6 +172,24 @@ def test_dropout_is_off_unless_asked_for():
         losses[dropout] = [sft.train_step(*columns(examples))["loss"] for _ in range(2)]
     assert losses[False][0] == losses[False][1]
     assert losses[True][0] != losses[True][1]
+
+
+def test_dropout_kept_as_a_number_is_off_too():
+    """OPT's: without it the policy would not be its reference at step 0."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {
+        "hidden_size": 16,
+        "word_embed_proj_dim": 16,
+        "ffn_dim": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = OPTConfig(
+        vocab_size=30, max_position_embeddings=32, dropout=0.5, attention_dropout=0.5, layerdrop=0.5, **sizes
+    )
+    sft = SFT(model=OPTForCausalLM(config), learning_rate=0.0)
+    assert len({sft.train_step([[2, 3]], [[4, 5]])["loss"] for _ in range(4)}) == 1
 
 
 def test_lora_trains_the_adapter_only():
@@ -227,6 +253,14 @@ def test_it_memorises():
     assert history.values("loss")[-1] < 0.05
 
 
+def test_what_a_run_of_ids_wrote_can_be_trained_on(tmp_path):
+    """A Hugging Face folder without a tokenizer."""
+    SFT(model=llama()).save_pretrained(tmp_path)
+    sft = SFT(model=tmp_path, learning_rate=0.0)
+    assert sft.tokenizer is None
+    assert sft.train_step([[1, 2, 3]])["loss"] == SFT(model=llama()).train_step([[1, 2, 3]])["loss"]
+
+
 # ---- bad input ----
 
 
@@ -236,6 +270,8 @@ def test_it_memorises():
         ([{"question": [2], "answer": [3]}], "found the columns question, answer"),
         ([{"prompt": [2], "chosen": [3], "rejected": [4]}], "SFT needs prompt_completion"),
         ([{"prompt": [2], "completion": []}], r"dataset\[0\]: the completion must have at least one token, found 0"),
+        ([{"prompt": [2], "completion": [-1, 2]}], r"dataset\[0\] must hold ids from 0 to \d+, found -1"),
+        ([{"text": [2, 3]}, {"text": [2, 999]}], r"dataset\[1\] must hold ids from 0 to \d+, found 999"),
         ([{"text": [2]}], r"dataset\[0\]: a text must have at least two tokens, found 1"),
         ([{"prompt": "a", "completion": "b"}], "text needs a tokenizer"),
         ([{"text": [2] * 40}], "context of 32 tokens, found 40"),

@@ -11,6 +11,7 @@ import torch
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, tiny_moe, weights_of
 
+from strop.algorithms.dpo import DPO
 from strop.algorithms.loop import epoch_order
 from strop.algorithms.optim import learning_rate_at
 from strop.algorithms.sft import SFT
@@ -204,6 +205,19 @@ def test_a_name_for_a_model():
             ValueError,
             "num_steps or num_epochs must be",
         ),
+        (
+            lambda: SFT(model=tiny_moe(), callbacks=3),
+            TypeError,
+            "callbacks must be of strop.callbacks.Callback, found int",
+        ),
+        (
+            lambda: SFT(model=tiny_moe(), tokenizer="gpt2"),
+            TypeError,
+            "tokenizer must have encode(text) and decode(ids), found a str",
+        ),
+        (lambda: SFT(model=tiny_moe(), optimizer="adam"), TypeError, "optimizer must make one of parameter groups"),
+        (lambda: DPO(model=tiny_moe(), ref_model=3), TypeError, "ref_model must be a torch.nn.Module"),
+        (lambda: SFT(model=tiny_moe()).train_step(None), TypeError, "prompt must be token ids"),
         (lambda: SFT(model=tiny_moe(), callbacks=[print]), TypeError, "callbacks must be of strop.callbacks.Callback"),
         (lambda: SFT(model=tiny_moe(), logger=print), TypeError, "logger must have log(metrics, step)"),
         (lambda: SFT(model=tiny_moe(), lora={"r": 2}), ValueError, "lora must be None but for Hugging Face models"),

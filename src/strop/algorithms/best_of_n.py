@@ -1,16 +1,17 @@
 """Best-of-N: sample n completions of each prompt and keep the one with the highest reward. Trains nothing."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from strop.algorithms.inputs import as_rows
+from strop.algorithms.inputs import as_rows, check_tokenizer
 from strop.algorithms.online import Prompt, as_prompts, repeated, reward_rows
 from strop.config import check_count, unknown_option
 from strop.models import as_policy, load_model
-from strop.rewards import RewardFunctions
+from strop.rewards import RewardFunctions, check_timeout
 from strop.rollout import Rollout, Sampling, generate
 
 SAMPLING = tuple(Sampling.__dataclass_fields__)
@@ -23,7 +24,7 @@ class BestOfN:
     sequences = best.generate(prompts)          # ids (B, P + T), or texts for texts
     best.rewards                                # (B,) of the chosen; best.all_rewards (B, n)
 
-    model            as for the algorithms, or a name
+    model            as for the algorithms, or a name or folder
     seed             of the first call; every further call draws anew. None: from torch's generator
     **sampling       fields of `Sampling`: max_new_tokens, temperature, top_k, top_p, stop_ids
     """
@@ -42,11 +43,16 @@ class BestOfN:
         **sampling: Any,
     ):
         check_count("n", n, low=1)
+        for name, value in (("seed", seed), ("pad_id", pad_id)):
+            if value is not None:
+                check_count(name, value)
+        check_tokenizer(tokenizer)
+        check_timeout(reward_timeout, "reward_timeout")
         for name in sampling:
             if name not in SAMPLING:
                 arguments = ("n", "tokenizer", "reward_weights", "reward_timeout", "pad_id", "seed")
                 raise ValueError(unknown_option(name, [*SAMPLING, *arguments], " of BestOfN"))
-        if isinstance(model, str):
+        if isinstance(model, (str, Path)):
             model, loaded = load_model(model)
             tokenizer = loaded if tokenizer is None else tokenizer
         self.policy = as_policy(model, tokenizer)

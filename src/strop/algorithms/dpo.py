@@ -46,6 +46,7 @@ class DPOConfig(TrainerConfig):
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("beta", self.beta, low=0.0, open_low=True)
         check_option("loss_type", self.loss_type, PREFERENCE_LOSS_TYPES)
         zero_B = torch.zeros(1)
@@ -98,7 +99,7 @@ class DPO(Trainer):
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         results = []
-        for pairs in self.micro_batches(rows):
+        for pairs in self.eval_batches(rows):
             with self.autocast():
                 batch = self._collate(pairs)
                 results.append(self._loss(batch, self.reference.logps(batch), len(pairs), len(rows)))
@@ -147,7 +148,7 @@ class DPO(Trainer):
         return collate_rows(rows, self.policy, self.config.packing, self.config.max_length)
 
     def _pairs(self, prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any) -> list[Pair]:
-        if is_written(prompt):
+        if is_written(prompt, "prompt", prompt_mask):
             return self.prepare(as_dicts({"prompt": prompt, "chosen": chosen, "rejected": rejected}), "pairs")
         pad_id = declared_pad_id(self.policy) if self.config.pad_id is None else self.config.pad_id
         eos_ids = self.policy.eos_ids
@@ -168,10 +169,12 @@ class DPO(Trainer):
         limits = self.config.max_length, self.policy.max_length
         if not len(prompt):
             raise ValueError(f"{where}: the prompt must have at least one token, found none")
+        self.policy.check_ids(prompt, f"{where}: the prompt")
         fitted = []
         for name, completion in (("chosen", chosen), ("rejected", rejected)):
             if not len(completion):
                 raise ValueError(f"{where}: {name} must have at least one token, found none")
+            self.policy.check_ids(completion, f"{where}: {name}")
             fitted.append(fit(prompt, completion, *limits, f"{where}, {name}"))
         return prompt, fitted[0], fitted[1]
 

@@ -21,6 +21,7 @@ import torch
 from strop.algorithms.online import (
     Prompt,
     as_prompts,
+    prompts_of_dataset,
     repeated,
     reward_rows,
     rollout_metrics,
@@ -65,6 +66,7 @@ class PolicyLossConfig(Config):
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_option("loss_type", self.loss_type, POLICY_LOSS_TYPES)
         check_option("importance_level", self.importance_level, IMPORTANCE_LEVELS)
         check_option("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
@@ -115,6 +117,7 @@ class GRPOConfig(TrainerConfig):
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("group_size", self.group_size, low=2)
         check_range("kl_coef", self.kl_coef, low=0.0)
         check_count("inner_epochs", self.inner_epochs, low=1)
@@ -125,7 +128,7 @@ class GRPOConfig(TrainerConfig):
         if self.advantage_ddof >= self.group_size:
             raise ValueError(f"advantage_ddof must be below group_size={self.group_size}, found {self.advantage_ddof}")
         check_option("old_logps", self.old_logps, OLD_LOGPS)
-        check_timeout(self.reward_timeout)
+        check_timeout(self.reward_timeout, "reward_timeout")
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
 
@@ -191,10 +194,7 @@ class GRPO(Trainer):
         return self.run_step(lambda: self._step(batch))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:
-        from strop.data.formats import check_rows
-
-        check_rows(rows, ["prompt_only"], where=name, what=self.name)
-        return as_prompts(list(rows), self.policy, pad_id=self.config.pad_id)
+        return prompts_of_dataset(rows, self, name)
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
         return self._step(rows if isinstance(rows[0], Prompt) else self.prepare(rows, "rows"))

@@ -6,6 +6,7 @@ B rows; a row is a 1-D int64 tensor on the CPU.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from strop.data.collate import as_ids
@@ -25,17 +26,30 @@ def declared_pad_id(policy: Policy) -> int | None:
     return None
 
 
-def is_written(rows: Any) -> bool:
-    """Whether these are texts or conversations, which a tokenizer makes ids of."""
-    return (
-        not isinstance(rows, torch.Tensor) and len(rows) > 0 and (isinstance(rows[0], str) or is_conversation(rows[0]))
-    )
+def check_tokenizer(tokenizer: Any) -> None:
+    if isinstance(tokenizer, str) or (tokenizer is not None and not callable(getattr(tokenizer, "encode", None))):
+        raise TypeError(f"tokenizer must have encode(text) and decode(ids), found a {type(tokenizer).__name__}")
+
+
+def is_written(rows: Any, name: str, mask: Any = None) -> bool:
+    """Whether these are texts or conversations, which a tokenizer makes ids of. They have no padding to mask."""
+    if not isinstance(rows, Sequence) or not len(rows):
+        return False
+    if isinstance(rows, str) or (is_conversation(rows) and "role" in rows[0]):
+        raise TypeError(f"{name} must be a batch, found a single {'text' if isinstance(rows, str) else 'conversation'}")
+    if not isinstance(rows[0], str) and not is_conversation(rows[0]):
+        return False
+    if mask is not None:
+        raise ValueError(f"{name}_mask must be None for texts and conversations, found one: they have no padding")
+    return True
 
 
 def as_dicts(columns: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Rows of a dataset from its columns, which must be of one length."""
     (first, values), *others = columns.items()
     for name, other in others:
+        if isinstance(other, str) or not hasattr(other, "__len__"):
+            raise TypeError(f"{name} must be a batch as {first} is, found {other!r:.60}")
         if len(other) != len(values):
             raise ValueError(f"{name} must have {len(values)} rows as {first} has, found {len(other)}")
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -43,6 +57,8 @@ def as_dicts(columns: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 def as_rows(ids: Any, name: str, mask: Any = None) -> list[Ids]:
     """Rows of a (B, T) tensor or of a list of 1-D ones; with a mask (B, T) only what stands under its ones."""
+    if isinstance(ids, np.ndarray):
+        ids = torch.as_tensor(ids)
     if isinstance(ids, torch.Tensor) and ids.ndim != 2:
         raise ValueError(f"{name} must have shape [B, T], found {list(ids.shape)}")
     if not isinstance(ids, (torch.Tensor, Sequence)) or isinstance(ids, str) or not len(ids):
@@ -51,9 +67,14 @@ def as_rows(ids: Any, name: str, mask: Any = None) -> list[Ids]:
     rows = [as_ids(row, f"{name}[{i}]") for i, row in enumerate(ids)]
     if mask is None:
         return rows
-    if len(mask) != len(rows):
-        raise ValueError(f"the mask of {name} must have {len(rows)} rows, found {len(mask)}")
-    return [row[torch.as_tensor(keep).cpu().bool()] for row, keep in zip(rows, mask, strict=True)]
+    if not hasattr(mask, "__len__") or len(mask) != len(rows):
+        found = len(mask) if hasattr(mask, "__len__") else type(mask).__name__
+        raise ValueError(f"the mask of {name} must have {len(rows)} rows, found {found}")
+    kept = [torch.as_tensor(keep).cpu().bool() for keep in mask]
+    for i, (row, keep) in enumerate(zip(rows, kept, strict=True)):
+        if keep.shape != row.shape:
+            raise ValueError(f"the mask of {name}[{i}] must have shape {list(row.shape)}, found {list(keep.shape)}")
+    return [row[keep] for row, keep in zip(rows, kept, strict=True)]
 
 
 def without_padding(row: Ids, pad_id: int | None, eos_ids: Sequence[int]) -> Ids:

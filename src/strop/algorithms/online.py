@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from strop.algorithms.inputs import as_rows, declared_pad_id, without_padding
+from strop.algorithms.inputs import as_rows, declared_pad_id, fit, without_padding
 from strop.data.formats import is_conversation
 from strop.data.tokenize import encode_prompt
 from strop.models import Policy
-from strop.rollout import Rollout
+from strop.rollout import Rollout, checked_prompts
 
 
 @dataclass
@@ -30,12 +30,14 @@ def as_prompts(
     mask: Any = None,
     pad_id: int | None = None,
     columns: Mapping[str, Any] | None = None,
+    name: str = "prompts",
 ) -> list[Prompt]:
     """A batch of prompts: ids (B, P) or lists of ids; with a tokenizer texts or conversations; or rows with a "prompt".
 
     mask      (B, P), 0 at padding; without it padding of ids is what equals the pad id at their sides
     pad_id    None is what tokenizer or model declare
     columns   further columns for reward functions, each with one entry a prompt
+    name      of the batch or dataset in errors
     """
     if isinstance(prompts, str) or (is_conversation(prompts) and "role" in prompts[0]):
         raise TypeError(
@@ -51,17 +53,46 @@ def as_prompts(
             )
         columns = {name: values for name, values in prompts.items() if name not in RESERVED} | dict(columns or {})
         prompts = prompts["prompt"]
-    if not isinstance(prompts, torch.Tensor) and len(prompts) and _is_one_prompt_of_many(prompts[0]):
-        found = [_of_row(row, policy, f"prompts[{i}]") for i, row in enumerate(prompts)]
+    if (
+        hasattr(prompts, "__len__")
+        and not isinstance(prompts, torch.Tensor)
+        and len(prompts)
+        and _is_one_prompt_of_many(prompts[0])
+    ):
+        if mask is not None:
+            raise ValueError("prompt_mask must be None for prompts that are not ids, found one: texts have no padding")
+        found = [_of_row(row, policy, f"{name}[{i}]") for i, row in enumerate(prompts)]
     else:
         found = _of_ids(prompts, policy, mask, declared_pad_id(policy) if pad_id is None else pad_id)
     for name, values in (columns or {}).items():
+        if name in RESERVED:
+            raise ValueError(f"{name} must not be a column: reward functions get their own under this name")
         if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(found):
-            size = len(values) if hasattr(values, "__len__") else type(values).__name__
+            size = type(values).__name__ if isinstance(values, str) or not hasattr(values, "__len__") else len(values)
             raise ValueError(f"{name} must have one entry for each of the {len(found)} prompts, found {size}")
         for prompt, value in zip(found, values, strict=True):
             prompt.columns[name] = value
     return found
+
+
+def prompts_of_dataset(rows: Sequence[Any], trainer: Any, name: str, max_length: int | None = None) -> list[Prompt]:
+    """A dataset's prompts, each known to leave room for a completion before the first one is sampled."""
+    from strop.data.formats import check_rows
+
+    check_rows(rows, ["prompt_only"], where=name, what=trainer.name)
+    prompts = as_prompts(list(rows), trainer.policy, pad_id=trainer.config.pad_id, name=name)
+    names = dict.fromkeys(column for prompt in prompts for column in prompt.columns)
+    for prompt in prompts:  # a column that some rows lack is None there, whichever rows share a batch
+        prompt.columns = {column: prompt.columns.get(column) for column in names}
+    checked_prompts(trainer.policy, [prompt.ids for prompt in prompts], trainer.config.sampling, name)
+    return below(max_length, prompts, name)
+
+
+def below(max_length: int | None, prompts: list[Prompt], name: str) -> list[Prompt]:
+    """The prompts, none of which fills max_length alone."""
+    for i, prompt in enumerate(prompts):
+        fit(prompt.ids, prompt.ids[:0], max_length, None, f"{name}[{i}]")
+    return prompts
 
 
 def _is_one_prompt_of_many(first: Any) -> bool:

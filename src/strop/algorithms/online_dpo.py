@@ -1,5 +1,6 @@
 """Online DPO (arXiv 2402.04792): sample two completions of each prompt, ask which is better, learn from the pair with DPO."""
 
+import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,17 @@ import torch
 
 from strop.algorithms.dpo import DPO, DPOConfig, Pair
 from strop.algorithms.grpo import reward_metrics
-from strop.algorithms.online import Prompt, as_prompts, repeated, reward_rows, rollout_metrics, sample_table, seed_of
+from strop.algorithms.online import (
+    Prompt,
+    as_prompts,
+    below,
+    prompts_of_dataset,
+    repeated,
+    reward_rows,
+    rollout_metrics,
+    sample_table,
+    seed_of,
+)
 from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout
 from strop.rollout import Rollout, Sampling, generate
 
@@ -28,7 +39,7 @@ class OnlineDPOConfig(DPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_timeout(self.reward_timeout)
+        check_timeout(self.reward_timeout, "reward_timeout")
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: two greedy completions are the same, found 0")
 
@@ -39,7 +50,8 @@ class OnlineDPO(DPO):
     online = OnlineDPO(model=model, preference_fn=preference_fn, beta=0.1, max_new_tokens=64)
     metrics = online.train_step(prompts)        # or online.train(dataset)
 
-    preference_fn   takes (prompt, a, b) for each pair and returns 0 where a is the better, 1 where b is; or
+    preference_fn   takes (prompt, a, b) for each pair and returns 0 where a is the better, 1 where b is; by its
+                    parameter names it may ask for the dataset's columns: preference_fn(pairs, answer); or
     reward_fn       a reward function or several: the higher reward is the better, and a tie teaches nothing
     """
 
@@ -64,13 +76,11 @@ class OnlineDPO(DPO):
     def train_step(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them."""
         batch = as_prompts(prompts, self.policy, mask=prompt_mask, pad_id=self.config.pad_id, columns=columns)
+        below(self.config.max_length, batch, "prompts")
         return self.run_step(lambda: self._online_step(batch))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:  # type: ignore[override]
-        from strop.data.formats import check_rows
-
-        check_rows(rows, ["prompt_only"], where=name, what=self.name)
-        return as_prompts(list(rows), self.policy, pad_id=self.config.pad_id)
+        return prompts_of_dataset(rows, self, name, self.config.max_length)
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
         return self._online_step(rows if isinstance(rows[0], Prompt) else self.prepare(rows, "rows"))
@@ -91,22 +101,32 @@ class OnlineDPO(DPO):
     def _pairs_of(self, prompts: list[Prompt], step: Any) -> tuple[list[Pair], dict[str, float], list[dict[str, Any]]]:
         """(prompt, chosen, rejected) for every pair that is no tie; metrics; the table of samples."""
         with self.phase("generate"), self.autocast():
-            rollout = generate(
-                self.policy,
-                [prompt.ids for prompt in prompts],
-                self.config.sampling,
-                num_samples=2,
-                seed=seed_of(self.config.run.seed, step),
-            )
+            rollout = self._sample(prompts, step)
         with self.phase("reward"):
             better, metrics, shown = self._judge(prompts, rollout)
         pairs = []
         for i, index in enumerate(better):
             if index is not None:
                 completions = rollout.completion_ids[2 * i : 2 * i + 2]
-                pairs.append((rollout.prompt_ids[2 * i], completions[index], completions[1 - index]))
+                pair = rollout.prompt_ids[2 * i], completions[index], completions[1 - index]
+                pairs.append(self._checked(*pair, f"prompts[{i}]"))
         metrics["preference/tied_fraction"] = better.count(None) / len(better)
         return pairs, metrics | rollout_metrics(rollout), shown
+
+    def _sample(self, prompts: list[Prompt], step: Any) -> Rollout:
+        """Two completions of each; of a dataset's prompts so many at a time as training samples."""
+        size = self.config.run.batch_size if step == "evaluation" else len(prompts)
+        rollouts = [
+            generate(
+                self.policy,
+                [prompt.ids for prompt in prompts[start : start + size]],
+                self.config.sampling,
+                num_samples=2,
+                seed=seed_of(self.config.run.seed, step, *([start] if start else [])),
+            )
+            for start in range(0, len(prompts), size)
+        ]
+        return functools.reduce(Rollout.joined, rollouts)
 
     def _judge(
         self, prompts: list[Prompt], rollout: Rollout
@@ -123,6 +143,8 @@ class OnlineDPO(DPO):
             return better, reward_metrics(rewards), sample_table(rows, reward=rewards.total_B.tolist())
         assert self.preference is not None
         completions = rows["completions"]
-        preferred = self.preference(list(zip(rows["prompts"][::2], completions[::2], completions[1::2], strict=True)))
+        columns = {name: values[::2] for name, values in rows.items() if name not in ("completions", "completion_ids")}
+        pairs = list(zip(rows["prompts"][::2], completions[::2], completions[1::2], strict=True))
+        preferred = self.preference(pairs, columns)
         chosen = torch.nn.functional.one_hot(torch.tensor(preferred), 2).flatten().bool().tolist()
         return list(preferred), {}, sample_table(rows, preferred=chosen)

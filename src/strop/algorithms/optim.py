@@ -29,6 +29,8 @@ def make_optimizer(
         if group
     ]
     if make is not None:
+        if not callable(make):
+            raise TypeError(f"optimizer must make one of parameter groups, as torch.optim.SGD does, found {make!r:.60}")
         optimizer = make(groups)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must return a torch.optim.Optimizer, found {type(optimizer).__name__}")

@@ -37,6 +37,8 @@ def sums_of_sequences(
 @torch.no_grad()
 def check_packing(policy: Policy) -> None:
     """Two sequences in a row must score as they do apart: some models see only one causal mask and would leak."""
+    if policy.kind != "hf":
+        raise ValueError(f"packing must be False but for Hugging Face models, found a {type(policy.model).__name__}")
     ids = torch.arange(1, 9)
     rows = [(ids[:2], ids[2:5]), (ids[3:5], ids[5:8])]
     apart = policy.logps(collate(rows, device=policy.device)).sum()

@@ -17,6 +17,7 @@ from strop.algorithms.packing import check_packing, collate_rows
 from strop.algorithms.trainer import Trainer
 from strop.config import OptimConfig, TrainerConfig, check_count
 from strop.data.collate import SequenceBatch
+from strop.data.formats import is_conversation
 
 Example = tuple[Ids, Ids]  # prompt, completion
 
@@ -36,6 +37,7 @@ class SFTConfig(TrainerConfig):
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=2e-5))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_length is not None:
             check_count("max_length", self.max_length, low=2)
 
@@ -80,7 +82,7 @@ class SFT(Trainer):
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         num_tokens = sum(_num_counted(row) for row in rows)
         loss = 0.0
-        for part in self.micro_batches(rows):
+        for part in self.eval_batches(rows):
             with self.autocast():
                 loss += self._loss(self._collate(part), num_tokens).item()
         return {"loss": loss, "perplexity": float(torch.tensor(loss, dtype=torch.float64).exp())}
@@ -102,8 +104,9 @@ class SFT(Trainer):
         return collate_rows(examples, self.policy, self.config.packing, self.config.max_length)
 
     def _examples(self, prompt: Any, completion: Any, prompt_mask: Any) -> list[Example]:
-        if is_written(prompt):
-            names = {"text" if completion is None else "prompt": prompt, "completion": completion}
+        if is_written(prompt, "prompt", prompt_mask):
+            alone = "messages" if is_conversation(prompt[0]) else "text"
+            names = {alone if completion is None else "prompt": prompt, "completion": completion}
             return self.prepare(as_dicts({name: value for name, value in names.items() if value is not None}), "rows")
         pad_id = declared_pad_id(self.policy) if self.config.pad_id is None else self.config.pad_id
         eos_ids = self.policy.eos_ids
@@ -124,6 +127,7 @@ class SFT(Trainer):
                 "the completion must have at least one token" if len(prompt) else "a text must have at least two tokens"
             )
             raise ValueError(f"{where}: {wanted}, found {len(completion)}")
+        self.policy.check_ids(torch.cat([prompt, completion]), where)
         return prompt, fit(prompt, completion, self.config.max_length, self.policy.max_length, where)
 
 

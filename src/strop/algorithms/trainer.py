@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 
 from strop.algorithms import loop
+from strop.algorithms.inputs import check_tokenizer
 from strop.algorithms.optim import MakeOptimizer, learning_rate_at, make_optimizer
 from strop.algorithms.state import History, Phases, TrainState
 from strop.callbacks import Callback
@@ -33,7 +34,7 @@ class Trainer:
     model       a causal LM of transformers (also with peft adapters), strop's MoE, a module that returns logits, or a name
     ref_model   the frozen reference; a copy of the model (or the base below its adapters) if not given
     config      the algorithm's Config; **options change single fields of it, flat: learning_rate=1e-4
-    logger      one logger or several        callbacks   objects of strop.callbacks
+    logger      one logger or several        callbacks   one object of strop.callbacks or several
     optimizer   makes an optimiser of parameter groups, in place of AdamW
     """
 
@@ -47,26 +48,28 @@ class Trainer:
         tokenizer: Any = None,
         config: Any = None,
         logger: Any = None,
-        callbacks: Iterable[Callback] = (),
+        callbacks: Callback | Iterable[Callback] | None = None,
         optimizer: MakeOptimizer | None = None,
         **options: Any,
     ):
         from strop.models import as_policy, load_model
 
         self.config = self._make_config(config, options)
+        check_tokenizer(tokenizer)
         if isinstance(model, (str, Path)):
             # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
             dtype = None if self.config.lora is not None else torch.float32
             model, loaded = load_model(model, dtype=dtype)
             tokenizer = loaded if tokenizer is None else tokenizer
-        if isinstance(ref_model, (str, Path)):
-            ref_model, _ = load_model(ref_model)
         self.policy = as_policy(self._prepared_model(as_policy(model)), tokenizer)
+        if isinstance(ref_model, (str, Path)):  # in the policy's dtype, so that the same weights are the same function
+            dtypes = [param.dtype for param in self.policy.model.parameters() if param.is_floating_point()]
+            ref_model, _ = load_model(ref_model, dtype=dtypes[0] if dtypes else None)
         self.tokenizer = self.policy.tokenizer
         _warn_of_half_precision(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
-        self.loggers = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
-        self.callbacks = list(callbacks)
+        self.loggers = _as_list(logger)
+        self.callbacks: list[Callback] = _as_list(callbacks)
         self._check_listeners()
         self.state = TrainState()
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
@@ -170,9 +173,11 @@ class Trainer:
 
     def micro_batches(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
         """The rows in parts of micro_batch_size."""
-        size = self.config.run.micro_batch_size or max(len(rows), 1)
-        for start in range(0, len(rows), size):
-            yield rows[start : start + size]
+        return _parts(rows, self.config.run.micro_batch_size or max(len(rows), 1))
+
+    def eval_batches(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+        """The rows of a dataset, however many, in parts no larger than training has them."""
+        return _parts(rows, self.config.run.micro_batch_size or self.config.run.batch_size)
 
     # ---- for users ----
 
@@ -313,6 +318,16 @@ class Trainer:
         return learning_rate
 
 
+def _parts(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
+
+
+def _as_list(given: Any) -> list[Any]:
+    """None, one or several as a list."""
+    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+
+
 def _warn_of_half_precision(model: torch.nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
@@ -325,12 +340,16 @@ def _warn_of_half_precision(model: torch.nn.Module) -> None:
 
 
 def turn_dropout_off(model: torch.nn.Module) -> None:
-    """Set every dropout probability of the model to 0; transformers' attention keeps its own as a number."""
+    """Set every dropout probability of the model to 0, also those that modules keep as numbers.
+
+    attention_dropout of most of transformers; dropout and layerdrop of OPT and its kin
+    """
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("dropout" in name or name == "layerdrop"):
+                setattr(module, name, 0.0)
 
 
 def _with_lora(model: Any, config: Any, seed: int) -> Any:

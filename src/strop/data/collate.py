@@ -97,7 +97,10 @@ def _join(rows: Sequence[Row]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 def as_ids(ids: Any, name: str) -> torch.Tensor:
     """1-D int64 on the CPU from a tensor, an array or a list of token ids."""
-    tensor = ids.detach() if isinstance(ids, torch.Tensor) else torch.as_tensor(ids)
+    try:
+        tensor = ids.detach() if isinstance(ids, torch.Tensor) else torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError):  # text, None, rows of unequal lengths
+        raise TypeError(f"{name} must hold token ids, found {ids!r:.60}") from None
     if tensor.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, found shape {list(tensor.shape)}")
     if tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool):  # an empty list is a float tensor

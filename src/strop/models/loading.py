@@ -65,9 +65,12 @@ def _is_strop_folder(folder: Path) -> bool:
 
 
 def _tokenizer_in(folder: Path) -> Any:
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return None
-    return _transformers().AutoTokenizer.from_pretrained(folder)
+    return _transformers().AutoTokenizer.from_pretrained(folder) if _tokenizer_files(folder) else None
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    patterns = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+    return [path for pattern in patterns for path in folder.glob(pattern)]
 
 
 def _hugging_face(
@@ -78,7 +81,8 @@ def _hugging_face(
     model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
     if gguf_file is not None:
         _forget_quantization(model)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name, **gguf)
+    without = Path(name).is_dir() and not gguf and not _tokenizer_files(Path(name))  # a model of ids alone
+    tokenizer = None if without else transformers.AutoTokenizer.from_pretrained(name, **gguf)
     return (model if device is None else model.to(device)), tokenizer
 
 

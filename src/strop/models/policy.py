@@ -93,6 +93,13 @@ class Policy:
         """Ids are below this; None where the model does not say."""
         return of_config(self.config, "vocab_size")
 
+    def check_ids(self, ids: torch.Tensor, where: str) -> None:
+        """Raise where the model has no such token: in a GPU's embedding that would end the process."""
+        size = self.vocab_size
+        if size is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            wrong = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
+            raise ValueError(f"{where} must hold ids from 0 to {size - 1}, found {wrong}")
+
     def _in_vocabulary(self, *told: Any) -> list[int]:
         """Ids that the model can read: some configs keep those of a larger vocabulary, or −1 for none."""
         size = self.vocab_size
@@ -241,7 +248,10 @@ class Policy:
         """A frozen model to compare with: the given one; of a peft model the base, its adapter off; else a copy of now."""
         inner = unwrapped(self.model)
         if ref_model is not None:
-            ref = as_policy(ref_model, self.tokenizer)
+            try:
+                ref = as_policy(ref_model, self.tokenizer)
+            except TypeError as error:
+                raise TypeError(f"ref_{error}") from None
             ours = {id(p) for p in inner.parameters()}
             if any(id(p) in ours for p in ref.model.parameters()):
                 raise ValueError(

@@ -84,7 +84,7 @@ def generate(
     """
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, found {num_samples}")
-    ids = _checked_prompts(policy, prompts, sampling)
+    ids = checked_prompts(policy, prompts, sampling)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
     eos_ids = tuple(dict.fromkeys((*policy.eos_ids, *sampling.stop_ids)))
@@ -96,20 +96,21 @@ def generate(
     return Rollout([p for p in ids for _ in range(num_samples)], completion_ids, logps, reasons, seconds)
 
 
-def _checked_prompts(policy: Policy, prompts: Sequence[Any], sampling: Sampling) -> list[torch.Tensor]:
+def checked_prompts(
+    policy: Policy, prompts: Sequence[Any], sampling: Sampling, name: str = "prompts"
+) -> list[torch.Tensor]:
+    """Prompts as ids that the model can read and complete; an error names `name` and the index."""
     if len(prompts) == 0:
-        raise ValueError("prompts must hold at least one prompt, found none")
-    ids = [as_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
-    longest, vocab_size = policy.max_length, policy.vocab_size
+        raise ValueError(f"{name} must hold at least one prompt, found none")
+    ids = [as_ids(prompt, f"{name}[{index}]") for index, prompt in enumerate(prompts)]
+    longest = policy.max_length
     for index, prompt in enumerate(ids):
         if not len(prompt):
-            raise ValueError(f"prompts[{index}] must hold at least one token, found none")
+            raise ValueError(f"{name}[{index}] must hold at least one token, found none")
         if longest is not None and len(prompt) + sampling.max_new_tokens > longest:
             raise ValueError(
-                f"prompts[{index}] must have at most {max(longest - sampling.max_new_tokens, 0)} tokens (the model reads "
+                f"{name}[{index}] must have at most {max(longest - sampling.max_new_tokens, 0)} tokens (the model reads "
                 f"{longest}, of which max_new_tokens={sampling.max_new_tokens}), found {len(prompt)}"
             )
-        if vocab_size is not None and not 0 <= int(prompt.min()) <= int(prompt.max()) < vocab_size:
-            wrong = int(prompt.max()) if int(prompt.min()) >= 0 else int(prompt.min())
-            raise ValueError(f"prompts[{index}] must hold ids from 0 to {vocab_size - 1}, found {wrong}")
+        policy.check_ids(prompt, f"{name}[{index}]")
     return ids
