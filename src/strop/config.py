@@ -127,7 +127,7 @@ class RunConfig(Config):
     autocast                "bf16" or None
     dropout                 False turns the model's dropout off: policy and reference are then the same function
     keep_checkpoints        how many of the newest are kept; 0 is all
-    samples_every           how often samples are written to the run folder
+    samples_every           how often samples are shown on a terminal and written to the run folder
     """
 
     batch_size: int = 8

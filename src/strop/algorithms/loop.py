@@ -128,9 +128,10 @@ def _callbacks(
     if eval_rows is not None:
         # without eval_every: at the beginning and at the end
         after.append(EvaluationCallback(eval_rows, run.eval_every or sys.maxsize, at_start=True))
+    if run.samples_every:
+        path = None if folder is None else folder.path / "samples.jsonl"
+        after.append(SampleTable(run.samples_every, 8, path=path, show=progress))
     if folder is not None:
-        if run.samples_every:
-            after.append(SampleTable(run.samples_every, 8, path=folder.path / "samples.jsonl", show=False))
         folder.checkpoints = CheckpointCallback(
             folder.path / "checkpoints", run.save_every or sys.maxsize, run.keep_checkpoints
         )

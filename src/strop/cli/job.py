@@ -125,11 +125,9 @@ def resolve_model(name: str, gguf_file: str | None) -> tuple[str, str | None]:
 def load_tokenizer(job: JobConfig) -> Any:
     if job.tokenizer is None:
         return None
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ImportError('a tokenizer needs transformers: pip install "strop[train]"') from None
-    return AutoTokenizer.from_pretrained(job.tokenizer)
+    from strop.models import loading
+
+    return loading.load_tokenizer(job.tokenizer)
 
 
 def device_of(job: JobConfig) -> str | None:

@@ -64,10 +64,21 @@ def _is_strop_folder(folder: Path) -> bool:
         return False
 
 
+def load_tokenizer(name: str | Path) -> Any:
+    """transformers' tokenizer of a folder or a name. strop's own of characters is opened as what it is: it says which
+    character it cannot write, where transformers says "WordLevel error: Missing [UNK] token"."""
+    from strop.tasks import CharTokenizer
+
+    try:
+        return CharTokenizer.from_pretrained(name)
+    except (ValueError, OSError):  # not its file, or not a folder at all
+        return _transformers().AutoTokenizer.from_pretrained(name)
+
+
 def _tokenizer_in(folder: Path) -> Any:
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
-    return _transformers().AutoTokenizer.from_pretrained(folder)
+    return load_tokenizer(folder)
 
 
 def _hugging_face(

@@ -75,13 +75,14 @@ class CharTokenizer:
         """Open what `save_pretrained` wrote."""
         path = Path(folder) / FILE
         try:
-            vocab = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
-            tokens = sorted(vocab, key=vocab.get)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-            tokens = []
-        if tuple(tokens[: len(SPECIAL)]) != SPECIAL or any(len(t) != 1 for t in tokens[len(SPECIAL) :]):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            vocab = content["model"]["vocab"]
+            found = cls("".join(sorted(vocab, key=vocab.get)[len(SPECIAL) :]))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            found = None
+        if found is None or found._to_tokenizers_format() != content:
             raise ValueError(f"{path} must be a character tokenizer that strop saved, found something else")
-        return cls("".join(tokens[len(SPECIAL) :]))
+        return found
 
     def _to_tokenizers_format(self) -> dict[str, Any]:
         """Of the `tokenizers` package: a text is split into characters, each of which is a word."""
