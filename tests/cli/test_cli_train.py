@@ -96,6 +96,13 @@ def test_file_then_settings_then_command_line(tmp_path):
     assert (config.optim.learning_rate, config.optim.weight_decay, config.run.batch_size) == (1e-3, 0.25, 7)
 
 
+def test_a_file_may_merge_what_it_has_elsewhere(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("optim: &o {learning_rate: 0.5, eps: 0.25}\nrun: {seed: 3}\nmodel_options: {<<: *o, eps: 1}\n")
+    job, _ = gather(algorithm_class("sft").Config, path)
+    assert job.model_options == {"learning_rate": 0.5, "eps": 1}
+
+
 @pytest.mark.parametrize(
     ("text", "error", "match"),
     [
@@ -108,11 +115,12 @@ def test_file_then_settings_then_command_line(tmp_path):
         ("a: [1", ValueError, r"a\.yaml, line 1: not YAML"),
         ("- 1", ValueError, r"a\.yaml must hold options \(name: value\), found list"),
         ("", ValueError, "found nothing"),
+        ("model: \udcff", ValueError, r"a\.yaml must be UTF-8 text"),
     ],
 )
 def test_a_bad_file_is_named_with_its_key(tmp_path, text, error, match):
     path = tmp_path / "a.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(error, match=match):
         gather(algorithm_class("sft").Config, path)
 

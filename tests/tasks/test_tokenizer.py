@@ -54,6 +54,7 @@ def test_transformers_opens_it(tmp_path):
     loading = pytest.importorskip("strop.models.loading")
     assert loading.load_tokenizer(tmp_path) == tokenizer  # which names the character it cannot write
     theirs.save_pretrained(tmp_path)
+    assert loading.load_tokenizer(tmp_path) == tokenizer
     config = json.loads((tmp_path / "tokenizer.json").read_text()) | {"normalizer": {"type": "Lowercase"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(config))
     assert type(loading.load_tokenizer(tmp_path)).__module__.startswith("transformers")  # not strop's any more

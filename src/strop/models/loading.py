@@ -31,8 +31,7 @@ def load_model(
         from strop.moe.torch import MoEForCausalLM
 
         return MoEForCausalLM.from_pretrained(folder, dtype=dtype, **options), _tokenizer_in(folder)
-    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"model must be a folder, a Hugging Face name or moe:tiny, found no folder {name}")
+    _check_folder(folder, name, gguf_file)
     return _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, device, options)
 
 
@@ -54,6 +53,20 @@ def _moe_preset(preset: str, dtype: torch.dtype | None, options: dict[str, Any])
     made = {key: options.pop(key) for key in ("engine", "seed") if key in options}
     config = MoEConfig.preset(preset, **options)
     return MoEForCausalLM(MoETransformer(config, **made, dtype=NUMPY_DTYPES[dtype or torch.float32]))
+
+
+def _check_folder(folder: Path, name: str, gguf_file: str | None) -> None:
+    """What is a path and no model is said so here: transformers would ask the Hub for it, or for its model_type."""
+    wanted = "model must be a folder, a Hugging Face name or moe:tiny"
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(f"{wanted}, found no folder {name}")
+    if folder.is_file():
+        raise NotADirectoryError(f"{wanted}, found the file {name}")
+    configs = ("config.json", "adapter_config.json")
+    if folder.is_dir() and gguf_file is None and not any((folder / config).is_file() for config in configs):
+        within = folder / "final"
+        hint = f"; the model of this run is {within}" if within.is_dir() else ""
+        raise FileNotFoundError(f"{wanted}, found the folder {name} without config.json{hint}")
 
 
 def _is_strop_folder(folder: Path) -> bool:
