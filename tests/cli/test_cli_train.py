@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def strop(monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["strop", *map(str, arguments)])
+        monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main changes it
         with pytest.raises(SystemExit) as ended:
             main()
         printed = capsys.readouterr()
@@ -303,6 +305,9 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(strop, tmp_path):
         (["grpo", "--task", "adition"], 1, "did you mean 'addition'"),
         (["sft", *TINY, "--reward", "a.py:b"], 1, "reward must not be given: sft has none"),
         (["grpo", *TINY, "--resume"], 1, "--resume needs --output"),
+        (["sft", *TINY, "--output", __file__], 1, "output must be a folder, found the file"),
+        (["sft", *TINY, "--device", "cuda"], 1, "device must be cpu for a MoEForCausalLM, found 'cuda'"),
+        (["sft", *TINY, "--set", "model_options.hiden_dim=3"], 1, "did you mean 'hidden_dim'"),
         (["nonsense"], 2, "No such command 'nonsense'"),
     ],
 )
@@ -311,6 +316,11 @@ def test_mistakes_are_one_line(strop, arguments, code, says):
     assert (found, out) == (code, "")
     assert err.count("\n") == 1
     assert says in err
+
+
+def test_a_warning_is_one_line(strop):
+    strop("report", "nowhere")
+    assert warnings.formatwarning("careful", UserWarning, "file.py", 3) == "strop: warning: careful\n"
 
 
 def test_debug_shows_the_traceback(monkeypatch):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def finished(tmp_path_factory):
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["strop", *arguments])
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main changes it
         with pytest.raises(SystemExit) as ended:
             main()
     return folder, subprocess.CompletedProcess(arguments, ended.value.code or 0, out.getvalue(), err.getvalue())

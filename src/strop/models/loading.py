@@ -1,10 +1,13 @@
 """Models by name: strop's MoE, Hugging Face's."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from strop.config import unknown_option
 
 
 def load_model(
@@ -51,6 +54,10 @@ def _moe_preset(preset: str, dtype: torch.dtype | None, options: dict[str, Any])
         raise TypeError(f"dtype must be torch.float32 or torch.float64 for moe:{preset}, found {dtype}")
     options = dict(options)
     made = {key: options.pop(key) for key in ("engine", "seed") if key in options}
+    known = [field.name for field in dataclasses.fields(MoEConfig)]
+    for option in options:
+        if option not in known:
+            raise ValueError(unknown_option(option, [*known, "engine", "seed"], f" of moe:{preset}"))
     config = MoEConfig.preset(preset, **options)
     return MoEForCausalLM(MoETransformer(config, **made, dtype=NUMPY_DTYPES[dtype or torch.float32]))
 
