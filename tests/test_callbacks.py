@@ -98,13 +98,43 @@ def test_the_sample_table(tmp_path, capsys):
     trainer.train(ROWS, num_steps=3)
     text = (tmp_path / "samples.jsonl").read_text()
     assert text == '{"step": 2, "prompt": "1+1=", "completion": "[red]2", "reward": 1.0}\n'
-    shown = capsys.readouterr().out
-    assert "step 2" in shown
-    assert "[red]2" in shown  # a completion is text, never markup
+    shown = capsys.readouterr()
+    assert shown.out == ""  # which is for what a program gives, not for what it tells on the way
+    assert "step 2" in shown.err
+    assert "[red]2" in shown.err  # a completion is text, never markup
     quiet = SFT(model=tiny_moe(), callbacks=[SampleTable(every=1)], batch_size=4)
     quiet.samples = [{"prompt": "p", "completion": "c"}]
     quiet.train(ROWS, num_steps=1)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
+
+
+def test_train_shows_samples_on_a_terminal_and_nowhere_else(tmp_path, monkeypatch):
+    """With the bar, with a run folder and without one; progress=False is quiet on a terminal too."""
+
+    class Sampling(SFT):
+        def step_on(self, rows):
+            said = "\x1b[2J" + 900 * "y"
+            self.samples = [{"prompt": [{"role": "user", "content": f"x{i}"}], "completion": said} for i in range(9)]
+            return super().step_on(rows)
+
+    for progress, is_terminal, expected in [(None, True, True), (None, False, False), (False, True, False)]:
+        for folder in (None, tmp_path / f"{progress}{is_terminal}"):
+            err = io.StringIO()
+            err.isatty = lambda is_terminal=is_terminal: is_terminal
+            monkeypatch.setattr(sys, "stderr", err)
+            trainer = Sampling(model=tiny_moe(), batch_size=4, samples_every=2)
+            trainer.train(ROWS, num_steps=3, output_dir=folder, progress=progress)
+            assert ("step 2" in err.getvalue()) == expected
+            assert ("step 3" in err.getvalue()) is False
+            if expected:
+                assert "x3" in err.getvalue()
+                assert "x4" not in err.getvalue()  # four of them are enough to look at
+                assert "\x1b[2J" not in err.getvalue()  # what a model says does not wipe the screen
+                assert "characters)" in err.getvalue()
+            if folder is not None:
+                samples = (folder / "samples.jsonl").read_text().splitlines()
+                assert len(samples) == 8
+                assert 900 * "y" in samples[0]
 
 
 def test_the_progress_bar(monkeypatch):

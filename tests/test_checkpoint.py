@@ -257,3 +257,21 @@ def test_a_tokenizer_file_may_not_leave_its_folder(saved, tmp_path):
     checkpoint.write(tmp_path / "evil.pt", tensors, {**header, "tokenizer": "transformers:PreTrainedTokenizerFast"})
     with pytest.raises(ValueError, match="must lie in one folder"):
         SFT.from_checkpoint(tmp_path / "evil.pt")
+
+
+def test_a_full_disk_is_told_with_the_file_and_leaves_the_old_one(tmp_path, monkeypatch):
+    import safetensors
+
+    path = tmp_path / "a.pt"
+    checkpoint.write(path, {"x": torch.zeros(2)}, {})
+    before = path.read_bytes()
+
+    def full(tensors, file, metadata):
+        file.write_bytes(b"half")
+        raise safetensors.SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match=r"a\.pt could not be written: I/O error: No space left"):
+        checkpoint.write(path, {"x": torch.ones(2)}, {})
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

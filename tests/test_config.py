@@ -68,7 +68,7 @@ def test_numbers_as_yaml_reads_them():
         ({"autocast": "bf61"}, ValueError, "did you mean 'bf16'?"),
         ({"schedule": "cosin"}, ValueError, "did you mean 'cosine'?"),
         ({"betas": [0.9]}, ValueError, "betas must be two numbers"),
-        ({"betas": 0.9}, TypeError, "betas must be two numbers"),
+        ({"betas": 0.9}, TypeError, "optim.betas must be a list, found 0.9"),
         ({"betas": ("a", 0.9)}, TypeError, "betas must be a number, found str"),
         ({"batch_size": 2, "run": {"batch_size": 3}}, ValueError, "batch_size must be given once, found 2 and 3"),
         ({"run": 3}, TypeError, "run must be a RunConfig or a dict, found int"),

@@ -399,6 +399,11 @@ def test_load_hugging_face_folder(tmp_path):
         load_model(tmp_path, dtype="float99")
     with pytest.raises(FileNotFoundError, match="found no folder"):
         load_model(tmp_path / "missing")
+    with pytest.raises(NotADirectoryError, match="found the file"):
+        load_model(tmp_path / "config.json")
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=r"without config\.json; the model of this run is .*final"):
+        load_model(tmp_path / "run")
 
 
 def test_folder_of_a_foreign_mixtral_is_opened_by_transformers(tmp_path):

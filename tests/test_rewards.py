@@ -157,6 +157,12 @@ def test_an_exception_names_the_completion():
         scores(divides)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
+    def says_much(completions):
+        raise RuntimeError("first line\n  second line")
+
+    with pytest.raises(RewardError, match=r"RuntimeError: first line second line \(completion 0, prompt 'first'\)"):
+        scores(says_much)
+
 
 def test_an_exception_of_the_batch_only():
     def needs_one(completions):

@@ -203,10 +203,12 @@ class EarlyStopping(Callback):
 class SampleTable(Callback):
     """A table of prompts, completions and rewards every so many steps, from what the algorithm left in trainer.samples.
 
-    num_rows   how many at most
+    num_rows   how many at most; the table on the screen has the first four of them
     path       also written there, one JSON object per line; with it and show=False only there
-    show       print the table; None is on a terminal
+    show       print the table to standard error, above the progress bar; None is on a terminal
     """
+
+    NUM_SHOWN, MOST_CHARACTERS = 4, 300  # the file has the rest
 
     def __init__(self, every: int = 10, num_rows: int = 4, *, path: str | Path | None = None, show: bool | None = None):
         _check_every(every)
@@ -221,8 +223,8 @@ class SampleTable(Callback):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(sample) + "\n" for sample in samples)
-        if sys.stdout.isatty() if self.show is None else self.show:
-            self._print(samples)
+        if sys.stderr.isatty() if self.show is None else self.show:
+            self._print(samples[: self.NUM_SHOWN])
 
     def _print(self, samples: list[dict[str, Any]]) -> None:
         from rich.console import Console
@@ -232,9 +234,17 @@ class SampleTable(Callback):
         columns = [name for name in samples[0] if name != "step"]
         table = Table(*columns, title=f"step {samples[0]['step']}", show_lines=True)
         for sample in samples:
-            cells = [sample.get(name, "") for name in columns]
-            table.add_row(*(Text(f"{cell:.4g}" if isinstance(cell, float) else str(cell)) for cell in cells))
-        Console().print(table)
+            table.add_row(*(Text(self._cell(sample.get(name, ""))) for name in columns))
+        Console(stderr=True).print(table)
+
+    def _cell(self, value: Any) -> str:
+        """A text as it may stand on a screen: cut where it is long, and nothing in it that steers a terminal."""
+        from strop.report.page import as_text
+
+        text = f"{value:.4g}" if isinstance(value, float) else as_text(value)
+        if len(text) > self.MOST_CHARACTERS:
+            text = f"{text[: self.MOST_CHARACTERS]}… ({len(text):,} characters)"
+        return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def _check_every(every: Any) -> None:

@@ -9,6 +9,7 @@ The extension does not matter: "dpo.pt" is a safetensors file too.
 import contextlib
 import json
 import os
+import shutil
 import struct
 import tempfile
 from pathlib import Path
@@ -69,6 +70,7 @@ def save(trainer: "Trainer", path: str | Path) -> None:
 
 def write(path: str | Path, tensors: Tensors, header: dict[str, Any]) -> None:
     """Beside the file first, then in its place: a kill at any moment leaves the old one or the new one, whole."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -77,7 +79,10 @@ def write(path: str | Path, tensors: Tensors, header: dict[str, Any]) -> None:
     metadata = {"strop": json.dumps({**header, "aliases": aliases}, allow_nan=False)}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(tensors, unfinished, metadata=metadata)
+        try:
+            save_file(tensors, unfinished, metadata=metadata)
+        except SafetensorError as error:  # a full disk, in most cases
+            raise OSError(f"{path} could not be written: {error}") from error
         _flush(unfinished)
         os.replace(unfinished, path)
         _flush(path.parent)
@@ -113,7 +118,7 @@ def optimizer_state(trainer: "Trainer") -> tuple[Tensors, dict[str, Any]]:
 def restore(cls: type["Trainer"], path: str | Path, model: Any, ref_model: Any, arguments: dict[str, Any]) -> "Trainer":
     """A new trainer of class `cls` in the state of the checkpoint."""
     header, tensors = read(path)
-    _check_algorithm(header, cls.__name__, path)
+    check_algorithm(header, cls.__name__, path)
     arguments = dict(arguments)
     if arguments.get("tokenizer") is None:
         arguments["tokenizer"] = rebuild.tokenizer_from(header["tokenizer"], _below("tokenizer", tensors))
@@ -131,7 +136,7 @@ def restore(cls: type["Trainer"], path: str | Path, model: Any, ref_model: Any, 
 def load(trainer: "Trainer", path: str | Path) -> None:
     """Bring a trainer, made as the saved one was, into the state of the checkpoint."""
     header, tensors = read(path)
-    _check_algorithm(header, trainer.name, path)
+    check_algorithm(header, trainer.name, path)
     _load(trainer, header, tensors, path)
 
 
@@ -244,17 +249,30 @@ def _what_else(start: bytes, size: int, raw: bytes) -> str:
 
 
 def newest_good(folder: Path) -> Path | None:
-    """The newest checkpoint of the folder that can be read; None if there is none."""
+    """The newest checkpoint of the folder that can be read; None if it has none at all."""
     import warnings
 
-    for path in sorted(folder.glob("step-*.safetensors"), reverse=True):
+    paths = sorted(folder.glob("step-*.safetensors"), reverse=True)
+    for path in paths:
         try:
             read_header(path)
         except CheckpointError as error:
             warnings.warn(f"{error}; taking the one before", stacklevel=2)
         else:
             return path
+    if paths:  # to begin again would cut the run's metrics to nothing: for its owner to decide
+        raise CheckpointError(
+            f"none of the {len(paths)} checkpoints in {folder} can be read; without them a run begins anew"
+        )
     return None
+
+
+def remove_unfinished(run: Path) -> None:
+    """What a kill left half written in a run folder, which would stay for ever and may be large."""
+    for path in (run / "checkpoints").glob(".step-*.tmp"):
+        path.unlink()
+    for path in run.glob(".final.*"):
+        shutil.rmtree(path)
 
 
 def save_pretrained(trainer: "Trainer", folder: str | Path) -> None:
@@ -274,7 +292,8 @@ def save_pretrained(trainer: "Trainer", folder: str | Path) -> None:
 # ---- small things ----
 
 
-def _check_algorithm(header: dict[str, Any], name: str, path: str | Path) -> None:
+def check_algorithm(header: dict[str, Any], name: str, path: str | Path) -> None:
+    """A CheckpointError if another algorithm wrote it."""
     if header["algorithm"] != name:
         raise CheckpointError(f"{path} must be a checkpoint of {name}, found one of {header['algorithm']}")
 

@@ -144,7 +144,7 @@ class RunConfig(Config):
     autocast                "bf16" or None
     dropout                 False turns the model's dropout off: policy and reference are then the same function
     keep_checkpoints        how many of the newest are kept; 0 is all
-    samples_every           how often samples are written to the run folder
+    samples_every           how often samples are shown on a terminal and written to the run folder
     """
 
     batch_size: int = 8
@@ -296,6 +296,10 @@ def _as_hinted(name: str, value: Any, hint: Any) -> Any:
             raise TypeError(f"{name} must be a number, found {value!r}") from None
     plain = tuple(kind for kind in kinds if isinstance(kind, type) and typing.get_origin(kind) is None)
     wrong_bool = isinstance(value, bool) and bool not in kinds
+    if len(plain) + len(tuples) == len(kinds) and tuples and not isinstance(value, (tuple, *plain)):
+        if any(Ellipsis in typing.get_args(kind) for kind in tuples):
+            return (value,)  # --stop-ids 5: a list of one
+        raise TypeError(f"{name} must be a list, found {value!r}")
     if len(plain) == len(kinds) and (not isinstance(value, plain) or wrong_bool):
         wanted = " or ".join(sorted("None" if kind is type(None) else kind.__name__ for kind in plain))
         raise TypeError(f"{name} must be {wanted}, found {value!r}")

@@ -189,7 +189,8 @@ def call_checked(function: Any, name: str, given: Arguments, rows: Rows, timeout
     except Exception as error:
         index = _first_failing(function, given, len(rows[what]), timeout)
         alone = "" if index is not None else f" (no {what.removesuffix('s')} fails alone; the first is shown)"
-        raise RewardError(f"{name} raised {type(error).__name__}: {error} {where(index or 0, rows)}{alone}") from error
+        said = " ".join(str(error).split())  # on one line, which is all that the command line shows
+        raise RewardError(f"{name} raised {type(error).__name__}: {said} {where(index or 0, rows)}{alone}") from error
 
 
 def _call(function: Any, given: Arguments, timeout: float | None) -> Any:

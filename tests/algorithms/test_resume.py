@@ -18,6 +18,7 @@ from trained_models import Bigram, shifted, tiny_moe, weights_of
 from strop.algorithms.dpo import DPO
 from strop.algorithms.sft import SFT
 from strop.callbacks import Callback, EarlyStopping
+from strop.checkpoint import CheckpointError
 from strop.logging import read_metrics
 
 PAIRS = [{"prompt": [2 + i % 7, 3], "chosen": [4 + i, 1], "rejected": [5, 6 + i % 5, 1]} for i in range(10)]
@@ -160,6 +161,32 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
     whole = SFT(model=tiny_moe(), **OPTIONS)
     whole.train(ROWS, num_steps=6)
     assert torch.equal(weights_of(second), weights_of(whole))
+
+
+def test_what_a_kill_left_half_written_is_removed(tmp_path):
+    SFT(model=tiny_moe(), **OPTIONS).train(ROWS, num_steps=1, output_dir=tmp_path)
+    (tmp_path / "checkpoints" / ".step-00000002.safetensors.77.tmp").write_bytes(b"half")
+    (tmp_path / ".final.x1" / "model").mkdir(parents=True)
+    SFT(model=tiny_moe(), **OPTIONS).train(ROWS, num_steps=2, output_dir=tmp_path, resume=True)
+    assert sorted(path.name for path in tmp_path.rglob(".*")) == []
+
+
+def test_nothing_is_begun_anew_where_every_checkpoint_is_damaged(tmp_path):
+    SFT(model=tiny_moe(), save_every=2, **OPTIONS).train(ROWS, num_steps=4, output_dir=tmp_path)
+    for path in (tmp_path / "checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:-100])
+    with (
+        pytest.warns(UserWarning, match="is cut off"),
+        pytest.raises(CheckpointError, match="none of the 2 checkpoints"),
+    ):
+        SFT(model=tiny_moe(), save_every=2, **OPTIONS).train(ROWS, num_steps=6, output_dir=tmp_path, resume=True)
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
+
+
+def test_a_run_of_another_algorithm_is_named(tmp_path):
+    SFT(model=tiny_moe(), **OPTIONS).train(ROWS, num_steps=1, output_dir=tmp_path)
+    with pytest.raises(CheckpointError, match="must be a checkpoint of DPO, found one of SFT"):
+        DPO(model=tiny_moe(), batch_size=2).train(PAIRS, num_steps=1, output_dir=tmp_path, resume=True)
 
 
 def test_callbacks_go_on_where_they_were(tmp_path):

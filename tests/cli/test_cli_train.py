@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def strop(monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["strop", *map(str, arguments)])
+        monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main changes it
         with pytest.raises(SystemExit) as ended:
             main()
         printed = capsys.readouterr()
@@ -96,6 +98,13 @@ def test_file_then_settings_then_command_line(tmp_path):
     assert (config.optim.learning_rate, config.optim.weight_decay, config.run.batch_size) == (1e-3, 0.25, 7)
 
 
+def test_a_file_may_merge_what_it_has_elsewhere(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("optim: &o {learning_rate: 0.5, eps: 0.25}\nrun: {seed: 3}\nmodel_options: {<<: *o, eps: 1}\n")
+    job, _ = gather(algorithm_class("sft").Config, path)
+    assert job.model_options == {"learning_rate": 0.5, "eps": 1}
+
+
 @pytest.mark.parametrize(
     ("text", "error", "match"),
     [
@@ -108,11 +117,12 @@ def test_file_then_settings_then_command_line(tmp_path):
         ("a: [1", ValueError, r"a\.yaml, line 1: not YAML"),
         ("- 1", ValueError, r"a\.yaml must hold options \(name: value\), found list"),
         ("", ValueError, "found nothing"),
+        ("model: \udcff", ValueError, r"a\.yaml must be UTF-8 text"),
     ],
 )
 def test_a_bad_file_is_named_with_its_key(tmp_path, text, error, match):
     path = tmp_path / "a.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(error, match=match):
         gather(algorithm_class("sft").Config, path)
 
@@ -295,6 +305,9 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(strop, tmp_path):
         (["grpo", "--task", "adition"], 1, "did you mean 'addition'"),
         (["sft", *TINY, "--reward", "a.py:b"], 1, "reward must not be given: sft has none"),
         (["grpo", *TINY, "--resume"], 1, "--resume needs --output"),
+        (["sft", *TINY, "--output", __file__], 1, "output must be a folder, found the file"),
+        (["sft", *TINY, "--device", "cuda"], 1, "device must be cpu for a MoEForCausalLM, found 'cuda'"),
+        (["sft", *TINY, "--set", "model_options.hiden_dim=3"], 1, "did you mean 'hidden_dim'"),
         (["nonsense"], 2, "No such command 'nonsense'"),
     ],
 )
@@ -303,6 +316,11 @@ def test_mistakes_are_one_line(strop, arguments, code, says):
     assert (found, out) == (code, "")
     assert err.count("\n") == 1
     assert says in err
+
+
+def test_a_warning_is_one_line(strop):
+    strop("report", "nowhere")
+    assert warnings.formatwarning("careful", UserWarning, "file.py", 3) == "strop: warning: careful\n"
 
 
 def test_debug_shows_the_traceback(monkeypatch):

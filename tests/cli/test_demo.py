@@ -1,16 +1,19 @@
 """`strop demo` with few steps: what it writes, what it says, what it leaves alone. The whole recipe is marked slow."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
-from strop.cli import demo
+from strop.cli import demo, main
 
 torch = pytest.importorskip("torch")
 
@@ -29,8 +32,16 @@ def lines_of(path):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
+    """In this process, which has imported torch already; those below that start another cannot do without."""
     folder = tmp_path_factory.mktemp("demo") / "runs" / "demo"
-    return folder, run("--steps", 3, "--sft-steps", 12, "--output", folder, "--seed", 1)
+    arguments = command("--steps", 3, "--sft-steps", 12, "--output", folder, "--seed", 1)[3:]
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["strop", *arguments])
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main changes it
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return folder, subprocess.CompletedProcess(arguments, ended.value.code or 0, out.getvalue(), err.getvalue())
 
 
 def test_every_stage_is_told_and_quiet_without_a_terminal(finished):

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from tiny_tokenizers import Letters, hugging_face
 
-from strop.data.tokenize import encode_completion, encode_preference, encode_prompt, encode_row, needs_tokenizer
+from strop.data.tokenize import (
+    encode_completion,
+    encode_preference,
+    encode_prompt,
+    encode_row,
+    needs_tokenizer,
+    row_named,
+)
 
 USER = {"role": "user", "content": "hi?"}
 ANSWER = {"role": "assistant", "content": "ab."}
@@ -124,3 +131,12 @@ def test_a_template_that_rewrites_the_prompt_is_an_error():
 def test_errors(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+def test_a_row_that_cannot_be_encoded_is_named():
+    """Also where the tokenizer's error is of a kind with another signature, or of none."""
+    for error, kind in ((KeyError("x"), ValueError), (TypeError("x"), TypeError), (Exception("x"), ValueError)):
+        with pytest.raises(kind, match=r"dataset\[3\]: .*x"), row_named("dataset[3]"):
+            raise error
+    with pytest.raises(ValueError, match=r"dataset\[3\]: .*surrogates not allowed"), row_named("dataset[3]"):
+        "\ud800".encode()

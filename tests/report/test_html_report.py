@@ -146,6 +146,8 @@ def test_a_folder_of_runs_stands_for_all_of_them(tmp_path):
     make_run(tmp_path / "x" / "seed0")
     make_run(tmp_path / "y" / "seed0")
     assert [r.name for r in load_runs([tmp_path / "x", tmp_path / "y"])] == ["x/seed0", "y/seed0"]
+    make_run(tmp_path / "z")  # whose own name is enough, whatever the others need
+    assert [r.name for r in load_runs([tmp_path / "z", tmp_path / "x", tmp_path / "y"])] == ["z", "x/seed0", "y/seed0"]
     assert len(load_runs([tmp_path / "x", tmp_path / "x" / "seed0"])) == 1
 
 

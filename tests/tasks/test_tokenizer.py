@@ -1,5 +1,7 @@
 """The character tokenizer: ids, text, and the file."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -49,3 +51,10 @@ def test_transformers_opens_it(tmp_path):
     assert theirs.decode(tokenizer.encode(text)) == text
     assert theirs.decode([*tokenizer.encode("12"), 1, 0], skip_special_tokens=True) == "12"
     assert (theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (1, 0, len(tokenizer))
+    loading = pytest.importorskip("strop.models.loading")
+    assert loading.load_tokenizer(tmp_path) == tokenizer  # which names the character it cannot write
+    theirs.save_pretrained(tmp_path)
+    assert loading.load_tokenizer(tmp_path) == tokenizer
+    config = json.loads((tmp_path / "tokenizer.json").read_text()) | {"normalizer": {"type": "Lowercase"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(config))
+    assert type(loading.load_tokenizer(tmp_path)).__module__.startswith("transformers")  # not strop's any more

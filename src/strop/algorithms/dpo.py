@@ -85,12 +85,14 @@ class DPO(Trainer):
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Pair]:
         from strop.data.formats import check_rows
-        from strop.data.tokenize import encode_preference
+        from strop.data.tokenize import encode_preference, row_named
 
         check_rows(rows, ["preference"], where=name, what="DPO")
         pairs = []
         for i, row in enumerate(rows):
-            prompt, chosen, rejected = (torch.tensor(part).long() for part in encode_preference(row, self.tokenizer))
+            with row_named(f"{name}[{i}]"):
+                parts = encode_preference(row, self.tokenizer)
+            prompt, chosen, rejected = (torch.tensor(part).long() for part in parts)
             pairs.append(self._checked(prompt, chosen, rejected, f"{name}[{i}]"))
         return pairs
 

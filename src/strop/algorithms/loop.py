@@ -128,9 +128,10 @@ def _callbacks(
     if eval_rows is not None:
         # without eval_every: at the beginning and at the end
         after.append(EvaluationCallback(eval_rows, run.eval_every or sys.maxsize, at_start=True))
+    if run.samples_every:
+        path = None if folder is None else folder.path / "samples.jsonl"
+        after.append(SampleTable(run.samples_every, 8, path=path, show=progress))
     if folder is not None:
-        if run.samples_every:
-            after.append(SampleTable(run.samples_every, 8, path=folder.path / "samples.jsonl", show=False))
         folder.checkpoints = CheckpointCallback(
             folder.path / "checkpoints", run.save_every or sys.maxsize, run.keep_checkpoints
         )
@@ -270,6 +271,7 @@ class RunFolder:
             raise ValueError(f"output_dir must not hold a run, found one in {self.path}; resume=True goes on with it")
         trainer.output_dir = self.path
         self.path.mkdir(parents=True, exist_ok=True)
+        checkpoint.remove_unfinished(self.path)
         newest = checkpoint.newest_good(self.path / "checkpoints") if resume else None
         if newest is not None:
             _check_same_run(trainer, newest)
@@ -317,9 +319,11 @@ class RunFolder:
 
 def _check_same_run(trainer: "Trainer", path: Path) -> None:
     """The options of the run that is resumed must be those it began with, but for where it ends and what it reports."""
-    saved = trainer.Config.from_options(checkpoint.read_header(path)["config"])
+    header = checkpoint.read_header(path)
+    checkpoint.check_algorithm(header, trainer.name, path)
+    saved = trainer.Config.from_options(header["config"])
     before, now = _flat(saved.to_dict()), _flat(trainer.config.to_dict())
-    for name in before.keys() | now.keys():
+    for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)
         if old != new and name.rpartition(".")[2] not in MAY_CHANGE:
             raise ValueError(f"{name} must be {old!r} as in the run of {path}, found {new!r}")

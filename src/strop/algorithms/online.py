@@ -9,7 +9,7 @@ import torch
 
 from strop.algorithms.inputs import as_rows, declared_pad_id, fit, without_padding
 from strop.data.formats import is_conversation
-from strop.data.tokenize import encode_prompt
+from strop.data.tokenize import encode_prompt, row_named
 from strop.models import Policy
 from strop.rollout import Rollout, checked_prompts
 
@@ -108,7 +108,8 @@ def _of_row(row: Any, policy: Policy, name: str) -> Prompt:
             raise ValueError(f"{name} must have a column 'prompt', found {', '.join(map(str, row)) or 'none'}")
         prompt = row["prompt"]
         columns = {column: value for column, value in row.items() if column not in RESERVED}
-    ids = torch.tensor(encode_prompt(prompt, policy.tokenizer, row if isinstance(row, Mapping) else None)).long()
+    with row_named(name):
+        ids = torch.tensor(encode_prompt(prompt, policy.tokenizer, row if isinstance(row, Mapping) else None)).long()
     if not len(ids):
         raise ValueError(f"{name} must hold at least one token, found none in {prompt!r:.60}")
     is_ids = not isinstance(prompt, str) and not is_conversation(prompt)

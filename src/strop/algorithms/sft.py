@@ -67,12 +67,13 @@ class SFT(Trainer):
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Example]:
         from strop.data.formats import check_rows
-        from strop.data.tokenize import encode_row
+        from strop.data.tokenize import encode_row, row_named
 
         check_rows(rows, ["prompt_completion", "language_modeling"], where=name, what="SFT")
         examples = []
         for i, row in enumerate(rows):
-            prompt, completion = (torch.tensor(part).long() for part in encode_row(row, self.tokenizer))
+            with row_named(f"{name}[{i}]"):
+                prompt, completion = (torch.tensor(part).long() for part in encode_row(row, self.tokenizer))
             examples.append(self._checked(prompt, completion, f"{name}[{i}]"))
         return examples
 

@@ -218,7 +218,7 @@ class Trainer:
         num_steps, num_epochs   where to end, in place of the config's
         output_dir              the run folder: metrics, samples, checkpoints, and at the end the model
         resume                  go on from the newest checkpoint of output_dir, or begin if there is none
-        progress                a progress bar; None is "on a terminal"
+        progress                a progress bar and tables of samples; None is "on a terminal"
         """
         return loop.train(self, dataset, eval_dataset, num_steps, num_epochs, output_dir, resume, progress)
 

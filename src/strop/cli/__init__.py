@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from typing import Any, NoReturn
 
 import typer
@@ -54,6 +55,8 @@ def main() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of transformers and datasets are for terminals
+    if not debug:
+        warnings.formatwarning = lambda message, *_, **__: f"strop: warning: {message}\n"
     try:
         train.define_commands(arguments)
         sys.exit(app(args=arguments, prog_name="strop", standalone_mode=False))

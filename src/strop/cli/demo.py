@@ -39,7 +39,7 @@ SAMPLES = 8  # for best-of-n
 SFT_OPTIONS: dict[str, Any] = {"batch_size": 64, "learning_rate": 1e-3, "warmup_steps": 20, "betas": (0.9, 0.95)}
 GRPO_OPTIONS: dict[str, Any] = {
     "batch_size": 64, "group_size": 8, "learning_rate": 5e-4, "warmup_steps": 10, "schedule": "linear", "betas": (0.9, 0.99),
-    "kl_coef": 0.01, "loss_type": "dapo", "eval_every": 25, "samples_every": 25,
+    "kl_coef": 0.01, "loss_type": "dapo", "eval_every": 25, "samples_every": 100,
 }  # fmt: skip
 
 

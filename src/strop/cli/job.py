@@ -106,6 +106,8 @@ def load_model_and_tokenizer(job: JobConfig, task: Any) -> tuple[Any, Any]:
         options = {"vocab_size": len(tokenizer), **ids, **options}
     name, gguf_file = resolve_model(job.model, job.gguf_file)
     model, own = load_model(name, dtype=job.dtype, gguf_file=gguf_file, device=device_of(job), **options)
+    if job.device is not None and model.device.type != job.device.partition(":")[0]:
+        raise ValueError(f"device must be {model.device.type} for a {type(model).__name__}, found {job.device!r}")
     return model, tokenizer or own or getattr(task, "tokenizer", None)
 
 
@@ -125,11 +127,9 @@ def resolve_model(name: str, gguf_file: str | None) -> tuple[str, str | None]:
 def load_tokenizer(job: JobConfig) -> Any:
     if job.tokenizer is None:
         return None
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ImportError('a tokenizer needs transformers: pip install "strop[train]"') from None
-    return AutoTokenizer.from_pretrained(job.tokenizer)
+    from strop.models import loading
+
+    return loading.load_tokenizer(job.tokenizer)
 
 
 def device_of(job: JobConfig) -> str | None:

@@ -187,17 +187,19 @@ def read_config(path: Path) -> dict[str, Any]:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            own = [key for key, _ in node.value if not key.tag.endswith(":merge")]  # of `<<: *defaults` what is not own
+            keys = [self.construct_object(key, deep=True) for key in own]
             for i, key in enumerate(keys):
                 if key in keys[:i]:
-                    line = node.value[i][0].start_mark.line + 1
-                    raise ValueError(f"{path}, line {line}: {key!r} is there twice")
+                    raise ValueError(f"{path}, line {own[i].start_mark.line + 1}: {key!r} is there twice")
             return super().construct_mapping(node, deep)
 
     if not path.is_file():
         raise FileNotFoundError(f"no such config file: {path}")
     try:
         found = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be UTF-8 text: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""

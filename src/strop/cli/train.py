@@ -125,6 +125,8 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
     output = Path(job.output or f"runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}")
     if job.resume and job.output is None:
         raise ValueError("--resume needs --output, the folder of the run to go on with")
+    if output.exists() and not output.is_dir():
+        raise NotADirectoryError(f"output must be a folder, found the file {output}")
     if (output / "run.json").exists() and not job.resume:
         raise ValueError(f"{output} holds a run already: --resume goes on with it, --output names another folder")
     task = load_task(job)

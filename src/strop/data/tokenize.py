@@ -7,9 +7,10 @@ A tokenizer is Hugging Face's, or anything with encode(text) -> ids, decode(ids)
 Conversations need one with a chat template. Without a tokenizer rows hold token ids, which pass through.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from strop.data.formats import CONTENT, detect_format, is_conversation, with_prompt
@@ -70,6 +71,16 @@ def encode_preference(row: Mapping[str, Any], tokenizer: Any = None) -> tuple[Id
 def needs_tokenizer(row: Mapping[str, Any]) -> bool:
     """Whether anything of the row to be encoded is text."""
     return any(isinstance(row.get(name), str) or is_conversation(row.get(name)) for name in CONTENT)
+
+
+@contextlib.contextmanager
+def row_named(name: str) -> Iterator[None]:
+    """Around the encoding of a row: what a tokenizer or a chat template has against it is said with the row's name."""
+    try:
+        yield
+    except Exception as error:  # of many kinds: ours, jinja's, and tokenizers', which has no class for its own
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name}: {error}") from error
 
 
 # ---- chat templates ----

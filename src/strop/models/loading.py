@@ -1,10 +1,13 @@
 """Models by name: strop's MoE, Hugging Face's."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from strop.config import unknown_option
 
 
 def load_model(
@@ -31,8 +34,7 @@ def load_model(
         from strop.moe.torch import MoEForCausalLM
 
         return MoEForCausalLM.from_pretrained(folder, dtype=dtype, **options), _tokenizer_in(folder)
-    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"model must be a folder, a Hugging Face name or moe:tiny, found no folder {name}")
+    _check_folder(folder, name, gguf_file)
     return _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, device, options)
 
 
@@ -52,8 +54,26 @@ def _moe_preset(preset: str, dtype: torch.dtype | None, options: dict[str, Any])
         raise TypeError(f"dtype must be torch.float32 or torch.float64 for moe:{preset}, found {dtype}")
     options = dict(options)
     made = {key: options.pop(key) for key in ("engine", "seed") if key in options}
+    known = [field.name for field in dataclasses.fields(MoEConfig)]
+    for option in options:
+        if option not in known:
+            raise ValueError(unknown_option(option, [*known, "engine", "seed"], f" of moe:{preset}"))
     config = MoEConfig.preset(preset, **options)
     return MoEForCausalLM(MoETransformer(config, **made, dtype=NUMPY_DTYPES[dtype or torch.float32]))
+
+
+def _check_folder(folder: Path, name: str, gguf_file: str | None) -> None:
+    """What is a path and no model is said so here: transformers would ask the Hub for it, or for its model_type."""
+    wanted = "model must be a folder, a Hugging Face name or moe:tiny"
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(f"{wanted}, found no folder {name}")
+    if folder.is_file():
+        raise NotADirectoryError(f"{wanted}, found the file {name}")
+    configs = ("config.json", "adapter_config.json")
+    if folder.is_dir() and gguf_file is None and not any((folder / config).is_file() for config in configs):
+        within = folder / "final"
+        hint = f"; the model of this run is {within}" if within.is_dir() else ""
+        raise FileNotFoundError(f"{wanted}, found the folder {name} without config.json{hint}")
 
 
 def _is_strop_folder(folder: Path) -> bool:
@@ -64,8 +84,19 @@ def _is_strop_folder(folder: Path) -> bool:
         return False
 
 
+def load_tokenizer(name: str | Path) -> Any:
+    """transformers' tokenizer of a folder or a name. strop's own of characters is opened as what it is: it says which
+    character it cannot write, where transformers says "WordLevel error: Missing [UNK] token"."""
+    from strop.tasks import CharTokenizer
+
+    try:
+        return CharTokenizer.from_pretrained(name)
+    except (ValueError, OSError):  # not its file, or not a folder at all
+        return _transformers().AutoTokenizer.from_pretrained(name)
+
+
 def _tokenizer_in(folder: Path) -> Any:
-    return _transformers().AutoTokenizer.from_pretrained(folder) if _tokenizer_files(folder) else None
+    return load_tokenizer(folder) if _tokenizer_files(folder) else None
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:

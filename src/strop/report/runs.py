@@ -133,12 +133,13 @@ def load_runs(folders: Iterable[str | Path]) -> list[Run]:
 
 
 def _distinct_names(paths: Sequence[Path]) -> list[str]:
-    """The last part of each path, with as many before it as it takes."""
-    for depth in range(1, max((len(p.parts) for p in paths), default=1) + 1):
-        names = ["/".join(p.parts[-depth:]) for p in paths]
-        if len(set(names)) == len(names):
-            break
-    return names if paths else []
+    """The last part of each path, with as many before it as it takes for that one."""
+    names = []
+    for path in paths:
+        ends = ["/".join(path.parts[-depth:]) for depth in range(1, len(path.parts) + 1)]
+        others = [f"/{other}" for other in paths if other != path]
+        names.append(next((end for end in ends if not any(o.endswith(f"/{end}") for o in others)), str(path)))
+    return names
 
 
 def _read_metrics(folder: Path, notes: list[str]) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ class CharTokenizer:
             return [self._ids[c] for c in text]
         except KeyError as error:
             raise ValueError(
-                f"text must be written in the alphabet {self.alphabet!r}, found {error.args[0]!r} in {text!r}"
+                f"text must be written in the alphabet {self.alphabet!r}, found {error.args[0]!r} in {text!r:.80}"
             ) from None
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = False) -> dict[str, Any]:
@@ -72,16 +72,19 @@ class CharTokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "CharTokenizer":
-        """Open what `save_pretrained` wrote."""
+        """Open what `save_pretrained` wrote, also where transformers opened it and saved it again."""
         path = Path(folder) / FILE
         try:
-            vocab = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
-            tokens = sorted(vocab, key=vocab.get)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-            tokens = []
-        if tuple(tokens[: len(SPECIAL)]) != SPECIAL or any(len(t) != 1 for t in tokens[len(SPECIAL) :]):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            vocab = content["model"]["vocab"]
+            found = cls("".join(sorted(vocab, key=vocab.get)[len(SPECIAL) :]))
+            if not (content["post_processor"] or {}).get("special_tokens"):
+                content["post_processor"] = None  # transformers writes one that adds nothing
+        except (ValueError, KeyError, TypeError, AttributeError):
+            found = None
+        if found is None or found._to_tokenizers_format() != content:
             raise ValueError(f"{path} must be a character tokenizer that strop saved, found something else")
-        return cls("".join(tokens[len(SPECIAL) :]))
+        return found
 
     def _to_tokenizers_format(self) -> dict[str, Any]:
         """Of the `tokenizers` package: a text is split into characters, each of which is a word."""
