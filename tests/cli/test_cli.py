@@ -97,7 +97,8 @@ def test_errors_are_one_line():
     found = run("bench", "nope")
     assert found.returncode == 1
     assert (
-        found.stderr == "strop: ValueError: unknown suite 'nope'; there are primitives, engines, convergence, losses\n"
+        found.stderr
+        == "strop: ValueError: unknown suite 'nope'; there are primitives, engines, convergence, losses, step\n"
     )
     assert "Traceback" in run("--debug", "bench", "nope").stderr
     assert (
@@ -151,6 +152,8 @@ def test_bench_can_be_interrupted(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "strop", "bench", "primitives"], cwd=tmp_path,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # a shell may have told its background jobs, and with them these tests, to ignore Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     next(line for line in process.stderr if "advantages" in line)  # it has begun with the first case
     process.send_signal(signal.SIGINT)
