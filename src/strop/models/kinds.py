@@ -80,6 +80,6 @@ def of_config(config: Any, key: str) -> Any:
     return getattr(config, key, None)
 
 
-def as_ids(value: Any) -> list[int]:
+def listed_ids(value: Any) -> list[int]:
     """One token id, several, or None, as a list."""
     return [] if value is None else [int(one) for one in value] if isinstance(value, Sequence) else [int(value)]

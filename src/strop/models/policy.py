@@ -17,7 +17,6 @@ from torch.nn.functional import linear, pad
 from strop.data.collate import SequenceBatch
 from strop.models.kinds import (
     adapter_off,
-    as_ids,
     as_module,
     base_model,
     evaluating,
@@ -25,6 +24,7 @@ from strop.models.kinds import (
     is_hugging_face,
     is_moe,
     is_peft,
+    listed_ids,
     of_config,
     unwrapped,
 )
@@ -103,7 +103,7 @@ class Policy:
     def _in_vocabulary(self, *told: Any) -> list[int]:
         """Ids that the model can read: some configs keep those of a larger vocabulary, or −1 for none."""
         size = self.vocab_size
-        return [i for one in told for i in as_ids(one) if i >= 0 and (size is None or i < size)]
+        return [i for one in told for i in listed_ids(one) if i >= 0 and (size is None or i < size)]
 
     @property
     def max_length(self) -> int | None:

@@ -125,13 +125,15 @@ def _chunks(total: int, most: int) -> Iterator[slice]:
     size = -(-total // count)
     if most >= 128:
         size = min(-(-size // 128), most // 128) * 128
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
+    yield from _slices(total, size)
 
 
 def _token_chunks(total: int, most: int) -> Iterator[slice]:
     """Chunks of at most `most`; of multiples of 512 where they are that large: products of others take up to 20 % longer."""
-    size = max(most // 512 * 512 if 512 <= most < total else most, 1)
+    yield from _slices(total, max(most // 512 * 512 if 512 <= most < total else most, 1))
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
 
@@ -162,8 +164,7 @@ def linear_logps(
     for part in _chunks(tokens.count, n):
         hidden_nH, ids_n = tokens.hidden(part), tokens.take(ids_N, part)
         into = logps_n[part], stats_2n[:, part], entropies_n[:, part].reshape(-1)
-        for number, start in enumerate(range(0, head.V, v)):
-            block = slice(start, min(start + v, head.V))
+        for number, block in enumerate(_slices(head.V, v)):
             logits_nv = head.logits(hidden_nH, block, memory)
             rows.logps(logits_nv, ids_n, None, temperature, entropy, into, (block.start, head.V, number))
     return tokens.spread(logps_n), tokens.spread(stats_2n), tokens.spread(entropies_n).reshape(-1)
