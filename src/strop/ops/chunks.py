@@ -323,8 +323,10 @@ def _over_the_gradient(
     for number in range(1, _MOST_BLOCKS + 1):
         v = V if number == 1 else _round_up(-(-V // number), 128)
         done_before_last = (V - 1) // v * v
-        # gradients up to block b end at (b + 1)·v·gradient_row, the logits of b begin at room + b·v·row: linear in b
-        room = _round_up(max(v * gradient_row, V * gradient_row - done_before_last * row), 256)
+        # the gradient of block b must end where its logits begin, at room + b·v·row: it does if it does for the first
+        # block, the last, and, since the last may be shorter, the one before it (between them it is linear in b)
+        before_last = done_before_last * gradient_row - max(done_before_last - v, 0) * row
+        room = _round_up(max(v * gradient_row, before_last, V * gradient_row - done_before_last * row), 256)
         # several blocks also need the hidden states in one piece and a float32 sum of their gradient
         hidden = 0 if number == 1 else n * H * (logit_bytes + sums_in(tokens.dtype).itemsize)
         if room + V * row + hidden <= memory:
