@@ -1,10 +1,12 @@
 """Who takes a GRPO step in the suite `step`: strop and TRL, each as a function that takes so many steps and tells of each.
 
-Fairness, where it is a choice: TRL runs as its users run it on one device, with transformers' generation, its default loss set to
-strop's (grpo), without gradient checkpointing, all completions in one micro-batch, torch's fused AdamW on both sides where there is one.
+Fairness, where it is a choice: TRL runs as its users run it on one device, with transformers' generation, its loss set to strop's
+(grpo), without gradient checkpointing, its AdamW being torch's fused one; once with all completions in one micro-batch, its quickest,
+and on a GPU once with eight at a time, its default and leaner. Both have their weights in the workload's dtype.
 """
 
 import dataclasses
+import gc
 import importlib.util
 import time
 import warnings
@@ -29,7 +31,10 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """num_prompts · group_size completions of new_tokens each; shape: a transformers config by model type, or "moe" """
+    """num_prompts · group_size completions of new_tokens each; shape: a transformers config by model type, or "moe"
+
+    compiled   whether strop runs a second time with compile=True
+    """
 
     name: str
     model_type: str
@@ -40,6 +45,7 @@ class Workload:
     new_tokens: int = 32
     kl_coef: float = 0.04
     device: str = "cpu"
+    compiled: bool = False
 
     @property
     def num_completions(self) -> int:
@@ -49,11 +55,15 @@ class Workload:
     def vocab_size(self) -> int:
         return self.shape["vocab_size"]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
     def labels(self) -> dict[str, Any]:
         return {
             "model": self.name, "completions": self.num_completions, "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens, "kl_coef": self.kl_coef, "device": self.device,
-            "dtype": "bfloat16" if self.device == "cuda" else "float32",
+            "dtype": str(self.dtype).removeprefix("torch."),
         }  # fmt: skip
 
     def prompts(self) -> torch.Tensor:
@@ -71,7 +81,15 @@ SMOLLM2 = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 ON_A_GPU = [
-    Workload(name="Qwen2-0.5B shape", model_type="qwen2", shape=QWEN2, prompt_tokens=64, new_tokens=256, device="cuda"),
+    Workload(
+        name="Qwen2-0.5B shape",
+        model_type="qwen2",
+        shape=QWEN2,
+        prompt_tokens=64,
+        new_tokens=256,
+        device="cuda",
+        compiled=True,
+    ),
     Workload(
         name="SmolLM2-135M shape", model_type="llama", shape=SMOLLM2, prompt_tokens=64, new_tokens=256, device="cuda"
     ),
@@ -89,7 +107,7 @@ def hugging_face_model(workload: Workload) -> Any:
 
     torch.manual_seed(SEED)
     kind = transformers.AutoConfig.for_model(workload.model_type, eos_token_id=1, pad_token_id=0, **workload.shape)
-    return transformers.AutoModelForCausalLM.from_config(kind).to(workload.device)
+    return transformers.AutoModelForCausalLM.from_config(kind, dtype=workload.dtype).to(workload.device)
 
 
 def moe_model(workload: Workload) -> Any:
@@ -99,15 +117,16 @@ def moe_model(workload: Workload) -> Any:
     return MoETransformer(config, seed=SEED)
 
 
-def strop_steps(workload: Workload) -> Steps:
+def strop_steps(workload: Workload, compile: bool = False) -> Steps:
     from strop.algorithms.grpo import GRPO
 
     model = moe_model(workload) if workload.model_type == "moe" else hugging_face_model(workload)
-    grpo = GRPO(
-        model=model, reward_fn=_strop_reward, group_size=workload.group_size, kl_coef=workload.kl_coef,
-        max_new_tokens=workload.new_tokens, learning_rate=LEARNING_RATE,
-        autocast="bf16" if workload.device == "cuda" else None,
-    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*bfloat16")  # weights of 16 bits are the workload's
+        grpo = GRPO(
+            model=model, reward_fn=_strop_reward, group_size=workload.group_size, kl_coef=workload.kl_coef,
+            max_new_tokens=workload.new_tokens, learning_rate=LEARNING_RATE, compile=compile,
+        )  # fmt: skip
     prompts = workload.prompts()
 
     def steps(number: int) -> list[Step]:
@@ -135,17 +154,19 @@ def trl_installed() -> bool:
     return importlib.util.find_spec("trl") is not None
 
 
-def trl_steps(workload: Workload, folder: str) -> Steps:
-    """One trainer; a turn is one call of its train()."""
+def trl_steps(workload: Workload, folder: str, at_a_time: int | None = None) -> Steps:
+    """One trainer; a turn is one call of its train(). at_a_time: completions of a micro-batch, None is all."""
     import datasets
     import transformers
     from trl import GRPOConfig, GRPOTrainer
 
     transformers.utils.logging.set_verbosity_error()
-    model = _mixtral(workload, folder) if workload.model_type == "moe" else hugging_face_model(workload)
     on_gpu = workload.device == "cuda"
+    at_a_time = at_a_time or workload.num_completions
     config = GRPOConfig(
-        output_dir=folder, per_device_train_batch_size=workload.num_completions, num_generations=workload.group_size,
+        output_dir=folder, per_device_train_batch_size=at_a_time, num_generations=workload.group_size,
+        gradient_accumulation_steps=workload.num_completions // at_a_time,
+        model_init_kwargs={"dtype": workload.dtype},
         max_completion_length=workload.new_tokens, beta=workload.kl_coef, loss_type="grpo", learning_rate=LEARNING_RATE,
         use_cpu=not on_gpu, bf16=on_gpu, gradient_checkpointing=False, report_to=[], save_strategy="no",
         logging_strategy="no", disable_tqdm=True, shuffle_dataset=False, max_steps=1, seed=SEED,
@@ -159,7 +180,7 @@ def trl_steps(workload: Workload, folder: str) -> Steps:
 
     clock = _clock(workload)
     trainer = GRPOTrainer(
-        model=model, reward_funcs=counted_reward, args=config, callbacks=[clock],
+        model=_saved_model(workload, folder), reward_funcs=counted_reward, args=config, callbacks=[clock],
         train_dataset=datasets.Dataset.from_list([{"prompt": text} for text in texts] * 64),
         processing_class=_word_tokenizer(workload.vocab_size),
     )  # fmt: skip
@@ -214,12 +235,14 @@ def _clock(workload: Workload) -> Any:
     return Clock()
 
 
-def _mixtral(workload: Workload, folder: str) -> Any:
-    """The MoE's own weights in transformers' Mixtral."""
-    import transformers
-
-    moe_model(workload).save(f"{folder}/moe")
-    return transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/moe", dtype=torch.float32)
+def _saved_model(workload: Workload, folder: str) -> str:
+    """A folder with the weights strop has, from which TRL loads model and reference; the MoE's open as Mixtral."""
+    path = f"{folder}/model"
+    if workload.model_type == "moe":
+        moe_model(workload).save(path)
+    else:
+        hugging_face_model(workload).save_pretrained(path)
+    return path
 
 
 def _word_tokenizer(vocab_size: int) -> Any:
@@ -240,6 +263,13 @@ def _now(workload: Workload) -> float:
     if workload.device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def memory_in_use(workload: Workload) -> int:
+    if workload.device != "cuda":
+        return 0
+    gc.collect()
+    return torch.cuda.memory_allocated()
 
 
 def _reset_peak(workload: Workload) -> None:

@@ -61,6 +61,8 @@ class Policy:
         self._head_checked = False
         self.no_hidden_because: str | None = None
         """Why `hidden` is None, once it was asked for."""
+        self.rollout_engine: tuple[Any, Any] | None = None
+        """For `strop.rollout`: what it keeps between rollouts, and for which state of the model."""
 
     # ---- what the model says of itself ----
 

@@ -3,7 +3,7 @@
     rollout = generate(policy, prompts, Sampling(max_new_tokens=64), num_samples=8, seed=0)
 
 One function for every model. What computes is chosen by the policy's kind: `native` (strop's MoE engine), `hf`
-(transformers' generate) or `plain` (a module that only returns logits).
+(a cache of slots and CUDA graphs, else transformers' generate) or `plain` (a module that only returns logits).
 """
 
 import time
@@ -41,6 +41,7 @@ class Rollout:
                      drawn from: temperature, top-k and top-p applied. Greedy: under softmax(logits)
     finish_reasons   "eos", or "length" where max_new_tokens ended it
     seconds          spent generating
+    engine           what computed, and for a slow way why
     """
 
     prompt_ids: list[torch.Tensor]
@@ -48,6 +49,7 @@ class Rollout:
     logps: list[torch.Tensor]
     finish_reasons: list[str]
     seconds: float = 0.0
+    engine: str = ""
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -64,12 +66,13 @@ class Rollout:
 
     def select(self, indices: Sequence[int]) -> "Rollout":
         """These completions, in this order."""
-        return Rollout(**{name: [getattr(self, name)[i] for i in indices] for name in LISTS}, seconds=self.seconds)
+        return Rollout(**{name: [getattr(self, name)[i] for i in indices] for name in LISTS}, seconds=self.seconds,
+                       engine=self.engine)  # fmt: skip
 
     def joined(self, other: "Rollout") -> "Rollout":
         """These completions, then the other's."""
         both = {name: getattr(self, name) + getattr(other, name) for name in LISTS}
-        return Rollout(**both, seconds=self.seconds + other.seconds)
+        return Rollout(**both, seconds=self.seconds + other.seconds, engine=self.engine)
 
 
 @torch.no_grad()
@@ -93,7 +96,9 @@ def generate(
         completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, seed, eos_ids)
     seconds = time.perf_counter() - start
     reasons = ["eos" if len(c) and int(c[-1]) in eos_ids else "length" for c in completion_ids]
-    return Rollout([p for p in ids for _ in range(num_samples)], completion_ids, logps, reasons, seconds)
+    prompt_ids = [prompt for prompt in ids for _ in range(num_samples)]
+    engine = hf.description(policy) if policy.kind == "hf" else policy.kind
+    return Rollout(prompt_ids, completion_ids, logps, reasons, seconds, engine)
 
 
 def checked_prompts(

@@ -87,3 +87,10 @@ def draw(logits_NV: torch.Tensor, uniforms_N: torch.Tensor, sampling: Sampling) 
         # u·total < total, so the count ends before the last token that has any mass
         tokens_N = (cdf_NV <= (uniforms_N.double() * cdf_NV[:, -1])[:, None]).sum(-1)
     return tokens_N, logps_NV.gather(-1, tokens_N[:, None])[:, 0]
+
+
+def completion_lengths(new_BT: torch.Tensor, eos_ids: tuple[int, ...]) -> torch.Tensor:
+    """Tokens up to the first EOS, it included; all where there is none."""
+    is_eos_BT = torch.isin(new_BT, torch.tensor(eos_ids, dtype=new_BT.dtype, device=new_BT.device))
+    first_B = is_eos_BT.int().argmax(1) + 1
+    return torch.where(is_eos_BT.any(1), first_B, new_BT.shape[1])

@@ -23,7 +23,7 @@ from strop.bench.text import duration, size
 
 ON_GPU = True
 STEPS_PER_TURN = 3
-ROUNDS = 7
+ROUNDS, ROUNDS_ON_GPU = 7, 3
 
 
 def cases(workloads: Sequence[Workload] | None = None) -> list["StepCase"]:
@@ -44,30 +44,44 @@ class StepCase:
     def labels(self) -> dict[str, Any]:
         return {"operator": "step", **self.workload.labels()}
 
+    def _sides(self, folder: str) -> dict[str, Callable[[], Callable[[int], list[Step]]]]:
+        """What makes each side; the first is the one others are compared with."""
+        workload, on_gpu = self.workload, self.workload.device == "cuda"
+        sides: dict[str, Callable[[], Any]] = {"strop": lambda: contenders.strop_steps(workload)}
+        if on_gpu and workload.compiled:
+            sides["strop, compiled"] = lambda: contenders.strop_steps(workload, compile=True)
+        if contenders.trl_installed():
+            sides["TRL"] = lambda: contenders.trl_steps(workload, f"{folder}/all")
+            if on_gpu:
+                sides["TRL, 8 at a time"] = lambda: contenders.trl_steps(workload, f"{folder}/8", at_a_time=8)
+        return sides
+
     def measure(self, method: Method) -> dict[str, Any]:
         """Samples are single steps; those of a turn lie next to each other."""
-        sides: dict[str, Callable[[int], list[Step]]] = {"strop": contenders.strop_steps(self.workload)}
+        labels, peaks, sides = self.labels, {}, {}
+        if not contenders.trl_installed():
+            labels["left_out"] = {"TRL": "it is not installed"}
         with tempfile.TemporaryDirectory() as folder:
-            labels = self.labels
-            if not contenders.trl_installed():
-                labels["left_out"] = {"TRL": "it is not installed"}
-            else:
-                sides["TRL"] = contenders.trl_steps(self.workload, folder)
+            for name, make in self._sides(folder).items():
+                before = contenders.memory_in_use(self.workload)  # of the sides made already, which keep theirs
+                sides[name] = make()
+                warm = [step.peak_bytes for step in sides[name](2)]
+                peaks[name] = [peak - before for peak in warm if peak is not None]
             steps: dict[str, list[Step]] = {name: [] for name in sides}
-            for _ in range(min(ROUNDS, method.rounds)):
+            for _ in range(min(ROUNDS_ON_GPU if self.workload.device == "cuda" else ROUNDS, method.rounds)):
                 for name, run in sides.items():
                     steps[name] += run(STEPS_PER_TURN)[1:]
         seconds = {name: [round(1e9 * step.seconds, 1) for step in found] for name, found in steps.items()}
         return {
             "work": self.work,
             "labels": labels,
-            "contenders": {name: statistics(seconds[name]) | _facts(found) for name, found in steps.items()},
-            "ratios": {name: ratio(seconds[name], seconds["strop"]) for name in sides if name != "strop"},
+            "contenders": {n: statistics(seconds[n]) | _facts(found, peaks[n]) for n, found in steps.items()},
+            "ratios": {name: ratio(seconds[name], seconds["strop"]) for name in seconds if name != "strop"},
         }
 
 
-def _facts(steps: Sequence[Step]) -> dict[str, Any]:
-    """Medians of what the steps tell besides their time."""
+def _facts(steps: Sequence[Step], peaks: Sequence[int]) -> dict[str, Any]:
+    """Medians of what the steps tell besides their time; the peak is that of the side's first steps."""
     names = dict.fromkeys(name for step in steps for name in step.phases)
     tokens = float(np.median([step.num_tokens for step in steps]))
     found: dict[str, Any] = {
@@ -75,8 +89,7 @@ def _facts(steps: Sequence[Step]) -> dict[str, Any]:
         "generated_tokens": tokens,
         "tokens_per_second": round(tokens / float(np.median([step.seconds for step in steps])), 1),
     }
-    memory = [step.peak_bytes for step in steps if step.peak_bytes is not None]
-    return found | ({"peak_bytes": max(memory)} if memory else {})
+    return found | ({"peak_bytes": max(peaks)} if peaks else {})
 
 
 def summary(measured: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

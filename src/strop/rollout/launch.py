@@ -1,0 +1,72 @@
+"""The kernels of a decode step, launched."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from strop.rollout import kernels
+from strop.rollout.slots import CacheShape, Pass, Rows, Rule
+
+CHUNK = 4096  # logits one program looks at
+PROGRAMS = 264  # wanted at least: two for each of an H200's 132 multiprocessors
+MAX_SPLITS = 8
+
+
+@dataclass
+class KernelDecode(Pass):
+    """`slots.Decode` by a kernel. Where the cache is, the kernel reads from the table."""
+
+    table: torch.Tensor
+    rows: Rows
+    shape: CacheShape
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
+        rows, shape = self.rows, self.shape
+        N, H, _, D = q.shape
+        per_head = H // shape.num_heads
+        splits = num_splits(N * shape.num_heads)
+        out_NTHD = torch.empty(N, 1, H, D, dtype=shape.dtype, device=q.device)
+        partial = stats = out_NTHD
+        if splits > 1:
+            partial = torch.empty(N * H * splits, D, dtype=torch.float32, device=q.device)
+            stats = torch.empty(N * H * splits, 2, dtype=torch.float32, device=q.device)
+        q, k, v = (states if states.stride(3) == 1 else states.contiguous() for states in (q, k, v))
+        block_d = triton.next_power_of_2(max(D, 16))
+        kernels.attend_kernel[(N, shape.num_heads, splits)](
+            q, k, v, out_NTHD, partial, stats, rows.prefix_start_N, rows.prefix_length_N, rows.suffix_start_N, rows.step,
+            self.table, layer, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            rule.scaling, rule.softcap, rule.window,
+            HEADS=shape.num_heads, R=per_head, D=D, SPLITS=splits,
+            BLOCK_R=triton.next_power_of_2(max(per_head, 16)), BLOCK_D=block_d, BLOCK_S=64 if block_d <= 128 else 32,
+            WINDOW=rule.window > 0, SOFTCAP=rule.softcap > 0,
+            PRECISION="ieee" if shape.dtype == torch.float32 else "tf32", num_warps=4,
+        )  # fmt: skip
+        if splits > 1:
+            kernels.join_kernel[(N * H,)](partial, stats, out_NTHD, D=D, SPLITS=splits, BLOCK_D=block_d, num_warps=1)
+        return out_NTHD
+
+
+def num_splits(num_programs: int) -> int:
+    """A power of two: parts of each row's keys, so that there are programs for the whole GPU."""
+    splits = 1
+    while splits < MAX_SPLITS and num_programs * splits < PROGRAMS:
+        splits *= 2
+    return splits
+
+
+def pick(
+    logits_NV: torch.Tensor, rows: Rows, eos: torch.Tensor, table: torch.Tensor, scale: float, greedy: bool
+) -> None:
+    """Draw every row's next token from softmax(logits·scale) and write it down. `eos` has a power of two of ids."""
+    N, V = logits_NV.shape
+    chunks = triton.cdiv(V, CHUNK)
+    max_NC = torch.empty(N, chunks, dtype=torch.float32, device=logits_NV.device)
+    sum_NC = torch.empty_like(max_NC)
+    shared = (logits_NV, logits_NV.stride(0), V, scale, max_NC, sum_NC)
+    kernels.sums_kernel[(N, chunks)](*shared, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8)
+    kernels.pick_kernel[(N,)](
+        *shared, rows.token_N, rows.finished_N, rows.row_N, rows.step, eos, table,
+        CHUNKS=chunks, CHUNKS_PADDED=triton.next_power_of_2(chunks), CHUNK=CHUNK, NUM_EOS=len(eos), GREEDY=greedy,
+        num_warps=8,
+    )  # fmt: skip

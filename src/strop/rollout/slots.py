@@ -1,0 +1,293 @@
+"""The KV cache of a rollout as slots, and attention over them.
+
+A slot holds one token's key and value in every layer. A row's tokens lie in two runs of slots: its prompt's, which all
+samples of the prompt share, and its own. Rows of any lengths need no padding, and rows that end are dropped without
+moving a key.
+
+    | prompt 0 | prompt 1, longer | … | row 0: max_new_tokens | row 1: max_new_tokens | …
+
+The last token of a prompt is not among the prompt's: it is the first token a row decodes, so that reading the prompts
+needs no logits and every token is drawn by the same step.
+
+Shapes: N rows of a step, P prompts read together, T tokens, H query heads, K key heads, D head dimension, S slots.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+NAME = "strop_rollout"  # of this attention among transformers' implementations
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one slot holds."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.num_layers * 2 * self.num_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass
+class Rows:
+    """Where the rows of a decode step stand; tensors on the device, [N] each but for `step`.
+
+    token          read next              row        whose completion it is: its row in the outputs
+    finished       1 after an EOS         step       tokens the rows have decoded, the same for all
+    prefix_start, prefix_length, suffix_start   its slots
+    """
+
+    token_N: torch.Tensor
+    row_N: torch.Tensor
+    finished_N: torch.Tensor
+    prefix_start_N: torch.Tensor
+    prefix_length_N: torch.Tensor
+    suffix_start_N: torch.Tensor
+    step: torch.Tensor
+
+    PER_ROW = ("token_N", "row_N", "finished_N", "prefix_start_N", "prefix_length_N", "suffix_start_N")
+
+    @classmethod
+    def empty(cls, size: int, device: torch.device) -> "Rows":
+        def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        long, int32 = torch.int64, torch.int32
+        return cls(
+            token_N=new(long, size), row_N=new(long, size), finished_N=new(torch.int8, size),
+            prefix_start_N=new(int32, size), prefix_length_N=new(int32, size), suffix_start_N=new(int32, size),
+            step=new(int32, 1),
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.token_N)
+
+    def first(self, size: int) -> "Rows":
+        """The first so many, in the same memory."""
+        return Rows(**{name: getattr(self, name)[:size] for name in self.PER_ROW}, step=self.step)
+
+    def keep(self, indices_M: torch.Tensor) -> None:
+        """These rows come to the front, in this order."""
+        for name in self.PER_ROW:
+            column = getattr(self, name)
+            column[: len(indices_M)] = column[indices_M]
+
+
+class Pass:
+    """One forward of the model within a rollout, as `attention` sees it: it reads and writes kv."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: "Rule") -> torch.Tensor:
+        """[P, H, T, D], twice [P, K, T, D] → [P, T, H, D]"""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How scores become weights: softmax(softcap(q·k·scaling)) within the last `window` tokens; 0 is none."""
+
+    scaling: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+@dataclass
+class Shapes(Pass):
+    """Attention of whole rows that keeps nothing but what it saw: {layer: shape and dtype of its keys}."""
+
+    seen: dict[int, tuple[int, int, int, torch.dtype]] = field(default_factory=dict)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
+        q, k, v = in_one_dtype(q, k, v)
+        self.seen[layer] = k.shape[1], k.shape[3], v.shape[3], k.dtype
+        return attention_of_rows(q, k, v, rule)
+
+
+@dataclass
+class Prefill(Pass):
+    """Prompts, right-padded, read into their slots.
+
+    tokens_M, slots_M   which of the P·T tokens are none of the padding, and where they go
+    """
+
+    kv: torch.Tensor
+    tokens_M: torch.Tensor
+    slots_M: torch.Tensor
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
+        q, k, v = in_one_dtype(q, k, v)
+        for side, states in enumerate((k, v)):
+            flat = states.transpose(1, 2).reshape(-1, *self.kv.shape[3:])
+            self.kv[layer, side].index_copy_(0, self.slots_M, flat[self.tokens_M])
+        return attention_of_rows(q, k, v, rule)
+
+
+@dataclass
+class Decode(Pass):
+    """One token of every row, in torch: the reference of the kernel.
+
+    longest   the most tokens of a row so far, the new one included
+    """
+
+    kv: torch.Tensor
+    rows: Rows
+    longest: int = 0
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
+        q, k, v = in_one_dtype(q, k, v)
+        rows, kv = self.rows, self.kv[layer]
+        for side, states in enumerate((k, v)):
+            kv[side].index_copy_(0, (rows.suffix_start_N + rows.step).long(), states[:, :, 0])
+        i_T = torch.arange(self.longest, device=q.device)
+        prefix_N1 = rows.prefix_length_N[:, None]
+        slots_NT = torch.where(
+            i_T < prefix_N1, rows.prefix_start_N[:, None] + i_T, rows.suffix_start_N[:, None] + i_T - prefix_N1
+        )
+        position_N1 = prefix_N1 + rows.step
+        mask_NT = i_T <= position_N1
+        if rule.window:
+            mask_NT &= i_T > position_N1 - rule.window
+        slots_NT = slots_NT.masked_fill(~mask_NT, 0)
+        keys, values = (kv[side][slots_NT].transpose(1, 2) for side in (0, 1))
+        values = values.masked_fill(
+            ~mask_NT[:, None, :, None], 0.0
+        )  # 0·(what lies in a slot not written yet) may be NaN
+        return masked_attention(q, keys, values, mask_NT[:, None, None], rule).transpose(1, 2)
+
+
+def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Causal attention of right-padded rows."""
+    T = q.shape[2]
+    if not rule.softcap and (not rule.window or rule.window >= T):
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=True)
+        return out.transpose(1, 2)
+    i_T = torch.arange(T, device=q.device)
+    mask_TT = i_T <= i_T[:, None]
+    if rule.window:
+        mask_TT &= i_T > i_T[:, None] - rule.window
+    return masked_attention(q, k, v, mask_TT, rule).transpose(1, 2)
+
+
+def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Rule) -> torch.Tensor:
+    if not rule.softcap:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=True)
+    k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], 1) for states in (k, v))
+    scores = rule.softcap * torch.tanh(q @ k.transpose(2, 3) * (rule.scaling / rule.softcap))
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+    return weights.to(q.dtype) @ v
+
+
+def in_one_dtype(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As scaled_dot_product_attention gets them: under autocast in its dtype, rotated keys being float32 else."""
+    kind = states[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return states
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(one.to(dtype) for one in states)
+
+
+# ---- as an attention of transformers ----
+
+_current: Pass | None = None
+
+
+@contextlib.contextmanager
+def current(pass_: Pass) -> Iterator[None]:
+    """Within, the model's attention is this pass's."""
+    global _current
+    before, _current = _current, pass_
+    try:
+        yield
+    finally:
+        _current = before
+
+
+class Unsupported(Exception):
+    """The model's attention asks for something that is not here."""
+
+
+HARMLESS = {"dropout", "is_causal", "position_ids", "cache_position", "output_attentions", "use_cache", "output_hidden_states",
+            "output_router_logits", "return_dict", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+            "max_length_k", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The signature of transformers' attention functions."""
+    for name, found in others.items():
+        if name not in HARMLESS and found is not None and found is not False:
+            raise Unsupported(f"its attention has {name}")
+    if attention_mask is not None:
+        raise Unsupported("it makes an attention mask of its own")
+    if getattr(module, "is_causal", True) is not True:
+        raise Unsupported("its attention is not causal")
+    rule = (query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0, softcap or 0.0)
+    attend = _attend_opaque if torch.compiler.is_compiling() else _attend
+    return attend(query, key, value, module.layer_idx, *rule), None
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float, window: int, softcap: float
+) -> torch.Tensor:
+    assert _current is not None, "within `current` only"
+    return _current.attend(query, key, value, layer, Rule(scaling, window, softcap))
+
+
+_attend_opaque = torch.library.custom_op("strop::attend_by_slots", _attend, mutates_args=())
+"""The same for torch.compile, which is not to look inside: the cache is none of the graph's tensors."""
+
+
+@_attend_opaque.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float, window: int, softcap: float
+) -> torch.Tensor:
+    rows, heads, tokens, dim = query.shape
+    return value.new_empty(rows, tokens, heads, dim)
+
+
+def slot_cache() -> Any:
+    """What a model takes for its cache: it hands keys and values on to `attention`, which keeps them."""
+    from transformers import Cache
+
+    class SlotCache(Cache):
+        def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            return key_states, value_states
+
+        def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+            return 0  # positions are always given
+
+    return SlotCache(layers=[])
+
+
+@contextlib.contextmanager
+def attending_by_slots(model: Any) -> Iterator[None]:
+    """Within, the model's attention layers call `attention`, and it makes no masks."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention)
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    before = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation

@@ -1,0 +1,146 @@
+"""Rollouts by CUDA graphs: tokens, log-probs, fresh weights, and nothing that grows."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("transformers")
+
+from strop.algorithms.grpo import GRPO  # noqa: E402 (after the skip)
+from strop.models import as_policy  # noqa: E402
+from strop.rollout import Sampling, generate, sampling_logps  # noqa: E402
+from strop.rollout.decoding import BUCKETS, MAX_SAMPLINGS, Engine  # noqa: E402
+from strop.rollout.hf import engine_of  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10, 11, 12], [4, 4]]
+SIZES = {
+    "vocab_size": 8003, "hidden_size": 120, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 20, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+KINDS = {
+    "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": 5}, "mixtral": {"num_local_experts": 4},
+    "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},
+}  # fmt: skip
+
+
+def model_of(kind, eos_token_id=None, dtype=torch.float32, **changes):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, eos_token_id=eos_token_id, **(SIZES | KINDS[kind] | changes))
+    attention = "eager" if kind == "gemma2" else None  # the one that always caps
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to("cuda", dtype).eval()
+
+
+def alone(model, prompt, num_tokens):
+    ids = torch.tensor([prompt], device="cuda")
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens, pad_token_id=0
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.filterwarnings("ignore:decode steps cannot be captured")  # Mixtral's experts, one by one
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_equals_generate(kind):
+    model = model_of(kind)
+    policy = as_policy(model)
+    for _ in range(2):  # captured, then replayed from the first step on
+        found = generate(policy, PROMPTS, Sampling(max_new_tokens=40, temperature=0))
+    wanted = [alone(model, prompt, 40) for prompt in PROMPTS]
+    assert [c.tolist() for c in found.completion_ids] == wanted
+    assert "generate" not in found.engine
+    if kind != "mixtral":
+        assert found.engine == "hf, cuda graphs"
+
+
+@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=1), Sampling(max_new_tokens=1, temperature=0.7, top_k=9)])
+def test_samples_follow_the_exact_distribution(sampling):
+    policy, count = as_policy(model_of("qwen2", vocab_size=50)), 1024
+    prompt = torch.tensor(PROMPTS[0])
+    seen = torch.zeros(50, dtype=torch.float64)
+    for seed in range(4):
+        found = generate(policy, [prompt], sampling, num_samples=count, seed=seed)
+        seen += torch.bincount(torch.cat(found.completion_ids), minlength=50).double()
+    logits = policy.model(prompt[None].cuda()).logits[:, -1].double().cpu()
+    wanted = sampling_logps(logits, sampling).exp()[0].detach() * 4 * count
+    assert seen[wanted == 0].sum() == 0
+    cells = wanted >= 5
+    chi_square = ((seen - wanted)[cells].square() / wanted[cells]).sum().item()
+    assert cells.sum() > 5
+    assert chi_square < cells.sum() + 4 * math.sqrt(2 * cells.sum())
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1), (torch.float16, 0.02)])
+def test_logps_are_those_of_a_fresh_forward(dtype, error):
+    """With rows that end at all times, so that steps of every size take part."""
+    model = model_of("qwen2", eos_token_id=list(range(300)), dtype=dtype)
+    found = generate(as_policy(model), PROMPTS, Sampling(max_new_tokens=100), num_samples=16, seed=2)
+    lengths = [len(c) for c in found.completion_ids]
+    assert min(lengths) < 10
+    assert max(lengths) > 40
+    for (prompt, completion), logps in zip(found.rows, found.logps, strict=True):
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, completion])[None].cuda()).logits[0, len(prompt) - 1 : -1].float()
+        wanted = logits.log_softmax(-1).gather(-1, completion[:, None].cuda())[:, 0].cpu()
+        torch.testing.assert_close(logps, wanted, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_next_rollout_computes_with_the_new_weights(autocast):
+    policy = as_policy(model_of("llama"))
+    sampling = Sampling(max_new_tokens=24, temperature=0)
+    before = []
+    for _ in range(3):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            found = generate(policy, PROMPTS, sampling)
+            assert found.engine == "hf, cuda graphs"
+            for (prompt, completion), logps in zip(found.rows, found.logps, strict=True):
+                with torch.no_grad():
+                    logits = policy.model(torch.cat([prompt, completion])[None].cuda()).logits[0, len(prompt) - 1 : -1]
+                wanted = logits.float().log_softmax(-1).gather(-1, completion[:, None].cuda())[:, 0].cpu()
+                error = 0.1 if autocast else 1e-4
+                torch.testing.assert_close(logps, wanted, rtol=error, atol=error)
+        tokens = [c.tolist() for c in found.completion_ids]
+        assert tokens not in before
+        before.append(tokens)
+        with torch.no_grad():
+            for param in policy.model.parameters():
+                param.add_(0.1 * torch.randn_like(param))
+
+
+def test_long_run_of_varying_lengths_grows_neither_memory_nor_graphs():
+    """200 GRPO steps; what is allocated after the step and the most it ever was stay where they were."""
+    model = model_of("qwen2", eos_token_id=list(range(100)))
+    rows = torch.Generator().manual_seed(0)
+
+    def prompts():
+        lengths = torch.randint(1, 60, (8,), generator=rows).tolist()
+        return [torch.randint(2, 8000, (length,), generator=rows).tolist() for length in lengths]
+
+    grpo = GRPO(model=model, reward_fn=lambda completion_ids: [float(len(c) % 7) for c in completion_ids], group_size=8,
+                max_new_tokens=96, learning_rate=1e-5, autocast="bf16")  # fmt: skip
+    allocated, graphs = [], []
+    for _ in range(200):
+        grpo.train_step(prompts())
+        allocated.append(torch.cuda.memory_allocated())
+        with grpo.autocast():
+            engine = engine_of(grpo.policy)
+        assert isinstance(engine, Engine)
+        graphs.append(engine.num_graphs)
+    assert max(allocated[100:]) <= max(allocated[20:100]) * 1.01
+    assert graphs[-1] <= len(BUCKETS) * MAX_SAMPLINGS
+    assert graphs[-1] <= 7

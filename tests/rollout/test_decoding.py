@@ -1,0 +1,323 @@
+"""Our engine for Hugging Face models: against generate, on many architectures; its kernels against torch; its weights."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+from tiny_models import llama, qwen2
+
+from strop.models import as_policy
+from strop.rollout import Sampling, generate, sampling_logps, slots
+from strop.rollout.decoding import ASK_EVERY, Engine, bucket_of
+from strop.rollout.hf import engine_of
+from strop.rollout.sampling import draw
+from strop.rollout.slots import CacheShape, Decode, Rows, Rule
+
+PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10, 11, 12], [4, 4]]
+GREEDY = Sampling(max_new_tokens=3 * ASK_EVERY, temperature=0)
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels on a CPU need TRITON_INTERPRET=1"
+)
+
+ARCHITECTURES = {
+    "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 12}, "mistral": {"sliding_window": 5},
+    "mixtral": {"num_local_experts": 4}, "phi3": {"pad_token_id": 0}, "gpt2": {}, "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gemma2": {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0,
+               "final_logit_softcapping": 3.0},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16},
+    "granite": {"tie_word_embeddings": True}, "olmo2": {}, "cohere": {},
+}  # fmt: skip
+
+
+def model_of(kind, eos_token_id=None, **changes):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3, "bos_token_id": None,
+        "eos_token_id": eos_token_id, "pad_token_id": None,
+    }  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **(sizes | ARCHITECTURES.get(kind, {}) | changes))
+        )
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if param.ndim == 1 and "norm" not in name:
+                    param.normal_(std=0.2)  # biases, which begin as 0
+    return model.eval()
+
+
+def generated_alone(model, prompt, sampling):
+    """transformers' own greedy completion of one prompt without padding."""
+    output = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+        max_new_tokens=sampling.max_new_tokens, pad_token_id=0,
+    )  # fmt: skip
+    return output[0, len(prompt) :].tolist()
+
+
+def with_kernels(policy):
+    """The engine as it is on a GPU, kernels interpreted, without graphs."""
+    engine = engine_of(policy)
+    assert isinstance(engine, Engine)
+    engine.on_gpu, engine.why_no_graphs = True, "the interpreter has none"
+    return engine
+
+
+# ---- against transformers ----
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_greedy_equals_generate(kind):
+    model = model_of(kind)
+    policy = as_policy(model)
+    assert isinstance(engine_of(policy), Engine), "not through generate itself"
+    found = generate(policy, PROMPTS, GREEDY)
+    wanted = [generated_alone(model, prompt, GREEDY) for prompt in PROMPTS]
+    assert [c.tolist() for c in found.completion_ids] == wanted
+    assert model.config._attn_implementation in ("sdpa", "eager"), "as it was"
+
+
+def test_rows_that_end_leave_and_the_others_go_on():
+    """Ends spread over the whole length: steps of 12, then fewer rows; each row as alone."""
+    model = model_of("llama", eos_token_id=[3, 9, 11, 30, 40, 50])
+    sampling = Sampling(max_new_tokens=40)
+    policy = as_policy(model)
+    found = generate(policy, PROMPTS, sampling, num_samples=8, seed=2)
+    lengths = [len(c) for c in found.completion_ids]
+    assert min(lengths) < ASK_EVERY < 2 * ASK_EVERY < max(lengths)
+    for index, (prompt, completion) in enumerate(found.rows):
+        logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+        torch.testing.assert_close(found.logps[index], wanted.detach(), rtol=1e-5, atol=1e-5)
+        ended = int(completion[-1]) in model.generation_config.eos_token_id
+        assert ended == (found.finish_reasons[index] == "eos")
+        assert ended or len(completion) == 40
+
+
+def test_several_rounds_are_one(monkeypatch):
+    policy = as_policy(model_of("qwen2"))
+    sampling = Sampling(max_new_tokens=10)
+    whole = generate(policy, PROMPTS, sampling, num_samples=3, seed=4)
+    monkeypatch.setattr("strop.rollout.decoding.BUCKETS", (1, 2, 4, 5))
+    parts = generate(policy, PROMPTS, sampling, num_samples=3, seed=4)
+    assert [c.tolist() for c in whole.completion_ids] == [c.tolist() for c in parts.completion_ids]
+
+
+def test_prompts_read_in_several_parts_are_one(monkeypatch):
+    policy = as_policy(model_of("qwen2"))
+    whole = generate(policy, PROMPTS, GREEDY)
+    monkeypatch.setattr("strop.rollout.decoding.PREFILL_TOKENS", 4)
+    assert [c.tolist() for c in whole.completion_ids] == [
+        c.tolist() for c in generate(policy, PROMPTS, GREEDY).completion_ids
+    ]
+
+
+# ---- models it cannot run ----
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("bloom", {"n_layer": 2, "n_head": 4}, "attention interface"),
+        ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, "s_aux"),
+        ("deepseek_v3", {"num_key_value_heads": 4}, "different sizes"),
+    ],
+)
+def test_other_models_go_through_generate_and_say_why(kind, changes, reason):
+    policy = as_policy(model_of(kind, **changes))
+    with pytest.warns(UserWarning, match=reason):
+        found = generate(policy, PROMPTS[:2], Sampling(max_new_tokens=3, temperature=0))
+    assert reason in found.engine
+    wanted = [generated_alone(policy.model, prompt, Sampling(max_new_tokens=3)) for prompt in PROMPTS[:2]]
+    assert [c.tolist() for c in found.completion_ids] == wanted
+
+
+def test_a_model_that_counts_positions_by_itself_is_found_out():
+    model = model_of("llama")
+    forward = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None])
+    with pytest.warns(UserWarning, match="not those of its forward"):
+        generate(as_policy(model), PROMPTS, GREEDY)
+
+
+# ---- weights ----
+
+
+def test_the_next_rollout_computes_with_the_new_weights():
+    policy = as_policy(model_of("llama"))
+    first = generate(policy, PROMPTS, GREEDY)
+    engine = engine_of(policy)
+    with torch.no_grad():
+        for param in policy.model.parameters():
+            param.add_(0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(0)))
+    second = generate(policy, PROMPTS, GREEDY)
+    assert engine_of(policy) is engine
+    wanted = [generated_alone(policy.model, prompt, GREEDY) for prompt in PROMPTS]
+    assert [c.tolist() for c in second.completion_ids] == wanted
+    assert wanted != [c.tolist() for c in first.completion_ids]
+
+
+def test_weights_that_moved_make_a_new_engine():
+    policy = as_policy(model_of("llama"))
+    engine = engine_of(policy)
+    policy.model.lm_head.weight.data = policy.model.lm_head.weight.data.clone().flip(0)
+    assert engine_of(policy) is not engine
+    found = generate(policy, PROMPTS, GREEDY)
+    assert found.completion_ids[0].tolist() == generated_alone(policy.model, PROMPTS[0], GREEDY)
+
+
+def test_autocast_reads_16_bit_copies_made_anew_for_each_rollout():
+    policy = as_policy(model_of("qwen2", tie_word_embeddings=True))
+    before = [(param.data_ptr(), param.dtype) for param in policy.model.parameters()]
+    for change in (0.0, 0.1):
+        with torch.no_grad():
+            for param in policy.model.parameters():
+                param.add_(change * torch.randn(param.shape, generator=torch.Generator().manual_seed(0)))
+        with torch.autocast("cpu", torch.bfloat16):
+            found = generate(policy, PROMPTS, Sampling(max_new_tokens=8), num_samples=4, seed=0)
+            for (prompt, completion), logps in zip(found.rows, found.logps, strict=True):
+                with torch.no_grad():
+                    logits = policy.model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+                wanted = logits.float().log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+                torch.testing.assert_close(logps, wanted, rtol=0.05, atol=0.1)  # logits up to 10 in 8 bits
+    assert before == [(param.data_ptr(), param.dtype) for param in policy.model.parameters()]
+
+
+def test_adapters_are_part_of_the_model():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        model_of("llama"), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    policy = as_policy(model)
+    base = generate(policy, PROMPTS, GREEDY)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
+    adapted = generate(policy, PROMPTS, GREEDY)
+    with model.disable_adapter():
+        again = generate(policy, PROMPTS, GREEDY)
+    texts = [[c.tolist() for c in found.completion_ids] for found in (base, adapted, again)]
+    assert texts[0] == texts[2] != texts[1]
+    model.eval()
+    assert texts[1] == [generated_alone(model.merge_and_unload(), prompt, GREEDY) for prompt in PROMPTS]
+
+
+# ---- kernels ----
+
+
+def random_rows(N, prefix_lengths, step, T):
+    rows = Rows.empty(N, torch.device("cpu"))
+    prefix = torch.tensor(prefix_lengths)
+    rows.prefix_length_N.copy_(prefix)
+    rows.prefix_start_N.copy_(prefix.cumsum(0) - prefix)
+    rows.suffix_start_N.copy_(int(prefix.sum()) + T * torch.arange(N).flip(0))
+    rows.step.fill_(step)
+    return rows, int(prefix.sum()) + N * T
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("heads", "per_head", "dim", "rule"),
+    [
+        (2, 7, 64, Rule(0.125)), (1, 1, 16, Rule(0.25)), (3, 3, 20, Rule(0.3, window=9)),
+        (2, 2, 8, Rule(0.5, softcap=1.5)), (1, 20, 16, Rule(0.2, window=3, softcap=2.0)),
+    ],
+)  # fmt: skip
+def test_attention_kernel_is_attention(monkeypatch, heads, per_head, dim, rule, splits):
+    """Rows without prefix, with a short and a long one; garbage in slots that are not theirs changes nothing."""
+    from strop.rollout import launch
+
+    monkeypatch.setattr(launch, "num_splits", lambda programs: splits)
+    generator = torch.Generator().manual_seed(0)
+    T, step = 12, 5
+    rows, num_slots = random_rows(3, [0, 4, 150], step, T)
+    shape = CacheShape(2, heads, dim, torch.float32)
+    kv = torch.randn(2, 2, num_slots, heads, dim, generator=generator)
+    for n in range(3):  # not written yet
+        kv[:, :, rows.suffix_start_N[n] + step : rows.suffix_start_N[n] + T] = torch.nan
+    q = torch.randn(3, heads * per_head, 1, dim, generator=generator)
+    k, v = torch.randn(2, 3, heads, 1, dim, generator=generator)
+    kernel_kv, table = kv.clone(), torch.zeros(6, dtype=torch.int64)
+    table[:2] = torch.tensor([kernel_kv.data_ptr(), num_slots])
+    wanted = Decode(kv, rows, longest=150 + step + 1).attend(q, k, v, 1, rule)
+    found = launch.KernelDecode(table, rows, shape).attend(
+        q, k.transpose(1, 2).contiguous().transpose(1, 2), v, 1, rule
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kernel_kv, kv, rtol=0, atol=0, equal_nan=True)
+
+
+@interpreted
+@pytest.mark.parametrize("V", [5, 4096, 8003])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.5), Sampling(temperature=0)])
+def test_draw_kernel_is_draw(V, sampling):
+    from strop.rollout.launch import pick
+
+    N, T, step = 64, 3, 1
+    generator = torch.Generator().manual_seed(V)
+    logits = 3 * torch.randn(N, V, generator=generator)
+    logits[:, 2] = logits[:, 4] = logits.amax(1)  # a tie, for greedy
+    logits[1, :3], logits[2, -2:] = -torch.inf, -torch.inf
+    uniforms = torch.rand(N, T, generator=generator)
+    uniforms[2:4, step], uniforms[4, step] = 1 - 2**-24, 0.0
+    tokens, logps = torch.zeros(N, T, dtype=torch.int64), torch.zeros(N, T)
+    rows = Rows.empty(N, torch.device("cpu"))
+    rows.row_N.copy_(torch.arange(N).flip(0))
+    rows.step.fill_(step)
+    table = torch.tensor([0, 0, uniforms.data_ptr(), tokens.data_ptr(), logps.data_ptr(), T])
+    eos = torch.tensor([2, 7, -1, -1])
+    pick(logits, rows, eos, table, 1 / (sampling.temperature or 1), sampling.greedy)
+    wanted, wanted_logps = draw(logits, uniforms[rows.row_N, step], sampling)
+    same = rows.token_N == wanted
+    assert same.sum() >= N - 3  # float32 and float64 sums part ways at 1 − 2⁻²⁴, and where a number falls on a border
+    torch.testing.assert_close(logps[rows.row_N, step][same], wanted_logps[same], rtol=1e-5, atol=1e-5)
+    exact = sampling_logps(logits, sampling).gather(1, rows.token_N[:, None])[:, 0]
+    torch.testing.assert_close(logps[rows.row_N, step], exact, rtol=1e-5, atol=1e-5)
+    assert torch.equal(tokens[rows.row_N, step], rows.token_N)
+    assert (tokens[:, [0, 2]] == 0).all()
+    assert torch.equal(rows.finished_N.bool(), (rows.token_N == 2) | (rows.token_N == 7))
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2", "mixtral"])
+def test_the_engine_with_kernels_equals_generate(kind):
+    model = model_of(kind, eos_token_id=9)
+    policy = as_policy(model)
+    with_kernels(policy)
+    sampling = dataclasses.replace(GREEDY, max_new_tokens=12)
+    found = generate(policy, PROMPTS, sampling)
+    assert [c.tolist() for c in found.completion_ids] == [generated_alone(model, p, sampling) for p in PROMPTS]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "sampling", [Sampling(max_new_tokens=10), Sampling(max_new_tokens=10, top_k=5, temperature=0.8)]
+)
+def test_the_engine_with_kernels_draws_as_torch_does(sampling):
+    tokens = []
+    for kernels in (False, True):
+        policy = as_policy(qwen2(eos_token_id=3, scale=2.0))
+        if kernels:
+            with_kernels(policy)
+        found = generate(policy, PROMPTS, sampling, num_samples=5, seed=1)
+        tokens.append([c.tolist() for c in found.completion_ids])
+    same = sum(a == b for a, b in zip(*tokens, strict=True))
+    assert same >= 19  # of 20: a number on the border of two tokens may fall to either
+
+
+def test_buckets():
+    assert [bucket_of(n) for n in (1, 2, 3, 64, 65, 1024)] == [1, 2, 4, 64, 128, 1024]
+
+
+def test_slots_are_for_transformers_only_within(recwarn):
+    model = llama()
+    with slots.attending_by_slots(model):
+        assert model.config._attn_implementation == slots.NAME
+    assert model.config._attn_implementation != slots.NAME
