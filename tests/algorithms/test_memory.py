@@ -112,11 +112,11 @@ CASES = {
     "generate": "sampling completions, step 1 (time/generate): 20.00 GiB asked for of 139.81 GiB, 1.20 GiB free; "
     "lower batch_size=8 or group_size=4 or max_new_tokens=6",
     "score": "scoring, step 1 (time/score): 20.00 GiB asked for of 139.81 GiB, 1.20 GiB free; "
-    "lower micro_batch_tokens=16384 or micro_batch_size=0",
+    "lower micro_batch_tokens=16384, or set micro_batch_size",
     "forward": "the forward of an update, step 1 (time/forward): 20.00 GiB asked for of 139.81 GiB, 1.20 GiB free; "
-    "lower micro_batch_tokens=16384 or micro_batch_size=0",
+    "lower micro_batch_tokens=16384, or set micro_batch_size",
     "backward": "the backward of an update, step 1 (time/backward): 20.00 GiB asked for of 139.81 GiB, 1.20 GiB free; "
-    "lower micro_batch_tokens=16384 or micro_batch_size=0",
+    "lower micro_batch_tokens=16384, or set micro_batch_size",
 }
 
 
@@ -153,8 +153,8 @@ def test_the_message_of_others():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         sft.train_step([[1, 2]], [[3]])
     assert str(caught.value).endswith(
-        ": no number here; lower micro_batch_tokens=7 or micro_batch_size=0, or set gradient_checkpointing=True, or train "
-        "adapters: lora={'r': 16}"
+        ": no number here; lower micro_batch_tokens=7, or set micro_batch_size, or set gradient_checkpointing=True, or "
+        "train adapters: lora={'r': 16}"
     )
 
 

@@ -61,8 +61,10 @@ def _asked(told: str) -> str:
 
 def _advice(trainer: "Trainer", phase: str, names: tuple[str, ...]) -> str:
     config, known = trainer.config, option_names(type(trainer.config))
-    lower = [f"{name}={_value(trainer, name)}" for name in names if name in known]
+    values = {name: _value(trainer, name) for name in names if name in known}
+    lower = [f"{name}={value}" for name, value in values.items() if value]
     advice = [f"lower {' or '.join(lower)}"] if lower else []
+    advice += [f"set {name}" for name, value in values.items() if not value]  # 0 is no limit
     if phase in ("forward", "backward") and not config.run.gradient_checkpointing and trainer.policy.kind == "hf":
         advice.append("set gradient_checkpointing=True")
     if phase in ("forward", "backward", "update") and config.lora is None and trainer.policy.kind == "hf":

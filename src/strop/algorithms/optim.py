@@ -37,7 +37,8 @@ def make_optimizer(
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must return a torch.optim.Optimizer, found {type(optimizer).__name__}")
         return optimizer
-    fused = all(param.is_floating_point() and param.device.type in FUSED_ON for param in params)
+    fusable = all(param.is_floating_point() and param.device.type in FUSED_ON for param in params)
+    fused = True if fusable else None  # None, not False: torch then chooses the next best
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
 
 
