@@ -115,7 +115,7 @@ def step_of_dpo():
 
 
 def step_of_grpo():
-    grpo = GRPO(model=small_model(), reward_fn=count, max_new_tokens=4, resample_rounds=1)
+    grpo = GRPO(model=small_model(), reward_fn=count, max_new_tokens=4, resample_rounds=1, importance_cap=2.0)
     return grpo.train_step([[2, 3], [4, 5]])
 
 

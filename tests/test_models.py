@@ -113,6 +113,21 @@ def test_packed_rows_have_the_log_probs_of_the_rows():
         as_policy(plain()).logps(packed)
 
 
+@pytest.mark.parametrize("make", [llama, qwen2])
+def test_scoring_without_gradient_gives_the_same(make):
+    """There the tokens that count are known from before the batch travelled, and no mask is asked."""
+    policy = as_policy(make(scale=3.0))
+    rows = [row for row in ROWS if row[1]]
+    for batch in (collate(rows), collate_into_bins(rows, 12)):
+        wanted = policy.logps(batch, temperature=0.7).detach()
+        batch.completion_mask_BT, mask = None, batch.completion_mask_BT
+        with torch.no_grad():
+            found = policy.logps(batch, temperature=0.7)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        assert found[~mask].abs().sum() == 0
+        assert found[mask].abs().min() > 0
+
+
 # ---- hidden states and the head ----
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from strop.algorithms.trainer import Trainer
 
 FORMAT = 1
+HOW = ("fused", "foreach", "capturable")  # options of an optimiser that belong to the device it runs on, not to the run
 Tensors = dict[str, torch.Tensor]
 AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
 
@@ -185,6 +186,7 @@ def load_optimizer(trainer: "Trainer", tensors: Tensors, values: dict[str, Any],
     if extra := sorted(by_name.keys() - known):
         raise CheckpointError(f"{path} has optimiser state of {extra[0]!r}, which is not trained here")
     for group, options in zip(groups, values["groups"], strict=True):
+        options = {key: value for key, value in options.items() if key not in HOW}
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
         moves_all = group.get("capturable") or group.get("fused")  # else torch keeps counts of steps on the CPU
         for param in group["params"]:

@@ -139,7 +139,8 @@ class RunConfig(Config):
     """How a run goes, whatever the algorithm. `*_every` counts steps; 0 is off.
 
     batch_size              rows of the dataset in a step
-    micro_batch_size        sequences (for pairs: pairs) in one forward pass; 0 is all at once. The result is the same.
+    micro_batch_size        at most so many sequences (for pairs: pairs) in one forward pass; 0 is no limit
+    micro_batch_tokens      at most so many tokens in one, padding included; 0 is no limit. The result is the same.
     num_steps, num_epochs   where train() ends; num_steps counts if above 0
     autocast                "bf16" or None
     dropout                 False turns the model's dropout off: policy and reference are then the same function
@@ -149,6 +150,7 @@ class RunConfig(Config):
 
     batch_size: int = 8
     micro_batch_size: int = 0
+    micro_batch_tokens: int = 16384
     num_steps: int = 0
     num_epochs: int = 1
     seed: int = 0
@@ -166,7 +168,7 @@ class RunConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("batch_size", self.batch_size, low=1)
-        for name in ("micro_batch_size", "num_steps", "log_every", "eval_every", "save_every"):
+        for name in ("micro_batch_size", "micro_batch_tokens", "num_steps", "log_every", "eval_every", "save_every"):
             check_count(name, getattr(self, name))
         for name in ("num_epochs", "seed", "keep_checkpoints", "samples_every"):
             check_count(name, getattr(self, name))

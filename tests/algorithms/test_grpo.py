@@ -131,13 +131,14 @@ def test_prompt_tokens_never_count(golden):
 @every_kind
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_micro_batches_change_nothing(make, loss_type):
-    """16 completions of unequal lengths at once, one by one and in parts of 5: the same gradient, so the same weights."""
+    """16 completions of unequal lengths at once, one by one, in parts of 5 and of 20 tokens: the same gradient."""
     found, losses = [], []
-    for size in (0, 1, 5):
+    for size, tokens in ((0, 0), (1, 0), (5, 16384), (0, 20)):
         model = make(eos_token_id=[3, 6], scale=3.0)
         grpo = make_grpo(
-            model, optimizer=sgd, micro_batch_size=size, loss_type=loss_type, kl_coef=0.3, entropy_coef=0.05, seed=2
-        )
+            model, optimizer=sgd, micro_batch_size=size, micro_batch_tokens=tokens, loss_type=loss_type, kl_coef=0.3,
+            entropy_coef=0.05, seed=2,
+        )  # fmt: skip
         with torch.no_grad():  # away from the reference, so that the KL has a gradient
             for param in model.parameters():
                 param.mul_(1.1)
@@ -151,7 +152,7 @@ def test_micro_batches_change_nothing(make, loss_type):
     assert moved > 1e-3
     for other in found[1:]:
         assert (found[0] - other).abs().max() < 1e-4 * moved
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
 
 
 @every_kind
@@ -190,8 +191,11 @@ def test_padding_and_what_stands_behind_the_eos_never_count(make):
 # ---- the first update ----
 
 
-def test_on_policy_ratio_is_exactly_one_on_the_native_engine():
-    grpo = make_grpo(moe(eos_token_id=3), learning_rate=1e-2, group_size=16, max_new_tokens=12)
+@pytest.mark.parametrize("tokens", [16384, 100])
+def test_on_policy_ratio_is_exactly_one_on_the_native_engine(tokens):
+    grpo = make_grpo(
+        moe(eos_token_id=3), learning_rate=1e-2, group_size=16, max_new_tokens=12, micro_batch_tokens=tokens
+    )
     for _ in range(5):
         metrics = grpo.train_step(PROMPTS)
         assert metrics["ratio/max"] == 1.0
@@ -342,7 +346,8 @@ def test_without_a_coefficient_there_is_no_reference():
 
 
 @pytest.mark.parametrize("options", [{}, {"importance_level": "sequence"}, {"entropy_coef": 0.1}, {"loss_type": "cispo"},
-                                     {"loss_type": "dr_grpo", "delta": 3.0}, {"kl_estimator": "k2", "temperature": 0.8}])  # fmt: skip
+                                     {"loss_type": "dr_grpo", "delta": 3.0}, {"importance_cap": 1.2, "top_k": 9},
+                                     {"kl_estimator": "k2", "temperature": 0.8}])  # fmt: skip
 def test_from_hidden_states_and_from_logits_the_loss_is_the_same(options):
     found = []
     for fused in (True, False):
@@ -543,6 +548,7 @@ def test_field_names_are_pinned():
     ]  # fmt: skip
     assert names[PolicyLossConfig] == [
         "loss_type", "importance_level", "clip_eps", "delta", "kl_estimator", "entropy_coef",
+        "importance_cap",
     ]  # fmt: skip
     assert names[Sampling] == ["max_new_tokens", "temperature", "top_k", "top_p", "stop_ids"]
 
@@ -570,6 +576,11 @@ def test_config_round_trips():
         ({"old_logps": "vllm"}, "old_logps must be one of"),
         ({"reward_timeout": -1.0}, "timeout must be above 0"),
         ({"clip_eps": 0.2, "loss_type": "cispo"}, "clip_eps must be a pair"),
+        ({"importance_cap": 0.5}, "importance_cap must be at least 1"),
+        (
+            {"importance_cap": 2.0, "old_logps": "rollout"},
+            'old_logps must be "auto" or "recompute" with importance_cap',
+        ),
     ],
 )
 def test_bad_options(options, message):
@@ -602,7 +613,8 @@ def test_evaluation_is_greedy_and_changes_nothing():
 
 @pytest.mark.parametrize("make", [moe, llama])
 def test_a_saved_run_goes_on_bit_for_bit(make, tmp_path):
-    options = {"learning_rate": 1e-2, "inner_epochs": 2, "minibatch_size": 6, "kl_coef": 0.1, "seed": 4}
+    options = {"learning_rate": 1e-2, "inner_epochs": 2, "minibatch_size": 6, "kl_coef": 0.1, "seed": 4,
+               "micro_batch_tokens": 30}  # fmt: skip
     whole = make_grpo(make(), **options)
     wanted = [whole.train_step(PROMPTS)["loss"] for _ in range(4)]
     half = make_grpo(make(), **options)

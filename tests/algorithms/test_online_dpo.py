@@ -65,9 +65,14 @@ def test_rewards_in_place_of_preferences():
         seen.append(completions)
         return [1.0, 1.0, 0.0, 2.0, 5.0, -1.0, 3.0, 3.0]
 
-    online = make_online(moe(), reward_fn=reward)
-    pairs, metrics, _ = online._pairs_of(online.prepare([{"prompt": p, "answer": 1} for p in PROMPTS]), 0)
-    completions = seen[0]
+    online = make_online(moe(), ref_model=moe(seed=5), reward_fn=reward)
+    taught = []
+    online._step = lambda pairs, ref_logps_P2: taught.append((pairs, ref_logps_P2)) or {"loss": 0.0}
+    metrics = online.train_step(PROMPTS, answer=[1] * 4)
+    completions, (pairs, ref_logps_P2) = seen[0], taught[0]
+    # scored before they were judged, and now in the order of the judgement
+    torch.testing.assert_close(ref_logps_P2, online._reference_logps(online._batches(pairs)), rtol=1e-6, atol=1e-6)
+    assert (ref_logps_P2[:, 0] != ref_logps_P2[:, 1]).all()
     assert [[part.tolist() for part in pair] for pair in pairs] == [
         [PROMPTS[1], completions[3], completions[2]],
         [PROMPTS[2], completions[4], completions[5]],
@@ -128,7 +133,7 @@ def test_a_saved_run_goes_on_bit_for_bit(tmp_path):
 def test_completions_are_cut_at_max_length(packing):
     """As DPO cuts them; a prompt that fills max_length alone is named before anything is sampled."""
     online = make_online(llama(), max_length=7, max_new_tokens=6, packing=packing)
-    pairs, _, _ = online._pairs_of(online.prepare([{"prompt": p} for p in PROMPTS]), 0)
+    _, pairs = online._sampled_pairs(online.prepare([{"prompt": p} for p in PROMPTS]), 0)
     assert [[len(part) for part in pair] for pair in pairs] == [[3, 4, 4], [1, 6, 6], [5, 2, 2], [2, 5, 5]]
     online.train_step(PROMPTS)
     too_long = [*PROMPTS, [1] * 7]

@@ -89,9 +89,9 @@ def test_one_by_eight_is_eight_by_one(make):
     """Tokens of the whole batch divide, not those of a micro-batch: rows of unequal length weigh the same either way."""
     examples = random_examples(8)
     results = []
-    for size in (0, 1, 3):
+    for size, tokens in ((0, 0), (1, 0), (3, 16384), (0, 24)):
         sft = SFT(
-            model=make(), micro_batch_size=size, learning_rate=0.1, max_grad_norm=0,
+            model=make(), micro_batch_size=size, micro_batch_tokens=tokens, learning_rate=0.1, max_grad_norm=0,
             optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
         )  # fmt: skip
         metrics = sft.train_step(*columns(examples))

@@ -59,6 +59,28 @@ def test_no_update_on_a_loss_that_is_not_finite():
     assert trainer.state.updates == 0
 
 
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_moe], ids=["qwen2", "moe"])
+def test_adamw_is_fused_and_steps_as_torchs_plain_one(make):
+    """Also on the MoE, whose parameters lie in the engine's memory."""
+    options = {"learning_rate": 1e-2, "weight_decay": 0.1, "eps": 1e-2}  # this eps: m/√v of rounding errors is anything
+    fused = SFT(model=make(), **options)
+    plain = SFT(
+        model=make(),
+        optimizer=lambda groups: torch.optim.AdamW(groups, eps=1e-2, foreach=False, fused=False),
+        **options,
+    )
+    assert all(group["fused"] for group in fused.optimizer.param_groups)
+    start = weights_of(fused).clone()
+    for _ in range(3):
+        for sft in (fused, plain):
+            sft.train_step([[2, 3], [5]], [[4, 5, 1], [6, 1]])
+    assert (weights_of(fused) - start).abs().max() > 1e-3
+    torch.testing.assert_close(weights_of(fused), weights_of(plain), rtol=0, atol=1e-6)
+    if make is tiny_moe:
+        engine = torch.cat([torch.from_numpy(values).flatten() for values in fused.module.moe.params.values()])
+        assert torch.equal(engine.sort().values, weights_of(fused).sort().values)
+
+
 def test_norms_and_biases_do_not_decay():
     trainer = SFT(model=tiny_qwen2(), weight_decay=0.3, betas=(0.5, 0.6), eps=1e-4, learning_rate=0.1)
     decay = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}

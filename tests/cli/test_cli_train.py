@@ -357,3 +357,32 @@ def test_help_lists_the_algorithms_without_torch(strop):
     code, out, _ = strop("train", "--help")
     assert code == 0
     assert all(command in out for command in ALGORITHMS)
+
+
+def test_out_of_memory_is_one_line_that_says_what_to_lower(strop, monkeypatch):
+    import torch
+
+    from strop.algorithms import grpo
+
+    generate, calls = grpo.generate, []
+
+    def hungry(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity")
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(grpo, "generate", hungry)
+    command = ["train", "grpo", *TINY, "--max-new-tokens", "3", "--group-size", "2", "--num-steps", "4",
+               "--num-eval-rows", "0", "--output", "run"]  # fmt: skip
+    code, _, err = strop(*command, "--quiet")
+    assert code == 1
+    assert err.splitlines() == [
+        "strop: OutOfMemoryError: out of memory in sampling completions, step 3 (time/generate): 2.50 GiB asked for; lower "
+        "batch_size=4 or group_size=2 or max_new_tokens=3; the run up to step 2 is in "
+        "run/checkpoints/step-00000002.safetensors; --resume goes on from there"
+    ]
+    assert Path("run/checkpoints/step-00000002.safetensors").exists()
+    code, out, _ = strop(*command, "--quiet", "--resume")
+    assert (code, out.strip()) == (0, "run")
+    assert [line["step"] for line in metrics("run") if "loss" in line] == [1, 2, 3, 4]

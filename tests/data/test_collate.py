@@ -29,6 +29,7 @@ def test_right_padded_batch_by_hand():
     assert batch.position_ids_BT is None
     assert batch.sequence_ids_BT is None
     assert (len(batch), batch.num_tokens, batch.num_completion_tokens) == (4, 14, 7)
+    assert batch.places_N.tolist() == [3, 4, 6, 7, 8, 9, 11]
 
 
 def test_a_pad_id_that_is_a_real_token_is_still_counted_where_it_is_one():
@@ -53,6 +54,7 @@ def test_packed_batch_by_hand():
     assert batch.sequence_ids_BT.tolist() == [[0] * 5 + [2] * 2, [1] * 5 + [3] * 2]
     assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 0, 1]] * 2
     assert batch.completion_mask_BT.int().tolist() == [[0, 0, 0, 1, 1, 0, 1], [0, 1, 1, 1, 1, 0, 0]]
+    assert batch.places_N.tolist() == [3, 4, 6, 8, 9, 10, 11]
     assert batch.is_packed
 
 

@@ -1,5 +1,8 @@
 """The algorithms on a GPU: the same numbers as on the CPU, in bfloat16 too, and back from a checkpoint."""
 
+import contextlib
+import time
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -69,15 +72,91 @@ def test_grpo_learns(autocast, loss_type):
 
 def test_micro_batches_change_nothing():
     weights = []
-    for size in (0, 3):
+    for size, tokens in ((0, 0), (3, 0), (0, 40)):
         grpo = GRPO(
             model=llama().cuda(), reward_fn=share_of_even, group_size=4, max_new_tokens=8, learning_rate=1e-3,
-            micro_batch_size=size,
+            micro_batch_size=size, micro_batch_tokens=tokens,
         )  # fmt: skip
         grpo.train_step(PROMPTS)
         weights.append(torch.cat([p.flatten() for p in grpo.model.parameters()]))
     moved = (weights[0] - torch.cat([p.flatten() for p in llama().cuda().parameters()])).abs().max()
-    assert (weights[0] - weights[1]).abs().max() < 0.02 * moved
+    for other in weights[1:]:
+        assert (weights[0] - other).abs().max() < 0.02 * moved
+
+
+@contextlib.contextmanager
+def no_waiting():
+    """Whatever waits for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_scoring_does_not_wait_for_the_gpu(top_k, monkeypatch):
+    """So that the reward functions run beside it. transformers alone asks, at the start of a forward, whether it is packed."""
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+    grpo = GRPO(model=llama().cuda(), reward_fn=share_of_even, group_size=4, max_new_tokens=8, kl_coef=0.1, top_k=top_k,
+                micro_batch_tokens=60)  # fmt: skip
+    grpo.train_step(PROMPTS)  # what is asked once: whether the head gives the logits
+    rollout = grpo._generate(grpo.prepare([{"prompt": p} for p in PROMPTS]), 0)
+    with no_waiting():
+        scores = grpo._score(rollout)
+    assert scores.old_logps[0].is_cuda
+    assert scores.ref_logps[0].is_cuda
+    logps = grpo.policy.logps(collate(rollout.rows, device="cuda"), temperature=1.0)
+    for i, (prompt, completion) in enumerate(rollout.rows):
+        wanted = logps[i, len(prompt) : len(prompt) + len(completion)]
+        torch.testing.assert_close(scores.old_logps[i], wanted, rtol=1e-3, atol=1e-4 if top_k else 1e-3)
+    online = OnlineDPO(model=llama().cuda(), reward_fn=share_of_even, max_new_tokens=6)
+    online.train_step(PROMPTS)
+    _, pairs = online._sampled_pairs(online.prepare([{"prompt": p} for p in PROMPTS]), 0)
+    with no_waiting():
+        online._reference_logps(online._batches(pairs))
+
+
+def test_slow_rewards_run_beside_the_scoring():
+    """The phases are read off the GPU's course and add up; the seconds of a reward are not counted twice."""
+
+    def slow(completions):
+        time.sleep(0.2)
+        return [float(len(c)) for c in completions]
+
+    grpo = GRPO(model=llama().cuda(), reward_fn=slow, group_size=4, max_new_tokens=8, kl_coef=0.1)
+    grpo.train_step(PROMPTS)
+    metrics = grpo.train_step(PROMPTS)
+    phases = {name: value for name, value in metrics.items() if name.startswith("time/") and name != "time/step"}
+    assert all(value >= 0 for value in phases.values())
+    assert 0.1 < metrics["time/reward"] < 0.25
+    assert 0.7 * metrics["time/step"] < sum(phases.values()) < 1.02 * metrics["time/step"]
+
+
+def test_the_optimiser_is_fused_and_a_checkpoint_of_a_cpu_goes_on_here(tmp_path):
+    sft = SFT(model=llama(), learning_rate=1e-3)
+    prompt, completion = torch.tensor([[3, 4], [5, 6]]), torch.tensor([[7, 8, 9], [10, 11, 12]])
+    sft.train_step(prompt, completion)
+    sft.save(tmp_path / "sft.safetensors")
+    wanted = [sft.train_step(prompt, completion)["loss"] for _ in range(3)]
+    there = SFT.from_checkpoint(tmp_path / "sft.safetensors", model=llama().cuda())
+    assert all(group["fused"] for group in there.optimizer.param_groups)
+    assert all(state["step"].is_cuda for state in there.optimizer.state.values())
+    assert [there.train_step(prompt, completion)["loss"] for _ in range(3)] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_out_of_memory_is_told_and_freed():
+    """The real thing: an update whose logits alone are larger than the GPU."""
+    model = llama(max_length=64, vocab_size=VOCAB).cuda()
+    sft = SFT(model=model)
+    sft.train_step(torch.tensor([[3, 4]]), torch.tensor([[5]]))
+    before = torch.cuda.memory_allocated()
+    sft.policy.logps = lambda batch: (
+        model.model(batch.input_ids_BT).last_hidden_state.sum() * torch.empty(2**40, device="cuda")
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=r"in the forward of an update, step 2 .*4096.00 GiB asked for of"):
+        sft.train_step(torch.tensor([[3, 4]]), torch.tensor([[5]]))
+    assert torch.cuda.memory_allocated() <= before
 
 
 def test_sft_and_dpo_as_on_the_cpu():

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from strop.algorithms.inputs import Ids, as_dicts, as_rows, declared_pad_id, fit, is_written, until_eos, without_padding
+from strop.algorithms.metrics import on_host
 from strop.algorithms.packing import check_packing, collate_rows, sums_of_sequences
 from strop.algorithms.trainer import Trainer
 from strop.config import OptimConfig, TrainerConfig, check_count, check_option, check_range
-from strop.data.collate import SequenceBatch
+from strop.data.collate import SequenceBatch, on_device
 from strop.losses import PREFERENCE_LOSS_TYPES, PreferenceLoss, pair_preference_loss, preference_loss
 
 Pair = tuple[Ids, Ids, Ids]  # prompt, chosen, rejected
@@ -101,47 +102,60 @@ class DPO(Trainer):
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         results = []
-        for pairs in self.eval_batches(rows):
+        for pairs in self.eval_batches(rows, _lengths(rows)):
             with self.autocast():
                 batch = self._collate(pairs)
-                results.append(self._loss(batch, self.reference.logps(batch), len(pairs), len(rows)))
-        return {"loss": sum(result.loss.item() for result in results), **_metrics(results)}
+                ref_logps_B2 = self._sums(self.reference.logps(batch), batch, len(pairs))[0]
+                results.append(self._loss(batch, ref_logps_B2, len(rows)))
+        return {"loss": sum(on_host([result.loss for result in results])), **_metrics(results)}
 
     # ---- inside ----
 
-    def _step(self, pairs: list[Pair]) -> dict[str, float]:
-        parts = [(self._collate(part), len(part)) for part in self.micro_batches(pairs)]
-        with self.phase("score"), self.autocast():
-            ref_logps = [self.reference.logps(batch) for batch, _ in parts]
+    def _step(self, pairs: list[Pair], ref_logps_P2: torch.Tensor | None = None) -> dict[str, float]:
+        """ref_logps_P2: of the pairs' (chosen, rejected), where the reference has scored them already."""
+        batches = self._batches(pairs)
+        if ref_logps_P2 is None:
+            ref_logps_P2 = self._reference_logps(batches)
         results: list[PreferenceLoss] = []
 
-        def loss_of(batch: SequenceBatch, size: int, ref_logps_BT: torch.Tensor) -> torch.Tensor:
-            results.append(self._loss(batch, ref_logps_BT, size, len(pairs)))
+        def loss_of(part: list[int], batch: SequenceBatch) -> torch.Tensor:
+            results.append(
+                self._loss(batch, ref_logps_P2[on_device(torch.tensor(part), ref_logps_P2.device)], len(pairs))
+            )
             return results[-1].loss
 
-        metrics = self.update(
-            functools.partial(loss_of, *part, ref) for part, ref in zip(parts, ref_logps, strict=True)
-        )
-        self.count_tokens(sum(batch.num_tokens for batch, _ in parts))
+        metrics = self.update(functools.partial(loss_of, part, batch) for part, batch in batches)
+        self.count_tokens(sum(len(prompt) + len(row) for prompt, *completions in pairs for row in completions))
         return metrics | _metrics(results)
 
-    def _loss(self, batch: SequenceBatch, ref_logps_BT: torch.Tensor, size: int, num_pairs: int) -> PreferenceLoss:
-        """Of `size` pairs out of num_pairs: the parts' losses add up to the batch's."""
-        logps_2B, lengths_2B = sums_of_sequences(self.policy.logps(batch), batch, 2 * size)
-        ref_logps_2B, _ = sums_of_sequences(ref_logps_BT, batch, 2 * size)
-        chosen_B, rejected_B = logps_2B.chunk(2)
-        ref_chosen_B, ref_rejected_B = ref_logps_2B.chunk(2)
-        chosen_lengths_B, rejected_lengths_B = lengths_2B.chunk(2)
+    def _batches(self, pairs: Sequence[Pair]) -> list[tuple[list[int], SequenceBatch]]:
+        """Micro-batches: which of the pairs, and their 2B rows."""
+        parts = self.micro_batches(range(len(pairs)), _lengths(pairs))
+        return [(part, self._collate([pairs[i] for i in part])) for part in parts]
+
+    def _reference_logps(self, batches: Sequence[tuple[list[int], SequenceBatch]]) -> torch.Tensor:
+        """[P, 2] of each pair's two completions, in the order of the pairs. The device is not waited for."""
+        with self.phase("score"), self.autocast():
+            found = [self._sums(self.reference.logps(batch), batch, len(part))[0] for part, batch in batches]
+            order = torch.tensor([i for part, _ in batches for i in part]).argsort()
+            return torch.cat(found)[on_device(order, found[0].device)]
+
+    def _sums(self, logps_BT: torch.Tensor, batch: SequenceBatch, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[size, 2] log-probs and lengths of (chosen, rejected)."""
+        logps_2B, lengths_2B = sums_of_sequences(logps_BT, batch, 2 * size)
+        return logps_2B.view(2, size).T, lengths_2B.view(2, size).T
+
+    def _loss(self, batch: SequenceBatch, ref_logps_B2: torch.Tensor, num_pairs: int) -> PreferenceLoss:
+        """Of a part of num_pairs pairs: the parts' losses add up to the batch's."""
+        logps_B2, lengths_B2 = self._sums(self.policy.logps(batch), batch, len(ref_logps_B2))
         return preference_loss(
-            chosen_B,
-            rejected_B,
-            ref_chosen_B,
-            ref_rejected_B,
+            *logps_B2.unbind(1),
+            *ref_logps_B2.unbind(1),
             loss_type=self.config.loss_type,
             beta=self.config.beta,
             label_smoothing=self.config.label_smoothing,
-            chosen_lengths=chosen_lengths_B,
-            rejected_lengths=rejected_lengths_B,
+            chosen_lengths=lengths_B2[:, 0],
+            rejected_lengths=lengths_B2[:, 1],
             num_pairs=num_pairs,
         )
 
@@ -181,13 +195,19 @@ class DPO(Trainer):
         return prompt, fitted[0], fitted[1]
 
 
+def _lengths(pairs: Sequence[Pair]) -> list[int]:
+    """Tokens of a pair in a batch, where both its rows are as long as the longer."""
+    return [2 * (len(prompt) + max(len(chosen), len(rejected))) for prompt, chosen, rejected in pairs]
+
+
 def _metrics(results: Sequence[PreferenceLoss]) -> dict[str, float]:
     """Means over all pairs of the micro-batches."""
-    chosen_B = torch.cat([result.chosen_rewards for result in results]).double()
-    rejected_B = torch.cat([result.rejected_rewards for result in results]).double()
-    return {
-        "preference/accuracy": (chosen_B > rejected_B).double().mean().item(),
-        "preference/margin": (chosen_B - rejected_B).mean().item(),
-        "rewards/chosen": chosen_B.mean().item(),
-        "rewards/rejected": rejected_B.mean().item(),
+    chosen_B = torch.cat([result.chosen_rewards for result in results])
+    rejected_B = torch.cat([result.rejected_rewards for result in results])
+    found = {
+        "preference/accuracy": (chosen_B > rejected_B).double().mean(),
+        "preference/margin": (chosen_B.double() - rejected_B.double()).mean(),
+        "rewards/chosen": chosen_B.double().mean(),
+        "rewards/rejected": rejected_B.double().mean(),
     }
+    return dict(zip(found, on_host(list(found.values())), strict=True))

@@ -14,10 +14,11 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
 
+from strop.algorithms.metrics import PolicyMeter, on_host, reward_metrics
 from strop.algorithms.online import (
     Prompt,
     as_prompts,
@@ -30,7 +31,7 @@ from strop.algorithms.online import (
 )
 from strop.algorithms.trainer import Trainer
 from strop.config import Config, OptimConfig, TrainerConfig, check_count, check_option, check_range
-from strop.data.collate import SequenceBatch, collate
+from strop.data.collate import SequenceBatch, collate, on_device
 from strop.losses import (
     ADVANTAGE_SCALES,
     IMPORTANCE_LEVELS,
@@ -56,6 +57,8 @@ class PolicyLossConfig(Config):
 
     clip_eps    ε or (low, high); None is 0.2, and for cispo (0.2, 5.0)
     delta       an upper bound of the ratio where the advantage is negative; None is none
+    importance_cap   each token's policy term is weighted by min(π_old/π_rollout, cap), which corrects for a sampler whose
+                     probabilities are not those of the training forward; π_old is then recomputed. None weights nothing
     """
 
     loss_type: str = "grpo"
@@ -64,6 +67,7 @@ class PolicyLossConfig(Config):
     delta: float | None = None
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
+    importance_cap: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,6 +75,8 @@ class PolicyLossConfig(Config):
         check_option("importance_level", self.importance_level, IMPORTANCE_LEVELS)
         check_option("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         check_range("entropy_coef", self.entropy_coef, low=0.0)
+        if self.importance_cap is not None:
+            check_range("importance_cap", self.importance_cap, low=1.0)
         clip_bounds(self.clip, self.delta, self.loss_type)
 
     @property
@@ -93,7 +99,7 @@ class GRPOConfig(TrainerConfig):
     mask_truncated      completions without an end count for nothing
     resample_rounds     how often prompts whose rewards are all equal are sampled again
     old_logps           "rollout": those of sampling; "recompute": of a forward before the first update; "auto": the
-                        rollout's, unless top_k or top_p cut its distribution
+                        rollout's, unless top_k or top_p cut its distribution or importance_cap compares the two
     reward_weights      of several reward functions; None is 1 for each
     reward_timeout      seconds for one call of a reward function; None waits
     pad_id              the padding in prompts of ids; None is what tokenizer or model say
@@ -128,21 +134,29 @@ class GRPOConfig(TrainerConfig):
         if self.advantage_ddof >= self.group_size:
             raise ValueError(f"advantage_ddof must be below group_size={self.group_size}, found {self.advantage_ddof}")
         check_option("old_logps", self.old_logps, OLD_LOGPS)
+        if self.old_logps == "rollout" and self.loss.importance_cap is not None:
+            raise ValueError(
+                'old_logps must be "auto" or "recompute" with importance_cap, which weighs recomputed log-probs against '
+                'the rollout\'s, found "rollout"'
+            )
         check_timeout(self.reward_timeout, "reward_timeout")
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
 
     @property
     def recomputes(self) -> bool:
-        return self.old_logps == "recompute" or (self.old_logps == "auto" and self.sampling.cuts)
+        """Whether old log-probs come from a forward of their own."""
+        differs = self.sampling.cuts or self.loss.importance_cap is not None
+        return self.old_logps == "recompute" or (self.old_logps == "auto" and differs)
 
 
 @dataclass
 class Experience:
-    """A rollout with all that its updates need. Per completion; log-probs are 1-D, one a token.
+    """A rollout with all that its updates need. Per completion; log-probs and weights are 1-D, one a token.
 
     counts_B    False where a completion counts for nothing (truncated, if those are masked)
     ref_logps   None without a reference
+    weights     of truncated importance sampling; None weights nothing
     """
 
     rollout: Rollout
@@ -150,6 +164,7 @@ class Experience:
     counts_B: torch.Tensor
     old_logps: list[torch.Tensor]
     ref_logps: list[torch.Tensor] | None = None
+    weights: list[torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -157,6 +172,13 @@ class Experience:
     def num_tokens(self, indices: Sequence[int]) -> int:
         """Tokens that count among these completions."""
         return sum(len(self.rollout.completion_ids[i]) for i in indices if self.counts_B[i])
+
+
+class Scores(NamedTuple):
+    """Log-probs of a rollout's completions, by the weights before the updates and by the reference."""
+
+    old_logps: list[torch.Tensor]
+    ref_logps: list[torch.Tensor] | None
 
 
 class GRPO(Trainer):
@@ -221,45 +243,81 @@ class GRPO(Trainer):
     # ---- a step ----
 
     def _step(self, prompts: list[Prompt]) -> dict[str, float]:
-        rollout, rewards, metrics = self._sample(prompts)
-        experience = self._experience(rollout, rewards.total_B)
-        metrics |= self._learn(experience)
-        self.count_tokens(sum(len(prompt) + len(completion) for prompt, completion in rollout.rows))
+        rollout = self._generate(prompts, 0)
+        scores = None
+        if not self.config.resample_rounds:  # else the rewards come first: they say which completions stay
+            scores = self._score(rollout)  # on a GPU while the host, which does not wait for it, runs the rewards
+        rewards = self._reward(prompts, rollout)
+        rollout, rewards, metrics = self._sampled_again(prompts, rollout, rewards)
+        self._show(prompts, rollout, rewards)
+        metrics |= reward_metrics(rewards) | rollout_metrics(rollout)
+        metrics |= self._learn(self._experience(rollout, rewards.total_B, scores))
+        self.count_tokens(sum(_lengths(rollout)))
         return metrics | {"mean_reward": metrics["reward/mean"], "mean_kl": metrics.get("kl", 0.0)}
 
-    def _sample(self, prompts: list[Prompt]) -> tuple[Rollout, Rewards, dict[str, float]]:
-        """Completions with rewards; groups without signal sampled again, as often as wanted."""
+    def _generate(self, prompts: list[Prompt], attempt: int) -> Rollout:
+        config = self.config
+        seed = seed_of(config.run.seed, self.state.step, attempt)
+        with self.phase("generate"), self.autocast():
+            return generate(
+                self.policy, [p.ids for p in prompts], config.sampling, num_samples=config.group_size, seed=seed
+            )
+
+    def _reward(self, prompts: list[Prompt], rollout: Rollout) -> Rewards:
+        with self.phase("reward"):
+            return self.rewards(reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy))
+
+    def _sampled_again(
+        self, prompts: list[Prompt], rollout: Rollout, rewards: Rewards
+    ) -> tuple[Rollout, Rewards, dict[str, float]]:
+        """Groups without signal exchanged for new ones, as often as wanted."""
         size = self.config.group_size
-        rollout, rewards = self._sample_once(prompts, 0)
-        first = without_signal(rewards.total_B, size)
-        flat = first
+        first = flat = without_signal(rewards.total_B, size)
         for attempt in range(1, self.config.resample_rounds + 1):
             again = flat.nonzero().flatten().tolist()
             if not again:
                 break
-            new_rollout, new_rewards = self._sample_once([prompts[i] for i in again], attempt)
+            chosen = [prompts[i] for i in again]
+            new_rollout = self._generate(chosen, attempt)
+            new_rewards = self._reward(chosen, new_rollout)
             rollout, rewards = _with_groups_replaced(rollout, rewards, again, new_rollout, new_rewards, size)
             flat = without_signal(rewards.total_B, size)
-        rows = reward_rows(repeated(prompts, size), rollout, self.policy)
-        self.samples = sample_table(rows, reward=rewards.total_B.tolist())
-        metrics = reward_metrics(rewards) | rollout_metrics(rollout)
-        metrics["reward/zero_std_fraction"] = flat.double().mean().item()
+        metrics = {"reward/zero_std_fraction": flat.double().mean().item()}
         if self.config.resample_rounds:
             metrics["reward/resampled_fraction"] = first.double().mean().item()
         return rollout, rewards, metrics
 
-    def _sample_once(self, prompts: list[Prompt], attempt: int) -> tuple[Rollout, Rewards]:
-        config = self.config
-        seed = seed_of(config.run.seed, self.state.step, attempt)
-        with self.phase("generate"), self.autocast():
-            rollout = generate(
-                self.policy, [p.ids for p in prompts], config.sampling, num_samples=config.group_size, seed=seed
-            )
-        with self.phase("reward"):
-            rewards = self.rewards(reward_rows(repeated(prompts, config.group_size), rollout, self.policy))
-        return rollout, rewards
+    def _show(self, prompts: list[Prompt], rollout: Rollout, rewards: Rewards) -> None:
+        rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy)
+        self.samples = sample_table(rows, reward=rewards.total_B.tolist())
 
-    def _experience(self, rollout: Rollout, rewards_B: torch.Tensor) -> Experience:
+    # ---- scoring ----
+
+    def _score(self, rollout: Rollout) -> Scores:
+        """Old and reference log-probs of every completion's tokens, on the policy's device, which is not waited for."""
+        with self.phase("score"), self.autocast(), torch.no_grad():
+            rows = rollout.rows
+            parts = self.micro_batches(range(len(rollout)), _lengths(rollout))
+            batches = [(part, self._collate([rows[i] for i in part])) for part in parts]
+            lengths = [len(logps) for logps in rollout.logps]
+            old_logps = list(on_device(torch.cat(rollout.logps), self.policy.device).split(lengths))
+            if self.config.recomputes:
+                old_logps = self._logps_by(self.policy, rollout, batches)
+            ref_logps = None if self.reference is None else self._logps_by(self.reference, rollout, batches)
+        return Scores(old_logps, ref_logps)
+
+    def _logps_by(
+        self, scorer: Any, rollout: Rollout, batches: Sequence[tuple[Sequence[int], SequenceBatch]]
+    ) -> list[torch.Tensor]:
+        found = {}
+        for part, batch in batches:
+            logps_BT = scorer.logps(batch, temperature=self.config.sampling.temperature)
+            for logps_T, i in zip(logps_BT, part, strict=True):  # slices: a mask as index would wait for the device
+                start = len(rollout.prompt_ids[i])
+                found[i] = logps_T[start : start + len(rollout.completion_ids[i])]
+        return [found[i] for i in range(len(rollout))]
+
+    def _experience(self, rollout: Rollout, rewards_B: torch.Tensor, scores: Scores | None = None) -> Experience:
         config = self.config
         advantages_B = group_advantages(
             rewards_B, samples_per_prompt=config.group_size, ddof=config.advantage_ddof, eps=config.advantage_eps,
@@ -267,23 +325,13 @@ class GRPO(Trainer):
         )  # fmt: skip
         ended_B = torch.tensor([reason == "eos" for reason in rollout.finish_reasons])
         counts_B = ended_B if config.mask_truncated else torch.ones_like(ended_B)
-        old_logps, ref_logps = rollout.logps, None
-        with self.phase("score"), self.autocast(), torch.no_grad():
-            if config.recomputes:
-                old_logps = self._scores(rollout, self.policy)
-            if self.reference is not None:
-                ref_logps = self._scores(rollout, self.reference)
-        return Experience(rollout, advantages_B, counts_B, old_logps, ref_logps)
-
-    def _scores(self, rollout: Rollout, scorer: Any) -> list[torch.Tensor]:
-        """Log-probs of every completion's tokens, on the CPU."""
-        scores: list[torch.Tensor] = []
-        for part in self.micro_batches(rollout.rows):
-            batch = self._collate(part)
-            logps_BT = scorer.logps(batch, temperature=self.config.sampling.temperature)
-            lengths = [len(completion) for _, completion in part]
-            scores += logps_BT[batch.completion_mask_BT].cpu().split(lengths)
-        return scores
+        old_logps, ref_logps = scores or self._score(rollout)
+        experience = Experience(rollout, advantages_B, counts_B, old_logps, ref_logps)
+        if config.loss.importance_cap is not None:
+            sampled_N, trained_N = _sampled_and_trained(experience)
+            weights_N = (trained_N - sampled_N).exp().clamp(max=config.loss.importance_cap)
+            experience.weights = list(weights_N.split([len(ids) for ids in rollout.completion_ids]))
+        return experience
 
     # ---- learning ----
 
@@ -314,7 +362,8 @@ class GRPO(Trainer):
     ) -> Iterator[Any]:
         """A function for the loss of each micro-batch; they sum up to the loss of these completions."""
         num_tokens = experience.num_tokens(indices)
-        for part in self.micro_batches([i for i in indices if experience.counts_B[i]]):
+        lengths, counting = _lengths(experience.rollout), [i for i in indices if experience.counts_B[i]]
+        for part in self.micro_batches(counting, [lengths[i] for i in counting]):
 
             def loss_of(part: Sequence[int] = part) -> torch.Tensor:
                 result = self.loss_on(experience, part, num_tokens=num_tokens, num_sequences=len(indices))
@@ -344,72 +393,42 @@ class GRPO(Trainer):
             "num_sequences": num_sequences,
         }
         old_BT = _aligned(experience.old_logps, indices, mask_BT)
-        advantages_B = experience.advantages_B[list(indices)].to(mask_BT.device)
+        advantages = on_device(experience.advantages_B[list(indices)], mask_BT.device)
+        if experience.weights is not None:  # the policy's term is linear in the advantage; KL and entropy have none
+            advantages = advantages[:, None] * _aligned(experience.weights, indices, mask_BT)
         temperature = config.sampling.temperature
         if (head := self.policy.hidden(batch)) is not None:
             hidden_BTH, weight, bias = head
             return linear_grpo_loss(
-                hidden_BTH, weight, batch.input_ids_BT, old_BT, None, mask_BT, bias=bias, advantages=advantages_B,
+                hidden_BTH, weight, batch.input_ids_BT, old_BT, None, mask_BT, bias=bias, advantages=advantages,
                 temperature=temperature, **options,
             )  # fmt: skip
         logps_BT, entropy_BT = self.policy.logps(batch, temperature=temperature, entropy=True)
-        return policy_loss(logps_BT, old_BT, advantages_B, mask_BT, entropy=entropy_BT, **options)
+        return policy_loss(logps_BT, old_BT, advantages, mask_BT, entropy=entropy_BT, **options)
 
     def _collate(self, rows: Sequence[Any]) -> SequenceBatch:
         return collate(rows, self.policy.pad_id, self.policy.device)
 
     # ---- metrics ----
 
-    def _entropy(self, experience: Experience, meter: "PolicyMeter") -> dict[str, float]:
+    def _entropy(self, experience: Experience, meter: PolicyMeter) -> dict[str, float]:
         """Exact where the loss has it; else estimated by the samples: the mean of −log π over the tokens drawn."""
         if "entropy" in meter.metrics():
             return {}
         return {"entropy": -torch.cat(experience.rollout.logps).double().mean().item()}
 
-    def _mismatch(self, experience: Experience, meter: "PolicyMeter") -> dict[str, float]:
+    def _mismatch(self, experience: Experience, meter: PolicyMeter) -> dict[str, float]:
         """How far the log-probs of sampling are from those of training with the same weights; 0 if they are the same."""
         if not self.config.recomputes:
             return meter.first()
-        sampled, trained = torch.cat(experience.rollout.logps), torch.cat(experience.old_logps)
-        ratio = (trained - sampled).exp().max().item()
-        return {"mismatch_kl": kl_estimate(sampled, trained).mean().item(), "mismatch_ratio_max": ratio}
-
-
-class PolicyMeter:
-    """Means over tokens, and extremes, of what `PolicyLoss.metrics` tells of micro-batches."""
-
-    NAMES: ClassVar = {"kl": "kl", "entropy": "entropy", "clip_fraction": "clip_fraction", "ratio_mean": "ratio/mean"}
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[dict[str, float], int, bool]] = []
-
-    def add(self, metrics: dict[str, torch.Tensor], num_tokens: int, first: bool) -> None:
-        self._parts.append(({name: value.item() for name, value in metrics.items()}, num_tokens, first))
-
-    def metrics(self) -> dict[str, float]:
-        parts = [(values, weight) for values, weight, _ in self._parts if weight]
-        known = [name for name in self.NAMES if parts and name in parts[0][0]]
-        found = {self.NAMES[name]: _mean(parts, name) for name in known}
-        found["ratio/max"] = max((values["ratio_max"] for values, _ in parts), default=1.0)
-        return found
-
-    def first(self) -> dict[str, float]:
-        """Of the first update alone, before any weight has changed."""
-        parts = [(values, weight) for values, weight, first in self._parts if first and weight]
-        if not parts:
-            return {}
-        largest = max(values["ratio_max"] for values, _ in parts)
-        return {"mismatch_kl": _mean(parts, "approx_kl"), "mismatch_ratio_max": largest}
-
-
-def _mean(parts: list[tuple[dict[str, float], int]], name: str) -> float:
-    return sum(values[name] * weight for values, weight in parts) / sum(weight for _, weight in parts)
-
-
-def reward_metrics(rewards: Rewards) -> dict[str, float]:
-    total_B = rewards.total_B.double()
-    found = {"reward/mean": total_B.mean().item(), "reward/std": total_B.std(correction=0).item()}
-    return found | {f"reward/{name}": column.double().mean().item() for name, column in rewards.columns.items()}
+        sampled_N, trained_N = _sampled_and_trained(experience)
+        ratios_N = (trained_N - sampled_N).exp()
+        found = {"mismatch_kl": kl_estimate(sampled_N, trained_N).mean(), "mismatch_ratio_max": ratios_N.max()}
+        if experience.weights is not None:
+            weights_N = torch.cat(experience.weights)
+            found["importance/mean"] = weights_N.mean()
+            found["importance/capped_fraction"] = (weights_N < ratios_N).to(ratios_N.dtype).mean()
+        return dict(zip(found, on_host(list(found.values())), strict=True))
 
 
 def without_signal(rewards_B: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -437,5 +456,15 @@ def _with_groups_replaced(
 
 def _aligned(logps: Sequence[torch.Tensor], indices: Sequence[int], mask_BT: torch.Tensor) -> torch.Tensor:
     """Log-probs of these completions where the batch has their tokens, 0 elsewhere."""
-    values_N = torch.cat([logps[i] for i in indices]).to(mask_BT.device)
+    values_N = on_device(torch.cat([logps[i] for i in indices]), mask_BT.device)
     return values_N.new_zeros(mask_BT.shape).masked_scatter(mask_BT, values_N)
+
+
+def _sampled_and_trained(experience: Experience) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N] and [N] log-probs of every token, of sampling and of the training forward with the same weights."""
+    trained_N = torch.cat(experience.old_logps)
+    return on_device(torch.cat(experience.rollout.logps), trained_N.device).to(trained_N.dtype), trained_N
+
+
+def _lengths(rollout: Rollout) -> list[int]:
+    return [len(prompt) + len(completion) for prompt, completion in rollout.rows]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop import checkpoint
+from strop.algorithms.memory import explained
 from strop.algorithms.state import History, get_rng, rng_kept, seed_everything, set_rng
 from strop.callbacks import Callback, CheckpointCallback, EvaluationCallback, ProgressBar, SampleTable
 from strop.config import check_count
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 # what may differ when a run is resumed: where it ends, and how it goes about it, but not what it computes
 MAY_CHANGE = (
-    "num_steps", "num_epochs", "micro_batch_size", "log_every", "eval_every", "save_every", "keep_checkpoints",
-    "samples_every", "gradient_checkpointing", "compile",
+    "num_steps", "num_epochs", "micro_batch_size", "micro_batch_tokens", "log_every", "eval_every", "save_every",
+    "keep_checkpoints", "samples_every", "gradient_checkpointing", "compile",
 )  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def evaluate(trainer: "Trainer", dataset: Any) -> dict[str, float]:
     from strop.models import evaluating
 
     rows = list(prepared(trainer, dataset, "eval_dataset"))
-    with evaluating(trainer.policy.model), torch.no_grad(), rng_kept():
+    with explained(trainer, "evaluate"), evaluating(trainer.policy.model), torch.no_grad(), rng_kept():
         metrics = trainer.evaluate_on(rows)
     return {f"eval/{name}": float(value) for name, value in metrics.items()}
 
@@ -227,7 +228,8 @@ class Rescue:
     """Around a step: one that fails, by a reward function or a logger say, costs the run nothing that was done before.
 
     A checkpoint is written if the state is that of a whole step: either this one is done, or it has changed no weight
-    and data position and random numbers are put back. The error goes on, with a note of where the checkpoint is.
+    and data position and random numbers are put back. The error goes on, with a note of where the checkpoint is: this
+    one, or where the step may have changed weights the newest there is.
     """
 
     def __init__(self, trainer: "Trainer", folder: "RunFolder | None"):
@@ -245,6 +247,7 @@ class Rescue:
         step, updates, epoch, position = self.before
         if state.step == step:
             if state.updates != updates:
+                error.add_note(self._of_newest())
                 return
             state.epoch, state.position = epoch, position
             set_rng(*self.rng)
@@ -255,6 +258,15 @@ class Rescue:
             error.add_note(f"no checkpoint could be written: {second}")
         else:
             error.add_note(f"the run up to step {state.step} is in {path}; resume=True goes on from there")
+
+    def _of_newest(self) -> str:
+        assert self.folder is not None
+        newest = max((self.folder.path / "checkpoints").glob("step-*.safetensors"), default=None)
+        if newest is None:
+            return "the step may have changed weights, so it has no checkpoint, and there is no earlier one: see save_every"
+        return (
+            f"the step may have changed weights, so it has no checkpoint; resume=True goes on from the newest, {newest}"
+        )
 
 
 class RunFolder:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from strop.algorithms.dpo import DPO, DPOConfig, Pair
-from strop.algorithms.grpo import reward_metrics
+from strop.algorithms.metrics import reward_metrics
 from strop.algorithms.online import (
     Prompt,
     as_prompts,
@@ -21,6 +21,7 @@ from strop.algorithms.online import (
     sample_table,
     seed_of,
 )
+from strop.data.collate import on_device
 from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout
 from strop.rollout import Rollout, Sampling, generate
 
@@ -87,31 +88,34 @@ class OnlineDPO(DPO):
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         """DPO's metrics, on pairs sampled from the policy as it is."""
-        pairs, metrics, _ = self._pairs_of(rows, "evaluation")
-        return metrics | (super().evaluate_on(pairs) if pairs else {})
+        rollout, pairs = self._sampled_pairs(rows, "evaluation")
+        better, metrics, _ = self._judge(rows, rollout)
+        chosen = [_ordered(pair, index) for pair, index in zip(pairs, better, strict=True) if index is not None]
+        metrics |= rollout_metrics(rollout) | _ties(better)
+        return metrics | (super().evaluate_on(chosen) if chosen else {})
 
     # ---- inside ----
 
     def _online_step(self, prompts: list[Prompt]) -> dict[str, float]:
-        pairs, metrics, self.samples = self._pairs_of(prompts, self.state.step)
-        if not pairs:  # every pair a tie: nothing to learn from
+        rollout, pairs = self._sampled_pairs(prompts, self.state.step)
+        # on a GPU while the host, which does not wait for it, judges the pairs; those that tie are scored in vain
+        ref_logps_P2 = self._reference_logps(self._batches(pairs))
+        with self.phase("reward"):
+            better, metrics, self.samples = self._judge(prompts, rollout)
+        metrics |= rollout_metrics(rollout) | _ties(better)
+        told = [(i, index) for i, index in enumerate(better) if index is not None]
+        if not told:  # every pair a tie: nothing to learn from
             return metrics | {"loss": 0.0}
-        return metrics | self._step(pairs)
+        rows, chosen = on_device(torch.tensor(told), ref_logps_P2.device).T
+        ref_logps_P2 = torch.stack([ref_logps_P2[rows, chosen], ref_logps_P2[rows, 1 - chosen]], 1)
+        return metrics | self._step([_ordered(pairs[i], index) for i, index in told], ref_logps_P2)
 
-    def _pairs_of(self, prompts: list[Prompt], step: Any) -> tuple[list[Pair], dict[str, float], list[dict[str, Any]]]:
-        """(prompt, chosen, rejected) for every pair that is no tie; metrics; the table of samples."""
+    def _sampled_pairs(self, prompts: list[Prompt], step: Any) -> tuple[Rollout, list[Pair]]:
+        """Completions, and as (prompt, first, second) for each prompt."""
         with self.phase("generate"), self.autocast():
             rollout = self._sample(prompts, step)
-        with self.phase("reward"):
-            better, metrics, shown = self._judge(prompts, rollout)
-        pairs = []
-        for i, index in enumerate(better):
-            if index is not None:
-                completions = rollout.completion_ids[2 * i : 2 * i + 2]
-                pair = rollout.prompt_ids[2 * i], completions[index], completions[1 - index]
-                pairs.append(self._checked(*pair, f"prompts[{i}]"))
-        metrics["preference/tied_fraction"] = better.count(None) / len(better)
-        return pairs, metrics | rollout_metrics(rollout), shown
+        rows = zip(rollout.prompt_ids[::2], rollout.completion_ids[::2], rollout.completion_ids[1::2], strict=True)
+        return rollout, [self._checked(*row, f"prompts[{i}]") for i, row in enumerate(rows)]
 
     def _sample(self, prompts: list[Prompt], step: Any) -> Rollout:
         """Two completions of each; of a dataset's prompts so many at a time as training samples."""
@@ -148,3 +152,13 @@ class OnlineDPO(DPO):
         preferred = self.preference(pairs, columns)
         chosen = torch.nn.functional.one_hot(torch.tensor(preferred), 2).flatten().bool().tolist()
         return list(preferred), {}, sample_table(rows, preferred=chosen)
+
+
+def _ordered(pair: Pair, better: int) -> Pair:
+    """(prompt, chosen, rejected)."""
+    prompt, *completions = pair
+    return prompt, completions[better], completions[1 - better]
+
+
+def _ties(better: Sequence[int | None]) -> dict[str, float]:
+    return {"preference/tied_fraction": better.count(None) / len(better)}

@@ -8,6 +8,8 @@ import torch
 
 from strop.config import OptimConfig
 
+FUSED_ON = ("cuda", "cpu")  # one pass over weights, gradients and moments, in place
+
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
@@ -35,7 +37,9 @@ def make_optimizer(
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must return a torch.optim.Optimizer, found {type(optimizer).__name__}")
         return optimizer
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
+    fusable = all(param.is_floating_point() and param.device.type in FUSED_ON for param in params)
+    fused = True if fusable else None  # None, not False: torch then chooses the next best
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
 
 
 def learning_rate_at(step: int, total_steps: int, config: OptimConfig) -> float:

@@ -83,7 +83,7 @@ class SFT(Trainer):
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         num_tokens = sum(_num_counted(row) for row in rows)
         loss = 0.0
-        for part in self.eval_batches(rows):
+        for part in self.eval_batches(rows, _lengths(rows)):
             with self.autocast():
                 loss += self._loss(self._collate(part), num_tokens).item()
         return {"loss": loss, "perplexity": float(torch.tensor(loss, dtype=torch.float64).exp())}
@@ -92,9 +92,9 @@ class SFT(Trainer):
 
     def _step(self, examples: list[Example]) -> dict[str, float]:
         num_tokens = sum(_num_counted(example) for example in examples)
-        parts = [self._collate(part) for part in self.micro_batches(examples)]
+        parts = [self._collate(part) for part in self.micro_batches(examples, _lengths(examples))]
         metrics = self.update(lambda batch=batch: self._loss(batch, num_tokens) for batch in parts)  # type: ignore[misc]
-        self.count_tokens(sum(batch.num_tokens for batch in parts))
+        self.count_tokens(sum(_lengths(examples)))
         return metrics | {"completion/length": num_tokens / len(examples)}
 
     def _loss(self, batch: SequenceBatch, num_tokens: int) -> torch.Tensor:
@@ -130,6 +130,10 @@ class SFT(Trainer):
             raise ValueError(f"{where}: {wanted}, found {len(completion)}")
         self.policy.check_ids(torch.cat([prompt, completion]), where)
         return prompt, fit(prompt, completion, self.config.max_length, self.policy.max_length, where)
+
+
+def _lengths(examples: Sequence[Example]) -> list[int]:
+    return [len(prompt) + len(completion) for prompt, completion in examples]
 
 
 def _num_counted(example: Example) -> int:

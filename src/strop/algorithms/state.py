@@ -58,31 +58,53 @@ class History:
 class Phases:
     """Seconds by name of phase; a phase within another counts for the inner one only.
 
-    A GPU is waited for at the end of a phase: else its work would count for whatever phase first needs a result.
+    On a GPU they are read off the GPU's own course, by events in its stream, and nothing is waited for: a phase lasts
+    from the end of the GPU's work before it to the end of its own. Of what the host does meanwhile a phase has only
+    the part that keeps the GPU idle, so that here too the phases add up to the step.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.seconds: dict[str, float] = {}
+        self.failed: str | None = None  # the innermost phase an error came from
         self._gpu = device if device is not None and device.type == "cuda" else None
-        self._inner: list[float] = []
+        self._spans: list[tuple[str, str | None, Any, Any]] = []  # name, the phase around it, begin, end
+        self._open: list[str] = []
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        self._inner.append(0.0)
+        around = self._open[-1] if self._open else None
+        self._open.append(name)
+        begin = self._mark()
         try:
             yield
+        except BaseException:
+            self.failed = self.failed or name
+            raise
         finally:
-            if self._gpu is not None:
-                torch.cuda.synchronize(self._gpu)
-            taken = time.perf_counter() - start
-            own = taken - self._inner.pop()
-            self.seconds[name] = self.seconds.get(name, 0.0) + own
-            if self._inner:
-                self._inner[-1] += taken
+            self._open.pop()
+            self._spans.append((name, around, begin, self._mark()))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By name. Waits for the GPU."""
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
+        found: dict[str, float] = {}
+        for name, around, begin, end in self._spans:
+            taken = end - begin if self._gpu is None else begin.elapsed_time(end) / 1e3
+            found[name] = found.get(name, 0.0) + taken
+            if around is not None:
+                found[around] = found.get(around, 0.0) - taken
+        return found
 
     def metrics(self) -> dict[str, float]:
         return {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+
+    def _mark(self) -> Any:
+        if self._gpu is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._gpu))
+        return event
 
 
 # ---- random numbers ----

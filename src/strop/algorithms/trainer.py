@@ -4,7 +4,7 @@ An algorithm says how rows become a batch and which loss that has:
 
     class MyAlgorithm(Trainer):
         Config = MyConfig                                    # a TrainerConfig
-        def step_on(self, rows): return self.update([lambda: loss_of(part) for part in self.micro_batches(rows)])
+        def step_on(self, rows): return self.update([lambda: loss_of(part) for part in self.micro_batches(rows, lengths)])
         def train_step(self, rows): return self.run_step(lambda: self.step_on(rows))
 """
 
@@ -12,14 +12,17 @@ import contextlib
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
 from strop.algorithms import loop
+from strop.algorithms.batching import split
 from strop.algorithms.inputs import check_tokenizer
+from strop.algorithms.memory import explained
+from strop.algorithms.metrics import on_host
 from strop.algorithms.optim import MakeOptimizer, learning_rate_at, make_optimizer
 from strop.algorithms.state import History, Phases, TrainState
 from strop.callbacks import Callback
@@ -113,27 +116,29 @@ class Trainer:
     def update(self, losses: Iterable[Callable[[], torch.Tensor]]) -> dict[str, float]:
         """One optimiser step on the sum of the losses, each made by its function just before its backward."""
         self.optimizer.zero_grad(set_to_none=True)
-        total = 0.0
+        parts = []
         for loss_of in losses:
             with self.phase("forward"), self.autocast():
                 loss = loss_of()
             with self.phase("backward"):
                 if loss.requires_grad:  # else nothing of this part counts, as when every token is masked
                     loss.backward()
-            total += loss.item()
+            parts.append(loss.detach())
         with self.phase("update"):
             params = [param for group in self.optimizer.param_groups for param in group["params"]]
             limit = self.config.optim.max_grad_norm or float("inf")
-            grad_norm = torch.nn.utils.clip_grad_norm_(params, limit).item()
+            # the one wait for the device in an update: what is not finite must not reach the weights
+            *values, grad_norm = on_host([*parts, torch.nn.utils.clip_grad_norm_(params, limit)])
+            total = sum(values)
             if not (abs(total) < float("inf") and grad_norm < float("inf")):
                 raise FloatingPointError(
                     f"loss {total} and gradient norm {grad_norm} must be finite; the weights are those of step "
                     f"{self.state.step}, before this update"
                 )
             learning_rate = self._set_learning_rate()
+            self.state.updates += 1  # before it: one that fails halfway has changed weights
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)  # a rollout that follows has their memory
-            self.state.updates += 1
         return {"loss": total, "grad_norm": grad_norm, "learning_rate": learning_rate}
 
     def run_step(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -142,14 +147,16 @@ class Trainer:
         self._phases, self._step_tokens = Phases(self.policy.device), 0
         self.fire("on_step_begin")
         self.policy.model.train()
-        metrics = dict(work())
+        with explained(self):
+            metrics = dict(work())
+        times = self._phases.metrics()  # waits for the device
         seconds = time.perf_counter() - start
         self.state.step += 1
         self.state.seconds += seconds
         self.state.num_tokens += self._step_tokens
         if self._step_tokens:
             metrics["tokens_per_second"] = self._step_tokens / seconds
-        metrics |= self._phases.metrics()
+        metrics |= times
         metrics["time/step"] = seconds
         if self.policy.device.type == "cuda":
             metrics["memory"] = float(torch.cuda.max_memory_allocated(self.policy.device))
@@ -157,6 +164,11 @@ class Trainer:
             self.log(metrics)
         self.fire("on_step_end", metrics)
         return metrics
+
+    @property
+    def failed_phase(self) -> str | None:
+        """The phase an error of this step came from."""
+        return self._phases.failed
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Counts the seconds within as the metric time/<name>."""
@@ -171,13 +183,17 @@ class Trainer:
             return contextlib.nullcontext()
         return torch.autocast(self.policy.device.type, torch.bfloat16)
 
-    def micro_batches(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-        """The rows in parts of micro_batch_size."""
-        return _parts(rows, self.config.run.micro_batch_size or max(len(rows), 1))
+    def micro_batches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[list[Row]]:
+        """The rows in parts of at most micro_batch_size rows and micro_batch_tokens tokens, of like lengths.
 
-    def eval_batches(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+        lengths   tokens of each row, as they stand in a batch (of pairs: both completions padded to the longer)
+        """
+        return split(rows, lengths, self.config.run.micro_batch_size, self.config.run.micro_batch_tokens)
+
+    def eval_batches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[list[Row]]:
         """The rows of a dataset, however many, in parts no larger than training has them."""
-        return _parts(rows, self.config.run.micro_batch_size or self.config.run.batch_size)
+        run = self.config.run
+        return split(rows, lengths, run.micro_batch_size or run.batch_size, run.micro_batch_tokens)
 
     # ---- for users ----
 
@@ -316,11 +332,6 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         return learning_rate
-
-
-def _parts(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
 
 
 def _as_list(given: Any) -> list[Any]:

@@ -70,5 +70,9 @@ def main() -> None:
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
         more = "" if len(lines) == 1 else " (--debug shows the rest)"
-        print(f"strop: {type(error).__name__}: {lines[0]}{more}", file=sys.stderr)
+        notes = [
+            note.replace("resume=True", "--resume") for note in getattr(error, "__notes__", ())
+        ]  # of the checkpoint
+        told = "; ".join([lines[0] + more, *notes])
+        print(f"strop: {type(error).__name__}: {told}", file=sys.stderr)
         sys.exit(1)

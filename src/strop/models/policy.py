@@ -170,6 +170,8 @@ class Policy:
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
         if (head := self.hidden(batch)) is not None:
             hidden_BTH, weight, bias = head
+            if batch.places_N is not None and not entropy and not torch.is_grad_enabled():
+                return _scored_at(batch.places_N, hidden_BTH, weight, bias, batch.input_ids_BT, temperature)
             mask_BT = counted(batch)
             return linear_logp(hidden_BTH, weight, batch.input_ids_BT, bias=bias, completion_mask=mask_BT, **options)
         logits_BTV = self.logits(batch)[:, :-1]
@@ -295,6 +297,20 @@ class Reference:
         inner = unwrapped(self.policy.model)
         with evaluating(inner), adapter_off(inner):
             return self.policy.logps(batch, temperature=temperature)
+
+
+def _scored_at(
+    places_N: torch.Tensor,
+    hidden_BTH: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ids_BT: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """Log-probs at these places, 0 elsewhere, without a wait: of a mask the device would first be asked what it leaves."""
+    hidden_NH, ids_N = hidden_BTH.flatten(0, 1).index_select(0, places_N), ids_BT.flatten().index_select(0, places_N)
+    logps_N = linear_logp(hidden_NH, weight, ids_N, bias=bias, temperature=temperature)
+    return logps_N.new_zeros(ids_BT.numel()).index_copy(0, places_N, logps_N).view(ids_BT.shape)
 
 
 def counted(batch: SequenceBatch) -> torch.Tensor:

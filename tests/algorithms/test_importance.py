@@ -1,0 +1,105 @@
+"""Truncated importance sampling: numbers by hand, TRL's formula, nothing where sampling and training agree."""
+
+import math
+
+import pytest
+import torch
+from test_grpo import PROMPTS, Table, make_grpo, weights
+from tiny_models import moe
+
+from strop.algorithms.grpo import Experience
+from strop.rollout import Rollout
+
+
+def make_case(trained_BT, sampled_BT, lengths, **options):
+    """A trainer whose training forward gives trained_BT for completions drawn with sampled_BT, and that rollout."""
+    grpo = make_grpo(Table(trained_BT, 2), max_new_tokens=trained_BT.shape[1], group_size=2, **options)
+    rollout = Rollout(
+        [torch.tensor([i, 1]) for i in range(len(lengths))],
+        [torch.zeros(n, dtype=torch.long) for n in lengths],
+        [row[:n] for row, n in zip(sampled_BT, lengths, strict=True)],
+        ["eos"] * len(lengths),
+    )
+    return grpo, rollout
+
+
+def test_by_hand():
+    """A = ±1. Ratios of training to sampling: e (capped at 2), 1, √½ for the first; ½ for the second."""
+    e = math.e
+    trained = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -1, -1]], dtype=torch.float64)
+    sampled = torch.tensor([[-2.0, -1.0, -1.0 + math.log(2) / 2], [-2.0 + math.log(2), -1, -1]], dtype=torch.float64)
+    grpo, rollout = make_case(
+        trained, sampled, [3, 1], importance_cap=2.0, kl_coef=0.5, advantage_ddof=0, advantage_eps=0.0
+    )
+    with torch.no_grad():  # the reference gives every token e^½ of the policy's probability: d = −½
+        grpo.reference.policy.model.logps_BT.sub_(0.5)
+    experience = grpo._experience(rollout, torch.tensor([1.0, 0.0]))
+    assert torch.cat(experience.weights).tolist() == pytest.approx([2.0, 1.0, 0.5**0.5, 0.5])
+    result = grpo.loss_on(experience, [0, 1], num_tokens=4, num_sequences=2)
+    policy = (-(2 + 1 + 0.5**0.5) / 3 + 0.5) / 2
+    k3 = math.exp(-0.5) + 0.5 - 1  # of every token, unweighted
+    assert result.policy_loss.item() == pytest.approx(policy)
+    assert result.loss.item() == pytest.approx(policy + 0.5 * k3)
+    result.loss.backward()
+    kl = 0.5 * (1 - math.exp(-0.5))  # of d(β·k3)/dlogp
+    wanted = [(-2 + kl) / 6, (-1 + kl) / 6, (-(0.5**0.5) + kl) / 6, (0.5 + kl) / 2]
+    grad = grpo.model.logps_BT.grad
+    assert [*grad[0].tolist(), grad[1, 0].item()] == pytest.approx(wanted)
+
+    metrics = grpo._learn(experience)
+    assert metrics["importance/mean"] == pytest.approx((2 + 1 + 0.5**0.5 + 0.5) / 4)
+    assert metrics["importance/capped_fraction"] == 0.25
+    assert metrics["mismatch_ratio_max"] == pytest.approx(e)
+    assert metrics["ratio/max"] == 1.0  # the ratio of the loss is to the training forward, not to sampling
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "cispo"])
+def test_trls_token_truncate(level, loss_type):
+    """Every token's −min(c·A, clip(c)·A), or cispo's, times min(ratio, cap), and the KL added after that."""
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda: -2 * torch.rand(4, 5, generator=generator, dtype=torch.float64) - 0.1  # noqa: E731
+    now, trained, sampled, ref = draw(), draw(), draw(), draw()
+    lengths = [5, 2, 3, 4]
+    advantages = torch.tensor([1.0, -2.0, 0.5, -0.3], dtype=torch.float64)
+    grpo, rollout = make_case(
+        now, sampled, lengths, importance_cap=1.5, kl_coef=0.1, importance_level=level, loss_type=loss_type,
+        clip_eps=(0.2, 2.0) if loss_type == "cispo" else 0.2,
+    )  # fmt: skip
+    cut = lambda table: [row[:n] for row, n in zip(table, lengths, strict=True)]  # noqa: E731
+    ratios = (trained - sampled).exp().clamp(max=1.5)
+    experience = Experience(
+        rollout, advantages, torch.ones(4, dtype=torch.bool), cut(trained), cut(ref), weights=cut(ratios)
+    )
+    result = grpo.loss_on(experience, range(4), num_tokens=sum(lengths), num_sequences=4)
+
+    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+    log_ratio = now - trained
+    if level == "sequence":
+        log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1))[:, None]
+    c, a = log_ratio.exp(), advantages[:, None]
+    per_token = -torch.min(c * a, c.clamp(0.8, 1.2) * a) if loss_type != "cispo" else -c.clamp(max=2.0) * a * now
+    per_token = per_token * ratios + 0.1 * ((ref - now).exp() - (ref - now) - 1)
+    per_token = per_token * mask
+    means = (per_token.sum(-1) / mask.sum(-1)).mean() if loss_type == "grpo" else per_token.sum() / mask.sum()
+    assert result.loss.item() == pytest.approx(means.item(), abs=1e-12)
+
+
+def test_where_sampling_and_training_agree_it_changes_nothing():
+    found = []
+    for cap in (None, 1.0):
+        grpo = make_grpo(moe(), learning_rate=1e-2, importance_cap=cap, kl_coef=0.1, micro_batch_tokens=40)
+        for _ in range(3):
+            metrics = grpo.train_step(PROMPTS)
+        found.append(weights(grpo.model))
+    assert torch.equal(*found)
+    assert metrics["importance/mean"] == 1.0
+    assert metrics["importance/capped_fraction"] == 0.0
+
+
+def test_with_a_cut_distribution_it_is_recomputed_and_told():
+    grpo = make_grpo(moe(scale=2.0), top_k=5, importance_cap=2.0)
+    assert grpo.config.recomputes
+    metrics = grpo.train_step(PROMPTS)
+    assert 0 < metrics["importance/mean"] < 0.9  # top-k made what was drawn more probable than the policy has it
+    assert metrics["importance/capped_fraction"] == 0.0
