@@ -150,7 +150,7 @@ class RunConfig(Config):
 
     batch_size: int = 8
     micro_batch_size: int = 0
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = 8192
     num_steps: int = 0
     num_epochs: int = 1
     seed: int = 0

@@ -34,7 +34,7 @@ def test_a_step_tells_its_phases_and_tokens(measured):
 
 def test_the_models_of_both_sides_have_the_same_weights(tmp_path):
     ours = step_contenders.moe_model(TINY)
-    theirs = step_contenders._mixtral(TINY, str(tmp_path))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(step_contenders._saved_model(TINY, str(tmp_path)))
     prompts = TINY.prompts()
     torch.testing.assert_close(
         theirs(prompts).logits, torch.from_numpy(ours.forward(prompts.numpy())), rtol=1e-4, atol=1e-5

@@ -23,7 +23,7 @@ from strop.bench.text import duration, size
 
 ON_GPU = True
 STEPS_PER_TURN = 3
-ROUNDS, ROUNDS_ON_GPU = 7, 3
+ROUNDS, ROUNDS_ON_GPU = 7, 2
 
 
 def cases(workloads: Sequence[Workload] | None = None) -> list["StepCase"]:
