@@ -3,6 +3,7 @@
 import pytest
 
 torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 from strop.bench import step_contenders  # noqa: E402 (after the skip)
 from strop.bench.harness import Method  # noqa: E402
