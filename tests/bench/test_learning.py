@@ -57,7 +57,7 @@ def test_the_example_is_what_is_measured():
     """Its options exist, and so do those that differ without a GPU."""
     job, options = gather(GRPO.Config, ROOT / learning.CONFIG, learning.ON_A_CPU)
     assert job.model == "smollm2"
-    assert (options.run.batch_size, options.run.autocast) == (4, None)
+    assert (options.run.batch_size, options.run.autocast) == (2, None)
     assert gather(GRPO.Config, ROOT / learning.CONFIG)[1].run.num_steps > 100
     (case,) = learning.cases()
     assert case.path == learning.CONFIG
@@ -109,6 +109,7 @@ def test_the_sentence(result):
         in text
     )
     assert "on one A GPU." in text
+    assert "![How many held-out problems SmolLM2-135M-Instruct solves" in text
 
 
 @pytest.mark.parametrize(

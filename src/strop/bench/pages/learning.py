@@ -9,7 +9,7 @@ from strop.bench.text import Result, origin, size, table
 ACCURACY = "eval/reward/right_number"
 FIRST_AND_LAST = 10  # steps of sampled rewards that are told together
 PHASES = ("generate", "reward", "score", "forward", "backward", "update")
-CURVE = "how many held-out problems SmolLM2-135M-Instruct solves, and what its samples are rewarded, by step"
+CURVE = "How many held-out problems SmolLM2-135M-Instruct solves, and what its samples are rewarded, by step"
 
 
 def learning_summary(result: Result) -> str:
@@ -19,7 +19,7 @@ def learning_summary(result: Result) -> str:
     steps, seconds = case["training"]["steps"][-1], sum(case["training"]["time/step"])
     where = result["gpu"]["name"] if result.get("gpu") else result["machine"]["cpu"]
     return (
-        f"![{CURVE.capitalize()}](docs/images/learning.png)\n\n"
+        f"![{CURVE}](docs/images/learning.png)\n\n"
         f"Greedy answers to {case['labels']['num_eval_rows']:,} held-out problems are right in {before} before and in {after}"
         f" after {steps} steps, {_minutes(seconds)} of training on one {where}.\n"
     )
@@ -39,7 +39,7 @@ def learning_table(result: Result) -> str:
             )
     header = ["", "before; first steps", f"after {steps} steps; last of them"]
     return (
-        f"![{CURVE.capitalize()}](../images/learning.png)\n\n"
+        f"![{CURVE}](../images/learning.png)\n\n"
         + table(header, rows)
         + "\n"
         + _effort(case, count)

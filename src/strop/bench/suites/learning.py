@@ -21,7 +21,7 @@ from strop.logging import ConsoleLogger
 
 ON_GPU = True
 CONFIG = Path("examples/smollm2_grpo.yaml")
-ON_A_CPU = ("batch_size=4", "micro_batch_size=16", "num_steps=10", "eval_every=5", "num_eval_rows=32", "autocast=none")
+ON_A_CPU = ("batch_size=2", "group_size=4", "num_steps=2", "eval_every=1", "num_eval_rows=8", "autocast=none")
 DIGITS = 6  # of a metric in the result
 
 
