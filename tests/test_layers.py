@@ -39,6 +39,7 @@ LAYERS = {
     "strop.bench.suites.engines": [],
     "strop.bench.suites.convergence": [],
     "strop.bench.suites.losses": ["torch"],
+    "strop.bench.pages.learning": [],
     "strop.data.formats": [],
     "strop.data.tokenize": [],
     "strop.data.collate": ["torch"],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from strop.cli import main
-from strop.cli.job import JobConfig, load_function, resolve_model, shaped
+from strop.cli.job import JobConfig, load_function, load_rewards, resolve_model, shaped
 from strop.cli.options import described, options_of, parse_settings, parse_value, read_config
 from strop.cli.train import ALGORITHMS, algorithm_class, gather
 
@@ -135,8 +135,7 @@ def test_every_example_is_understood(path, monkeypatch):
     job, config = gather(algorithm_class(command).Config, path)
     assert job.output == f"runs/{path.stem}"
     assert job.data is None or Path(job.data).is_file()
-    for name in job.reward or ():
-        load_function(name, "reward")
+    load_rewards(job, None)
     told = path.read_text()
     assert f"strop train {command} --config examples/{path.name}" in told
     assert config.to_dict() == algorithm_class(command).Config.from_options(config.to_dict()).to_dict()

@@ -48,6 +48,17 @@ def test_problems_by_hand():
     assert len(tasks.get("addition", digits=1).rows("test", seed=0)) == 9  # the other problems of the 100
 
 
+def test_addition_in_another_form_is_the_same_problems():
+    plain, spaced = tasks.get("addition"), tasks.get("addition", form="{a} + {b} =")
+    assert plain.alphabet == "0123456789+="
+    assert spaced.alphabet == "0123456789 +="
+    for split in tasks.SPLITS:
+        rows, others = plain.rows(split, 50), spaced.rows(split, 50)
+        assert [r["prompt"].replace(" ", "") for r in others] == [r["prompt"] for r in rows]
+        assert [r["answer"] for r in others] == [r["answer"] for r in rows]
+    assert spaced.tokenizer.decode(spaced.tokenizer.encode("12 + 7 =")) == "12 + 7 ="
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_splits_never_meet(name):
     task = tasks.get(name)
@@ -107,6 +118,10 @@ def test_rewards_are_exact():
         (lambda: tasks.get("sorting", lenght=3), "unknown option 'lenght' of task 'sorting' (did you mean 'length'?)"),
         (lambda: tasks.get("sorting", length=1), "length must be at least 2, found 1"),
         (lambda: tasks.get("addition", digits=19), "digits must be at most 18, found 19"),
+        (
+            lambda: tasks.get("addition", form="{a}+{c}"),
+            "form must have {a} and {b} once each, found '{a}+{c}'",
+        ),
         (lambda: tasks.get("sorting").rows("dev"), "split must be one of train, test, found 'dev'"),
         (lambda: tasks.get("sorting").rows("test", 0), "limit must be at least 1, found 0"),
         (lambda: tasks.get("addition", digits=1).rows("test", 10), "limit must be at most 9, all test problems of Add"),

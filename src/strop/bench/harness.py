@@ -19,6 +19,7 @@ import gc
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -496,24 +497,15 @@ def machine_name(found: dict[str, Any]) -> str:
     return f"{found['machine']['architecture']}-{found['threads']['usable_cpus']}cores"
 
 
+NUMBER = r"(?:-?[0-9][0-9.eE+-]*|null|NaN|-?Infinity)"
+NUMBERS = re.compile(rf"\[\s+({NUMBER}(?:,\s+{NUMBER})*)\s+\]")
+
+
 def save(found: dict[str, Any], path: Path) -> None:
-    """Small enough to diff: one line for every list of samples or losses."""
+    """Small enough to diff: one line for every list of numbers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(found, indent=1, ensure_ascii=False)
-    path.write_text(_samples_on_one_line(text) + "\n", encoding="utf-8")
-
-
-def _samples_on_one_line(text: str) -> str:
-    lines: list[str] = []
-    inside = False
-    for line in text.split("\n"):
-        if inside:
-            lines[-1] += line.strip() + ("" if line.strip().startswith("]") else " ")
-            inside = not line.strip().startswith("]")
-        else:
-            lines.append(line)
-            inside = line.rstrip().endswith(('"samples_ns": [', '"losses": [', '"steps": ['))
-    return "\n".join(line.replace(" ]", "]") for line in lines)
+    path.write_text(NUMBERS.sub(lambda match: f"[{' '.join(match[1].split())}]", text) + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> dict[str, Any]:

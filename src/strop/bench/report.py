@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from strop.bench.harness import load
-from strop.bench.pages import convergence, engines, losses, primitives, step
+from strop.bench.pages import convergence, engines, learning, losses, primitives, step
 from strop.bench.text import Result
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,6 +47,8 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         losses.losses_accuracy,
         *losses.OPERATOR_BLOCKS,
         step.step_table,
+        learning.learning_summary,
+        learning.learning_table,
     )
 }
 
@@ -55,12 +57,14 @@ PRIMITIVES, ENGINES, CONVERGENCE = (
 )
 LOSSES = "benchmarks/results/losses-h200.json"
 STEP = "benchmarks/results/step-x86_64-2cores.json"
+LEARNING = "benchmarks/results/learning-h200.json"
 FIGURES: dict[str, tuple[Callable[[Result, Path, dict[str, str]], None], str]] = {
     "docs/images/primitives.png": (primitives.primitives_figure, PRIMITIVES),
     "docs/images/engines.png": (engines.engines_figure, ENGINES),
     "docs/images/engines-scaling.png": (engines.engines_scaling_figure, ENGINES),
     "docs/images/losses.png": (losses.losses_figure, LOSSES),
     "docs/images/step.png": (step.step_figure, STEP),
+    "docs/images/learning.png": (learning.learning_figure, LEARNING),
     "docs/images/convergence.png": (convergence.convergence_figure, CONVERGENCE),
     "docs/images/convergence.gif": (convergence.convergence_animation, CONVERGENCE),
 }

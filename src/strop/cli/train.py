@@ -129,18 +129,8 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
         raise NotADirectoryError(f"output must be a folder, found the file {output}")
     if (output / "run.json").exists() and not job.resume:
         raise ValueError(f"{output} holds a run already: --resume goes on with it, --output names another folder")
-    task = load_task(job)
-    rows, eval_rows = load_data(job, task), load_eval_data(job, task)
-    functions = _functions(command, job, task)
-    model, tokenizer = load_model_and_tokenizer(job, task)
-    trainer = algorithm_class(command)(
-        model=model,
-        ref_model=_ref_model(job),
-        tokenizer=tokenizer,
-        config=config,
-        logger=_loggers(job, config, output, quiet),
-        **functions,
-    )
+    trainer, rows, eval_rows = build(command, job, config)
+    trainer.loggers = _loggers(job, config, output, quiet)
     if not quiet:
         print(f"{command}: {len(rows):,} rows, {_size(trainer)}; run folder {output}", file=sys.stderr)
     history = trainer.train(
@@ -154,6 +144,20 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
         _tell(history, output)
     print(output)
     return output
+
+
+def build(command: str, job: JobConfig, config: Any) -> tuple[Any, Sequence[Any], Sequence[Any] | None]:
+    """The trainer, its rows, and the held-out ones."""
+    task = load_task(job)
+    rows, eval_rows = load_data(job, task), load_eval_data(job, task)
+    functions = _functions(command, job, task)
+    model, tokenizer = load_model_and_tokenizer(job, task)
+    make = algorithm_class(command)
+    return (
+        make(model=model, ref_model=_ref_model(job), tokenizer=tokenizer, config=config, **functions),
+        rows,
+        eval_rows,
+    )
 
 
 def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:

@@ -8,23 +8,36 @@ import numpy as np
 from strop.primitives._inputs import as_whole_number
 from strop.tasks.base import Problem, Task
 
+DIGITS = "0123456789"
+
 
 @dataclass(frozen=True)
 class Addition(Task):
-    """Two numbers of at most `digits` digits. a+b and b+a are in the same split."""
+    """Two numbers of at most `digits` digits. a+b and b+a are in the same split.
+
+    form   how a problem is written, with {a} and {b}: "{a} + {b} =" for models that have read it so most often
+    """
 
     name: ClassVar[str] = "addition"
-    alphabet: ClassVar[str] = "0123456789+="
 
     digits: int = 2
+    form: str = "{a}+{b}="
 
     def __post_init__(self) -> None:
         if as_whole_number(self.digits, "digits", 1) > 18:
             raise ValueError(f"digits must be at most 18, found {self.digits}")
+        if any(self.form.count(field) != 1 for field in ("{a}", "{b}")):
+            raise ValueError(f"form must have {{a}} and {{b}} once each, found {self.form!r}")
+
+    @property
+    def alphabet(self) -> str:
+        between = self.form.replace("{a}", "").replace("{b}", "")
+        return DIGITS + "".join(c for c in dict.fromkeys(between) if c not in DIGITS)
 
     def problem(self, rng: np.random.Generator) -> Problem:
         a, b = (int(n) for n in rng.integers(0, 10**self.digits, 2))
-        return Problem(f"{a}+{b}=", str(a + b), f"{min(a, b)}+{max(a, b)}")
+        prompt = self.form.replace("{a}", str(a)).replace("{b}", str(b))
+        return Problem(prompt, str(a + b), f"{min(a, b)}+{max(a, b)}")
 
     @property
     def longest_answer(self) -> int:

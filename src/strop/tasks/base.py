@@ -35,8 +35,11 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
-    alphabet: ClassVar[str]
-    """Every character of its prompts and answers."""
+
+    @property
+    @abstractmethod
+    def alphabet(self) -> str:
+        """Every character of its prompts and answers."""
 
     @abstractmethod
     def problem(self, rng: np.random.Generator) -> Problem:

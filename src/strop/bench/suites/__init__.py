@@ -7,4 +7,5 @@ SUITES = {
     "convergence": "every engine of the MoE from the same weights: a batch memorised, a language learned",
     "losses": "the operators against eager torch, torch.compile, Liger and the floor, on a GPU if there is one",
     "step": "a whole GRPO step against TRL, on a GPU if there is one",
+    "learning": "SmolLM2-135M-Instruct learns to add with GRPO, on a GPU if there is one",
 }
