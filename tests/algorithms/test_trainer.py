@@ -146,6 +146,38 @@ def test_phases_count_their_own_seconds():
     assert 0.01 <= phases.seconds["outer"] < 0.03
 
 
+def test_phases_of_a_gpu_are_read_off_its_own_course(monkeypatch):
+    """Scoring takes the GPU 50 ms and the host none; the reward, 20 ms of the host, ends within it and adds nothing."""
+    course = {"gpu": 0.0, "host": 0.0, "waits": 0}
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(
+            self, stream
+        ):  # reached by the GPU when it is done with what was asked before, and not before it is asked
+            course["gpu"] = self.at = max(course["gpu"], course["host"])
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: course.update(waits=course["waits"] + 1))
+    phases = Phases(torch.device("cuda"))
+    with phases.phase("score"):
+        course["gpu"] += 50
+    with phases.phase("reward"):
+        course["host"] += 20
+    with phases.phase("outer"), phases.phase("inner"):
+        course["host"] += 90
+        course["gpu"] = max(course["gpu"], course["host"]) + 5
+    assert course["waits"] == 0
+    assert phases.seconds == pytest.approx({"score": 0.05, "reward": 0.0, "outer": 0.0, "inner": 0.065})
+    assert course["waits"] == 1
+
+
 def test_the_metrics_of_a_step():
     sft = SFT(model=tiny_moe())
     metrics = sft.train_step(torch.tensor([[2, 3]]), torch.tensor([[4, 5, 1]]))

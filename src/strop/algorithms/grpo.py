@@ -244,13 +244,17 @@ class GRPO(Trainer):
 
     def _step(self, prompts: list[Prompt]) -> dict[str, float]:
         rollout = self._generate(prompts, 0)
-        scores = None
+        scores, metrics = None, {}
         if not self.config.resample_rounds:  # else the rewards come first: they say which completions stay
             scores = self._score(rollout)  # on a GPU while the host, which does not wait for it, runs the rewards
-        rewards = self._reward(prompts, rollout)
-        rollout, rewards, metrics = self._sampled_again(prompts, rollout, rewards)
-        self._show(prompts, rollout, rewards)
+        rows, rewards = self._reward(prompts, rollout)
+        if self.config.resample_rounds:
+            metrics["reward/resampled_fraction"] = self._share_without_signal(rewards)
+            rollout, rewards = self._sampled_again(prompts, rollout, rewards)
+            rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy)
+        self.samples = sample_table(rows, reward=rewards.total_B.tolist())
         metrics |= reward_metrics(rewards) | rollout_metrics(rollout)
+        metrics["reward/zero_std_fraction"] = self._share_without_signal(rewards)
         metrics |= self._learn(self._experience(rollout, rewards.total_B, scores))
         self.count_tokens(sum(_lengths(rollout)))
         return metrics | {"mean_reward": metrics["reward/mean"], "mean_kl": metrics.get("kl", 0.0)}
@@ -263,33 +267,27 @@ class GRPO(Trainer):
                 self.policy, [p.ids for p in prompts], config.sampling, num_samples=config.group_size, seed=seed
             )
 
-    def _reward(self, prompts: list[Prompt], rollout: Rollout) -> Rewards:
+    def _reward(self, prompts: list[Prompt], rollout: Rollout) -> tuple[dict[str, list[Any]], Rewards]:
+        """What the reward functions are given, and what they give."""
         with self.phase("reward"):
-            return self.rewards(reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy))
+            rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy)
+            return rows, self.rewards(rows)
 
-    def _sampled_again(
-        self, prompts: list[Prompt], rollout: Rollout, rewards: Rewards
-    ) -> tuple[Rollout, Rewards, dict[str, float]]:
+    def _sampled_again(self, prompts: list[Prompt], rollout: Rollout, rewards: Rewards) -> tuple[Rollout, Rewards]:
         """Groups without signal exchanged for new ones, as often as wanted."""
         size = self.config.group_size
-        first = flat = without_signal(rewards.total_B, size)
         for attempt in range(1, self.config.resample_rounds + 1):
-            again = flat.nonzero().flatten().tolist()
+            again = without_signal(rewards.total_B, size).nonzero().flatten().tolist()
             if not again:
                 break
             chosen = [prompts[i] for i in again]
             new_rollout = self._generate(chosen, attempt)
-            new_rewards = self._reward(chosen, new_rollout)
+            _, new_rewards = self._reward(chosen, new_rollout)
             rollout, rewards = _with_groups_replaced(rollout, rewards, again, new_rollout, new_rewards, size)
-            flat = without_signal(rewards.total_B, size)
-        metrics = {"reward/zero_std_fraction": flat.double().mean().item()}
-        if self.config.resample_rounds:
-            metrics["reward/resampled_fraction"] = first.double().mean().item()
-        return rollout, rewards, metrics
+        return rollout, rewards
 
-    def _show(self, prompts: list[Prompt], rollout: Rollout, rewards: Rewards) -> None:
-        rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy)
-        self.samples = sample_table(rows, reward=rewards.total_B.tolist())
+    def _share_without_signal(self, rewards: Rewards) -> float:
+        return without_signal(rewards.total_B, self.config.group_size).double().mean().item()
 
     # ---- scoring ----
 
