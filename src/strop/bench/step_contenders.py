@@ -2,7 +2,7 @@
 
 Fairness, where it is a choice: TRL runs as its users run it on one device, with transformers' generation, its loss set to strop's
 (grpo), without gradient checkpointing, its AdamW being torch's fused one; once with all completions in one micro-batch, its quickest,
-and on a GPU once with eight at a time, its default and leaner. Both have their weights in the workload's dtype.
+and for one model once with eight at a time, its default and leaner. Both have their weights in the workload's dtype.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Step:
 class Workload:
     """num_prompts · group_size completions of new_tokens each; shape: a transformers config by model type, or "moe"
 
-    compiled   whether strop runs a second time with compile=True
+    trl_micro_batches   TRL's: completions in one, None is all
     """
 
     name: str
@@ -45,7 +45,7 @@ class Workload:
     new_tokens: int = 32
     kl_coef: float = 0.04
     device: str = "cpu"
-    compiled: bool = False
+    trl_micro_batches: tuple[int | None, ...] = (None,)
 
     @property
     def num_completions(self) -> int:
@@ -88,7 +88,7 @@ ON_A_GPU = [
         prompt_tokens=64,
         new_tokens=256,
         device="cuda",
-        compiled=True,
+        trl_micro_batches=(None, 8),
     ),
     Workload(
         name="SmolLM2-135M shape", model_type="llama", shape=SMOLLM2, prompt_tokens=64, new_tokens=256, device="cuda"
@@ -117,7 +117,7 @@ def moe_model(workload: Workload) -> Any:
     return MoETransformer(config, seed=SEED)
 
 
-def strop_steps(workload: Workload, compile: bool = False) -> Steps:
+def strop_steps(workload: Workload) -> Steps:
     from strop.algorithms.grpo import GRPO
 
     model = moe_model(workload) if workload.model_type == "moe" else hugging_face_model(workload)
@@ -125,7 +125,7 @@ def strop_steps(workload: Workload, compile: bool = False) -> Steps:
         warnings.filterwarnings("ignore", message=".*bfloat16")  # weights of 16 bits are the workload's
         grpo = GRPO(
             model=model, reward_fn=_strop_reward, group_size=workload.group_size, kl_coef=workload.kl_coef,
-            max_new_tokens=workload.new_tokens, learning_rate=LEARNING_RATE, compile=compile,
+            max_new_tokens=workload.new_tokens, learning_rate=LEARNING_RATE,
         )  # fmt: skip
     prompts = workload.prompts()
 

@@ -22,8 +22,9 @@ from strop.bench.step_contenders import Step, Workload
 from strop.bench.text import duration, size
 
 ON_GPU = True
+WARM_UP = 2
 STEPS_PER_TURN = 3
-ROUNDS, ROUNDS_ON_GPU = 7, 2
+ROUNDS, ROUNDS_ON_GPU = 7, 2  # a GPU's minutes are dear, and its steps differ little
 
 
 def cases(workloads: Sequence[Workload] | None = None) -> list["StepCase"]:
@@ -46,14 +47,11 @@ class StepCase:
 
     def _sides(self, folder: str) -> dict[str, Callable[[], Callable[[int], list[Step]]]]:
         """What makes each side; the first is the one others are compared with."""
-        workload, on_gpu = self.workload, self.workload.device == "cuda"
+        workload = self.workload
         sides: dict[str, Callable[[], Any]] = {"strop": lambda: contenders.strop_steps(workload)}
-        if on_gpu and workload.compiled:
-            sides["strop, compiled"] = lambda: contenders.strop_steps(workload, compile=True)
-        if contenders.trl_installed():
-            sides["TRL"] = lambda: contenders.trl_steps(workload, f"{folder}/all")
-            if on_gpu:
-                sides["TRL, 8 at a time"] = lambda: contenders.trl_steps(workload, f"{folder}/8", at_a_time=8)
+        for count in workload.trl_micro_batches if contenders.trl_installed() else ():
+            name = f"TRL, {count} at a time" if count else "TRL"
+            sides[name] = lambda count=count: contenders.trl_steps(workload, f"{folder}/{count}", at_a_time=count)  # type: ignore[misc]
         return sides
 
     def measure(self, method: Method) -> dict[str, Any]:
@@ -65,7 +63,7 @@ class StepCase:
             for name, make in self._sides(folder).items():
                 before = contenders.memory_in_use(self.workload)  # of the sides made already, which keep theirs
                 sides[name] = make()
-                warm = [step.peak_bytes for step in sides[name](2)]
+                warm = [step.peak_bytes for step in sides[name](WARM_UP)]
                 peaks[name] = [peak - before for peak in warm if peak is not None]
             steps: dict[str, list[Step]] = {name: [] for name in sides}
             for _ in range(min(ROUNDS_ON_GPU if self.workload.device == "cuda" else ROUNDS, method.rounds)):
