@@ -23,8 +23,8 @@ from strop.bench.text import duration, size
 
 ON_GPU = True
 WARM_UP = 2
-STEPS_PER_TURN = 3
-ROUNDS, ROUNDS_ON_GPU = 7, 2  # a GPU's minutes are dear, and its steps differ little
+STEPS_PER_TURN = 4
+ROUNDS, ROUNDS_ON_GPU = 7, 1  # a GPU's minutes are dear, and its steps differ little
 
 
 def cases(workloads: Sequence[Workload] | None = None) -> list["StepCase"]:
