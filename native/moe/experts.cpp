@@ -12,14 +12,14 @@ inline VecOf<T> sigmoid(VecOf<T> x) {
     return (x < T(0) ? e : broadcast<T>(1)) * reciprocal(e + T(1));
 }
 
-// h = silu(gate)·up,  silu(g) = g·σ(g): rows of whole vectors, gate and up in rows of kPanel
+// h = silu(gate)·up,  silu(g) = g·σ(g): rows of whole vectors, gate and up in rows of `from_row`
 template <class T>
-inline void swiglu(size_t rows, size_t columns, const T* gate, const T* up, T* h, size_t h_row) {
+inline void swiglu(size_t rows, size_t columns, const T* gate, const T* up, size_t from_row, T* h, size_t h_row) {
     constexpr size_t lanes = Lanes<T>::count;
     for (size_t row = 0; row < rows; ++row)
         for (size_t i = 0; i < columns; i += lanes) {
-            const VecOf<T> g = load(gate + row * kPanel + i);
-            store(h + row * h_row + i, (g * sigmoid<T>(g)) * load(up + row * kPanel + i));
+            const VecOf<T> g = load(gate + row * from_row + i);
+            store(h + row * h_row + i, (g * sigmoid<T>(g)) * load(up + row * from_row + i));
         }
 }
 
@@ -39,6 +39,19 @@ inline void swiglu_bwd(size_t F, const T* dh_F, const T* gate_F, const T* up_F, 
 size_t tokens_of(const Groups& groups, size_t e) {
     const size_t first = groups.first_panels_E[e], last = groups.first_panels_E[e + 1];
     return first == last ? 0 : (last - first - 1) * kPanel + static_cast<size_t>(groups.counts[last - 1]);
+}
+
+// What `experts` saved, the other way round, in the rows of gate_up_A2F.
+template <class T>
+T* take_gate_up_rows(const Config& c, const Groups& groups, const T* gate_up_2FA, Arena& arena) {
+    const size_t F = c.F, Fp = padded(F), stride = spread(2 * Fp);
+    T* gate_up_A2F = take<T>(arena, groups.num_panels * kPanel * stride);
+    parallel_for(2 * groups.num_panels, [&](size_t task) noexcept {
+        const size_t panel = task / 2, is_up = task % 2;
+        to_rows<T>(F, groups.counts[panel], panel_of(gate_up_2FA, 2 * F, panel) + is_up * F * kPanel,
+                   [&](size_t i) { return gate_up_A2F + (panel * kPanel + i) * stride + is_up * Fp; });
+    });
+    return gate_up_A2F;
 }
 
 }  // namespace
@@ -76,7 +89,7 @@ void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved) {
             up.c += (pass.saving ? F : kRows) * kPanel;
             multiply(gate);
             multiply(up);
-            swiglu(gate.M, groups.counts[panel], gate.c, up.c, panel_of(saved.h_FA, F, panel) + f * kPanel, kPanel);
+            swiglu(gate.M, groups.counts[panel], gate.c, up.c, kPanel, panel_of(saved.h_FA, F, panel) + f * kPanel, kPanel);
         }
     });
 
@@ -95,7 +108,7 @@ void experts_by_rows(Pass<T>& pass, const typename Transposed<T>::Layer& w, Bloc
     const Config& c = *pass.config;
     const Groups& groups = saved.groups;
     const size_t D = c.D, F = c.F, Dp = padded(D), Fp = padded(F), A = groups.num_panels * kPanel;
-    const size_t F_panels = panels_of(F), D_panels = panels_of(D);
+    const size_t F_panels = panels_of(F), D_panels = panels_of(D), stride = spread(2 * Fp);
     Arena& arena = *pass.arena;
     T *x_AD = take<T>(arena, A * Dp), *h_AF = take<T>(arena, A * Fp);
     for_tasks(groups.num_panels, A * D, [&](size_t panel) noexcept {
@@ -114,20 +127,21 @@ void experts_by_rows(Pass<T>& pass, const typename Transposed<T>::Layer& w, Bloc
         }
     for_rows_of(products, count, [&](size_t index, size_t first, size_t last) {
         constexpr size_t kRows = 24;
-        T gate_up[2 * kRows * kPanel];
+        T unsaved[2 * kRows * kPanel];
+        const size_t a = (products[index].a - x_AD) / Dp, f = static_cast<size_t>(products[index].c - h_AF) % Fp;
         for (size_t row = first; row < last; row += kRows) {
             Product<T> gate = products[index];
             T* h = gate.c + row * Fp;
             gate.M = smaller(last - row, kRows);
             gate.a += row * Dp;
-            gate.c = gate_up;
-            gate.c_row = kPanel;
+            gate.c = saved.gate_up_A2F ? saved.gate_up_A2F + (a + row) * stride + f : unsaved;
+            gate.c_row = saved.gate_up_A2F ? stride : kPanel;
             Product<T> up = gate;
             up.b += F_panels * D * kPanel;
-            up.c += kRows * kPanel;
+            up.c += saved.gate_up_A2F ? Fp : kRows * kPanel;
             multiply(gate);
             multiply(up);
-            swiglu(gate.M, gate.N, gate.c, up.c, h, Fp);
+            swiglu(gate.M, gate.N, gate.c, up.c, gate.c_row, h, Fp);
         }
     });
 
@@ -147,15 +161,11 @@ void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& s
                  const LayerWeights<T>& grads) {
     const Config& c = *pass.config;
     const Groups& groups = saved.groups;
-    const size_t D = c.D, F = c.F, Dp = padded(D), Fp = padded(F), A = groups.num_panels * kPanel;
+    const size_t D = c.D, F = c.F, Dp = padded(D), Fp = padded(F), Fs = spread(F), A = groups.num_panels * kPanel;
+    const size_t stride = spread(2 * Fp);  // of rows with the gate, then up from Fp on
     Arena& arena = *pass.arena;
-    T *gate_up_A2F = take<T>(arena, A * 2 * Fp), *dgate_up_A2F = take<T>(arena, A * 2 * Fp);  // gate, then up from Fp on
-    T *dh_AF = take<T>(arena, A * Fp), *h_AF = take<T>(arena, A * Fp);
-    parallel_for(2 * groups.num_panels, [&](size_t task) noexcept {
-        const size_t panel = task / 2, is_up = task % 2;
-        to_rows<T>(F, groups.counts[panel], panel_of(saved.gate_up_2FA, 2 * F, panel) + is_up * F * kPanel,
-                   [&](size_t i) { return gate_up_A2F + (panel * kPanel + i) * 2 * Fp + is_up * Fp; });
-    });
+    T *dgate_up_A2F = take<T>(arena, A * stride), *dh_AF = take<T>(arena, A * Fs), *h_AF = take<T>(arena, A * Fs);
+    const T* gate_up_A2F = saved.gate_up_A2F ? saved.gate_up_A2F : take_gate_up_rows(c, groups, saved.gate_up_2FA, arena);
 
     auto* products = take<Product<T>>(arena, 4 * c.E);
     size_t* firsts = take<size_t>(arena, c.E);  // assignment of each used expert's first token
@@ -164,25 +174,25 @@ void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& s
         const size_t tokens = tokens_of(groups, e), first = groups.first_panels_E[e] * kPanel;
         if (tokens == 0) continue;
         firsts[used] = first;
-        products[used++] = linear_bwd_input_rows<T>(dy_AD + first * Dp, Dp, D, w.down_EDF + e * D * F, F, tokens, dh_AF + first * Fp);
+        products[used++] = linear_bwd_input_rows<T>(dy_AD + first * Dp, Dp, D, w.down_EDF + e * D * F, F, tokens, dh_AF + first * Fs, Fs);
     }
     run_products(products, used, [&](size_t i, size_t first, size_t last) {                 // h = silu(gate)·up
         for (size_t a = firsts[i] + first; a < firsts[i] + last; ++a) {
-            const T* gate_F = gate_up_A2F + a * 2 * Fp;
-            T* dgate_F = dgate_up_A2F + a * 2 * Fp;
-            swiglu_bwd(F, dh_AF + a * Fp, gate_F, gate_F + Fp, dgate_F, dgate_F + Fp, h_AF + a * Fp);
+            const T* gate_F = gate_up_A2F + a * stride;
+            T* dgate_F = dgate_up_A2F + a * stride;
+            swiglu_bwd(F, dh_AF + a * Fs, gate_F, gate_F + Fp, dgate_F, dgate_F + Fp, h_AF + a * Fs);
         }
     });
 
     for (size_t e = 0; e < c.E; ++e) {                                                      // (gate, up) = x·(Wg, Wu)ᵀ
         const size_t tokens = tokens_of(groups, e), first = groups.first_panels_E[e] * kPanel;
-        const T *dgate = dgate_up_A2F + first * 2 * Fp, *x = x_AD + first * Dp, *gate_up_2FD = w.gate_up_E2FD + e * 2 * F * D;
+        const T *dgate = dgate_up_A2F + first * stride, *x = x_AD + first * Dp, *gate_up_2FD = w.gate_up_E2FD + e * 2 * F * D;
         T* dgate_up_2FD = grads.gate_up_E2FD + e * 2 * F * D;
         Product<T>* of_expert = products + 4 * e;
-        of_expert[0] = linear_bwd_weight_rows<T>(dy_AD + first * Dp, Dp, D, h_AF + first * Fp, F, tokens, grads.down_EDF + e * D * F);
-        of_expert[1] = linear_bwd_weight_rows<T>(dgate, 2 * Fp, F, x, D, tokens, dgate_up_2FD);
-        of_expert[2] = linear_bwd_weight_rows<T>(dgate + Fp, 2 * Fp, F, x, D, tokens, dgate_up_2FD + F * D);
-        of_expert[3] = linear_bwd_input_rows<T>(dgate, 2 * Fp, 2 * F, gate_up_2FD, D, tokens, dx_AD + first * Dp);
+        of_expert[0] = linear_bwd_weight_rows<T>(dy_AD + first * Dp, Dp, D, h_AF + first * Fs, Fs, F, tokens, grads.down_EDF + e * D * F);
+        of_expert[1] = linear_bwd_weight_rows<T>(dgate, stride, F, x, Dp, D, tokens, dgate_up_2FD);
+        of_expert[2] = linear_bwd_weight_rows<T>(dgate + Fp, stride, F, x, Dp, D, tokens, dgate_up_2FD + F * D);
+        of_expert[3] = linear_bwd_input_rows<T>(dgate, stride, 2 * F, gate_up_2FD, D, tokens, dx_AD + first * Dp, Dp);
         of_expert[3].k_block = F;  // from the gate's part of a row to the up projection's
         of_expert[3].a_step = Fp;
         of_expert[3].b_step = F * D;

@@ -89,6 +89,9 @@ void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>&
 
 // ---- transposed.cpp ----------------------------------------------------------------------------------------------------
 
+// `count` matrices (O, D), one after the other, in panels of kPanel outputs.
+template <class T>
+T* take_transposed(const T* w_OD, size_t count, size_t O, size_t D, Arena& arena);
 template <class T>
 Transposed<T> transpose(const Config& c, const Weights<T>& weights, Arena& arena);
 
@@ -112,6 +115,14 @@ void block_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& sav
 // The loss; logits_VN become dL/dlogits.
 template <class T>
 double cross_entropy(size_t V, size_t N, const Targets& targets, Arena& arena, T* logits_VN);
+
+// ---- scores.cpp --------------------------------------------------------------------------------------------------------
+
+template <class T>
+void score(Pass<T>& pass, Scores<T>& scores);
+// dL/dlogits in place of scores.logits_MV; dh_DN of every token of the pass and the head's gradient.
+template <class T>
+void scored_head_bwd(Pass<T>& pass, const Scores<T>& scores, const double* dlogps_M, const double* dentropy_M, T* dh_DN, T* dhead_VD);
 
 // ---- softmax.cpp -------------------------------------------------------------------------------------------------------
 
