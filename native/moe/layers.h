@@ -66,10 +66,9 @@ template <class T>
 void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved);
 template <class T>
 void experts_by_rows(Pass<T>& pass, const typename Transposed<T>::Layer& w, BlockSaved<T>& saved);
-// dx_AD from dy_AD and x_AD.
+// dx_AD, what each assignment sends to its token, from dy_ND.
 template <class T>
-void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_AD, const T* x_AD, T* dx_AD,
-                 const LayerWeights<T>& grads);
+void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_ND, T* dx_AD, const LayerWeights<T>& grads);
 
 // ---- moe.cpp -----------------------------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ void scored_head_bwd(Pass<T>& pass, const Scores<T>& scores, const double* dlogp
             token_bwd(scores, m, V, dlogps_M[m], dentropy_M ? dentropy_M[m] : 0.0, dlogits_MV + m * Vs);
         multiply(linear_bwd_input_rows<T>(dlogits_MV + first * Vs, Vs, V, pass.weights->head_VD, D, count, dh_MD + first * Dp, Dp));
     });
-    Product<T> dhead = linear_bwd_weight_rows<T>(dlogits_MV, Vs, V, scores.h_MD, Dp, D, M, dhead_VD);
+    Product<T> dhead = linear_bwd_weight_rows<T>(dlogits_MV, Vs, V, scores.h_MD, Dp, D, M, dhead_VD, D);
     run_products(&dhead, 1);
 
     // A token may predict several, where rows part after it; or none.

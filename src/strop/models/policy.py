@@ -168,7 +168,7 @@ class Policy:
         if self.kind == "moe":  # from its engine, as its sampler has them: a rollout's log-probs are these, bit for bit
             self._refuse_packed(batch)
             masks = batch.attention_mask_BT, batch.completion_mask_BT
-            both = unwrapped(self.model).logps(batch.input_ids_BT, *masks, temperature=temperature)  # type: ignore[operator]
+            both = unwrapped(self.model).logps(batch.input_ids_BT, *masks, temperature=temperature)
             return both if entropy else both[0]
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
         if (head := self.hidden(batch)) is not None:

@@ -44,18 +44,20 @@ class NumpyEngine(Engine):
         return _written(grads, out)
 
     def logps(self, tokens_BT, counts_BT, attention_mask_BT=None, *, temperature=1.0):
-        saved = self.logps_saved(tokens_BT, counts_BT, attention_mask_BT, temperature=temperature)
-        return saved.logps_BT, saved.entropy_BT
+        tokens_N, layout = _real_tokens(tokens_BT, attention_mask_BT)
+        counted_M, before_M = _counted(counts_BT, attention_mask_BT)
+        h_ND, _, _ = hidden_states(self.params, self.config, tokens_N, layout, keep=False)
+        logits_MV, _ = head(self.params, h_ND[before_M])
+        logps_M, entropy_M, _ = logps(logits_MV, tokens_N[counted_M], temperature)
+        return _spread(logps_M, counts_BT), _spread(entropy_M, counts_BT)
 
     def logps_saved(self, tokens_BT, counts_BT, attention_mask_BT=None, *, temperature=1.0):
         tokens_N, layout = _real_tokens(tokens_BT, attention_mask_BT)
         logits_NV, _, saved = forward(self.params, self.config, tokens_N, layout)
-        counted_M = np.nonzero(_without_padding(counts_BT, attention_mask_BT))[0]
-        before_M = counted_M - 1  # without padding, the token before stands right there
+        counted_M, before_M = _counted(counts_BT, attention_mask_BT)
         logps_M, entropy_M, logps_saved = logps(logits_NV[before_M], tokens_N[counted_M], temperature)
-        logps_BT, entropy_BT = np.zeros(tokens_BT.shape), np.zeros(tokens_BT.shape)
-        logps_BT[counts_BT], entropy_BT[counts_BT] = logps_M, entropy_M
-        return SavedLogps(logps_BT, entropy_BT, (saved, logps_saved, before_M, logits_NV.shape, counts_BT))
+        state = saved, logps_saved, before_M, logits_NV.shape, counts_BT
+        return SavedLogps(_spread(logps_M, counts_BT), _spread(entropy_M, counts_BT), state)
 
     def logps_backward(self, saved, dlogps_BT, dentropy_BT=None, out=None):
         state, logps_saved, before_M, shape_NV, counts_BT = saved.state
@@ -126,6 +128,18 @@ def _with_padding(logits_NV, tokens_BT, attention_mask_BT):
     logits_BTV = np.zeros(shape_BTV, logits_NV.dtype)
     logits_BTV[attention_mask_BT] = logits_NV
     return logits_BTV
+
+
+def _counted(counts_BT, attention_mask_BT):
+    """The tokens that count and those before them, which without padding stand right there."""
+    counted_M = np.nonzero(_without_padding(counts_BT, attention_mask_BT))[0]
+    return counted_M, counted_M - 1
+
+
+def _spread(values_M, counts_BT):
+    values_BT = np.zeros(counts_BT.shape)
+    values_BT[counts_BT] = values_M
+    return values_BT
 
 
 def _written(grads: Arrays, out: Arrays | None) -> Arrays:
