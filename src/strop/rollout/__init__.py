@@ -60,7 +60,7 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         """Tokens generated."""
-        return sum(map(len, self.completion_ids))
+        return sum(completion.numel() for completion in self.completion_ids)
 
     def select(self, indices: Sequence[int]) -> "Rollout":
         """These completions, in this order."""
@@ -92,7 +92,7 @@ def generate(
     with evaluating(unwrapped(policy.model)):
         completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, seed, eos_ids)
     seconds = time.perf_counter() - start
-    reasons = ["eos" if len(c) and int(c[-1]) in eos_ids else "length" for c in completion_ids]
+    reasons = ["eos" if c.numel() and c[-1].item() in eos_ids else "length" for c in completion_ids]
     return Rollout([p for p in ids for _ in range(num_samples)], completion_ids, logps, reasons, seconds)
 
 
