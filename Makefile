@@ -81,13 +81,13 @@ SANITIZED_PYTEST = OPENBLAS_NUM_THREADS=1 $(SANITIZED)/bin/python -m pytest -p n
 sanitize: $(INSTALLED)
 	$(call build_sanitized,address)
 	LD_PRELOAD="$(call LIBRARY,libasan.so) $(call LIBRARY,libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
-	$(SANITIZED_PYTEST) tests/primitives tests/moe/test_moe_native.py
+	$(SANITIZED_PYTEST) tests/primitives tests/moe/test_moe_native.py tests/moe/test_moe_logps.py
 
 # The pool, and calls from several threads at once: bits do not change with the threads, models are shared between them.
 sanitize-threads: $(INSTALLED)
 	$(call build_sanitized,thread)
 	LD_PRELOAD="$(call LIBRARY,libtsan.so)" TSAN_OPTIONS="exitcode=66 halt_on_error=1 die_after_fork=0" \
-	$(SANITIZED_PYTEST) tests/primitives tests/moe/test_moe_native.py -k "thread or fork or bits or generate"
+	$(SANITIZED_PYTEST) tests/primitives tests/moe/test_moe_native.py tests/moe/test_moe_logps.py -k "thread or fork or bits or generate"
 
 # The wheel is built from the sdist. It is installed alone: the core works without torch.
 dist: $(INSTALLED)

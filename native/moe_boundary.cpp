@@ -151,6 +151,22 @@ void define_engine(nb::module_& m, const char* engine_name, const char* pass_nam
             Release release;
             self.backward(saved, dlogits_BTV.data(), daux, out);
         })
+        .def("logps", [](Engine<T>& self, Ids tokens_BT, Mask mask_BT, Array<const bool, 2> counts_BT, double temperature, Array<double, 2> logps_BT,
+                         Array<double, 2> entropy_BT) {
+            Release release;
+            self.logps(batch_of(tokens_BT, mask_BT), bytes_of(counts_BT), temperature, logps_BT.data(), entropy_BT.data());
+        }, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
+        .def("logps_saved", [](Engine<T>& self, Ids tokens_BT, Mask mask_BT, Array<const bool, 2> counts_BT, double temperature,
+                               Array<double, 2> logps_BT, Array<double, 2> entropy_BT) {
+            Release release;
+            return self.logps_saved(batch_of(tokens_BT, mask_BT), bytes_of(counts_BT), temperature, logps_BT.data(), entropy_BT.data());
+        }, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
+        .def("logps_backward", [](Engine<T>& self, OwnedPass<T>& saved, Array<const double, 2> dlogps_BT,
+                                  std::optional<Array<const double, 2>> dentropy_BT, const nb::list& grads) {
+            const std::vector<T*> out = data_of_all<T>(grads, parameter_sizes(self.config()));
+            Release release;
+            self.logps_backward(saved, dlogps_BT.data(), dentropy_BT ? dentropy_BT->data() : nullptr, out);
+        }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg())
         .def("loss_and_grads", [](Engine<T>& self, Ids tokens_BT, Ids targets_BT, Mask target_mask_BT, Mask mask_BT, double aux_coef, const nb::list& grads) {
             const std::vector<T*> out = data_of_all<T>(grads, parameter_sizes(self.config()));
             Release release;

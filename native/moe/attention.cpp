@@ -89,22 +89,28 @@ void attend(const Config& c, const Tokens& tokens, const Strip& strip, BlockSave
     });
 }
 
-// Rotated keys and values of one strip to their places in the rows they belong to.
+// Rotated keys and values of one strip to their places in all rows they belong to.
 template <class T>
 void store_keys_values(const Config& c, const Tokens& tokens, const Strip& strip, const T* k_ON, const T* v_ON, const KeysValues<T>& kv) {
     const int32_t *rows = tokens.rows_N + strip.first, *positions = tokens.positions_N + strip.first;
     for (size_t k = 0; k < c.K; ++k) {
         const T *from_k = k_ON + k * c.C * kPanel, *from_v = v_ON + k * c.C * kPanel;
         for (size_t t = 0; t < strip.tokens;) {
-            size_t end = t + 1;  // a run of tokens of one row
-            while (end < strip.tokens && rows[end] == rows[t]) ++end;
-            T* key = kv.keys + (rows[t] * c.K + k) * c.C * kv.S + positions[t];
-            for (size_t i = 0; i < c.C; ++i)
-                for (size_t at = t; at < end; ++at) key[i * kv.S + at - t] = from_k[i * kPanel + at];
+            const size_t last_row = tokens.end(strip.first + t);
+            size_t end = t + 1;  // a run of tokens of the same rows
+            while (end < strip.tokens && rows[end] == rows[t] && tokens.end(strip.first + end) == last_row) ++end;
+            for (size_t row = rows[t]; row < last_row; ++row) {
+                T* key = kv.keys + (row * c.K + k) * c.C * kv.S + positions[t];
+                for (size_t i = 0; i < c.C; ++i)
+                    for (size_t at = t; at < end; ++at) key[i * kv.S + at - t] = from_k[i * kPanel + at];
+            }
             t = end;
         }
-        to_rows<T>(c.C, strip.tokens, from_v,
-                   [&](size_t t) { return kv.values + ((rows[t] * c.K + k) * kv.S + positions[t]) * padded(c.C); });
+        const auto value = [&](size_t row, size_t t) { return kv.values + ((row * c.K + k) * kv.S + positions[t]) * padded(c.C); };
+        to_rows<T>(c.C, strip.tokens, from_v, [&](size_t t) { return value(rows[t], t); });
+        for (size_t t = 0; t < strip.tokens; ++t)
+            for (size_t row = rows[t] + 1; row < tokens.end(strip.first + t); ++row)
+                __builtin_memcpy(value(row, t), value(rows[t], t), c.C * sizeof(T));
     }
 }
 

@@ -10,10 +10,11 @@ namespace {
 constexpr size_t kQueries = 64;   // of a block
 constexpr size_t kWorkers = 32;   // tasks at most, each with scratch of its own
 
-// One row of a batch and one query head. q, dcontext and dq are rows of `stride`, at this head.
+// One row of a batch and one query head. q, dcontext and dq are rows of `stride`, at this head; keys of `offset` tokens that
+// rows before this one brought stand before those of its own `tokens`.
 template <class T>
 struct HeadRow {
-    size_t C, tokens, S, stride, H;
+    size_t C, offset, tokens, S, stride, H;
     const T *q_TC, *dcontext_TC;
     const T *max_TH, *sum_TH;
     const T *keys_CS, *keys_SC, *values_CS;
@@ -25,14 +26,15 @@ template <class T>
 void scores_bwd(const HeadRow<T>& r, size_t first, size_t n, T* p_TS, T* ds_TS) {
     constexpr size_t lanes = Lanes<T>::count;
     const T scale = T(1) / static_cast<T>(__builtin_sqrt(static_cast<double>(r.C)));
-    const size_t num_keys = first + n;
+    const size_t num_keys = r.offset + first + n;
     for (size_t t = 0; t < n; ++t) {
+        const size_t visible = r.offset + first + t + 1;
         const VecOf<T> max = broadcast<T>(-r.max_TH[(first + t) * r.H]);
         const T share = T(1) / r.sum_TH[(first + t) * r.H];
         T *p = p_TS + t * r.S, *ds = ds_TS + t * r.S;
         VecOf<T> sum{};
         for (size_t s = 0; s < num_keys; s += lanes) {
-            const BitsOf<T> seen = first_lanes<T>(first + t + 1 > s ? first + t + 1 - s : 0);
+            const BitsOf<T> seen = first_lanes<T>(visible > s ? visible - s : 0);
             const VecOf<T> p_s = seen ? exp_to_one<T>(multiply_add(load(p + s), broadcast<T>(scale), max)) * share : VecOf<T>{};
             const VecOf<T> dp = seen ? load(ds + s) : VecOf<T>{};
             store(p + s, p_s);
@@ -50,7 +52,7 @@ void attend_bwd(const HeadRow<T>& r, T* p_TS, T* ds_TS) {
     constexpr size_t lanes = Lanes<T>::count;
     const size_t Cp = padded(r.C);
     for (size_t first = 0; first < r.tokens; first += kQueries) {
-        const size_t n = smaller(r.tokens - first, kQueries), num_keys = first + n;
+        const size_t n = smaller(r.tokens - first, kQueries), num_keys = r.offset + first + n;
         const size_t columns = (num_keys + lanes - 1) / lanes * lanes;
         const T *q = r.q_TC + first * r.stride, *dcontext = r.dcontext_TC + first * r.stride;
         multiply(Product<T>{n, columns, r.C, q, r.stride, 1, r.keys_CS, r.S, p_TS, r.S});              // q·kᵀ
@@ -103,7 +105,7 @@ Rows<T> rows_of(Pass<T>& pass, const BlockSaved<T>& saved, const T* dcontext_ON)
             to(O, dcontext_ON, rows.dcontext_NO);
             return;
         }
-        const size_t row = task - num_strips, b = row / c.K, count = tokens.starts_B[b + 1] - tokens.starts_B[b];
+        const size_t row = task - num_strips, count = tokens.length(row / c.K);
         T* keys_SC = rows.keys + row * S * Cp;
         const T* values_SC = saved.kv.values + row * S * Cp;
         to_rows<T>(c.C, count, saved.kv.keys + row * c.C * S, [&](size_t s) { return keys_SC + s * Cp; }, S);
@@ -123,11 +125,11 @@ void attend_bwd_all(Pass<T>& pass, const BlockSaved<T>& saved, const Rows<T>& ro
         T *p_TS = scratch + worker * 2 * kQueries * S, *ds_TS = p_TS + kQueries * S;
         for (size_t item = worker; item < items; item += workers) {
             const size_t b = item / c.H, h = item % c.H, row = b * c.K + h / G, start = tokens.starts_B[b];
-            const size_t count = tokens.starts_B[b + 1] - start, at = start * padded(O) + h * c.C;
+            const size_t at = start * padded(O) + h * c.C;
             T *dk = rows.dk_BHSC + item * S * Cp, *dv = rows.dv_BHSC + item * S * Cp;
-            __builtin_memset(dk, 0, count * Cp * sizeof(T));
-            __builtin_memset(dv, 0, count * Cp * sizeof(T));
-            attend_bwd(HeadRow<T>{c.C, count, S, padded(O), c.H, rows.q_NO + at, rows.dcontext_NO + at,
+            __builtin_memset(dk, 0, tokens.length(b) * Cp * sizeof(T));
+            __builtin_memset(dv, 0, tokens.length(b) * Cp * sizeof(T));
+            attend_bwd(HeadRow<T>{c.C, tokens.offset(b), tokens.own(b), S, padded(O), c.H, rows.q_NO + at, rows.dcontext_NO + at,
                                   saved.max_NH + start * c.H + h, saved.sum_NH + start * c.H + h, saved.kv.keys + row * c.C * S,
                                   rows.keys + row * S * Cp, rows.values + row * c.C * S, rows.dq_NO + at, dk, dv},
                        p_TS, ds_TS);
@@ -135,16 +137,17 @@ void attend_bwd_all(Pass<T>& pass, const BlockSaved<T>& saved, const Rows<T>& ro
     });
 }
 
-// Σ_g over the query heads of key/value head k: what token n's key or value receives.
+// What token n's key or value receives: Σ over the rows that have it and the query heads of its key/value head.
 template <class T>
 void sum_heads(const Config& c, const Tokens& tokens, size_t S, const T* d_BHSC, size_t n, T* sum_KC) {
-    const size_t G = c.H / c.K, Cp = padded(c.C), b = tokens.rows_N[n];
+    const size_t G = c.H / c.K, Cp = padded(c.C);
     for (size_t k = 0; k < c.K; ++k) {
-        const T* d_C = d_BHSC + ((b * c.H + k * G) * S + tokens.positions_N[n]) * Cp;
-        for (size_t i = 0; i < c.C; ++i) {
-            T sum = d_C[i];
-            for (size_t g = 1; g < G; ++g) sum += d_C[g * S * Cp + i];
-            sum_KC[k * c.C + i] = sum;
+        T* sum_C = sum_KC + k * c.C;
+        for (size_t i = 0; i < c.C; ++i) sum_C[i] = 0;
+        for (size_t b = tokens.rows_N[n]; b < tokens.end(n); ++b) {
+            const T* d_C = d_BHSC + ((b * c.H + k * G) * S + tokens.positions_N[n]) * Cp;
+            for (size_t g = 0; g < G; ++g)
+                for (size_t i = 0; i < c.C; ++i) sum_C[i] += d_C[g * S * Cp + i];
         }
     }
 }

@@ -30,7 +30,8 @@ void take_block(Pass<T>& pass, BlockSaved<T>& s) {
     s.groups.assignments_NJ = take<int32_t>(arena, N * c.J);
     s.groups.first_panels_E = take<int32_t>(arena, c.E + 1);
     s.x_DA = take_panels<T>(arena, c.D, expert_panels);
-    s.gate_up_2FA = pass.saving ? take_panels<T>(arena, 2 * c.F, expert_panels) : nullptr;
+    s.gate_up_2FA = pass.saving && !pass.transposed ? take_panels<T>(arena, 2 * c.F, expert_panels) : nullptr;
+    s.gate_up_A2F = pass.saving && pass.transposed ? take<T>(arena, expert_panels * kPanel * spread(2 * padded(c.F))) : nullptr;
     s.h_FA = take_panels<T>(arena, c.F, expert_panels);
     s.y_AD = take<T>(arena, expert_panels * kPanel * padded(c.D));
 }
@@ -39,6 +40,7 @@ namespace {
 
 // Whether no row has tokens in two strips: then a strip's queries meet only keys of that strip, or of a cache.
 bool rows_in_one_strip(const Tokens& tokens, size_t size) {
+    if (tokens.ends_N) return false;
     for (size_t n = size; n < tokens.N; n += size)
         if (tokens.rows_N[n - 1] == tokens.rows_N[n]) return false;
     return true;

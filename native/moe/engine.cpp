@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../dispatch.h"
+#include "sampling.h"
 
 namespace strop::moe {
 namespace {
@@ -160,7 +161,7 @@ std::unique_ptr<OwnedPass<T>> Engine<T>::start(const Batch& batch, bool saving, 
     Pass<T>& pass = owned->pass;
     pass.config = &config_;
     pass.weights = &weights_;
-    pass.tokens = {n, batch.B, ids, rows, positions, starts};
+    pass.tokens = {n, batch.B, ids, rows, positions, starts, nullptr, nullptr};
     pass.arena = &arena;
     pass.saving = saving;
     prepare_positions(*owned, longest);
@@ -215,6 +216,116 @@ double Engine<T>::loss_and_grads(const Batch& batch, const int64_t* targets_BT, 
     kernels.hidden_states(owned->pass);
     return kernels.loss_and_grads(owned->pass, {targets, counts, static_cast<double>(std::max<size_t>(num_counted, 1))}, aux_coef,
                                   by_name(config_, grads, layers));
+}
+
+// Of each row the tokens before the last that counts; what it has in common with the row before is there already.
+template <class T>
+std::unique_ptr<OwnedPass<T>> Engine<T>::start_scores(const Batch& batch, const uint8_t* counts_BT, bool saving) {
+    auto owned = std::make_unique<OwnedPass<T>>(arenas_);
+    Arena& arena = *owned->arena;
+    const size_t B = batch.B, most = B * batch.T;
+    int64_t *ids = take<int64_t>(arena, most), *starts = take<int64_t>(arena, B + 1);
+    int64_t *targets = take<int64_t>(arena, most), *places = take<int64_t>(arena, most);
+    int32_t *rows = take<int32_t>(arena, most), *positions = take<int32_t>(arena, most), *ends = take<int32_t>(arena, most);
+    int32_t *offsets = take<int32_t>(arena, B), *from = take<int32_t>(arena, most);
+    std::vector<int32_t> row, before;  // the tokens of this row and of the one before it: where they stand in ids
+    size_t n = 0, m = 0, longest = 1;
+    for (size_t b = 0; b < B; ++b) {
+        size_t last = b * batch.T;  // that counts
+        for (size_t at = last; at < (b + 1) * batch.T; ++at)
+            if (counts_BT[at]) last = at;
+        std::swap(row, before);
+        row.clear();
+        starts[b] = static_cast<int64_t>(n);
+        bool shared = true;
+        for (size_t at = b * batch.T; at <= last; ++at) {
+            if (batch.mask_BT && !batch.mask_BT[at]) continue;
+            if (counts_BT[at]) {
+                from[m] = row.back();
+                targets[m] = batch.tokens_BT[at];
+                places[m++] = static_cast<int64_t>(at);
+            }
+            if (at == last) break;
+            const size_t position = row.size();
+            shared = shared && position < before.size() && ids[before[position]] == batch.tokens_BT[at];
+            if (shared) {
+                row.push_back(before[position]);
+            } else {
+                ids[n] = batch.tokens_BT[at];
+                rows[n] = static_cast<int32_t>(b);
+                positions[n] = static_cast<int32_t>(position);
+                row.push_back(static_cast<int32_t>(n++));
+            }
+            ends[row.back()] = static_cast<int32_t>(b + 1);
+        }
+        offsets[b] = static_cast<int32_t>(row.size() - (n - static_cast<size_t>(starts[b])));
+        longest = std::max(longest, row.size());
+    }
+    starts[B] = static_cast<int64_t>(n);
+
+    Pass<T>& pass = owned->pass;
+    pass.config = &config_;
+    pass.weights = &weights_;
+    pass.tokens = {n, B, ids, rows, positions, starts, ends, offsets};
+    pass.arena = &arena;
+    pass.saving = saving;
+    owned->scores.M = m;
+    owned->scores.from_M = from;
+    owned->scores.targets_M = targets;
+    owned->scores.places_M = places;
+    prepare_positions(*owned, longest);
+    return owned;
+}
+
+template <class T>
+std::unique_ptr<OwnedPass<T>> Engine<T>::score(const Batch& batch, const uint8_t* counts_BT, double temperature, bool saving,
+                                               double* logps_BT, double* entropy_BT) {
+    auto owned = start_scores(batch, counts_BT, saving);
+    Arena& arena = *owned->arena;
+    Scores<T>& s = owned->scores;
+    s.inverse = inverse_of(temperature);
+    for (double** values : {&s.logit_M, &s.max_M, &s.total_M, &s.weighted_M, &s.log_total_M, &s.entropy_M}) *values = take<double>(arena, s.M);
+    if (s.M == 0) return owned;
+    const Kernels<T>& kernels = kernels_of<T>();
+    owned->transposed = kernels.transpose(config_, weights_, arena);
+    owned->pass.transposed = &owned->transposed;
+    kernels.hidden_states(owned->pass);
+    kernels.score(owned->pass, s);
+    for (size_t m = 0; m < s.M; ++m) {
+        s.log_total_M[m] = std::log(s.total_M[m]);
+        s.entropy_M[m] = s.log_total_M[m] - s.weighted_M[m] / s.total_M[m];  // −Σ p·(s − log Σ exp(s))
+        logps_BT[s.places_M[m]] = log_prob(s.logit_M[m], s.max_M[m], s.inverse, s.total_M[m]);
+        entropy_BT[s.places_M[m]] = s.entropy_M[m];
+    }
+    return owned;
+}
+
+template <class T>
+void Engine<T>::logps(const Batch& batch, const uint8_t* counts_BT, double temperature, double* logps_BT, double* entropy_BT) {
+    score(batch, counts_BT, temperature, false, logps_BT, entropy_BT);
+}
+
+template <class T>
+std::unique_ptr<OwnedPass<T>> Engine<T>::logps_saved(const Batch& batch, const uint8_t* counts_BT, double temperature, double* logps_BT,
+                                                     double* entropy_BT) {
+    return score(batch, counts_BT, temperature, true, logps_BT, entropy_BT);
+}
+
+template <class T>
+void Engine<T>::logps_backward(OwnedPass<T>& saved, const double* dlogps_BT, const double* dentropy_BT, const std::vector<T*>& grads) {
+    const Scores<T>& s = saved.scores;
+    if (s.M == 0) {
+        const std::vector<size_t> sizes = parameter_sizes(config_);
+        for (size_t i = 0; i < sizes.size(); ++i) std::fill_n(grads[i], sizes[i], T(0));
+        return;
+    }
+    double *dlogps_M = take<double>(*saved.arena, s.M), *dentropy_M = dentropy_BT ? take<double>(*saved.arena, s.M) : nullptr;
+    for (size_t m = 0; m < s.M; ++m) {
+        dlogps_M[m] = dlogps_BT[s.places_M[m]];
+        if (dentropy_BT) dentropy_M[m] = dentropy_BT[s.places_M[m]];
+    }
+    std::vector<LayerWeights<T>> layers;
+    kernels_of<T>().score_bwd(saved.pass, s, dlogps_M, dentropy_M, by_name(config_, grads, layers));
 }
 
 template <class T>

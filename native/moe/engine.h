@@ -63,6 +63,8 @@ struct OwnedPass {
     std::shared_ptr<std::vector<T>> rope;
     Pass<T> pass{};
     int64_t* rows_N = nullptr;  // of the batch with its padding, flattened: where token n stands
+    Transposed<T> transposed{};
+    Scores<T> scores{};  // of `logps_saved`
 };
 
 // What is wanted of `generate` and where it goes. Rows are the prompts', num_samples of each next to each other.
@@ -90,6 +92,14 @@ class Engine {
     void backward(OwnedPass<T>& saved, const T* dlogits_BTV, double daux, const std::vector<T*>& grads);
     double loss_and_grads(const Batch& batch, const int64_t* targets_BT, const uint8_t* counts_BT, double aux_coef,
                           const std::vector<T*>& grads);
+    // Log-probs of the tokens that count under softmax(logits/temperature), each after the tokens before it in its row, and the entropies
+    // there; elsewhere both are left alone. What rows have in common at their beginning with the row before them is computed once, and
+    // nothing behind the last token that counts.
+    void logps(const Batch& batch, const uint8_t* counts_BT, double temperature, double* logps_BT, double* entropy_BT);
+    std::unique_ptr<OwnedPass<T>> logps_saved(const Batch& batch, const uint8_t* counts_BT, double temperature, double* logps_BT,
+                                              double* entropy_BT);
+    // dentropy may be null: zeros.
+    void logps_backward(OwnedPass<T>& saved, const double* dlogps_BT, const double* dentropy_BT, const std::vector<T*>& grads);
     void prefill(const Batch& batch, Cache<T>& cache, T* logits_BV);
     void decode(const int64_t* tokens_B, const int64_t* lengths_B, size_t B, Cache<T>& cache, T* logits_BV);
     // False, with what there is by then, where `going_on`, asked before every further token, says no.
@@ -101,6 +111,9 @@ class Engine {
   private:
     // Row b of the batch is row b·row_step of the caches.
     std::unique_ptr<OwnedPass<T>> start(const Batch& batch, bool saving, size_t row_step = 1);
+    std::unique_ptr<OwnedPass<T>> start_scores(const Batch& batch, const uint8_t* counts_BT, bool saving);
+    std::unique_ptr<OwnedPass<T>> score(const Batch& batch, const uint8_t* counts_BT, double temperature, bool saving, double* logps_BT,
+                                        double* entropy_BT);
     std::shared_ptr<std::vector<T>> rope_table(size_t positions);
     void prepare_positions(OwnedPass<T>& owned, size_t positions);
 

@@ -102,7 +102,7 @@ bool Engine<T>::generate(const Batch& prompts, const Completion& wanted, const s
         if (going.count == 0 || step + 1 == wanted.max_new_tokens) return true;
         if (!going_on()) return false;
         arena.release(mark);
-        pass.tokens = {going.count, going.count, going.ids, going.rows, going.positions, going.starts};
+        pass.tokens = {going.count, going.count, going.ids, going.rows, going.positions, going.starts, nullptr, nullptr};
         kernels.hidden_states(pass);
         kernels.head(pass, going.starts, logits_BV);
         for (size_t i = 0; i < going.count; ++i) ++going.positions[i];

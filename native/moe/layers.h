@@ -66,10 +66,9 @@ template <class T>
 void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved);
 template <class T>
 void experts_by_rows(Pass<T>& pass, const typename Transposed<T>::Layer& w, BlockSaved<T>& saved);
-// dx_AD from dy_AD and x_AD.
+// dx_AD, what each assignment sends to its token, from dy_ND.
 template <class T>
-void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_AD, const T* x_AD, T* dx_AD,
-                 const LayerWeights<T>& grads);
+void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_ND, T* dx_AD, const LayerWeights<T>& grads);
 
 // ---- moe.cpp -----------------------------------------------------------------------------------------------------------
 
@@ -89,6 +88,9 @@ void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>&
 
 // ---- transposed.cpp ----------------------------------------------------------------------------------------------------
 
+// `count` matrices (O, D), one after the other, in panels of kPanel outputs.
+template <class T>
+T* take_transposed(const T* w_OD, size_t count, size_t O, size_t D, Arena& arena);
 template <class T>
 Transposed<T> transpose(const Config& c, const Weights<T>& weights, Arena& arena);
 
@@ -112,6 +114,14 @@ void block_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& sav
 // The loss; logits_VN become dL/dlogits.
 template <class T>
 double cross_entropy(size_t V, size_t N, const Targets& targets, Arena& arena, T* logits_VN);
+
+// ---- scores.cpp --------------------------------------------------------------------------------------------------------
+
+template <class T>
+void score(Pass<T>& pass, Scores<T>& scores);
+// dL/dlogits in place of scores.logits_MV; dh_DN of every token of the pass and the head's gradient.
+template <class T>
+void scored_head_bwd(Pass<T>& pass, const Scores<T>& scores, const double* dlogps_M, const double* dentropy_M, T* dh_DN, T* dhead_VD);
 
 // ---- softmax.cpp -------------------------------------------------------------------------------------------------------
 

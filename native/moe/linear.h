@@ -54,21 +54,24 @@ static inline Product<T> linear_bwd_weight(const T* dy_ON, size_t O, const T* x_
 
 // The same for tokens as rows: dL/dx = dy·W, the features as lanes. Tokens few or many, no lane is idle.
 template <class T>
-static inline Product<T> linear_bwd_input_rows(const T* dy_NO, size_t dy_row, size_t O, const T* w_OD, size_t D, size_t tokens, T* dx_ND) {
-    Product<T> p{tokens, D, O, dy_NO, dy_row, 1, w_OD, D, dx_ND, padded(D)};
-    p.k_block = kPanelRows;
-    p.a_step = kPanelRows;
-    p.b_step = kPanelRows * D;
+static inline Product<T> linear_bwd_input_rows(const T* dy_NO, size_t dy_row, size_t O, const T* w_OD, size_t D, size_t tokens, T* dx_ND,
+                                               size_t dx_row) {
+    Product<T> p{tokens, D, O, dy_NO, dy_row, 1, w_OD, D, dx_ND, dx_row};
+    p.k_block = kLinearRows;
+    p.a_step = kLinearRows;
+    p.b_step = kLinearRows * D;
     return p;
 }
 
 // dL/dW with both token by token.
 template <class T>
-static inline Product<T> linear_bwd_weight_rows(const T* dy_NO, size_t dy_row, size_t O, const T* x_ND, size_t D, size_t tokens, T* dw_OD) {
-    Product<T> p{O, D, tokens, dy_NO, 1, dy_row, x_ND, padded(D), dw_OD, D};
-    p.k_block = kPanel;
-    p.a_step = kPanel * dy_row;
-    p.b_step = kPanel * padded(D);
+static inline Product<T> linear_bwd_weight_rows(const T* dy_NO, size_t dy_row, size_t O, const T* x_ND, size_t x_row, size_t D, size_t tokens,
+                                                T* dw_OD, size_t dw_row) {
+    constexpr size_t kTokens = 96;
+    Product<T> p{O, D, tokens, dy_NO, 1, dy_row, x_ND, x_row, dw_OD, dw_row};
+    p.k_block = kTokens;
+    p.a_step = kTokens * dy_row;
+    p.b_step = kTokens * x_row;
     return p;
 }
 

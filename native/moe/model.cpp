@@ -9,10 +9,7 @@ template <class T>
 KeysValues<T> take_keys_values(Pass<T>& pass) {
     const Config& c = *pass.config;
     size_t longest = 0;
-    for (size_t b = 0; b < pass.tokens.B; ++b) {
-        const size_t tokens = pass.tokens.starts_B[b + 1] - pass.tokens.starts_B[b];
-        longest = tokens > longest ? tokens : longest;
-    }
+    for (size_t b = 0; b < pass.tokens.B; ++b) longest = pass.tokens.length(b) > longest ? pass.tokens.length(b) : longest;
     const size_t S = padded(longest), rows = pass.tokens.B * c.K;
     return {take<T>(*pass.arena, rows * c.C * S), take<T>(*pass.arena, rows * S * padded(c.C)), S};
 }
@@ -133,26 +130,14 @@ void head(Pass<T>& pass, const int64_t* rows_N, T* out) {
     else head_to_rows(c, pass.weights->head_VD, pass.tokens.N, pass.h_DN, rows_N, out);
 }
 
-// From dL/dlogits, in panels, to the gradient of every weight.
+// From dL/dh to the gradient of every weight below the head, and of the embedding; where it is tied, the head's is there already.
 template <class T>
-void model_bwd(Pass<T>& pass, const T* dlogits_VN, double daux, const Weights<T>& grads) {
+void model_bwd(Pass<T>& pass, const T* dh_DN, double daux, const Weights<T>& grads) {
     const Config& c = *pass.config;
     const Weights<T>& w = *pass.weights;
     Arena& arena = *pass.arena;
     const size_t N = pass.tokens.N, num_panels = panels_of(N);
-    T *d_DN = take_panels<T>(arena, c.D, num_panels), *dh_DN = take_panels<T>(arena, c.D, num_panels);
-    T* h_ND = take<T>(arena, N * padded(c.D));
-    parallel_for(strips_of(N), [&](size_t task) noexcept {
-        const Strip strip = strip_at(N, task);
-        to_rows<T>(c.D, strip.tokens, strip_of(pass.h_DN, c.D, strip), [&](size_t i) { return h_ND + (strip.first + i) * padded(c.D); });
-    });
-    auto* products = take<Product<T>>(arena, num_panels + 1);                               // logits = h·Wᵀ
-    for (size_t panel = 0; panel < num_panels; ++panel)
-        products[panel] = linear_bwd_input<T>(w.head_VD, c.V, c.D, panel_of(dlogits_VN, c.V, panel), tokens_in_panel(N, panel),
-                                              panel_of(dh_DN, c.D, panel));
-    products[num_panels] = linear_bwd_weight<T>(dlogits_VN, c.V, h_ND, c.D, N, grads.head_VD);
-    run_products(products, num_panels + 1);
-
+    T* d_DN = take_panels<T>(arena, c.D, num_panels);
     __builtin_memset(d_DN, 0, c.D * num_panels * kPanel * sizeof(T));
     rms_norm_bwd(c.D, N, dh_DN, pass.x_DN, pass.r_N, w.norm_D, d_DN, arena, d_DN, grads.norm_D);  // h = norm(x)
     T* dp_aux_E = take<T>(arena, c.E);                                                      // dL/dp_ne = dL·E·f_e / tokens
@@ -161,6 +146,27 @@ void model_bwd(Pass<T>& pass, const T* dlogits_VN, double daux, const Weights<T>
     for (size_t layer = c.num_layers; layer-- > 0;)
         block_bwd(pass, w.layers[layer], pass.blocks[layer], dp_aux_E, d_DN, grads.layers[layer]);
     embedding_bwd(c, pass.tokens, d_DN, c.tied, arena, grads.embedding_VD);                 // tied: one matrix, used at both ends
+}
+
+// From dL/dlogits, in panels: dL/dh and the gradient of the head.
+template <class T>
+T* head_bwd(Pass<T>& pass, const T* dlogits_VN, const Weights<T>& grads) {
+    const Config& c = *pass.config;
+    Arena& arena = *pass.arena;
+    const size_t N = pass.tokens.N, num_panels = panels_of(N);
+    T* dh_DN = take_panels<T>(arena, c.D, num_panels);
+    T* h_ND = take<T>(arena, N * padded(c.D));
+    parallel_for(strips_of(N), [&](size_t task) noexcept {
+        const Strip strip = strip_at(N, task);
+        to_rows<T>(c.D, strip.tokens, strip_of(pass.h_DN, c.D, strip), [&](size_t i) { return h_ND + (strip.first + i) * padded(c.D); });
+    });
+    auto* products = take<Product<T>>(arena, num_panels + 1);                               // logits = h·Wᵀ
+    for (size_t panel = 0; panel < num_panels; ++panel)
+        products[panel] = linear_bwd_input<T>(pass.weights->head_VD, c.V, c.D, panel_of(dlogits_VN, c.V, panel), tokens_in_panel(N, panel),
+                                              panel_of(dh_DN, c.D, panel));
+    products[num_panels] = linear_bwd_weight<T>(dlogits_VN, c.V, h_ND, c.D, N, grads.head_VD);
+    run_products(products, num_panels + 1);
+    return dh_DN;
 }
 
 template <class T>
@@ -175,7 +181,7 @@ void backward(Pass<T>& pass, const int64_t* rows_N, const T* dlogits, double dau
         to_lanes<T>(smaller(V - first, kColumns), tokens_in_panel(N, panel), [&](size_t i) { return dlogits + row[i] * V + first; },
                     panel_of(dlogits_VN, V, panel) + first * kPanel);
     });
-    model_bwd(pass, dlogits_VN, daux, grads);
+    model_bwd(pass, head_bwd(pass, dlogits_VN, grads), daux, grads);
 }
 
 // L = CE + α·aux,  α = daux
@@ -190,8 +196,15 @@ double loss_and_grads(Pass<T>& pass, const Targets& targets, double daux, const 
                                     panel_of(logits_VN, c.V, panel));
     run_products(products, num_panels);
     const double loss = cross_entropy(c.V, N, targets, *pass.arena, logits_VN) + daux * pass.aux_loss;
-    model_bwd(pass, logits_VN, daux, grads);
+    model_bwd(pass, head_bwd(pass, logits_VN, grads), daux, grads);
     return loss;
+}
+
+template <class T>
+void score_bwd(Pass<T>& pass, const Scores<T>& scores, const double* dlogps_M, const double* dentropy_M, const Weights<T>& grads) {
+    T* dh_DN = take_panels<T>(*pass.arena, pass.config->D, panels_of(pass.tokens.N));
+    scored_head_bwd(pass, scores, dlogps_M, dentropy_M, dh_DN, grads.head_VD);
+    model_bwd(pass, dh_DN, 0.0, grads);
 }
 
 template <class T>
@@ -211,7 +224,7 @@ void rms_norm_all(size_t D, double eps, size_t N, const T* x_DN, const T* w_D, T
 
 template <class T>
 constexpr moe::Kernels<T> table{transpose<T>,   hidden_states<T>, head<T>,  backward<T>,     loss_and_grads<T>,
-                                softmax_row<T>, greedy_row<T>,    adamw<T>, multiply_all<T>, rms_norm_all<T>};
+                                score<T>,       score_bwd<T>,     softmax_row<T>, greedy_row<T>,    adamw<T>, multiply_all<T>, rms_norm_all<T>};
 
 }  // namespace
 

@@ -21,6 +21,9 @@ inline constexpr size_t kPad = 16;    // elements: no vector is longer
 
 static inline size_t padded(size_t n) { return (n + kPad - 1) / kPad * kPad; }
 static inline size_t panels_of(size_t tokens) { return (tokens + kPanel - 1) / kPanel; }
+// Elements from row to row where products walk down the columns: not a power of two, which would crowd all rows into a few sets of
+// the cache.
+static inline size_t spread(size_t n) { return padded(n) % 128 == 0 ? padded(n) + kPad : padded(n); }
 static inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 struct Config {
@@ -60,6 +63,15 @@ struct Tokens {
     const int32_t* rows_N;
     const int32_t* positions_N;  // of a token in its row; tokens of a cache stand before it
     const int64_t* starts_B;     // B + 1: row b brings the tokens from starts[b] to starts[b + 1]
+    // Where rows begin alike, a token is there once, for all rows from its own up to ends_N[n]; row b has offsets_B[b] tokens of the
+    // rows before it, then its own. Null where every row has tokens of its own alone.
+    const int32_t* ends_N;
+    const int32_t* offsets_B;
+
+    size_t end(size_t n) const { return ends_N ? static_cast<size_t>(ends_N[n]) : static_cast<size_t>(rows_N[n]) + 1; }
+    size_t offset(size_t b) const { return offsets_B ? static_cast<size_t>(offsets_B[b]) : 0; }
+    size_t own(size_t b) const { return static_cast<size_t>(starts_B[b + 1] - starts_B[b]); }
+    size_t length(size_t b) const { return offset(b) + own(b); }
 };
 
 // cos and sin of position·ω_p, one row of P per position.
@@ -98,6 +110,7 @@ struct BlockSaved {
     int32_t* experts_NJ;
     Groups groups;
     T *x_DA, *gate_up_2FA, *h_FA, *y_AD;
+    T* gate_up_A2F;  // in place of gate_up_2FA where the weights are transposed: gate, up from padded(F) on; rows of spread(2·padded(F))
 };
 
 template <class T>
@@ -124,6 +137,19 @@ struct Targets {
     const int64_t* targets_N;
     const uint8_t* counts_N;
     double num_counted;
+};
+
+// Log-probs that are wanted: of targets_M[m] after token from_M[m], under softmax(logits·inverse). M tokens count.
+template <class T>
+struct Scores {
+    size_t M;
+    const int32_t* from_M;
+    const int64_t *targets_M, *places_M;  // places: where they stand in the batch with its padding, flattened
+    double inverse;                       // of the temperature
+    double *logit_M, *max_M, *total_M;    // the target's logit; max z; Σ exp(s),  s = (z − max)·inverse
+    double *weighted_M;                   // Σ s·exp(s)
+    double *log_total_M, *entropy_M;      // log Σ exp(s); −Σ p·log p
+    T *h_MD, *logits_MV;                  // rows of padded(D) and spread(V); logits only where saving
 };
 
 struct AdamW {
@@ -171,6 +197,11 @@ struct Kernels {
     // Gradients from dL/dlogits, read as `head` writes; from the masked mean cross-entropy, which is returned.
     void (*backward)(Pass<T>& pass, const int64_t* rows_N, const T* dlogits, double daux, const Weights<T>& grads);
     double (*loss_and_grads)(Pass<T>& pass, const Targets& targets, double daux, const Weights<T>& grads);
+
+    // logit, max, total and weighted of every m; and all parameters' gradients from dL/dlogp and dL/dentropy, which the logits do not
+    // outlive.
+    void (*score)(Pass<T>& pass, Scores<T>& scores);
+    void (*score_bwd)(Pass<T>& pass, const Scores<T>& scores, const double* dlogps_M, const double* dentropy_M, const Weights<T>& grads);
 
     double (*softmax_row)(const T* logits_V, size_t V, double inverse_temperature, double* p_V, double* sums);
     size_t (*greedy_row)(const T* logits_V, size_t V, double* sum);

@@ -67,7 +67,6 @@ void add_experts(Pass<T>& pass, const BlockSaved<T>& saved, const Strip& strip, 
 template <class T>
 void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_DN, const T* dp_aux_E,
                    T* dn2_DN, const LayerWeights<T>& grads) {
-    constexpr size_t lanes = Lanes<T>::count;
     const Config& c = *pass.config;
     const Groups& groups = saved.groups;
     const size_t N = pass.tokens.N, num_panels = panels_of(N), D = c.D, stride = padded(D), A = groups.num_panels * kPanel;
@@ -85,20 +84,8 @@ void moe_layer_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>&
         multiply(linear_bwd_input<T>(w.router_ED, c.E, D, dlogits, strip.tokens, strip_of(via_router_DN, D, strip)));
     });
 
-    T *dy_AD = take<T>(arena, A * stride), *x_AD = take<T>(arena, A * stride), *dx_AD = take<T>(arena, A * stride);
-    parallel_for(strips_of(N), [&](size_t task) noexcept {
-        const Strip strip = strip_at(N, task);
-        for (size_t n = strip.first; n < strip.first + strip.tokens; ++n)
-            for (size_t j = 0; j < c.J; ++j) {
-                const size_t a = groups.assignments_NJ[n * c.J + j];
-                const T weight = saved.weights_NJ[n * c.J + j];
-                for (size_t d = 0; d < stride; d += lanes) {
-                    store(dy_AD + a * stride + d, weight * load(dy_ND + n * stride + d));   // dL/d expert_j(x_n) = w_nj·dy_n
-                    store(x_AD + a * stride + d, load(saved.n2_ND + n * stride + d));
-                }
-            }
-    });
-    experts_bwd(pass, w, saved, dy_AD, x_AD, dx_AD, grads);
+    T* dx_AD = take<T>(arena, A * stride);
+    experts_bwd(pass, w, saved, dy_ND, dx_AD, grads);
 
     T *sum_ND = take<T>(arena, N * stride), *sum_DN = take_panels<T>(arena, D, num_panels);
     Product<T> drouter = linear_bwd_weight<T>(dlogits_EN, c.E, saved.n2_ND, D, N, grads.router_ED);

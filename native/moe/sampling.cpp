@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "../dispatch.h"
 #include "../threads.h"
@@ -92,7 +91,7 @@ void sample(Arena& arena, const T* logits_BV, const double* uniforms_B, size_t B
         });
         return;
     }
-    const double inverse = std::min(1.0 / rule.temperature, std::numeric_limits<double>::max());
+    const double inverse = inverse_of(rule.temperature);
     const size_t blocks = (V + kDrawBlock - 1) / kDrawBlock;
     double *p_BV = take<double>(arena, B * padded(V)), *sums_B = take<double>(arena, B * blocks);
     int32_t* ids_BV = take<int32_t>(arena, B * V);
@@ -109,7 +108,7 @@ void sample(Arena& arena, const T* logits_BV, const double* uniforms_B, size_t B
             token = draw(row, uniforms_B[b], total);
         }
         tokens_B[b] = static_cast<int64_t>(token);
-        logps_B[b] = (static_cast<double>(logits_V[token]) - max) * inverse - std::log(total);
+        logps_B[b] = log_prob(static_cast<double>(logits_V[token]), max, inverse, total);
     });
 }
 

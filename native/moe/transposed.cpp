@@ -2,9 +2,7 @@
 #include "layers.h"
 
 namespace strop::STROP_ISA {
-namespace {
 
-// `count` matrices (O, D), one after the other, in panels of kPanel outputs.
 template <class T>
 T* take_transposed(const T* w_OD, size_t count, size_t O, size_t D, Arena& arena) {
     const size_t panels = panels_of(O);
@@ -16,8 +14,6 @@ T* take_transposed(const T* w_OD, size_t count, size_t O, size_t D, Arena& arena
     });
     return to;
 }
-
-}  // namespace
 
 template <class T>
 Transposed<T> transpose(const Config& c, const Weights<T>& weights, Arena& arena) {
@@ -32,6 +28,8 @@ Transposed<T> transpose(const Config& c, const Weights<T>& weights, Arena& arena
     return all;
 }
 
+template float* take_transposed<float>(const float*, size_t, size_t, size_t, Arena&);
+template double* take_transposed<double>(const double*, size_t, size_t, size_t, Arena&);
 template Transposed<float> transpose<float>(const Config&, const Weights<float>&, Arena&);
 template Transposed<double> transpose<double>(const Config&, const Weights<double>&, Arena&);
 

@@ -232,6 +232,84 @@ def test_under_autocast_and_compile(model):
     assert all(param.grad is not None for param in model.parameters())
 
 
+# ---- log-probs ----
+
+
+COMPLETION = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1]])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradcheck_of_log_probs_and_entropies(float64_engine, tied):
+    model = module(float64_engine, dtype=np.float64, num_layers=1, vocab_size=5, hidden_dim=4, tie_embeddings=tied)
+    ids = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 2]])  # a prompt in common
+
+    def both(*params):
+        return model.logps(ids, None, COMPLETION, temperature=0.7)
+
+    assert torch.autograd.gradcheck(both, tuple(model.parameters()), eps=1e-6, atol=1e-6, rtol=1e-5)
+
+
+def test_log_probs_are_those_of_the_logits(model):
+    """Values and gradients, one at a time: a loss of log-probs alone, of entropies alone, of both."""
+    log_p = model(IDS, MASK).logits[:, :-1].div(0.7).log_softmax(-1)
+    logps = log_p.gather(-1, IDS[:, 1:, None])[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    counts = (COMPLETION * (MASK.cumsum(1) > 1))[:, 1:]
+    weights = torch.tensor([[0.3, -2.0, 1.0], [0.5, 1.5, -0.7]]) * counts
+    for a, b in ((1.0, 0.0), (0.0, 1.0), (0.4, -0.9)):
+        found_logps, found_entropy = model.logps(IDS, MASK, COMPLETION, temperature=0.7)
+        assert found_logps.dtype == torch.float32
+        torch.testing.assert_close(found_logps[:, 1:], logps * counts, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found_entropy[:, 1:], entropy * counts, rtol=1e-5, atol=1e-5)
+        terms = [weight * values for weight, values in ((a, found_logps), (b, found_entropy)) if weight]
+        model.zero_grad()
+        sum((weights * term[:, 1:]).sum() for term in terms).backward()
+        found = grads(model)
+        model.zero_grad()
+        (weights * (a * logps + b * entropy)).sum().backward(retain_graph=True)
+        assert_same_grads(found, grads(model))
+
+
+def test_log_probs_without_gradients_save_nothing(model, monkeypatch):
+    want = model.logps(IDS, MASK, COMPLETION)
+    monkeypatch.setattr(model.moe.engine, "logps_saved", None)
+    with torch.no_grad():
+        found = model.logps(IDS, MASK, COMPLETION)
+    assert [one.requires_grad for one in found] == [False, False]
+    assert all(torch.equal(one, wanted) for one, wanted in zip(found, want, strict=True))
+
+
+def test_the_graph_of_log_probs_is_as_that_of_logits(model):
+    ids = IDS.clone()
+    loss = model.logps(ids, MASK, COMPLETION)[0].sum()
+    ids.zero_()
+    loss.backward(retain_graph=True)
+    once = grads(model)
+    loss.backward()
+    assert_same_grads(grads(model), {name: 2 * grad for name, grad in once.items()}, 0)
+    with pytest.raises(RuntimeError, match="create_graph must be False"):
+        torch.autograd.grad(model.logps(IDS)[0].sum(), model.lm_head.weight, create_graph=True)
+    loss = model.logps(IDS)[0].sum()
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_log_probs_of_nothing(model):
+    logps, entropy = model.logps(IDS, MASK, torch.zeros_like(MASK))
+    assert not logps.any()
+    (logps.sum() + entropy.sum()).backward()
+    assert not any(param.grad.any() for param in model.parameters())
+
+
+def test_log_probs_refuse(model):
+    with pytest.raises(ValueError, match=r"completion_mask must have the shape \(2, 4\) of input_ids, found \(1, 4\)"):
+        model.logps(IDS, MASK, COMPLETION[:1])
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        model.logps(IDS, temperature=0)
+
+
 # ---- Mixtral ----
 
 

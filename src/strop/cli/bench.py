@@ -34,7 +34,7 @@ def bench(
     cases = [c for c in module.cases() if only in f"{c.work} {getattr(c, 'labels', '')}"]
     if not cases:
         raise ValueError(f"no case of {suite} contains {only!r}")
-    found = harness.header(suite, method, "strop " + shlex.join(sys.argv[1:]))
+    found = harness.header(suite, method, _command(sys.argv[1:]))
     if getattr(module, "ON_GPU", False):
         found["gpu"] = harness.gpu()
     path = output or Path("benchmarks/results") / f"{suite}-{harness.machine_name(found)}.json"
@@ -106,3 +106,13 @@ def _tables(suite: str, measured: list[dict[str, Any]]) -> Iterator[Table]:
             own = duration(case["contenders"][first]["median_ns"])
             table.add_row(case["work"], case["labels"].get("dtype", ""), own, *cells)
         yield table
+
+
+def _command(arguments: list[str]) -> str:
+    """What repeats the measurement: where its result goes is no part of it."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and not argument.startswith("--output"):
+            kept.append(argument)
+        skip = argument == "--output"
+    return "strop " + shlex.join(kept)

@@ -63,12 +63,13 @@ def on_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 def collate(rows: Sequence[Row], pad_id: int = 0, device: torch.device | str = "cpu") -> SequenceBatch:
     """Rows of (prompt_ids, completion_ids) as one right-padded batch."""
-    prompts, sequences = _join(rows)
-    num_tokens_B = torch.tensor([len(s) for s in sequences])
-    num_prompt_B = torch.tensor([len(p) for p in prompts])
+    prompts, completions = _checked(rows)
+    num_prompt_B = torch.tensor([p.numel() for p in prompts])
+    num_tokens_B = num_prompt_B + torch.tensor([c.numel() for c in completions])
     positions_T = torch.arange(int(num_tokens_B.max()))
-    input_ids_BT = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad_id)
     attention_mask_BT = positions_T < num_tokens_B[:, None]
+    input_ids_BT = torch.full(attention_mask_BT.shape, pad_id)
+    input_ids_BT[attention_mask_BT] = torch.cat([ids for row in zip(prompts, completions, strict=True) for ids in row])
     completion_mask_BT = attention_mask_BT & (positions_T >= num_prompt_B.clamp(min=1)[:, None])
     places_N = completion_mask_BT.flatten().nonzero()[:, 0]
     return SequenceBatch(input_ids_BT, attention_mask_BT, completion_mask_BT, places_N=places_N).to(device)
@@ -78,7 +79,8 @@ def collate_into_bins(
     rows: Sequence[Row], max_length: int, pad_id: int = 0, device: torch.device | str = "cpu"
 ) -> SequenceBatch:
     """Rows packed into as few batch rows of at most max_length tokens as first-fit decreasing finds."""
-    prompts, sequences = _join(rows)
+    prompts, completions = _checked(rows)
+    sequences = [torch.cat(row) for row in zip(prompts, completions, strict=True)]
     packed = collate_packed(sequences, pack_sequences(sequences, max_length), pad_id=pad_id)
     sequence_ids_BT, position_ids_BT = packed["sequence_ids"], packed["position_ids"]
     attention_mask_BT = sequence_ids_BT >= 0
@@ -89,25 +91,27 @@ def collate_into_bins(
     return SequenceBatch(packed["input_ids"], *masks, position_ids_BT, sequence_ids_BT, places_N).to(device)
 
 
-def _join(rows: Sequence[Row]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The prompts, and the prompts with their completions, as ids on the CPU."""
+def _checked(rows: Sequence[Row]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The prompts and the completions as ids on the CPU."""
     if len(rows) == 0:
         raise ValueError("rows must hold at least one row, found none")
-    prompts, sequences = [], []
+    prompts, completions = [], []
     for i, row in enumerate(rows):
         if len(row) != 2:
             raise ValueError(f"rows[{i}] must be (prompt_ids, completion_ids), found {len(row)} things")
         prompt = as_ids(row[0], f"rows[{i}]: prompt_ids")
         completion = as_ids(row[1], f"rows[{i}]: completion_ids")
-        if len(prompt) + len(completion) == 0:
+        if prompt.numel() + completion.numel() == 0:
             raise ValueError(f"rows[{i}] must hold at least one token, found an empty prompt and an empty completion")
         prompts.append(prompt)
-        sequences.append(torch.cat([prompt, completion]))
-    return prompts, sequences
+        completions.append(completion)
+    return prompts, completions
 
 
 def as_ids(ids: Any, name: str) -> torch.Tensor:
     """1-D int64 on the CPU from a tensor, an array or a list of token ids."""
+    if isinstance(ids, torch.Tensor) and ids.dtype == torch.int64 and ids.ndim == 1 and ids.device.type == "cpu":
+        return ids  # as the ids of a rollout are, many times a step
     try:
         tensor = ids.detach() if isinstance(ids, torch.Tensor) else torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError):  # text, None, rows of unequal lengths

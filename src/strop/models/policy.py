@@ -167,6 +167,11 @@ class Policy:
 
         entropy   also return the entropy at each token, aligned alike
         """
+        if self.kind == "moe":  # from its engine, as its sampler has them: a rollout's log-probs are these, bit for bit
+            self._refuse_packed(batch)
+            masks = batch.attention_mask_BT, batch.completion_mask_BT
+            both = unwrapped(self.model).logps(batch.input_ids_BT, *masks, temperature=temperature)
+            return both if entropy else both[0]
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
         if (head := self.hidden(batch)) is not None:
             hidden_BTH, weight, bias = head
@@ -185,10 +190,7 @@ class Policy:
     def _logps_of_counted(
         self, logits_BTV: torch.Tensor, ids_BT: torch.Tensor, mask_BT: torch.Tensor, options: dict[str, Any]
     ) -> Any:
-        logits_NV = logits_BTV[mask_BT]
-        if self.kind == "moe":  # as its sampler has them, in float64: then a rollout's log-probs are these, bit for bit
-            logits_NV = logits_NV.double()
-        found = logp(logits_NV, ids_BT[mask_BT], **options)
+        found = logp(logits_BTV[mask_BT], ids_BT[mask_BT], **options)
 
         def spread(values_N: torch.Tensor) -> torch.Tensor:
             values_N = values_N.to(torch.float64 if logits_BTV.dtype == torch.float64 else torch.float32)
@@ -198,10 +200,8 @@ class Policy:
 
     def _call(self, module: nn.Module, batch: SequenceBatch) -> Any:
         """The module on a batch, with those of the arguments it takes."""
-        if batch.position_ids_BT is not None and self.kind != "hf":
-            raise ValueError(
-                f"batch must not be packed for a {self.kind!r} model, found position_ids: pad its rows instead"
-            )
+        if self.kind != "hf":
+            self._refuse_packed(batch)
         if self.kind == "moe":
             return module(batch.input_ids_BT, attention_mask=batch.attention_mask_BT)
         if self.kind == "plain":
@@ -213,6 +213,12 @@ class Policy:
         if batch.position_ids_BT is not None and "position_ids" not in self._arguments:
             raise ValueError(f"batch must not be packed: {type(module).__name__} takes no position_ids")
         return module(input_ids=batch.input_ids_BT, **{k: v for k, v in known.items() if k in self._arguments})
+
+    def _refuse_packed(self, batch: SequenceBatch) -> None:
+        if batch.position_ids_BT is not None:
+            raise ValueError(
+                f"batch must not be packed for a {self.kind!r} model, found position_ids: pad its rows instead"
+            )
 
     # ---- hidden states ----
 

@@ -78,6 +78,18 @@ def as_targets(
     return targets_BT, mask_BT
 
 
+def as_counts(counts: Any, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None, name: str) -> np.ndarray:
+    """The mask of the tokens to be scored: real ones that have a real token before them in their row."""
+    counts_BT = as_mask(counts, name, tokens_BT.shape, of="input_ids" if name == "completion_mask" else "tokens")
+    if counts_BT is None:
+        counts_BT = np.ones(tokens_BT.shape, bool)
+    if attention_mask_BT is None:
+        counts_BT = counts_BT.copy()
+        counts_BT[:, 0] = False
+        return counts_BT
+    return counts_BT & attention_mask_BT & (attention_mask_BT.cumsum(1) > 1)
+
+
 def left_padded(prompts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     """Prompts of different lengths as (tokens_BT, attention_mask_BT), padded on the left with 0."""
     if len(prompts) == 0:

@@ -18,6 +18,10 @@ and what `dlogits` holds there is ignored. Real tokens in a row never exceed `co
 
 **Router ties.** Of equal probabilities the expert with the lower index is chosen first.
 
+**Log-probs.** counts_BT is bool, C-contiguous, True only at real tokens, never at the first of its row. A token that counts
+is scored after the real tokens before it in its row, with the arithmetic of `sample`: a token that was drawn has its
+log-prob again, bit for bit. Elsewhere log-probs and entropies are 0, and what their gradients hold there is ignored.
+
 **Gradients** come back as {name: array} with every parameter present (zeros where nothing flowed), in the parameters'
 dtype and shape. With `out` they are written over (not added to) those arrays, and `out` is returned.
 
@@ -46,6 +50,15 @@ class Saved:
     logits_BTV: np.ndarray
     aux_loss: float  # N·Σ fᵢ·Pᵢ, without its coefficient
     state: Any  # the engine's own
+
+
+@dataclass
+class SavedLogps:
+    """Log-probs with what their backward needs; as `Saved`."""
+
+    logps_BT: np.ndarray  # float64, as entropy_BT
+    entropy_BT: np.ndarray
+    state: Any
 
 
 class KVCache(ABC):
@@ -84,6 +97,41 @@ class Engine(ABC):
         self, saved: Saved, dlogits_BTV: np.ndarray, daux_loss: float = 0.0, out: Arrays | None = None
     ) -> Arrays:
         """Gradients of Σ dlogits·logits + daux_loss·aux_loss for every parameter."""
+
+    @abstractmethod
+    def logps(
+        self,
+        tokens_BT: np.ndarray,
+        counts_BT: np.ndarray,
+        attention_mask_BT: np.ndarray | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """logps_BT of the tokens that count under softmax(logits / temperature), and entropy_BT there; float64.
+
+        Logits of other tokens are not computed. Saves nothing for a backward.
+        """
+
+    @abstractmethod
+    def logps_saved(
+        self,
+        tokens_BT: np.ndarray,
+        counts_BT: np.ndarray,
+        attention_mask_BT: np.ndarray | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> SavedLogps:
+        """The same with what `logps_backward` needs."""
+
+    @abstractmethod
+    def logps_backward(
+        self,
+        saved: SavedLogps,
+        dlogps_BT: np.ndarray,
+        dentropy_BT: np.ndarray | None = None,
+        out: Arrays | None = None,
+    ) -> Arrays:
+        """Gradients of Σ dlogps·logps + Σ dentropy·entropy (float64; None is 0) for every parameter."""
 
     @abstractmethod
     def loss_and_grads(

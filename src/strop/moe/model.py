@@ -13,7 +13,7 @@ import numpy as np
 from strop.moe import _inputs, weights
 from strop.moe.config import MoEConfig
 from strop.moe.engine import Arrays, engine_class
-from strop.moe.sampling import check_sampling
+from strop.moe.sampling import check_sampling, check_temperature
 from strop.primitives._inputs import as_whole_number
 
 INIT_STD = 0.02  # Mixtral's
@@ -97,6 +97,19 @@ class MoETransformer:
         return self.engine.forward(*_inputs.as_batch(tokens, attention_mask, self.config))
 
     __call__ = forward
+
+    def logps(
+        self, tokens: Any, mask: Any = None, *, attention_mask: Any = None, temperature: float = 1.0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """log π(token | the tokens before it) under softmax(logits / temperature), and the entropies there: (B, T), float64.
+
+        mask   (B, T), 1 where a log-prob is wanted; elsewhere, at padding and at the first token of a row both are 0.
+               None wants all. What `generate` drew has the log-prob it told, bit for bit.
+        """
+        check_temperature(temperature)
+        tokens_BT, attention_mask_BT = _inputs.as_batch(tokens, attention_mask, self.config)
+        counts_BT = _inputs.as_counts(mask, tokens_BT, attention_mask_BT, "mask")
+        return self.engine.logps(tokens_BT, counts_BT, attention_mask_BT, temperature=float(temperature))
 
     def loss_and_grads(
         self, tokens: Any, targets: Any, mask: Any = None, *, attention_mask: Any = None, out: Arrays | None = None

@@ -12,7 +12,7 @@ import numpy as np
 
 from strop import _compiled
 from strop.moe.config import MoEConfig
-from strop.moe.engine import Arrays, Engine, KVCache, Saved
+from strop.moe.engine import Arrays, Engine, KVCache, Saved, SavedLogps
 
 native: Any = _compiled.native  # `strop.moe.engine` asks for this engine only where it is built
 
@@ -67,6 +67,24 @@ class NativeEngine(Engine):
         grads = self._grads(out)
         dlogits_BTV = np.ascontiguousarray(dlogits_BTV, self.dtype)
         self.compiled.backward(saved.state, dlogits_BTV, daux_loss, [grads[name] for name in self.params])
+        return grads
+
+    def logps(self, tokens_BT, counts_BT, attention_mask_BT=None, *, temperature=1.0):
+        logps_BT, entropy_BT = np.zeros(tokens_BT.shape), np.zeros(tokens_BT.shape)
+        self.compiled.logps(tokens_BT, attention_mask_BT, counts_BT, temperature, logps_BT, entropy_BT)
+        return logps_BT, entropy_BT
+
+    def logps_saved(self, tokens_BT, counts_BT, attention_mask_BT=None, *, temperature=1.0):
+        logps_BT, entropy_BT = np.zeros(tokens_BT.shape), np.zeros(tokens_BT.shape)
+        state = self.compiled.logps_saved(tokens_BT, attention_mask_BT, counts_BT, temperature, logps_BT, entropy_BT)
+        return SavedLogps(logps_BT, entropy_BT, state)
+
+    def logps_backward(self, saved, dlogps_BT, dentropy_BT=None, out=None):
+        grads = self._grads(out)
+        dlogps_BT, dentropy_BT = (
+            None if d_BT is None else np.ascontiguousarray(d_BT, np.float64) for d_BT in (dlogps_BT, dentropy_BT)
+        )
+        self.compiled.logps_backward(saved.state, dlogps_BT, dentropy_BT, [grads[name] for name in self.params])
         return grads
 
     def loss_and_grads(self, tokens_BT, targets_BT, target_mask_BT=None, attention_mask_BT=None, out=None):

@@ -19,8 +19,7 @@ def sampling_logps(
                  (Holtzman et al. 2020). Of equally probable tokens the lower id counts as the more probable.
     """
     check_sampling(temperature, top_k, top_p)
-    if temperature == 0:
-        raise ValueError("temperature must be above 0 for a distribution (0 is greedy), found 0")
+    check_temperature(temperature)
     z_BV = logits_BV.astype(np.float64)
     logps_BV = _log_softmax((z_BV - z_BV.max(-1, keepdims=True)) / temperature)  # 0 at the top, however cold
     if top_k or top_p < 1:
@@ -71,6 +70,13 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
         raise ValueError(f"top_k must be at least 0 (0 is all tokens), found {top_k}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, found {top_p}")
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise unless softmax(logits / temperature) is a distribution."""
+    check_sampling(temperature, 0, 1.0)
+    if temperature == 0:
+        raise ValueError("temperature must be above 0 for a distribution (0 is greedy), found 0")
 
 
 def _log_softmax(z_BV: np.ndarray) -> np.ndarray:

@@ -30,6 +30,7 @@ from strop.moe import _hugging_face, _inputs, weights
 from strop.moe.config import MoEConfig
 from strop.moe.engine import Engine
 from strop.moe.model import MoETransformer
+from strop.moe.sampling import check_temperature
 from strop.primitives._inputs import as_whole_number
 
 FROM_CONFIG: Any = object()  # an argument left out; None means "no such token", as it does to transformers
@@ -60,6 +61,40 @@ class EnginePass(torch.autograd.Function):
         grads = ctx.engine.backward(saved, dlogits, 0.0 if daux is None else daux.item())
         wanted = zip(ctx.engine.params, ctx.needs_input_grad[3:], strict=True)
         return None, None, None, *(torch.from_numpy(grads[name]) if needed else None for name, needed in wanted)
+
+
+class EngineLogps(torch.autograd.Function):
+    """logps_BT and entropy_BT of the tokens that count, differentiable for every parameter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        engine: Engine,
+        tokens_BT: np.ndarray,
+        counts_BT: np.ndarray,
+        mask_BT: np.ndarray | None,
+        temperature: float,
+        *params: torch.Tensor,
+    ):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*params)  # as in EnginePass
+        ctx.engine, ctx.batch, ctx.temperature = engine, (tokens_BT.copy(), counts_BT, mask_BT), temperature
+        ctx.saved = engine.logps_saved(*ctx.batch, temperature=temperature)
+        return tuple(torch.from_numpy(a).to(params[0].dtype) for a in (ctx.saved.logps_BT, ctx.saved.entropy_BT))
+
+    @staticmethod
+    def backward(ctx: Any, dlogps_BT: torch.Tensor | None, dentropy_BT: torch.Tensor | None):
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph must be False: the engine has first derivatives only")
+        _ = ctx.saved_tensors
+        saved, ctx.saved = ctx.saved, None
+        if saved is None:
+            saved = ctx.engine.logps_saved(*ctx.batch, temperature=ctx.temperature)
+        dlogps = np.zeros_like(saved.logps_BT) if dlogps_BT is None else dlogps_BT.double().numpy()
+        dentropy = None if dentropy_BT is None else dentropy_BT.double().numpy()
+        grads = ctx.engine.logps_backward(saved, dlogps, dentropy)
+        wanted = zip(ctx.engine.params, ctx.needs_input_grad[5:], strict=True)
+        return *([None] * 5), *(torch.from_numpy(grads[name]) if needed else None for name, needed in wanted)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,6 +201,24 @@ class MoEForCausalLM(Sealed):
                 loss = loss + self.config.router_aux_loss_coef * aux
         output = _hugging_face.Output(loss=loss, aux_loss=aux, logits=_kept(logits_BTV, logits_to_keep))
         return output.to_tuple() if return_dict is False else output
+
+    @uncompiled
+    def logps(
+        self, input_ids: Any, attention_mask: Any = None, completion_mask: Any = None, *, temperature: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """log π(token | the tokens before it) under softmax(logits / temperature), and the entropies there: (B, T) each.
+
+        Without the logits: those exist a few tokens at a time, and only where completion_mask is 1. Elsewhere, at padding
+        and at the first token of a row both results are 0. A token that `generate` drew has the log-prob it was drawn with.
+        """
+        check_temperature(temperature)
+        tokens_BT, mask_BT = _inputs.as_batch(input_ids, attention_mask, self.moe.config, "input_ids")
+        counts_BT = _inputs.as_counts(completion_mask, tokens_BT, mask_BT, "completion_mask")
+        params, engine = self._check_sharing(), self.moe.engine
+        if torch.is_grad_enabled() and any(param.requires_grad for param in params):
+            return EngineLogps.apply(engine, tokens_BT, counts_BT, mask_BT, float(temperature), *params)
+        found = engine.logps(tokens_BT, counts_BT, mask_BT, temperature=float(temperature))
+        return torch.from_numpy(found[0]).to(self.dtype), torch.from_numpy(found[1]).to(self.dtype)
 
     def generate(
         self,

@@ -62,7 +62,7 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         """Tokens generated."""
-        return sum(map(len, self.completion_ids))
+        return sum(completion.numel() for completion in self.completion_ids)
 
     def select(self, indices: Sequence[int]) -> "Rollout":
         """These completions, in this order."""
@@ -95,10 +95,18 @@ def generate(
     with evaluating(unwrapped(policy.model)):
         completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, seed, eos_ids)
     seconds = time.perf_counter() - start
-    reasons = ["eos" if len(c) and int(c[-1]) in eos_ids else "length" for c in completion_ids]
+    _check_not_nan(logps)
+    reasons = ["eos" if c.numel() and c[-1].item() in eos_ids else "length" for c in completion_ids]
     prompt_ids = [prompt for prompt in ids for _ in range(num_samples)]
     engine = hf.description(policy) if policy.kind == "hf" else policy.kind
     return Rollout(prompt_ids, completion_ids, logps, reasons, seconds, engine)
+
+
+def _check_not_nan(logps: Sequence[torch.Tensor]) -> None:
+    """Weights that are NaN give NaN log-probs and tokens that mean nothing."""
+    if torch.cat(list(logps)).isnan().any():
+        index = next(i for i, row in enumerate(logps) if row.isnan().any())
+        raise FloatingPointError(f"log-probs of completion {index} must be numbers, found NaN: are the model's weights?")
 
 
 def checked_prompts(

@@ -28,8 +28,5 @@ def complete(
     )
     # copies of the rows, so that nothing holds the whole array
     tokens = [torch.from_numpy(row.copy()) for row in made.completions]
-    logps = [
-        torch.from_numpy(row[:length].copy()).to(model.dtype)
-        for row, length in zip(made.logps_BT, made.lengths_B, strict=True)
-    ]
-    return tokens, logps
+    rows = torch.from_numpy(made.logps_BT).to(model.dtype)
+    return tokens, [row[:length].clone() for row, length in zip(rows, made.lengths_B.tolist(), strict=True)]

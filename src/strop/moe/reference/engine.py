@@ -5,9 +5,10 @@ Shapes: B rows, T columns, N real tokens, S room of a cache, K key/value heads, 
 
 import numpy as np
 
-from strop.moe.engine import Arrays, Engine, KVCache, Saved
+from strop.moe.engine import Arrays, Engine, KVCache, Saved, SavedLogps
 from strop.moe.reference.cross_entropy import cross_entropy, cross_entropy_bwd
 from strop.moe.reference.layout import layout_of
+from strop.moe.reference.logps import logps, logps_bwd
 from strop.moe.reference.model import backward, forward, head, hidden_states
 from strop.moe.reference.rms_norm import rms_norm
 from strop.moe.reference.softmax import softmax
@@ -41,6 +42,31 @@ class NumpyEngine(Engine):
         state, attention_mask_BT = saved.state
         grads = backward(_without_padding(dlogits_BTV, attention_mask_BT), daux_loss, state)
         return _written(grads, out)
+
+    def logps(self, tokens_BT, counts_BT, attention_mask_BT=None, *, temperature=1.0):
+        tokens_N, layout = _real_tokens(tokens_BT, attention_mask_BT)
+        counted_M, before_M = _counted(counts_BT, attention_mask_BT)
+        h_ND, _, _ = hidden_states(self.params, self.config, tokens_N, layout, keep=False)
+        logits_MV, _ = head(self.params, h_ND[before_M])
+        logps_M, entropy_M, _ = logps(logits_MV, tokens_N[counted_M], temperature)
+        return _spread(logps_M, counts_BT), _spread(entropy_M, counts_BT)
+
+    def logps_saved(self, tokens_BT, counts_BT, attention_mask_BT=None, *, temperature=1.0):
+        tokens_N, layout = _real_tokens(tokens_BT, attention_mask_BT)
+        logits_NV, _, saved = forward(self.params, self.config, tokens_N, layout)
+        counted_M, before_M = _counted(counts_BT, attention_mask_BT)
+        logps_M, entropy_M, logps_saved = logps(logits_NV[before_M], tokens_N[counted_M], temperature)
+        state = saved, logps_saved, before_M, logits_NV.shape, counts_BT
+        return SavedLogps(_spread(logps_M, counts_BT), _spread(entropy_M, counts_BT), state)
+
+    def logps_backward(self, saved, dlogps_BT, dentropy_BT=None, out=None):
+        state, logps_saved, before_M, shape_NV, counts_BT = saved.state
+        dlogps_M = dlogps_BT[counts_BT]
+        dentropy_M = np.zeros_like(dlogps_M) if dentropy_BT is None else dentropy_BT[counts_BT]
+        dlogits_MV = logps_bwd(dlogps_M, dentropy_M, logps_saved)
+        dlogits_NV = np.zeros(shape_NV, dlogits_MV.dtype)
+        dlogits_NV[before_M] = dlogits_MV
+        return _written(backward(dlogits_NV, 0.0, state), out)
 
     def loss_and_grads(self, tokens_BT, targets_BT, target_mask_BT=None, attention_mask_BT=None, out=None):
         tokens_N, layout = _real_tokens(tokens_BT, attention_mask_BT)
@@ -102,6 +128,18 @@ def _with_padding(logits_NV, tokens_BT, attention_mask_BT):
     logits_BTV = np.zeros(shape_BTV, logits_NV.dtype)
     logits_BTV[attention_mask_BT] = logits_NV
     return logits_BTV
+
+
+def _counted(counts_BT, attention_mask_BT):
+    """The tokens that count and those before them, which without padding stand right there."""
+    counted_M = np.nonzero(_without_padding(counts_BT, attention_mask_BT))[0]
+    return counted_M, counted_M - 1
+
+
+def _spread(values_M, counts_BT):
+    values_BT = np.zeros(counts_BT.shape)
+    values_BT[counts_BT] = values_M
+    return values_BT
 
 
 def _written(grads: Arrays, out: Arrays | None) -> Arrays:
