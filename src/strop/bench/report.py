@@ -56,7 +56,7 @@ PRIMITIVES, ENGINES, CONVERGENCE = (
     f"benchmarks/results/{suite}-x86_64-2cores.json" for suite in ("primitives", "engines", "convergence")
 )
 LOSSES = "benchmarks/results/losses-h200.json"
-STEP = "benchmarks/results/step-x86_64-2cores.json"
+STEP, STEP_ON_GPU = "benchmarks/results/step-x86_64-2cores.json", "benchmarks/results/step-h200.json"
 LEARNING = "benchmarks/results/learning-h200.json"
 FIGURES: dict[str, tuple[Callable[[Result, Path, dict[str, str]], None], str]] = {
     "docs/images/primitives.png": (primitives.primitives_figure, PRIMITIVES),
@@ -64,6 +64,7 @@ FIGURES: dict[str, tuple[Callable[[Result, Path, dict[str, str]], None], str]] =
     "docs/images/engines-scaling.png": (engines.engines_scaling_figure, ENGINES),
     "docs/images/losses.png": (losses.losses_figure, LOSSES),
     "docs/images/step.png": (step.step_figure, STEP),
+    "docs/images/step-h200.png": (step.step_figure, STEP_ON_GPU),
     "docs/images/learning.png": (learning.learning_figure, LEARNING),
     "docs/images/convergence.png": (convergence.convergence_figure, CONVERGENCE),
     "docs/images/convergence.gif": (convergence.convergence_animation, CONVERGENCE),

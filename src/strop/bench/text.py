@@ -30,13 +30,11 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
-def provenance(result: Result) -> str:
-    """Where timings come from, and how they were taken."""
+def provenance(result: Result, taken: str | None = None) -> str:
+    """Where timings come from, and how they were taken: by default in the method's rounds."""
     method = result["method"]
-    return (
-        f"{origin(result)} Medians of {method['rounds']} interleaved rounds; ratios with"
-        f" {method['confidence']:.0%} bootstrap intervals.{_load(result)}\n"
-    )
+    taken = taken or f"{method['rounds']} interleaved rounds"
+    return f"{origin(result)} Medians of {taken}; ratios with {method['confidence']:.0%} bootstrap intervals.{_load(result)}\n"
 
 
 def _load(result: Result) -> str:

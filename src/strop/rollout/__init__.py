@@ -106,7 +106,9 @@ def _check_not_nan(logps: Sequence[torch.Tensor]) -> None:
     """Weights that are NaN give NaN log-probs and tokens that mean nothing."""
     if torch.cat(list(logps)).isnan().any():
         index = next(i for i, row in enumerate(logps) if row.isnan().any())
-        raise FloatingPointError(f"log-probs of completion {index} must be numbers, found NaN: are the model's weights?")
+        raise FloatingPointError(
+            f"log-probs of completion {index} must be numbers, found NaN: are the model's weights?"
+        )
 
 
 def checked_prompts(

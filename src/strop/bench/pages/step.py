@@ -34,7 +34,9 @@ def step_table(result: Result) -> str:
         "tokens generated / s of the step",
         "peak memory",
     ]
-    return table(header, rows) + "\n" + provenance(result) + "\n"
+    counts = sorted({len(f["samples_ns"]) for case in result["cases"] for f in case["contenders"].values()})
+    taken = f"{' and '.join(map(str, counts))} steps of each side, which take turns"
+    return table(header, rows) + "\n" + provenance(result, taken) + "\n"
 
 
 def step_figure(result: Result, path: Path, metadata: dict[str, str]) -> None:
