@@ -276,6 +276,15 @@ def test_given_reference_is_frozen_and_must_be_another_model():
     assert not any(p.requires_grad for p in other.parameters())
     with pytest.raises(ValueError, match="ref_model must not share parameters with model"):
         policy.reference(policy.model)
+    with pytest.raises(ValueError, match="ref_model must know the model's 30 tokens, found 20"):
+        policy.reference(llama(vocab_size=20))
+
+
+def test_reference_by_name_is_in_the_policys_dtype(tmp_path):
+    llama(seed=1).half().save_pretrained(tmp_path)
+    reference = as_policy(llama()).reference(tmp_path)
+    assert reference.kind == "given"
+    assert {param.dtype for param in reference.model.parameters()} == {torch.float32}
 
 
 class TestLoRA:

@@ -340,7 +340,7 @@ def test_without_a_coefficient_there_is_no_reference():
     assert grpo.reference is None
     assert grpo.train_step(PROMPTS)["mean_kl"] == 0.0
     with pytest.warns(UserWarning, match="ref_model has no effect: kl_coef is 0"):
-        make_grpo(moe(), ref_model=moe(), kl_coef=0.0)
+        make_grpo(moe(), ref_model="a name that is not even looked up", kl_coef=0.0)
     given = moe(seed=5)
     assert make_grpo(moe(), ref_model=given, kl_coef=0.1).reference.model is given
 

@@ -65,9 +65,6 @@ class Trainer:
             model, loaded = load_model(model, dtype=dtype)
             tokenizer = loaded if tokenizer is None else tokenizer
         self.policy = as_policy(self._prepared_model(as_policy(model)), tokenizer)
-        if isinstance(ref_model, (str, Path)):  # in the policy's dtype, so that the same weights are the same function
-            dtypes = [param.dtype for param in self.policy.model.parameters() if param.is_floating_point()]
-            ref_model, _ = load_model(ref_model, dtype=dtypes[0] if dtypes else None)
         self.tokenizer = self.policy.tokenizer
         _warn_of_half_precision(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)

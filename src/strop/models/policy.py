@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, H hidden, V vocabulary, N tokens that count.
 
 import copy
 import inspect
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -255,8 +256,13 @@ class Policy:
     # ---- the reference ----
 
     def reference(self, ref_model: Any = None) -> "Reference":
-        """A frozen model to compare with: the given one; of a peft model the base, its adapter off; else a copy of now."""
+        """A frozen model to compare with: the given one or its name; of a peft model the base, its adapter off; else a copy."""
         inner = unwrapped(self.model)
+        if isinstance(ref_model, (str, Path)):  # in our dtype, so that the same weights are the same function
+            from strop.models.loading import load_model
+
+            dtypes = [param.dtype for param in inner.parameters() if param.is_floating_point()]
+            ref_model, _ = load_model(ref_model, dtype=dtypes[0] if dtypes else None)
         if ref_model is not None:
             try:
                 ref = as_policy(ref_model, self.tokenizer)
@@ -267,6 +273,8 @@ class Policy:
                 raise ValueError(
                     "ref_model must not share parameters with model, which training changes; leave it out for a copy"
                 )
+            if None not in (sizes := (self.vocab_size, ref.vocab_size)) and sizes[1] < sizes[0]:  # type: ignore[operator]
+                raise ValueError(f"ref_model must know the model's {sizes[0]} tokens, found {sizes[1]}")
             kind = "given"
         elif has_adapter(inner):
             return Reference(self, "adapter off")
