@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from strop.bench.harness import load
-from strop.bench.pages import convergence, engines, learning, losses, primitives, step
+from strop.bench.pages import convergence, demo, engines, learning, losses, primitives, step
 from strop.bench.text import Result
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,6 +49,8 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         step.step_table,
         learning.learning_summary,
         learning.learning_table,
+        demo.demo_summary,
+        demo.demo_table,
     )
 }
 
@@ -58,6 +60,7 @@ PRIMITIVES, ENGINES, CONVERGENCE = (
 LOSSES = "benchmarks/results/losses-h200.json"
 STEP, STEP_ON_GPU = "benchmarks/results/step-x86_64-2cores.json", "benchmarks/results/step-h200.json"
 LEARNING = "benchmarks/results/learning-h200.json"
+DEMO = "benchmarks/results/demo-x86_64-2cores.json"
 FIGURES: dict[str, tuple[Callable[[Result, Path, dict[str, str]], None], str]] = {
     "docs/images/primitives.png": (primitives.primitives_figure, PRIMITIVES),
     "docs/images/engines.png": (engines.engines_figure, ENGINES),
@@ -65,6 +68,7 @@ FIGURES: dict[str, tuple[Callable[[Result, Path, dict[str, str]], None], str]] =
     "docs/images/losses.png": (losses.losses_figure, LOSSES),
     "docs/images/step.png": (step.step_figure, STEP),
     "docs/images/step-h200.png": (step.step_figure, STEP_ON_GPU),
+    "docs/images/demo.png": (demo.demo_figure, DEMO),
     "docs/images/learning.png": (learning.learning_figure, LEARNING),
     "docs/images/convergence.png": (convergence.convergence_figure, CONVERGENCE),
     "docs/images/convergence.gif": (convergence.convergence_animation, CONVERGENCE),

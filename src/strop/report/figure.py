@@ -21,8 +21,12 @@ def draw(
     bars: tuple[str, dict[str, dict[str, float]]] | None = None,
     columns: int = 4,
     dpi: int = 150,
+    metadata: dict[str, str] | None = None,
 ) -> Path:
-    """One panel per metric, and before them one of bars: (title, {"greedy": {"before": 0.4, "after": 0.97}})."""
+    """One panel per metric, and before them one of bars: (title, {"greedy": {"before": 0.4, "after": 0.97}}).
+
+    metadata   texts kept in a PNG
+    """
     try:
         import matplotlib
     except ImportError:
@@ -52,7 +56,7 @@ def draw(
         if len(runs) > 1:
             _legend(figure, runs)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Software": None} if path.suffix == ".png" else None)
+        figure.savefig(path, metadata={"Software": None, **(metadata or {})} if path.suffix == ".png" else None)
     return path
 
 
