@@ -38,6 +38,25 @@ int64_t* row_numbers(size_t B, Arena& arena) {
     return rows_B;
 }
 
+// Where the real tokens of each row stand, up to the last that counts; rows in the order of their tokens.
+std::vector<std::vector<int64_t>> scored_tokens(const Batch& batch, const uint8_t* counts_BT) {
+    std::vector<std::vector<int64_t>> rows(batch.B);
+    for (size_t b = 0; b < batch.B; ++b) {
+        size_t length = 0;
+        for (size_t at = b * batch.T; at < (b + 1) * batch.T; ++at) {
+            if (batch.mask_BT && !batch.mask_BT[at]) continue;
+            rows[b].push_back(static_cast<int64_t>(at));
+            if (counts_BT[at]) length = rows[b].size();
+        }
+        rows[b].resize(length);
+    }
+    std::stable_sort(rows.begin(), rows.end(), [&](const std::vector<int64_t>& left, const std::vector<int64_t>& right) {
+        return std::lexicographical_compare(left.begin(), left.end(), right.begin(), right.end(),
+                                            [&](int64_t a, int64_t b) { return batch.tokens_BT[a] < batch.tokens_BT[b]; });
+    });
+    return rows;
+}
+
 }  // namespace
 
 std::vector<size_t> parameter_sizes(const Config& c) {
@@ -218,7 +237,8 @@ double Engine<T>::loss_and_grads(const Batch& batch, const int64_t* targets_BT, 
                                   by_name(config_, grads, layers));
 }
 
-// Of each row the tokens before the last that counts; what it has in common with the row before is there already.
+// Of each row the tokens before the last that counts. Rows go in the order of their tokens, so that those which begin alike are neighbours,
+// wherever they stand in the batch; what a row has in common with the one before it is there already.
 template <class T>
 std::unique_ptr<OwnedPass<T>> Engine<T>::start_scores(const Batch& batch, const uint8_t* counts_BT, bool saving) {
     auto owned = std::make_unique<OwnedPass<T>>(arenas_);
@@ -228,30 +248,28 @@ std::unique_ptr<OwnedPass<T>> Engine<T>::start_scores(const Batch& batch, const 
     int64_t *targets = take<int64_t>(arena, most), *places = take<int64_t>(arena, most);
     int32_t *rows = take<int32_t>(arena, most), *positions = take<int32_t>(arena, most), *ends = take<int32_t>(arena, most);
     int32_t *offsets = take<int32_t>(arena, B), *from = take<int32_t>(arena, most);
+    const std::vector<std::vector<int64_t>> scored = scored_tokens(batch, counts_BT);
     std::vector<int32_t> row, before;  // the tokens of this row and of the one before it: where they stand in ids
     size_t n = 0, m = 0, longest = 1;
     for (size_t b = 0; b < B; ++b) {
-        size_t last = b * batch.T;  // that counts
-        for (size_t at = last; at < (b + 1) * batch.T; ++at)
-            if (counts_BT[at]) last = at;
         std::swap(row, before);
         row.clear();
         starts[b] = static_cast<int64_t>(n);
         bool shared = true;
-        for (size_t at = b * batch.T; at <= last; ++at) {
-            if (batch.mask_BT && !batch.mask_BT[at]) continue;
+        for (const int64_t at : scored[b]) {
+            const int64_t token = batch.tokens_BT[at];
             if (counts_BT[at]) {
                 from[m] = row.back();
-                targets[m] = batch.tokens_BT[at];
-                places[m++] = static_cast<int64_t>(at);
+                targets[m] = token;
+                places[m++] = at;
             }
-            if (at == last) break;
+            if (at == scored[b].back()) break;
             const size_t position = row.size();
-            shared = shared && position < before.size() && ids[before[position]] == batch.tokens_BT[at];
+            shared = shared && position < before.size() && ids[before[position]] == token;
             if (shared) {
                 row.push_back(before[position]);
             } else {
-                ids[n] = batch.tokens_BT[at];
+                ids[n] = token;
                 rows[n] = static_cast<int32_t>(b);
                 positions[n] = static_cast<int32_t>(position);
                 row.push_back(static_cast<int32_t>(n++));

@@ -93,8 +93,8 @@ class Engine {
     double loss_and_grads(const Batch& batch, const int64_t* targets_BT, const uint8_t* counts_BT, double aux_coef,
                           const std::vector<T*>& grads);
     // Log-probs of the tokens that count under softmax(logits/temperature), each after the tokens before it in its row, and the entropies
-    // there; elsewhere both are left alone. What rows have in common at their beginning with the row before them is computed once, and
-    // nothing behind the last token that counts.
+    // there; elsewhere both are left alone. What rows have in common at their beginning is computed once, and nothing behind the last
+    // token that counts.
     void logps(const Batch& batch, const uint8_t* counts_BT, double temperature, double* logps_BT, double* entropy_BT);
     std::unique_ptr<OwnedPass<T>> logps_saved(const Batch& batch, const uint8_t* counts_BT, double temperature, double* logps_BT,
                                               double* entropy_BT);

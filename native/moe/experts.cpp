@@ -187,7 +187,7 @@ template <class T>
 struct ExpertsBwd {
     size_t D, F;
     const LayerWeights<T>& w;
-    const T *gate_up_A2F, *down_panels;  // down_panels[e][panel of 64 features][D][feature]: dh = dy·Wd without a stride of F
+    const T *gate_up_A2F, *down_panels;  // down_panels[e][panel of 64 features][D][feature], or null: dh = dy·Wd without a stride of F
     const T *dy_ND, *n2_ND, *weights_A;
     const int32_t* tokens_A;
     T *dy_AD, *x_AD, *dx_AD;
@@ -211,9 +211,14 @@ void expert_bwd(const ExpertsBwd<T>& of, size_t e, size_t a, size_t n, size_t f,
         product.accumulate = accumulate;
         multiply(product);
     };
-    for (size_t v = 0; v < width; v += kPanel)                                              // y = h·Wdᵀ
+    for (size_t v = 0; v < width && of.down_panels; v += kPanel)                            // y = h·Wdᵀ
         multiply(linear_by_rows<T>(dy, Dp, D, panel_of(of.down_panels, D, e * F_panels + (f + v) / kPanel), smaller(width - v, kPanel), n,
                                    s.dh + v, row));
+    if (!of.down_panels) {
+        Product<T> dh = linear_bwd_input_rows<T>(dy, Dp, D, of.w.down_EDF + e * D * F + f, F, n, s.dh, row);
+        dh.N = width;
+        multiply(dh);
+    }
     for (size_t i = 0; i < n; ++i) {                                                        // h = silu(gate)·up
         const T* gate = of.gate_up_A2F + (a + i) * stride + f;
         T* dgate = s.dgate_up + i * both_row;
@@ -293,7 +298,8 @@ void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& s
     T* weights_A = take<T>(arena, A);
     for (size_t i = 0; i < pass.tokens.N * c.J; ++i) weights_A[groups.assignments_NJ[i]] = saved.weights_NJ[i];
     const T* gate_up_A2F = saved.gate_up_A2F ? saved.gate_up_A2F : take_gate_up_rows(c, groups, saved.gate_up_2FA, arena);
-    const ExpertsBwd<T> of{c.D, c.F, w, gate_up_A2F, take_down_panels(c, w.down_EDF, arena), dy_ND, saved.n2_ND, weights_A, groups.tokens_A,
+    const bool worth_panels = pass.tokens.N * c.J >= c.E * kPanel;  // their making is soon paid for
+    const ExpertsBwd<T> of{c.D, c.F, w, gate_up_A2F, worth_panels ? take_down_panels(c, w.down_EDF, arena) : nullptr, dy_ND, saved.n2_ND, weights_A, groups.tokens_A,
                            take<T>(arena, A * padded(c.D)), take<T>(arena, A * padded(c.D)), dx_AD};
     Chunk* chunks;
     const size_t count = take_chunks(c, groups, arena, &chunks), workers = smaller(count, kWorkers);

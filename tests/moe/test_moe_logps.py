@@ -312,6 +312,11 @@ def test_neither_batch_nor_sharing_nor_threads_change_a_bit(config, dtype, isa):
     model = random_model(config, "native", dtype=dtype, std=0.2)
     tokens, counts, mask = scored_batch(config, (7, 40))
     together = model.engine.logps(tokens, counts, mask, temperature=1.3)
+    order = np.array([3, 6, 1, 0, 5, 2, 4])
+    for found, wanted in zip(
+        model.engine.logps(tokens[order], counts[order], mask[order], temperature=1.3), together, strict=True
+    ):
+        assert same_bits(found, wanted[order])
     for row in range(7):
         pick = np.s_[row : row + 1]
         alone = model.engine.logps(tokens[pick], counts[pick], mask[pick], temperature=1.3)
@@ -347,7 +352,14 @@ def test_what_rows_have_in_common_is_computed_once():
             model.engine.logps_backward(model.engine.logps_saved(tokens, counts), np.ones(tokens.shape))
         return model.engine.compiled.workspace_bytes()
 
-    assert taken(alike) <= 0.5 * taken(tokens)  # which grows by doubling
+    wanted = taken(alike)
+    assert wanted <= 0.5 * taken(tokens)  # which grows by doubling
+    others = rng.integers(0, config.vocab_size, alike.shape)
+    others[:, :250] = others[0, :250]
+    mixed = np.stack([alike[:8], others[:8]], 1).reshape(
+        alike.shape
+    )  # two prompts in turns: the order of rows is all the same
+    assert taken(mixed) <= 0.5 * taken(tokens)
 
 
 @NATIVE
