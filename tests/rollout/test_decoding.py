@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -126,15 +127,37 @@ def test_prompts_read_in_several_parts_are_one(monkeypatch):
         ("bloom", {"n_layer": 2, "n_head": 4}, "attention interface"),
         ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, "s_aux"),
         ("deepseek_v3", {"num_key_value_heads": 4}, "different sizes"),
+        ("phimoe", {"sliding_window": 5, "num_local_experts": 4}, "not told of its window"),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3, "num_experts": 4,
+                       "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}, "not told of its window"),
+        ("llama4_text", {"attention_chunk_size": 5, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32,
+                         "floor_scale": 4}, "in chunks"),
+        ("llama4_text", {"no_rope_layers": [0, 0, 0], "layer_types": ["full_attention"] * 3, "head_dim": 8, "num_local_experts": 2,
+                         "intermediate_size_mlp": 32}, "asks the cache for its length"),
     ],
-)
+)  # fmt: skip
 def test_other_models_go_through_generate_and_say_why(kind, changes, reason):
+    """Windows and chunks are longer than what the engine reads to find out whether it is right."""
     policy = as_policy(model_of(kind, **changes))
+    sampling = Sampling(max_new_tokens=12, temperature=0)
     with pytest.warns(UserWarning, match=reason):
-        found = generate(policy, PROMPTS[:2], Sampling(max_new_tokens=3, temperature=0))
+        found = generate(policy, PROMPTS[:2], sampling)
     assert reason in found.engine
-    wanted = [generated_alone(policy.model, prompt, Sampling(max_new_tokens=3)) for prompt in PROMPTS[:2]]
+    wanted = [generated_alone(policy.model, prompt, sampling) for prompt in PROMPTS[:2]]
     assert [c.tolist() for c in found.completion_ids] == wanted
+
+
+def test_threads_decode_with_models_of_their_own():
+    policies = [as_policy(model_of("llama")), as_policy(model_of("qwen2"))]
+    sampling = Sampling(max_new_tokens=40)
+
+    def texts(policy):
+        found = generate(policy, PROMPTS, sampling, num_samples=4, seed=0)
+        return [completion.tolist() for completion in found.completion_ids]
+
+    wanted = [texts(policy) for policy in policies]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(texts, policies * 3)) == wanted * 3
 
 
 def test_a_model_that_counts_positions_by_itself_is_found_out():
