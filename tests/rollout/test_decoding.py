@@ -1,7 +1,11 @@
 """Our engine for Hugging Face models: against generate, on many architectures; its kernels against torch; its weights."""
 
+import copy
 import dataclasses
+import gc
 import os
+import pickle
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -168,7 +172,87 @@ def test_a_model_that_counts_positions_by_itself_is_found_out():
         generate(as_policy(model), PROMPTS, GREEDY)
 
 
+def test_weights_on_several_devices_go_through_generate():
+    model = model_of("llama")
+    model.lm_head.extra = torch.nn.Parameter(torch.empty(1, device="meta"))
+    with pytest.warns(UserWarning, match="several devices, cpu and meta"):
+        generate(as_policy(model), PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_a_model_of_few_positions_is_not_asked_for_more(kind):
+    model = model_of(kind, max_position_embeddings=4)
+    sampling = Sampling(max_new_tokens=2, temperature=0)
+    found = generate(as_policy(model), [[1, 2], [3]], sampling)
+    assert [c.tolist() for c in found.completion_ids] == [generated_alone(model, p, sampling) for p in ([1, 2], [3])]
+
+
 # ---- weights ----
+
+
+def test_an_engine_is_freed_when_it_is_let_go():
+    """By reference counts alone: 16-bit copies and graphs must not wait for the garbage collector."""
+    gc.disable()
+    try:
+        policy = as_policy(model_of("llama"))
+        with torch.autocast("cpu", torch.bfloat16):
+            generate(policy, PROMPTS, GREEDY)
+            engine, model = weakref.ref(engine_of(policy)), weakref.ref(policy.model)
+        policy.rollout_engine = None
+        assert engine() is None
+        generate(policy, PROMPTS, GREEDY)
+        del policy
+        assert model() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda policy: pickle.loads(pickle.dumps(policy))])
+def test_a_copy_of_a_policy_has_an_engine_of_its_own(copied):
+    policy = as_policy(model_of("llama"))
+    wanted = generate(policy, PROMPTS, GREEDY)
+    other = copied(policy)
+    with torch.no_grad():
+        policy.model.lm_head.weight.zero_()
+    found = generate(other, PROMPTS, GREEDY)
+    assert [c.tolist() for c in found.completion_ids] == [c.tolist() for c in wanted.completion_ids]
+    assert engine_of(other).model is other.model is not policy.model
+
+
+def test_a_parameter_made_anew_over_the_same_memory_stays():
+    policy = as_policy(model_of("llama"))
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(policy, PROMPTS, GREEDY)
+        new = policy.model.lm_head.weight = torch.nn.Parameter(policy.model.lm_head.weight.data)
+        generate(policy, PROMPTS, GREEDY)
+    assert policy.model.lm_head.weight is new
+
+
+def test_a_rollout_in_inference_mode_leaves_nothing_of_it():
+    policy = as_policy(model_of("llama"))
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.inference_mode():
+            first = generate(policy, PROMPTS, GREEDY)
+        second = generate(policy, PROMPTS, GREEDY)  # writes its copies over the first one's
+    assert not first.logps[0].is_inference()
+    assert [c.tolist() for c in first.completion_ids] == [c.tolist() for c in second.completion_ids]
+
+
+def test_an_interrupted_rollout_leaves_the_model_as_it_was():
+    model = model_of("llama").train()
+    policy, params = as_policy(model), list(model.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = generate(policy, PROMPTS, GREEDY)
+        calls = iter(range(7))
+        hook = model.model.layers[1].register_forward_hook(lambda *_: None if next(calls, None) is not None else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generate(policy, PROMPTS, GREEDY)
+        hook.remove()
+        assert model.training
+        assert model.config._attn_implementation == "sdpa"
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+        found = generate(policy, PROMPTS, GREEDY)
+    assert [c.tolist() for c in found.completion_ids] == [c.tolist() for c in wanted.completion_ids]
 
 
 def test_the_next_rollout_computes_with_the_new_weights():

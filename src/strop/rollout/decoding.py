@@ -66,14 +66,17 @@ class Engine:
     def __init__(self, policy: Policy):
         self.model = base_model(unwrapped(policy.model))
         self.device = policy.device
+        if devices := {param.device for param in self.model.parameters()} - {self.device}:
+            raise Unsupported(f"its weights lie on several devices, {self.device} and {min(map(str, devices))}")
         self.autocast = _autocast_dtype(self.device)
         self.matrices = Matrices(self.model, self.autocast)
-        self.signature = signature(policy)
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._cache = slots.slot_cache()
-        self._forward_of_a_step = self._forward
+        self._compiled: Any = (
+            None  # and not `_forward` itself: an engine that holds itself is not freed when it is let go
+        )
         if policy.model is not unwrapped(policy.model):  # the user wants it compiled
-            self._forward_of_a_step = torch.compile(self._forward, dynamic=False)
+            self._compiled = torch.compile(self._forward, dynamic=False)
         self.matrices.refresh()
         with self._ready():
             self.shape = _cache_shape(self.model, self.device, self._forward)
@@ -106,8 +109,8 @@ class Engine:
         tokens: list[torch.Tensor] = []
         logps: list[torch.Tensor] = []
         rows = [index // num_samples for index in range(total)]
+        self.matrices.refresh()
         with self._ready():
-            self.matrices.refresh()
             for start in range(0, total, size := self._rows_of_a_round(prompts, sampling, total)):
                 part = rows[start : start + size]
                 made = self._round([prompts[i] for i in sorted(set(part))], part, sampling,
@@ -269,7 +272,8 @@ class Engine:
 
     def _logits(self, rows: Rows) -> torch.Tensor:
         positions_N = rows.prefix_length_N + rows.step
-        return self._forward_of_a_step(rows.token_N[:, None], positions_N[:, None].long())[:, -1]
+        forward = self._compiled or self._forward
+        return forward(rows.token_N[:, None], positions_N[:, None].long())[:, -1]
 
     def _draw(self, logits_NV: torch.Tensor, rows: Rows, round_: Round, sampling: Sampling) -> None:
         step = int(rows.step)
@@ -340,22 +344,28 @@ class Matrices:
                 for name, param in module._parameters.items():
                     if param is not None and param.dtype == torch.float32 and _is_converted(module, param):
                         self.places.append((module._parameters, name))
-        self.originals = [owner[name] for owner, name in self.places]
         self.copies = [torch.empty_like(param, dtype=dtype, requires_grad=False) for param in self.originals]
 
+    @property
+    def originals(self) -> list[torch.Tensor]:
+        """Asked for each time: a parameter may be another object over the same memory by now."""
+        return [owner[name] for owner, name in self.places]
+
     def refresh(self) -> None:
+        """Outside of `in_place`."""
         if self.copies:
             torch._foreach_copy_(self.copies, [param.detach() for param in self.originals])
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Within, the model computes with the copies."""
+        originals = self.originals
         for (owner, name), copy in zip(self.places, self.copies, strict=True):
             owner[name] = copy
         try:
             yield
         finally:
-            for (owner, name), original in zip(self.places, self.originals, strict=True):
+            for (owner, name), original in zip(self.places, originals, strict=True):
                 owner[name] = original
 
 
@@ -426,8 +436,8 @@ ERROR_ALLOWED = {
 
 def _check_against_forward(engine: "Engine", policy: Policy) -> None:
     """Two greedy steps of a few ragged prompts against plain forwards: the only way to know what a model does with positions."""
-    size = policy.vocab_size or 2
-    prompts = [torch.tensor([i % size for i in prompt]) for prompt in PROBE]
+    size, longest = policy.vocab_size or 2, (policy.max_length or len(PROBE[0]) + 1) - 1
+    prompts = [torch.tensor([i % size for i in prompt[:longest]]) for prompt in PROBE]
     sampling = Sampling(max_new_tokens=2, temperature=0.0)
     with engine._ready():
         round_, rows = engine._begin(prompts, list(range(len(prompts))), sampling, torch.zeros(len(prompts), 2), ())
