@@ -419,6 +419,43 @@ def test_the_engine_with_kernels_draws_as_torch_does(sampling):
     assert same >= 19  # of 20: a number on the border of two tokens may fall to either
 
 
+@interpreted
+@pytest.mark.parametrize("found", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("V", [5, 4100])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_draw_kernel_gives_an_id_whatever_the_logits(found, V, greedy):
+    """One beyond the vocabulary would end the process in the next step's embedding."""
+    from strop.rollout.launch import pick
+
+    rows = Rows.empty(2, torch.device("cpu"))
+    rows.row_N[1] = 1
+    uniforms, tokens, logps = torch.tensor([[0.0], [0.999]]), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1)
+    table = torch.tensor([0, 0, uniforms.data_ptr(), tokens.data_ptr(), logps.data_ptr(), 1])
+    pick(torch.full((2, V), found), rows, torch.tensor([-1]), table, 1.0, greedy)
+    assert ((rows.token_N >= 0) & (rows.token_N < V)).all()
+    assert not logps.isfinite().any()
+
+
+def test_spare_rows_neither_write_to_others_nor_keep_a_step_large(monkeypatch):
+    """9 rows in steps of 16, and so on: sizes follow from the completions' lengths alone, also where the first is long."""
+    engine = with_kernels(as_policy(model_of("llama")))
+    lengths, sizes = [30, 3, 5, 9, 20, 2, 2, 2, 17], []
+
+    def step(rows, round_, sampling, done):
+        sizes.append(len(rows))
+        mine = rows.row_N < len(lengths)
+        assert len(rows.row_N[mine].unique()) == int(mine.sum()), "a row is decoded once"
+        assert rows.suffix_start_N[~mine].eq(2 + 9 * 40).all(), "behind everyone's slots"
+        for n in mine.nonzero().flatten():
+            rows.finished_N[n] |= lengths[rows.row_N[n]] == done + 1
+
+    monkeypatch.setattr(engine, "_step", step)
+    sampling = Sampling(max_new_tokens=40)
+    round_, rows = engine._begin([torch.tensor([1, 2, 3])], [0] * 9, sampling, torch.zeros(9, 40), ())
+    engine._decode(rows, round_, sampling)
+    assert sizes == [16] * 8 + [4] * 8 + [4] * 8 + [1] * 8
+
+
 def test_buckets():
     assert [bucket_of(n) for n in (1, 2, 3, 64, 65, 1024)] == [1, 2, 4, 64, 128, 1024]
 

@@ -43,7 +43,9 @@ def bucket_of(num_rows: int) -> int:
 
 @dataclass
 class Round:
-    """What the rows decoded together need: their slots, their random numbers, and room for what they say.
+    """What the B rows decoded together need: their slots, their random numbers, and room for what they say.
+
+    Each has room for one row more, the last, where the spare rows of a step write: nobody reads it.
 
     table   where all that is, for the kernels: see kernels.py
     """
@@ -58,6 +60,13 @@ class Round:
     def table(self) -> list[int]:
         addresses = [one.data_ptr() for one in (self.uniforms_BT, self.tokens_BT, self.logps_BT)]
         return [self.kv.data_ptr(), self.kv.shape[2], *addresses, self.tokens_BT.shape[1]]
+
+    def make_spare(self, rows: Rows) -> None:
+        """These rows only fill up a step: they are copies of one that goes on, and count as ended."""
+        B, T = len(self.tokens_BT) - 1, self.tokens_BT.shape[1]
+        rows.row_N[:] = B
+        rows.suffix_start_N[:] = self.kv.shape[2] - T
+        rows.finished_N[:] = 1
 
 
 class Engine:
@@ -126,7 +135,7 @@ class Engine:
             return min(total, BUCKETS[-1])
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         slots_there = int(SHARE_OF_MEMORY * free) // self.shape.bytes_per_slot - sum(map(len, prompts))
-        return max(1, min(total, BUCKETS[-1], slots_there // sampling.max_new_tokens))
+        return max(1, min(total, BUCKETS[-1], slots_there // sampling.max_new_tokens - 1))
 
     def _round(
         self, prompts: list[torch.Tensor], owners: list[int], sampling: Sampling, uniforms_BT: torch.Tensor,
@@ -138,8 +147,8 @@ class Engine:
         round_, rows = self._begin(prompts, owners, sampling, uniforms_BT, eos_ids)
         self._prefill(prompts, round_)
         self._decode(rows, round_, sampling)
-        lengths = completion_lengths(round_.tokens_BT, eos_ids).tolist()
-        tokens_BT, logps_BT = round_.tokens_BT.cpu(), round_.logps_BT.cpu()
+        tokens_BT, logps_BT = round_.tokens_BT[:-1].cpu(), round_.logps_BT[:-1].cpu()
+        lengths = completion_lengths(tokens_BT, eos_ids).tolist()
         return (
             [row[:length] for row, length in zip(tokens_BT, lengths, strict=True)],
             [row[:length] for row, length in zip(logps_BT, lengths, strict=True)],
@@ -156,14 +165,15 @@ class Engine:
         shape = self.shape
         logps_dtype = torch.float64 if shape.dtype == torch.float64 else torch.float32
         round_ = Round(
-            kv=torch.empty(shape.num_layers, 2, num_prefix + B * T, shape.num_heads, shape.head_dim, dtype=shape.dtype,
-                           device=device),
-            uniforms_BT=uniforms_BT.to(device),
-            tokens_BT=torch.zeros(B, T, dtype=torch.int64, device=device),
-            logps_BT=torch.zeros(B, T, dtype=logps_dtype, device=device),
+            kv=torch.empty(shape.num_layers, 2, num_prefix + (B + 1) * T, shape.num_heads, shape.head_dim,
+                           dtype=shape.dtype, device=device),
+            uniforms_BT=torch.nn.functional.pad(uniforms_BT, (0, 0, 0, 1)).to(device),
+            tokens_BT=torch.zeros(B + 1, T, dtype=torch.int64, device=device),
+            logps_BT=torch.zeros(B + 1, T, dtype=logps_dtype, device=device),
             eos=torch.tensor(eos_ids, dtype=torch.int64, device=device),
             longest_prefix=int(lengths_P.max()),
         )  # fmt: skip
+        round_.kv[:, :, -T:] = 0.0  # a spare row made later reads there what none has written
         rows = self._rows_for(B)
         owners_B = torch.tensor(owners)
         columns = {
@@ -177,7 +187,8 @@ class Engine:
         for name, column in columns.items():
             target = getattr(rows, name)
             target[:B].copy_(column)
-            target[B:] = target[:1]  # spare rows do what the first does
+            target[B:] = target[:1]
+        round_.make_spare(rows.after(B))
         rows.step.zero_()
         if self.on_gpu:
             self._table.copy_(torch.tensor(round_.table()))
@@ -234,6 +245,7 @@ class Engine:
             if smaller <= len(rows) // 2:
                 rows.keep(torch.cat([going, going[:1].expand(smaller - len(going))]))
                 rows = rows.first(smaller)
+                round_.make_spare(rows.after(len(going)))
 
     # ---- a step ----
 

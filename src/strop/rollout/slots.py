@@ -76,6 +76,10 @@ class Rows:
         """The first so many, in the same memory."""
         return Rows(**{name: getattr(self, name)[:size] for name in self.PER_ROW}, step=self.step)
 
+    def after(self, size: int) -> "Rows":
+        """Those behind the first so many, in the same memory."""
+        return Rows(**{name: getattr(self, name)[size:] for name in self.PER_ROW}, step=self.step)
+
     def keep(self, indices_M: torch.Tensor) -> None:
         """These rows come to the front, in this order."""
         for name in self.PER_ROW:
