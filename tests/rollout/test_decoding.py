@@ -1,7 +1,12 @@
 """Our engine for Hugging Face models: against generate, on many architectures; its kernels against torch; its weights."""
 
+import copy
 import dataclasses
+import gc
 import os
+import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -126,15 +131,37 @@ def test_prompts_read_in_several_parts_are_one(monkeypatch):
         ("bloom", {"n_layer": 2, "n_head": 4}, "attention interface"),
         ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, "s_aux"),
         ("deepseek_v3", {"num_key_value_heads": 4}, "different sizes"),
+        ("phimoe", {"sliding_window": 5, "num_local_experts": 4}, "not told of its window"),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3, "num_experts": 4,
+                       "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}, "not told of its window"),
+        ("llama4_text", {"attention_chunk_size": 5, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32,
+                         "floor_scale": 4}, "in chunks"),
+        ("llama4_text", {"no_rope_layers": [0, 0, 0], "layer_types": ["full_attention"] * 3, "head_dim": 8, "num_local_experts": 2,
+                         "intermediate_size_mlp": 32}, "asks the cache for its length"),
     ],
-)
+)  # fmt: skip
 def test_other_models_go_through_generate_and_say_why(kind, changes, reason):
+    """Windows and chunks are longer than what the engine reads to find out whether it is right."""
     policy = as_policy(model_of(kind, **changes))
+    sampling = Sampling(max_new_tokens=12, temperature=0)
     with pytest.warns(UserWarning, match=reason):
-        found = generate(policy, PROMPTS[:2], Sampling(max_new_tokens=3, temperature=0))
+        found = generate(policy, PROMPTS[:2], sampling)
     assert reason in found.engine
-    wanted = [generated_alone(policy.model, prompt, Sampling(max_new_tokens=3)) for prompt in PROMPTS[:2]]
+    wanted = [generated_alone(policy.model, prompt, sampling) for prompt in PROMPTS[:2]]
     assert [c.tolist() for c in found.completion_ids] == wanted
+
+
+def test_threads_decode_with_models_of_their_own():
+    policies = [as_policy(model_of("llama")), as_policy(model_of("qwen2"))]
+    sampling = Sampling(max_new_tokens=40)
+
+    def texts(policy):
+        found = generate(policy, PROMPTS, sampling, num_samples=4, seed=0)
+        return [completion.tolist() for completion in found.completion_ids]
+
+    wanted = [texts(policy) for policy in policies]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(texts, policies * 3)) == wanted * 3
 
 
 def test_a_model_that_counts_positions_by_itself_is_found_out():
@@ -145,7 +172,87 @@ def test_a_model_that_counts_positions_by_itself_is_found_out():
         generate(as_policy(model), PROMPTS, GREEDY)
 
 
+def test_weights_on_several_devices_go_through_generate():
+    model = model_of("llama")
+    model.lm_head.extra = torch.nn.Parameter(torch.empty(1, device="meta"))
+    with pytest.warns(UserWarning, match="several devices, cpu and meta"):
+        generate(as_policy(model), PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_a_model_of_few_positions_is_not_asked_for_more(kind):
+    model = model_of(kind, max_position_embeddings=4)
+    sampling = Sampling(max_new_tokens=2, temperature=0)
+    found = generate(as_policy(model), [[1, 2], [3]], sampling)
+    assert [c.tolist() for c in found.completion_ids] == [generated_alone(model, p, sampling) for p in ([1, 2], [3])]
+
+
 # ---- weights ----
+
+
+def test_an_engine_is_freed_when_it_is_let_go():
+    """By reference counts alone: 16-bit copies and graphs must not wait for the garbage collector."""
+    gc.disable()
+    try:
+        policy = as_policy(model_of("llama"))
+        with torch.autocast("cpu", torch.bfloat16):
+            generate(policy, PROMPTS, GREEDY)
+            engine, model = weakref.ref(engine_of(policy)), weakref.ref(policy.model)
+        policy.rollout_engine = None
+        assert engine() is None
+        generate(policy, PROMPTS, GREEDY)
+        del policy
+        assert model() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda policy: pickle.loads(pickle.dumps(policy))])
+def test_a_copy_of_a_policy_has_an_engine_of_its_own(copied):
+    policy = as_policy(model_of("llama"))
+    wanted = generate(policy, PROMPTS, GREEDY)
+    other = copied(policy)
+    with torch.no_grad():
+        policy.model.lm_head.weight.zero_()
+    found = generate(other, PROMPTS, GREEDY)
+    assert [c.tolist() for c in found.completion_ids] == [c.tolist() for c in wanted.completion_ids]
+    assert engine_of(other).model is other.model is not policy.model
+
+
+def test_a_parameter_made_anew_over_the_same_memory_stays():
+    policy = as_policy(model_of("llama"))
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(policy, PROMPTS, GREEDY)
+        new = policy.model.lm_head.weight = torch.nn.Parameter(policy.model.lm_head.weight.data)
+        generate(policy, PROMPTS, GREEDY)
+    assert policy.model.lm_head.weight is new
+
+
+def test_a_rollout_in_inference_mode_leaves_nothing_of_it():
+    policy = as_policy(model_of("llama"))
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.inference_mode():
+            first = generate(policy, PROMPTS, GREEDY)
+        second = generate(policy, PROMPTS, GREEDY)  # writes its copies over the first one's
+    assert not first.logps[0].is_inference()
+    assert [c.tolist() for c in first.completion_ids] == [c.tolist() for c in second.completion_ids]
+
+
+def test_an_interrupted_rollout_leaves_the_model_as_it_was():
+    model = model_of("llama").train()
+    policy, params = as_policy(model), list(model.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = generate(policy, PROMPTS, GREEDY)
+        calls = iter(range(7))
+        hook = model.model.layers[1].register_forward_hook(lambda *_: None if next(calls, None) is not None else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generate(policy, PROMPTS, GREEDY)
+        hook.remove()
+        assert model.training
+        assert model.config._attn_implementation == "sdpa"
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+        found = generate(policy, PROMPTS, GREEDY)
+    assert [c.tolist() for c in found.completion_ids] == [c.tolist() for c in wanted.completion_ids]
 
 
 def test_the_next_rollout_computes_with_the_new_weights():
@@ -310,6 +417,43 @@ def test_the_engine_with_kernels_draws_as_torch_does(sampling):
         tokens.append([c.tolist() for c in found.completion_ids])
     same = sum(a == b for a, b in zip(*tokens, strict=True))
     assert same >= 19  # of 20: a number on the border of two tokens may fall to either
+
+
+@interpreted
+@pytest.mark.parametrize("found", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("V", [5, 4100])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_draw_kernel_gives_an_id_whatever_the_logits(found, V, greedy):
+    """One beyond the vocabulary would end the process in the next step's embedding."""
+    from strop.rollout.launch import pick
+
+    rows = Rows.empty(2, torch.device("cpu"))
+    rows.row_N[1] = 1
+    uniforms, tokens, logps = torch.tensor([[0.0], [0.999]]), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1)
+    table = torch.tensor([0, 0, uniforms.data_ptr(), tokens.data_ptr(), logps.data_ptr(), 1])
+    pick(torch.full((2, V), found), rows, torch.tensor([-1]), table, 1.0, greedy)
+    assert ((rows.token_N >= 0) & (rows.token_N < V)).all()
+    assert not logps.isfinite().any()
+
+
+def test_spare_rows_neither_write_to_others_nor_keep_a_step_large(monkeypatch):
+    """9 rows in steps of 16, and so on: sizes follow from the completions' lengths alone, also where the first is long."""
+    engine = with_kernels(as_policy(model_of("llama")))
+    lengths, sizes = [30, 3, 5, 9, 20, 2, 2, 2, 17], []
+
+    def step(rows, round_, sampling, done):
+        sizes.append(len(rows))
+        mine = rows.row_N < len(lengths)
+        assert len(rows.row_N[mine].unique()) == int(mine.sum()), "a row is decoded once"
+        assert rows.suffix_start_N[~mine].eq(2 + 9 * 40).all(), "behind everyone's slots"
+        for n in mine.nonzero().flatten():
+            rows.finished_N[n] |= lengths[rows.row_N[n]] == done + 1
+
+    monkeypatch.setattr(engine, "_step", step)
+    sampling = Sampling(max_new_tokens=40)
+    round_, rows = engine._begin([torch.tensor([1, 2, 3])], [0] * 9, sampling, torch.zeros(9, 40), ())
+    engine._decode(rows, round_, sampling)
+    assert sizes == [16] * 8 + [4] * 8 + [4] * 8 + [1] * 8
 
 
 def test_buckets():

@@ -65,6 +65,10 @@ class Policy:
         self.rollout_engine: tuple[Any, Any] | None = None
         """For `strop.rollout`: what it keeps between rollouts, and for which state of the model."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, whose weights are elsewhere: without what belongs to these."""
+        return {**self.__dict__, "rollout_engine": None}
+
     # ---- what the model says of itself ----
 
     @property

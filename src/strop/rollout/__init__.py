@@ -75,7 +75,6 @@ class Rollout:
         return Rollout(**both, seconds=self.seconds + other.seconds, engine=self.engine)
 
 
-@torch.no_grad()
 def generate(
     policy: Policy, prompts: Sequence[Any], sampling: Sampling, *, num_samples: int = 1, seed: int | None = None
 ) -> Rollout:
@@ -92,7 +91,8 @@ def generate(
         seed = int(torch.randint(2**63 - 1, ()))
     eos_ids = tuple(dict.fromkeys((*policy.eos_ids, *sampling.stop_ids)))
     start = time.perf_counter()
-    with evaluating(unwrapped(policy.model)):
+    # never in inference mode, whose tensors neither a later rollout nor a training step could use
+    with torch.inference_mode(False), torch.no_grad(), evaluating(unwrapped(policy.model)):
         completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, seed, eos_ids)
     seconds = time.perf_counter() - start
     _check_not_nan(logps)

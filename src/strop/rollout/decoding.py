@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from strop.models import Policy, base_model, unwrapped
+from strop.models.kinds import of_config
 from strop.rollout import slots
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
 from strop.rollout.slots import CacheShape, Decode, Prefill, Rows, Shapes, Unsupported
@@ -42,7 +43,9 @@ def bucket_of(num_rows: int) -> int:
 
 @dataclass
 class Round:
-    """What the rows decoded together need: their slots, their random numbers, and room for what they say.
+    """What the B rows decoded together need: their slots, their random numbers, and room for what they say.
+
+    Each has room for one row more, the last, where the spare rows of a step write: nobody reads it.
 
     table   where all that is, for the kernels: see kernels.py
     """
@@ -58,6 +61,13 @@ class Round:
         addresses = [one.data_ptr() for one in (self.uniforms_BT, self.tokens_BT, self.logps_BT)]
         return [self.kv.data_ptr(), self.kv.shape[2], *addresses, self.tokens_BT.shape[1]]
 
+    def make_spare(self, rows: Rows) -> None:
+        """These rows only fill up a step: they are copies of one that goes on, and count as ended."""
+        B, T = len(self.tokens_BT) - 1, self.tokens_BT.shape[1]
+        rows.row_N[:] = B
+        rows.suffix_start_N[:] = self.kv.shape[2] - T
+        rows.finished_N[:] = 1
+
 
 class Engine:
     """Completions of one model, on its device, under the autocast that is on."""
@@ -65,14 +75,17 @@ class Engine:
     def __init__(self, policy: Policy):
         self.model = base_model(unwrapped(policy.model))
         self.device = policy.device
+        if devices := {param.device for param in self.model.parameters()} - {self.device}:
+            raise Unsupported(f"its weights lie on several devices, {self.device} and {min(map(str, devices))}")
         self.autocast = _autocast_dtype(self.device)
         self.matrices = Matrices(self.model, self.autocast)
-        self.signature = signature(policy)
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._cache = slots.slot_cache()
-        self._forward_of_a_step = self._forward
+        self._compiled: Any = (
+            None  # and not `_forward` itself: an engine that holds itself is not freed when it is let go
+        )
         if policy.model is not unwrapped(policy.model):  # the user wants it compiled
-            self._forward_of_a_step = torch.compile(self._forward, dynamic=False)
+            self._compiled = torch.compile(self._forward, dynamic=False)
         self.matrices.refresh()
         with self._ready():
             self.shape = _cache_shape(self.model, self.device, self._forward)
@@ -105,8 +118,8 @@ class Engine:
         tokens: list[torch.Tensor] = []
         logps: list[torch.Tensor] = []
         rows = [index // num_samples for index in range(total)]
+        self.matrices.refresh()
         with self._ready():
-            self.matrices.refresh()
             for start in range(0, total, size := self._rows_of_a_round(prompts, sampling, total)):
                 part = rows[start : start + size]
                 made = self._round([prompts[i] for i in sorted(set(part))], part, sampling,
@@ -122,7 +135,7 @@ class Engine:
             return min(total, BUCKETS[-1])
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         slots_there = int(SHARE_OF_MEMORY * free) // self.shape.bytes_per_slot - sum(map(len, prompts))
-        return max(1, min(total, BUCKETS[-1], slots_there // sampling.max_new_tokens))
+        return max(1, min(total, BUCKETS[-1], slots_there // sampling.max_new_tokens - 1))
 
     def _round(
         self, prompts: list[torch.Tensor], owners: list[int], sampling: Sampling, uniforms_BT: torch.Tensor,
@@ -134,8 +147,8 @@ class Engine:
         round_, rows = self._begin(prompts, owners, sampling, uniforms_BT, eos_ids)
         self._prefill(prompts, round_)
         self._decode(rows, round_, sampling)
-        lengths = completion_lengths(round_.tokens_BT, eos_ids).tolist()
-        tokens_BT, logps_BT = round_.tokens_BT.cpu(), round_.logps_BT.cpu()
+        tokens_BT, logps_BT = round_.tokens_BT[:-1].cpu(), round_.logps_BT[:-1].cpu()
+        lengths = completion_lengths(tokens_BT, eos_ids).tolist()
         return (
             [row[:length] for row, length in zip(tokens_BT, lengths, strict=True)],
             [row[:length] for row, length in zip(logps_BT, lengths, strict=True)],
@@ -152,14 +165,15 @@ class Engine:
         shape = self.shape
         logps_dtype = torch.float64 if shape.dtype == torch.float64 else torch.float32
         round_ = Round(
-            kv=torch.empty(shape.num_layers, 2, num_prefix + B * T, shape.num_heads, shape.head_dim, dtype=shape.dtype,
-                           device=device),
-            uniforms_BT=uniforms_BT.to(device),
-            tokens_BT=torch.zeros(B, T, dtype=torch.int64, device=device),
-            logps_BT=torch.zeros(B, T, dtype=logps_dtype, device=device),
+            kv=torch.empty(shape.num_layers, 2, num_prefix + (B + 1) * T, shape.num_heads, shape.head_dim,
+                           dtype=shape.dtype, device=device),
+            uniforms_BT=torch.nn.functional.pad(uniforms_BT, (0, 0, 0, 1)).to(device),
+            tokens_BT=torch.zeros(B + 1, T, dtype=torch.int64, device=device),
+            logps_BT=torch.zeros(B + 1, T, dtype=logps_dtype, device=device),
             eos=torch.tensor(eos_ids, dtype=torch.int64, device=device),
             longest_prefix=int(lengths_P.max()),
         )  # fmt: skip
+        round_.kv[:, :, -T:] = 0.0  # a spare row made later reads there what none has written
         rows = self._rows_for(B)
         owners_B = torch.tensor(owners)
         columns = {
@@ -173,7 +187,8 @@ class Engine:
         for name, column in columns.items():
             target = getattr(rows, name)
             target[:B].copy_(column)
-            target[B:] = target[:1]  # spare rows do what the first does
+            target[B:] = target[:1]
+        round_.make_spare(rows.after(B))
         rows.step.zero_()
         if self.on_gpu:
             self._table.copy_(torch.tensor(round_.table()))
@@ -230,6 +245,7 @@ class Engine:
             if smaller <= len(rows) // 2:
                 rows.keep(torch.cat([going, going[:1].expand(smaller - len(going))]))
                 rows = rows.first(smaller)
+                round_.make_spare(rows.after(len(going)))
 
     # ---- a step ----
 
@@ -268,7 +284,8 @@ class Engine:
 
     def _logits(self, rows: Rows) -> torch.Tensor:
         positions_N = rows.prefix_length_N + rows.step
-        return self._forward_of_a_step(rows.token_N[:, None], positions_N[:, None].long())[:, -1]
+        forward = self._compiled or self._forward
+        return forward(rows.token_N[:, None], positions_N[:, None].long())[:, -1]
 
     def _draw(self, logits_NV: torch.Tensor, rows: Rows, round_: Round, sampling: Sampling) -> None:
         step = int(rows.step)
@@ -339,22 +356,28 @@ class Matrices:
                 for name, param in module._parameters.items():
                     if param is not None and param.dtype == torch.float32 and _is_converted(module, param):
                         self.places.append((module._parameters, name))
-        self.originals = [owner[name] for owner, name in self.places]
         self.copies = [torch.empty_like(param, dtype=dtype, requires_grad=False) for param in self.originals]
 
+    @property
+    def originals(self) -> list[torch.Tensor]:
+        """Asked for each time: a parameter may be another object over the same memory by now."""
+        return [owner[name] for owner, name in self.places]
+
     def refresh(self) -> None:
+        """Outside of `in_place`."""
         if self.copies:
             torch._foreach_copy_(self.copies, [param.detach() for param in self.originals])
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Within, the model computes with the copies."""
+        originals = self.originals
         for (owner, name), copy in zip(self.places, self.copies, strict=True):
             owner[name] = copy
         try:
             yield
         finally:
-            for (owner, name), original in zip(self.places, self.originals, strict=True):
+            for (owner, name), original in zip(self.places, originals, strict=True):
                 owner[name] = original
 
 
@@ -401,7 +424,19 @@ def _cache_shape(model: Any, device: torch.device, forward: Callable[..., Any]) 
     num_heads, key_dim, value_dim, dtype = shapes.pop()
     if key_dim != value_dim:
         raise Unsupported("its keys and values have different sizes")
+    _check_windows(model, seen.windows)
     return CacheShape(len(seen.seen), num_heads, key_dim, dtype)
+
+
+def _check_windows(model: Any, windows: dict[int, int]) -> None:
+    """Some models have a window in their mask alone, which is not made here; a few tokens do not show it."""
+    types = of_config(model.config, "layer_types") or ["sliding_attention"] * len(windows)
+    if "chunked_attention" in types:
+        raise Unsupported("its attention is in chunks")
+    wanted = of_config(model.config, "sliding_window") or 0
+    for layer, found in windows.items():
+        if wanted and types[layer] == "sliding_attention" and not found:
+            raise Unsupported("its attention is not told of its window")
 
 
 PROBE = ([1, 2, 3, 4, 5], [3, 1], [2])
@@ -413,8 +448,8 @@ ERROR_ALLOWED = {
 
 def _check_against_forward(engine: "Engine", policy: Policy) -> None:
     """Two greedy steps of a few ragged prompts against plain forwards: the only way to know what a model does with positions."""
-    size = policy.vocab_size or 2
-    prompts = [torch.tensor([i % size for i in prompt]) for prompt in PROBE]
+    size, longest = policy.vocab_size or 2, (policy.max_length or len(PROBE[0]) + 1) - 1
+    prompts = [torch.tensor([i % size for i in prompt[:longest]]) for prompt in PROBE]
     sampling = Sampling(max_new_tokens=2, temperature=0.0)
     with engine._ready():
         round_, rows = engine._begin(prompts, list(range(len(prompts))), sampling, torch.zeros(len(prompts), 2), ())

@@ -147,7 +147,8 @@ def pick_kernel(
     weight = s * tl.exp2((m - top) * (scale * LOG2E))
     total = tl.sum(weight, 0)
     if GREEDY:
-        chunk = tl.min(tl.where(m == top, c, CHUNKS_PADDED - 1), 0)
+        chunk = tl.min(tl.where(m == top, c, 0x7FFFFFFF), 0)
+        chunk = tl.where(chunk < CHUNKS, chunk, 0)
         before, target = 0.0, 0.0
     else:
         target = tl.load(uniforms_ptr + at) * total
@@ -159,7 +160,8 @@ def pick_kernel(
     j = chunk * CHUNK + i
     x = tl.load(logits_ptr + n.to(tl.int64) * row_stride + j, mask=j < V, other=-float("inf")).to(tl.float32)
     if GREEDY:
-        token = tl.min(tl.where(x == top, i, CHUNK - 1), 0)
+        token = tl.min(tl.where(x == top, i, CHUNK), 0)
+        token = tl.where(token < CHUNK, token, 0)  # of logits that are NaN none is the maximum; an id it must be
     else:
         e = tl.exp2((x - top) * (scale * LOG2E))
         token = tl.min(tl.where((before + tl.cumsum(e, 0) > target) & (e > 0), i, CHUNK), 0)

@@ -14,6 +14,7 @@ Shapes: N rows of a step, P prompts read together, T tokens, H query heads, K ke
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,10 @@ class Rows:
         """The first so many, in the same memory."""
         return Rows(**{name: getattr(self, name)[:size] for name in self.PER_ROW}, step=self.step)
 
+    def after(self, size: int) -> "Rows":
+        """Those behind the first so many, in the same memory."""
+        return Rows(**{name: getattr(self, name)[size:] for name in self.PER_ROW}, step=self.step)
+
     def keep(self, indices_M: torch.Tensor) -> None:
         """These rows come to the front, in this order."""
         for name in self.PER_ROW:
@@ -101,13 +106,15 @@ class Rule:
 
 @dataclass
 class Shapes(Pass):
-    """Attention of whole rows that keeps nothing but what it saw: {layer: shape and dtype of its keys}."""
+    """Attention of whole rows that keeps nothing but what it saw: {layer: shape and dtype of its keys}, {layer: window}."""
 
     seen: dict[int, tuple[int, int, int, torch.dtype]] = field(default_factory=dict)
+    windows: dict[int, int] = field(default_factory=dict)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         q, k, v = in_one_dtype(q, k, v)
         self.seen[layer] = k.shape[1], k.shape[3], v.shape[3], k.dtype
+        self.windows[layer] = rule.window
         return attention_of_rows(q, k, v, rule)
 
 
@@ -196,18 +203,17 @@ def in_one_dtype(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 # ---- as an attention of transformers ----
 
-_current: Pass | None = None
+_current: ContextVar[Pass] = ContextVar("_current")  # of this thread: others may be decoding with other models
 
 
 @contextlib.contextmanager
 def current(pass_: Pass) -> Iterator[None]:
     """Within, the model's attention is this pass's."""
-    global _current
-    before, _current = _current, pass_
+    token = _current.set(pass_)
     try:
         yield
     finally:
-        _current = before
+        _current.reset(token)
 
 
 class Unsupported(Exception):
@@ -246,8 +252,7 @@ def attention(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float, window: int, softcap: float
 ) -> torch.Tensor:
-    assert _current is not None, "within `current` only"
-    return _current.attend(query, key, value, layer, Rule(scaling, window, softcap))
+    return _current.get().attend(query, key, value, layer, Rule(scaling, window, softcap))
 
 
 _attend_opaque = torch.library.custom_op("strop::attend_by_slots", _attend, mutates_args=())
@@ -270,7 +275,9 @@ def slot_cache() -> Any:
         def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
             return key_states, value_states
 
-        def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        def get_seq_length(self, layer_idx: int | None = None, **kwargs: Any) -> int:
+            if layer_idx is not None:  # as Llama 4, whose scale depends on it, but only thousands of tokens later
+                raise Unsupported("its attention asks the cache for its length")
             return 0  # positions are always given
 
     return SlotCache(layers=[])
