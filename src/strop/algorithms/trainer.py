@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -29,6 +29,7 @@ from strop.callbacks import Callback
 from strop.config import TrainerConfig, option_names, unknown_option
 
 Row = TypeVar("Row")
+USERS_PHASES = ("reward",)  # functions of the user's run in them, with all of torch's threads
 
 
 class Trainer:
@@ -167,9 +168,14 @@ class Trainer:
         """The phase an error of this step came from."""
         return self._phases.failed
 
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """Counts the seconds within as the metric time/<name>."""
-        return self._phases.phase(name)
+        from strop.models import one_thread
+
+        alone = self.policy.kind == "moe" and name not in USERS_PHASES
+        with self._phases.phase(name), one_thread() if alone else contextlib.nullcontext():
+            yield
 
     def count_tokens(self, num_tokens: int) -> None:
         """So many more tokens in this step; gives tokens_per_second."""

@@ -71,7 +71,9 @@ def demo(
     _check_torch()
     claim_folder(output, {"seed": seed, "steps": steps, "sft_steps": sft_steps, "strop": strop.__version__})
     try:
-        with few_threads():
+        from strop.models import one_thread  # not before torch is known to be there
+
+        with one_thread():
             Demo(console, output, seed, steps, sft_steps).run(figure)
     except Interrupted as stop:
         console.print(f"[yellow]{stop}[/]. What there is stays in {output}; strop demo begins anew.")
@@ -107,19 +109,6 @@ def claim_folder(folder: Path, about: dict[str, Any]) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def few_threads() -> Iterator[None]:
-    """torch on one thread: its tensors are small here, and the engine, which has threads of its own, does the work."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class StopWhenMediocre(Callback):

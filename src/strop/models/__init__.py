@@ -6,7 +6,7 @@ logps_BT = policy.logps(batch)              differentiable
 ref_logps_BT = policy.reference().logps(batch)
 """
 
-from strop.models.kinds import adapter_off, base_model, evaluating, has_adapter, unwrapped
+from strop.models.kinds import adapter_off, base_model, evaluating, has_adapter, one_thread, unwrapped
 from strop.models.loading import load_model
 from strop.models.policy import Policy, Reference, as_policy, counted
 
@@ -20,5 +20,6 @@ __all__ = [
     "evaluating",
     "has_adapter",
     "load_model",
+    "one_thread",
     "unwrapped",
 ]

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -83,3 +84,14 @@ def of_config(config: Any, key: str) -> Any:
 def listed_ids(value: Any) -> list[int]:
     """One token id, several, or None, as a list."""
     return [] if value is None else [int(one) for one in value] if isinstance(value, Sequence) else [int(value)]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch on one thread. Beside the MoE's engine its tensors are small, and threads that wait for work spin on the engine's cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

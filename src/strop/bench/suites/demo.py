@@ -11,8 +11,9 @@ from rich.console import Console
 
 from strop.bench.harness import Method
 from strop.bench.suites.learning import columns
-from strop.cli.demo import LENGTH, MARK, NUM_TEST, SAMPLES, Demo, claim_folder, few_threads
+from strop.cli.demo import LENGTH, MARK, NUM_TEST, SAMPLES, Demo, claim_folder
 from strop.cli.demo_report import grpo_run
+from strop.models import one_thread
 
 SEEDS = (0, 1, 2)
 CURVES = ("step", "eval/accuracy", "reward/mean", "kl", "entropy", "completion/length")
@@ -36,7 +37,7 @@ class DemoRun:
         return f"strop demo --seed {self.seed}"
 
     def measure(self, method: Method) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as parent, few_threads():
+        with tempfile.TemporaryDirectory() as parent, one_thread():
             folder = Path(parent) / "demo"
             claim_folder(folder, {})
             Demo(Console(quiet=True), folder, self.seed, self.steps, self.sft_steps).run(None)
