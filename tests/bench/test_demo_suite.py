@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from strop.bench.harness import Method  # noqa: E402 (after the skip)
-from strop.bench.pages import demo as page  # noqa: E402
-from strop.bench.suites import demo  # noqa: E402
+from strop.bench.harness import Method
+from strop.bench.pages import demo as page
+from strop.bench.suites import demo
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def test_errors_are_one_line():
     assert found.returncode == 1
     assert (
         found.stderr
-        == "strop: ValueError: unknown suite 'nope'; there are primitives, engines, convergence, losses, step\n"
+        == "strop: ValueError: unknown suite 'nope'; there are primitives, engines, convergence, losses, step, demo, learning\n"
     )
     assert "Traceback" in run("--debug", "bench", "nope").stderr
     assert (

@@ -65,8 +65,13 @@ def generated_alone(model, prompt, sampling):
     return output[0, len(prompt) :].tolist()
 
 
-def with_kernels(policy):
-    """The engine as it is on a GPU, kernels interpreted, without graphs."""
+def with_kernels(policy, monkeypatch=None):
+    """The engine as it is on a GPU, kernels interpreted (slowly: in one part each), without graphs."""
+    if monkeypatch is not None:
+        from strop.rollout import launch
+
+        monkeypatch.setattr(launch, "PROGRAMS", 1)
+        monkeypatch.setattr(launch, "CHUNK", 64)
     engine = engine_of(policy)
     assert isinstance(engine, Engine)
     engine.on_gpu, engine.why_no_graphs = True, "the interpreter has none"
@@ -185,6 +190,19 @@ def test_a_model_of_few_positions_is_not_asked_for_more(kind):
     sampling = Sampling(max_new_tokens=2, temperature=0)
     found = generate(as_policy(model), [[1, 2], [3]], sampling)
     assert [c.tolist() for c in found.completion_ids] == [generated_alone(model, p, sampling) for p in ([1, 2], [3])]
+
+
+def test_a_compiled_model_has_compiled_steps(monkeypatch):
+    """Without graph breaks, for several numbers of rows. (The backend only traces: compiling is inductor's part.)"""
+    model = model_of("qwen2")
+    compile = torch.compile
+    policy = as_policy(compile(model, backend="aot_eager"))
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **options: compile(f, backend="aot_eager", fullgraph=True, **options)
+    )
+    for prompts in (PROMPTS, PROMPTS[:2], PROMPTS[2:3]):
+        found = generate(policy, prompts, GREEDY)
+        assert [c.tolist() for c in found.completion_ids] == [generated_alone(model, p, GREEDY) for p in prompts]
 
 
 # ---- weights ----
@@ -394,29 +412,27 @@ def test_draw_kernel_is_draw(V, sampling):
 
 @interpreted
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2", "mixtral"])
-def test_the_engine_with_kernels_equals_generate(kind):
+def test_the_engine_with_kernels_equals_generate(kind, monkeypatch):
     model = model_of(kind, eos_token_id=9)
     policy = as_policy(model)
-    with_kernels(policy)
-    sampling = dataclasses.replace(GREEDY, max_new_tokens=12)
+    with_kernels(policy, monkeypatch)
+    sampling = dataclasses.replace(GREEDY, max_new_tokens=9)
     found = generate(policy, PROMPTS, sampling)
     assert [c.tolist() for c in found.completion_ids] == [generated_alone(model, p, sampling) for p in PROMPTS]
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "sampling", [Sampling(max_new_tokens=10), Sampling(max_new_tokens=10, top_k=5, temperature=0.8)]
-)
-def test_the_engine_with_kernels_draws_as_torch_does(sampling):
+@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=6), Sampling(max_new_tokens=6, top_k=5, temperature=0.8)])
+def test_the_engine_with_kernels_draws_as_torch_does(sampling, monkeypatch):
     tokens = []
     for kernels in (False, True):
         policy = as_policy(qwen2(eos_token_id=3, scale=2.0))
         if kernels:
-            with_kernels(policy)
-        found = generate(policy, PROMPTS, sampling, num_samples=5, seed=1)
+            with_kernels(policy, monkeypatch)
+        found = generate(policy, PROMPTS, sampling, num_samples=2, seed=1)
         tokens.append([c.tolist() for c in found.completion_ids])
     same = sum(a == b for a, b in zip(*tokens, strict=True))
-    assert same >= 19  # of 20: a number on the border of two tokens may fall to either
+    assert same >= 7  # of 8: a number on the border of two tokens may fall to either
 
 
 @interpreted

@@ -85,7 +85,7 @@ class Engine:
             None  # and not `_forward` itself: an engine that holds itself is not freed when it is let go
         )
         if policy.model is not unwrapped(policy.model):  # the user wants it compiled
-            self._compiled = torch.compile(self._forward, dynamic=False)
+            self._compiled = torch.compile(self._forward)
         self.matrices.refresh()
         with self._ready():
             self.shape = _cache_shape(self.model, self.device, self._forward)
@@ -133,7 +133,8 @@ class Engine:
     def _rows_of_a_round(self, prompts: list[torch.Tensor], sampling: Sampling, total: int) -> int:
         if self.device.type != "cuda":
             return min(total, BUCKETS[-1])
-        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0] + cached
         slots_there = int(SHARE_OF_MEMORY * free) // self.shape.bytes_per_slot - sum(map(len, prompts))
         return max(1, min(total, BUCKETS[-1], slots_there // sampling.max_new_tokens - 1))
 
@@ -317,6 +318,8 @@ class Engine:
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 self._step_on_gpu(rows, sampling)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # it looks at values on the host, or allocates as capturing does not allow
             self.why_no_graphs = str(error).splitlines()[0]
             warnings.warn(f"decode steps cannot be captured as CUDA graphs: {self.why_no_graphs}", stacklevel=2)
