@@ -156,8 +156,9 @@ def test_other_models_go_through_generate_and_say_why(kind, changes, reason):
     assert [c.tolist() for c in found.completion_ids] == wanted
 
 
-def test_threads_decode_with_models_of_their_own():
+def test_threads_take_turns_with_one_model_and_with_several():
     policies = [as_policy(model_of("llama")), as_policy(model_of("qwen2"))]
+    policies.append(as_policy(policies[0].model))
     sampling = Sampling(max_new_tokens=40)
 
     def texts(policy):

@@ -1,5 +1,6 @@
 """Rollouts of Hugging Face models: by our own engine (decoding.py), or by transformers' generate where that cannot be."""
 
+import threading
 import warnings
 
 import torch
@@ -10,6 +11,9 @@ from strop.rollout.decoding import Engine, signature
 from strop.rollout.sampling import Sampling
 from strop.rollout.slots import Unsupported
 
+_turn = threading.RLock()
+"""Held during a rollout: it changes the model's attention, and a graph being captured bears no other thread's work beside it."""
+
 
 def complete(
     policy: Policy,
@@ -19,10 +23,11 @@ def complete(
     seed: int,
     eos_ids: tuple[int, ...],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    engine = engine_of(policy)
-    if isinstance(engine, Engine):
-        return engine.complete(prompts, sampling, num_samples, seed, eos_ids)
-    return transformers_generate.complete(policy, prompts, sampling, num_samples, seed, eos_ids)
+    with _turn:
+        engine = engine_of(policy)
+        if isinstance(engine, Engine):
+            return engine.complete(prompts, sampling, num_samples, seed, eos_ids)
+        return transformers_generate.complete(policy, prompts, sampling, num_samples, seed, eos_ids)
 
 
 def engine_of(policy: Policy) -> Engine | str:
@@ -45,5 +50,6 @@ def engine_of(policy: Policy) -> Engine | str:
 
 def description(policy: Policy) -> str:
     """What the rollouts of this model run on."""
-    engine = engine_of(policy)
+    with _turn:
+        engine = engine_of(policy)
     return f"hf, {engine.name}" if isinstance(engine, Engine) else f"hf, transformers' generate: {engine}"
