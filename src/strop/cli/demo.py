@@ -65,7 +65,7 @@ def demo(
     sft_steps: Annotated[int, typer.Option(min=1, help="The most supervised steps.")] = 200,
     figure: Annotated[Path | None, typer.Option(help="Also draw the main curves as an image (needs matplotlib).")] = None,
 ) -> None:  # fmt: skip
-    """Train a small model to sort digits, supervised and then with GRPO, and write a report. No GPU, no download, about a minute or two."""
+    """Train a small model to sort digits, supervised and then with GRPO, and write a report. No GPU, no download, less than a minute."""
     console = Console(highlight=False)
     check_folder(output)
     _check_torch()

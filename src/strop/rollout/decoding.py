@@ -47,7 +47,8 @@ class Round:
 
     Each has room for one row more, the last, where the spare rows of a step write: nobody reads it.
 
-    table   where all that is, for the kernels: see kernels.py
+    prefix_starts   the first slot of each prompt
+    table           where all that is, for the kernels: see kernels.py
     """
 
     kv: torch.Tensor
@@ -55,6 +56,7 @@ class Round:
     tokens_BT: torch.Tensor
     logps_BT: torch.Tensor
     eos: torch.Tensor
+    prefix_starts: list[int]
     longest_prefix: int
 
     def table(self) -> list[int]:
@@ -81,17 +83,15 @@ class Engine:
         self.matrices = Matrices(self.model, self.autocast)
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._cache = slots.slot_cache()
-        self._compiled: Any = (
-            None  # and not `_forward` itself: an engine that holds itself is not freed when it is let go
-        )
+        # None and not `_forward` itself: an engine that holds itself is not freed when it is let go
+        self._compiled: Any = None
         if policy.model is not unwrapped(policy.model):  # the user wants it compiled
             self._compiled = torch.compile(self._forward)
         self.matrices.refresh()
         with self._ready():
             self.shape = _cache_shape(self.model, self.device, self._forward)
-        self.on_gpu = (
-            self.device.type == "cuda" and self.shape.dtype.itemsize <= 4
-        )  # else attention and draw are torch's
+        # by our kernels; else attention and draw are torch's
+        self.on_gpu = self.device.type == "cuda" and self.shape.dtype.itemsize <= 4
         self.why_no_graphs = None if self.on_gpu else f"{self.shape.dtype} on {self.device.type}"
         self._graphs: dict[Any, dict[int, Any]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
@@ -172,6 +172,7 @@ class Engine:
             tokens_BT=torch.zeros(B + 1, T, dtype=torch.int64, device=device),
             logps_BT=torch.zeros(B + 1, T, dtype=logps_dtype, device=device),
             eos=torch.tensor(eos_ids, dtype=torch.int64, device=device),
+            prefix_starts=starts_P.tolist(),
             longest_prefix=int(lengths_P.max()),
         )  # fmt: skip
         round_.kv[:, :, -T:] = 0.0  # a spare row made later reads there what none has written
@@ -212,10 +213,6 @@ class Engine:
         self._eos[: len(eos_ids)] = torch.tensor(eos_ids, dtype=torch.int64)
 
     def _prefill(self, prompts: list[torch.Tensor], round_: Round) -> None:
-        starts, start = [], 0
-        for prompt in prompts:
-            starts.append(start)
-            start += len(prompt) - 1
         order = sorted((i for i in range(len(prompts)) if len(prompts[i]) > 1), key=lambda i: len(prompts[i]))
         while order:
             longest = len(prompts[order[-1]]) - 1
@@ -227,7 +224,7 @@ class Engine:
                 length = len(prompts[i]) - 1
                 ids_PT[p, :length] = prompts[i][:-1]
                 tokens.append(torch.arange(length) + p * longest)
-                slots_.append(torch.arange(length) + starts[i])
+                slots_.append(torch.arange(length) + round_.prefix_starts[i])
             moved = [torch.cat(one).to(self.device) for one in (tokens, slots_)]
             positions_PT = torch.arange(longest, device=self.device).expand(len(part), -1)
             with slots.current(Prefill(round_.kv, *moved)):
@@ -413,9 +410,7 @@ def _cache_shape(model: Any, device: torch.device, forward: Callable[..., Any]) 
     try:
         with slots.current(seen):
             forward(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.arange(2, device=device)[None])
-    except Unsupported:
-        raise
-    except torch.OutOfMemoryError:
+    except (Unsupported, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a model does with a cache or with arguments it does not know
         raise Unsupported(f"its forward fails with a cache of slots ({type(error).__name__}: {error})") from error

@@ -203,7 +203,7 @@ def in_one_dtype(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 # ---- as an attention of transformers ----
 
-_current: ContextVar[Pass] = ContextVar("_current")  # of this thread: others may be decoding with other models
+_current: ContextVar[Pass] = ContextVar("_current")  # of this thread: another may call a model of its own
 
 
 @contextlib.contextmanager
