@@ -150,7 +150,7 @@ class RunConfig(Config):
 
     batch_size: int = 8
     micro_batch_size: int = 0
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = 6144
     num_steps: int = 0
     num_epochs: int = 1
     seed: int = 0

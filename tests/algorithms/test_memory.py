@@ -112,11 +112,11 @@ CASES = {
     "generate": "sampling completions, step 1 (time/generate): 20.00 GiB asked for of 139.81 GiB, 1.20 GiB free; "
     "lower batch_size=8 or group_size=4 or max_new_tokens=6",
     "score": "scoring, step 1 (time/score): 20.00 GiB asked for of 139.81 GiB, 1.20 GiB free; "
-    "lower micro_batch_tokens=8192, or set micro_batch_size",
+    "lower micro_batch_tokens=6144, or set micro_batch_size",
     "forward": "the forward of an update, step 1 (time/forward): 20.00 GiB asked for of 139.81 GiB, 1.20 GiB free; "
-    "lower micro_batch_tokens=8192, or set micro_batch_size",
+    "lower micro_batch_tokens=6144, or set micro_batch_size",
     "backward": "the backward of an update, step 1 (time/backward): 20.00 GiB asked for of 139.81 GiB, 1.20 GiB free; "
-    "lower micro_batch_tokens=8192, or set micro_batch_size",
+    "lower micro_batch_tokens=6144, or set micro_batch_size",
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from strop.bench import harness, report
+from strop.bench import harness, loss_accuracy, report
 from strop.bench import loss_contenders as peers
 from strop.bench.harness import Contender, Method
 from strop.bench.pages import losses as pages
@@ -27,7 +27,7 @@ QUICK = Method(rounds=3, sample_seconds=1e-6)
 
 def test_a_run_on_the_cpu(monkeypatch):
     """Every case of the suite at tiny sizes: all contenders agree, all figures are those of their samples."""
-    monkeypatch.setattr(losses.Accuracy, "batches", 4)
+    monkeypatch.setattr(loss_accuracy.Accuracy, "batches", 4)
     measured = [case.measure(QUICK) for case in losses.cases(TINY)]
     timed = [case for case in measured if "strop" in case.get("contenders", ())]
     assert {(c["labels"]["operator"], c["labels"]["way"]) for c in timed} == set(pages.FLOORS)
@@ -54,7 +54,7 @@ def test_the_sizes_of_the_gpu_are_those_the_documents_promise():
     assert [(b * t, h, v) for b, t, h, v in sizes.heads] == [(4096, 2048, 131072), (8192, 4096, 151936)]
     assert sizes.small == (4, 64, 32768)
     works = [case.work for case in losses.cases(sizes)]  # nothing is allocated yet
-    assert len(works) == len(set(works)) == 3 + 3 * 6 + 2 + 5 + 4
+    assert len(works) == len(set(works)) == 3 + 3 * 7 + 2 + 5 + 4
 
 
 def case_of(*contenders):
@@ -175,6 +175,13 @@ def test_the_wall_clock_waits_before_and_after(fake_gpu):
     assert fake_gpu == ["call"] + ["flush", "wait", "call", "wait"] * 2
 
 
+def test_a_loop_waits_at_its_end_alone(fake_gpu):
+    timer = harness.LoopGpuTimer(Contender(name="x", function=lambda: (fake_gpu.append("call"), time.sleep(1e-3))))
+    fake_gpu.clear()
+    assert 3e-3 <= timer.timeit(3) < 3e-2
+    assert fake_gpu == ["call", "wait", "call", "call", "call", "wait"]
+
+
 def test_a_case_takes_its_own_clock():
     class Clock:
         def __init__(self, contender):
@@ -225,6 +232,7 @@ def result():
             "torch.compile": (0.5, 1e9, 5e8), "Liger": (0.4, 500e6, 50), "Liger in place": (0.95,), "floor": (0.4,),
         }),
         timed("grpo_loss", both, 32768, {"strop": (0.2,), "eager": (0.4,)}, clock="wall"),
+        timed("grpo_loss", both, 32768, {"strop": (0.5,), "Liger": (1.1,)}, clock="loop"),
         timed("linear_grpo_loss", both, 131072, {
             "strop": (11.0, 1.6e9, 1.1e9), "eager": (15.0, 5e9, 4e9), "torch.compile": (12.0,), "floor": (10.0,),
         }, hidden=2048, left_out={"Liger": "RuntimeError: out of memory"}),
@@ -261,6 +269,7 @@ def test_targets_say_what_is_missed(result):
     assert line("forward, V 32,768, of two reads").endswith("| ≤ 1.1× | 1.2× [1.2, 1.2] | **no** |")
     assert line("V 32,768: Liger's time by ours").endswith("**no** |")
     assert line("V 32,768: Liger in place's time by ours in place").endswith("| 2.11× [2.11, 2.11] | yes |")
+    assert line("V 32,768, in a loop: Liger's time by ours").endswith("| ≥ 2× | 2.2× [2.2, 2.2] | yes |")
     assert line("V 131,072: torch.compile's").endswith("yes |")
     assert line("V 131,072: memory beyond the gradients").endswith("| ≤ 600 MB | 563.1 MB | yes |")
     assert line("V 50,257: Liger's").endswith("| ≥ 1.4× |  | not measured |")
@@ -274,6 +283,7 @@ def test_every_contender_with_its_memory(result):
     assert "| strop | 11 ms |  | 1.6 GB | 1.1 GB; 563 MB beyond a float32 sum |" in text
     assert "| floor: three products | 10 ms | strop takes 1.1× [" in text
     assert "`grpo_loss`" not in text
+    assert "V 32,768, in a loop | Liger | 1.1 ms | 2.2×" in blocks["losses_grpo_loss"](result)
     assert "from call to result" in blocks["losses_grpo_loss"](result)
     assert "wall" not in pages.losses_summary(result)
     assert "docs/images/losses.png" in pages.losses_summary(result)

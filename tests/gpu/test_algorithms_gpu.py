@@ -1,6 +1,5 @@
 """The algorithms on a GPU: the same numbers as on the CPU, in bfloat16 too, and back from a checkpoint."""
 
-import contextlib
 import time
 
 import pytest
@@ -10,7 +9,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("transformers")
 
-from tiny_models import VOCAB, llama, qwen2  # noqa: E402 (after the skip)
+from measure import without_waiting  # noqa: E402 (after the skip)
+from tiny_models import VOCAB, llama, qwen2  # noqa: E402
 
 from strop.algorithms.best_of_n import BestOfN  # noqa: E402
 from strop.algorithms.dpo import DPO  # noqa: E402
@@ -84,16 +84,6 @@ def test_micro_batches_change_nothing():
         assert (weights[0] - other).abs().max() < 0.02 * moved
 
 
-@contextlib.contextmanager
-def no_waiting():
-    """Whatever waits for the GPU raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_scoring_does_not_wait_for_the_gpu(top_k, monkeypatch):
     """So that the reward functions run beside it. transformers alone asks, at the start of a forward, whether it is packed."""
@@ -102,7 +92,7 @@ def test_scoring_does_not_wait_for_the_gpu(top_k, monkeypatch):
                 micro_batch_tokens=60)  # fmt: skip
     grpo.train_step(PROMPTS)  # what is asked once: whether the head gives the logits
     rollout = grpo._generate(grpo.prepare([{"prompt": p} for p in PROMPTS]), 0)
-    with no_waiting():
+    with without_waiting():
         scores = grpo._score(rollout)
     assert scores.old_logps[0].is_cuda
     assert scores.ref_logps[0].is_cuda
@@ -113,7 +103,7 @@ def test_scoring_does_not_wait_for_the_gpu(top_k, monkeypatch):
     online = OnlineDPO(model=llama().cuda(), reward_fn=share_of_even, max_new_tokens=6)
     online.train_step(PROMPTS)
     _, pairs = online._sampled_pairs(online.prepare([{"prompt": p} for p in PROMPTS]), 0)
-    with no_waiting():
+    with without_waiting():
         online._reference_logps(online._batches(pairs))
 
 
@@ -151,12 +141,16 @@ def test_out_of_memory_is_told_and_freed():
     sft = SFT(model=model)
     sft.train_step(torch.tensor([[3, 4]]), torch.tensor([[5]]))
     before = torch.cuda.memory_allocated()
-    sft.policy.logps = lambda batch: (
-        model.model(batch.input_ids_BT).last_hidden_state.sum() * torch.empty(2**40, device="cuda")
-    )
+
+    def logps(batch):
+        hidden = model.model(batch.input_ids_BT).last_hidden_state
+        activations = hidden.sum() * torch.ones(2**24, device="cuda")  # 64 MiB of the step's own
+        return activations.sum() * torch.empty(2**40, device="cuda")
+
+    sft.policy.logps = logps
     with pytest.raises(torch.OutOfMemoryError, match=r"in the forward of an update, step 2 .*4096.00 GiB asked for of"):
         sft.train_step(torch.tensor([[3, 4]]), torch.tensor([[5]]))
-    assert torch.cuda.memory_allocated() <= before
+    assert torch.cuda.memory_allocated() < before + 2**20
 
 
 def test_sft_and_dpo_as_on_the_cpu():

@@ -1,6 +1,5 @@
 """Losses on a GPU: the values of the CPU's float64, without waiting for the device."""
 
-import contextlib
 import math
 
 import pytest
@@ -9,7 +8,9 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from strop.losses import (  # noqa: E402 (after the skip)
+from measure import without_waiting  # noqa: E402 (after the skip)
+
+from strop.losses import (  # noqa: E402
     ADVANTAGE_SCALES,
     IMPORTANCE_LEVELS,
     POLICY_LOSS_TYPES,
@@ -23,16 +24,6 @@ from strop.losses import (  # noqa: E402 (after the skip)
 )
 
 pytestmark = pytest.mark.gpu
-
-
-@contextlib.contextmanager
-def without_waiting():
-    """Inside, anything that waits for the device is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def example():

@@ -7,8 +7,6 @@ that uses them. A peer that does not run, or whose result is another one, is lef
 
 import dataclasses
 import functools
-import gc
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,15 +14,21 @@ import torch
 
 from strop.bench import harness
 from strop.bench import loss_contenders as peers
-from strop.bench.harness import Case, Contender, GpuTimer, Method, WallGpuTimer
-from strop.bench.loss_contenders import BETA, GROUP, Batch, Numbers
+from strop.bench.harness import Case, Contender, GpuTimer, LoopGpuTimer, Method, WallGpuTimer
+from strop.bench.loss_accuracy import AccuracyOfHeads, AccuracyOfLogits, error_ratio
+from strop.bench.loss_contenders import Numbers
+from strop.bench.loss_problems import OPTIONS, HeadProblem, LogitsProblem, tidy
 from strop.bench.text import duration, size
 from strop.ops import grpo_loss, linear_dpo_loss, linear_grpo_loss, linear_logp, logp, ratio_kl
 
 ON_GPU = True
 FORWARD, BOTH, SCORE, FROZEN = "forward", "forward + backward", "score only", "forward + backward, frozen head"
 GiB = 2**30
-OPTIONS = {"samples_per_prompt": GROUP, "beta": BETA}
+CLOCKS = {  # how a row of the results is timed on a GPU
+    "device": GpuTimer,
+    "loop": LoopGpuTimer,
+    "wall": WallGpuTimer,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,10 +75,12 @@ ON_A_CPU = Sizes(
 
 def cases(sizes: Sizes | None = None) -> list[Any]:
     s = sizes or (ON_A_GPU if torch.cuda.is_available() else ON_A_CPU)
-    found: list[Any] = [_copy(s), AccuracyOfLogits(s), AccuracyOfHeads(s)]
+    found: list[Any] = [_copy(s), AccuracyOfLogits(s.device), AccuracyOfHeads(s.device)]
     for shape in s.logits:
         found += [_from_logits(s, shape, name, way) for name in LOGITS_BUILDERS for way in (FORWARD, BOTH)]
-    found += [_from_logits(s, s.small, "grpo_loss", way, small=True) for way in (FORWARD, BOTH)]
+        if s.kernels:
+            found.append(_from_logits(s, shape, "grpo_loss", BOTH, "loop"))
+    found += [_from_logits(s, s.small, "grpo_loss", way, "wall") for way in (FORWARD, BOTH)]
     for head in s.heads:
         for name, way in HEAD_BUILDERS:
             if name != "linear_dpo_loss" or head == s.heads[0]:
@@ -109,15 +115,7 @@ class LossCase:
             return harness.measure(case, method)
         finally:
             del able, case
-            _tidy()
-
-
-def _tidy() -> None:
-    if "torch._dynamo" in sys.modules:  # importing it takes seconds
-        torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+            tidy()
 
 
 @functools.lru_cache(maxsize=1)
@@ -181,73 +179,24 @@ class Builder:
 # ---- from logits ------------------------------------------------------------------------------------------------------
 
 
-class LogitsProblem:
-    """A policy a little way from its reference and from the policy that sampled; every token counts."""
-
-    def __init__(self, B: int, T: int, V: int, device: str, dtype: torch.dtype, seed: int = 0) -> None:
-        random = _Random(device, seed)
-        self.policy = random.normal(B, T, V, dtype=dtype)
-        self.ref = random.normal(B, T, V, dtype=dtype).mul_(0.1).add_(self.policy)
-        ids_BT = random.ids(V, B, T)
-        with torch.no_grad():
-            logps, ref_logps = (_in_rows(peers.eager_logps, x, ids_BT) for x in (self.policy, self.ref))
-        self.batch = random.batch(ids_BT, logps, ref_logps)
-        self.advantages_B = peers.eager_advantages(self.batch.rewards_B)
-        self.d_BT = random.normal(B, T)
-        self.policy.requires_grad_()
-
-    @functools.cached_property
-    def gradient(self) -> torch.Tensor:
-        """Memory for the floors to write."""
-        return torch.empty_like(self.policy, requires_grad=False)
-
-    @functools.cached_property
-    def ref_with_one_more(self) -> torch.Tensor:
-        return torch.cat([self.ref, self.ref[:, :1]], 1)
-
-    def policy_with_one_more(self) -> torch.Tensor:
-        return torch.cat([self.policy.detach(), self.policy.detach()[:, :1]], 1).requires_grad_()
-
-
-class _Random:
-    def __init__(self, device: str, seed: int) -> None:
-        self.generator = torch.Generator(device).manual_seed(seed)
-        self.device = device
-
-    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(*shape, dtype=dtype, device=self.device, generator=self.generator)
-
-    def ids(self, V: int, *shape: int) -> torch.Tensor:
-        return torch.randint(V, shape, device=self.device, generator=self.generator)
-
-    def batch(self, ids_BT: torch.Tensor, logps_BT: torch.Tensor, ref_logps_BT: torch.Tensor) -> Batch:
-        B, T = ids_BT.shape
-        mask_BT = torch.ones(B, T, dtype=torch.bool, device=self.device)
-        return Batch(ids_BT, mask_BT, logps_BT + 0.1 * self.normal(B, T), ref_logps_BT, self.normal(B))
-
-
-def _in_rows(function: Callable[..., torch.Tensor], x_BTV: torch.Tensor, ids_BT: torch.Tensor) -> torch.Tensor:
-    """Row by row, for the sake of memory."""
-    return torch.stack([function(x, ids) for x, ids in zip(x_BTV, ids_BT, strict=True)])
-
-
-def _from_logits(s: Sizes, shape: tuple[int, int, int], name: str, way: str, small: bool = False) -> LossCase:
+def _from_logits(s: Sizes, shape: tuple[int, int, int], name: str, way: str, clock: str = "device") -> LossCase:
     B, T, V = shape
     element = s.dtype.itemsize
     passes = {("logp", FORWARD): 1, ("logp", BOTH): 3, ("ratio_kl", FORWARD): 2, ("ratio_kl", BOTH): 4,
               ("grpo_loss", FORWARD): 2, ("grpo_loss", BOTH): 3}[name, way]  # fmt: skip
     labels = {
         "operator": name, "way": way, "shape": f"{B}×{T}", "vocabulary": V, "dtype": str(s.dtype).split(".")[1],
-        "floor_bytes": passes * B * T * V * element, "clock": "wall" if small else "device",
+        "floor_bytes": passes * B * T * V * element, "clock": clock,
     }  # fmt: skip
 
     def build() -> list[Contender]:
         problem = _problem(LogitsProblem, id(s), B, T, V, s.device, s.dtype)
-        return LOGITS_BUILDERS[name](s, problem, way, small)
+        found = LOGITS_BUILDERS[name](s, problem, way)
+        # compiling once more takes long and would tell nothing new
+        return found if clock == "device" else [c for c in found if c.name != "torch.compile"]
 
-    clock = None if s.device == "cpu" else WallGpuTimer if small else GpuTimer
-    work = f"{name} {way} {B}×{T}, V {V:,}" + (", wall clock" if small else "")
-    return LossCase(work=work, labels=labels, build=build, clock=clock)
+    work = f"{name} {way} {B}×{T}, V {V:,}" + {"device": "", "loop": ", in a loop", "wall": ", wall clock"}[clock]
+    return LossCase(work=work, labels=labels, build=build, clock=None if s.device == "cpu" else CLOCKS[clock])
 
 
 def _ways(way: str, problem: LogitsProblem, d_values: Sequence[torch.Tensor] | None) -> Callable[..., Call]:
@@ -257,7 +206,7 @@ def _ways(way: str, problem: LogitsProblem, d_values: Sequence[torch.Tensor] | N
     return lambda function, logits, *args: with_gradients([logits], d_values, function, logits, *args)
 
 
-def _logp_contenders(s: Sizes, p: LogitsProblem, way: str, small: bool) -> list[Contender]:
+def _logp_contenders(s: Sizes, p: LogitsProblem, way: str) -> list[Contender]:
     ids = p.batch.ids_BT
     call_of = _ways(way, p, [p.d_BT])
     eager = call_of(peers.eager_logps, p.policy, ids)
@@ -272,7 +221,7 @@ def _logp_contenders(s: Sizes, p: LogitsProblem, way: str, small: bool) -> list[
     return build.found
 
 
-def _ratio_kl_contenders(s: Sizes, p: LogitsProblem, way: str, small: bool) -> list[Contender]:
+def _ratio_kl_contenders(s: Sizes, p: LogitsProblem, way: str) -> list[Contender]:
     b = p.batch
     call_of = _ways(way, p, [p.d_BT, p.d_BT.flip(0)])
     eager = call_of(peers.eager_ratio_kl, p.policy, p.ref, b)
@@ -284,7 +233,7 @@ def _ratio_kl_contenders(s: Sizes, p: LogitsProblem, way: str, small: bool) -> l
     return build.found
 
 
-def _grpo_contenders(s: Sizes, p: LogitsProblem, way: str, small: bool) -> list[Contender]:
+def _grpo_contenders(s: Sizes, p: LogitsProblem, way: str) -> list[Contender]:
     b = p.batch
     call_of = _ways(way, p, None)
 
@@ -300,7 +249,7 @@ def _grpo_contenders(s: Sizes, p: LogitsProblem, way: str, small: bool) -> list[
         overwritten = p.policy.detach().clone().requires_grad_()
         build.add("strop in place", call_of(ours, overwritten, True), [overwritten])
     build.add("eager", eager, [p.policy])
-    if s.compiled and not small:
+    if s.compiled:
         compiled = torch.compile(peers.eager_grpo_loss, dynamic=False)
         build.add("torch.compile", call_of(compiled, p.policy, p.ref, b), [p.policy])
     if build.liger:
@@ -336,34 +285,6 @@ LOGITS_BUILDERS = {"grpo_loss": _grpo_contenders, "logp": _logp_contenders, "rat
 
 
 # ---- from hidden states -----------------------------------------------------------------------------------------------
-
-
-class HeadProblem:
-    """An LM head whose logits have variance 1."""
-
-    def __init__(self, B: int, T: int, H: int, V: int, device: str, dtype: torch.dtype, seed: int = 0) -> None:
-        random = _Random(device, seed)
-        self.hidden = random.normal(B, T, H, dtype=dtype)
-        self.weight = random.normal(V, H, dtype=dtype).mul_(H**-0.5)
-        ids_BT = random.ids(V, B, T)
-        with torch.no_grad():
-            logps = torch.stack([
-                peers.eager_linear_logps(h, self.weight, ids) for h, ids in zip(self.hidden, ids_BT, strict=True)
-            ])  # fmt: skip
-        self.batch = random.batch(ids_BT, logps, logps + 0.1 * random.normal(B, T))
-        self.advantages_B = peers.eager_advantages(self.batch.rewards_B)
-        self.d_BT = random.normal(B, T)
-        self.hidden.requires_grad_()
-        self.weight.requires_grad_()
-
-    @functools.cached_property
-    def logits_NV(self) -> torch.Tensor:
-        """Memory for the floors to write."""
-        B, T, _ = self.hidden.shape
-        return torch.empty(B * T, len(self.weight), dtype=self.weight.dtype, device=self.weight.device)
-
-    def products(self, number: int) -> Callable[[], None]:
-        return peers.products(number, self.hidden.detach().flatten(0, 1), self.weight.detach(), self.logits_NV)
 
 
 def _from_hidden(s: Sizes, shape: tuple[int, int, int, int], name: str, way: str) -> LossCase:
@@ -481,7 +402,7 @@ HEAD_BUILDERS: dict[tuple[str, str], Callable[[Sizes, HeadProblem], list[Contend
 }
 
 
-# ---- the device, and the errors ---------------------------------------------------------------------------------------
+# ---- the device -------------------------------------------------------------------------------------------------------
 
 
 def _copy(s: Sizes) -> LossCase:
@@ -494,139 +415,6 @@ def _copy(s: Sizes) -> LossCase:
 
     labels = {"operator": "copy", "way": "device copy", "bytes": 2 * s.copy_bytes, "dtype": "bytes", "clock": "device"}
     return LossCase(work="device copy", labels=labels, build=build, clock=GpuTimer if s.device == "cuda" else None)
-
-
-class Accuracy:
-    """How far strop and eager torch are from float64 on the same inputs, in root mean squares over several batches.
-
-    Values as they are; a gradient relative to the root mean square of the true one, for each kind of its entries.
-    """
-
-    work: str
-    batches = 32
-
-    def __init__(self, sizes: Sizes) -> None:
-        self.sizes = sizes
-        self.small = sizes.device == "cpu"
-        self.labels = {"operator": "accuracy", "way": self.work, "shape": self.shape}
-
-    @property
-    def shape(self) -> str:
-        raise NotImplementedError
-
-    def results(self, dtype: torch.dtype, seed: int) -> dict[str, dict[str, torch.Tensor]]:
-        """`truth` and the contenders, each with the same quantities."""
-        raise NotImplementedError
-
-    def measure(self, method: Method) -> dict[str, Any]:
-        errors = {str(dtype).split(".")[1]: self._errors(dtype) for dtype in (torch.float32, torch.bfloat16)}
-        _tidy()
-        return {"work": self.work, "labels": {**self.labels, "batches": self.batches}, "errors": errors}
-
-    def _errors(self, dtype: torch.dtype) -> dict[str, dict[str, float]]:
-        squares: dict[tuple[str, str], list[float]] = {}  # of the error, of the truth
-        for seed in range(self.batches):
-            found = self.results(dtype, seed)
-            truth = found.pop("truth")
-            for name, quantities in found.items():
-                for quantity, value in quantities.items():
-                    both = squares.setdefault((name, quantity), [0.0, 0.0])
-                    both[0] += (value.double() - truth[quantity]).square().mean().item()
-                    both[1] += truth[quantity].square().mean().item()
-        errors: dict[str, dict[str, float]] = {}
-        for (name, quantity), (wrong, true) in squares.items():
-            unit = true if "gradient" in quantity else self.batches
-            errors.setdefault(name, {})[quantity] = float(f"{(wrong / unit) ** 0.5:.4g}")
-        return errors
-
-
-class AccuracyOfLogits(Accuracy):
-    work = "accuracy of grpo_loss and logp"
-
-    @property
-    def shape(self) -> str:
-        return f"4×16, V {self.vocabulary:,}"
-
-    @property
-    def vocabulary(self) -> int:
-        return 1009 if self.small else 50257
-
-    def results(self, dtype: torch.dtype, seed: int) -> dict[str, dict[str, torch.Tensor]]:
-        p = LogitsProblem(4, 16, self.vocabulary, self.sizes.device, dtype, seed)
-        b = p.batch
-
-        def ours(logits: torch.Tensor, ref: torch.Tensor, batch: Batch) -> torch.Tensor:
-            return grpo_loss(logits, ref, b.ids_BT, b.old_BT, b.rewards_B, b.mask_BT, **OPTIONS).loss
-
-        def quantities(loss_of: Any, logps_of: Any, logits: torch.Tensor, ref: torch.Tensor, batch: Batch) -> Any:
-            logits = logits.detach().requires_grad_()
-            loss = loss_of(logits, ref, batch)
-            (gradient,) = torch.autograd.grad(loss, logits)
-            chosen = b.ids_BT[..., None]
-            return {
-                "logp": logps_of(logits, b.ids_BT).detach(),
-                "loss": loss.detach(),
-                "gradient, chosen token": gradient.gather(-1, chosen),
-                "gradient, other tokens": gradient.scatter(-1, chosen, 0.0),
-            }
-
-        return {
-            "truth": quantities(
-                peers.eager_grpo_loss, peers.eager_logps, p.policy.double(), p.ref.double(), _double(b)
-            ),
-            "strop": quantities(ours, logp, p.policy, p.ref, b),
-            "eager": quantities(peers.eager_grpo_loss, peers.eager_logps, p.policy, p.ref, b),
-        }
-
-
-class AccuracyOfHeads(Accuracy):
-    work = "accuracy of linear_grpo_loss and linear_logp"
-
-    @property
-    def shape(self) -> str:
-        B, T, H, V = self.head
-        return f"N {B * T:,}, H {H:,}, V {V:,}, four chunks"
-
-    @property
-    def head(self) -> tuple[int, int, int, int]:
-        # N is more than 2·H: fewer tokens would lie in the memory of the weight's gradient, all at once
-        return (4, 32, 64, 1009) if self.small else (8, 64, 128, 32003)
-
-    def results(self, dtype: torch.dtype, seed: int) -> dict[str, dict[str, torch.Tensor]]:
-        p = HeadProblem(*self.head, self.sizes.device, dtype, seed)
-        b = p.batch
-        B, T, _, V = self.head
-        per_logit = dtype.itemsize if self.sizes.device == "cuda" else dtype.itemsize + 12  # torch's rows take copies
-        workspace = (B * T // 4) * V * per_logit
-
-        def ours(hidden: torch.Tensor, weight: torch.Tensor, batch: Batch) -> torch.Tensor:
-            return linear_grpo_loss(
-                hidden, weight, b.ids_BT, b.old_BT, b.rewards_B, b.mask_BT, ref_logps=b.ref_BT, workspace=workspace,
-                **OPTIONS,
-            ).loss  # fmt: skip
-
-        def quantities(loss_of: Any, logps_of: Any, hidden: torch.Tensor, weight: torch.Tensor, batch: Batch) -> Any:
-            hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
-            loss = loss_of(hidden, weight, batch)
-            d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
-            return {
-                "logp": logps_of(hidden, weight, b.ids_BT).detach(),
-                "loss": loss.detach(),
-                "gradient, hidden states": d_hidden,
-                "gradient, weight": d_weight,
-            }
-
-        return {
-            "truth": quantities(
-                peers.eager_linear_grpo_loss, peers.eager_linear_logps, p.hidden.double(), p.weight.double(), _double(b)
-            ),
-            "strop": quantities(ours, linear_logp, p.hidden, p.weight, b),
-            "eager": quantities(peers.eager_linear_grpo_loss, peers.eager_linear_logps, p.hidden, p.weight, b),
-        }
-
-
-def _double(batch: Batch) -> Batch:
-    return Batch(*(x.double() if x.is_floating_point() else x for x in batch))
 
 
 # ---- the command line -------------------------------------------------------------------------------------------------
@@ -653,8 +441,3 @@ def summary(measured: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]
                 [f"error {dtype}: {worst}", f"{errors['strop'][worst]:.1e}", f"ours {error_ratio(errors, worst):.2f}×"]
             )
     return ["work", "strop", "eager", "compile", "Liger", "floor", "extra"], rows
-
-
-def error_ratio(errors: dict[str, dict[str, float]], quantity: str) -> float:
-    """Our error as a multiple of eager torch's."""
-    return errors["strop"][quantity] / max(errors["eager"][quantity], 1e-300)

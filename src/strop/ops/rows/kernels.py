@@ -63,9 +63,13 @@ def _edge_offsets(before, V, PER: tl.constexpr):
 
 @triton.jit
 def _row_stats(
-    x_ptr, before, V, scale, ENTROPY: tl.constexpr, EVICTION: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr
-):
-    """m, s, t of a whole row that begins at x_ptr, of which `before` elements come before the first 16-byte boundary."""
+    x_ptr, before, V, scale, ENTROPY: tl.constexpr, EVICTION: tl.constexpr,
+    LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """m, s, t of a whole row that begins at x_ptr, of which `before` elements come before the first 16-byte boundary.
+
+    STAGES tiles are on their way at a time.
+    """
     lane = tl.arange(0, LANES)
     tile = lane[:, None] * PER + tl.arange(0, PER)[None, :]
     m = tl.full([LANES], LOWEST, tl.float32)
@@ -74,7 +78,7 @@ def _row_stats(
     body_ptr = tl.multiple_of(x_ptr + before, 16)
     lanes = tl.maximum(V - before, 0) // PER
     tiles = lanes // LANES
-    for k in range(tiles):
+    for k in tl.range(tiles, num_stages=STAGES):
         x = tl.load(body_ptr + k * (LANES * PER) + tile, eviction_policy=EVICTION).to(tl.float32)
         m, s, t = _merge(x, m, s, t, scale, ENTROPY)
     if tiles * LANES < lanes:
@@ -111,7 +115,7 @@ def _gradient(x, is_target, top, log2_sum, scale, d_logp, d_entropy, entropy, EN
 @triton.jit
 def _write_gradient(
     x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, d_entropy, entropy,
-    ENTROPY: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr,
+    ENTROPY: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The row's gradient; dx_ptr may be x_ptr. Both rows lie equally far from a 16-byte boundary."""
     lane = tl.arange(0, LANES)
@@ -132,7 +136,7 @@ def _write_gradient(
         x = tl.load(body_ptr + offset, mask=rest, other=0.0).to(tl.float32)
         dx = _gradient(x, offset == body_target, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY)
         tl.store(d_body_ptr + offset, dx.to(dtype), mask=rest, cache_modifier=".cs")
-    for i in range(tiles):
+    for i in tl.range(tiles, num_stages=STAGES):
         offset = (tiles - 1 - i) * (LANES * PER) + tile
         x = tl.load(body_ptr + offset, eviction_policy="evict_first").to(tl.float32)
         dx = _gradient(x, offset == body_target, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY)
@@ -178,7 +182,7 @@ def logp_kernel(
     T: tl.int32, V: tl.int32, first_id: tl.int32, vocabulary: tl.int32,
     stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32, scale: tl.float32,
     MASKED: tl.constexpr, STATS: tl.constexpr, ENTROPY: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    LANES: tl.constexpr, PER: tl.constexpr,
+    LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """logp = (x[id] − m)/temperature − log s, and H = log s − t/s, of the ids `first_id` to `first_id + V`.
 
@@ -199,19 +203,22 @@ def logp_kernel(
     start = _row_start(row, T, stride_B, stride_T)
     x_ptr += start
     target = tl.load(id_ptr + row).to(tl.int64)
-    m, s, t = _row_stats(x_ptr, _before(misaligned, start, PER), V, scale, ENTROPY, "evict_first", LANES, PER)
+    # what the end needs is asked for before the row, not after it
     here = (target >= first_id) & (target < first_id + V)
     picked = tl.load(x_ptr + (target - first_id), mask=here, other=0.0).to(tl.float32)
+    other_m, other_s, other_t = LOWEST, 0.0, 0.0
     if FIRST:
         # nothing came before; an id outside the vocabulary stays NaN through every block
         picked = tl.where((target >= 0) & (target < vocabulary), picked, float("nan"))
     else:
         other_m, other_s = tl.load(top_ptr + row), tl.load(sum_ptr + row)
-        other_t = 0.0
         if ENTROPY:
             other_t = tl.load(entropy_ptr + row)
-        m, s, t = _join(m, s, t, other_m, other_s, other_t, scale)
         picked = tl.where(here, picked, tl.load(logp_ptr + row))
+    before = _before(misaligned, start, PER)
+    m, s, t = _row_stats(x_ptr, before, V, scale, ENTROPY, "evict_first", LANES, PER, STAGES)
+    if not FIRST:
+        m, s, t = _join(m, s, t, other_m, other_s, other_t, scale)
     if LAST:
         log2_sum = tl.log2(s)
         picked = ((picked - m) * scale - log2_sum) * LN2
@@ -230,7 +237,7 @@ def logp_bwd_kernel(
     x_ptr, dx_ptr, id_ptr, mask_ptr, top_ptr, sum_ptr, entropy_ptr, d_logp_ptr, d_entropy_ptr,
     T: tl.int32, V: tl.int32, first_id: tl.int32, vocabulary: tl.int32,
     stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32, scale: tl.float32,
-    MASKED: tl.constexpr, ENTROPY: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr,
+    MASKED: tl.constexpr, ENTROPY: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx = d_logp·(onehot − p)/temperature − d_entropy·p·(log p + H)/temperature."""
     row = tl.program_id(0).to(tl.int64)
@@ -249,7 +256,7 @@ def logp_bwd_kernel(
         d_entropy, entropy = tl.load(d_entropy_ptr + row) * (scale * LN2), tl.load(entropy_ptr + row)
     _write_gradient(
         x_ptr, dx_ptr, _before(misaligned, start, PER), V, target - first_id, tl.load(top_ptr + row),
-        tl.load(sum_ptr + row), scale, d_logp, d_entropy, entropy, ENTROPY, LANES, PER,
+        tl.load(sum_ptr + row), scale, d_logp, d_entropy, entropy, ENTROPY, LANES, PER, STAGES,
     )  # fmt: skip
 
 
@@ -328,7 +335,7 @@ def policy_loss_kernel(
     stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32,
     scale: tl.float32, low: tl.float32, high: tl.float32, delta: tl.float32, beta: tl.float32,
     TOKEN_LOSS: tl.constexpr, MASKED: tl.constexpr, ON_POLICY: tl.constexpr, KL: tl.constexpr, GRADIENT: tl.constexpr,
-    LANES: tl.constexpr, PER: tl.constexpr,
+    LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A row's term of a policy loss and its gradient in one visit.
 
@@ -351,19 +358,26 @@ def policy_loss_kernel(
             return
     target = tl.load(id_ptr + row).to(tl.int64)
     before = _before(misaligned, start, PER)
+    # what the loss needs is asked for before the row, not after it
     picked = _read_target(x_ptr, target, V)
-    top, total, _ = _row_stats(x_ptr, before, V, scale, False, "evict_last" if GRADIENT else "", LANES, PER)
+    owner = row // rows_per_advantage
+    advantage, weight = tl.load(advantage_ptr + owner), tl.load(weight_ptr + owner)
+    old, ref = 0.0, 0.0
+    if not ON_POLICY:
+        old = tl.load(old_ptr + row)
+    if KL > 0:
+        ref = tl.load(ref_ptr + row)
+    eviction: tl.constexpr = "evict_last" if GRADIENT else ""
+    top, total, _ = _row_stats(x_ptr, before, V, scale, False, eviction, LANES, PER, STAGES)
     log2_sum = tl.log2(total)
     logp = ((picked - top) * scale - log2_sum) * LN2
 
-    old = logp
-    if not ON_POLICY:
-        old = tl.load(old_ptr + row)
-    owner = row // rows_per_advantage
-    loss, d_loss = TOKEN_LOSS(logp, old, tl.load(advantage_ptr + owner), low, high, delta)
+    if ON_POLICY:
+        old = logp
+    loss, d_loss = TOKEN_LOSS(logp, old, advantage, low, high, delta)
     kl, d_kl = 0.0, 0.0
     if KL > 0:
-        d = tl.load(ref_ptr + row) - logp
+        d = ref - logp
         if KL == 1:  # k1 = −d
             kl, d_kl = -d, 1.0
         elif KL == 2:  # k2 = d²/2
@@ -372,14 +386,15 @@ def policy_loss_kernel(
             kl = _k3(d)
             d_kl = tl.where(tl.abs(d) < 0.5, -(kl + d), 1 - tl.exp(d))
     beta_kl, beta_d_kl = tl.where(beta == 0, 0.0, beta * kl), tl.where(beta == 0, 0.0, beta * d_kl)  # 0·inf is NaN
-    weight = tl.load(weight_ptr + owner)
     tl.store(logp_ptr + row, logp)
     tl.store(terms_ptr + row, weight * (loss + beta_kl))
     tl.store(terms_ptr + N + row, weight * loss)
     tl.store(terms_ptr + 2 * N + row, weight * kl)
     if GRADIENT:
         d_logp = weight * (d_loss + beta_d_kl) * (scale * LN2)
-        _write_gradient(x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, 0.0, 0.0, False, LANES, PER)
+        _write_gradient(
+            x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, 0.0, 0.0, False, LANES, PER, STAGES
+        )
 
 
 @Launcher
