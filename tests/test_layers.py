@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ["torch", "transformers", "triton", "scipy", "matplotlib", "typer", "rich"]
+HEAVY = ["torch._dynamo", "torch", "transformers", "triton", "scipy", "matplotlib", "typer", "rich"]
 LAYERS = {
     # layer: what importing it may bring along
     "strop": [],

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+COLDEST = torch.finfo(torch.float32).tiny  # a temperature below it has no finite inverse in float32
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 

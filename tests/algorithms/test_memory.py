@@ -219,3 +219,39 @@ def test_the_rewards_of_a_step_come_after_its_scores_unless_it_samples_again():
         grpo.phase = lambda name, order=order, phase=phase: order.append(name) or phase(name)
         grpo.train_step(PROMPTS)
         assert order[:3] == wanted
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:124] data. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+                "4398046511104 bytes. Error code 12 (Cannot allocate memory)"
+            ),
+            "4398046511104 bytes asked for",
+        ),
+        (MemoryError("Unable to allocate 4.00 TiB for an array with shape (1, 2)"), "4.00 TiB asked for"),
+        (MemoryError(), "nothing tells how much was asked for"),
+    ],
+)
+def test_a_lack_of_memory_on_a_cpu_is_told_alike(error, told):
+    sft = SFT(model=PlainModel(), micro_batch_tokens=7)
+    sft.policy.logps = lambda batch: (_ for _ in ()).throw(error)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        sft.train_step([[1, 2]], [[3]])
+    assert str(caught.value).startswith(
+        f"out of memory in the forward of an update, step 1 (time/forward): {told}; lower"
+    )
+
+
+def test_another_error_stays_as_it_is():
+    sft = SFT(model=PlainModel())
+    sft.policy.logps = lambda batch: (_ for _ in ()).throw(RuntimeError("something else"))
+    with pytest.raises(RuntimeError, match=r"^something else$"):
+        sft.train_step([[1, 2]], [[3]])
+
+
+def test_the_real_thing_on_a_cpu():
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator: "):
+        torch.empty(2**60, dtype=torch.uint8)

@@ -266,6 +266,7 @@ MISTAKES = [
     ((L, I), {"completion_mask": I[0]}, ValueError, "completion_mask must have shape [2, 3], found [3]"),
     ((L, I), {"completion_mask": [1]}, TypeError, "completion_mask must be a tensor, found list"),
     ((L, I), {"temperature": 0.0}, ValueError, "temperature must be finite and above 0, found 0.0"),
+    ((L, I), {"temperature": 1e-39}, ValueError, "temperature must be at least 1.2e-38, found 1e-39"),
     ((L, I), {"temperature": math.nan}, ValueError, "temperature must be finite and above 0, found nan"),
     ((L, I), {"temperature": "1"}, TypeError, "temperature must be a float, found str"),
     ((L, I), {"completion_mask": L[..., 0]}, ValueError, "completion_mask must hold only 0 and 1, found"),

@@ -27,19 +27,26 @@ PHASES = {
 
 @contextlib.contextmanager
 def explained(trainer: "Trainer", phase: str | None = None) -> Iterator[None]:
-    """An OutOfMemoryError from within comes out as one line that says what to lower; the step's memory is free by then.
+    """A lack of memory within comes out as one line that says what to lower; the step's memory is free by then.
 
     phase   None: the one the error came from
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not _lack_of_memory(error):
+            raise
         message = _message(trainer, phase or trainer.failed_phase or "step", str(error))
         traceback.clear_frames(error.__traceback__)  # they hold the step's activations
         trainer.optimizer.zero_grad(set_to_none=True)
         if trainer.policy.device.type == "cuda":
             torch.cuda.empty_cache()
         raise torch.OutOfMemoryError(message) from None
+
+
+def _lack_of_memory(error: BaseException) -> bool:
+    """On a GPU, in NumPy and the compiled module, and in torch on a CPU, whose error is a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: " in str(error)
 
 
 def _message(trainer: "Trainer", phase: str, told: str) -> str:
@@ -49,10 +56,10 @@ def _message(trainer: "Trainer", phase: str, told: str) -> str:
 
 
 def _asked(told: str) -> str:
-    """Of torch's paragraph what was asked for and what there was."""
-    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", told)
+    """Of torch's or NumPy's words what was asked for and what there was."""
+    asked = re.search(r"(?:[Tt]ried|Unable) to allocate ([\d.]+ \w+)", told)
     if asked is None:
-        return next(iter(told.strip().splitlines()), "") or "torch does not say how much was asked for"
+        return next(iter(told.strip().splitlines()), "") or "nothing tells how much was asked for"
     total = re.search(r"total capacity of ([\d.]+ \w+)", told)
     free = re.search(r"of which ([\d.]+ \w+) is free", told)
     of = "".join([f" of {total[1]}" if total else "", f", {free[1]} free" if free else ""])

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from strop._tensors import as_completion_mask, can_look, check_device, check_floats, check_number, check_shape
+from strop._tensors import COLDEST, as_completion_mask, can_look, check_device, check_floats, check_number, check_shape
 
 LOGP_NAMES = ("logits", "ids")
 
@@ -28,6 +28,10 @@ def check_temperature(temperature: Any) -> None:
     check_number(temperature, "temperature")
     if not (temperature > 0 and temperature != float("inf")):
         raise ValueError(f"temperature must be finite and above 0, found {temperature}")
+    if temperature < COLDEST:
+        raise ValueError(
+            f"temperature must be at least {COLDEST:.2g}, found {temperature}: float32 cannot divide by less"
+        )
 
 
 def check_ids_in_range(

@@ -9,6 +9,16 @@ from typing import Any
 
 import torch
 
+
+def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: a compiled graph calls the function while it is made and keeps the result.
+
+    As `torch.compiler.assume_constant_result`, which would import the compiler: a second of every `import strop.ops`.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 _LIBRARY = torch.library.Library("strop", "FRAGMENT")
 
 

@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from strop.ops.library import constant_when_compiled
 
 REFERENCE = "torch"
 
@@ -157,7 +157,7 @@ class Op:
         return self._backends[name]
 
 
-@torch.compiler.assume_constant_result  # in a compiled function the choice is made when it is compiled
+@constant_when_compiled  # in a compiled function the choice is made when it is compiled
 def _forced_choice(op_name: str) -> tuple[str, str] | None:
     for choices, source in ((_forced.get(), "use_backend"), (_from_environment(), "STROP_BACKEND")):
         if name := choices.get(op_name) or choices.get(None):

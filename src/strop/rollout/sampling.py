@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from strop._tensors import in_float
+from strop._tensors import COLDEST, in_float
 from strop.config import check_count, check_range
 
 
@@ -32,6 +32,10 @@ class Sampling:
     def __post_init__(self) -> None:
         check_count("max_new_tokens", self.max_new_tokens, low=1)
         check_range("temperature", self.temperature, low=0.0)
+        if 0 < self.temperature < COLDEST:
+            raise ValueError(
+                f"temperature must be 0, which is greedy, or at least {COLDEST:.2g}, found {self.temperature}"
+            )
         check_count("top_k", self.top_k)
         check_range("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         if not isinstance(self.stop_ids, Sequence) or isinstance(self.stop_ids, str):

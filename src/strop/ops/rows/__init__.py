@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from strop.ops.library import constant_when_compiled
+
 _DECIDING = ("logits", "policy_logits", "hidden")  # an operator's first argument
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -104,7 +106,7 @@ def on_gpu_or_interpreted(*args: Any, **kwargs: Any) -> bool | str:
     return "the tensors are on the CPU, where it runs only through Triton's interpreter (TRITON_INTERPRET=1)"
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _interpreted() -> bool:
     return implementation("triton").INTERPRETED
 
