@@ -44,6 +44,9 @@ class Sizes:
     kernels: bool
     compiled: bool
     head_rounds: int | None
+    head_seconds: (
+        float | None
+    )  # of a sample: what large products take depends on how warm those before them left the GPU
     tolerance: float
 
 
@@ -57,6 +60,7 @@ ON_A_GPU = Sizes(
     kernels=True,
     compiled=True,
     head_rounds=7,
+    head_seconds=0.1,
     tolerance=0.05,
 )
 ON_A_CPU = Sizes(
@@ -69,6 +73,7 @@ ON_A_CPU = Sizes(
     kernels=False,
     compiled=False,
     head_rounds=None,
+    head_seconds=None,
     tolerance=1e-3,
 )
 
@@ -97,6 +102,7 @@ class LossCase:
     build: Callable[[], list[Contender]]
     clock: Callable[[Contender], harness.Timer] | None = None
     rounds: int | None = None
+    sample_seconds: float | None = None
 
     def measure(self, method: Method) -> dict[str, Any]:
         able, left_out = [], {}
@@ -110,7 +116,10 @@ class LossCase:
                 continue
             able.append(dataclasses.replace(contender, expected=None))  # in place there is no second check
         labels = {**self.labels, **({"left_out": left_out} if left_out else {})}
-        case = Case(work=self.work, labels=labels, contenders=able, clock=self.clock, rounds=self.rounds)
+        case = Case(
+            work=self.work, labels=labels, contenders=able, clock=self.clock, rounds=self.rounds,
+            sample_seconds=self.sample_seconds,
+        )  # fmt: skip
         try:
             return harness.measure(case, method)
         finally:
@@ -299,7 +308,9 @@ def _from_hidden(s: Sizes, shape: tuple[int, int, int, int], name: str, way: str
 
     clock = None if s.device == "cpu" else GpuTimer
     work = f"{name} {way} N {B * T:,}, H {H:,}, V {V:,}"
-    return LossCase(work=work, labels=labels, build=build, clock=clock, rounds=s.head_rounds)
+    return LossCase(
+        work=work, labels=labels, build=build, clock=clock, rounds=s.head_rounds, sample_seconds=s.head_seconds
+    )
 
 
 def _linear_grpo_contenders(s: Sizes, p: HeadProblem) -> list[Contender]:
