@@ -56,6 +56,9 @@ def test_the_page(measured, tmp_path):
         "machine": {"cpu": "A CPU", "instruction_set": "avx2"}, "threads": {"usable_cpus": 2, "strop": 2}, "versions": {},
         "created": "2026-11-15T00:00:00", "command": "strop bench step",
     }  # fmt: skip
+    summary = page.step_summary(result).splitlines()
+    assert summary[-1].startswith("| tiny, 6 × 5 tokens, float32 | ")
+    assert summary[-1].endswith("| 5× [4, 6] |  | 3 GB |")
     text = page.step_table(result)
     assert "| tiny, 6 × 5 tokens, float32 | TRL |" in text
     assert "| 5× [4, 6] | generate " in text

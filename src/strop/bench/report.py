@@ -46,6 +46,7 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         losses.losses_targets,
         losses.losses_accuracy,
         *losses.OPERATOR_BLOCKS,
+        step.step_summary,
         step.step_table,
         learning.learning_summary,
         learning.learning_table,

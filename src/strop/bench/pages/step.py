@@ -12,18 +12,30 @@ COLOURS = {
 }  # fmt: skip
 
 
+def step_summary(result: Result) -> str:
+    """For the README: a line for each model and peer."""
+    rows = []
+    for case in result["cases"]:
+        ours, work = case["contenders"]["strop"], _work(case["labels"])
+        for name, found in case["ratios"].items():
+            theirs = case["contenders"][name]
+            rows.append([work, duration(ours["median_ns"]), name, duration(theirs["median_ns"]), times(found),
+                         _memory(ours), _memory(theirs)])  # fmt: skip
+    memory = any(row[-1] for row in rows)
+    header = ["", "strop", "against", "its step", "strop is faster by", "strop: peak memory", "its peak memory"]
+    return table(header if memory else header[:-2], rows if memory else [row[:-2] for row in rows])
+
+
 def step_table(result: Result) -> str:
     """Each side's step: seconds, how many times as long it takes as ours, phases with their shares."""
     rows = []
     for case in result["cases"]:
-        labels = case["labels"]
-        work = f"{labels['model']}, {labels['completions']} × {labels['new_tokens']} tokens, {labels['dtype']}"
+        labels, work = case["labels"], _work(case["labels"])
         for name, facts in case["contenders"].items():
             shares = ", ".join(f"{n} {100 * ns / facts['median_ns']:.0f} %" for n, ns in _phases(facts).items())
-            memory = size(facts["peak_bytes"]) if "peak_bytes" in facts else ""
             faster = times(case["ratios"][name]) if name in case["ratios"] else ""
             rows.append([work, name, duration(facts["median_ns"]), faster, shares,
-                         f"{facts['tokens_per_second']:,.0f}", memory])  # fmt: skip
+                         f"{facts['tokens_per_second']:,.0f}", _memory(facts)])  # fmt: skip
         rows += [[work, name, f"left out: {why}", "", "", "", ""] for name, why in labels.get("left_out", {}).items()]
     header = [
         "work",
@@ -65,6 +77,14 @@ def step_figure(result: Result, path: Path, metadata: dict[str, str]) -> None:
                   loc="outside lower center", ncols=7, frameon=False, fontsize=8)  # fmt: skip
     figure.savefig(path, dpi=110, metadata=metadata)
     plt.close(figure)
+
+
+def _work(labels: dict[str, Any]) -> str:
+    return f"{labels['model']}, {labels['completions']} × {labels['new_tokens']} tokens, {labels['dtype']}"
+
+
+def _memory(facts: dict[str, Any]) -> str:
+    return size(facts["peak_bytes"]) if "peak_bytes" in facts else ""
 
 
 def _phases(facts: dict[str, Any]) -> dict[str, float]:
