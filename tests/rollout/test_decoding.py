@@ -297,6 +297,16 @@ def test_weights_that_moved_make_a_new_engine():
     assert found.completion_ids[0].tolist() == generated_alone(policy.model, PROMPTS[0], GREEDY)
 
 
+def test_a_buffer_that_moved_makes_a_new_engine():
+    policy = as_policy(model_of("llama"))
+    engine = engine_of(policy)
+    rotation = next(module for module in policy.model.modules() if "inv_freq" in module._buffers)
+    rotation.inv_freq = rotation.inv_freq * 0.5
+    assert engine_of(policy) is not engine
+    found = generate(policy, PROMPTS, GREEDY)
+    assert found.completion_ids[0].tolist() == generated_alone(policy.model, PROMPTS[0], GREEDY)
+
+
 def test_autocast_reads_16_bit_copies_made_anew_for_each_rollout():
     policy = as_policy(model_of("qwen2", tie_word_embeddings=True))
     before = [(param.data_ptr(), param.dtype) for param in policy.model.parameters()]
@@ -330,6 +340,14 @@ def test_adapters_are_part_of_the_model():
         again = generate(policy, PROMPTS, GREEDY)
     texts = [[c.tolist() for c in found.completion_ids] for found in (base, adapted, again)]
     assert texts[0] == texts[2] != texts[1]
+    engine = engine_of(policy)
+    for module in model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(0.5)
+    assert engine_of(policy) is not engine, "a graph has the scaling as a number"
+    for module in model.modules():
+        if hasattr(module, "unscale_layer"):
+            module.unscale_layer()
     model.eval()
     assert texts[1] == [generated_alone(model.merge_and_unload(), prompt, GREEDY) for prompt in PROMPTS]
 

@@ -390,15 +390,22 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def signature(policy: Policy) -> Any:
-    """Changes when an engine made before cannot be used any more: weights elsewhere, other adapters, other autocast."""
+    """Changes when an engine made before cannot be used any more: weights or buffers elsewhere, other adapters or another
+    scaling of theirs, which a graph has as a number, other autocast.
+    """
     model = unwrapped(policy.model)
     adapters = [
-        (module.disable_adapters, tuple(module.merged_adapters), tuple(module.active_adapters))
+        (module.disable_adapters, tuple(module.merged_adapters), tuple(module.active_adapters), _scaling(module))
         for module in model.modules()
         if hasattr(module, "merged_adapters") and hasattr(module, "active_adapters")
     ]
-    weights = [(param.data_ptr(), param.dtype, param.shape) for param in model.parameters()]
-    return _autocast_dtype(policy.device), adapters, weights
+    tensors = [(one.data_ptr(), one.dtype, one.shape) for one in (*model.parameters(), *model.buffers())]
+    return _autocast_dtype(policy.device), adapters, tensors
+
+
+def _scaling(adapted: Any) -> list[float]:
+    scaling = getattr(adapted, "scaling", None)
+    return [v for v in scaling.values() if isinstance(v, (int, float))] if isinstance(scaling, dict) else []
 
 
 # ---- whether a model can be run so ----
