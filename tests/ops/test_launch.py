@@ -1,0 +1,91 @@
+"""Launches of compiled kernels, without a GPU: what is compiled again, and what a second launch is given."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.compiler import CompiledKernel
+
+from strop.ops.rows.launch import Launcher
+
+
+def kernel(x_ptr, y_ptr, n: tl.int32, ODD: tl.constexpr, BLOCK: tl.constexpr):
+    pass
+
+
+class Compiled:
+    """As Triton's: what a launch needs is there once `run` was asked for."""
+
+    function, packed_metadata = None, "metadata"
+
+    def __init__(self):
+        self.launches = []
+
+    @property
+    def run(self):
+        self.function = "function"
+        return lambda *given: self.launches.append(given)
+
+
+class Jitted:
+    """What was compiled, for which arguments and options."""
+
+    def __init__(self):
+        self.compiled = []
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*arguments, **options):
+            found = Compiled()
+            self.compiled.append((grid, arguments, options, found))
+            return found
+
+        return compile_and_launch
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    found = Launcher(kernel)
+    found.interpreted, found.jitted = False, Jitted()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU's tensors
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    return found
+
+
+def test_the_second_launch_is_given_what_triton_gives(launcher):
+    x, y = torch.zeros(3), torch.zeros(3)
+    launcher(5, x, y, 3, ODD=True, BLOCK=8)
+    launcher(7, y, x, 9, ODD=True, BLOCK=8)
+    ((grid, arguments, options, compiled),) = launcher.jitted.compiled
+    assert (grid, arguments) == ((5,), (x, y, 3))
+    assert options == {"num_warps": 4, "enable_fp_fusion": True, "ODD": True, "BLOCK": 8}
+    hooks = None, None, None
+    assert compiled.launches == [(7, 1, 1, "stream", "function", "metadata", *hooks, y, x, 9, True, 8)]
+
+
+def test_compiled_anew_for_other_dtypes_constants_and_warps(launcher):
+    x = torch.zeros(3)
+    launcher(1, x, x, 3, ODD=True, BLOCK=8)
+    for others in ((x.half(), x), (x, x.long())):
+        launcher(1, *others, 3, ODD=True, BLOCK=8)
+    launcher(1, x, x, 3, ODD=False, BLOCK=8)
+    launcher(1, x, x, 3, ODD=True, BLOCK=16)
+    launcher(1, x, x, 3, ODD=True, BLOCK=8, num_warps=8)
+    assert len(launcher.jitted.compiled) == 6
+    launcher(1, x, x, 4, ODD=True, BLOCK=8)  # a number is no reason
+    assert len(launcher.jitted.compiled) == 6
+
+
+def test_what_a_kernel_must_look_like(launcher):
+    def pointer_last(n: tl.int32, x_ptr):
+        pass
+
+    with pytest.raises(AssertionError, match="their dtypes"):
+        Launcher(pointer_last)
+    with pytest.raises(AssertionError, match="in the kernel's order"):
+        launcher(1, torch.zeros(3), torch.zeros(3), 3, BLOCK=8, ODD=True)
+
+
+def test_tritons_compiled_kernel_is_what_the_launcher_takes_it_for():
+    """A property that loads the kernel where that has not been done."""
+    assert isinstance(CompiledKernel.run, property)
+    assert isinstance(triton.jit(kernel), triton.JITFunction) != Launcher(kernel).interpreted
