@@ -14,7 +14,7 @@ help:
 	@echo "make check      everything CI runs: lint, types, tests, sanitizer, documents, distribution"
 	@echo "make lint       style and types            make docs       tables and figures from benchmarks/results"
 	@echo "make bench      measure the CPU suites     make test-gpu   tests that need a GPU, with the python3 at hand"
-	@echo "make bench-gpu  measure the operators on a GPU, with the python3 at hand"
+	@echo "make bench-gpu  measure the operators and a GRPO step on a GPU, with the python3 at hand"
 	@echo "make sanitize   AddressSanitizer over the compiled module's tests; sanitize-threads: ThreadSanitizer"
 	@echo "make dist       sdist and wheel, installed into an empty environment"
 
@@ -55,6 +55,7 @@ bench: $(INSTALLED)
 
 bench-gpu:
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} python3 -m strop bench losses
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} python3 -m strop bench step
 
 docs: $(INSTALLED)
 	$(BIN)/python -m strop.bench.report

@@ -56,13 +56,15 @@ def test_the_page(measured, tmp_path):
         "machine": {"cpu": "A CPU", "instruction_set": "avx2"}, "threads": {"usable_cpus": 2, "strop": 2}, "versions": {},
         "created": "2026-11-15T00:00:00", "command": "strop bench step",
     }  # fmt: skip
-    summary = page.step_summary(result).splitlines()
-    assert summary[-1].startswith("| tiny, 6 × 5 tokens, float32 | ")
-    assert summary[-1].endswith("| 5× [4, 6] |  | 3 GB |")
     text = page.step_table(result)
     assert "| tiny, 6 × 5 tokens, float32 | TRL |" in text
     assert "| 5× [4, 6] | generate " in text
     assert "commit 012345678;" in text
+    assert "| TRL | left out: it is not installed |" in text
+    short = page.step_summary(result)
+    assert "| tiny, 6 × 5 tokens, float32 | TRL |" in short
+    assert "| 5× [4, 6] | 3 GB |" in short
+    assert "Medians of 9 steps of each side" in short
     pytest.importorskip("matplotlib")
     page.step_figure(result, tmp_path / "step.png", {})
     assert (tmp_path / "step.png").stat().st_size > 5000

@@ -123,7 +123,7 @@ def test_the_next_rollout_computes_with_the_new_weights(autocast):
 
 
 def test_long_run_of_varying_lengths_grows_neither_memory_nor_graphs():
-    """200 GRPO steps; what is allocated after the step and the most it ever was stay where they were."""
+    """200 GRPO steps; what is allocated after a step and the graphs stay where they were."""
     model = model_of("qwen2", eos_token_id=list(range(100)))
     rows = torch.Generator().manual_seed(0)
 

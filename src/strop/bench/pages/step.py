@@ -1,5 +1,6 @@
 """The suite `step` on a page: a whole GRPO step, its phases and their shares."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +13,16 @@ COLOURS = {
 }  # fmt: skip
 
 
-def step_summary(result: Result) -> str:
-    """For the README: a line for each model and peer."""
-    rows = []
-    for case in result["cases"]:
-        ours, work = case["contenders"]["strop"], _work(case["labels"])
-        for name, found in case["ratios"].items():
-            theirs = case["contenders"][name]
-            rows.append([work, duration(ours["median_ns"]), name, duration(theirs["median_ns"]), times(found),
-                         _memory(ours), _memory(theirs)])  # fmt: skip
-    memory = any(row[-1] for row in rows)
-    header = ["", "strop", "against", "its step", "strop is faster by", "strop: peak memory", "its peak memory"]
-    return table(header if memory else header[:-2], rows if memory else [row[:-2] for row in rows])
-
-
 def step_table(result: Result) -> str:
     """Each side's step: seconds, how many times as long it takes as ours, phases with their shares."""
     rows = []
+    for work, name, facts, faster, memory in _sides(result):
+        shares = ", ".join(f"{n} {100 * ns / facts['median_ns']:.0f} %" for n, ns in _phases(facts).items())
+        tokens = f"{facts['tokens_per_second']:,.0f}"
+        rows.append([work, name, duration(facts["median_ns"]), faster, shares, tokens, memory])
     for case in result["cases"]:
-        labels, work = case["labels"], _work(case["labels"])
-        for name, facts in case["contenders"].items():
-            shares = ", ".join(f"{n} {100 * ns / facts['median_ns']:.0f} %" for n, ns in _phases(facts).items())
-            faster = times(case["ratios"][name]) if name in case["ratios"] else ""
-            rows.append([work, name, duration(facts["median_ns"]), faster, shares,
-                         f"{facts['tokens_per_second']:,.0f}", _memory(facts)])  # fmt: skip
-        rows += [[work, name, f"left out: {why}", "", "", "", ""] for name, why in labels.get("left_out", {}).items()]
+        left_out = case["labels"].get("left_out", {})
+        rows += [[_work(case), name, f"left out: {why}", "", "", "", ""] for name, why in left_out.items()]
     header = [
         "work",
         "by",
@@ -46,9 +32,32 @@ def step_table(result: Result) -> str:
         "tokens generated / s of the step",
         "peak memory",
     ]
+    return table(header, rows) + "\n" + _origin(result) + "\n"
+
+
+def step_summary(result: Result) -> str:
+    """The same without phases, for the front page."""
+    header = ["a GRPO step", "by", "takes", "strop is faster by", "peak memory"]
+    rows = [[work, name, duration(f["median_ns"]), faster, memory] for work, name, f, faster, memory in _sides(result)]
+    return table(header, rows) + "\n" + _origin(result) + "\n"
+
+
+def _sides(result: Result) -> Iterator[tuple[str, str, dict[str, Any], str, str]]:
+    """work, side, its facts, how many times as long it takes, its peak memory"""
+    for case in result["cases"]:
+        for name, facts in case["contenders"].items():
+            faster = times(case["ratios"][name]) if name in case["ratios"] else ""
+            yield _work(case), name, facts, faster, size(facts["peak_bytes"]) if "peak_bytes" in facts else ""
+
+
+def _work(case: dict[str, Any]) -> str:
+    labels = case["labels"]
+    return f"{labels['model']}, {labels['completions']} × {labels['new_tokens']} tokens, {labels['dtype']}"
+
+
+def _origin(result: Result) -> str:
     counts = sorted({len(f["samples_ns"]) for case in result["cases"] for f in case["contenders"].values()})
-    taken = f"{' and '.join(map(str, counts))} steps of each side, which take turns"
-    return table(header, rows) + "\n" + provenance(result, taken) + "\n"
+    return provenance(result, f"{' and '.join(map(str, counts))} steps of each side, which take turns")
 
 
 def step_figure(result: Result, path: Path, metadata: dict[str, str]) -> None:
@@ -77,14 +86,6 @@ def step_figure(result: Result, path: Path, metadata: dict[str, str]) -> None:
                   loc="outside lower center", ncols=7, frameon=False, fontsize=8)  # fmt: skip
     figure.savefig(path, dpi=110, metadata=metadata)
     plt.close(figure)
-
-
-def _work(labels: dict[str, Any]) -> str:
-    return f"{labels['model']}, {labels['completions']} × {labels['new_tokens']} tokens, {labels['dtype']}"
-
-
-def _memory(facts: dict[str, Any]) -> str:
-    return size(facts["peak_bytes"]) if "peak_bytes" in facts else ""
 
 
 def _phases(facts: dict[str, Any]) -> dict[str, float]:

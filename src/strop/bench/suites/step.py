@@ -24,7 +24,7 @@ from strop.bench.text import duration, size
 ON_GPU = True
 WARM_UP = 2
 STEPS_PER_TURN = 4
-ROUNDS, ROUNDS_ON_GPU = 7, 1  # a GPU's minutes are dear, and its steps differ little
+ROUNDS, ROUNDS_ON_GPU = 7, 1  # a GPU's minutes are dear
 
 
 def cases(workloads: Sequence[Workload] | None = None) -> list["StepCase"]:
