@@ -41,7 +41,7 @@ def logp(
     x = logits if logits.dtype == torch.float64 else logits.float()
     if mask is not None:  # before any arithmetic: garbage under the mask may be NaN
         x = x.masked_fill(~mask[..., None], 0.0)
-    log_probs = (x / temperature).log_softmax(-1)
+    log_probs = (x if temperature == 1 else x / temperature).log_softmax(-1)
     picked = log_probs.gather(-1, torch.where(in_range, ids, 0).long()[..., None]).squeeze(-1)
     logps = picked * torch.where(in_range, 1.0, torch.nan)  # NaN, and so is its gradient
     if mask is not None:
