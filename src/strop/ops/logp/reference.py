@@ -5,6 +5,7 @@ Shapes: V the vocabulary; `[..]` any number of leading dimensions, usually [B, T
 
 import torch
 
+from strop._tensors import can_look
 from strop.ops.checks import check_logp
 from strop.ops.registry import op
 
@@ -37,6 +38,8 @@ def logp(
         d H / d logits    = −p·(log p + H) / temperature
     """
     mask = check_logp(logits, ids, temperature, completion_mask, validate)
+    if mask is not None and can_look(mask) and mask.all():
+        mask = None  # every token counts, which spares a copy of the logits
     in_range = (ids >= 0) & (ids < logits.shape[-1])
     x = logits if logits.dtype == torch.float64 else logits.float()
     if mask is not None:  # before any arithmetic: garbage under the mask may be NaN
