@@ -211,6 +211,21 @@ def test_after_an_inner_update_the_newest_checkpoint_is_named(tmp_path):
     assert caught.value.__notes__[0].endswith(str(Path("checkpoints") / "step-00000002.safetensors"))
 
 
+def test_with_nothing_to_score_nothing_is_collated(monkeypatch):
+    """The log-probs of sampling are there: without a reference a step makes batches for its update alone."""
+    made = []
+    for kl_coef, old_logps in ((0.0, "rollout"), (0.1, "rollout"), (0.0, "recompute")):
+        grpo = make_grpo(PlainModel(), kl_coef=kl_coef, old_logps=old_logps)
+        rollout = grpo._generate(grpo.prepare([{"prompt": p} for p in PROMPTS]), 0)
+        collate = grpo._collate
+        monkeypatch.setattr(grpo, "_collate", lambda rows, collate=collate: made.append(len(rows)) or collate(rows))
+        made.clear()
+        scores = grpo._score(rollout)
+        assert sum(made) == (len(rollout) if kl_coef or old_logps == "recompute" else 0)
+        assert (scores.ref_logps is not None) == (kl_coef > 0)
+        torch.testing.assert_close(torch.cat(scores.old_logps), torch.cat(rollout.logps), rtol=1e-5, atol=1e-5)
+
+
 def test_the_rewards_of_a_step_come_after_its_scores_unless_it_samples_again():
     """On a GPU the host then runs them while the reference computes."""
     for rounds, wanted in ((0, ["generate", "score", "reward"]), (1, ["generate", "reward", "score"])):
@@ -253,5 +268,7 @@ def test_another_error_stays_as_it_is():
 
 
 def test_the_real_thing_on_a_cpu():
-    with pytest.raises(RuntimeError, match="DefaultCPUAllocator: "):
-        torch.empty(2**60, dtype=torch.uint8)
+    sft = SFT(model=PlainModel())
+    sft.policy.logps = lambda batch: torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(torch.OutOfMemoryError, match=f": {2**60} bytes asked for; lower "):
+        sft.train_step([[1, 2]], [[3]])

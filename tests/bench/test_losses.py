@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from strop.bench import harness, loss_accuracy, report
+from strop.bench import gpu_timers, harness, loss_accuracy, report
 from strop.bench import loss_contenders as peers
 from strop.bench.harness import Contender, Method
 from strop.bench.pages import losses as pages
@@ -156,12 +156,12 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: happened.append("head start"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("wait"))
-    monkeypatch.setattr(harness, "_more_than_the_cache", Cache)
+    monkeypatch.setattr(gpu_timers, "_more_than_the_cache", Cache)
     return happened
 
 
 def test_the_flush_before_a_call_is_not_timed(fake_gpu):
-    timer = harness.GpuTimer(Contender(name="x", function=lambda s: fake_gpu.append("call"), args=(1,)))
+    timer = gpu_timers.GpuTimer(Contender(name="x", function=lambda s: fake_gpu.append("call"), args=(1,)))
     fake_gpu.clear()
     assert timer.timeit(3) < 2e-2
     assert fake_gpu == ["call"] + ["flush", "head start", "event", "call", "event"] * 3 + ["wait"]
@@ -169,14 +169,14 @@ def test_the_flush_before_a_call_is_not_timed(fake_gpu):
 
 
 def test_the_wall_clock_waits_before_and_after(fake_gpu):
-    timer = harness.WallGpuTimer(Contender(name="x", function=lambda: (fake_gpu.append("call"), time.sleep(1e-3))))
+    timer = gpu_timers.WallGpuTimer(Contender(name="x", function=lambda: (fake_gpu.append("call"), time.sleep(1e-3))))
     fake_gpu.clear()
     assert 2e-3 <= timer.timeit(2) < 3e-2
     assert fake_gpu == ["call"] + ["flush", "wait", "call", "wait"] * 2
 
 
 def test_a_loop_waits_at_its_end_alone(fake_gpu):
-    timer = harness.LoopGpuTimer(Contender(name="x", function=lambda: (fake_gpu.append("call"), time.sleep(1e-3))))
+    timer = gpu_timers.LoopGpuTimer(Contender(name="x", function=lambda: (fake_gpu.append("call"), time.sleep(1e-3))))
     fake_gpu.clear()
     assert 3e-3 <= timer.timeit(3) < 3e-2
     assert fake_gpu == ["call", "wait", "call", "call", "call", "wait"]

@@ -3,8 +3,18 @@
 import numpy as np
 import pytest
 
+from strop import _compiled
 from strop.moe import available_engines
 from strop.moe.engine import engine_class
+
+
+@pytest.fixture(params=_compiled.native.available_isas() if _compiled.native else [])
+def isa(request):
+    """The native engine with each instruction set this machine has."""
+    before = _compiled.native.isa()
+    assert _compiled.native.set_isa(request.param)
+    yield request.param
+    _compiled.native.set_isa(before)
 
 
 @pytest.fixture(params=available_engines())

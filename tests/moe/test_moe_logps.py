@@ -13,7 +13,6 @@ from strop.moe.reference import engine as reference_engine
 from strop.moe.reference.logps import logps, logps_bwd
 
 NATIVE = pytest.mark.skipif(_compiled.native is None, reason=f"the compiled module is {_compiled.native_status}")
-ISAS = _compiled.native.available_isas() if _compiled.native else []
 
 # Sizes below, at and above a vector, a tile, a panel of 64 tokens and a slice of 256 features.
 CONFIGS = {
@@ -31,14 +30,6 @@ CONFIGS = {
 @pytest.fixture(params=CONFIGS)
 def config(request):
     return CONFIGS[request.param]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    before = _compiled.native.isa()
-    assert _compiled.native.set_isa(request.param)
-    yield request.param
-    _compiled.native.set_isa(before)
 
 
 def scored_batch(config, shape=(6, 12), *, padding="mixed", seed=1):

@@ -19,7 +19,6 @@ from strop.moe.sampling import sample
 
 pytestmark = pytest.mark.skipif(_compiled.native is None, reason=f"the compiled module is {_compiled.native_status}")
 
-ISAS = _compiled.native.available_isas() if _compiled.native else []
 
 # Sizes below, at and above a vector, a tile and a panel of 64 tokens; G = 1, 2, 4 and 12 query heads per key/value head.
 CONFIGS = {
@@ -31,14 +30,6 @@ CONFIGS = {
     "mqa top-1": small_config(num_heads=12, num_kv_heads=1, head_dim=2, top_k=1, vocab_size=67, max_seq_len=600),
     "top-all": small_config(hidden_dim=48, num_experts=9, top_k=9, intermediate_dim=64, max_seq_len=600),
 }
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    before = _compiled.native.isa()
-    assert _compiled.native.set_isa(request.param)
-    yield request.param
-    _compiled.native.set_isa(before)
 
 
 @pytest.fixture

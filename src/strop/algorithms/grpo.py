@@ -294,15 +294,20 @@ class GRPO(Trainer):
     def _score(self, rollout: Rollout) -> Scores:
         """Old and reference log-probs of every completion's tokens, on the policy's device, which is not waited for."""
         with self.phase("score"), self.autocast(), torch.no_grad():
-            rows = rollout.rows
-            parts = self.micro_batches(range(len(rollout)), _lengths(rollout))
-            batches = [(part, self._collate([rows[i] for i in part])) for part in parts]
-            lengths = [len(logps) for logps in rollout.logps]
-            old_logps = list(on_device(torch.cat(rollout.logps), self.policy.device).split(lengths))
-            if self.config.recomputes:
+            recomputes, reference = self.config.recomputes, self.reference
+            batches = self._batches(rollout) if recomputes or reference is not None else []
+            if recomputes:
                 old_logps = self._logps_by(self.policy, rollout, batches)
-            ref_logps = None if self.reference is None else self._logps_by(self.reference, rollout, batches)
+            else:
+                lengths = [len(logps) for logps in rollout.logps]
+                old_logps = list(on_device(torch.cat(rollout.logps), self.policy.device).split(lengths))
+            ref_logps = None if reference is None else self._logps_by(reference, rollout, batches)
         return Scores(old_logps, ref_logps)
+
+    def _batches(self, rollout: Rollout) -> list[tuple[list[int], SequenceBatch]]:
+        """Micro-batches: which of the completions, and their rows."""
+        rows, parts = rollout.rows, self.micro_batches(range(len(rollout)), _lengths(rollout))
+        return [(part, self._collate([rows[i] for i in part])) for part in parts]
 
     def _logps_by(
         self, scorer: Any, rollout: Rollout, batches: Sequence[tuple[Sequence[int], SequenceBatch]]

@@ -4,7 +4,7 @@ A case is one piece of work and several contenders for it. Before anything is ti
 with what is expected of it. Then the contenders take turns, round after round, so that what disturbs the machine disturbs
 all of them: a turn is an untimed stretch of calls, in which the threads and caches of the one before are forgotten, and
 then a timed stretch, long enough for the clock. One stretch gives one sample, in nanoseconds a call. All samples are kept.
-Work on a GPU is timed by the GPU's own clock, call by call, each after its cache has been overwritten (`GpuTimer`).
+Work on a GPU is timed by the GPU's own clock, call by call, each after its cache has been overwritten (`strop.bench.gpu_timers`).
 
 The figure is the median; a ratio of medians comes with a bootstrap interval over rounds, and the verdict says "faster"
 or "slower" only where that interval leaves 1 out.
@@ -14,7 +14,6 @@ see `strop.bench.alone`.
 """
 
 import datetime
-import functools
 import gc
 import json
 import os
@@ -145,89 +144,6 @@ class Timer(Protocol):
     def timeit(self, number: int) -> float:
         """The seconds that many calls take."""
         ...
-
-
-@functools.cache
-def _more_than_the_cache() -> Any:
-    """Memory larger than any GPU's cache."""
-    import torch
-
-    return torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
-
-
-class GpuTimer:
-    """Calls on a GPU, each by two events around it, after a write that leaves nothing of the one before in the cache.
-
-    The GPU is kept waiting before each call, so that its launches are queued as they are behind a model's forward: what
-    counts is the time on the GPU, and what Python does only where the call itself waits for the GPU. `WallGpuTimer`
-    counts all that Python does. The garbage collector is off meanwhile, as in `timeit`, and a call that is not counted
-    comes first, so that memory another contender has freed is found.
-    """
-
-    HEAD_START = 4_000_000  # cycles, about 2 ms: more than any contender's Python takes
-
-    def __init__(self, contender: Contender) -> None:
-        import torch
-
-        self._cuda = torch.cuda
-        self._call = functools.partial(contender.function, *contender.args, **contender.kwargs)
-        self._cache = _more_than_the_cache()
-        self.timeit(2)  # the first calls compile
-
-    def timeit(self, number: int) -> float:
-        events = [(self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)) for _ in range(number)]
-        with _no_garbage_collection():
-            self._call()
-            for start, end in events:
-                self._cache.zero_()
-                self._cuda._sleep(self.HEAD_START)
-                start.record()
-                self._call()
-                end.record()
-            self._cuda.synchronize()
-        return sum(start.elapsed_time(end) for start, end in events) * 1e-3
-
-
-class WallGpuTimer(GpuTimer):
-    """Calls on a GPU from the caller's side: from the call until its result is there."""
-
-    def timeit(self, number: int) -> float:
-        seconds = 0.0
-        with _no_garbage_collection():
-            self._call()
-            for _ in range(number):
-                self._cache.zero_()
-                self._cuda.synchronize()
-                start = time.perf_counter()
-                self._call()
-                self._cuda.synchronize()
-                seconds += time.perf_counter() - start
-        return seconds
-
-
-class LoopGpuTimer(GpuTimer):
-    """Calls on a GPU one after another, as a loop makes them: the longer of what Python and what the GPU takes."""
-
-    def timeit(self, number: int) -> float:
-        with _no_garbage_collection():
-            self._call()
-            self._cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(number):
-                self._call()
-            self._cuda.synchronize()
-            return time.perf_counter() - start
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _calls_per_sample(timer: Timer, seconds: float) -> int:

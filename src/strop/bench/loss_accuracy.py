@@ -1,5 +1,6 @@
 """How exact the operators are: strop and eager torch against float64 on the same inputs, for the suite `losses`."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from strop.bench.loss_problems import OPTIONS, HeadProblem, LogitsProblem, tidy
 from strop.ops import grpo_loss, linear_grpo_loss, linear_logp, logp
 
 
-class Accuracy:
+class Accuracy(ABC):
     """How far strop and eager torch are from float64 on the same inputs, in root mean squares over several batches.
 
     Values as they are; a gradient relative to the root mean square of the true one, for each kind of its entries.
@@ -26,12 +27,12 @@ class Accuracy:
         self.labels = {"operator": "accuracy", "way": self.work, "shape": self.shape}
 
     @property
-    def shape(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def shape(self) -> str: ...
 
+    @abstractmethod
     def results(self, dtype: torch.dtype, seed: int) -> dict[str, dict[str, torch.Tensor]]:
         """`truth` and the contenders, each with the same quantities."""
-        raise NotImplementedError
 
     def measure(self, method: Method) -> dict[str, Any]:
         errors = {str(dtype).split(".")[1]: self._errors(dtype) for dtype in (torch.float32, torch.bfloat16)}

@@ -13,6 +13,7 @@ Shapes: N rows of a step, P prompts read together, T tokens, H query heads, K ke
 """
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -87,12 +88,12 @@ class Rows:
             column[: len(indices_M)] = column[indices_M]
 
 
-class Pass:
+class Pass(ABC):
     """One forward of the model within a rollout, as `attention` sees it: it reads and writes kv."""
 
+    @abstractmethod
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: "Rule") -> torch.Tensor:
         """[P, H, T, D], twice [P, K, T, D] → [P, T, H, D]"""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

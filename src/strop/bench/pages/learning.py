@@ -4,11 +4,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from strop.bench.pages.step import PHASES
 from strop.bench.text import Result, origin, size, table
 
 ACCURACY = "eval/reward/right_number"
 FIRST_AND_LAST = 10  # steps of sampled rewards that are told together
-PHASES = ("generate", "reward", "score", "forward", "backward", "update")
 CURVE = "How many held-out problems SmolLM2-135M-Instruct solves, and what its samples are rewarded, by step"
 
 

@@ -14,7 +14,8 @@ import torch
 
 from strop.bench import harness
 from strop.bench import loss_contenders as peers
-from strop.bench.harness import Case, Contender, GpuTimer, LoopGpuTimer, Method, WallGpuTimer
+from strop.bench.gpu_timers import GpuTimer, LoopGpuTimer, WallGpuTimer
+from strop.bench.harness import Case, Contender, Method
 from strop.bench.loss_accuracy import AccuracyOfHeads, AccuracyOfLogits, error_ratio
 from strop.bench.loss_contenders import Numbers
 from strop.bench.loss_problems import OPTIONS, HeadProblem, LogitsProblem, tidy
@@ -33,7 +34,10 @@ CLOCKS = {  # how a row of the results is timed on a GPU
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """logits: (B, T, V); heads: (B, T, H, V); kernels: Triton's run here, so Liger and the reading floors take part"""
+    """logits: (B, T, V); heads: (B, T, H, V); kernels: Triton's run here, so Liger and the reading floors take part
+
+    head_seconds   of a sample: what large products take depends on how warm those before them left the GPU
+    """
 
     device: str
     dtype: torch.dtype
@@ -44,10 +48,11 @@ class Sizes:
     kernels: bool
     compiled: bool
     head_rounds: int | None
-    head_seconds: (
-        float | None
-    )  # of a sample: what large products take depends on how warm those before them left the GPU
+    head_seconds: float | None
     tolerance: float
+
+    def timer(self, clock: str = "device") -> Callable[[Contender], harness.Timer] | None:
+        return None if self.device == "cpu" else CLOCKS[clock]
 
 
 ON_A_GPU = Sizes(
@@ -204,8 +209,8 @@ def _from_logits(s: Sizes, shape: tuple[int, int, int], name: str, way: str, clo
         # compiling once more takes long and would tell nothing new
         return found if clock == "device" else [c for c in found if c.name != "torch.compile"]
 
-    work = f"{name} {way} {B}×{T}, V {V:,}" + {"device": "", "loop": ", in a loop", "wall": ", wall clock"}[clock]
-    return LossCase(work=work, labels=labels, build=build, clock=None if s.device == "cpu" else CLOCKS[clock])
+    work = f"{name} {way} {B}×{T}, V {V:,}" + ("" if clock == "device" else f", {clock} clock")
+    return LossCase(work=work, labels=labels, build=build, clock=s.timer(clock))
 
 
 def _ways(way: str, problem: LogitsProblem, d_values: Sequence[torch.Tensor] | None) -> Callable[..., Call]:
@@ -306,10 +311,9 @@ def _from_hidden(s: Sizes, shape: tuple[int, int, int, int], name: str, way: str
     def build() -> list[Contender]:
         return HEAD_BUILDERS[name, way](s, _problem(HeadProblem, id(s), B, T, H, V, s.device, s.dtype))
 
-    clock = None if s.device == "cpu" else GpuTimer
     work = f"{name} {way} N {B * T:,}, H {H:,}, V {V:,}"
     return LossCase(
-        work=work, labels=labels, build=build, clock=clock, rounds=s.head_rounds, sample_seconds=s.head_seconds
+        work=work, labels=labels, build=build, clock=s.timer(), rounds=s.head_rounds, sample_seconds=s.head_seconds
     )
 
 
@@ -425,7 +429,7 @@ def _copy(s: Sizes) -> LossCase:
         return [Contender(name="copy", function=lambda: target.copy_(source))]
 
     labels = {"operator": "copy", "way": "device copy", "bytes": 2 * s.copy_bytes, "dtype": "bytes", "clock": "device"}
-    return LossCase(work="device copy", labels=labels, build=build, clock=GpuTimer if s.device == "cuda" else None)
+    return LossCase(work="device copy", labels=labels, build=build, clock=s.timer())
 
 
 # ---- the command line -------------------------------------------------------------------------------------------------

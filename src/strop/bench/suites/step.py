@@ -24,7 +24,7 @@ from strop.bench.text import duration, size
 ON_GPU = True
 WARM_UP = 2
 STEPS_PER_TURN = 4
-ROUNDS, ROUNDS_ON_GPU = 7, 1  # a GPU's minutes are dear
+ROUNDS = 7  # at most
 
 
 def cases(workloads: Sequence[Workload] | None = None) -> list["StepCase"]:
@@ -66,7 +66,7 @@ class StepCase:
                 warm = [step.peak_bytes for step in sides[name](WARM_UP)]
                 peaks[name] = [peak - before for peak in warm if peak is not None]
             steps: dict[str, list[Step]] = {name: [] for name in sides}
-            for _ in range(min(ROUNDS_ON_GPU if self.workload.device == "cuda" else ROUNDS, method.rounds)):
+            for _ in range(min(ROUNDS, method.rounds)):
                 for name, run in sides.items():
                     steps[name] += run(STEPS_PER_TURN)[1:]
         seconds = {name: [round(1e9 * step.seconds, 1) for step in found] for name, found in steps.items()}

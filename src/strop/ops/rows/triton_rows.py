@@ -83,6 +83,7 @@ def _one_visit(V: int) -> Tiling:
 
 
 def _second_visit(V: int) -> Tiling:
+    """As one visit, but for what is written meanwhile."""
     return Tiling(4, 2, stages=3) if V >= 4096 else _one_visit(V)
 
 
