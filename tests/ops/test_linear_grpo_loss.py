@@ -144,16 +144,36 @@ def test_as_exact_as_eager(backend, dtype, workspace):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_as_exact_as_eager_in_chunks_of_tokens(fast_backend, monkeypatch, dtype):
     """The way of many tokens. The few of these tests would lie in the memory of the weight's gradient, all at once."""
-    chunk_sizes, token_chunks = [], chunks._token_chunks
+    found, slices = [], chunks._slices
 
     def noted(*given):
-        chunk_sizes.extend(part.stop - part.start for part in token_chunks(*given))
-        return token_chunks(*given)
+        found.extend(slices(*given))
+        return slices(*given)
 
     monkeypatch.setattr(chunks, "_over_the_gradient", lambda *given: None)
-    monkeypatch.setattr(chunks, "_token_chunks", noted)
+    monkeypatch.setattr(chunks, "_slices", noted)
     check_against_eager(fast_backend, dtype, 2000)
-    assert len(chunk_sizes) > 1
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 11, 12])
+@pytest.mark.parametrize("workspace", [None, 7 * 203 * 16])
+def test_the_product_ahead_of_the_count(fast_backend, monkeypatch, count, workspace):
+    """A frozen head's first product begins before it is known how many tokens count: fewer than it has rows, or more."""
+    monkeypatch.setattr(chunks, "_TOKENS_AHEAD", 4)
+    (hidden, weight, _), rest, _ = example(torch.float32, V=203)
+    ids, old, rewards, mask = rest
+    order = torch.randperm(mask.numel(), generator=torch.Generator().manual_seed(count))
+    mask = torch.zeros(mask.numel(), dtype=torch.bool).index_fill(0, order[:count], True).view_as(mask)
+    hidden = hidden.detach().masked_fill(~mask[..., None], torch.nan).requires_grad_()
+    results = []
+    for loss_of, more in ((linear_grpo_loss.reference, {}), (linear_grpo_loss, {"workspace": workspace})):
+        found = loss_of(hidden, weight.detach(), ids, old, rewards, mask, samples_per_prompt=2, **more)
+        results.append((found.loss.detach(), *torch.autograd.grad(found.loss, hidden, allow_unused=True)))
+    (expected, d_expected), (loss, d_hidden) = results
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(d_hidden.nan_to_num(0.0), d_expected.nan_to_num(0.0), rtol=1e-4, atol=1e-6)
+    assert not d_hidden.isnan().any()
 
 
 def check_against_eager(backend, dtype, workspace):

@@ -17,6 +17,7 @@ Three ways, each with the fewest products:
 Shapes: N tokens, H hidden, V vocabulary; n and v the tokens and the vocabulary of a chunk.
 """
 
+import functools
 from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
@@ -32,6 +33,7 @@ TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
 _SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again for the next ones does not show
 _PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocessor computes at a time
 _MOST_BLOCKS = 16  # more, and the products become too small
+_TOKENS_AHEAD = 512  # whose product keeps a GPU busy for as long as the host takes after it has waited
 
 ALL = slice(None)
 
@@ -72,16 +74,49 @@ class Gradients(NamedTuple):
     bias_V: torch.Tensor
 
 
+class OnItsWay:
+    """A number that comes from the device while the host goes on."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._there = None
+        self._number = number
+        if number.is_cuda:
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+            with torch.cuda.device(number.device):
+                self._there = torch.cuda.Event()
+                self._there.record()
+
+    def wait(self) -> int:
+        if self._there is not None:
+            self._there.synchronize()
+        return int(self._number)
+
+
 class Tokens:
-    """The tokens that count, out of N."""
+    """The tokens that count, out of N. How many they are is asked for at once and waited for when it is first needed."""
 
     def __init__(self, hidden_NH: torch.Tensor, mask_N: torch.Tensor | None, dtype: torch.dtype) -> None:
         self.hidden_NH, self.dtype = hidden_NH, dtype
         self.N = len(hidden_NH)
-        self.count = self.N if mask_N is None else int(mask_N.count_nonzero())  # waits for the device, once
-        self.places = None
-        if mask_N is not None and self.count < self.N:
-            self.places = torch.nonzero_static(mask_N, size=self.count).squeeze(-1)
+        self._places_N = self._count = None
+        if mask_N is not None:
+            self._places_N = torch.nonzero_static(mask_N, size=self.N, fill_value=0).squeeze(-1)
+            self._count = OnItsWay(mask_N.count_nonzero())
+
+    @functools.cached_property
+    def count(self) -> int:
+        return self.N if self._count is None else self._count.wait()
+
+    @functools.cached_property
+    def places(self) -> torch.Tensor | None:
+        """[count]; None where all tokens count."""
+        return None if self._places_N is None or self.count == self.N else self._places_N[: self.count]
+
+    def first_hidden(self, number: int) -> torch.Tensor:
+        """Of the first `number` that count, without waiting; whatever, where there are fewer."""
+        if self._places_N is None:
+            return self.hidden_NH[:number].to(self.dtype)
+        return self.hidden_NH.index_select(0, self._places_N[:number]).to(self.dtype)
 
     def hidden(self, part: slice = ALL) -> torch.Tensor:
         return self.take(self.hidden_NH, part).to(self.dtype)
@@ -128,9 +163,9 @@ def _chunks(total: int, most: int) -> Iterator[slice]:
     yield from _slices(total, size)
 
 
-def _token_chunks(total: int, most: int) -> Iterator[slice]:
-    """Chunks of at most `most`; of multiples of 512 where they are that large: products of others take up to 20 % longer."""
-    yield from _slices(total, max(most // 512 * 512 if 512 <= most < total else most, 1))
+def _token_chunk(total: int, most: int) -> int:
+    """Tokens of a chunk: at most `most`; a multiple of 512 where it is that large: products of others take up to 20 % longer."""
+    return max(most // 512 * 512 if 512 <= most < total else min(most, total), 1)
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:
@@ -264,14 +299,20 @@ def linear_policy_terms(
     plan = _over_the_gradient(tokens, head, wanted, rows.bytes_per_logit(tokens.dtype), bytes_at_once)
     if plan is not None and plan.v < head.V:
         return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, loss, rows, wanted)
-    n = bytes_at_once // rows.bytes_per_logit(tokens.dtype) // head.V
-    parts = list(_token_chunks(tokens.count, n if plan is None else tokens.count))
-    memory = tokens.workspace(max((part.stop - part.start for part in parts), default=0) * head.V)
+    most = bytes_at_once // rows.bytes_per_logit(tokens.dtype) // head.V
+    n = _token_chunk(tokens.N, most) if plan is None else tokens.count
+    memory = tokens.workspace(n * head.V)
+    ahead = min(n, _TOKENS_AHEAD) if plan is None else 0
+    head.logits(tokens.first_hidden(ahead), ALL, memory)  # while the host waits for the number of tokens that count
+    parts = list(_slices(tokens.count, n))
     logps_n = hidden_NH.new_empty(tokens.count, dtype=sums_in(tokens.dtype))
     grads, sums = None, []
     for part in parts:
         hidden_nH = tokens.hidden(part)
-        logits_nV = head.logits(hidden_nH, ALL, memory)
+        if ahead < len(hidden_nH):
+            head.logits(hidden_nH[ahead:], ALL, memory[ahead * head.V :])
+        logits_nV = memory[: len(hidden_nH) * head.V].view(-1, head.V)
+        ahead = 0
         first = grads is None
         if grads is None:  # not before: the device is waiting for the first product
             # over several chunks the weight's gradient is summed in float32, whatever its own dtype
@@ -315,8 +356,10 @@ def _over_the_gradient(
 
     None where they do not, where there is no such gradient, and where the row functions need copies of the logits.
     """
+    if not wanted.weight or logit_bytes != tokens.dtype.itemsize:
+        return None  # without having waited for the number of tokens
     n, H, V = tokens.count, head.weight_VH.shape[1], head.V
-    if not wanted.weight or not n or logit_bytes != tokens.dtype.itemsize:
+    if not n:
         return None
     row, gradient_row = n * logit_bytes, H * wanted.weight_dtype.itemsize  # bytes of one id
     memory = V * H * sums_in(tokens.dtype).itemsize + workspace
