@@ -106,6 +106,33 @@ def test_linear_grpo_loss_with_everything(backend):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+@every_dtype
+@pytest.mark.parametrize("workspace", [None, 4 * MiB])
+@pytest.mark.parametrize("spread", [1, 40])
+def test_a_frozen_head(dtype, workspace, spread):
+    """Exponentials over a base that is not the maximum; with logits of 120, a base that does not do."""
+    (hidden, weight, _), ids, mask = example(dtype)
+    hidden = hidden * spread
+    if spread == 1:
+        mask = torch.ones_like(mask)
+    old = eager_logps(linear(hidden.double(), weight.double()), ids).float() - 0.1
+    options = {"advantages": torch.linspace(-1, 1, 4, device="cuda"), "ref_logps": old + 0.2, "beta": 0.1}
+
+    def gradient(loss_of, dtype, **more):
+        leaf = hidden.to(dtype).requires_grad_()
+        loss = loss_of(leaf, weight.to(dtype), ids, old, None, mask, **options, **more).loss
+        return loss.detach(), *torch.autograd.grad(loss, leaf)
+
+    exact, d_exact = gradient(linear_grpo_loss.reference, torch.float64)
+    eager, d_eager = gradient(linear_grpo_loss.reference, dtype)
+    found, d_found = gradient(linear_grpo_loss, dtype, workspace=workspace)
+    assert (found - exact).abs() <= 2 * (eager - exact).abs() + 1e-5 + 0.5 * torch.finfo(dtype).eps
+    error, eager_error = d_found - d_exact, d_eager - d_exact
+    assert error.abs().max() <= 2 * eager_error.abs().max() + 2e-6 * d_exact.abs().max()
+    assert error.norm() <= 2 * eager_error.norm() + 2e-6 * d_exact.norm()
+    assert error.norm() < 0.1 * d_exact.norm() or spread > 1
+
+
 def test_linear_dpo_loss():
     head, ids, mask = example()
     ref_logps = torch.full((4,), -100.0, device="cuda")

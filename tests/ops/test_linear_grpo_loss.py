@@ -13,6 +13,7 @@ from yardstick import backends, cut_off
 
 from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, POLICY_LOSS_TYPES
 from strop.ops import chunks, grpo_loss, linear_grpo_loss, linear_logp, registry
+from strop.ops.rows import triton_rows
 
 B, T, H, V = 4, 3, 6, 17
 
@@ -218,7 +219,7 @@ def test_all_logits_in_the_memory_of_the_gradient(monkeypatch, num_blocks, dtype
     with registry.use_backend(linear_grpo_loss="triton"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         # the least memory with which that many blocks are enough
         for workspace in range(64, 100_000, 64):
-            tokens = chunks.Tokens(head[0][0], rest[-1][0], torch.bfloat16 if autocast else dtype)
+            tokens = chunks.Tokens(head[0][0], rest[-1][0], torch.bfloat16 if autocast else dtype, triton_rows)
             wanted = chunks.Wanted(True, True, True, dtype)
             plan = plan_of(tokens, chunks.Head(*head[1:]), wanted, tokens.dtype.itemsize, workspace)
             if plan is not None and -(-V // plan.v) <= num_blocks:
@@ -241,7 +242,7 @@ def test_no_gradient_reaches_logits_still_needed(n, H, V, narrow, wide, workspac
     """And all of it lies in the float32 sum of the weight's gradient and the workspace."""
     dtype = torch.bfloat16 if narrow else torch.float32
     gradient = torch.float32 if wide else dtype
-    tokens = chunks.Tokens(torch.empty(n, H, device="meta"), None, dtype)
+    tokens = chunks.Tokens(torch.empty(n, H, device="meta"), None, dtype, triton_rows)
     head = chunks.Head(torch.empty(V, H, device="meta"), None)
     plan = chunks._over_the_gradient(
         tokens, head, chunks.Wanted(True, True, False, gradient), dtype.itemsize, workspace

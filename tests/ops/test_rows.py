@@ -7,7 +7,7 @@ import torch
 from yardstick import check, check_gradient, cut_off, eager_logps
 
 from strop.ops import logp
-from strop.ops.rows import fake_gradient, implementation
+from strop.ops.rows import TokenLoss, fake_gradient, implementation
 
 NAMES = ("torch", "triton")
 every_implementation = pytest.mark.parametrize("name", NAMES)
@@ -33,7 +33,7 @@ def exact_and_eager(logits, ids, temperature=0.8, d_logp=1.0, d_entropy=0.5):
     for dtype in (torch.float64, logits.dtype):
         x = logits.detach().to(dtype).contiguous().requires_grad_()
         logps, entropies = logp.reference(x, ids, temperature=temperature, entropy=True)
-        (d_logp * logps.sum() + d_entropy * entropies.sum()).backward()
+        ((d_logp * logps).sum() + d_entropy * entropies.sum()).backward()
         results.append((logps, entropies, x.grad))
     return results
 
@@ -169,6 +169,91 @@ def test_flat_and_peaked_rows(name):
     for scale in (1e-4, 1.0, 60.0, 3e4):
         logits, ids = example(4, 201, seed=3)
         compare(implementation(name), logits * scale, ids, temperature=1.0)
+
+
+ROWS = {  # what the base of the exponentials, a guess from a few elements, meets
+    "flat": lambda x, ids: x * 0.01,
+    "usual": lambda x, ids: x,
+    "a peak nobody expects": lambda x, ids: x.index_fill(1, torch.tensor([x.shape[1] // 2]), 90.0),
+    "each tile higher": lambda x, ids: x + torch.arange(x.shape[1]) * (300 / x.shape[1]),
+    "each tile lower": lambda x, ids: x - torch.arange(x.shape[1]) * (300 / x.shape[1]),
+    "a banned beginning": lambda x, ids: x.index_fill(1, torch.arange(x.shape[1] // 2), -torch.inf).scatter(1, ids[:, None], 1.0),
+    "only the target": lambda x, ids: torch.full_like(x, -torch.inf).scatter(1, ids[:, None], 2.0),
+    "far from zero": lambda x, ids: x * 0.1 - 3e4,
+}  # fmt: skip
+
+
+def factored(logits, ids, temperature, advantages):
+    """Log-probs and the gradient, its factors multiplied in."""
+    loss = TokenLoss("grpo", (0.2, 0.2), None, 0.0, "k3")
+    given = ids, None, None, None, advantages, torch.ones_like(advantages), temperature, loss, True, True, None, True
+    terms = implementation("triton").policy_terms(logits, *given)
+    return terms.logps_N, terms.d_logits.float() * terms.factors_N[:, None]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("V", [1, 8, 9, 1031, 8003, 20011])
+@pytest.mark.parametrize("temperature", [1.0, 0.05])
+def test_a_gradient_with_its_factors_aside(kind, V, temperature):
+    """Exponentials over a base that is not the maximum, in one visit: as exact as eager torch."""
+    logits, ids = example(3, V)
+    logits = ROWS[kind](logits, ids).bfloat16()
+    advantages = torch.tensor([1.0, -0.5, 3.0])
+    (exact, _, d_exact), (eager, _, d_eager) = exact_and_eager(logits, ids, temperature, -advantages, 0.0)
+    found, d_found = factored(logits, ids, temperature, advantages)
+    check(found, exact, eager, "logp")
+    rounding = cut_off("triton", torch.bfloat16)
+    check_gradient(d_found, d_exact, d_eager, ids, coefficient=3 / temperature, allowance=rounding)
+
+
+def test_factors_of_spoilt_rows_are_nan():
+    logits, ids = example(5, 3000)
+    logits[0, 2000], logits[1, 2000], logits[2], ids[3] = torch.nan, torch.inf, -torch.inf, 3000
+    logps, gradient = factored(logits.bfloat16(), ids, 1.0, torch.ones(5))
+    assert logps.isnan().tolist() == [True, True, True, True, False]
+    assert gradient.isnan().all(-1).tolist() == [True, True, True, True, False]
+
+
+def test_exponentials_stay_in_their_row():
+    logits, ids = example(4, 13, torch.bfloat16)
+    memory = torch.full((logits.numel() + 16,), 7.0, dtype=torch.bfloat16)
+    view = memory[3 : 3 + logits.numel()].view(4, 13).copy_(logits)
+    expected = factored(logits.clone(), ids, 1.0, torch.ones(4))
+    torch.testing.assert_close(factored(view, ids, 1.0, torch.ones(4)), expected, rtol=0.01, atol=1e-6)
+    assert (memory[:3] == 7).all()
+    assert (memory[3 + logits.numel() :] == 7).all()
+
+
+def test_no_factors_where_the_dtype_is_too_narrow():
+    logits, ids = example(2, 9, torch.float16)
+    loss = TokenLoss("grpo", (0.2, 0.2), None, 0.0, "k3")
+    ones = torch.ones(2)
+    terms = implementation("triton").policy_terms(
+        logits, ids, None, None, None, ones, ones, 1.0, loss, True, True, None, True
+    )
+    assert terms.factors_N is None
+
+
+@every_implementation
+@pytest.mark.parametrize("N", [0, 1, 5, 4096, 4097, 9000])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_places(name, N, share):
+    mask = torch.rand(N, generator=torch.Generator().manual_seed(N)) < share
+    places, count = implementation(name).places(mask)
+    assert count.wait() == mask.sum()
+    assert places.tolist() == mask.nonzero().squeeze(-1).tolist() + [0] * int((~mask).sum())
+
+
+@pytest.mark.parametrize("H", [1, 6, 1030])
+def test_rows_put_in_their_places(H):
+    values, factors = torch.randn(3, H), torch.tensor([2.0, 0.0, -0.5])
+    for places in (None, torch.tensor([4, 0, 2])):
+        out = torch.full((5, H), 7.0, dtype=torch.bfloat16)
+        implementation("triton").put_multiplied(values, factors, out, places)
+        expected = torch.full((5, H), 7.0).index_copy(
+            0, torch.arange(3) if places is None else places, values * factors[:, None]
+        )
+        torch.testing.assert_close(out, expected.bfloat16(), rtol=cut_off("triton", torch.bfloat16), atol=0)
 
 
 LAYOUTS = {

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from strop.ops.rows import TokenLoss
+from strop.ops.rows import OnItsWay, TokenLoss
 from strop.ops.rows.torch_rows import token_terms
 
 MiB = 2**20
@@ -33,7 +33,7 @@ TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
 _SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again for the next ones does not show
 _PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocessor computes at a time
 _MOST_BLOCKS = 16  # more, and the products become too small
-_TOKENS_AHEAD = 512  # whose product keeps a GPU busy for as long as the host takes after it has waited
+_TOKENS_AHEAD = 768  # whose product keeps a GPU busy for as long as the host takes after it has waited
 
 ALL = slice(None)
 
@@ -65,6 +65,10 @@ class Wanted(NamedTuple):
     bias: bool
     weight_dtype: torch.dtype  # of the parameter, which under autocast is not the head's
 
+    @property
+    def only_hidden(self) -> bool:
+        return self.hidden and not self.weight and not self.bias
+
 
 class Gradients(NamedTuple):
     """Those not asked for are empty."""
@@ -74,34 +78,18 @@ class Gradients(NamedTuple):
     bias_V: torch.Tensor
 
 
-class OnItsWay:
-    """A number that comes from the device while the host goes on."""
-
-    def __init__(self, number: torch.Tensor) -> None:
-        self._there = None
-        self._number = number
-        if number.is_cuda:
-            self._number = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
-            with torch.cuda.device(number.device):
-                self._there = torch.cuda.Event()
-                self._there.record()
-
-    def wait(self) -> int:
-        if self._there is not None:
-            self._there.synchronize()
-        return int(self._number)
-
-
 class Tokens:
     """The tokens that count, out of N. How many they are is asked for at once and waited for when it is first needed."""
 
-    def __init__(self, hidden_NH: torch.Tensor, mask_N: torch.Tensor | None, dtype: torch.dtype) -> None:
-        self.hidden_NH, self.dtype = hidden_NH, dtype
+    def __init__(
+        self, hidden_NH: torch.Tensor, mask_N: torch.Tensor | None, dtype: torch.dtype, rows: ModuleType
+    ) -> None:
+        self.hidden_NH, self.dtype, self.rows = hidden_NH, dtype, rows
         self.N = len(hidden_NH)
-        self._places_N = self._count = None
+        self._places_N: torch.Tensor | None = None
+        self._count: OnItsWay | None = None
         if mask_N is not None:
-            self._places_N = torch.nonzero_static(mask_N, size=self.N, fill_value=0).squeeze(-1)
-            self._count = OnItsWay(mask_N.count_nonzero())
+            self._places_N, self._count = rows.places(mask_N)
 
     @functools.cached_property
     def count(self) -> int:
@@ -135,9 +123,16 @@ class Tokens:
         else:
             out_NH.index_copy_(0, self.places[part], values_nH.to(out_NH.dtype))
 
-    def put_product(self, a: torch.Tensor, b: torch.Tensor, part: slice, out_NH: torch.Tensor) -> None:
-        """The rows of a @ b; in their place at once where nothing lies between them."""
-        if self.places is None and out_NH.dtype == a.dtype:
+    def put_product(
+        self, a: torch.Tensor, b: torch.Tensor, factors_n: torch.Tensor | None, part: slice, out_NH: torch.Tensor
+    ) -> None:
+        """The rows of a @ b, times their factors; in their place at once where nothing lies between them."""
+        if factors_n is not None:
+            product_nH = a.new_empty(len(a), b.shape[1], dtype=sums_in(a.dtype))
+            _product(a, b, product_nH)
+            into = (out_NH[part], None) if self.places is None else (out_NH, self.places[part])
+            self.rows.put_multiplied(product_nH, factors_n, *into)
+        elif self.places is None and out_NH.dtype == a.dtype:
             torch.mm(a, b, out=out_NH[part])
         else:
             self.put(torch.mm(a, b), part, out_NH)
@@ -188,7 +183,7 @@ def linear_logps(
     workspace: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probs [N], statistics [2, N], entropies [N] (empty unless asked for)."""
-    tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype)
+    tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     logits_at_once = (workspace or SCORE_WORKSPACE) // rows.bytes_per_logit(tokens.dtype)
     n = max(1, min(tokens.count, _SCORE_TOKENS, logits_at_once))
     v = min(head.V, _score_vocabulary(n, logits_at_once, hidden_NH.device))
@@ -250,7 +245,7 @@ def linear_logps_bwd(
     workspace: int | None,
     wanted: Wanted,
 ) -> Gradients:
-    tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype)
+    tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     grads = _empty_gradients(tokens, head, wanted)
     logits_at_once = _train_workspace(tokens, workspace) // rows.bytes_per_logit(tokens.dtype)
     v = max(1, logits_at_once // max(tokens.count, 1))
@@ -293,20 +288,22 @@ def linear_policy_terms(
     wanted: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
     """The loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
-    tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype)
+    tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
     bytes_at_once = _train_workspace(tokens, workspace)
     plan = _over_the_gradient(tokens, head, wanted, rows.bytes_per_logit(tokens.dtype), bytes_at_once)
     if plan is not None and plan.v < head.V:
         return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, loss, rows, wanted)
-    most = bytes_at_once // rows.bytes_per_logit(tokens.dtype) // head.V
+    # a token's logits and, for factors to be multiplied with, its gradient in float32
+    bytes_per_token = head.V * rows.bytes_per_logit(tokens.dtype) + head.weight_VH.shape[1] * 4 * wanted.only_hidden
+    most = bytes_at_once // bytes_per_token
     n = _token_chunk(tokens.N, most) if plan is None else tokens.count
     memory = tokens.workspace(n * head.V)
     ahead = min(n, _TOKENS_AHEAD) if plan is None else 0
     head.logits(tokens.first_hidden(ahead), ALL, memory)  # while the host waits for the number of tokens that count
     parts = list(_slices(tokens.count, n))
-    logps_n = hidden_NH.new_empty(tokens.count, dtype=sums_in(tokens.dtype))
-    grads, sums = None, []
+    logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,)))
+    grads = None
     for part in parts:
         hidden_nH = tokens.hidden(part)
         if ahead < len(hidden_nH):
@@ -320,22 +317,20 @@ def linear_policy_terms(
             grads = _empty_gradients(tokens, head, wanted._replace(weight_dtype=weight_dtype))
         ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values, part) for values in per_token)
         terms = rows.policy_terms(
-            logits_nV, ids_n, None, old_n, ref_n, advantages_n, weights_n, temperature, loss, any(wanted[:3]), True
-        )
-        logps_n[part] = terms.logps_N
-        sums.append(torch.cat([terms.total[None], terms.policy_and_kl]))
+            logits_nV, ids_n, None, old_n, ref_n, advantages_n, weights_n, temperature, loss, any(wanted[:3]), True,
+            (logps_n[part], terms_3n[:, part]), wanted.only_hidden,
+        )  # fmt: skip
         if wanted.hidden:
-            tokens.put_product(logits_nV, head.weight_VH, part, grads.hidden_NH)
+            tokens.put_product(logits_nV, head.weight_VH, terms.factors_N, part, grads.hidden_NH)
         if wanted.weight:
             (_product if first else _add_product)(logits_nV.T, hidden_nH, grads.weight_VH)
         if wanted.bias:
             grads.bias_V.add_(logits_nV.sum(0, dtype=sums_in(tokens.dtype)))
     if grads is None:  # no token counts
-        grads, sums = _empty_gradients(tokens, head, wanted), [logps_n.new_zeros(3)]
+        grads = _empty_gradients(tokens, head, wanted)
     if wanted.weight:
         grads = grads._replace(weight_VH=_narrowed(grads.weight_VH, wanted.weight_dtype))
-    sums_3 = torch.stack(sums).sum(0)
-    return sums_3[0], sums_3[1:], tokens.spread(logps_n), grads
+    return *rows.sums(terms_3n), tokens.spread(logps_n), grads
 
 
 class OverTheGradient(NamedTuple):
@@ -400,7 +395,7 @@ def _policy_terms_in_blocks(
     for number, (block, piece) in enumerate(blocks):
         logits_nv = head.logits(hidden_nH, block, piece)
         rows.logps(logits_nv, ids_n, None, temperature, False, (logps_n, stats_2n, None), (block.start, V, number))
-    sums_3, d_logps_n = token_terms(logps_n, old_n, ref_n, advantages_n, weights_n, loss)
+    terms_3n, d_logps_n = token_terms(logps_n, old_n, ref_n, advantages_n, weights_n, loss)
 
     grads = _empty_gradients(tokens, head, wanted._replace(weight=False))
     d_weight_VH = memory[: V * head.weight_VH.shape[1] * wanted.weight_dtype.itemsize].view(wanted.weight_dtype)
@@ -417,7 +412,7 @@ def _policy_terms_in_blocks(
         _product(logits_nv.T, hidden_nH, d_weight_VH[block])
     if d_hidden_nH is not None:
         tokens.put(d_hidden_nH, slice(0, n), grads.hidden_NH)
-    return sums_3[0], sums_3[1:], tokens.spread(logps_n), grads._replace(weight_VH=d_weight_VH)
+    return *rows.sums(terms_3n), tokens.spread(logps_n), grads._replace(weight_VH=d_weight_VH)
 
 
 def _train_workspace(tokens: Tokens, workspace: int | None) -> int:

@@ -85,10 +85,12 @@ def _fake_terms(logits, ids_N, *_):
 
 def _run(logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature, *loss, gradient, in_place):
     loss_type, clip_eps, delta, beta, kl_estimator = loss
-    return implementation("triton").policy_terms(
+    rows = implementation("triton")
+    terms = rows.policy_terms(
         logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature,
         TokenLoss(loss_type, tuple(clip_eps), delta, beta, kl_estimator), gradient, in_place,
     )  # fmt: skip
+    return *rows.sums(terms.terms_3N), terms.logps_N, terms.d_logits
 
 
 @library_op(

@@ -139,5 +139,4 @@ def linear_policy_loss(
         Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
     )  # fmt: skip
     d_bias = gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
-    # copies: what an operator of torch.ops returns may not share memory, and `loss += other` not meet a view
-    return total.clone(), policy_and_kl.clone(), logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias
+    return total, policy_and_kl, logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias

@@ -28,12 +28,38 @@ class TokenLoss(NamedTuple):
 
 
 class PolicyTerms(NamedTuple):
-    """A loss and its parts: the sum of the terms and, in one tensor, those of the policy and of the KL."""
+    """What rows of logits give.
 
-    total: torch.Tensor
-    policy_and_kl: torch.Tensor
+    terms_3N    of the loss, of its policy's part and of the KL, each to be summed over the rows
+    factors_N   by which the rows of d_logits are still to be multiplied; None where there is nothing to multiply
+    """
+
     logps_N: torch.Tensor
+    terms_3N: torch.Tensor
     d_logits: torch.Tensor | None
+    factors_N: torch.Tensor | None = None
+
+
+class OnItsWay:
+    """A number that the device writes into the host's memory while the host goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = torch.empty((), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._device = device
+        self._written: torch.cuda.Event | None = None
+
+    def sent(self) -> "OnItsWay":
+        """What writes it is on its way."""
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                self._written = torch.cuda.Event()
+                self._written.record()
+        return self
+
+    def wait(self) -> int:
+        if self._written is not None:
+            self._written.synchronize()
+        return int(self.memory)
 
 
 @functools.cache

@@ -27,6 +27,7 @@ FAR = tl.constexpr(-1e30)  # below it exp is 0; bounds −inf where it would mee
 ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)  # NaN stays NaN: the minimum of NaN and a bound would be the bound
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
+HEADROOM = tl.constexpr(40.0)  # powers of 2 an exponential may lie above 1: sums and products of them stay in range
 
 
 @triton.jit
@@ -141,6 +142,88 @@ def _write_gradient(
         x = tl.load(body_ptr + offset, eviction_policy="evict_first").to(tl.float32)
         dx = _gradient(x, offset == body_target, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY)
         tl.store(d_body_ptr + offset, dx.to(dtype), cache_modifier=".cs")
+
+
+@triton.jit
+def _highest(pointers, inside):
+    return tl.max(tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32))
+
+
+@triton.jit
+def _exponentiate(pointers, inside, base, scale):
+    """exp2((x − base)·scale) in x's place; returned as well."""
+    x = tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32)
+    e = tl.exp2((x - base) * scale)
+    tl.store(pointers, e.to(pointers.dtype.element_ty), mask=inside)
+    return e
+
+
+@triton.jit
+def _multiply(pointers, inside, factor):
+    e = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    tl.store(pointers, (e * factor).to(pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_exponentials(
+    x_ptr, before, V, base, scale, LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """exp2((x − base)·scale) in the row's place, in one visit; the base, and the row's sum.
+
+    The maximum is known when the whole row is. A base below it serves as well if it is not far below: the largest of the
+    one given (an element, or LOWEST), of the row's first elements and of those outside whole tiles. A lane that finds
+    something higher than the headroom stops writing. Then the row is visited once more, with its maximum for a base:
+    what is written is scaled down to it.
+    """
+    lane = tl.arange(0, LANES)
+    tile = lane[:, None] * PER + tl.arange(0, PER)[None, :]
+    body_ptr = tl.multiple_of(x_ptr + before, 16)
+    lanes = tl.maximum(V - before, 0) // PER
+    tiles = lanes // LANES
+    has_rest, rest_ptr = tiles * LANES < lanes, body_ptr + tiles * (LANES * PER) + tile
+    rest = tile < (lanes - tiles * LANES) * PER
+    has_edges = lanes * PER < V
+    edges, at_edge = _edge_offsets(before, V, PER)
+    base = tl.maximum(base, _highest(x_ptr + lane, lane < V))
+    if has_rest:
+        base = tl.maximum(base, _highest(rest_ptr, rest))
+    if has_edges:
+        base = tl.maximum(base, _highest(x_ptr + edges, at_edge))
+
+    s = tl.zeros([LANES], tl.float32)
+    if has_rest:
+        s += tl.sum(_exponentiate(rest_ptr, rest, base, scale), 1)
+    if has_edges:
+        s += tl.where(lane == 0, tl.sum(_exponentiate(x_ptr + edges, at_edge, base, scale), 0), 0.0)
+    highest = tl.zeros([LANES], tl.float32) + (base + HEADROOM / scale)
+    done = tl.zeros([LANES], tl.int32)
+    for k in tl.range(tiles, num_stages=STAGES):
+        x = tl.load(body_ptr + k * (LANES * PER) + tile, eviction_policy="evict_first").to(tl.float32)
+        e = tl.exp2((x - base) * scale)
+        fits = tl.max(x, 1) <= highest
+        highest = tl.where(fits, highest, float("nan"))  # nothing of the lane's will fit any more
+        done += fits.to(tl.int32)
+        s += tl.where(fits, tl.sum(e, 1), 0.0)
+        e = e.to(x_ptr.dtype.element_ty)
+        tl.store(body_ptr + k * (LANES * PER) + tile, e, mask=fits[:, None], cache_modifier=".cs")
+
+    if tl.min(done, 0) < tiles:
+        top = tl.zeros([LANES], tl.float32) + base
+        for k in range(tiles):
+            x = tl.load(body_ptr + k * (LANES * PER) + tile).to(tl.float32)
+            top = tl.where(k < done, top, tl.maximum(top, tl.max(x, 1)))
+        raised = tl.max(top, 0)
+        shrink = tl.exp2((base - raised) * scale)
+        s *= shrink
+        for k in range(tiles):
+            x = tl.load(body_ptr + k * (LANES * PER) + tile).to(tl.float32)
+            e = tl.where((k < done)[:, None], x * shrink, tl.exp2((x - raised) * scale))
+            s += tl.where(k < done, 0.0, tl.sum(e, 1))
+            tl.store(body_ptr + k * (LANES * PER) + tile, e.to(x_ptr.dtype.element_ty))
+        _multiply(rest_ptr, rest, shrink)
+        _multiply(x_ptr + edges, at_edge, shrink)
+        base = raised
+    return base, tl.sum(s, 0)
 
 
 @triton.jit
@@ -330,18 +413,21 @@ def batch_kernel(
 
 @Launcher
 def policy_loss_kernel(
-    x_ptr, dx_ptr, id_ptr, mask_ptr, old_ptr, ref_ptr, advantage_ptr, weight_ptr, logp_ptr, terms_ptr,
-    N: tl.int32, rows_per_advantage: tl.int32, V: tl.int32, T: tl.int32,
+    x_ptr, dx_ptr, id_ptr, mask_ptr, old_ptr, ref_ptr, advantage_ptr, weight_ptr, logp_ptr, terms_ptr, factor_ptr,
+    stride_terms: tl.int32, rows_per_advantage: tl.int32, V: tl.int32, T: tl.int32,
     stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32,
     scale: tl.float32, low: tl.float32, high: tl.float32, delta: tl.float32, beta: tl.float32,
     TOKEN_LOSS: tl.constexpr, MASKED: tl.constexpr, ON_POLICY: tl.constexpr, KL: tl.constexpr, GRADIENT: tl.constexpr,
-    LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr,
+    FACTORED: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A row's term of a policy loss and its gradient in one visit.
 
     terms [3, N]: weight·(loss + beta·kl), weight·loss, weight·kl. The coefficient of the gradient needs only the row:
     dx = weight·d(loss + beta·kl)/d logp · (onehot − p)/temperature. Several rows, those of a sequence, may share an
     advantage and a weight.
+
+    FACTORED leaves in x's place, in one visit, what a factor of the row makes the gradient:
+    dx = factor·e with e = exp(x − base) off the target, −Σ e of all others on it, factor = −d_logp/Σ e.
     """
     row = tl.program_id(0).to(tl.int64)
     start = _row_start(row, T, stride_B, stride_T)
@@ -352,7 +438,7 @@ def policy_loss_kernel(
         if tl.load(mask_ptr + row) == 0:
             tl.store(logp_ptr + row, 0.0)
             for i in tl.static_range(3):
-                tl.store(terms_ptr + i * N + row, 0.0)
+                tl.store(terms_ptr + i * stride_terms + row, 0.0)
             if GRADIENT:
                 _write_zeros(dx_ptr, _before(misaligned, start, PER), V, LANES, PER)
             return
@@ -368,7 +454,10 @@ def policy_loss_kernel(
     if KL > 0:
         ref = tl.load(ref_ptr + row)
     eviction: tl.constexpr = "evict_last" if GRADIENT else ""
-    top, total, _ = _row_stats(x_ptr, before, V, scale, False, eviction, LANES, PER, STAGES)
+    if FACTORED:
+        top, total = _write_exponentials(x_ptr, before, V, tl.maximum(picked, LOWEST), scale, LANES, PER, STAGES)
+    else:
+        top, total, _ = _row_stats(x_ptr, before, V, scale, False, eviction, LANES, PER, STAGES)
     log2_sum = tl.log2(total)
     logp = ((picked - top) * scale - log2_sum) * LN2
 
@@ -388,13 +477,19 @@ def policy_loss_kernel(
     beta_kl, beta_d_kl = tl.where(beta == 0, 0.0, beta * kl), tl.where(beta == 0, 0.0, beta * d_kl)  # 0·inf is NaN
     tl.store(logp_ptr + row, logp)
     tl.store(terms_ptr + row, weight * (loss + beta_kl))
-    tl.store(terms_ptr + N + row, weight * loss)
-    tl.store(terms_ptr + 2 * N + row, weight * kl)
+    tl.store(terms_ptr + stride_terms + row, weight * loss)
+    tl.store(terms_ptr + 2 * stride_terms + row, weight * kl)
     if GRADIENT:
         d_logp = weight * (d_loss + beta_d_kl) * (scale * LN2)
-        _write_gradient(
-            x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, 0.0, 0.0, False, LANES, PER, STAGES
-        )
+        if FACTORED:
+            tl.store(factor_ptr + row, -d_logp / total)
+            others = total - tl.exp2((picked - top) * scale)
+            tl.debug_barrier()  # the target's exponential is written
+            tl.store(x_ptr + target, (-others).to(x_ptr.dtype.element_ty), mask=(target >= 0) & (target < V))
+        else:
+            _write_gradient(
+                x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, 0.0, 0.0, False, LANES, PER, STAGES
+            )
 
 
 @Launcher
@@ -409,6 +504,40 @@ def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N: tl.int32, BLOCK: tl.
         tl.store(total_ptr, tl.sum(total, 0))
     else:
         tl.store(policy_and_kl_ptr + (i - 1), tl.sum(total, 0))
+
+
+@Launcher
+def places_kernel(mask_ptr, place_ptr, count_ptr, N: tl.int32, BLOCK: tl.constexpr):
+    """Where a mask is not 0. A program counts those before its block and writes the places of its own."""
+    block = tl.program_id(0)
+    n = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, block * BLOCK, BLOCK):
+        before += tl.where(tl.load(mask_ptr + start + n) != 0, 1, 0)
+    place = block * BLOCK + n
+    here = tl.where(tl.load(mask_ptr + place, mask=place < N, other=0) != 0, 1, 0)
+    number = tl.sum(before, 0) + tl.cumsum(here, 0)  # of those up to this one
+    tl.store(place_ptr + number - 1, place.to(tl.int64), mask=here != 0)
+    if block == tl.num_programs(0) - 1:
+        tl.store(count_ptr, tl.max(number, 0).to(tl.int64))
+
+
+@Launcher
+def put_kernel(
+    x_ptr, factor_ptr, place_ptr, out_ptr, H: tl.int32, PLACED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out[place] = factor·x; one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(factor_ptr + row)
+    x_ptr += row * H
+    if PLACED:
+        out_ptr += tl.load(place_ptr + row) * H
+    else:
+        out_ptr += row * H
+    for start in range(0, H, BLOCK):
+        h = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + h, mask=h < H)
+        tl.store(out_ptr + h, (factor * x).to(out_ptr.dtype.element_ty), mask=h < H)
 
 
 @Launcher

@@ -6,7 +6,7 @@ The logits come as [N, V] chunks small enough that a few more of their size do n
 import torch
 
 from strop.losses import clip_bounds, kl_estimate, token_policy_loss
-from strop.ops.rows import PolicyTerms, TokenLoss
+from strop.ops.rows import OnItsWay, PolicyTerms, TokenLoss
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -14,6 +14,13 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def bytes_per_logit(dtype: torch.dtype) -> int:
     """Of working memory: the logit itself, and three copies in the precision of the arithmetic."""
     return 4 * 8 if dtype == torch.float64 else dtype.itemsize + 3 * 4
+
+
+def places(mask_N: torch.Tensor) -> tuple[torch.Tensor, OnItsWay]:
+    """Where the mask is not 0, first to last, and 0 for as many as are left; and how many they are."""
+    number = OnItsWay(mask_N.device)
+    number.memory.copy_(mask_N.count_nonzero(), non_blocking=True)
+    return torch.nonzero_static(mask_N, size=len(mask_N), fill_value=0).squeeze(-1), number.sent()
 
 
 def logps(
@@ -110,14 +117,23 @@ def policy_terms(
     loss: TokenLoss,
     gradient: bool,
     in_place: bool,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    factored: bool = False,
 ) -> PolicyTerms:
-    """The terms of a policy loss and the gradient of the logits; advantages and weights [N]."""
+    """The terms of a policy loss and the gradient of the logits; advantages and weights [N]. Nothing is left to factors."""
     logps_N, stats_2N, entropies_N = logps(logits, ids_N, mask_N, temperature, False)
-    sums_3, d_logps_N = token_terms(logps_N, old_logps_N, ref_logps_N, advantages, weights, loss)
+    terms_3N, d_logps_N = token_terms(logps_N, old_logps_N, ref_logps_N, advantages, weights, loss)
     d_logits = None
     if gradient:
         d_logits = logps_bwd(logits, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, None, temperature, in_place)
-    return PolicyTerms(sums_3[0], sums_3[1:], logps_N, d_logits)
+    if into is not None:
+        logps_N, terms_3N = into[0].copy_(logps_N), into[1].copy_(terms_3N)
+    return PolicyTerms(logps_N, terms_3N, d_logits)
+
+
+def sums(terms_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss and, in one tensor, its policy's and its KL's parts."""
+    return terms_3N[0].sum(), terms_3N[1:].sum(-1)
 
 
 def token_terms(
@@ -128,7 +144,7 @@ def token_terms(
     weights_N: torch.Tensor,
     loss: TokenLoss,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums of the terms, of their policy's and of their KL's parts [3], and d sum / d logp of every token."""
+    """The terms, their policy's and their KL's parts [3, N], and d sum of the terms / d logp of every token."""
     loss_N = token_policy_loss(
         logps_N[None],
         None if old_logps_N is None else old_logps_N[None],
@@ -141,8 +157,8 @@ def token_terms(
     if ref_logps_N is not None:
         kl_N = kl_estimate(logps_N, ref_logps_N, loss.kl_estimator)
     total_N = loss_N + loss.beta * kl_N if loss.beta else loss_N  # 0·inf is NaN
-    sums_3 = (torch.stack([total_N, loss_N, kl_N]) * weights_N).sum(-1)
-    return sums_3, weights_N * _d_terms(logps_N, old_logps_N, ref_logps_N, advantages_N, loss)
+    terms_3N = torch.stack([total_N, loss_N, kl_N]) * weights_N
+    return terms_3N, weights_N * _d_terms(logps_N, old_logps_N, ref_logps_N, advantages_N, loss)
 
 
 def _d_terms(

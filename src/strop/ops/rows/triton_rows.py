@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from strop.losses.policy import ClipBounds, clip_bounds
-from strop.ops.rows import PolicyTerms, TokenLoss, check_in_place, empty_gradient, kernels, strided_rows
+from strop.ops.rows import OnItsWay, PolicyTerms, TokenLoss, check_in_place, empty_gradient, kernels, strided_rows
 from strop.ops.rows.kernels import LOG2E
 
 INTERPRETED = kernels.logp_kernel.interpreted
@@ -20,6 +20,8 @@ def bytes_per_logit(dtype: torch.dtype) -> int:
     return dtype.itemsize
 
 
+_WIDE_RANGE = (torch.bfloat16,)  # dtypes that hold exponentials whose maximum is not known yet
+_PLACES_BLOCK = 4096
 _SCALE_BLOCK = 8192
 _SCALE_PROGRAMS = 1024  # few enough to cost nothing where there is nothing to do, enough to fill a GPU
 
@@ -94,6 +96,42 @@ def _two_visits(V: int) -> Tiling:
     if V >= 40_000:
         return Tiling(16, 2)
     return Tiling(8, 4) if V >= 16384 else Tiling(8 if V >= 4096 else 4, 1)
+
+
+def _policy_tiling(V: int, gradient: bool, factored: bool) -> Tiling:
+    if factored:
+        return _in_and_out(V)
+    return _two_visits(V) if gradient else _one_visit(V)
+
+
+def _in_and_out(V: int) -> Tiling:
+    """One visit that writes what it has read."""
+    return Tiling(4, 4, stages=3) if V >= 16384 else _one_visit(V)
+
+
+def places(mask_N: torch.Tensor) -> tuple[torch.Tensor, OnItsWay]:
+    """Where the mask is not 0, first to last, and 0 for as many as are left; and how many they are."""
+    N, number = len(mask_N), OnItsWay(mask_N.device)
+    places_N = torch.zeros(N, dtype=torch.int64, device=mask_N.device)
+    if N == 0:
+        number.memory.zero_()
+        return places_N, number
+    block = min(_PLACES_BLOCK, _power_of_2(N))
+    kernels.places_kernel(-(-N // block), mask_N.contiguous(), places_N, number.memory, N, BLOCK=block, num_warps=8)
+    return places_N, number.sent()
+
+
+def put_multiplied(
+    values_nH: torch.Tensor, factors_n: torch.Tensor, out_NH: torch.Tensor, places_n: torch.Tensor | None
+) -> None:
+    """Rows times their factors, to places among the rows of `out_NH`, or to those rows one by one."""
+    n, H = values_nH.shape
+    assert out_NH.is_contiguous()
+    if n:
+        kernels.put_kernel(
+            n, values_nH, factors_n, _or(places_n, factors_n), out_NH, H,
+            PLACED=places_n is not None, BLOCK=min(1024, _power_of_2(H)),
+        )  # fmt: skip
 
 
 def logps(
@@ -201,36 +239,46 @@ def policy_terms(
     loss: TokenLoss,
     gradient: bool,
     in_place: bool,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    factored: bool = False,
 ) -> PolicyTerms:
-    """The terms of a policy loss, summed, and the gradient of the logits.
+    """The terms of a policy loss and the gradient of the logits.
 
     advantages, weights   [N] one for every row, or [B] one for every N/B rows
+    into                  memory for the log-probs [N] and the terms [3, N]
+    factored              the rows of the gradient may lack a factor each, `factors_N`, which spares a visit
     """
     given, device = logits, logits.device
     bounds = _bounds(loss)
     logits, rows = as_rows(logits)
-    logps_N = torch.empty(rows.N, device=device)
-    total, policy_and_kl = torch.empty((), device=device), torch.empty(2, device=device)
+    logps_N, terms_3N = into or (torch.empty(rows.N, device=device), torch.empty(3, rows.N, device=device))
     out = None
     if gradient:
         out = _gradient_memory(given, logits, rows, in_place)
     if rows.N == 0:
-        return PolicyTerms(total.zero_(), policy_and_kl.zero_(), logps_N, out)
-    terms_3N = torch.empty(3, rows.N, device=device)
+        return PolicyTerms(logps_N, terms_3N, out)
+    factored = factored and logits.dtype in _WIDE_RANGE
+    factors_N = torch.empty(rows.N, device=device) if factored else None
     kernels.policy_loss_kernel(
         rows.N,
         logits, _or(out, logits), ids_N.contiguous(), _or(mask_N, ids_N).contiguous(),
         _or(old_logps_N, weights).contiguous(), _or(ref_logps_N, weights).contiguous(), advantages.contiguous(),
-        weights.contiguous(), logps_N, terms_3N,
-        rows.N, rows.N // advantages.shape[0], rows.V, rows.T, rows.stride_B, rows.stride_T, rows.misaligned,
+        weights.contiguous(), logps_N, terms_3N, _or(factors_N, logps_N),
+        terms_3N.stride(0), rows.N // advantages.shape[0], rows.V, rows.T, rows.stride_B, rows.stride_T, rows.misaligned,
         _scale(temperature), bounds.low, bounds.high, bounds.delta, loss.beta,
         TOKEN_LOSS=kernels.clipped_weight if loss.loss_type == "cispo" else kernels.clipped_surrogate,
         MASKED=mask_N is not None, ON_POLICY=old_logps_N is None,
         KL=0 if ref_logps_N is None else int(loss.kl_estimator[1]), GRADIENT=gradient,
-        **(_two_visits if gradient else _one_visit)(rows.V).of(rows),
+        FACTORED=factored, **_policy_tiling(rows.V, gradient, factored).of(rows),
     )  # fmt: skip
-    kernels.sums_kernel(3, terms_3N, total, policy_and_kl, rows.N, BLOCK=4096, num_warps=8)
-    return PolicyTerms(total, policy_and_kl, logps_N, out)
+    return PolicyTerms(logps_N, terms_3N, out, factors_N)
+
+
+def sums(terms_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss and, in one tensor, its policy's and its KL's parts."""
+    total, policy_and_kl = terms_3N.new_empty(()), terms_3N.new_empty(2)
+    kernels.sums_kernel(3, terms_3N, total, policy_and_kl, terms_3N.shape[1], BLOCK=4096, num_warps=8)
+    return total, policy_and_kl
 
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
