@@ -165,9 +165,7 @@ def _multiply(pointers, inside, factor):
 
 
 @triton.jit
-def _write_exponentials(
-    x_ptr, before, V, base, scale, LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
+def _write_exponentials(x_ptr, before, V, base, scale, LANES: tl.constexpr, PER: tl.constexpr):
     """exp2((x − base)·scale) in the row's place, in one visit; the base, and the row's sum.
 
     The maximum is known when the whole row is. A base below it serves as well if it is not far below: the largest of the
@@ -197,15 +195,15 @@ def _write_exponentials(
         s += tl.where(lane == 0, tl.sum(_exponentiate(x_ptr + edges, at_edge, base, scale), 0), 0.0)
     highest = tl.zeros([LANES], tl.float32) + (base + HEADROOM / scale)
     done = tl.zeros([LANES], tl.int32)
-    for k in tl.range(tiles, num_stages=STAGES):
-        x = tl.load(body_ptr + k * (LANES * PER) + tile, eviction_policy="evict_first").to(tl.float32)
+    for k in range(tiles):
+        x = tl.load(body_ptr + k * (LANES * PER) + tile).to(tl.float32)
         e = tl.exp2((x - base) * scale)
         fits = tl.max(x, 1) <= highest
         highest = tl.where(fits, highest, float("nan"))  # nothing of the lane's will fit any more
         done += fits.to(tl.int32)
         s += tl.where(fits, tl.sum(e, 1), 0.0)
         e = e.to(x_ptr.dtype.element_ty)
-        tl.store(body_ptr + k * (LANES * PER) + tile, e, mask=fits[:, None], cache_modifier=".cs")
+        tl.store(body_ptr + k * (LANES * PER) + tile, e, mask=fits[:, None])
 
     if tl.min(done, 0) < tiles:
         top = tl.zeros([LANES], tl.float32) + base
@@ -455,7 +453,7 @@ def policy_loss_kernel(
         ref = tl.load(ref_ptr + row)
     eviction: tl.constexpr = "evict_last" if GRADIENT else ""
     if FACTORED:
-        top, total = _write_exponentials(x_ptr, before, V, tl.maximum(picked, LOWEST), scale, LANES, PER, STAGES)
+        top, total = _write_exponentials(x_ptr, before, V, tl.maximum(picked, LOWEST), scale, LANES, PER)
     else:
         top, total, _ = _row_stats(x_ptr, before, V, scale, False, eviction, LANES, PER, STAGES)
     log2_sum = tl.log2(total)

@@ -105,8 +105,8 @@ def _policy_tiling(V: int, gradient: bool, factored: bool) -> Tiling:
 
 
 def _in_and_out(V: int) -> Tiling:
-    """One visit that writes what it has read."""
-    return Tiling(4, 4, stages=3) if V >= 16384 else _one_visit(V)
+    """One visit that writes what it has read; stages gain nothing."""
+    return Tiling(16, 1) if V >= 16384 else _one_visit(V)
 
 
 def places(mask_N: torch.Tensor) -> tuple[torch.Tensor, OnItsWay]:
