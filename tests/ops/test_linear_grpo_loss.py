@@ -13,7 +13,6 @@ from yardstick import backends, cut_off
 
 from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, POLICY_LOSS_TYPES
 from strop.ops import chunks, grpo_loss, linear_grpo_loss, linear_logp, registry
-from strop.ops.rows import triton_rows
 
 B, T, H, V = 4, 3, 6, 17
 
@@ -159,8 +158,9 @@ def test_as_exact_as_eager_in_chunks_of_tokens(fast_backend, monkeypatch, dtype)
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 11, 12])
 @pytest.mark.parametrize("workspace", [None, 7 * 203 * 16])
-def test_the_product_ahead_of_the_count(fast_backend, monkeypatch, count, workspace):
-    """A frozen head's first product begins before it is known how many tokens count: fewer than it has rows, or more."""
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_product_ahead_of_the_count(fast_backend, monkeypatch, count, workspace, frozen):
+    """The first product begins before it is known how many tokens count: fewer than it has rows, or more."""
     monkeypatch.setattr(chunks, "_TOKENS_AHEAD", 4)
     (hidden, weight, _), rest, _ = example(torch.float32, V=203)
     ids, old, rewards, mask = rest
@@ -169,12 +169,14 @@ def test_the_product_ahead_of_the_count(fast_backend, monkeypatch, count, worksp
     hidden = hidden.detach().masked_fill(~mask[..., None], torch.nan).requires_grad_()
     results = []
     for loss_of, more in ((linear_grpo_loss.reference, {}), (linear_grpo_loss, {"workspace": workspace})):
-        found = loss_of(hidden, weight.detach(), ids, old, rewards, mask, samples_per_prompt=2, **more)
-        results.append((found.loss.detach(), *torch.autograd.grad(found.loss, hidden, allow_unused=True)))
-    (expected, d_expected), (loss, d_hidden) = results
+        leaves = [hidden, weight.detach().requires_grad_(not frozen)]
+        found = loss_of(*leaves, ids, old, rewards, mask, samples_per_prompt=2, **more)
+        results.append((found.loss.detach(), *torch.autograd.grad(found.loss, leaves[: 1 if frozen else 2])))
+    (expected, *d_expected), (loss, *gradients) = results
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(d_hidden.nan_to_num(0.0), d_expected.nan_to_num(0.0), rtol=1e-4, atol=1e-6)
-    assert not d_hidden.isnan().any()
+    assert not any(x.isnan().any() for x in gradients)
+    for found, exact in zip(gradients, d_expected, strict=True):
+        torch.testing.assert_close(found, exact.nan_to_num(0.0), rtol=1e-4, atol=1e-6)
 
 
 def check_against_eager(backend, dtype, workspace):
@@ -214,20 +216,19 @@ def test_all_logits_in_the_memory_of_the_gradient(monkeypatch, num_blocks, dtype
         blocks.append(-(-V // plan.v))
         return original(tokens, head, plan, *given)
 
-    plan_of = chunks._over_the_gradient
+    plan_of, computed_in = chunks._over_the_gradient, torch.bfloat16 if autocast else dtype
     monkeypatch.setattr(chunks, "_policy_terms_in_blocks", counted)
     with registry.use_backend(linear_grpo_loss="triton"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         # the least memory with which that many blocks are enough
         for workspace in range(64, 100_000, 64):
-            tokens = chunks.Tokens(head[0][0], rest[-1][0], torch.bfloat16 if autocast else dtype, triton_rows)
-            wanted = chunks.Wanted(True, True, True, dtype)
-            plan = plan_of(tokens, chunks.Head(*head[1:]), wanted, tokens.dtype.itemsize, workspace)
+            count, wanted = int(rest[-1].count_nonzero()), chunks.Wanted(True, True, True, dtype)
+            plan = plan_of(count, chunks.Head(*head[1:]), wanted, computed_in, computed_in.itemsize, workspace)
             if plan is not None and -(-V // plan.v) <= num_blocks:
                 break
         found, gradients = run(linear_grpo_loss, head, rest, workspace=workspace, **options)
         expected, expected_gradients = run(linear_grpo_loss, head, rest, **options)
     assert blocks == [num_blocks]
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if tokens.dtype == torch.float32 else {"rtol": 0.02, "atol": 1e-3}
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if computed_in == torch.float32 else {"rtol": 0.02, "atol": 1e-3}
     torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients, expected_gradients, **tolerance)
     assert [x.dtype for x in gradients] == [dtype] * 3
@@ -242,11 +243,9 @@ def test_no_gradient_reaches_logits_still_needed(n, H, V, narrow, wide, workspac
     """And all of it lies in the float32 sum of the weight's gradient and the workspace."""
     dtype = torch.bfloat16 if narrow else torch.float32
     gradient = torch.float32 if wide else dtype
-    tokens = chunks.Tokens(torch.empty(n, H, device="meta"), None, dtype, triton_rows)
     head = chunks.Head(torch.empty(V, H, device="meta"), None)
-    plan = chunks._over_the_gradient(
-        tokens, head, chunks.Wanted(True, True, False, gradient), dtype.itemsize, workspace
-    )
+    wanted = chunks.Wanted(True, True, False, gradient)
+    plan = chunks._over_the_gradient(n, head, wanted, dtype, dtype.itemsize, workspace)
     if plan is None:
         return
     assert plan.room % 16 == 0

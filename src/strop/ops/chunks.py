@@ -291,15 +291,18 @@ def linear_policy_terms(
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
     bytes_at_once = _train_workspace(tokens, workspace)
-    plan = _over_the_gradient(tokens, head, wanted, rows.bytes_per_logit(tokens.dtype), bytes_at_once)
+    given = head, wanted, tokens.dtype, rows.bytes_per_logit(tokens.dtype), bytes_at_once
+    plan = _over_the_gradient(tokens.N, *given)
+    if plan is None or plan.v < head.V:  # fewer blocks, perhaps, for those that count
+        plan = _over_the_gradient(tokens.count, *given) if wanted.weight else None
     if plan is not None and plan.v < head.V:
         return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, loss, rows, wanted)
     # a token's logits and, for factors to be multiplied with, its gradient in float32
     bytes_per_token = head.V * rows.bytes_per_logit(tokens.dtype) + head.weight_VH.shape[1] * 4 * wanted.only_hidden
     most = bytes_at_once // bytes_per_token
-    n = _token_chunk(tokens.N, most) if plan is None else tokens.count
+    n = _token_chunk(tokens.N, most) if plan is None else tokens.N
     memory = tokens.workspace(n * head.V)
-    ahead = min(n, _TOKENS_AHEAD) if plan is None else 0
+    ahead = min(n, _TOKENS_AHEAD)
     head.logits(tokens.first_hidden(ahead), ALL, memory)  # while the host waits for the number of tokens that count
     parts = list(_slices(tokens.count, n))
     logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,)))
@@ -345,19 +348,17 @@ class OverTheGradient(NamedTuple):
 
 
 def _over_the_gradient(
-    tokens: Tokens, head: Head, wanted: Wanted, logit_bytes: int, workspace: int
+    n: int, head: Head, wanted: Wanted, dtype: torch.dtype, logit_bytes: int, workspace: int
 ) -> OverTheGradient | None:
-    """The fewest blocks with which all logits fit into the float32 sum of the weight's gradient and the workspace.
+    """The fewest blocks with which the logits of n tokens fit into the float32 sum of the weight's gradient and the workspace.
 
     None where they do not, where there is no such gradient, and where the row functions need copies of the logits.
     """
-    if not wanted.weight or logit_bytes != tokens.dtype.itemsize:
-        return None  # without having waited for the number of tokens
-    n, H, V = tokens.count, head.weight_VH.shape[1], head.V
-    if not n:
+    H, V = head.weight_VH.shape[1], head.V
+    if not wanted.weight or not n or logit_bytes != dtype.itemsize:
         return None
     row, gradient_row = n * logit_bytes, H * wanted.weight_dtype.itemsize  # bytes of one id
-    memory = V * H * sums_in(tokens.dtype).itemsize + workspace
+    memory = V * H * sums_in(dtype).itemsize + workspace
     for number in range(1, _MOST_BLOCKS + 1):
         v = V if number == 1 else _round_up(-(-V // number), 128)
         done_before_last = (V - 1) // v * v
@@ -366,7 +367,7 @@ def _over_the_gradient(
         before_last = done_before_last * gradient_row - max(done_before_last - v, 0) * row
         room = _round_up(max(v * gradient_row, before_last, V * gradient_row - done_before_last * row), 256)
         # several blocks also need the hidden states in one piece and a float32 sum of their gradient
-        hidden = 0 if number == 1 else n * H * (logit_bytes + sums_in(tokens.dtype).itemsize)
+        hidden = 0 if number == 1 else n * H * (logit_bytes + sums_in(dtype).itemsize)
         if room + V * row + hidden <= memory:
             return OverTheGradient(v, room)
     return None

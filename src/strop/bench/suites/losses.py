@@ -37,6 +37,7 @@ class Sizes:
     """logits: (B, T, V); heads: (B, T, H, V); kernels: Triton's run here, so Liger and the reading floors take part
 
     head_seconds   of a sample: what large products take depends on how warm those before them left the GPU
+    loop_seconds   the same of calls in a loop: enough of them that the first and the last do not show
     """
 
     device: str
@@ -49,6 +50,7 @@ class Sizes:
     compiled: bool
     head_rounds: int | None
     head_seconds: float | None
+    loop_seconds: float | None
     tolerance: float
 
     def timer(self, clock: str = "device") -> Callable[[Contender], harness.Timer] | None:
@@ -66,6 +68,7 @@ ON_A_GPU = Sizes(
     compiled=True,
     head_rounds=7,
     head_seconds=0.1,
+    loop_seconds=0.05,
     tolerance=0.05,
 )
 ON_A_CPU = Sizes(
@@ -79,6 +82,7 @@ ON_A_CPU = Sizes(
     compiled=False,
     head_rounds=None,
     head_seconds=None,
+    loop_seconds=None,
     tolerance=1e-3,
 )
 
@@ -210,7 +214,8 @@ def _from_logits(s: Sizes, shape: tuple[int, int, int], name: str, way: str, clo
         return found if clock == "device" else [c for c in found if c.name != "torch.compile"]
 
     work = f"{name} {way} {B}×{T}, V {V:,}" + ("" if clock == "device" else f", {clock} clock")
-    return LossCase(work=work, labels=labels, build=build, clock=s.timer(clock))
+    seconds = s.loop_seconds if clock == "loop" else None
+    return LossCase(work=work, labels=labels, build=build, clock=s.timer(clock), sample_seconds=seconds)
 
 
 def _ways(way: str, problem: LogitsProblem, d_values: Sequence[torch.Tensor] | None) -> Callable[..., Call]:
