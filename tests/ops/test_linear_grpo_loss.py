@@ -144,16 +144,31 @@ def test_as_exact_as_eager(backend, dtype, workspace):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_as_exact_as_eager_in_chunks_of_tokens(fast_backend, monkeypatch, dtype):
     """The way of many tokens. The few of these tests would lie in the memory of the weight's gradient, all at once."""
-    found, slices = [], chunks._slices
+    numbers, token_chunks = [], chunks._token_chunks
 
     def noted(*given):
-        found.extend(slices(*given))
-        return slices(*given)
+        found = token_chunks(*given)
+        numbers.append(len(found))
+        return found
 
     monkeypatch.setattr(chunks, "_over_the_gradient", lambda *given: None)
-    monkeypatch.setattr(chunks, "_slices", noted)
+    monkeypatch.setattr(chunks, "_token_chunks", noted)
     check_against_eager(fast_backend, dtype, 2000)
-    assert len(found) > 1
+    assert min(numbers) > 1
+
+
+@given(total=st.integers(0, 10_000), most=st.integers(0, 5000))
+@such_as(total=4096, most=1536)
+def test_chunks_of_tokens(total, most):
+    """One after another, none larger than allowed, no more of them than needed, whole multiples but for the last."""
+    parts = chunks._token_chunks(total, most)
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(total))
+    sizes = [part.stop - part.start for part in parts]
+    unit = 256 if most >= 256 else 1
+    assert all(0 < size <= max(most, 1) for size in sizes)
+    assert len(sizes) == (min(total, 1) if total <= most else -(-total // max(most // unit * unit, 1)))
+    assert all(size % unit == 0 for size in sizes[:-1])
+    assert not sizes or max(sizes) - min(sizes[:-1] or sizes) <= unit
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 11, 12])

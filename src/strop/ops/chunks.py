@@ -18,6 +18,7 @@ Shapes: N tokens, H hidden, V vocabulary; n and v the tokens and the vocabulary 
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
@@ -33,6 +34,7 @@ TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
 _SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again for the next ones does not show
 _PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocessor computes at a time
 _MOST_BLOCKS = 16  # more, and the products become too small
+_MOST_TOKENS = 1536  # of a chunk: the products of more take no less time a token
 _TOKENS_AHEAD = 768  # whose product keeps a GPU busy for as long as the host takes after it has waited
 
 ALL = slice(None)
@@ -158,9 +160,19 @@ def _chunks(total: int, most: int) -> Iterator[slice]:
     yield from _slices(total, size)
 
 
-def _token_chunk(total: int, most: int) -> int:
-    """Tokens of a chunk: at most `most`; a multiple of 512 where it is that large: products of others take up to 20 % longer."""
-    return max(most // 512 * 512 if 512 <= most < total else min(most, total), 1)
+def _token_chunks(total: int, most: int) -> list[slice]:
+    """The fewest chunks of at most `most`, as equal as can be in multiples of 256: products of others take up to 20 % longer."""
+    if total <= most:
+        return [slice(0, total)] if total else []
+    unit = 256 if most >= 256 else 1
+    units = -(-total // unit)
+    count = -(-units // max(most // unit, 1))
+    ends = [min(-(-units * number // count) * unit, total) for number in range(count + 1)]
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def _largest(parts: list[slice]) -> int:
+    return max((part.stop - part.start for part in parts), default=0)
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:
@@ -300,11 +312,11 @@ def linear_policy_terms(
     # a token's logits and, for factors to be multiplied with, its gradient in float32
     bytes_per_token = head.V * rows.bytes_per_logit(tokens.dtype) + head.weight_VH.shape[1] * 4 * wanted.only_hidden
     most = bytes_at_once // bytes_per_token
-    n = _token_chunk(tokens.N, most) if plan is None else tokens.N
+    n = _largest(_token_chunks(tokens.N, min(most, _MOST_TOKENS))) if plan is None else tokens.N
     memory = tokens.workspace(n * head.V)
     ahead = min(n, _TOKENS_AHEAD)
     head.logits(tokens.first_hidden(ahead), ALL, memory)  # while the host waits for the number of tokens that count
-    parts = list(_slices(tokens.count, n))
+    parts = _token_chunks(tokens.count, n)
     logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,)))
     grads = None
     for part in parts:
