@@ -164,7 +164,7 @@ def test_chunks_of_tokens(total, most):
     parts = chunks._token_chunks(total, most)
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(total))
     sizes = [part.stop - part.start for part in parts]
-    unit = 256 if most >= 256 else 1
+    unit = 512 if most >= 512 else 1
     assert all(0 < size <= max(most, 1) for size in sizes)
     assert len(sizes) == (min(total, 1) if total <= most else -(-total // max(most // unit * unit, 1)))
     assert all(size % unit == 0 for size in sizes[:-1])

@@ -34,7 +34,9 @@ TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
 _SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again for the next ones does not show
 _PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocessor computes at a time
 _MOST_BLOCKS = 16  # more, and the products become too small
-_MOST_TOKENS = 1536  # of a chunk: the products of more take no less time a token
+_FROZEN_TOKENS = (
+    1536  # of a frozen head's chunk: larger products are no quicker (a trained one's sum is visited for each)
+)
 _TOKENS_AHEAD = 768  # whose product keeps a GPU busy for as long as the host takes after it has waited
 
 ALL = slice(None)
@@ -161,10 +163,10 @@ def _chunks(total: int, most: int) -> Iterator[slice]:
 
 
 def _token_chunks(total: int, most: int) -> list[slice]:
-    """The fewest chunks of at most `most`, as equal as can be in multiples of 256: products of others take up to 20 % longer."""
+    """The fewest chunks of at most `most`, as equal as can be in multiples of 512: products of others take up to 20 % longer."""
     if total <= most:
         return [slice(0, total)] if total else []
-    unit = 256 if most >= 256 else 1
+    unit = 512 if most >= 512 else 1
     units = -(-total // unit)
     count = -(-units // max(most // unit, 1))
     ends = [min(-(-units * number // count) * unit, total) for number in range(count + 1)]
@@ -312,7 +314,8 @@ def linear_policy_terms(
     # a token's logits and, for factors to be multiplied with, its gradient in float32
     bytes_per_token = head.V * rows.bytes_per_logit(tokens.dtype) + head.weight_VH.shape[1] * 4 * wanted.only_hidden
     most = bytes_at_once // bytes_per_token
-    n = _largest(_token_chunks(tokens.N, min(most, _MOST_TOKENS))) if plan is None else tokens.N
+    most = most if wanted.weight else min(most, _FROZEN_TOKENS)
+    n = _largest(_token_chunks(tokens.N, most)) if plan is None else tokens.N
     memory = tokens.workspace(n * head.V)
     ahead = min(n, _TOKENS_AHEAD)
     head.logits(tokens.first_hidden(ahead), ALL, memory)  # while the host waits for the number of tokens that count
