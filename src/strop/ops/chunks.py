@@ -104,6 +104,11 @@ class Tokens:
         """[count]; None where all tokens count."""
         return None if self._places_N is None or self.count == self.N else self._places_N[: self.count]
 
+    @property
+    def has_to_wait(self) -> bool:
+        """For the number of tokens that count."""
+        return self._count is not None and self._count.takes_time
+
     def first_hidden(self, number: int) -> torch.Tensor:
         """Of the first `number` that count, without waiting; whatever, where there are fewer."""
         if self._places_N is None:
@@ -317,8 +322,9 @@ def linear_policy_terms(
     most = most if wanted.weight else min(most, _FROZEN_TOKENS)
     n = _largest(_token_chunks(tokens.N, most)) if plan is None else tokens.N
     memory = tokens.workspace(n * head.V)
-    ahead = min(n, _TOKENS_AHEAD)
-    head.logits(tokens.first_hidden(ahead), ALL, memory)  # while the host waits for the number of tokens that count
+    ahead = min(n, _TOKENS_AHEAD) if tokens.has_to_wait else 0
+    if ahead:  # meanwhile
+        head.logits(tokens.first_hidden(ahead), ALL, memory)
     parts = _token_chunks(tokens.count, n)
     logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,)))
     grads = None

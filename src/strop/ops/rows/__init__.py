@@ -48,9 +48,13 @@ class OnItsWay:
         self._device = device
         self._written: torch.cuda.Event | None = None
 
+    @property
+    def takes_time(self) -> bool:
+        return self._device.type == "cuda"
+
     def sent(self) -> "OnItsWay":
-        """What writes it is on its way."""
-        if self._device.type == "cuda":
+        """What writes it has been launched."""
+        if self.takes_time:
             with torch.cuda.device(self._device):
                 self._written = torch.cuda.Event()
                 self._written.record()
