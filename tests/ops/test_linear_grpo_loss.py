@@ -195,6 +195,37 @@ def test_the_product_ahead_of_the_count(fast_backend, monkeypatch, count, worksp
         torch.testing.assert_close(found, exact.nan_to_num(0.0), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("count", [0, 1, 40, 64])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("workspace", [2000, 20_000])
+def test_tokens_that_do_not_count_take_no_memory(fast_backend, monkeypatch, count, frozen, workspace):
+    """The logits lie in the workspace and the float32 sum of the weight's gradient, however few of many tokens count."""
+    original, sizes = chunks.Tokens.workspace, []
+
+    def noted(tokens, size):
+        sizes.append(size * tokens.dtype.itemsize)
+        return original(tokens, size)
+
+    monkeypatch.setattr(chunks.Tokens, "workspace", noted)
+    generator = torch.Generator().manual_seed(count)
+    hidden, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((1, 64, H), (203, H)))
+    mask = torch.randperm(64, generator=generator)[None] < count
+    leaves = hidden.requires_grad_(), weight.requires_grad_(not frozen)
+    linear_grpo_loss(
+        *leaves, torch.zeros_like(mask).long(), None, None, mask, advantages=torch.ones(1), workspace=workspace
+    )
+    assert sum(sizes) <= workspace + (0 if frozen else weight.numel() * 4)
+
+
+def test_a_default_device(fast_backend):
+    """`torch.set_default_device` is for the user's new tensors: the number of tokens that count goes to the host."""
+    head, rest, _ = example()
+    expected, gradients = run(linear_grpo_loss, head, rest, samples_per_prompt=2)
+    with torch.device("meta"):
+        found, found_gradients = run(linear_grpo_loss, head, rest, samples_per_prompt=2)
+    torch.testing.assert_close((*found, *found_gradients), (*expected, *gradients), rtol=0, atol=0)
+
+
 def check_against_eager(backend, dtype, workspace):
     head, rest, _ = example(dtype, V=203)
     found, gradients = run(linear_grpo_loss, head, rest, samples_per_prompt=2, workspace=workspace)

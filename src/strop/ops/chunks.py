@@ -311,16 +311,16 @@ def linear_policy_terms(
     per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
     bytes_at_once = _train_workspace(tokens, workspace)
     given = head, wanted, tokens.dtype, rows.bytes_per_logit(tokens.dtype), bytes_at_once
-    plan = _over_the_gradient(tokens.N, *given)
-    if plan is None or plan.v < head.V:  # fewer blocks, perhaps, for those that count
-        plan = _over_the_gradient(tokens.count, *given) if wanted.weight else None
+    at_most, plan = tokens.N, _over_the_gradient(tokens.N, *given)
+    if wanted.weight and (plan is None or plan.v < head.V):  # fewer blocks, perhaps, for those that count
+        at_most, plan = tokens.count, _over_the_gradient(tokens.count, *given)
     if plan is not None and plan.v < head.V:
         return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, loss, rows, wanted)
     # a token's logits and, for factors to be multiplied with, its gradient in float32
     bytes_per_token = head.V * rows.bytes_per_logit(tokens.dtype) + head.weight_VH.shape[1] * 4 * wanted.only_hidden
     most = bytes_at_once // bytes_per_token
     most = most if wanted.weight else min(most, _FROZEN_TOKENS)
-    n = _largest(_token_chunks(tokens.N, most)) if plan is None else tokens.N
+    n = _largest(_token_chunks(at_most, most)) if plan is None else at_most
     memory = tokens.workspace(n * head.V)
     ahead = min(n, _TOKENS_AHEAD) if tokens.has_to_wait else 0
     if ahead:  # meanwhile

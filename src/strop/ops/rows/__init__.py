@@ -44,8 +44,8 @@ class OnItsWay:
     """A number that the device writes into the host's memory while the host goes on."""
 
     def __init__(self, device: torch.device) -> None:
-        self.memory = torch.empty((), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = device
+        self.memory = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=self.takes_time)
         self._written: torch.cuda.Event | None = None
 
     @property

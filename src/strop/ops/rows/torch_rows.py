@@ -19,7 +19,7 @@ def bytes_per_logit(dtype: torch.dtype) -> int:
 def places(mask_N: torch.Tensor) -> tuple[torch.Tensor, OnItsWay]:
     """Where the mask is not 0, first to last, and 0 for as many as are left; and how many they are."""
     number = OnItsWay(mask_N.device)
-    number.memory.copy_(mask_N.count_nonzero(), non_blocking=True)
+    number.memory.copy_(mask_N.count_nonzero(), non_blocking=number.takes_time)
     return torch.nonzero_static(mask_N, size=len(mask_N), fill_value=0).squeeze(-1), number.sent()
 
 

@@ -248,6 +248,7 @@ def policy_terms(
     into                  memory for the log-probs [N] and the terms [3, N]
     factored              the rows of the gradient may lack a factor each, `factors_N`, which spares a visit
     """
+    assert not factored or (gradient and in_place and mask_N is None), "exponentials are written over every row"
     given, device = logits, logits.device
     bounds = _bounds(loss)
     logits, rows = as_rows(logits)
@@ -276,6 +277,7 @@ def policy_terms(
 
 def sums(terms_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A loss and, in one tensor, its policy's and its KL's parts."""
+    assert terms_3N.is_contiguous()
     total, policy_and_kl = terms_3N.new_empty(()), terms_3N.new_empty(2)
     kernels.sums_kernel(3, terms_3N, total, policy_and_kl, terms_3N.shape[1], BLOCK=4096, num_warps=8)
     return total, policy_and_kl
