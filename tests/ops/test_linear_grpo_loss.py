@@ -9,6 +9,9 @@ from hypothesis import example as such_as
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 from yardstick import backends, cut_off
 
 from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, POLICY_LOSS_TYPES
@@ -207,6 +210,7 @@ def test_tokens_that_do_not_count_take_no_memory(fast_backend, monkeypatch, coun
         return original(tokens, size)
 
     monkeypatch.setattr(chunks.Tokens, "workspace", noted)
+    monkeypatch.setattr(chunks.Tokens, "has_to_wait", True)  # as on a GPU
     generator = torch.Generator().manual_seed(count)
     hidden, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((1, 64, H), (203, H)))
     mask = torch.randperm(64, generator=generator)[None] < count
@@ -215,6 +219,39 @@ def test_tokens_that_do_not_count_take_no_memory(fast_backend, monkeypatch, coun
         *leaves, torch.zeros_like(mask).long(), None, None, mask, advantages=torch.ones(1), workspace=workspace
     )
     assert sum(sizes) <= workspace + (0 if frozen else weight.numel() * 4)
+
+
+class MostMemory(TorchDispatchMode):
+    """The most bytes at a time of tensors that operations have made."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes, self._made = 0, WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
+                self._made[x] = None
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in self._made}
+        self.bytes = max(self.bytes, sum(storages.values()))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_memory(dtype, frozen):
+    """Of the row functions in torch: the gradients, the weight's in float32, and the workspace."""
+    N, V, workspace = 200, 3000, 400_000
+    hidden, weight = torch.randn(2, N // 2, 4, dtype=dtype), torch.randn(V, 4, dtype=dtype)
+    leaves = hidden.requires_grad_(), weight.requires_grad_(not frozen)
+    ids, mask = torch.zeros(2, N // 2).long(), torch.ones(2, N // 2)
+    with registry.use_backend(linear_grpo_loss="chunked"), MostMemory() as most:
+        linear_grpo_loss(*leaves, ids, None, None, mask, advantages=torch.ones(2), workspace=workspace)
+    gradients = hidden.nbytes + (0 if frozen else weight.numel() * chunks.sums_in(dtype).itemsize)
+    of_tokens = 20 * N * 8  # log-probs, terms, places, ...
+    assert 0.7 * workspace < most.bytes <= workspace + gradients + of_tokens
 
 
 def test_a_default_device(fast_backend):

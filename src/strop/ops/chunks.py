@@ -34,9 +34,7 @@ TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
 _SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again for the next ones does not show
 _PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocessor computes at a time
 _MOST_BLOCKS = 16  # more, and the products become too small
-_FROZEN_TOKENS = (
-    1536  # of a frozen head's chunk: larger products are no quicker (a trained one's sum is visited for each)
-)
+_FROZEN_TOKENS = 1536  # of a frozen head's chunk: larger products are no quicker (a trained one has a sum to visit)
 _TOKENS_AHEAD = 768  # whose product keeps a GPU busy for as long as the host takes after it has waited
 
 ALL = slice(None)
@@ -311,7 +309,8 @@ def linear_policy_terms(
     per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
     bytes_at_once = _train_workspace(tokens, workspace)
     given = head, wanted, tokens.dtype, rows.bytes_per_logit(tokens.dtype), bytes_at_once
-    at_most, plan = tokens.N, _over_the_gradient(tokens.N, *given)
+    at_most = tokens.N if tokens.has_to_wait else tokens.count
+    plan = _over_the_gradient(at_most, *given)
     if wanted.weight and (plan is None or plan.v < head.V):  # fewer blocks, perhaps, for those that count
         at_most, plan = tokens.count, _over_the_gradient(tokens.count, *given)
     if plan is not None and plan.v < head.V:

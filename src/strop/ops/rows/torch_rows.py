@@ -89,15 +89,15 @@ def logps_bwd(
     """The gradient of the logits, or with in_place of their memory. block: (first id, vocabulary)."""
     assert mask_N is None, "masked tokens are dropped before"
     first_id, vocabulary = block or (0, logits.shape[-1])
-    log_p_NV = _scaled(logits, temperature) - stats_2N[0][:, None] - stats_2N[1][:, None]
-    p_NV = log_p_NV.exp()
+    log_p_NV = _scaled(logits, temperature).sub_(stats_2N[0][:, None]).sub_(stats_2N[1][:, None])
     d_logps_N = torch.where((ids_N >= 0) & (ids_N < vocabulary), d_logps_N, torch.nan)
     d_p_N1 = d_logps_N[:, None]
-    if d_entropies_N is None:
-        dx_NV = -p_NV * d_p_N1
+    if d_entropies_N is None:  # −d_logp·p
+        dx_NV = log_p_NV.exp_().mul_(-d_p_N1)
     else:  # −d_logp·p − d_H·p·(log p + H)
-        inside_NV = log_p_NV.masked_fill_(p_NV == 0, 0.0) + entropies_N[:, None]
-        dx_NV = -p_NV * (d_p_N1 + d_entropies_N[:, None] * inside_NV)
+        p_NV = log_p_NV.exp()
+        inside_NV = log_p_NV.masked_fill_(p_NV == 0, 0.0).add_(entropies_N[:, None])
+        dx_NV = inside_NV.mul_(d_entropies_N[:, None]).add_(d_p_N1).mul_(p_NV).neg_()
     here_N = (ids_N >= first_id) & (ids_N < first_id + logits.shape[-1])
     column_N1 = torch.where(here_N, ids_N - first_id, 0).long()[:, None]
     dx_NV.scatter_add_(1, column_N1, torch.where(here_N, d_logps_N, 0.0)[:, None])
