@@ -133,6 +133,22 @@ def test_a_frozen_head(dtype, workspace, spread):
     assert error.norm() < 0.1 * d_exact.norm() or spread > 1
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 95, 96])
+def test_however_many_tokens_count(frozen, count):
+    """Their number comes while the first product is computed, of as many as there may be."""
+    (hidden, weight, _), ids, mask = example(torch.float32)
+    mask = (torch.arange(mask.numel(), device="cuda") < count).view_as(mask)
+    hidden = hidden.masked_fill(~mask[..., None], torch.nan)
+    results = []
+    for loss_of in (linear_grpo_loss.reference, linear_grpo_loss):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)]
+        loss = loss_of(*leaves, ids, None, None, mask, advantages=torch.ones(4, device="cuda")).loss
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves[: 1 if frozen else 2])))
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected.nan_to_num(0.0), rtol=1e-3, atol=1e-6)
+
+
 def test_linear_dpo_loss():
     head, ids, mask = example()
     ref_logps = torch.full((4,), -100.0, device="cuda")

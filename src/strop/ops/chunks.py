@@ -176,10 +176,6 @@ def _token_chunks(total: int, most: int) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
 
-def _largest(parts: list[slice]) -> int:
-    return max((part.stop - part.start for part in parts), default=0)
-
-
 def _slices(total: int, size: int) -> Iterator[slice]:
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
@@ -307,19 +303,11 @@ def linear_policy_terms(
     """The loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
-    bytes_at_once = _train_workspace(tokens, workspace)
-    given = head, wanted, tokens.dtype, rows.bytes_per_logit(tokens.dtype), bytes_at_once
-    at_most = tokens.N if tokens.has_to_wait else tokens.count
-    plan = _over_the_gradient(at_most, *given)
-    if wanted.weight and (plan is None or plan.v < head.V):  # fewer blocks, perhaps, for those that count
-        at_most, plan = tokens.count, _over_the_gradient(tokens.count, *given)
+    room = rows.bytes_per_logit(tokens.dtype), _train_workspace(tokens, workspace)
+    at_most, plan = _plan(tokens, head, wanted, *room)
     if plan is not None and plan.v < head.V:
         return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, loss, rows, wanted)
-    # a token's logits and, for factors to be multiplied with, its gradient in float32
-    bytes_per_token = head.V * rows.bytes_per_logit(tokens.dtype) + head.weight_VH.shape[1] * 4 * wanted.only_hidden
-    most = bytes_at_once // bytes_per_token
-    most = most if wanted.weight else min(most, _FROZEN_TOKENS)
-    n = _largest(_token_chunks(at_most, most)) if plan is None else at_most
+    n = _chunk_size(at_most, head, wanted, *room) if plan is None else at_most
     memory = tokens.workspace(n * head.V)
     ahead = min(n, _TOKENS_AHEAD) if tokens.has_to_wait else 0
     if ahead:  # meanwhile
@@ -356,6 +344,13 @@ def linear_policy_terms(
     return *rows.sums(terms_3n), tokens.spread(logps_n), grads
 
 
+def _chunk_size(num_tokens: int, head: Head, wanted: Wanted, logit_bytes: int, workspace: int) -> int:
+    """Tokens of the largest chunk: their logits and, for factors to be multiplied with, their gradients in float32."""
+    most = workspace // (head.V * logit_bytes + head.weight_VH.shape[1] * 4 * wanted.only_hidden)
+    parts = _token_chunks(num_tokens, most if wanted.weight else min(most, _FROZEN_TOKENS))
+    return max((part.stop - part.start for part in parts), default=0)
+
+
 class OverTheGradient(NamedTuple):
     """How the logits of all tokens lie in the memory of the weight's gradient, in blocks of v of the vocabulary:
 
@@ -365,6 +360,21 @@ class OverTheGradient(NamedTuple):
 
     v: int
     room: int  # bytes, so that no gradient reaches logits that are still needed
+
+
+def _plan(
+    tokens: Tokens, head: Head, wanted: Wanted, logit_bytes: int, workspace: int
+) -> tuple[int, OverTheGradient | None]:
+    """For how many tokens there is memory to be, and how they lie over the gradient.
+
+    All of them, rather than wait for the number that count; unless those might do with fewer blocks.
+    """
+    given = head, wanted, tokens.dtype, logit_bytes, workspace
+    at_most = tokens.N if tokens.has_to_wait else tokens.count
+    plan = _over_the_gradient(at_most, *given)
+    if wanted.weight and (plan is None or plan.v < head.V):
+        return tokens.count, _over_the_gradient(tokens.count, *given)
+    return at_most, plan
 
 
 def _over_the_gradient(

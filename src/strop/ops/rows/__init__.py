@@ -1,6 +1,7 @@
 """Rows of logits: from a row to the log-prob of its token, to its term of a loss, and back to the row's gradient.
 
-`strop.ops.rows.torch_rows` and `strop.ops.rows.triton_rows` hold the same functions; `implementation` gives one of them by name.
+`strop.ops.rows.torch_rows` and `strop.ops.rows.triton_rows` hold the same functions, the latter a few more; `implementation` gives one of them
+by name.
 """
 
 import functools
@@ -63,7 +64,13 @@ class OnItsWay:
     def wait(self) -> int:
         if self._written is not None:
             self._written.synchronize()
+            self._written = None
         return int(self.memory)
+
+    def __del__(self) -> None:
+        """Nobody else may have the memory before it is written, also where something was raised before the wait."""
+        if self._written is not None:
+            self._written.synchronize()
 
 
 @functools.cache
