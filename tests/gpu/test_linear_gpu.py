@@ -61,6 +61,29 @@ def test_linear_logp(dtype, workspace):
     )
 
 
+@every_dtype
+@pytest.mark.parametrize("workspace", [None, 4 * MiB])
+def test_linear_logp_of_a_frozen_head(dtype, workspace):
+    """Its gradient is made in the forward, and a backward only multiplies it."""
+    (hidden, weight, _), ids, mask = example(dtype)
+    d_logps = torch.linspace(-1, 2, ids.numel(), device="cuda").view_as(ids)
+
+    def gradient(logps_of, dtype):
+        leaf = hidden.to(dtype).requires_grad_()
+        logps = logps_of(leaf, weight.to(dtype))
+        return logps.detach(), *torch.autograd.grad(logps, leaf, d_logps.to(logps.dtype))
+
+    options = {"completion_mask": mask}
+    exact, d_exact = gradient(lambda h, w: linear_logp.reference(h, w, ids, **options), torch.float64)
+    eager, d_eager = gradient(lambda h, w: eager_logps(linear(h, w), ids) * mask, dtype)
+    found, d_found = gradient(lambda h, w: linear_logp(h, w, ids, workspace=workspace, **options), dtype)
+    assert (found - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-5
+    error, eager_error = (x - d_exact for x in (d_found, d_eager))
+    assert error.abs().max() <= 2 * eager_error.abs().max() + 2e-6 * d_exact.abs().max()
+    assert error.norm() <= 2 * eager_error.norm() + 2e-6 * d_exact.norm()
+    assert error.norm() < 0.1 * d_exact.norm()
+
+
 def test_linear_logp_with_entropy():
     head, ids, mask = example()
     options = {"completion_mask": mask, "entropy": True, "temperature": 0.8}

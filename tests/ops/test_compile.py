@@ -39,6 +39,9 @@ OPERATORS = {
         grpo_loss(head(h)[:, :-1], None, IDS[:, 1:], None, REWARDS, MASK[:, 1:], samples_per_prompt=2).loss
     ),
     "linear_logp": lambda h, head: linear_logp(h, head.weight, IDS, bias=head.bias, completion_mask=MASK).sum(),
+    "linear_logp, frozen head": lambda h, head: (
+        linear_logp(h, head.weight.detach(), IDS, completion_mask=MASK).sum() + head(h).mean()
+    ),
     "linear_grpo_loss": lambda h, head: (
         linear_grpo_loss(h, head.weight, IDS, OLD, REWARDS, MASK, bias=head.bias, samples_per_prompt=2).loss * 2
     ),
@@ -115,6 +118,7 @@ CALLS = {
     "policy_terms_": [(LOGITS.clone(), *COEFFICIENTS, *LOSS)],
     "scale_": [(LOGITS.clone(), torch.tensor(2.0)), (torch.zeros(2, 4, V)[:, :-1], torch.tensor(2.0))],
     "linear_logp": [(*HEAD, I, M, 0.7, entropy, rows, 400, torch.float32) for rows, entropy in (("torch", False), ("triton", True))],
+    "linear_logp_with_gradient": [(*HEAD, I, mask, 0.7, rows, 400, torch.float32) for rows, mask in (("torch", M), ("triton", None))],
     "linear_logp_backward": [
         (*HEAD, I, M, *STATS, None, 0.7, "torch", 400, torch.float32, wanted)
         for wanted in ([True, True, True], [True, False, False], [False, True, False])
@@ -140,6 +144,9 @@ def test_opcheck_under_autocast(dtype, wanted):
     head, autocast = (HEAD[0].to(dtype), WEIGHT, None), (torch.bfloat16, wanted)
     torch.library.opcheck(
         torch.ops.strop.linear_logp_backward.default, (*head, I, M, *STATS, None, 0.7, "torch", 400, *autocast)
+    )
+    torch.library.opcheck(
+        torch.ops.strop.linear_logp_with_gradient.default, (*head, I, M, 0.7, "torch", 400, torch.bfloat16)
     )
     torch.library.opcheck(
         torch.ops.strop.linear_policy_loss.default,

@@ -135,6 +135,58 @@ def test_frozen_parts(backend, wanted):
             torch.testing.assert_close(leaf.grad, gradient)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("workspace", [None, 3000])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_frozen_head_is_as_exact_as_eager(backend, dtype, workspace, masked):
+    """Whatever comes back for a token, also a second time; what comes back for one that does not count changes nothing."""
+    hidden, weight, bias, ids, mask = example(dtype, H=16, V=203)
+    mask = mask.bool() if masked else torch.ones_like(mask).bool()
+    d_logps = torch.linspace(-2, 3, 6).view(2, 3)
+    garbage = hidden.masked_fill(~mask[..., None], torch.nan).requires_grad_()
+    found = linear_logp(garbage, weight, ids, bias=bias, completion_mask=mask, workspace=workspace, temperature=0.8)
+    d_garbage = d_logps.masked_fill(~mask, torch.nan)
+    gradients = [torch.autograd.grad(found, garbage, d_garbage, retain_graph=True)[0] for _ in range(2)]
+    results = []
+    for kind in (torch.float64, dtype):
+        leaf = hidden.to(kind).requires_grad_()
+        logits = linear(leaf, weight.to(kind), bias.to(kind))
+        logps = logp.reference(logits, ids, completion_mask=mask, temperature=0.8)
+        results.append((logps, *torch.autograd.grad(logps, leaf, d_logps.to(logps.dtype))))
+    (exact, d_exact), (eager, d_eager) = results
+    check(found, exact, eager, "logp")
+    for gradient in gradients:
+        assert gradient.dtype == dtype
+        error, eager_error = ((x.double() - d_exact).abs().max() for x in (gradient, d_eager))
+        assert error <= 2 * eager_error + (1e-6 + cut_off(backend, dtype)) * d_exact.abs().max()
+        assert (gradient[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("workspace", [None, 400])
+def test_the_gradient_of_a_frozen_head(workspace):
+    hidden, weight, bias, ids, mask = example(torch.float64, H=2, V=7)
+    options = {"temperature": 0.7, "completion_mask": mask, "workspace": workspace}
+    with registry.use_backend(linear_logp="chunked"):
+        assert torch.autograd.gradcheck(
+            lambda h: linear_logp(h, weight, ids, bias=bias, **options), [hidden.requires_grad_()]
+        )
+
+
+def test_a_frozen_head_takes_two_products(fast_backend, monkeypatch):
+    """The logits, and from their gradient the hidden states'; the backward none."""
+    products = []
+    for name in ("mm", "addmm"):
+        original = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *given, original=original, **more: (products.append(1), original(*given, **more))[1]
+        )
+    hidden, weight, _, ids, mask = example()
+    logps = linear_logp(hidden.requires_grad_(), weight, ids, completion_mask=mask)
+    assert len(products) == 2
+    logps.sum().backward()
+    assert len(products) == 2
+
+
 def test_a_tied_head_gets_both_gradients(backend):
     """The hidden states come from the same matrix, and the head is it transposed from [H, V]."""
     _, weight, _, ids, _ = example()

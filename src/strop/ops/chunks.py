@@ -5,11 +5,14 @@ tokens, or of some tokens for some of the vocabulary, in a piece of working memo
 writes their gradient in the same place; matrix products take it on to the hidden states and the weight. The working
 memory is what `workspace` says, whatever N and V are.
 
-Three ways, each with the fewest products:
+Four ways, each with the fewest products:
 
     linear_logps         1 product: blocks of the vocabulary, statistics joined from block to block
     linear_logps_bwd     3 products: blocks of the vocabulary, so the weight's gradient is final block by block, and the
                          hidden states' is summed in float32
+    linear_logps_with_gradient
+                         2 products, both in the forward: what comes back for a token is only a factor of its gradient, if
+                         the head is frozen. Chunks of tokens
     linear_policy_terms  3 products, 2 with a frozen head: the loss's coefficient needs only its row, so the gradients are
                          made in the forward. Chunks of tokens, the weight's gradient summed in float32; or, where all
                          logits fit into the memory of that sum, all tokens at once and nothing to sum
@@ -106,6 +109,11 @@ class Tokens:
     def has_to_wait(self) -> bool:
         """For the number of tokens that count."""
         return self._count is not None and self._count.takes_time
+
+    @property
+    def at_most(self) -> int:
+        """That count, as far as can be told without waiting."""
+        return self.N if self.has_to_wait else self.count
 
     def first_hidden(self, number: int) -> torch.Tensor:
         """Of the first `number` that count, without waiting; whatever, where there are fewer."""
@@ -285,6 +293,31 @@ def linear_logps_bwd(
     return grads
 
 
+def linear_logps_with_gradient(
+    hidden_NH: torch.Tensor,
+    head: Head,
+    ids_N: torch.Tensor,
+    mask_N: torch.Tensor | None,
+    temperature: float,
+    rows: ModuleType,
+    workspace: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [N] and d log-prob / d hidden [N, H], of a frozen head."""
+    tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
+    wanted = Wanted(hidden=True, weight=False, bias=False, weight_dtype=tokens.dtype)
+    room = rows.bytes_per_logit(tokens.dtype), _train_workspace(tokens, workspace)
+    chunks = InChunks(tokens, head, _chunk_size(tokens.at_most, head, wanted, *room))
+    logps_n = hidden_NH.new_empty(tokens.count, dtype=sums_in(tokens.dtype))
+    grads = _empty_gradients(tokens, head, wanted)
+    for part, _, logits_nV in chunks:
+        ids_n = tokens.take(ids_N, part)
+        logps_n[part], stats_2n, _ = rows.logps(logits_nV, ids_n, None, temperature, False)
+        ones_n = torch.ones_like(logps_n[part])
+        rows.logps_bwd(logits_nV, ids_n, None, stats_2n, ones_n, ones_n, None, temperature, True)
+        tokens.put_product(logits_nV, head.weight_VH, None, part, grads.hidden_NH)
+    return tokens.spread(logps_n), grads.hidden_NH
+
+
 def linear_policy_terms(
     hidden_NH: torch.Tensor,
     head: Head,
@@ -307,24 +340,14 @@ def linear_policy_terms(
     at_most, plan = _plan(tokens, head, wanted, *room)
     if plan is not None and plan.v < head.V:
         return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, loss, rows, wanted)
-    n = _chunk_size(at_most, head, wanted, *room) if plan is None else at_most
-    memory = tokens.workspace(n * head.V)
-    ahead = min(n, _TOKENS_AHEAD) if tokens.has_to_wait else 0
-    if ahead:  # meanwhile
-        head.logits(tokens.first_hidden(ahead), ALL, memory)
-    parts = _token_chunks(tokens.count, n)
+    chunks = InChunks(tokens, head, _chunk_size(at_most, head, wanted, *room) if plan is None else at_most)
     logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,)))
     grads = None
-    for part in parts:
-        hidden_nH = tokens.hidden(part)
-        if ahead < len(hidden_nH):
-            head.logits(hidden_nH[ahead:], ALL, memory[ahead * head.V :])
-        logits_nV = memory[: len(hidden_nH) * head.V].view(-1, head.V)
-        ahead = 0
+    for part, hidden_nH, logits_nV in chunks:
         first = grads is None
         if grads is None:  # not before: the device is waiting for the first product
             # over several chunks the weight's gradient is summed in float32, whatever its own dtype
-            weight_dtype = sums_in(tokens.dtype) if len(parts) > 1 else wanted.weight_dtype
+            weight_dtype = sums_in(tokens.dtype) if len(chunks.parts) > 1 else wanted.weight_dtype
             grads = _empty_gradients(tokens, head, wanted._replace(weight_dtype=weight_dtype))
         ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values, part) for values in per_token)
         terms = rows.policy_terms(
@@ -351,6 +374,31 @@ def _chunk_size(num_tokens: int, head: Head, wanted: Wanted, logit_bytes: int, w
     return max((part.stop - part.start for part in parts), default=0)
 
 
+class InChunks:
+    """Logits of some tokens at a time, n of them or fewer, all in the same memory.
+
+    Where the number of tokens that count is on its way, the first product does not wait for it.
+    """
+
+    def __init__(self, tokens: Tokens, head: Head, n: int) -> None:
+        self._tokens, self._head = tokens, head
+        self._memory = tokens.workspace(n * head.V)
+        self._ahead = min(n, _TOKENS_AHEAD) if tokens.has_to_wait else 0
+        if self._ahead:
+            head.logits(tokens.first_hidden(self._ahead), ALL, self._memory)
+        self.parts = _token_chunks(tokens.count, n)
+
+    def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """The tokens' numbers, their hidden states, their logits."""
+        V, there = self._head.V, self._ahead
+        for part in self.parts:
+            hidden_nH = self._tokens.hidden(part)
+            if there < len(hidden_nH):
+                self._head.logits(hidden_nH[there:], ALL, self._memory[there * V :])
+            there = 0
+            yield part, hidden_nH, self._memory[: len(hidden_nH) * V].view(-1, V)
+
+
 class OverTheGradient(NamedTuple):
     """How the logits of all tokens lie in the memory of the weight's gradient, in blocks of v of the vocabulary:
 
@@ -370,11 +418,10 @@ def _plan(
     All of them, rather than wait for the number that count; unless those might do with fewer blocks.
     """
     given = head, wanted, tokens.dtype, logit_bytes, workspace
-    at_most = tokens.N if tokens.has_to_wait else tokens.count
-    plan = _over_the_gradient(at_most, *given)
+    plan = _over_the_gradient(tokens.at_most, *given)
     if wanted.weight and (plan is None or plan.v < head.V):
         return tokens.count, _over_the_gradient(tokens.count, *given)
-    return at_most, plan
+    return tokens.at_most, plan
 
 
 def _over_the_gradient(

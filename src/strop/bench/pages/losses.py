@@ -22,6 +22,7 @@ FLOORS = {  # what the floor of a row is
     ("grpo_loss", BOTH): "two reads, one write",
     ("linear_logp", SCORE): "one product",
     ("linear_logp", BOTH): "three products",
+    ("linear_logp", FROZEN): "two products",
     ("linear_grpo_loss", BOTH): "three products",
     ("linear_grpo_loss", FROZEN): "two products",
     ("linear_dpo_loss", BOTH): "three products",

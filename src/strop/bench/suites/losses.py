@@ -398,6 +398,17 @@ def _linear_logp_contenders(s: Sizes, p: HeadProblem) -> list[Contender]:
     return build.found
 
 
+def _frozen_logp_contenders(s: Sizes, p: HeadProblem) -> list[Contender]:
+    given, inputs = (p.hidden, p.weight.detach(), p.batch.ids_BT), [p.hidden]
+    both = functools.partial(with_gradients, inputs, [p.d_BT])
+    eager = both(peers.eager_linear_logps, *given)
+    build = Builder(s, Numbers(eager()))
+    build.add("strop", both(linear_logp, *given), inputs)
+    build.add("eager", eager, inputs)
+    build.floor("floor", p.products(2))
+    return build.found
+
+
 def _linear_dpo_contenders(s: Sizes, p: HeadProblem) -> list[Contender]:
     b, inputs = p.batch, [p.hidden, p.weight]
 
@@ -418,6 +429,7 @@ HEAD_BUILDERS: dict[tuple[str, str], Callable[[Sizes, HeadProblem], list[Contend
     ("linear_grpo_loss", FROZEN): _frozen_contenders,
     ("linear_logp", SCORE): _score_contenders,
     ("linear_logp", BOTH): _linear_logp_contenders,
+    ("linear_logp", FROZEN): _frozen_logp_contenders,
     ("linear_dpo_loss", BOTH): _linear_dpo_contenders,
 }
 
