@@ -138,8 +138,9 @@ def test_frozen_parts(backend, wanted):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("workspace", [None, 3000])
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_frozen_head_is_as_exact_as_eager(backend, dtype, workspace, masked):
+def test_a_frozen_head_is_as_exact_as_eager(backend, dtype, workspace, masked, monkeypatch):
     """Whatever comes back for a token, also a second time; what comes back for one that does not count changes nothing."""
+    monkeypatch.setattr(chunks, "_FEWEST_TOKENS", 0)  # several chunks of the few there are
     hidden, weight, bias, ids, mask = example(dtype, H=16, V=203)
     mask = mask.bool() if masked else torch.ones_like(mask).bool()
     d_logps = torch.linspace(-2, 3, 6).view(2, 3)
@@ -163,7 +164,8 @@ def test_a_frozen_head_is_as_exact_as_eager(backend, dtype, workspace, masked):
 
 
 @pytest.mark.parametrize("workspace", [None, 400])
-def test_the_gradient_of_a_frozen_head(workspace):
+def test_the_gradient_of_a_frozen_head(workspace, monkeypatch):
+    monkeypatch.setattr(chunks, "_FEWEST_TOKENS", 0)
     hidden, weight, bias, ids, mask = example(torch.float64, H=2, V=7)
     options = {"temperature": 0.7, "completion_mask": mask, "workspace": workspace}
     with registry.use_backend(linear_logp="chunked"):
@@ -185,6 +187,37 @@ def test_a_frozen_head_takes_two_products(fast_backend, monkeypatch):
     assert len(products) == 2
     logps.sum().backward()
     assert len(products) == 2
+
+
+def test_a_frozen_head_keeps_to_a_small_workspace(fast_backend, monkeypatch):
+    """Where it holds few tokens' rows, blocks of the vocabulary: the weight is not read for every token."""
+    original, sizes = chunks.Tokens.workspace, []
+    monkeypatch.setattr(chunks.Tokens, "workspace", lambda self, size: (sizes.append(size), original(self, size))[1])
+    hidden, weight, _, ids, mask = example(V=2003)
+    hidden.requires_grad_()
+    exact = torch.autograd.grad(linear_logp.reference(hidden, weight, ids, completion_mask=mask).sum(), hidden)
+    for workspace, whole_rows in ((2000, False), (31 * 2003 * 4, False), (32 * 2003 * 16, True)):
+        sizes.clear()
+        logps = linear_logp(hidden, weight, ids, completion_mask=mask, workspace=workspace)
+        assert sizes.pop() * 4 <= workspace
+        found = torch.autograd.grad(logps.sum(), hidden)
+        assert (not sizes) == whole_rows  # nothing is computed again
+        torch.testing.assert_close(found, exact)
+
+
+def test_a_frozen_head_of_which_nothing_comes_back(fast_backend):
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logps):
+            return logps.clone()
+
+        @staticmethod
+        def backward(ctx, _):
+            return None
+
+    hidden, weight, _, ids, _ = example()
+    Cut.apply(linear_logp(hidden.requires_grad_(), weight, ids)).sum().backward()
+    assert hidden.grad is None
 
 
 def test_a_tied_head_gets_both_gradients(backend):

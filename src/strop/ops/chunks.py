@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 import torch
 
-from strop.ops.rows import OnItsWay, TokenLoss
+from strop.ops.library import constant_when_compiled
+from strop.ops.rows import OnItsWay, TokenLoss, implementation
 from strop.ops.rows.torch_rows import token_terms
 
 MiB = 2**20
@@ -38,6 +39,7 @@ _SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again 
 _PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocessor computes at a time
 _MOST_BLOCKS = 16  # more, and the products become too small
 _FROZEN_TOKENS = 1536  # of a frozen head's chunk: larger products are no quicker (a trained one has a sum to visit)
+_FEWEST_TOKENS = 32  # of such a chunk: with fewer, reading the weight for each takes longer than a third product
 _TOKENS_AHEAD = 768  # whose product keeps a GPU busy for as long as the host takes after it has waited
 
 ALL = slice(None)
@@ -293,6 +295,16 @@ def linear_logps_bwd(
     return grads
 
 
+def whole_rows_fit(device: torch.device, V: int, dtype: torch.dtype, rows: str, workspace: int | None) -> bool:
+    """Whether the workspace holds the logits of enough tokens for `linear_logps_with_gradient` to be worth it."""
+    return _workspace_on(device, workspace) >= _FEWEST_TOKENS * V * _bytes_per_logit(rows, dtype)
+
+
+@constant_when_compiled
+def _bytes_per_logit(rows: str, dtype: torch.dtype) -> int:
+    return implementation(rows).bytes_per_logit(dtype)
+
+
 def linear_logps_with_gradient(
     hidden_NH: torch.Tensor,
     head: Head,
@@ -494,7 +506,11 @@ def _policy_terms_in_blocks(
 
 
 def _train_workspace(tokens: Tokens, workspace: int | None) -> int:
-    return workspace or TRAIN_WORKSPACE["cuda" if tokens.hidden_NH.is_cuda else "cpu"]
+    return _workspace_on(tokens.hidden_NH.device, workspace)
+
+
+def _workspace_on(device: torch.device, workspace: int | None) -> int:
+    return workspace or TRAIN_WORKSPACE["cuda" if device.type == "cuda" else "cpu"]
 
 
 def sums_in(dtype: torch.dtype) -> torch.dtype:

@@ -1,6 +1,6 @@
 """`linear_logp` by chunks (see `strop.ops.chunks`): "chunked" with torch's row functions on any device, "triton" with the
 row kernels. One product to score; three more for the gradients, of which the first makes the logits again. With a frozen head
-two in all, in the forward.
+two in all, in the forward, where the workspace has room for rows of logits.
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ from strop.ops.chunks import (
     linear_logps_bwd,
     linear_logps_with_gradient,
     sums_in,
+    whole_rows_fit,
 )
 from strop.ops.library import library_op
 from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
@@ -52,8 +53,10 @@ def _linear_logp(
     mask = check_linear_logp(hidden, weight, ids, bias, temperature, completion_mask, workspace, validate)
     hidden_NH, mask_N = hidden.reshape(-1, hidden.shape[-1]), None if mask is None else mask.reshape(-1)
     given = hidden_NH, weight, bias, ids.reshape(-1), mask_N, float(temperature)
-    settings = rows, workspace, computed_in(hidden)
-    if not entropy and _only_hidden_learns(hidden, weight, bias):
+    dtype = computed_in(hidden)
+    settings = rows, workspace, dtype
+    rows_fit = whole_rows_fit(hidden.device, weight.shape[0], dtype, rows, workspace)
+    if rows_fit and not entropy and _only_hidden_learns(hidden, weight, bias):
         return _FrozenLinearLogp.apply(*given, settings).view(ids.shape)
     logps_N, entropies_N = _LinearLogp.apply(*given, entropy, settings)
     logps = logps_N.view(ids.shape)
@@ -81,11 +84,14 @@ class _FrozenLinearLogp(torch.autograd.Function):
     def forward(ctx, hidden_NH, weight, bias, ids_N, mask_N, temperature, settings):
         logps_N, gradient_NH = linear_logp_with_gradient(hidden_NH, weight, bias, ids_N, mask_N, temperature, *settings)
         ctx.save_for_backward(gradient_NH, mask_N)
+        ctx.set_materialize_grads(False)
         return logps_N
 
     @staticmethod
     @first_order
     def backward(ctx, d_logps_N):
+        if d_logps_N is None:
+            return (None,) * 7
         gradient_NH, mask_N = ctx.saved_tensors
         if mask_N is not None:
             d_logps_N = torch.where(mask_N, d_logps_N, 0.0)
