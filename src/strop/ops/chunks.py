@@ -318,14 +318,16 @@ def linear_logps_with_gradient(
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     wanted = Wanted(hidden=True, weight=False, bias=False, weight_dtype=tokens.dtype)
     room = rows.bytes_per_logit(tokens.dtype), _train_workspace(tokens, workspace)
-    chunks = InChunks(tokens, head, _chunk_size(tokens.at_most, head, wanted, *room))
+    chunks = LogitChunks(tokens, head, _chunk_size(tokens.at_most, head, wanted, *room))
     logps_n = hidden_NH.new_empty(tokens.count, dtype=sums_in(tokens.dtype))
     grads = _empty_gradients(tokens, head, wanted)
     for part, _, logits_nV in chunks:
         ids_n = tokens.take(ids_N, part)
-        logps_n[part], stats_2n, _ = rows.logps(logits_nV, ids_n, None, temperature, False)
-        ones_n = torch.ones_like(logps_n[part])
-        rows.logps_bwd(logits_nV, ids_n, None, stats_2n, ones_n, ones_n, None, temperature, True)
+        found_n, stats_2n, _ = rows.logps(logits_nV, ids_n, None, temperature, False)
+        logps_n[part] = found_n
+        rows.logps_bwd(
+            logits_nV, ids_n, None, stats_2n, found_n, torch.ones_like(found_n), None, temperature, True
+        )  # fmt: skip
         tokens.put_product(logits_nV, head.weight_VH, None, part, grads.hidden_NH)
     return tokens.spread(logps_n), grads.hidden_NH
 
@@ -352,7 +354,7 @@ def linear_policy_terms(
     at_most, plan = _plan(tokens, head, wanted, *room)
     if plan is not None and plan.v < head.V:
         return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, loss, rows, wanted)
-    chunks = InChunks(tokens, head, _chunk_size(at_most, head, wanted, *room) if plan is None else at_most)
+    chunks = LogitChunks(tokens, head, _chunk_size(at_most, head, wanted, *room) if plan is None else at_most)
     logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,)))
     grads = None
     for part, hidden_nH, logits_nV in chunks:
@@ -386,7 +388,7 @@ def _chunk_size(num_tokens: int, head: Head, wanted: Wanted, logit_bytes: int, w
     return max((part.stop - part.start for part in parts), default=0)
 
 
-class InChunks:
+class LogitChunks:
     """Logits of some tokens at a time, n of them or fewer, all in the same memory.
 
     Where the number of tokens that count is on its way, the first product does not wait for it.
