@@ -5,17 +5,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import example as such_as
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.functional import linear
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 from yardstick import backends, cut_off
 
 from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, POLICY_LOSS_TYPES
 from strop.ops import chunks, grpo_loss, linear_grpo_loss, linear_logp, registry
+from strop.ops.head import Head, Tokens, Wanted, cut
 
 B, T, H, V = 4, 3, 6, 17
 
@@ -147,31 +142,17 @@ def test_as_exact_as_eager(backend, dtype, workspace):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_as_exact_as_eager_in_chunks_of_tokens(fast_backend, monkeypatch, dtype):
     """The way of many tokens. The few of these tests would lie in the memory of the weight's gradient, all at once."""
-    numbers, token_chunks = [], chunks._token_chunks
+    numbers = []
 
     def noted(*given):
-        found = token_chunks(*given)
+        found = cut(*given)
         numbers.append(len(found))
         return found
 
     monkeypatch.setattr(chunks, "_over_the_gradient", lambda *given: None)
-    monkeypatch.setattr(chunks, "_token_chunks", noted)
+    monkeypatch.setattr("strop.ops.head.cut", noted)
     check_against_eager(fast_backend, dtype, 2000)
     assert min(numbers) > 1
-
-
-@given(total=st.integers(0, 10_000), most=st.integers(0, 5000))
-@such_as(total=4096, most=1536)
-def test_chunks_of_tokens(total, most):
-    """One after another, none larger than allowed, no more of them than needed, whole multiples but for the last."""
-    parts = chunks._token_chunks(total, most)
-    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(total))
-    sizes = [part.stop - part.start for part in parts]
-    unit = 512 if most >= 512 else 1
-    assert all(0 < size <= max(most, 1) for size in sizes)
-    assert len(sizes) == (min(total, 1) if total <= most else -(-total // max(most // unit * unit, 1)))
-    assert all(size % unit == 0 for size in sizes[:-1])
-    assert not sizes or max(sizes) - min(sizes[:-1] or sizes) <= unit
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 11, 12])
@@ -179,8 +160,8 @@ def test_chunks_of_tokens(total, most):
 @pytest.mark.parametrize("frozen", [True, False])
 def test_the_product_ahead_of_the_count(fast_backend, monkeypatch, count, workspace, frozen):
     """The first product begins before it is known how many tokens count: fewer than it has rows, or more."""
-    monkeypatch.setattr(chunks, "_TOKENS_AHEAD", 4)
-    monkeypatch.setattr(chunks.Tokens, "has_to_wait", True)  # as on a GPU
+    monkeypatch.setattr("strop.ops.head._TOKENS_AHEAD", 4)
+    monkeypatch.setattr(Tokens, "has_to_wait", True)  # as on a GPU
     (hidden, weight, _), rest, _ = example(torch.float32, V=203)
     ids, old, rewards, mask = rest
     order = torch.randperm(mask.numel(), generator=torch.Generator().manual_seed(count))
@@ -196,62 +177,6 @@ def test_the_product_ahead_of_the_count(fast_backend, monkeypatch, count, worksp
     assert not any(x.isnan().any() for x in gradients)
     for found, exact in zip(gradients, d_expected, strict=True):
         torch.testing.assert_close(found, exact.nan_to_num(0.0), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("count", [0, 1, 40, 64])
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("workspace", [2000, 20_000])
-def test_tokens_that_do_not_count_take_no_memory(fast_backend, monkeypatch, count, frozen, workspace):
-    """The logits lie in the workspace and the float32 sum of the weight's gradient, however few of many tokens count."""
-    original, sizes = chunks.Tokens.workspace, []
-
-    def noted(tokens, size):
-        sizes.append(size * tokens.dtype.itemsize)
-        return original(tokens, size)
-
-    monkeypatch.setattr(chunks.Tokens, "workspace", noted)
-    monkeypatch.setattr(chunks.Tokens, "has_to_wait", True)  # as on a GPU
-    generator = torch.Generator().manual_seed(count)
-    hidden, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((1, 64, H), (203, H)))
-    mask = torch.randperm(64, generator=generator)[None] < count
-    leaves = hidden.requires_grad_(), weight.requires_grad_(not frozen)
-    linear_grpo_loss(
-        *leaves, torch.zeros_like(mask).long(), None, None, mask, advantages=torch.ones(1), workspace=workspace
-    )
-    assert sum(sizes) <= workspace + (0 if frozen else weight.numel() * 4)
-
-
-class MostMemory(TorchDispatchMode):
-    """The most bytes at a time of tensors that operations have made."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes, self._made = 0, WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
-        result = function(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
-                self._made[x] = None
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in self._made}
-        self.bytes = max(self.bytes, sum(storages.values()))
-        return result
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_memory(dtype, frozen):
-    """Of the row functions in torch: the gradients, the weight's in float32, and the workspace."""
-    N, V, workspace = 200, 3000, 400_000
-    hidden, weight = torch.randn(2, N // 2, 4, dtype=dtype), torch.randn(V, 4, dtype=dtype)
-    leaves = hidden.requires_grad_(), weight.requires_grad_(not frozen)
-    ids, mask = torch.zeros(2, N // 2).long(), torch.ones(2, N // 2)
-    with registry.use_backend(linear_grpo_loss="chunked"), MostMemory() as most:
-        linear_grpo_loss(*leaves, ids, None, None, mask, advantages=torch.ones(2), workspace=workspace)
-    gradients = hidden.nbytes + (0 if frozen else weight.numel() * chunks.sums_in(dtype).itemsize)
-    of_tokens = 20 * N * 8  # log-probs, terms, places, ...
-    assert 0.7 * workspace < most.bytes <= workspace + gradients + of_tokens
 
 
 def test_a_default_device(fast_backend):
@@ -305,8 +230,8 @@ def test_all_logits_in_the_memory_of_the_gradient(monkeypatch, num_blocks, dtype
     with registry.use_backend(linear_grpo_loss="triton"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         # the least memory with which that many blocks are enough
         for workspace in range(64, 100_000, 64):
-            count, wanted = int(rest[-1].count_nonzero()), chunks.Wanted(True, True, True, dtype)
-            plan = plan_of(count, chunks.Head(*head[1:]), wanted, computed_in, computed_in.itemsize, workspace)
+            count, wanted = int(rest[-1].count_nonzero()), Wanted(True, True, True, dtype)
+            plan = plan_of(count, Head(*head[1:]), wanted, computed_in, computed_in.itemsize, workspace)
             if plan is not None and -(-V // plan.v) <= num_blocks:
                 break
         found, gradients = run(linear_grpo_loss, head, rest, workspace=workspace, **options)
@@ -316,26 +241,6 @@ def test_all_logits_in_the_memory_of_the_gradient(monkeypatch, num_blocks, dtype
     torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients, expected_gradients, **tolerance)
     assert [x.dtype for x in gradients] == [dtype] * 3
-
-
-@given(
-    n=st.integers(1, 300), H=st.integers(1, 80), V=st.integers(1, 2000), narrow=st.booleans(), wide=st.booleans(),
-    workspace=st.integers(1, 10**6),
-)  # fmt: skip
-@such_as(n=1, H=2, V=257, narrow=False, wide=False, workspace=268)  # a short last block
-def test_no_gradient_reaches_logits_still_needed(n, H, V, narrow, wide, workspace):
-    """And all of it lies in the float32 sum of the weight's gradient and the workspace."""
-    dtype = torch.bfloat16 if narrow else torch.float32
-    gradient = torch.float32 if wide else dtype
-    head = chunks.Head(torch.empty(V, H, device="meta"), None)
-    wanted = chunks.Wanted(True, True, False, gradient)
-    plan = chunks._over_the_gradient(n, head, wanted, dtype, dtype.itemsize, workspace)
-    if plan is None:
-        return
-    assert plan.room % 16 == 0
-    assert plan.room + n * V * dtype.itemsize <= V * H * 4 + workspace
-    for block in chunks._chunks(V, plan.v):
-        assert block.stop * H * gradient.itemsize <= plan.room + n * block.start * dtype.itemsize
 
 
 @pytest.mark.parametrize("workspace", [100, 3000])

@@ -2,7 +2,7 @@
 
 Tokens that do not count are dropped first. The rest go through in chunks: a matrix product makes the logits of some
 tokens, or of some tokens for some of the vocabulary, in a piece of working memory; the row function reads them and
-writes their gradient in the same place; matrix products take it on to the hidden states and the weight. The working
+writes their gradient in the same place, but for a factor a row perhaps; matrix products take it on to the hidden states and the weight. The working
 memory is what `workspace` says, whatever N and V are.
 
 Four ways, each with the fewest products:
@@ -20,16 +20,30 @@ Four ways, each with the fewest products:
 Shapes: N tokens, H hidden, V vocabulary; n and v the tokens and the vocabulary of a chunk.
 """
 
-import functools
-import itertools
-from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
+from strop.ops.head import (
+    IDS_MULTIPLE,
+    TOKENS_MULTIPLE,
+    Gradients,
+    Head,
+    LogitChunks,
+    Tokens,
+    Wanted,
+    add_product,
+    cut,
+    empty_gradients,
+    narrowed,
+    product,
+    round_up,
+    slices,
+    sums_in,
+)
 from strop.ops.library import constant_when_compiled
-from strop.ops.rows import OnItsWay, TokenLoss, implementation
+from strop.ops.rows import TokenLoss, implementation
 from strop.ops.rows.torch_rows import token_terms
 
 MiB = 2**20
@@ -40,159 +54,6 @@ _PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocess
 _MOST_BLOCKS = 16  # more, and the products become too small
 _FROZEN_TOKENS = 1536  # of a frozen head's chunk: larger products are no quicker (a trained one has a sum to visit)
 _FEWEST_TOKENS = 32  # of such a chunk: with fewer, reading the weight for each takes longer than a third product
-_TOKENS_AHEAD = 768  # whose product keeps a GPU busy for as long as the host takes after it has waited
-
-ALL = slice(None)
-
-
-class Head(NamedTuple):
-    """The LM head in the dtype it is computed in."""
-
-    weight_VH: torch.Tensor
-    bias_V: torch.Tensor | None
-
-    @property
-    def V(self) -> int:
-        return self.weight_VH.shape[0]
-
-    def logits(self, hidden_nH: torch.Tensor, vocabulary: slice, memory: torch.Tensor) -> torch.Tensor:
-        """hidden @ weightᵀ + bias for a part of the vocabulary, in the given memory."""
-        weight_vH = self.weight_VH[vocabulary]
-        out_nv = memory[: len(hidden_nH) * len(weight_vH)].view(len(hidden_nH), len(weight_vH))
-        if self.bias_V is None:
-            return torch.mm(hidden_nH, weight_vH.T, out=out_nv)
-        return torch.addmm(self.bias_V[vocabulary], hidden_nH, weight_vH.T, out=out_nv)
-
-
-class Wanted(NamedTuple):
-    """Whose gradient is asked for."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-    weight_dtype: torch.dtype  # of the parameter, which under autocast is not the head's
-
-    @property
-    def only_hidden(self) -> bool:
-        return self.hidden and not self.weight and not self.bias
-
-
-class Gradients(NamedTuple):
-    """Those not asked for are empty."""
-
-    hidden_NH: torch.Tensor
-    weight_VH: torch.Tensor
-    bias_V: torch.Tensor
-
-
-class Tokens:
-    """The tokens that count, out of N. How many they are is asked for at once and waited for when it is first needed."""
-
-    def __init__(
-        self, hidden_NH: torch.Tensor, mask_N: torch.Tensor | None, dtype: torch.dtype, rows: ModuleType
-    ) -> None:
-        self.hidden_NH, self.dtype, self.rows = hidden_NH, dtype, rows
-        self.N = len(hidden_NH)
-        self._places_N: torch.Tensor | None = None
-        self._count: OnItsWay | None = None
-        if mask_N is not None:
-            self._places_N, self._count = rows.places(mask_N)
-
-    @functools.cached_property
-    def count(self) -> int:
-        return self.N if self._count is None else self._count.wait()
-
-    @functools.cached_property
-    def places(self) -> torch.Tensor | None:
-        """[count]; None where all tokens count."""
-        return None if self._places_N is None or self.count == self.N else self._places_N[: self.count]
-
-    @property
-    def has_to_wait(self) -> bool:
-        """For the number of tokens that count."""
-        return self._count is not None and self._count.takes_time
-
-    @property
-    def at_most(self) -> int:
-        """That count, as far as can be told without waiting."""
-        return self.N if self.has_to_wait else self.count
-
-    def first_hidden(self, number: int) -> torch.Tensor:
-        """Of the first `number` that count, without waiting; whatever, where there are fewer."""
-        if self._places_N is None:
-            return self.hidden_NH[:number].to(self.dtype)
-        return self.hidden_NH.index_select(0, self._places_N[:number]).to(self.dtype)
-
-    def hidden(self, part: slice = ALL) -> torch.Tensor:
-        return self.take(self.hidden_NH, part).to(self.dtype)
-
-    def take(self, values: torch.Tensor, part: slice = ALL, dim: int = 0) -> torch.Tensor:
-        if self.places is not None:
-            return values.index_select(dim, self.places[part])
-        return values[part] if dim == 0 else values[:, part]
-
-    def take_optional(self, values: torch.Tensor | None, part: slice = ALL) -> torch.Tensor | None:
-        return None if values is None else self.take(values, part)
-
-    def put(self, values_nH: torch.Tensor, part: slice, out_NH: torch.Tensor) -> None:
-        if self.places is None:
-            out_NH[part] = values_nH
-        else:
-            out_NH.index_copy_(0, self.places[part], values_nH.to(out_NH.dtype))
-
-    def put_product(
-        self, a: torch.Tensor, b: torch.Tensor, factors_n: torch.Tensor | None, part: slice, out_NH: torch.Tensor
-    ) -> None:
-        """The rows of a @ b, times their factors; in their place at once where nothing lies between them."""
-        if factors_n is not None:
-            product_nH = a.new_empty(len(a), b.shape[1], dtype=sums_in(a.dtype))
-            _product(a, b, product_nH)
-            into = (out_NH[part], None) if self.places is None else (out_NH, self.places[part])
-            self.rows.put_multiplied(product_nH, factors_n, *into)
-        elif self.places is None and out_NH.dtype == a.dtype:
-            torch.mm(a, b, out=out_NH[part])
-        else:
-            self.put(torch.mm(a, b), part, out_NH)
-
-    def workspace(self, size: int) -> torch.Tensor:
-        return self.hidden_NH.new_empty(size, dtype=self.dtype)
-
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """[.., count] → [.., N], 0 where a token does not count."""
-        if self.places is None:
-            return values
-        return values.new_zeros(*values.shape[:-1], self.N).index_copy_(-1, self.places, values)
-
-
-def _chunks(total: int, most: int) -> Iterator[slice]:
-    """The fewest chunks of at most `most`, as equal as can be in multiples of 128: others leave products misaligned."""
-    if not total:
-        return
-    count = -(-total // max(most, 1))
-    size = -(-total // count)
-    if most >= 128:
-        size = min(-(-size // 128), most // 128) * 128
-    yield from _slices(total, size)
-
-
-def _token_chunks(total: int, most: int) -> list[slice]:
-    """The fewest chunks of at most `most`, as equal as can be in multiples of 512: products of others take up to 20 % longer."""
-    if total <= most:
-        return [slice(0, total)] if total else []
-    unit = 512 if most >= 512 else 1
-    units = -(-total // unit)
-    count = -(-units // max(most // unit, 1))
-    ends = [min(-(-units * number // count) * unit, total) for number in range(count + 1)]
-    return [slice(start, end) for start, end in itertools.pairwise(ends)]
-
-
-def _slices(total: int, size: int) -> Iterator[slice]:
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def linear_logps(
@@ -214,10 +75,10 @@ def linear_logps(
         hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (2,), (int(entropy),))
     )
     memory = tokens.workspace(n * v)
-    for part in _chunks(tokens.count, n):
+    for part in cut(tokens.count, n, IDS_MULTIPLE):
         hidden_nH, ids_n = tokens.hidden(part), tokens.take(ids_N, part)
         into = logps_n[part], stats_2n[:, part], entropies_n[:, part].reshape(-1)
-        for number, block in enumerate(_slices(head.V, v)):
+        for number, block in enumerate(slices(head.V, v)):
             logits_nv = head.logits(hidden_nH, block, memory)
             rows.logps(logits_nv, ids_n, None, temperature, entropy, into, (block.start, head.V, number))
     return tokens.spread(logps_n), tokens.spread(stats_2n), tokens.spread(entropies_n).reshape(-1)
@@ -239,21 +100,6 @@ def _score_vocabulary(n: int, logits_at_once: int, device: torch.device) -> int:
     return tiles_along_v * tile_v or v  # 0 where the memory, or the GPU, is too small for full rounds
 
 
-def _empty_gradients(tokens: Tokens, head: Head, wanted: Wanted) -> Gradients:
-    """Memory for what is wanted. 0 where a token does not count; the weight's is written whole, unless nothing counts."""
-    hidden_NH, weight_VH = tokens.hidden_NH, head.weight_VH
-    whole = tokens.places is None and tokens.count > 0
-    return Gradients(
-        (hidden_NH.new_empty if whole else hidden_NH.new_zeros)(hidden_NH.shape)
-        if wanted.hidden
-        else hidden_NH.new_empty(0),
-        (weight_VH.new_empty if tokens.count else weight_VH.new_zeros)(weight_VH.shape, dtype=wanted.weight_dtype)
-        if wanted.weight
-        else weight_VH.new_empty(0),
-        torch.zeros_like(weight_VH[:, 0], dtype=sums_in(tokens.dtype)) if wanted.bias else weight_VH.new_empty(0),
-    )
-
-
 def linear_logps_bwd(
     hidden_NH: torch.Tensor,
     head: Head,
@@ -269,8 +115,8 @@ def linear_logps_bwd(
     wanted: Wanted,
 ) -> Gradients:
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
-    grads = _empty_gradients(tokens, head, wanted)
-    logits_at_once = _train_workspace(tokens, workspace) // rows.bytes_per_logit(tokens.dtype)
+    grads = empty_gradients(tokens, head, wanted)
+    logits_at_once = _train_workspace(hidden_NH.device, workspace) // rows.bytes_per_logit(tokens.dtype)
     v = max(1, logits_at_once // max(tokens.count, 1))
     hidden_nH, ids_n = tokens.hidden(), tokens.take(ids_N)
     stats_2n, d_logps_n = tokens.take(stats_2N, dim=1), tokens.take(d_logps_N)
@@ -278,16 +124,16 @@ def linear_logps_bwd(
     d_entropies_n = None if d_entropies_N is None else tokens.take(d_entropies_N)
     memory = tokens.workspace(tokens.count * min(v, head.V))
     d_hidden_nH = torch.zeros_like(hidden_nH, dtype=sums_in(tokens.dtype)) if wanted.hidden else None
-    for block in _chunks(head.V, v):
+    for block in cut(head.V, v, IDS_MULTIPLE):
         logits_nv = head.logits(hidden_nH, block, memory)
         rows.logps_bwd(
             logits_nv, ids_n, None, stats_2n, entropies_n, d_logps_n, d_entropies_n, temperature, True,
             (block.start, head.V),
         )  # fmt: skip
         if d_hidden_nH is not None:
-            _add_product(logits_nv, head.weight_VH[block], d_hidden_nH)
+            add_product(logits_nv, head.weight_VH[block], d_hidden_nH)
         if wanted.weight:
-            _product(logits_nv.T, hidden_nH, grads.weight_VH[block])
+            product(logits_nv.T, hidden_nH, grads.weight_VH[block])
         if wanted.bias:
             grads.bias_V[block] = logits_nv.sum(0, dtype=sums_in(tokens.dtype))
     if d_hidden_nH is not None:
@@ -297,7 +143,7 @@ def linear_logps_bwd(
 
 def whole_rows_fit(device: torch.device, V: int, dtype: torch.dtype, rows: str, workspace: int | None) -> bool:
     """Whether the workspace holds the logits of enough tokens for `linear_logps_with_gradient` to be worth it."""
-    return _workspace_on(device, workspace) >= _FEWEST_TOKENS * V * _bytes_per_logit(rows, dtype)
+    return _train_workspace(device, workspace) >= _FEWEST_TOKENS * V * _bytes_per_logit(rows, dtype)
 
 
 @constant_when_compiled
@@ -317,10 +163,10 @@ def linear_logps_with_gradient(
     """Log-probs [N] and d log-prob / d hidden [N, H], of a frozen head."""
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     wanted = Wanted(hidden=True, weight=False, bias=False, weight_dtype=tokens.dtype)
-    room = rows.bytes_per_logit(tokens.dtype), _train_workspace(tokens, workspace)
+    room = rows.bytes_per_logit(tokens.dtype), _train_workspace(hidden_NH.device, workspace)
     chunks = LogitChunks(tokens, head, _chunk_size(tokens.at_most, head, wanted, *room))
     logps_n = hidden_NH.new_empty(tokens.count, dtype=sums_in(tokens.dtype))
-    grads = _empty_gradients(tokens, head, wanted)
+    grads = empty_gradients(tokens, head, wanted)
     for part, _, logits_nV in chunks:
         ids_n = tokens.take(ids_N, part)
         found_n, stats_2n, _ = rows.logps(logits_nV, ids_n, None, temperature, False)
@@ -350,19 +196,16 @@ def linear_policy_terms(
     """The loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
-    room = rows.bytes_per_logit(tokens.dtype), _train_workspace(tokens, workspace)
+    room = rows.bytes_per_logit(tokens.dtype), _train_workspace(hidden_NH.device, workspace)
     at_most, plan = _plan(tokens, head, wanted, *room)
     if plan is not None and plan.v < head.V:
         return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, loss, rows, wanted)
     chunks = LogitChunks(tokens, head, _chunk_size(at_most, head, wanted, *room) if plan is None else at_most)
     logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,)))
-    grads = None
+    # over several chunks the weight's gradient is summed in float32, whatever its own dtype
+    weight_dtype = sums_in(tokens.dtype) if len(chunks.parts) > 1 else wanted.weight_dtype
+    grads = empty_gradients(tokens, head, wanted._replace(weight_dtype=weight_dtype))
     for part, hidden_nH, logits_nV in chunks:
-        first = grads is None
-        if grads is None:  # not before: the device is waiting for the first product
-            # over several chunks the weight's gradient is summed in float32, whatever its own dtype
-            weight_dtype = sums_in(tokens.dtype) if len(chunks.parts) > 1 else wanted.weight_dtype
-            grads = _empty_gradients(tokens, head, wanted._replace(weight_dtype=weight_dtype))
         ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values, part) for values in per_token)
         terms = rows.policy_terms(
             logits_nV, ids_n, None, old_n, ref_n, advantages_n, weights_n, temperature, loss, any(wanted[:3]), True,
@@ -371,46 +214,19 @@ def linear_policy_terms(
         if wanted.hidden:
             tokens.put_product(logits_nV, head.weight_VH, terms.factors_N, part, grads.hidden_NH)
         if wanted.weight:
-            (_product if first else _add_product)(logits_nV.T, hidden_nH, grads.weight_VH)
+            (add_product if part.start else product)(logits_nV.T, hidden_nH, grads.weight_VH)
         if wanted.bias:
             grads.bias_V.add_(logits_nV.sum(0, dtype=sums_in(tokens.dtype)))
-    if grads is None:  # no token counts
-        grads = _empty_gradients(tokens, head, wanted)
     if wanted.weight:
-        grads = grads._replace(weight_VH=_narrowed(grads.weight_VH, wanted.weight_dtype))
+        grads = grads._replace(weight_VH=narrowed(grads.weight_VH, wanted.weight_dtype))
     return *rows.sums(terms_3n), tokens.spread(logps_n), grads
 
 
 def _chunk_size(num_tokens: int, head: Head, wanted: Wanted, logit_bytes: int, workspace: int) -> int:
     """Tokens of the largest chunk: their logits and, for factors to be multiplied with, their gradients in float32."""
     most = workspace // (head.V * logit_bytes + head.weight_VH.shape[1] * 4 * wanted.only_hidden)
-    parts = _token_chunks(num_tokens, most if wanted.weight else min(most, _FROZEN_TOKENS))
-    return max((part.stop - part.start for part in parts), default=0)
-
-
-class LogitChunks:
-    """Logits of some tokens at a time, n of them or fewer, all in the same memory.
-
-    Where the number of tokens that count is on its way, the first product does not wait for it.
-    """
-
-    def __init__(self, tokens: Tokens, head: Head, n: int) -> None:
-        self._tokens, self._head = tokens, head
-        self._memory = tokens.workspace(n * head.V)
-        self._ahead = min(n, _TOKENS_AHEAD) if tokens.has_to_wait else 0
-        if self._ahead:
-            head.logits(tokens.first_hidden(self._ahead), ALL, self._memory)
-        self.parts = _token_chunks(tokens.count, n)
-
-    def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """The tokens' numbers, their hidden states, their logits."""
-        V, there = self._head.V, self._ahead
-        for part in self.parts:
-            hidden_nH = self._tokens.hidden(part)
-            if there < len(hidden_nH):
-                self._head.logits(hidden_nH[there:], ALL, self._memory[there * V :])
-            there = 0
-            yield part, hidden_nH, self._memory[: len(hidden_nH) * V].view(-1, V)
+    most = most if wanted.weight else min(most, _FROZEN_TOKENS)
+    return max((part.stop - part.start for part in cut(num_tokens, most, TOKENS_MULTIPLE)), default=0)
 
 
 class OverTheGradient(NamedTuple):
@@ -451,12 +267,12 @@ def _over_the_gradient(
     row, gradient_row = n * logit_bytes, H * wanted.weight_dtype.itemsize  # bytes of one id
     memory = V * H * sums_in(dtype).itemsize + workspace
     for number in range(1, _MOST_BLOCKS + 1):
-        v = V if number == 1 else _round_up(-(-V // number), 128)
+        v = V if number == 1 else round_up(-(-V // number), IDS_MULTIPLE)
         done_before_last = (V - 1) // v * v
         # the gradient of block b must end where its logits begin, at room + b·v·row: it does if it does for the first
         # block, the last, and, since the last may be shorter, the one before it (between them it is linear in b)
         before_last = done_before_last * gradient_row - max(done_before_last - v, 0) * row
-        room = _round_up(max(v * gradient_row, before_last, V * gradient_row - done_before_last * row), 256)
+        room = round_up(max(v * gradient_row, before_last, V * gradient_row - done_before_last * row), 256)
         # several blocks also need the hidden states in one piece and a float32 sum of their gradient
         hidden = 0 if number == 1 else n * H * (logit_bytes + sums_in(dtype).itemsize)
         if room + V * row + hidden <= memory:
@@ -479,7 +295,7 @@ def _policy_terms_in_blocks(
     hidden_nH = tokens.hidden()
     memory = tokens.hidden_NH.new_empty(plan.room + n * V * dtype.itemsize, dtype=torch.uint8)
     logits = memory[plan.room :].view(dtype)
-    blocks = [(block, logits[n * block.start : n * block.stop]) for block in _chunks(V, plan.v)]
+    blocks = [(block, logits[n * block.start : n * block.stop]) for block in cut(V, plan.v, IDS_MULTIPLE)]
     logps_n, stats_2n = (tokens.hidden_NH.new_empty(*lead, n, dtype=sums) for lead in ((), (2,)))
     ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values) for values in per_token)
     assert advantages_n is not None
@@ -489,7 +305,7 @@ def _policy_terms_in_blocks(
         rows.logps(logits_nv, ids_n, None, temperature, False, (logps_n, stats_2n, None), (block.start, V, number))
     terms_3n, d_logps_n = token_terms(logps_n, old_n, ref_n, advantages_n, weights_n, loss)
 
-    grads = _empty_gradients(tokens, head, wanted._replace(weight=False))
+    grads = empty_gradients(tokens, head, wanted._replace(weight=False))
     d_weight_VH = memory[: V * head.weight_VH.shape[1] * wanted.weight_dtype.itemsize].view(wanted.weight_dtype)
     d_weight_VH = d_weight_VH.view(head.weight_VH.shape)
     d_hidden_nH = torch.zeros_like(hidden_nH, dtype=sums) if wanted.hidden else None
@@ -498,63 +314,14 @@ def _policy_terms_in_blocks(
         where = block.start, V
         rows.logps_bwd(logits_nv, ids_n, None, stats_2n, logps_n, d_logps_n, None, temperature, True, where)
         if d_hidden_nH is not None:
-            _add_product(logits_nv, head.weight_VH[block], d_hidden_nH)
+            add_product(logits_nv, head.weight_VH[block], d_hidden_nH)
         if wanted.bias:
             grads.bias_V[block] = logits_nv.sum(0, dtype=sums)
-        _product(logits_nv.T, hidden_nH, d_weight_VH[block])
+        product(logits_nv.T, hidden_nH, d_weight_VH[block])
     if d_hidden_nH is not None:
         tokens.put(d_hidden_nH, slice(0, n), grads.hidden_NH)
     return *rows.sums(terms_3n), tokens.spread(logps_n), grads._replace(weight_VH=d_weight_VH)
 
 
-def _train_workspace(tokens: Tokens, workspace: int | None) -> int:
-    return _workspace_on(tokens.hidden_NH.device, workspace)
-
-
-def _workspace_on(device: torch.device, workspace: int | None) -> int:
+def _train_workspace(device: torch.device, workspace: int | None) -> int:
     return workspace or TRAIN_WORKSPACE["cuda" if device.type == "cuda" else "cpu"]
-
-
-def sums_in(dtype: torch.dtype) -> torch.dtype:
-    """What log-probs, losses and sums over chunks are held in, for products in this dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """out = a @ b, also where out is wider than the factors."""
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    elif a.is_cuda:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
-
-
-def _add_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """out += a @ b, also where out is wider than the factors."""
-    if out.dtype == a.dtype:
-        out.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype))
-
-
-def _narrowed(wide_VH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix in another dtype; a narrower one in the same memory, so that no second matrix is needed.
-
-    Row i of the narrow matrix lies where row i/2 of the wide one lay. Rows k to 2k of the result overwrite wide rows
-    k/2 to k, which are done with, so each step doubles what is converted.
-    """
-    if dtype == wide_VH.dtype:
-        return wide_VH
-    assert dtype.itemsize * 2 == wide_VH.dtype.itemsize
-    V, H = wide_VH.shape
-    narrow_VH = wide_VH.view(dtype).view(-1)[: V * H].view(V, H)
-    narrow_VH[:1].copy_(wide_VH[:1].clone())
-    done = 1
-    while done < V:
-        step = slice(done, min(2 * done, V))
-        narrow_VH[step].copy_(wide_VH[step])
-        done = step.stop
-    return narrow_VH

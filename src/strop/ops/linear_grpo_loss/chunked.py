@@ -9,7 +9,8 @@ import torch
 
 from strop.losses import PolicyLoss
 from strop.ops.autograd import first_order
-from strop.ops.chunks import Wanted, linear_policy_terms, sums_in
+from strop.ops.chunks import linear_policy_terms
+from strop.ops.head import Wanted, sums_in
 from strop.ops.library import library_op
 from strop.ops.linear_grpo_loss.reference import (
     check_linear_grpo_loss,

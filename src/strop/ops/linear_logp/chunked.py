@@ -9,15 +9,8 @@ import torch
 
 from strop.ops.autograd import first_order
 from strop.ops.checks import autocast_on
-from strop.ops.chunks import (
-    Head,
-    Wanted,
-    linear_logps,
-    linear_logps_bwd,
-    linear_logps_with_gradient,
-    sums_in,
-    whole_rows_fit,
-)
+from strop.ops.chunks import linear_logps, linear_logps_bwd, linear_logps_with_gradient, whole_rows_fit
+from strop.ops.head import Head, Wanted, sums_in
 from strop.ops.library import library_op
 from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
 from strop.ops.rows import implementation, on_gpu, on_gpu_or_interpreted

@@ -9,7 +9,16 @@ from typing import NamedTuple
 import torch
 
 from strop.losses.policy import ClipBounds, clip_bounds
-from strop.ops.rows import OnItsWay, PolicyTerms, TokenLoss, check_in_place, empty_gradient, kernels, strided_rows
+from strop.ops.rows import (
+    OnItsWay,
+    PolicyTerms,
+    TokenLoss,
+    check_in_place,
+    empty_gradient,
+    kernels,
+    small_kernels,
+    strided_rows,
+)
 from strop.ops.rows.kernels import LOG2E
 
 INTERPRETED = kernels.logp_kernel.interpreted
@@ -117,7 +126,9 @@ def places(mask_N: torch.Tensor) -> tuple[torch.Tensor, OnItsWay]:
         number.memory.zero_()
         return places_N, number
     block = min(_PLACES_BLOCK, _power_of_2(N))
-    kernels.places_kernel(-(-N // block), mask_N.contiguous(), places_N, number.memory, N, BLOCK=block, num_warps=8)
+    small_kernels.places_kernel(
+        -(-N // block), mask_N.contiguous(), places_N, number.memory, N, BLOCK=block, num_warps=8
+    )
     return places_N, number.sent()
 
 
@@ -128,7 +139,7 @@ def put_multiplied(
     n, H = values_nH.shape
     assert out_NH.is_contiguous()
     if n:
-        kernels.put_kernel(
+        small_kernels.put_kernel(
             n, values_nH, factors_n, _or(places_n, factors_n), out_NH, H,
             PLACED=places_n is not None, BLOCK=min(1024, _power_of_2(H)),
         )  # fmt: skip
@@ -217,7 +228,7 @@ def batch_coefficients(
     device = mask_BT.device
     advantages_B, weights_B = torch.empty(B, device=device), torch.empty(B, device=device)
     if B:
-        kernels.batch_kernel(
+        small_kernels.batch_kernel(
             B,
             rewards_B.contiguous(), mask_BT.contiguous(), _or(count_on_device, weights_B),
             advantages_B, weights_B, T, group_size, count, float(tokens or 0),
@@ -279,7 +290,7 @@ def sums(terms_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A loss and, in one tensor, its policy's and its KL's parts."""
     assert terms_3N.is_contiguous()
     total, policy_and_kl = terms_3N.new_empty(()), terms_3N.new_empty(2)
-    kernels.sums_kernel(3, terms_3N, total, policy_and_kl, terms_3N.shape[1], BLOCK=4096, num_warps=8)
+    small_kernels.sums_kernel(3, terms_3N, total, policy_and_kl, terms_3N.shape[1], BLOCK=4096, num_warps=8)
     return total, policy_and_kl
 
 
@@ -289,13 +300,13 @@ def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     if size and not gradient.is_contiguous():
         gradient, rows = as_rows(gradient)
         block = min(_SCALE_BLOCK, _power_of_2(rows.V))
-        kernels.scale_rows_kernel(
+        small_kernels.scale_rows_kernel(
             rows.N, gradient, factor, rows.V, rows.T, rows.stride_B, rows.stride_T, BLOCK=block, num_warps=8
         )
     elif size:
         programs = min(-(-size // _SCALE_BLOCK), _SCALE_PROGRAMS)
         aligned = gradient.data_ptr() % 16 == 0
-        kernels.scale_kernel(programs, gradient, factor, size, ALIGNED=aligned, BLOCK=_SCALE_BLOCK, num_warps=8)
+        small_kernels.scale_kernel(programs, gradient, factor, size, ALIGNED=aligned, BLOCK=_SCALE_BLOCK, num_warps=8)
 
 
 def _gradient_memory(given: torch.Tensor, logits: torch.Tensor, rows: Rows, in_place: bool) -> torch.Tensor:

@@ -1,0 +1,242 @@
+"""What the ways through an LM head share: the head, the tokens that count, their logits chunk by chunk, the products.
+
+Shapes: N tokens, n of them that count or are in a chunk, H hidden, V vocabulary, v a part of it.
+"""
+
+import functools
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from strop.ops.rows import OnItsWay
+
+TOKENS_MULTIPLE, IDS_MULTIPLE = 512, 128  # what chunks of tokens and blocks of the vocabulary are multiples of
+_TOKENS_AHEAD = 768  # whose product keeps a GPU busy for as long as the host takes after it has waited
+
+ALL = slice(None)
+
+
+class Head(NamedTuple):
+    """The LM head in the dtype it is computed in."""
+
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None
+
+    @property
+    def V(self) -> int:
+        return self.weight_VH.shape[0]
+
+    def logits(self, hidden_nH: torch.Tensor, vocabulary: slice, memory: torch.Tensor) -> torch.Tensor:
+        """hidden @ weightᵀ + bias for a part of the vocabulary, in the given memory."""
+        weight_vH = self.weight_VH[vocabulary]
+        out_nv = memory[: len(hidden_nH) * len(weight_vH)].view(len(hidden_nH), len(weight_vH))
+        if self.bias_V is None:
+            return torch.mm(hidden_nH, weight_vH.T, out=out_nv)
+        return torch.addmm(self.bias_V[vocabulary], hidden_nH, weight_vH.T, out=out_nv)
+
+
+class Wanted(NamedTuple):
+    """Whose gradient is asked for."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    weight_dtype: torch.dtype  # of the parameter, which under autocast is not the head's
+
+    @property
+    def only_hidden(self) -> bool:
+        return self.hidden and not self.weight and not self.bias
+
+
+class Gradients(NamedTuple):
+    """Those not asked for are empty."""
+
+    hidden_NH: torch.Tensor
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor
+
+
+class Tokens:
+    """The tokens that count, out of N. How many they are is asked for at once and waited for when it is first needed."""
+
+    def __init__(
+        self, hidden_NH: torch.Tensor, mask_N: torch.Tensor | None, dtype: torch.dtype, rows: ModuleType
+    ) -> None:
+        self.hidden_NH, self.dtype, self.rows = hidden_NH, dtype, rows
+        self.N = len(hidden_NH)
+        self._places_N: torch.Tensor | None = None
+        self._count: OnItsWay | None = None
+        if mask_N is not None:
+            self._places_N, self._count = rows.places(mask_N)
+
+    @functools.cached_property
+    def count(self) -> int:
+        return self.N if self._count is None else self._count.wait()
+
+    @functools.cached_property
+    def places(self) -> torch.Tensor | None:
+        """[count]; None where all tokens count."""
+        return None if self._places_N is None or self.count == self.N else self._places_N[: self.count]
+
+    @property
+    def has_to_wait(self) -> bool:
+        """For the number of tokens that count."""
+        return self._count is not None and self._count.takes_time
+
+    @property
+    def at_most(self) -> int:
+        """That count, as far as can be told without waiting."""
+        return self.N if self.has_to_wait else self.count
+
+    def first_hidden(self, number: int) -> torch.Tensor:
+        """Of the first `number` that count, without waiting; whatever, where there are fewer."""
+        assert self._places_N is not None
+        return self.hidden_NH.index_select(0, self._places_N[:number]).to(self.dtype)
+
+    def hidden(self, part: slice = ALL) -> torch.Tensor:
+        return self.take(self.hidden_NH, part).to(self.dtype)
+
+    def take(self, values: torch.Tensor, part: slice = ALL, dim: int = 0) -> torch.Tensor:
+        if self.places is not None:
+            return values.index_select(dim, self.places[part])
+        return values[part] if dim == 0 else values[:, part]
+
+    def take_optional(self, values: torch.Tensor | None, part: slice = ALL) -> torch.Tensor | None:
+        return None if values is None else self.take(values, part)
+
+    def put(self, values_nH: torch.Tensor, part: slice, out_NH: torch.Tensor) -> None:
+        if self.places is None:
+            out_NH[part] = values_nH
+        else:
+            out_NH.index_copy_(0, self.places[part], values_nH.to(out_NH.dtype))
+
+    def put_product(
+        self, a: torch.Tensor, b: torch.Tensor, factors_n: torch.Tensor | None, part: slice, out_NH: torch.Tensor
+    ) -> None:
+        """The rows of a @ b, times their factors; in their place at once where nothing lies between them."""
+        if factors_n is not None:
+            product_nH = a.new_empty(len(a), b.shape[1], dtype=sums_in(a.dtype))
+            product(a, b, product_nH)
+            into = (out_NH[part], None) if self.places is None else (out_NH, self.places[part])
+            self.rows.put_multiplied(product_nH, factors_n, *into)
+        elif self.places is None and out_NH.dtype == a.dtype:
+            torch.mm(a, b, out=out_NH[part])
+        else:
+            self.put(torch.mm(a, b), part, out_NH)
+
+    def workspace(self, size: int) -> torch.Tensor:
+        return self.hidden_NH.new_empty(size, dtype=self.dtype)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """[.., count] → [.., N], 0 where a token does not count."""
+        if self.places is None:
+            return values
+        return values.new_zeros(*values.shape[:-1], self.N).index_copy_(-1, self.places, values)
+
+
+def cut(total: int, most: int, multiple: int) -> list[slice]:
+    """The fewest parts of at most `most`, as equal as can be; in multiples of this number where they are that large.
+
+    Products of other sizes leave multiprocessors idle or memory misaligned, and take up to 20 % longer.
+    """
+    if total <= most:
+        return [slice(0, total)] if total else []
+    size = -(-total // -(-total // max(most, 1)))
+    if most >= multiple:
+        size = min(round_up(size, multiple), most // multiple * multiple)
+    return slices(total, size)
+
+
+def slices(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+class LogitChunks:
+    """Logits of some tokens at a time, n of them or fewer, all in the same memory.
+
+    Where the number of tokens that count is on its way, the first product does not wait for it.
+    """
+
+    def __init__(self, tokens: Tokens, head: Head, n: int) -> None:
+        self._tokens, self._head = tokens, head
+        self._memory = tokens.workspace(n * head.V)
+        self._ahead = min(n, _TOKENS_AHEAD) if tokens.has_to_wait else 0
+        if self._ahead:
+            head.logits(tokens.first_hidden(self._ahead), ALL, self._memory)
+        self.parts = cut(tokens.count, n, TOKENS_MULTIPLE)
+
+    def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """The tokens' numbers, their hidden states, their logits."""
+        V, there = self._head.V, self._ahead
+        for part in self.parts:
+            hidden_nH = self._tokens.hidden(part)
+            if there < len(hidden_nH):
+                self._head.logits(hidden_nH[there:], ALL, self._memory[there * V :])
+            there = 0
+            yield part, hidden_nH, self._memory[: len(hidden_nH) * V].view(-1, V)
+
+
+def empty_gradients(tokens: Tokens, head: Head, wanted: Wanted) -> Gradients:
+    """Memory for what is wanted. 0 where a token does not count; the weight's is written whole, unless nothing counts."""
+    hidden_NH, weight_VH = tokens.hidden_NH, head.weight_VH
+    whole = tokens.places is None and tokens.count > 0
+    return Gradients(
+        (hidden_NH.new_empty if whole else hidden_NH.new_zeros)(hidden_NH.shape)
+        if wanted.hidden
+        else hidden_NH.new_empty(0),
+        (weight_VH.new_empty if tokens.count else weight_VH.new_zeros)(weight_VH.shape, dtype=wanted.weight_dtype)
+        if wanted.weight
+        else weight_VH.new_empty(0),
+        torch.zeros_like(weight_VH[:, 0], dtype=sums_in(tokens.dtype)) if wanted.bias else weight_VH.new_empty(0),
+    )
+
+
+def sums_in(dtype: torch.dtype) -> torch.dtype:
+    """What log-probs, losses and sums over chunks are held in, for products in this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """out = a @ b, also where out is wider than the factors."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def add_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """out += a @ b, also where out is wider than the factors."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))
+
+
+def narrowed(wide_VH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix in another dtype; a narrower one in the same memory, so that no second matrix is needed.
+
+    Row i of the narrow matrix lies where row i/2 of the wide one lay. Rows k to 2k of the result overwrite wide rows
+    k/2 to k, which are done with, so each step doubles what is converted.
+    """
+    if dtype == wide_VH.dtype:
+        return wide_VH
+    assert dtype.itemsize * 2 == wide_VH.dtype.itemsize
+    V, H = wide_VH.shape
+    narrow_VH = wide_VH.view(dtype).view(-1)[: V * H].view(V, H)
+    narrow_VH[:1].copy_(wide_VH[:1].clone())
+    done = 1
+    while done < V:
+        step = slice(done, min(2 * done, V))
+        narrow_VH[step].copy_(wide_VH[step])
+        done = step.stop
+    return narrow_VH
