@@ -46,7 +46,7 @@ class Jitted:
 def launcher(monkeypatch):
     found = Launcher(kernel)
     found.interpreted, found.jitted = False, Jitted()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU's tensors
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU's tensors
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     return found
 
@@ -59,7 +59,8 @@ def test_the_second_launch_is_given_what_triton_gives(launcher):
     assert (grid, arguments) == ((5,), (x, y, 3))
     assert options == {"num_warps": 4, "enable_fp_fusion": True, "ODD": True, "BLOCK": 8}
     hooks = None, None, None
-    assert compiled.launches == [(7, 1, 1, "stream", "function", "metadata", *hooks, y, x, 9, True, 8)]
+    pointers = y.data_ptr(), x.data_ptr()
+    assert compiled.launches == [(7, 1, 1, "stream", "function", "metadata", *hooks, *pointers, 9, True, 8)]
 
 
 def test_compiled_anew_for_other_dtypes_constants_and_warps(launcher):

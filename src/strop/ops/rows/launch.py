@@ -3,7 +3,8 @@
 Triton specialises a kernel on its arguments' values (divisible by 16, equal to 1) and therefore looks at every argument of
 every launch, which takes longer than the launch. These kernels state their integers' types and their own alignment and
 gain nothing from it: each is compiled once for a set of dtypes and constants, and what was compiled is launched directly,
-past the hooks that Triton calls before and after a launch.
+past the hooks that Triton calls before and after a launch. Pointers go to it as numbers: of a tensor it would ask the driver
+whether a kernel can reach it.
 """
 
 import inspect
@@ -37,10 +38,11 @@ class Launcher:
 
     def __call__(self, programs: int, *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
         device = arguments[0].device.index
-        if not self.interpreted and device != torch.cuda.current_device():
+        if not self.interpreted and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):  # Triton launches on the current device, wherever the tensors are
                 return self(programs, *arguments, num_warps=num_warps, **constants)
-        dtypes = [pointer.dtype for pointer in arguments[: self.num_pointers]]
+        pointers, numbers = arguments[: self.num_pointers], arguments[self.num_pointers :]
+        dtypes = [pointer.dtype for pointer in pointers]
         key = (device, num_warps, *dtypes, *constants.values())
         compiled = self._compiled.get(key)
         if compiled is None or self.interpreted:
@@ -52,6 +54,6 @@ class Launcher:
             stream = torch._C._cuda_getCurrentRawStream(device)
             compiled.run(
                 programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *_NO_HOOKS,
-                *arguments, *constants.values(),
+                *[pointer.data_ptr() for pointer in pointers], *numbers, *constants.values(),
             )  # fmt: skip
         return None
