@@ -52,8 +52,7 @@ TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
 _SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again for the next ones does not show
 _PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocessor computes at a time
 _MOST_BLOCKS = 16  # more, and the products become too small
-_FROZEN_TOKENS = 1536  # of a frozen head's chunk: larger products are no quicker (a trained one has a sum to visit)
-_FEWEST_TOKENS = 32  # of such a chunk: with fewer, reading the weight for each takes longer than a third product
+_FEWEST_TOKENS = 32  # of a frozen head's chunk: with fewer, reading the weight for each takes longer than a third product
 
 
 def linear_logps(
@@ -209,11 +208,12 @@ def linear_policy_terms(
         ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values, part) for values in per_token)
         terms = rows.policy_terms(
             logits_nV, ids_n, None, old_n, ref_n, advantages_n, weights_n, temperature, loss, any(wanted[:3]), True,
-            (logps_n[part], terms_3n[:, part]), wanted.only_hidden,
+            (logps_n[part], terms_3n[:, part]), wanted.factors_can_wait,
         )  # fmt: skip
         if wanted.hidden:
             tokens.put_product(logits_nV, head.weight_VH, terms.factors_N, part, grads.hidden_NH)
         if wanted.weight:
+            hidden_nH = tokens.multiplied(hidden_nH, terms.factors_N)
             (add_product if part.start else product)(logits_nV.T, hidden_nH, grads.weight_VH)
         if wanted.bias:
             grads.bias_V.add_(logits_nV.sum(0, dtype=sums_in(tokens.dtype)))
@@ -224,8 +224,7 @@ def linear_policy_terms(
 
 def _chunk_size(num_tokens: int, head: Head, wanted: Wanted, logit_bytes: int, workspace: int) -> int:
     """Tokens of the largest chunk: their logits and, for factors to be multiplied with, their gradients in float32."""
-    most = workspace // (head.V * logit_bytes + head.weight_VH.shape[1] * 4 * wanted.only_hidden)
-    most = most if wanted.weight else min(most, _FROZEN_TOKENS)
+    most = workspace // (head.V * logit_bytes + head.weight_VH.shape[1] * 4 * wanted.factors_can_wait)
     return max((part.stop - part.start for part in cut(num_tokens, most, TOKENS_MULTIPLE)), default=0)
 
 
@@ -273,8 +272,8 @@ def _over_the_gradient(
         # block, the last, and, since the last may be shorter, the one before it (between them it is linear in b)
         before_last = done_before_last * gradient_row - max(done_before_last - v, 0) * row
         room = round_up(max(v * gradient_row, before_last, V * gradient_row - done_before_last * row), 256)
-        # several blocks also need the hidden states in one piece and a float32 sum of their gradient
-        hidden = 0 if number == 1 else n * H * (logit_bytes + sums_in(dtype).itemsize)
+        # the hidden states' gradient in float32; several blocks also need those states in one piece
+        hidden = n * H * (4 * wanted.factors_can_wait if number == 1 else logit_bytes + sums_in(dtype).itemsize)
         if room + V * row + hidden <= memory:
             return OverTheGradient(v, room)
     return None

@@ -46,8 +46,9 @@ class Wanted(NamedTuple):
     weight_dtype: torch.dtype  # of the parameter, which under autocast is not the head's
 
     @property
-    def only_hidden(self) -> bool:
-        return self.hidden and not self.weight and not self.bias
+    def factors_can_wait(self) -> bool:
+        """Of the rows of the logits' gradient, until after the products: a bias has none."""
+        return (self.hidden or self.weight) and not self.bias
 
 
 class Gradients(NamedTuple):
@@ -125,6 +126,13 @@ class Tokens:
             torch.mm(a, b, out=out_NH[part])
         else:
             self.put(torch.mm(a, b), part, out_NH)
+
+    def multiplied(self, hidden_nH: torch.Tensor, factors_n: torch.Tensor | None) -> torch.Tensor:
+        if factors_n is None:
+            return hidden_nH
+        out_nH = torch.empty_like(hidden_nH)
+        self.rows.put_multiplied(hidden_nH, factors_n, out_nH, None)
+        return out_nH
 
     def workspace(self, size: int) -> torch.Tensor:
         return self.hidden_NH.new_empty(size, dtype=self.dtype)
