@@ -52,7 +52,9 @@ TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
 _SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again for the next ones does not show
 _PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocessor computes at a time
 _MOST_BLOCKS = 16  # more, and the products become too small
-_FEWEST_TOKENS = 32  # of a frozen head's chunk: with fewer, reading the weight for each takes longer than a third product
+_FEWEST_TOKENS = (
+    32  # of a frozen head's chunk: with fewer, reading the weight for each takes longer than a third product
+)
 
 
 def linear_logps(
