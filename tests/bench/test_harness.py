@@ -44,8 +44,12 @@ def test_equal_contenders_are_called_equal():
 def test_contenders_take_turns():
     order = []
     contenders = [Contender(name=n, function=lambda n=n: (order.append(n), time.sleep(1e-3)), args=()) for n in "abc"]
-    harness.measure(Case(work="turns", labels={}, contenders=contenders), Method(rounds=3, sample_seconds=1e-4))
-    assert "".join(order[-18:]) == "aabbcc" * 3  # an untimed and a timed stretch each
+    harness.measure(Case(work="turns", labels={}, contenders=contenders), Method(rounds=7, sample_seconds=1e-4))
+    turns = "".join(order[-42:])
+    assert turns[::2] == turns[1::2]  # an untimed and a timed stretch each
+    rounds = [turns[start : start + 6 : 2] for start in range(0, 42, 6)]
+    assert {"".join(sorted(names)) for names in rounds} == {"abc"}
+    assert len(set(rounds)) > 2  # nobody always comes after the same one
 
 
 def test_samples_are_of_the_bare_call():

@@ -164,7 +164,7 @@ def test_the_flush_before_a_call_is_not_timed(fake_gpu):
     timer = gpu_timers.GpuTimer(Contender(name="x", function=lambda s: fake_gpu.append("call"), args=(1,)))
     fake_gpu.clear()
     assert timer.timeit(3) < 2e-2
-    assert fake_gpu == ["call"] + ["flush", "head start", "event", "call", "event"] * 3 + ["wait"]
+    assert fake_gpu == ["flush", "head start", "event", "call", "event"] * 3 + ["wait"]
     assert gc.isenabled()
 
 
@@ -172,14 +172,14 @@ def test_the_wall_clock_waits_before_and_after(fake_gpu):
     timer = gpu_timers.WallGpuTimer(Contender(name="x", function=lambda: (fake_gpu.append("call"), time.sleep(1e-3))))
     fake_gpu.clear()
     assert 2e-3 <= timer.timeit(2) < 3e-2
-    assert fake_gpu == ["call"] + ["flush", "wait", "call", "wait"] * 2
+    assert fake_gpu == ["flush", "wait", "call", "wait"] * 2
 
 
 def test_a_loop_waits_at_its_end_alone(fake_gpu):
     timer = gpu_timers.LoopGpuTimer(Contender(name="x", function=lambda: (fake_gpu.append("call"), time.sleep(1e-3))))
     fake_gpu.clear()
     assert 3e-3 <= timer.timeit(3) < 3e-2
-    assert fake_gpu == ["call", "wait", "call", "call", "call", "wait"]
+    assert fake_gpu == ["wait", "call", "call", "call", "wait"]
 
 
 def test_a_case_takes_its_own_clock():

@@ -23,8 +23,7 @@ class GpuTimer:
     The GPU is kept waiting before each call, so that its launches are queued as they are behind a model's forward: what
     counts is the time on the GPU, and what Python does only where the call itself waits for the GPU. `WallGpuTimer`
     counts all that Python does, `LoopGpuTimer` what of it the GPU's work does not hide. The garbage collector is off
-    meanwhile, as in `timeit`, and a call that is not counted comes first, so that memory another contender has freed is
-    found.
+    meanwhile, as in `timeit`.
     """
 
     HEAD_START = 4_000_000  # cycles, about 2 ms: more than any contender's Python takes
@@ -37,7 +36,6 @@ class GpuTimer:
     def timeit(self, number: int) -> float:
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(number)]
         with _no_garbage_collection():
-            self._call()
             for start, end in events:
                 self._cache.zero_()
                 torch.cuda._sleep(self.HEAD_START)
@@ -54,7 +52,6 @@ class WallGpuTimer(GpuTimer):
     def timeit(self, number: int) -> float:
         seconds = 0.0
         with _no_garbage_collection():
-            self._call()
             for _ in range(number):
                 self._cache.zero_()
                 torch.cuda.synchronize()
@@ -70,7 +67,6 @@ class LoopGpuTimer(GpuTimer):
 
     def timeit(self, number: int) -> float:
         with _no_garbage_collection():
-            self._call()
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(number):

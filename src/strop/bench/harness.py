@@ -3,7 +3,9 @@
 A case is one piece of work and several contenders for it. Before anything is timed, each contender's result is compared
 with what is expected of it. Then the contenders take turns, round after round, so that what disturbs the machine disturbs
 all of them: a turn is an untimed stretch of calls, in which the threads and caches of the one before are forgotten, and
-then a timed stretch, long enough for the clock. One stretch gives one sample, in nanoseconds a call. All samples are kept.
+then a timed stretch, long enough for the clock. Heat is not forgotten as fast, and a GPU slows down for it: so each round
+has an order of its own, and nobody always comes after the same one. One stretch gives one sample, in nanoseconds a call.
+All samples are kept.
 Work on a GPU is timed by the GPU's own clock, call by call, each after its cache has been overwritten (`strop.bench.gpu_timers`).
 
 The figure is the median; a ratio of medians comes with a bootstrap interval over rounds, and the verdict says "faster"
@@ -18,6 +20,7 @@ import gc
 import json
 import os
 import platform
+import random
 import re
 import resource
 import shutil
@@ -166,8 +169,10 @@ def measure(case: Case, method: Method) -> dict[str, Any]:
     wall: dict[str, list[float]] = {name: [] for name in timers}
     cpu: dict[str, list[float]] = {name: [] for name in timers}
     collecting: dict[str, list[float]] = {name: [] for name in timers}
+    draw = random.Random(0)
     for _ in range(case.rounds or method.rounds):
-        for name, timer in timers.items():
+        for name in draw.sample(list(timers), len(timers)):
+            timer = timers[name]
             if case.warm_up:
                 timer.timeit(calls[name])
             with _collector_clock() as collector:
