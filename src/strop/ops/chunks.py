@@ -69,7 +69,7 @@ def linear_logps(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probs [N], statistics [2, N], entropies [N] (empty unless asked for)."""
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
-    logits_at_once = (workspace or SCORE_WORKSPACE) // rows.bytes_per_logit(tokens.dtype)
+    logits_at_once = (workspace or SCORE_WORKSPACE) // rows.bytes_per_logit(tokens.dtype, entropy)
     n = max(1, min(tokens.count, _SCORE_TOKENS, logits_at_once))
     v = min(head.V, _score_vocabulary(n, logits_at_once, hidden_NH.device))
     logps_n, stats_2n, entropies_n = (
@@ -81,7 +81,8 @@ def linear_logps(
         into = logps_n[part], stats_2n[:, part], entropies_n[:, part].reshape(-1)
         for number, block in enumerate(slices(head.V, v)):
             logits_nv = head.logits(hidden_nH, block, memory)
-            rows.logps(logits_nv, ids_n, None, temperature, entropy, into, (block.start, head.V, number))
+            where = block.start, head.V, number
+            rows.logps(logits_nv, ids_n, None, temperature, entropy, into, where, in_place=True)
     return tokens.spread(logps_n), tokens.spread(stats_2n), tokens.spread(entropies_n).reshape(-1)
 
 
@@ -117,7 +118,8 @@ def linear_logps_bwd(
 ) -> Gradients:
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     grads = empty_gradients(tokens, head, wanted)
-    logits_at_once = _train_workspace(hidden_NH.device, workspace) // rows.bytes_per_logit(tokens.dtype)
+    logit_bytes = rows.bytes_per_logit(tokens.dtype, d_entropies_N is not None)
+    logits_at_once = _train_workspace(hidden_NH.device, workspace) // logit_bytes
     v = max(1, logits_at_once // max(tokens.count, 1))
     hidden_nH, ids_n = tokens.hidden(), tokens.take(ids_N)
     stats_2n, d_logps_n = tokens.take(stats_2N, dim=1), tokens.take(d_logps_N)

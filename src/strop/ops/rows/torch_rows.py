@@ -1,6 +1,6 @@
 """Rows of logits in plain torch: the functions of `strop.ops.rows.triton_rows` for every other device.
 
-The logits come as [N, V] chunks small enough that a few more of their size do not matter.
+What they take is passes over [N, V], so those are few and, where the logits may be overwritten, in their memory.
 """
 
 import torch
@@ -11,9 +11,10 @@ from strop.ops.rows import OnItsWay, PolicyTerms, TokenLoss
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def bytes_per_logit(dtype: torch.dtype) -> int:
-    """Of working memory: the logit itself, and three copies in the precision of the arithmetic."""
-    return 4 * 8 if dtype == torch.float64 else dtype.itemsize + 3 * 4
+def bytes_per_logit(dtype: torch.dtype, entropy: bool = False) -> int:
+    """Of working memory: the logit itself; itself in float32 where it is narrower; for the entropy, once more and a mask."""
+    wide = max(dtype.itemsize, 4)
+    return dtype.itemsize + (wide if dtype.itemsize < 4 else 0) + (wide + 1 if entropy else 0)
 
 
 def places(mask_N: torch.Tensor) -> tuple[torch.Tensor, OnItsWay]:
@@ -31,27 +32,32 @@ def logps(
     entropy: bool,
     into: Results | None = None,
     block: tuple[int, int, int] | None = None,
+    in_place: bool = False,
 ) -> Results:
     """Log-probs [N], statistics [2, N] for the way back, entropies [N] (empty unless asked for).
 
-    block   (first id, vocabulary, number of this block) where the logits are one block of a vocabulary that comes in
-            several; `into` holds what the blocks before have found: x[id], the maximum m, Σ exp(x − m), Σ exp·(x − m)
+    block      (first id, vocabulary, number of this block) where the logits are one block of a vocabulary that comes in
+               several; `into` holds what the blocks before have found: x[id], the maximum m, Σ exp(x − m), Σ exp·(x − m)
+    in_place   the logits may be overwritten
     """
     assert mask_N is None, "masked tokens are dropped before"
-    x_NV = _scaled(logits, temperature)
+    x_NV, own = _scaled(logits, temperature, in_place)
     N, V = x_NV.shape
     first_id, vocabulary, number = block or (0, V, 0)
     logps_N, stats_2N, entropies_N = into or (x_NV.new_empty(size) for size in ((N,), (2, N), (N if entropy else 0,)))
 
-    m_N = x_NV.amax(-1).clamp(min=torch.finfo(x_NV.dtype).min)  # a row of −inf keeps a finite maximum
-    d_NV = x_NV - m_N[:, None]
-    e_NV = d_NV.exp()
-    s_N = e_NV.sum(-1)
-    t_N = (e_NV * d_NV.masked_fill_(e_NV == 0, 0.0)).sum(-1) if entropy else None
-    here_N = (ids_N >= first_id) & (ids_N < first_id + V)
-    picked_N = x_NV.gather(-1, torch.where(here_N, ids_N - first_id, 0).long()[:, None]).squeeze(-1)
+    here_N, picked_N = _picked(x_NV, ids_N, first_id)
+    m_N = _highest(x_NV)
+    d_NV = _minus(x_NV, own, m_N)
+    t_N = None
+    if entropy:
+        e_NV = d_NV.exp()
+        s_N = e_NV.sum(-1)
+        t_N = d_NV.masked_fill_(e_NV == 0, 0.0).mul_(e_NV).sum(-1)
+    else:
+        s_N = d_NV.exp_().sum(-1)
     if number == 0:
-        picked_N = torch.where((ids_N >= 0) & (ids_N < vocabulary), picked_N, torch.nan)
+        picked_N = torch.where(_exists(ids_N, vocabulary), picked_N, torch.nan)
     else:
         picked_N = torch.where(here_N, picked_N, logps_N)
         top_N = torch.maximum(m_N, stats_2N[0])
@@ -89,20 +95,17 @@ def logps_bwd(
     """The gradient of the logits, or with in_place of their memory. block: (first id, vocabulary)."""
     assert mask_N is None, "masked tokens are dropped before"
     first_id, vocabulary = block or (0, logits.shape[-1])
-    log_p_NV = _scaled(logits, temperature).sub_(stats_2N[0][:, None]).sub_(stats_2N[1][:, None])
-    d_logps_N = torch.where((ids_N >= 0) & (ids_N < vocabulary), d_logps_N, torch.nan)
-    d_p_N1 = d_logps_N[:, None]
-    if d_entropies_N is None:  # −d_logp·p
-        dx_NV = log_p_NV.exp_().mul_(-d_p_N1)
+    m_N, log_sum_N = stats_2N
+    d_NV = _minus(*_scaled(logits, temperature, in_place), m_N)
+    d_logps_N = torch.where(_exists(ids_N, vocabulary), d_logps_N, torch.nan) / temperature
+    if d_entropies_N is None:
+        dx_NV = _times(d_NV.exp_(), -d_logps_N * (-log_sum_N).exp())  # −d_logp·p
     else:  # −d_logp·p − d_H·p·(log p + H)
+        log_p_NV = _minus(d_NV, True, log_sum_N)
         p_NV = log_p_NV.exp()
         inside_NV = log_p_NV.masked_fill_(p_NV == 0, 0.0).add_(entropies_N[:, None])
-        dx_NV = inside_NV.mul_(d_entropies_N[:, None]).add_(d_p_N1).mul_(p_NV).neg_()
-    here_N = (ids_N >= first_id) & (ids_N < first_id + logits.shape[-1])
-    column_N1 = torch.where(here_N, ids_N - first_id, 0).long()[:, None]
-    dx_NV.scatter_add_(1, column_N1, torch.where(here_N, d_logps_N, 0.0)[:, None])
-    dx_NV /= temperature
-    return logits.copy_(dx_NV) if in_place else dx_NV.to(logits.dtype)
+        dx_NV = _times(inside_NV, d_entropies_N / temperature).add_(d_logps_N[:, None]).mul_(p_NV).neg_()
+    return _written(_with_targets(dx_NV, ids_N, d_logps_N, first_id), logits, in_place)
 
 
 def policy_terms(
@@ -121,11 +124,19 @@ def policy_terms(
     factored: bool = False,
 ) -> PolicyTerms:
     """The terms of a policy loss and the gradient of the logits; advantages and weights [N]. Nothing is left to factors."""
-    logps_N, stats_2N, entropies_N = logps(logits, ids_N, mask_N, temperature, False)
+    assert mask_N is None, "masked tokens are dropped before"
+    x_NV, own = _scaled(logits, temperature, in_place)
+    exists_N = _exists(ids_N, x_NV.shape[1])
+    picked_N = torch.where(exists_N, _picked(x_NV, ids_N, 0)[1], torch.nan)
+    m_N = _highest(x_NV)
+    e_NV = _minus(x_NV, own, m_N).exp_()
+    s_N = e_NV.sum(-1)
+    logps_N = picked_N - m_N - s_N.log()
     terms_3N, d_logps_N = token_terms(logps_N, old_logps_N, ref_logps_N, advantages, weights, loss)
     d_logits = None
     if gradient:
-        d_logits = logps_bwd(logits, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, None, temperature, in_place)
+        d_logps_N = torch.where(exists_N, d_logps_N, torch.nan) / temperature
+        d_logits = _written(_with_targets(_times(e_NV, -d_logps_N / s_N), ids_N, d_logps_N, 0), logits, in_place)
     if into is not None:
         logps_N, terms_3N = into[0].copy_(logps_N), into[1].copy_(terms_3N)
     return PolicyTerms(logps_N, terms_3N, d_logits)
@@ -190,5 +201,52 @@ def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     gradient.mul_(factor)
 
 
-def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+# ---- passes over the logits: as few as can be, and where they lie ---------------------------------------------------
+
+
+def _scaled(logits: torch.Tensor, temperature: float, in_place: bool) -> tuple[torch.Tensor, bool]:
+    """logits / temperature in the precision of the arithmetic, and whether that memory may be overwritten."""
+    if logits.dtype in (torch.float32, torch.float64):
+        x_NV, own = logits, in_place
+    else:
+        x_NV, own = logits.float(), True
+    if temperature == 1:
+        return x_NV, own
+    return (x_NV.div_(temperature) if own else x_NV / temperature), True
+
+
+def _highest(x_NV: torch.Tensor) -> torch.Tensor:
+    return x_NV.amax(-1).clamp(min=torch.finfo(x_NV.dtype).min)  # a row of −inf keeps a finite maximum
+
+
+def _minus(x_NV: torch.Tensor, own: bool, values_N: torch.Tensor) -> torch.Tensor:
+    return x_NV.sub_(values_N[:, None]) if own else x_NV - values_N[:, None]
+
+
+def _times(x_NV: torch.Tensor, factors_N: torch.Tensor) -> torch.Tensor:
+    return x_NV.mul_(factors_N[:, None])
+
+
+def _exists(ids_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    return (ids_N >= 0) & (ids_N < vocabulary)
+
+
+def _column(ids_N: torch.Tensor, V: int, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which ids are among these V, and their columns [N, 1], 0 for others."""
+    here_N = _exists(ids_N - first_id, V)
+    return here_N, torch.where(here_N, ids_N - first_id, 0).long()[:, None]
+
+
+def _picked(x_NV: torch.Tensor, ids_N: torch.Tensor, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which ids are among these, and their values, whatever for others."""
+    here_N, column_N1 = _column(ids_N, x_NV.shape[1], first_id)
+    return here_N, x_NV.gather(-1, column_N1).squeeze(-1)
+
+
+def _with_targets(dx_NV: torch.Tensor, ids_N: torch.Tensor, d_N: torch.Tensor, first_id: int) -> torch.Tensor:
+    here_N, column_N1 = _column(ids_N, dx_NV.shape[1], first_id)
+    return dx_NV.scatter_add_(1, column_N1, torch.where(here_N, d_N, 0.0)[:, None])
+
+
+def _written(dx_NV: torch.Tensor, logits: torch.Tensor, in_place: bool) -> torch.Tensor:
+    return logits.copy_(dx_NV) if in_place else dx_NV.to(logits.dtype)

@@ -24,7 +24,7 @@ from strop.ops.rows.kernels import LOG2E
 INTERPRETED = kernels.logp_kernel.interpreted
 
 
-def bytes_per_logit(dtype: torch.dtype) -> int:
+def bytes_per_logit(dtype: torch.dtype, entropy: bool = False) -> int:
     """Of working memory: the logit itself."""
     return dtype.itemsize
 
@@ -153,12 +153,14 @@ def logps(
     entropy: bool,
     into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     block: tuple[int, int, int] | None = None,
+    in_place: bool = False,
     way_back: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Log-probs [N], statistics [2, N] for the way back, entropies [N] where asked for.
 
-    block   (first id, vocabulary, number of this block) where the logits are one block of a vocabulary that comes in
-            several; `into` holds what the blocks before have found
+    block      (first id, vocabulary, number of this block) where the logits are one block of a vocabulary that comes in
+               several; `into` holds what the blocks before have found
+    in_place   the logits may be overwritten; there is no need to
     """
     logits, rows = as_rows(logits)
     first_id, vocabulary, number = block or (0, rows.V, 0)
