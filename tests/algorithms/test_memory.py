@@ -148,8 +148,7 @@ def test_the_message_of_others():
     from tiny_models import llama
 
     sft = SFT(model=llama(), micro_batch_tokens=7)
-    sft.model.forward = None  # what fails is below
-    sft.policy.logps = lambda batch: (_ for _ in ()).throw(torch.OutOfMemoryError("no number here\nmore"))
+    sft.policy.hidden = lambda batch: (_ for _ in ()).throw(torch.OutOfMemoryError("no number here\nmore"))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         sft.train_step([[1, 2]], [[3]])
     assert str(caught.value).endswith(

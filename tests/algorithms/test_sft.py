@@ -8,7 +8,7 @@ from tiny_models import Letters, llama
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, tiny_moe, weights_of
 
-from strop.algorithms.sft import SFT, SFTConfig
+from strop.algorithms.sft import SFT, SFTConfig, learnable_nll
 
 MAKES = {"qwen2": tiny_qwen2, "moe": tiny_moe, "plain": Bigram}
 
@@ -68,6 +68,22 @@ def test_a_step_by_hand():
     wanted = before.clone()
     wanted[2] += 0.5 * (torch.eye(4)[3] - before[2].softmax(-1))
     torch.testing.assert_close(model.table_VV.detach(), wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_gradient_made_on_the_way_is_that_of_the_log_probs(packing):
+    """Of ragged rows, with padding that does not count."""
+    sft, found = SFT(model=tiny_qwen2(), packing=packing), []
+    batch = sft._collate(random_examples(4))
+    for loss_of in (
+        lambda: learnable_nll(sft.policy.hidden(batch), batch, 5),
+        lambda: -sft.policy.logps(batch).sum() / 5,
+    ):
+        sft.policy.model.zero_grad()
+        loss = loss_of()
+        (loss / 3).backward()
+        found.append([loss.detach(), *(p.grad for p in sft.policy.model.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 # ---- invariances ----

@@ -147,7 +147,7 @@ def test_out_of_memory_is_told_and_freed():
         activations = hidden.sum() * torch.ones(2**24, device="cuda")  # 64 MiB of the step's own
         return activations.sum() * torch.empty(2**40, device="cuda")
 
-    sft.policy.logps = logps
+    sft.policy.hidden, sft.policy.logps = lambda batch: None, logps
     with pytest.raises(torch.OutOfMemoryError, match=r"in the forward of an update, step 2 .*4096.00 GiB asked for of"):
         sft.train_step(torch.tensor([[3, 4]]), torch.tensor([[5]]))
     assert torch.cuda.memory_allocated() < before + 2**20

@@ -333,6 +333,27 @@ def test_a_head_that_is_a_transposed_matrix(backend, dtype):
     assert torch.equal(leaves[0].grad, leaves[1].grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("workspace", [None, 4000, 25_000], ids=["one piece", "chunks", "blocks"])
+def test_gradients_of_a_tied_weight_are_added_in_place(dtype, workspace):
+    """There is no third matrix of its size: autograd adds to the head's gradient only where nobody else holds its memory.
+
+    Not through Triton's interpreter, which holds what it was last given.
+    """
+    tied = torch.randn(350, 40, dtype=dtype, requires_grad=True)
+    ids, mask = torch.arange(26).view(2, 13), torch.ones(2, 13)
+    hidden = torch.nn.functional.embedding(ids, tied)
+    with registry.use_backend(linear_grpo_loss="chunked"):
+        loss = linear_grpo_loss(
+            hidden, tied, ids, None, None, mask, advantages=torch.ones(2), workspace=workspace
+        ).loss  # fmt: skip
+    with torch.autograd.profiler.profile(record_shapes=True) as happened:
+        loss.backward()
+    sums = [event.name for event in happened.function_events if event.input_shapes[:2] == [list(tied.shape)] * 2]
+    assert "aten::add_" in sums
+    assert "aten::add" not in sums
+
+
 @pytest.mark.parametrize(("B_", "T_"), [(0, 3), (2, 0)])
 def test_nothing_at_all(backend, B_, T_):
     (hidden, weight, bias), rest, _ = example()

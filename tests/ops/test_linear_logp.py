@@ -290,6 +290,19 @@ def test_int32_ids_and_a_banned_token(backend):
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_banned_token_that_was_taken(backend, frozen):
+    """Its log-prob is −inf, and the way to make it less so is onehot − p as for any other."""
+    hidden, weight, bias, ids, _ = example()
+    bias[ids[0, 1]] = -math.inf
+    leaf, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
+    found = linear_logp(leaf, head, ids, bias=bias)
+    found.sum().backward()
+    p = (hidden @ weight.T + bias).softmax(-1)
+    assert found[0, 1] == -math.inf
+    torch.testing.assert_close(leaf.grad, weight[ids] - p @ weight, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("workspace", [None, 100])
 def test_autocast(backend, workspace):
     """Products in bfloat16, gradients in the parameters' own dtypes; as F.linear under autocast."""

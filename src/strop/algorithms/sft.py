@@ -18,6 +18,8 @@ from strop.algorithms.trainer import Trainer
 from strop.config import OptimConfig, TrainerConfig, check_count
 from strop.data.collate import SequenceBatch
 from strop.data.formats import is_conversation
+from strop.models.policy import Head, counted
+from strop.ops import linear_grpo_loss
 
 Example = tuple[Ids, Ids]  # prompt, completion
 
@@ -99,6 +101,8 @@ class SFT(Trainer):
 
     def _loss(self, batch: SequenceBatch, num_tokens: int) -> torch.Tensor:
         """This part's share of the mean over all tokens of the batch: shares add up, however it is cut."""
+        if torch.is_grad_enabled() and (head := self.policy.hidden(batch)) is not None:
+            return learnable_nll(head, batch, num_tokens)
         return -self.policy.logps(batch).sum() / num_tokens
 
     def _collate(self, examples: Sequence[Example]) -> SequenceBatch:
@@ -130,6 +134,19 @@ class SFT(Trainer):
             raise ValueError(f"{where}: {wanted}, found {len(completion)}")
         self.policy.check_ids(torch.cat([prompt, completion]), where)
         return prompt, fit(prompt, completion, self.config.max_length, self.policy.max_length, where)
+
+
+def learnable_nll(head: Head, batch: SequenceBatch, num_tokens: int) -> torch.Tensor:
+    """−Σ log π / num_tokens with its gradient made on the way: three products with the head's weight, where log-probs, which
+    cannot know what comes back, take four.
+
+    −A·log π with A = 1 is CISPO's loss on policy, its ratio being 1.
+    """
+    hidden_BTH, weight, bias = head
+    return linear_grpo_loss(
+        hidden_BTH, weight, batch.input_ids_BT, None, None, counted(batch), bias=bias,
+        advantages=hidden_BTH.new_ones(len(hidden_BTH)), loss_type="cispo", clip_eps=(1.0, 1.0), num_tokens=num_tokens,
+    ).loss  # fmt: skip
 
 
 def _lengths(examples: Sequence[Example]) -> list[int]:

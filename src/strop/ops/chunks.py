@@ -37,6 +37,7 @@ from strop.ops.head import (
     cut,
     empty_gradients,
     narrowed,
+    no_view,
     product,
     round_up,
     slices,
@@ -55,6 +56,8 @@ _MOST_BLOCKS = 16  # more, and the products become too small
 _FEWEST_TOKENS = (
     32  # of a frozen head's chunk: with fewer, reading the weight for each takes longer than a third product
 )
+
+_LOGP_ITSELF = TokenLoss("cispo", (1.0, 1.0), None, 0.0, "k3")  # −A·logp on policy, where A is −1
 
 
 def linear_logps(
@@ -168,16 +171,17 @@ def linear_logps_with_gradient(
     wanted = Wanted(hidden=True, weight=False, bias=False, weight_dtype=tokens.dtype)
     room = rows.bytes_per_logit(tokens.dtype), _train_workspace(hidden_NH.device, workspace)
     chunks = LogitChunks(tokens, head, _chunk_size(tokens.at_most, head, wanted, *room))
-    logps_n = hidden_NH.new_empty(tokens.count, dtype=sums_in(tokens.dtype))
+    logps_n, terms_3n, ones_n = (
+        hidden_NH.new_ones(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,), ())
+    )
     grads = empty_gradients(tokens, head, wanted)
     for part, _, logits_nV in chunks:
-        ids_n = tokens.take(ids_N, part)
-        found_n, stats_2n, _ = rows.logps(logits_nV, ids_n, None, temperature, False)
-        logps_n[part] = found_n
-        rows.logps_bwd(
-            logits_nV, ids_n, None, stats_2n, found_n, torch.ones_like(found_n), None, temperature, True
-        )  # fmt: skip
-        tokens.put_product(logits_nV, head.weight_VH, None, part, grads.hidden_NH)
+        given = tokens.take(ids_N, part), None, None, None, -ones_n[part], ones_n[part]
+        into = logps_n[part], terms_3n[:, part]
+        terms = rows.policy_terms(
+            logits_nV, *given, temperature, _LOGP_ITSELF, True, True, into, wanted.factors_can_wait
+        )
+        tokens.put_product(logits_nV, head.weight_VH, terms.factors_N, part, grads.hidden_NH)
     return tokens.spread(logps_n), grads.hidden_NH
 
 
@@ -222,7 +226,7 @@ def linear_policy_terms(
         if wanted.bias:
             grads.bias_V.add_(logits_nV.sum(0, dtype=sums_in(tokens.dtype)))
     if wanted.weight:
-        grads = grads._replace(weight_VH=narrowed(grads.weight_VH, wanted.weight_dtype))
+        grads = grads._replace(weight_VH=no_view(narrowed(grads.weight_VH, wanted.weight_dtype)))
     return *rows.sums(terms_3n), tokens.spread(logps_n), grads
 
 
@@ -323,7 +327,7 @@ def _policy_terms_in_blocks(
         product(logits_nv.T, hidden_nH, d_weight_VH[block])
     if d_hidden_nH is not None:
         tokens.put(d_hidden_nH, slice(0, n), grads.hidden_NH)
-    return *rows.sums(terms_3n), tokens.spread(logps_n), grads._replace(weight_VH=d_weight_VH)
+    return *rows.sums(terms_3n), tokens.spread(logps_n), grads._replace(weight_VH=no_view(d_weight_VH))
 
 
 def _train_workspace(device: torch.device, workspace: int | None) -> int:

@@ -248,3 +248,10 @@ def narrowed(wide_VH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         narrow_VH[step].copy_(wide_VH[step])
         done = step.stop
     return narrow_VH
+
+
+def no_view(gradient: torch.Tensor) -> torch.Tensor:
+    """The same memory, held by this tensor alone: autograd adds to a gradient in place, as a tied weight's is, only where nobody
+    else holds its memory, and a view's base does.
+    """
+    return gradient.data

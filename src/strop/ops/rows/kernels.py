@@ -358,9 +358,9 @@ def _k3(d):
 
 
 @triton.jit
-def clipped_surrogate(logp, old, advantage, low, high, delta):
-    """−min(r·A, clip(r)·A) with r = exp(logp − old) bounded by delta, and its derivative by logp: −A·r, 0 where cut."""
-    ratio = tl.exp(logp - old)
+def clipped_surrogate(logp, log_ratio, advantage, low, high, delta):
+    """−min(r·A, clip(r)·A) with r = exp(log_ratio) bounded by delta, and its derivative by logp: −A·r, 0 where cut."""
+    ratio = tl.exp(log_ratio)
     raised = tl.maximum(ratio, low, propagate_nan=ALL_NAN)
     below_delta = tl.minimum(raised, delta, propagate_nan=ALL_NAN)
     bounded = tl.where(advantage < 0, below_delta, tl.minimum(ratio, high, propagate_nan=ALL_NAN))
@@ -369,9 +369,9 @@ def clipped_surrogate(logp, old, advantage, low, high, delta):
 
 
 @triton.jit
-def clipped_weight(logp, old, advantage, low, high, delta):
+def clipped_weight(logp, log_ratio, advantage, low, high, delta):
     """−min(r, high)·A·logp, the weight without gradient (CISPO), and its derivative by logp."""
-    d_logp = -advantage * tl.minimum(tl.exp(logp - old), high, propagate_nan=ALL_NAN)
+    d_logp = -advantage * tl.minimum(tl.exp(log_ratio), high, propagate_nan=ALL_NAN)
     return d_logp * logp, d_logp
 
 
@@ -425,9 +425,10 @@ def policy_loss_kernel(
     log2_sum = tl.log2(total)
     logp = ((picked - top) * scale - log2_sum) * LN2
 
+    log_ratio = logp - old
     if ON_POLICY:
-        old = logp
-    loss, d_loss = TOKEN_LOSS(logp, old, advantage, low, high, delta)
+        log_ratio = tl.where(logp == logp, 0.0, logp)  # 0 also for −inf, NaN for NaN
+    loss, d_loss = TOKEN_LOSS(logp, log_ratio, advantage, low, high, delta)
     kl, d_kl = 0.0, 0.0
     if KL > 0:
         d = ref - logp

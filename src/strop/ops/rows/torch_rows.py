@@ -5,6 +5,7 @@ What they take is passes over [N, V], so those are few and, where the logits may
 
 import torch
 
+from strop._tensors import can_look
 from strop.losses import clip_bounds, kl_estimate, token_policy_loss
 from strop.ops.rows import OnItsWay, PolicyTerms, TokenLoss
 
@@ -197,8 +198,9 @@ def _d_terms(
 
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
-    """gradient · factor in place."""
-    gradient.mul_(factor)
+    """gradient · factor in place. Where the factor is seen to be 1, nothing is read or written."""
+    if not can_look(factor) or factor != 1:
+        gradient.mul_(factor)
 
 
 # ---- passes over the logits: as few as can be, and where they lie ---------------------------------------------------
