@@ -323,6 +323,29 @@ def test_frozen_parts(backend, wanted, workspace):
             torch.testing.assert_close(leaf.grad, 3 * gradient, rtol=1e-5, atol=1e-6)
 
 
+LAYOUTS = {
+    "wider rows": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "hidden first": lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "time first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_hidden_states_however_they_lie(backend, layout, dtype, masked, frozen):
+    (hidden, weight, _), (ids, old_logps, rewards, mask), _ = example(dtype)
+    mask = mask if masked else torch.ones_like(mask)
+    results = []
+    for one in (hidden, layout(hidden)):
+        assert torch.equal(one, hidden)
+        leaves = one.detach().requires_grad_(), weight.detach().clone().requires_grad_(not frozen)
+        loss = linear_grpo_loss(*leaves, ids, old_logps, rewards, mask, samples_per_prompt=2).loss
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves[: 2 - frozen])))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_that_is_a_transposed_matrix(backend, dtype):
     (hidden, weight, bias), rest, _ = example(dtype)

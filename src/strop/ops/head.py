@@ -130,7 +130,7 @@ class Tokens:
     def multiplied(self, hidden_nH: torch.Tensor, factors_n: torch.Tensor | None) -> torch.Tensor:
         if factors_n is None:
             return hidden_nH
-        out_nH = torch.empty_like(hidden_nH)
+        out_nH = hidden_nH.new_empty(hidden_nH.shape)
         self.rows.put_multiplied(hidden_nH, factors_n, out_nH, None)
         return out_nH
 

@@ -140,7 +140,7 @@ def put_multiplied(
     assert out_NH.is_contiguous()
     if n:
         small_kernels.put_kernel(
-            n, values_nH, factors_n, _or(places_n, factors_n), out_NH, H,
+            n, values_nH.contiguous(), factors_n, _or(places_n, factors_n), out_NH, H,
             PLACED=places_n is not None, BLOCK=min(1024, _power_of_2(H)),
         )  # fmt: skip
 
