@@ -122,3 +122,25 @@ def test_memory(dtype, frozen):
     gradients = hidden.nbytes + (0 if frozen else weight.numel() * sums_in(dtype).itemsize)
     of_tokens = 20 * N * 8  # log-probs, terms, places, ...
     assert 0.7 * workspace < most.bytes <= workspace + gradients + of_tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_memory_over_the_gradient(dtype, temperature):
+    """The same where the logits of all tokens lie over the weight's gradient: a block that is read and kept is copied."""
+    N, V, H, workspace = 200, 3000, 100, 2_000_000
+    hidden, weight = (torch.randn(*shape, dtype=dtype).requires_grad_() for shape in ((2, N // 2, H), (V, H)))
+    ids, mask = torch.zeros(2, N // 2).long(), torch.ones(2, N // 2)
+    with registry.use_backend(linear_grpo_loss="chunked"), MostMemory() as most:
+        linear_grpo_loss(
+            hidden,
+            weight,
+            ids,
+            None,
+            None,
+            mask,
+            advantages=torch.ones(2),
+            temperature=temperature,
+            workspace=workspace,
+        )
+    assert most.bytes <= workspace + hidden.nbytes + weight.numel() * sums_in(dtype).itemsize + 20 * N * 8

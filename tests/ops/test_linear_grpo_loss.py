@@ -237,6 +237,7 @@ def test_all_logits_in_the_memory_of_the_gradient(monkeypatch, num_blocks, dtype
         found, gradients = run(linear_grpo_loss, head, rest, workspace=workspace, **options)
         expected, expected_gradients = run(linear_grpo_loss, head, rest, **options)
     assert blocks == [num_blocks]
+    assert not any(gradient._is_view() for gradient in gradients)  # to which autograd would not add in place
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if computed_in == torch.float32 else {"rtol": 0.02, "atol": 1e-3}
     torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients, expected_gradients, **tolerance)
@@ -357,7 +358,7 @@ def test_a_head_that_is_a_transposed_matrix(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("workspace", [None, 4000, 25_000], ids=["one piece", "chunks", "blocks"])
+@pytest.mark.parametrize("workspace", [None, 4000], ids=["one piece", "chunks"])
 def test_gradients_of_a_tied_weight_are_added_in_place(dtype, workspace):
     """There is no third matrix of its size: autograd adds to the head's gradient only where nobody else holds its memory.
 

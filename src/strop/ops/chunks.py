@@ -204,7 +204,7 @@ def linear_policy_terms(
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
     room = rows.bytes_per_logit(tokens.dtype), _train_workspace(hidden_NH.device, workspace)
-    at_most, plan = _plan(tokens, head, wanted, *room)
+    at_most, plan = _plan(tokens, head, wanted, room[1])
     if plan is not None and plan.v < head.V:
         return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, loss, rows, wanted)
     chunks = LogitChunks(tokens, head, _chunk_size(at_most, head, wanted, *room) if plan is None else at_most)
@@ -247,14 +247,12 @@ class OverTheGradient(NamedTuple):
     room: int  # bytes, so that no gradient reaches logits that are still needed
 
 
-def _plan(
-    tokens: Tokens, head: Head, wanted: Wanted, logit_bytes: int, workspace: int
-) -> tuple[int, OverTheGradient | None]:
+def _plan(tokens: Tokens, head: Head, wanted: Wanted, workspace: int) -> tuple[int, OverTheGradient | None]:
     """For how many tokens there is memory to be, and how they lie over the gradient.
 
     All of them, rather than wait for the number that count; unless those might do with fewer blocks.
     """
-    given = head, wanted, tokens.dtype, logit_bytes, workspace
+    given = head, wanted, tokens.dtype, tokens.rows.bytes_per_logit(tokens.dtype, kept=True), workspace
     plan = _over_the_gradient(tokens.at_most, *given)
     if wanted.weight and (plan is None or plan.v < head.V):
         return tokens.count, _over_the_gradient(tokens.count, *given)

@@ -12,10 +12,12 @@ from strop.ops.rows import OnItsWay, PolicyTerms, TokenLoss
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def bytes_per_logit(dtype: torch.dtype, entropy: bool = False) -> int:
-    """Of working memory: the logit itself; itself in float32 where it is narrower; for the entropy, once more and a mask."""
+def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = False) -> int:
+    """Of working memory: the logit itself; itself in float32 where it is narrower or to be kept; for the entropy, once more
+    and a mask.
+    """
     wide = max(dtype.itemsize, 4)
-    return dtype.itemsize + (wide if dtype.itemsize < 4 else 0) + (wide + 1 if entropy else 0)
+    return dtype.itemsize + (wide if kept or dtype.itemsize < 4 else 0) + (wide + 1 if entropy else 0)
 
 
 def places(mask_N: torch.Tensor) -> tuple[torch.Tensor, OnItsWay]:

@@ -24,7 +24,7 @@ from strop.ops.rows.kernels import LOG2E
 INTERPRETED = kernels.logp_kernel.interpreted
 
 
-def bytes_per_logit(dtype: torch.dtype, entropy: bool = False) -> int:
+def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = False) -> int:
     """Of working memory: the logit itself."""
     return dtype.itemsize
 
