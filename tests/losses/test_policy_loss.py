@@ -140,6 +140,20 @@ def test_on_policy(loss_type, level):
     assert found.metrics["clip_fraction"] == found.metrics["approx_kl"] == 0
 
 
+@every_loss_type
+def test_on_policy_the_ratio_of_a_token_without_probability_is_1(loss_type):
+    logps = float64([[-math.inf, -1.0], [-2.0, math.nan]]).requires_grad_()
+    mask, advantages = torch.tensor([[1, 1], [1, 0]]), float64([2.0, -1.0])
+    options = {"loss_type": loss_type, "max_completion_length": 4, "clip_eps": (0.2, 1.0)}
+    found = policy_loss(logps, None, advantages, mask, **options)
+    found.loss.backward()
+    weights = token_weights(mask, loss_type, max_completion_length=4, dtype=torch.float64)
+    torch.testing.assert_close(logps.grad, -advantages[:, None] * weights)
+    expected = math.inf if loss_type == "cispo" else (-advantages[:, None] * weights).sum().item()
+    assert found.loss.item() == pytest.approx(expected)
+    assert policy_loss(logps, None, advantages, torch.ones(2, 2), **options).loss.isnan()
+
+
 # ---- TRL ----
 
 

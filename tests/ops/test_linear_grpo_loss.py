@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, one_hot
 from yardstick import backends, cut_off
 
 from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, POLICY_LOSS_TYPES
@@ -376,6 +376,25 @@ def test_gradients_of_a_tied_weight_are_added_in_place(dtype, workspace):
     sums = [event.name for event in happened.function_events if event.input_shapes[:2] == [list(tied.shape)] * 2]
     assert "aten::add_" in sums
     assert "aten::add" not in sums
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss_type", ["bnpo", "cispo"])
+@pytest.mark.parametrize("workspace", [None, 700])
+def test_a_banned_token_that_was_taken(backend, dtype, loss_type, workspace):
+    """On policy its ratio is 1 and its gradient that of any other; the loss is infinite where it has the log-prob in it."""
+    (hidden, weight, bias), (ids, _, _, mask), _ = example(dtype)
+    bias[ids[0, 1]] = -math.inf
+    options = {"advantages": torch.full((B,), 2.0), "loss_type": loss_type, "clip_eps": (1.0, 1.0)}
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    found = linear_grpo_loss(*leaves, ids, None, None, mask, bias=bias, workspace=workspace, **options).loss
+    found.backward()
+    assert found.item() == (math.inf if loss_type == "cispo" else pytest.approx(-2.0))
+    d_logits = (linear(hidden, weight, bias).float().softmax(-1) - one_hot(ids, V)) * (2 * mask / mask.sum())[..., None]
+    expected = d_logits @ weight.float(), d_logits.flatten(0, 1).T @ hidden.float().flatten(0, 1)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    for leaf, exact in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(leaf.grad.float(), exact, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("B_", "T_"), [(0, 3), (2, 0)])

@@ -358,11 +358,29 @@ def _tokens(logps: Any, old_logps: Any, advantages: Any, completion_mask: Any, i
         check_like(old_logps, logps, "old_logps", "logps")
         old_BT = _active(old_logps.detach(), mask_BT).to(logps_BT.dtype)
     advantages_BT = _active(per_token(advantages, logps), mask_BT).to(logps_BT.dtype)
-    log_ratio_BT = logps_BT - old_BT
+    log_ratio_BT = _OnPolicyLogRatio.apply(logps_BT) if old_logps is None else logps_BT - old_BT
     if importance_level == "sequence":
         length_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
         log_ratio_BT = (log_ratio_BT.sum(-1, keepdim=True) / length_B1).expand_as(log_ratio_BT)
     return _Tokens(logps_BT, old_BT, log_ratio_BT, advantages_BT, mask_BT)
+
+
+class _OnPolicyLogRatio(torch.autograd.Function):
+    """logp − stop_gradient(logp): 0, also where logp is −inf and the difference would be NaN; NaN for NaN."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(logps_BT: torch.Tensor) -> torch.Tensor:
+        return logps_BT.masked_fill(logps_BT == logps_BT, 0.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is needed."""
+
+    @staticmethod
+    def backward(ctx: Any, d_log_ratio_BT: torch.Tensor) -> torch.Tensor:
+        return d_log_ratio_BT
 
 
 def _token_loss(tokens: _Tokens, loss_type: str, bounds: ClipBounds) -> torch.Tensor:
