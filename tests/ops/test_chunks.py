@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from strop.ops import chunks, linear_grpo_loss, registry
+from strop.ops import chunks, linear_grpo_loss, linear_logp, registry
 from strop.ops.head import IDS_MULTIPLE, Head, Tokens, Wanted, cut, sums_in
 
 H = 6
@@ -144,3 +144,20 @@ def test_memory_over_the_gradient(dtype, temperature):
             workspace=workspace,
         )
     assert most.bytes <= workspace + hidden.nbytes + weight.numel() * sums_in(dtype).itemsize + 20 * N * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_memory_of_the_way_back_of_log_probs(dtype, entropy, frozen):
+    """The gradients, the hidden states' once more in float32, and the workspace; in bfloat16 a CPU's sum takes copies."""
+    N, H, V, workspace = 60, 200, 3000, 400_000
+    hidden, weight = torch.randn(N, H, dtype=dtype).requires_grad_(), torch.randn(V, H, dtype=dtype)
+    weight.requires_grad_(not frozen)
+    with registry.use_backend(linear_logp="chunked"):
+        found = linear_logp(hidden, weight, torch.zeros(N).long(), entropy=entropy, workspace=workspace)
+    total = sum(x.sum() for x in found) if entropy else found.sum()
+    with MostMemory() as most:
+        total.backward()
+    gradients = hidden.nbytes + (0 if frozen else weight.nbytes) + N * H * sums_in(dtype).itemsize
+    assert most.bytes <= workspace + gradients + 20 * N * 8

@@ -2,8 +2,8 @@
 
 Tokens that do not count are dropped first. The rest go through in chunks: a matrix product makes the logits of some
 tokens, or of some tokens for some of the vocabulary, in a piece of working memory; the row function reads them and
-writes their gradient in the same place, but for a factor a row perhaps; matrix products take it on to the hidden states and the weight. The working
-memory is what `workspace` says, whatever N and V are.
+writes their gradient in the same place, but for a factor a row perhaps; matrix products take it on to the hidden states
+and the weight. The working memory is what `workspace` says, whatever N and V are.
 
 Four ways, each with the fewest products:
 
@@ -53,10 +53,7 @@ TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
 _SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again for the next ones does not show
 _PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocessor computes at a time
 _MOST_BLOCKS = 16  # more, and the products become too small
-_FEWEST_TOKENS = (
-    32  # of a frozen head's chunk: with fewer, reading the weight for each takes longer than a third product
-)
-
+_FEWEST_TOKENS = 32  # of a frozen head's chunk: with fewer, reading the weight takes longer than a third product
 _LOGP_ITSELF = TokenLoss("cispo", (1.0, 1.0), None, 0.0, "k3")  # −A·logp on policy, where A is −1
 
 
@@ -122,8 +119,10 @@ def linear_logps_bwd(
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     grads = empty_gradients(tokens, head, wanted)
     logit_bytes = rows.bytes_per_logit(tokens.dtype, d_entropies_N is not None)
-    logits_at_once = _train_workspace(hidden_NH.device, workspace) // logit_bytes
-    v = max(1, logits_at_once // max(tokens.count, 1))
+    sum_bytes = (
+        4 * hidden_NH.shape[1] if tokens.dtype.itemsize < 4 and not hidden_NH.is_cuda else 0
+    )  # of the weight's copy
+    v = max(1, _train_workspace(hidden_NH.device, workspace) // (max(tokens.count, 1) * logit_bytes + sum_bytes))
     hidden_nH, ids_n = tokens.hidden(), tokens.take(ids_N)
     stats_2n, d_logps_n = tokens.take(stats_2N, dim=1), tokens.take(d_logps_N)
     entropies_n = entropies_N if d_entropies_N is None else tokens.take(entropies_N)
