@@ -119,10 +119,9 @@ def linear_logps_bwd(
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     grads = empty_gradients(tokens, head, wanted)
     logit_bytes = rows.bytes_per_logit(tokens.dtype, d_entropies_N is not None)
-    sum_bytes = (
-        4 * hidden_NH.shape[1] if tokens.dtype.itemsize < 4 and not hidden_NH.is_cuda else 0
-    )  # of the weight's copy
-    v = max(1, _train_workspace(hidden_NH.device, workspace) // (max(tokens.count, 1) * logit_bytes + sum_bytes))
+    # a CPU's sum in float32 takes a copy of the weight
+    copy_bytes = 0 if hidden_NH.is_cuda or tokens.dtype.itemsize >= 4 else 4 * hidden_NH.shape[1]
+    v = max(1, _train_workspace(hidden_NH.device, workspace) // (max(tokens.count, 1) * logit_bytes + copy_bytes))
     hidden_nH, ids_n = tokens.hidden(), tokens.take(ids_N)
     stats_2n, d_logps_n = tokens.take(stats_2N, dim=1), tokens.take(d_logps_N)
     entropies_n = entropies_N if d_entropies_N is None else tokens.take(entropies_N)
