@@ -12,7 +12,7 @@ Four ways, each with the fewest products:
                          hidden states' is summed in float32
     linear_logps_with_gradient
                          2 products, both in the forward: what comes back for a token is only a factor of its gradient, if
-                         the head is frozen. Chunks of tokens
+                         the head is frozen. The next one, of a loss that is the log-prob itself
     linear_policy_terms  3 products, 2 with a frozen head: the loss's coefficient needs only its row, so the gradients are
                          made in the forward. Chunks of tokens, the weight's gradient summed in float32; or, where all
                          logits fit into the memory of that sum, all tokens at once and nothing to sum
@@ -165,29 +165,20 @@ def linear_logps_with_gradient(
     workspace: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [N] and d log-prob / d hidden [N, H], of a frozen head."""
-    tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
-    wanted = Wanted(hidden=True, weight=False, bias=False, weight_dtype=tokens.dtype)
-    room = rows.bytes_per_logit(tokens.dtype), _train_workspace(hidden_NH.device, workspace)
-    chunks = LogitChunks(tokens, head, _chunk_size(tokens.at_most, head, wanted, *room))
-    logps_n, terms_3n, ones_n = (
-        hidden_NH.new_ones(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,), ())
+    dtype = head.weight_VH.dtype
+    wanted = Wanted(hidden=True, weight=False, bias=False, weight_dtype=dtype)
+    ones_N = hidden_NH.new_ones(len(hidden_NH), dtype=sums_in(dtype))
+    *_, logps_N, gradients = linear_policy_terms(
+        hidden_NH, head, ids_N, mask_N, None, None, -ones_N, ones_N, temperature, _LOGP_ITSELF, rows, workspace, wanted
     )
-    grads = empty_gradients(tokens, head, wanted)
-    for part, _, logits_nV in chunks:
-        given = tokens.take(ids_N, part), None, None, None, -ones_n[part], ones_n[part]
-        into = logps_n[part], terms_3n[:, part]
-        terms = rows.policy_terms(
-            logits_nV, *given, temperature, _LOGP_ITSELF, True, True, into, wanted.factors_can_wait
-        )
-        tokens.put_product(logits_nV, head.weight_VH, terms.factors_N, part, grads.hidden_NH)
-    return tokens.spread(logps_n), grads.hidden_NH
+    return logps_N, gradients.hidden_NH
 
 
 def linear_policy_terms(
     hidden_NH: torch.Tensor,
     head: Head,
     ids_N: torch.Tensor,
-    mask_N: torch.Tensor,
+    mask_N: torch.Tensor | None,
     old_logps_N: torch.Tensor | None,
     ref_logps_N: torch.Tensor | None,
     advantages_N: torch.Tensor,
@@ -201,11 +192,12 @@ def linear_policy_terms(
     """The loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
-    room = rows.bytes_per_logit(tokens.dtype), _train_workspace(hidden_NH.device, workspace)
-    at_most, plan = _plan(tokens, head, wanted, room[1])
+    bytes_given = _train_workspace(hidden_NH.device, workspace)
+    at_most, plan = _plan(tokens, head, wanted, bytes_given)
     if plan is not None and plan.v < head.V:
         return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, loss, rows, wanted)
-    chunks = LogitChunks(tokens, head, _chunk_size(at_most, head, wanted, *room) if plan is None else at_most)
+    n = _chunk_size(at_most, tokens, head, wanted, bytes_given) if plan is None else at_most
+    chunks = LogitChunks(tokens, head, n)
     logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,)))
     # over several chunks the weight's gradient is summed in float32, whatever its own dtype
     weight_dtype = sums_in(tokens.dtype) if len(chunks.parts) > 1 else wanted.weight_dtype
@@ -228,9 +220,10 @@ def linear_policy_terms(
     return *rows.sums(terms_3n), tokens.spread(logps_n), grads
 
 
-def _chunk_size(num_tokens: int, head: Head, wanted: Wanted, logit_bytes: int, workspace: int) -> int:
+def _chunk_size(num_tokens: int, tokens: Tokens, head: Head, wanted: Wanted, workspace: int) -> int:
     """Tokens of the largest chunk: their logits and, for factors to be multiplied with, their gradients in float32."""
-    most = workspace // (head.V * logit_bytes + head.weight_VH.shape[1] * 4 * wanted.factors_can_wait)
+    logits_bytes = head.V * tokens.rows.bytes_per_logit(tokens.dtype)
+    most = workspace // (logits_bytes + head.weight_VH.shape[1] * 4 * wanted.factors_can_wait)
     return max((part.stop - part.start for part in cut(num_tokens, most, TOKENS_MULTIPLE)), default=0)
 
 
