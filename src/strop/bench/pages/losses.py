@@ -238,7 +238,7 @@ def _compared(case: dict[str, Any], a: str, b: str, holds: Callable[[float], boo
     if not {a, b} <= set(case.get("contenders", {})):
         return "", None
     found = ratio(_samples(case, a), _samples(case, b))
-    return _interval(found), holds(found["value"])
+    return _interval(found, digits=4), holds(found["value"])  # enough to see on which side of its bound it is
 
 
 # ---- parts ------------------------------------------------------------------------------------------------------------
@@ -264,8 +264,9 @@ def _over(case: dict[str, Any], ours: str, floor: str) -> str:
     return _interval(ratio(_samples(case, ours), _samples(case, floor))) if floor in case["contenders"] else ""
 
 
-def _interval(found: dict[str, Any]) -> str:
-    return f"{found['value']:.3g}× [{found['low']:.3g}, {found['high']:.3g}]"
+def _interval(found: dict[str, Any], digits: int = 3) -> str:
+    value, low, high = (f"{found[key]:.{digits}g}" for key in ("value", "low", "high"))
+    return f"{value}× [{low}, {high}]"
 
 
 def _work(case: dict[str, Any]) -> str:
