@@ -87,6 +87,29 @@ def test_inductor():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def grpo_of_any_shape(head, x, ids, rewards, mask, options):
+    return grpo_loss(head(x), None, ids, None, rewards, mask, **options)
+
+
+def linear_grpo_of_any_shape(head, x, ids, rewards, mask, options):
+    return linear_grpo_loss(x, head.weight, ids, None, rewards, mask, bias=head.bias, **options)
+
+
+@pytest.mark.parametrize("backend", ["default", "triton"])
+@pytest.mark.parametrize("options", [{"samples_per_prompt": 2}, {"group_boundaries": [0, 2]}])
+@pytest.mark.parametrize("operator", [grpo_of_any_shape, linear_grpo_of_any_shape])
+def test_the_graph_is_whole_where_shapes_are_symbols(operator, options, backend):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(H, V)
+    compiled = torch.compile(operator, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (T, T - 1):
+        given = head, HIDDEN[:, :tokens], IDS[:, :tokens], REWARDS, MASK[:, :tokens], options
+        with registry.use_backend(**{} if backend == "default" else dict.fromkeys(registry.ops(), "triton")):
+            expected = torch.autograd.grad(operator(*given).loss, head.parameters())
+            found = torch.autograd.grad(compiled(*given).loss, head.parameters())
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_every_operator_of_the_library_is_checked_here():
     known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("strop::")}
     known -= {"strop::attend_by_slots"}  # of the rollouts, tested there

@@ -451,7 +451,7 @@ def _like_tokens(values: Any, tokens: _Tokens, name: str) -> torch.Tensor:
 def per_token(advantages: Any, logps: torch.Tensor) -> torch.Tensor:
     """Advantages [B] or [B, T] as [B, T], checked against the log-probs."""
     check_floats(advantages, "advantages")
-    if advantages.shape not in (logps.shape, logps.shape[:1]):
+    if advantages.shape != logps.shape and advantages.shape != logps.shape[:1]:  # `in` takes no symbol for a number
         rows, columns = logps.shape
         raise ValueError(f"advantages must have shape [{rows}] or [{rows}, {columns}], found {list(advantages.shape)}")
     check_device(advantages, logps, "advantages", "logps")
