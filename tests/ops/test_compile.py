@@ -48,7 +48,17 @@ OPERATORS = {
     "linear_dpo_loss": lambda h, head: (
         linear_dpo_loss(h, head.weight, IDS, MASK, bias=head.bias, ref_logps=REWARDS).loss
     ),
-}
+    "linear_grpo_loss and its metrics": lambda h, head: (
+        with_metric(linear_grpo_loss(h, head.weight, IDS, OLD, REWARDS, MASK, bias=head.bias, samples_per_prompt=2), "ratio_max")
+    ),
+    "linear_dpo_loss and its metrics": lambda h, head: (
+        with_metric(linear_dpo_loss(h, head.weight, IDS, MASK, bias=head.bias, ref_logps=REWARDS), "margin")
+    ),
+}  # fmt: skip
+
+
+def with_metric(result, name):
+    return result.loss + result.metrics[name]
 
 
 def value_and_gradients(function, model):

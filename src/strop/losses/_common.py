@@ -1,6 +1,5 @@
 """What the losses share: their result, and the count a mean divides by."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Self
@@ -17,6 +16,7 @@ class LossResult(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
     """Three tensors to unpack, the loss first. `metrics`: a dict of 0-d tensors, computed when first asked for."""
 
     _compute_metrics: Callable[[], Metrics]
+    _metrics: Metrics | None = None
 
     def __new__(
         cls,
@@ -36,10 +36,14 @@ class LossResult(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
     def loss(self) -> torch.Tensor:
         return self[0]
 
-    @functools.cached_property
+    @property
     def metrics(self) -> Metrics:
-        with torch.no_grad():
-            return self._compute_metrics()
+        if (
+            self._metrics is None
+        ):  # not functools.cached_property: its lock, in Python 3.11, does not go into a compiled graph
+            with torch.no_grad():
+                self._metrics = self._compute_metrics()
+        return self._metrics
 
 
 def check_count(count: Any, name: str) -> Count:
