@@ -558,6 +558,8 @@ MISTAKES = [
     ((L, L, A, M), {"loss_type": "dr_grpo", "max_completion_length": 0}, ValueError, "max_completion_length must be at least 1, found 0"),
     ((L, L, A, M), {"loss_type": "dr_grpo", "max_completion_length": 2.5}, TypeError, "max_completion_length must be an int, found float"),
     ((L, L, A, M), {"num_sequences": -1}, ValueError, "num_sequences must be finite and at least 0, found -1"),
+    ((L, L, A, M), {"num_sequences": torch.tensor(-1)}, ValueError, "num_sequences must be finite and at least 0, found -1"),
+    ((L, L, A, M), {"loss_type": "dapo", "num_tokens": torch.tensor(math.nan)}, ValueError, "num_tokens must be finite and at least 0, found nan"),
     ((L, L, A, M), {"loss_type": "dapo", "num_tokens": A}, ValueError, "num_tokens must be a number or a tensor of shape [], found shape [2]"),
     ((L, L, A, M), {"loss_type": "dapo", "num_tokens": "8"}, TypeError, "num_tokens must be a float, found str"),
 ]  # fmt: skip

@@ -207,6 +207,15 @@ def test_low_precision_is_computed_in_float32(dtype):
     assert gradients[0].dtype == dtype
 
 
+@pytest.mark.parametrize("loss_type", PREFERENCE_LOSS_TYPES)
+def test_a_reference_in_float64_leaves_the_loss_in_the_policys_dtype(loss_type):
+    mixed = {name: example(torch.float32)[name] for name in NAMES[:4]}
+    expected, _ = run(loss_type, **mixed)
+    found, _ = run(loss_type, **mixed | {name: mixed[name].double() for name in NAMES[2:4]})
+    assert [x.dtype for x in found] == [torch.float32] * 3
+    assert torch.equal(found.loss, expected.loss)
+
+
 def test_rewards_and_metrics():
     chosen, rejected = float64([-1.0, -2.0]).requires_grad_(), float64([-3.0, -1.0])
     ref = float64([-2.0, -2.0])
@@ -278,6 +287,7 @@ MISTAKES = [
     ((S, S, S, S), {"loss_type": "ipo", "chosen_lengths": K[:1]}, ValueError, "chosen_lengths must have shape [2], found [1]"),
     ((S, S, S, S), {"loss_type": "ipo", "chosen_lengths": -K}, ValueError, "chosen_lengths must be at least 0, found -1.0"),
     ((S, S, S, S), {"num_pairs": -2}, ValueError, "num_pairs must be finite and at least 0, found -2"),
+    ((S, S, S, S), {"num_pairs": torch.tensor(-2)}, ValueError, "num_pairs must be finite and at least 0, found -2"),
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from strop._tensors import check_number
+from strop._tensors import can_look, check_number
 
 Count = int | float | torch.Tensor
 Metrics = dict[str, torch.Tensor]
@@ -50,6 +50,8 @@ def check_count(count: Any, name: str) -> Count:
     if isinstance(count, torch.Tensor):
         if count.ndim:
             raise ValueError(f"{name} must be a number or a tensor of shape [], found shape {list(count.shape)}")
+        if can_look(count) and not 0 <= count < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0, found {count.item()}")
         return count
     check_number(count, name)
     if not 0 <= count < math.inf:

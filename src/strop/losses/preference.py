@@ -232,7 +232,9 @@ def sequence_logps(logps: torch.Tensor, completion_mask: torch.Tensor, average: 
 
 
 def _log_ratio(policy_B: torch.Tensor, ref_B: torch.Tensor) -> torch.Tensor:
-    return in_float(policy_B) - in_float(ref_B.detach())
+    """In the policy's dtype: a reference kept in float64 would make the loss float64."""
+    policy_B = in_float(policy_B)
+    return policy_B - ref_B.detach().to(policy_B.dtype)
 
 
 def _metrics(
