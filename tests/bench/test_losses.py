@@ -237,6 +237,7 @@ def result():
             "strop": (11.0, 1.6e9, 1.1e9), "eager": (15.0, 5e9, 4e9), "torch.compile": (12.0,), "floor": (10.0,),
         }, hidden=2048, left_out={"Liger": "RuntimeError: out of memory"}),
         timed("linear_grpo_loss", both, 131072, {"strop": (10.52,), "floor": (10.0,)}, clock="loop", hidden=2048),
+        timed("linear_logp", both, 131072, {"strop": (12.0, 0.9e9, 0.4e9), "floor": (10.0,)}, hidden=2048),
         {"work": "accuracy of x", "labels": {"operator": "accuracy"}, "errors": {"bfloat16": errors}},
     ]  # fmt: skip
     return {
@@ -253,7 +254,7 @@ def test_slower_is_as_visible_as_faster(result):
     assert "| no difference 1× [" in text
     assert "| **slower** 0.8× [" in text
     assert "| 1.25× [1.25, 1.25] two reads, one write | 1 ms |" in text  # 4 GB at 4 GB a microsecond
-    assert "A copy in device memory moved 4e+03 GB/s" in text
+    assert "A copy in device memory moved 4,000 GB/s" in text
     assert (
         "Liger was left out of `linear_grpo_loss` forward + backward, 4096 tokens, H 2,048, V 131,072: RuntimeError: out"
         in text
@@ -284,6 +285,7 @@ def test_every_contender_with_its_memory(result):
     assert list(blocks) == [f"losses_{name}" for name in pages.OPERATORS]
     text = blocks["losses_linear_grpo_loss"](result)
     assert "| strop | 11 ms |  | 1.6 GB | 1.1 GB; 563 MB beyond a float32 sum |" in text
+    assert "| strop | 12 ms |  | 900 MB | 400 MB |" in blocks["losses_linear_logp"](result)  # which sums no weight
     assert "| floor: three products | 10 ms | strop takes 1.1× [" in text
     assert "`grpo_loss`" not in text
     assert "V 32,768, in a loop | Liger | 1.1 ms | 2.2×" in blocks["losses_grpo_loss"](result)

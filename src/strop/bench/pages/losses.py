@@ -57,7 +57,7 @@ def losses_table(result: Result) -> str:
         "work", "strop", *(f"faster than {p}" for p in PEERS), "strop takes, of its floor",
         "floor's bytes / measured copy bandwidth",
     ]  # fmt: skip
-    copied = f"A copy in device memory moved {bandwidth:.3g} GB/s in the same run.\n\n" if bandwidth else ""
+    copied = f"A copy in device memory moved {bandwidth:,.0f} GB/s in the same run.\n\n" if bandwidth else ""
     return copied + table(header, rows) + _left_out(result) + _where(result)
 
 
@@ -284,12 +284,12 @@ def _beyond_inputs(case: dict[str, Any], name: str) -> int | None:
 
 
 def _beyond_sums(case: dict[str, Any], name: str) -> int | None:
-    """Memory beyond the gradients, that of the weight counted in float32: what its sum over chunks takes."""
+    """Memory beyond the gradients, that of the weight counted in float32 where it is summed over chunks."""
     beyond = case.get("contenders", {}).get(name, {}).get("memory_beyond_gradients")
     labels = case.get("labels", {})
     if (
         beyond is None
-        or "hidden" not in labels
+        or labels["operator"] != "linear_grpo_loss"
         or labels["way"] != BOTH
         or labels["dtype"] not in ("bfloat16", "float16")
     ):
