@@ -120,6 +120,28 @@ def test_the_graph_is_whole_where_shapes_are_symbols(operator, options, backend)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["default", "triton"])
+@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize("counted", ["num_tokens", "num_sequences"])
+@pytest.mark.parametrize("operator", [grpo_of_any_shape, linear_grpo_of_any_shape])
+def test_a_step_with_another_count_takes_the_same_graph(operator, counted, kind, backend):
+    head, graphs = torch.nn.Linear(H, V), []
+    options = {"samples_per_prompt": 2, "loss_type": "dapo" if counted == "num_tokens" else "grpo"}
+
+    def loss(count):
+        return operator(head, HIDDEN, IDS, REWARDS, MASK, {**options, counted: count}).loss
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(loss, fullgraph=True, backend=keep)
+    with registry.use_backend(**{} if backend == "default" else dict.fromkeys(registry.ops(), "triton")):
+        for count in map(kind, (7, 9, 11, 14)):
+            torch.testing.assert_close(compiled(count), loss(count), rtol=1e-5, atol=1e-6)
+    assert len(graphs) == 2  # the first for its number alone, the second for any
+
+
 def test_every_operator_of_the_library_is_checked_here():
     known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("strop::")}
     known -= {"strop::attend_by_slots"}  # of the rollouts, tested there

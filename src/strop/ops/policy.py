@@ -185,6 +185,9 @@ def coefficients(batch: PolicyBatch) -> tuple[torch.Tensor, torch.Tensor]:
         batch.mask_BT, options.loss_type, options.max_completion_length, options.num_tokens, options.num_sequences
     )
     count = count.to(rewards.device, non_blocking=True) if isinstance(count, torch.Tensor) else count or 1
+    if torch.compiler.is_compiling() and not isinstance(count, torch.Tensor):
+        # as a float of an operator it would be a constant of the graph, which each step's count would make anew
+        count = torch.ones((), device=rewards.device) * count
     on_device = isinstance(count, torch.Tensor)
     return batch_coefficients(
         rewards, batch.mask_BT, group_size, count if on_device else None, 0.0 if on_device else float(count), tokens
