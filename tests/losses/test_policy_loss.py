@@ -329,6 +329,17 @@ def test_metrics_see_only_what_counts():
     assert metrics["clip_fraction"] == metrics["clip_fraction_high"] == 0
 
 
+@pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
+def test_metrics_on_policy_of_a_token_without_probability(level):
+    logps, advantages = torch.tensor([[-math.inf, -1.0]]), torch.tensor([1.0])
+    metrics = policy_loss(logps, None, advantages, torch.ones(1, 2), importance_level=level).metrics
+    assert [metrics[f"ratio_{name}"].item() for name in ("min", "mean", "max")] == [1, 1, 1]
+    assert metrics["approx_kl"] == 0
+    broken = policy_metrics(logps.masked_fill(logps == -1, math.nan), None, advantages, torch.ones(1, 2))
+    assert broken["ratio_mean"].isnan()
+    assert broken["approx_kl"].isnan()
+
+
 def test_metrics_of_cispo_count_both_signs():
     logps = torch.log(torch.tensor([[6.0, 2.0], [6.0, 0.1]]))
     metrics = policy_metrics(

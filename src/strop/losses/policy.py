@@ -162,7 +162,7 @@ def policy_loss(
     compute_metrics = functools.partial(
         policy_metrics,
         tokens.logps_BT.detach(),  # detached: metrics asked for late, or never, must not keep the graph
-        tokens.old_BT,
+        None if old_logps is None else tokens.old_BT,
         tokens.advantages_BT,
         tokens.mask_BT,
         loss_type=loss_type,
@@ -328,7 +328,7 @@ def policy_metrics(
             "ratio_mean": mean(ratio_BT),
             "ratio_min": _extreme(ratio_BT, mask_BT, torch.amin, math.inf),
             "ratio_max": _extreme(ratio_BT, mask_BT, torch.amax, -math.inf),
-            "approx_kl": mean(kl_estimate(tokens.old_BT, tokens.logps_BT)),  # the old policy sampled
+            "approx_kl": mean(_since_rollout(tokens, on_policy=old_logps is None)),
         }
         if ref_logps is not None:
             ref_BT = _like_tokens(ref_logps, tokens, "ref_logps")
@@ -407,6 +407,11 @@ def _cut(tokens: _Tokens, bounds: ClipBounds) -> tuple[torch.Tensor, torch.Tenso
         (tokens.advantages_BT >= 0) & (ratio_BT > bounds.high),
         negative_BT & (ratio_BT > bounds.delta),
     )
+
+
+def _since_rollout(tokens: _Tokens, on_policy: bool) -> torch.Tensor:
+    """k3 of KL(old ‖ policy), the old policy having sampled; on policy 0, also where logp is −inf."""
+    return _OnPolicyLogRatio.apply(tokens.logps_BT) if on_policy else kl_estimate(tokens.old_BT, tokens.logps_BT)
 
 
 def _extreme(
