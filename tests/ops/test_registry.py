@@ -156,9 +156,9 @@ def test_a_true_condition_is_true_whatever_its_type(double, true):
 
 
 def test_a_call_that_does_not_fit_is_told_so(double):
-    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+    with pytest.raises(TypeError, match=r"^double: missing a required argument: 'x'"):
         double()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bais'"):
+    with pytest.raises(TypeError, match=r"^double: got an unexpected keyword argument 'bais'"):
         double(3, bais=1)
 
 

@@ -36,11 +36,9 @@ class LossResult(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
     def loss(self) -> torch.Tensor:
         return self[0]
 
-    @property
+    @property  # not functools.cached_property: its lock, in Python 3.11, does not go into a compiled graph
     def metrics(self) -> Metrics:
-        if (
-            self._metrics is None
-        ):  # not functools.cached_property: its lock, in Python 3.11, does not go into a compiled graph
+        if self._metrics is None:
             with torch.no_grad():
                 self._metrics = self._compute_metrics()
         return self._metrics

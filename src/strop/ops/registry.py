@@ -83,7 +83,7 @@ class Op:
         try:
             return self._choose(args, kwargs).function(*args, **kwargs)
         except TypeError:
-            self.signature.bind(*args, **kwargs)  # a call that does not fit says so in the operator's own words
+            self._bind(args, kwargs)  # a call that does not fit says so in the operator's own words
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -120,8 +120,14 @@ class Op:
 
         return add
 
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from None
+
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        self.signature.bind(*args, **kwargs)
+        self._bind(args, kwargs)
         forced = self.forced()
         chosen = self._choose(args, kwargs).name
         reasons = {}
