@@ -1,0 +1,30 @@
+"""The torch module over a small model, and its gradients: what its tests share."""
+
+import numpy as np
+import pytest
+from moe_models import random_model, small_config
+
+torch = pytest.importorskip("torch")
+
+from strop.moe.torch import MoEForCausalLM  # noqa: E402
+
+IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+
+
+def module(engine="numpy", *, dtype=np.float32, seed=0, std=0.4, **changes):
+    return MoEForCausalLM(random_model(small_config(**changes), engine, seed=seed, dtype=dtype, std=std))
+
+
+def grads(model):
+    return {name: param.grad.numpy().copy() for name, param in model.named_parameters()}
+
+
+def relative_error(found, wanted):
+    return np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-6)
+
+
+def assert_same_grads(found, wanted, tolerance=1e-4):
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert relative_error(found[name], wanted[name]) <= tolerance, name
