@@ -301,6 +301,9 @@ def test_a_banned_token_that_was_taken(backend, frozen):
     p = (hidden @ weight.T + bias).softmax(-1)
     assert found[0, 1] == -math.inf
     torch.testing.assert_close(leaf.grad, weight[ids] - p @ weight, rtol=1e-5, atol=1e-6)
+    if not frozen:
+        d_logits = torch.nn.functional.one_hot(ids, len(weight)) - p
+        torch.testing.assert_close(head.grad, torch.einsum("btv,bth->vh", d_logits, hidden), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("workspace", [None, 100])

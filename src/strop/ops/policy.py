@@ -184,14 +184,13 @@ def coefficients(batch: PolicyBatch) -> tuple[torch.Tensor, torch.Tensor]:
     count, tokens = weight_counts(
         batch.mask_BT, options.loss_type, options.max_completion_length, options.num_tokens, options.num_sequences
     )
-    count = count.to(rewards.device, non_blocking=True) if isinstance(count, torch.Tensor) else count or 1
     if torch.compiler.is_compiling() and not isinstance(count, torch.Tensor):
         # as a float of an operator it would be a constant of the graph, which each step's count would make anew
         count = torch.ones((), device=rewards.device) * count
-    on_device = isinstance(count, torch.Tensor)
-    return batch_coefficients(
-        rewards, batch.mask_BT, group_size, count if on_device else None, 0.0 if on_device else float(count), tokens
-    )
+    if isinstance(count, torch.Tensor):
+        on_device = count.to(rewards.device, non_blocking=True)
+        return batch_coefficients(rewards, batch.mask_BT, group_size, on_device, 0.0, tokens)
+    return batch_coefficients(rewards, batch.mask_BT, group_size, None, float(count or 1), tokens)
 
 
 def _fake_coefficients(rewards_B, *_):

@@ -312,9 +312,7 @@ LOGITS_BUILDERS = {"grpo_loss": _grpo_contenders, "logp": _logp_contenders, "rat
 # ---- from hidden states -----------------------------------------------------------------------------------------------
 
 
-def _from_hidden(
-    s: Sizes, shape: tuple[int, int, int, int], name: str, way: str, clock: str = "device"
-) -> LossCase:  # fmt: skip
+def _from_hidden(s: Sizes, shape: tuple[int, int, int, int], name: str, way: str, clock: str = "device") -> LossCase:
     B, T, H, V = shape
     labels = {
         "operator": name, "way": way, "shape": f"{B * T}", "hidden": H, "vocabulary": V, "dtype": str(s.dtype).split(".")[1],
