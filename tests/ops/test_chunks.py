@@ -80,7 +80,6 @@ def test_tokens_that_do_not_count_take_no_memory(fast_backend, monkeypatch, coun
         return original(tokens, size)
 
     monkeypatch.setattr(Tokens, "workspace", noted)
-    monkeypatch.setattr(Tokens, "has_to_wait", True)  # as on a GPU
     generator = torch.Generator().manual_seed(count)
     hidden, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((1, 64, H), (203, H)))
     mask = torch.randperm(64, generator=generator)[None] < count

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from strop.losses.rules import PolicyRule, as_text
 from strop.ops import grpo_loss, linear_dpo_loss, linear_grpo_loss, linear_logp, logp, ratio_kl, registry
 from strop.ops.grpo_loss import triton as grpo_ops
 from strop.ops.rows import implementation
@@ -156,7 +157,8 @@ def layouts(x):
 
 I, M, O = IDS.view(-1), MASK.view(-1), OLD.view(-1)  # noqa: E741
 STATS = torch.zeros(2, B * T), torch.zeros(B * T), torch.ones(B * T)
-LOSS = 1.0, "grpo", [0.2, 0.2], None, 0.1, "k3"
+LOSS = 1.0, as_text(PolicyRule(beta=0.1))
+WITHOUT_KL = 1.0, as_text(PolicyRule())
 COEFFICIENTS = I, M, O, O - 0.1, REWARDS, torch.ones(B)
 HEAD = HIDDEN.view(-1, H), WEIGHT, BIAS
 CALLS = {
@@ -179,7 +181,7 @@ CALLS = {
         for wanted in ([True, True, True], [True, False, False], [False, True, False])
     ],
     "linear_policy_loss": [
-        (*HEAD, I, M, O, None, O, O, *LOSS[:4], 0.0, "k3", "torch", 400, torch.float32, wanted)
+        (*HEAD, I, M, O, None, O, O, *WITHOUT_KL, "torch", 400, torch.float32, wanted)
         for wanted in ([True, True, True], [False, True, False], [False, False, False])
     ],
 }  # fmt: skip
@@ -205,7 +207,7 @@ def test_opcheck_under_autocast(dtype, wanted):
     )
     torch.library.opcheck(
         torch.ops.strop.linear_policy_loss.default,
-        (*head, I, M, O, None, O, O, *LOSS[:4], 0.0, "k3", "torch", 400, *autocast),
+        (*head, I, M, O, None, O, O, *WITHOUT_KL, "torch", 400, *autocast),
     )
 
 

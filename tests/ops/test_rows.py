@@ -6,8 +6,9 @@ import pytest
 import torch
 from yardstick import check, check_gradient, cut_off, eager_logps
 
+from strop.losses import PolicyRule
 from strop.ops import logp
-from strop.ops.rows import TokenLoss, fake_gradient, implementation
+from strop.ops.rows import fake_gradient, implementation
 
 NAMES = ("torch", "triton")
 every_implementation = pytest.mark.parametrize("name", NAMES)
@@ -185,7 +186,7 @@ ROWS = {  # what the base of the exponentials, a guess from a few elements, meet
 
 def factored(logits, ids, temperature, advantages):
     """Log-probs and the gradient, its factors multiplied in."""
-    loss = TokenLoss("grpo", (0.2, 0.2), None, 0.0, "k3")
+    loss = PolicyRule()
     given = ids, None, None, None, advantages, torch.ones_like(advantages), temperature, loss, True, True, None, True
     terms = implementation("triton").policy_terms(logits, *given)
     return terms.logps_N, terms.d_logits.float() * terms.factors_N[:, None]
@@ -226,22 +227,12 @@ def test_exponentials_stay_in_their_row():
 
 def test_no_factors_where_the_dtype_is_too_narrow():
     logits, ids = example(2, 9, torch.float16)
-    loss = TokenLoss("grpo", (0.2, 0.2), None, 0.0, "k3")
+    loss = PolicyRule()
     ones = torch.ones(2)
     terms = implementation("triton").policy_terms(
         logits, ids, None, None, None, ones, ones, 1.0, loss, True, True, None, True
     )
     assert terms.factors_N is None
-
-
-@every_implementation
-@pytest.mark.parametrize("N", [0, 1, 5, 4096, 4097, 9000])
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_places(name, N, share):
-    mask = torch.rand(N, generator=torch.Generator().manual_seed(N)) < share
-    places, count = implementation(name).places(mask)
-    assert count.wait() == mask.sum()
-    assert places.tolist() == mask.nonzero().squeeze(-1).tolist() + [0] * int((~mask).sum())
 
 
 @pytest.mark.parametrize("H", [1, 6, 1030])

@@ -13,7 +13,7 @@ import torch
 from tiny_models import llama, qwen2
 
 from strop.models import as_policy
-from strop.rollout import Sampling, generate, slots
+from strop.rollout import Sampling, generate
 from strop.rollout.decoding import ASK_EVERY, Engine, bucket_of
 from strop.rollout.hf import engine_of
 
@@ -404,6 +404,6 @@ def test_buckets():
 
 def test_slots_are_for_transformers_only_within(recwarn):
     model = llama()
-    with slots.attending_by_slots(model):
-        assert model.config._attn_implementation == slots.NAME
-    assert model.config._attn_implementation != slots.NAME
+    with attention.attending(model):
+        assert model.config._attn_implementation == attention.NAME
+    assert model.config._attn_implementation != attention.NAME

@@ -5,9 +5,10 @@ import os
 import pytest
 import torch
 
+from strop.models.attention import Rule
 from strop.rollout import Sampling, sampling_logps
 from strop.rollout.sampling import draw
-from strop.rollout.slots import CacheShape, Decode, Rows, Rule
+from strop.rollout.slots import CacheShape, Decode, Rows
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels on a CPU need TRITON_INTERPRET=1"

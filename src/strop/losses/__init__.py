@@ -2,17 +2,7 @@
 
 from strop.losses.advantages import ADVANTAGE_SCALES, group_advantages, rloo_advantages
 from strop.losses.kl import KL_ESTIMATORS, kl_estimate
-from strop.losses.policy import (
-    IMPORTANCE_LEVELS,
-    POLICY_LOSS_TYPES,
-    PolicyLoss,
-    clip_bounds,
-    policy_loss,
-    policy_metrics,
-    rloo_loss,
-    token_policy_loss,
-    token_weights,
-)
+from strop.losses.policy import PolicyLoss, policy_loss, policy_metrics, rloo_loss, token_policy_loss, token_weights
 from strop.losses.preference import (
     PREFERENCE_LOSS_TYPES,
     PreferenceLoss,
@@ -20,14 +10,17 @@ from strop.losses.preference import (
     preference_loss,
     sequence_logps,
 )
+from strop.losses.rules import IMPORTANCE_LEVELS, NLL, POLICY_LOSS_TYPES, PolicyRule, clip_bounds
 
 __all__ = [
     "ADVANTAGE_SCALES",
     "IMPORTANCE_LEVELS",
     "KL_ESTIMATORS",
+    "NLL",
     "POLICY_LOSS_TYPES",
     "PREFERENCE_LOSS_TYPES",
     "PolicyLoss",
+    "PolicyRule",
     "PreferenceLoss",
     "clip_bounds",
     "group_advantages",

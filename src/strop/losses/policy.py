@@ -17,34 +17,30 @@ where kl and entropy are reduced with the same weights. Fused kernels compute th
 r is the ratio π/π_old of the token, or with importance_level="sequence" the geometric mean over its sequence
 (GSPO, arXiv 2507.18071).
 
-Shapes: B sequences, T tokens, P prompts, G samples of a prompt.
+A `PolicyRule` holds the choices. The formulas work on tokens one after the other, [N] each; `[B, T]` with a mask is what
+the public functions take, and becomes tokens on their first lines.
+
+Shapes: B sequences, T tokens; N tokens of all of them.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from strop._tensors import (
     as_completion_mask,
-    check_choice,
     check_device,
     check_floats,
     check_like,
-    check_number,
     check_shape,
     in_float,
 )
 from strop.losses._common import Count, LossResult, Metrics, as_divisor, check_count
-from strop.losses.kl import KL_ESTIMATORS, kl_estimate
-
-POLICY_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
-IMPORTANCE_LEVELS = ("token", "sequence")
-
-ClipEps = float | tuple[float, float]
+from strop.losses.kl import kl_estimate
+from strop.losses.rules import OVER_TOKENS, ClipEps, PolicyRule, Tokens, cut
 
 
 class PolicyLoss(LossResult):
@@ -57,45 +53,6 @@ class PolicyLoss(LossResult):
     @property
     def kl(self) -> torch.Tensor:
         return self[2]
-
-
-@dataclass(frozen=True)
-class ClipBounds:
-    """Where the ratio is cut: below `low` for A < 0, above `high` for A ≥ 0, above `delta` for A < 0.
-
-    For cispo only `high` acts, whatever the sign of A.
-    """
-
-    low: float
-    high: float
-    delta: float
-
-
-def clip_bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipBounds:
-    """The arguments `clip_eps` and `delta` of a loss as bounds of the ratio, checked."""
-    check_choice(loss_type, POLICY_LOSS_TYPES, "loss_type")
-    pair = clip_eps if isinstance(clip_eps, (tuple, list)) else (clip_eps, clip_eps)
-    if len(pair) != 2:
-        raise ValueError(f"clip_eps must be one number or a pair (low, high), found {len(pair)} numbers")
-    for value in pair:
-        check_number(value, "clip_eps")
-        if not value > 0:
-            raise ValueError(f"clip_eps must be above 0, found {value}")
-    low, high = map(float, pair)
-    if loss_type == "cispo":
-        if high < 1:
-            raise ValueError(
-                f"clip_eps must be a pair (low, high) with high at least 1 for 'cispo', where high is the bound of the "
-                f"ratio itself, such as (0.2, 5.0); found {clip_eps}"
-            )
-        if delta is not None:
-            raise ValueError(f"delta must be None for 'cispo', whose ratio clip_eps bounds already, found {delta}")
-        return ClipBounds(0.0, high, math.inf)
-    if delta is not None:
-        check_number(delta, "delta")
-        if not delta >= 1 + high:
-            raise ValueError(f"delta must be at least 1 + clip_eps = {1 + high}, found {delta}")
-    return ClipBounds(1 - low, 1 + high, math.inf if delta is None else float(delta))
 
 
 def policy_loss(
@@ -123,56 +80,73 @@ def policy_loss(
     old_logps         [B, T] of the policy that sampled the tokens; None: the policy itself, so that the ratio is 1
     advantages        [B], or [B, T] for one per token
     completion_mask   [B, T] tokens that count (None: all); what stands elsewhere changes neither value nor gradient
-    clip_eps          ε, or (low, high): the ratio's range is 1 − low to 1 + high. For cispo `high` is the bound itself
-    delta             an upper bound of the ratio where A < 0 (two-sided clipping); at least 1 + high
-    ref_logps, beta   the KL to the reference and its coefficient; the kl is computed wherever ref_logps is given
+    loss_type … max_completion_length   see `PolicyRule`; beta and entropy_coef need ref_logps and entropy
+    ref_logps         [B, T] of the reference; the kl is computed wherever they are given
     entropy           [B, T] entropies, for the bonus entropy_coef·entropy and the metrics
-    max_completion_length, num_tokens, num_sequences   see `token_weights`
+    num_tokens, num_sequences   see `token_weights`
 
     returns           (loss, policy_loss, kl) with `.metrics`; loss = policy_loss + beta·kl − entropy_coef·entropy
 
     The gradient goes to logps (and entropy), never to old_logps, ref_logps or advantages.
     """
-    check_choice(kl_estimator, KL_ESTIMATORS, "kl_estimator")
-    bounds = clip_bounds(clip_eps, delta, loss_type)
-    _check_coefficient(beta, "beta", ref_logps, "ref_logps")
-    _check_coefficient(entropy_coef, "entropy_coef", entropy, "entropy")
-    tokens = _tokens(logps, old_logps, advantages, completion_mask, importance_level)
-    weights_BT = token_weights(
-        tokens.mask_BT,
-        loss_type,
-        max_completion_length=max_completion_length,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-        dtype=tokens.logps_BT.dtype,
-    )
-    policy = (weights_BT * _token_loss(tokens, loss_type, bounds)).sum()
+    rule = PolicyRule(
+        loss_type=loss_type, importance_level=importance_level, clip_eps=clip_eps, delta=delta, beta=beta,
+        kl_estimator=kl_estimator, entropy_coef=entropy_coef, max_completion_length=max_completion_length,
+    )  # fmt: skip
+    return rows_loss(
+        rule, logps, old_logps, advantages, completion_mask, ref_logps=ref_logps, entropy=entropy,
+        num_tokens=num_tokens, num_sequences=num_sequences,
+    )  # fmt: skip
 
+
+def rows_loss(
+    rule: PolicyRule,
+    logps: torch.Tensor,
+    old_logps: torch.Tensor | None,
+    advantages: torch.Tensor,
+    completion_mask: torch.Tensor | None,
+    *,
+    ref_logps: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+    num_tokens: Count | None = None,
+    num_sequences: Count | None = None,
+) -> PolicyLoss:
+    """`policy_loss` by a rule that is there already."""
+    for needed, name, coefficient in ((ref_logps, "ref_logps", "beta"), (entropy, "entropy", "entropy_coef")):
+        if needed is None and (value := getattr(rule, coefficient)):
+            raise ValueError(
+                f"{name} must be given where {coefficient} is above 0, found None with {coefficient}={value}"
+            )
+    tokens = _tokens_of_rows(rule.importance_level, logps, old_logps, advantages, completion_mask)
+    assert tokens.mask_N is not None
+    weights_BT = _weights(
+        tokens.mask_N.view(logps.shape), rule.loss_type, rule.max_completion_length, num_tokens, num_sequences,
+        tokens.logps_N.dtype,
+    )  # fmt: skip
+    ref_N = None if ref_logps is None else _like_tokens(ref_logps, logps, tokens, "ref_logps").detach()
+    entropy_N = None if entropy is None else _like_tokens(entropy, logps, tokens, "entropy")
+    return tokens_loss(rule, tokens, weights_BT.reshape(-1), ref_N, entropy_N)
+
+
+def tokens_loss(
+    rule: PolicyRule,
+    tokens: Tokens,
+    weights_N: torch.Tensor,
+    ref_logps_N: torch.Tensor | None = None,
+    entropy_N: torch.Tensor | None = None,
+) -> PolicyLoss:
+    """Σ weight·(token loss + beta·kl − entropy_coef·entropy) over tokens, as `tokens_of` makes them."""
+    policy = (weights_N * rule.token_loss(tokens)).sum()
     loss, kl = policy.clone(), policy.new_zeros(())  # so that `loss += other` leaves policy_loss as it is
-    if ref_logps is not None:
-        ref_logps = _like_tokens(ref_logps, tokens, "ref_logps").detach()
-        kl = (weights_BT * kl_estimate(tokens.logps_BT, ref_logps, kl_estimator)).sum()
-        if beta:  # 0·inf is NaN
-            loss = loss + beta * kl
-    if entropy is not None:
-        entropy = _like_tokens(entropy, tokens, "entropy")
-        if entropy_coef:
-            loss = loss - entropy_coef * (weights_BT * entropy).sum()
-
-    compute_metrics = functools.partial(
-        policy_metrics,
-        tokens.logps_BT.detach(),  # detached: metrics asked for late, or never, must not keep the graph
-        None if old_logps is None else tokens.old_BT,
-        tokens.advantages_BT,
-        tokens.mask_BT,
-        loss_type=loss_type,
-        importance_level=importance_level,
-        clip_eps=clip_eps,
-        delta=delta,
-        ref_logps=ref_logps,
-        kl_estimator=kl_estimator,
-        entropy=None if entropy is None else entropy.detach(),
-    )
+    if ref_logps_N is not None:
+        kl = (weights_N * kl_estimate(tokens.logps_N, ref_logps_N, rule.kl_estimator)).sum()
+        if rule.beta:  # 0·inf is NaN
+            loss = loss + rule.beta * kl
+    if entropy_N is not None and rule.entropy_coef:
+        loss = loss - rule.entropy_coef * (weights_N * entropy_N).sum()
+    # detached: metrics asked for late, or never, must not keep the graph
+    entropy_N = None if entropy_N is None else entropy_N.detach()
+    compute_metrics = functools.partial(tokens_metrics, rule, tokens.detached(), ref_logps_N, entropy_N)
     return PolicyLoss(loss, policy, kl, compute_metrics)
 
 
@@ -194,8 +168,9 @@ def token_policy_loss(
     Gradient with respect to logp, for a token whose ratio r is not cut: −A·r; cut: 0. With importance_level="sequence"
     it is spread over the sequence, each of its tokens getting the mean. cispo: −A·min(r, high), cut or not.
     """
-    bounds = clip_bounds(clip_eps, delta, loss_type)
-    return _token_loss(_tokens(logps, old_logps, advantages, completion_mask, importance_level), loss_type, bounds)
+    rule = PolicyRule(loss_type=loss_type, importance_level=importance_level, clip_eps=clip_eps, delta=delta)
+    tokens = _tokens_of_rows(importance_level, logps, old_logps, advantages, completion_mask)
+    return rule.token_loss(tokens).view(logps.shape)
 
 
 def token_weights(
@@ -216,31 +191,37 @@ def token_weights(
     Left out, the counts are those of the mask: this is then the whole batch. With them the losses of micro-batches add
     up to the loss of the batch. They may be 0-d tensors, which are not waited for.
     """
-    check_choice(loss_type, POLICY_LOSS_TYPES, "loss_type")
     if isinstance(completion_mask, torch.Tensor) and completion_mask.ndim != 2:
         raise ValueError(f"completion_mask must have shape [B, T], found {list(completion_mask.shape)}")
     mask_BT = as_completion_mask(completion_mask, getattr(completion_mask, "shape", torch.Size()))
     if mask_BT is None:
         raise TypeError("completion_mask must be a tensor, found NoneType")
-    count, tokens = weight_counts(mask_BT, loss_type, max_completion_length, num_tokens, num_sequences)
+    return _weights(mask_BT, loss_type, max_completion_length, num_tokens, num_sequences, dtype)
+
+
+def _weights(
+    mask_BT: torch.Tensor,
+    loss_type: str,
+    max_completion_length: int | None,
+    num_tokens: Count | None,
+    num_sequences: Count | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    rule = PolicyRule(loss_type=loss_type, max_completion_length=max_completion_length)
+    count, tokens = weight_counts(mask_BT, rule, num_tokens, num_sequences)
     active_BT = mask_BT.to(dtype)
     per_token_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1).to(dtype) if tokens is None else tokens
     return active_BT / (as_divisor(count, "count", active_BT) * per_token_B1)
 
 
 def weight_counts(
-    mask_BT: torch.Tensor,
-    loss_type: str,
-    max_completion_length: int | None,
-    num_tokens: Count | None,
-    num_sequences: Count | None,
+    mask_BT: torch.Tensor, rule: PolicyRule, num_tokens: Count | None, num_sequences: Count | None
 ) -> tuple[Count, int | None]:
     """(count, tokens) of the weight 1/(count·tokens); tokens None: the length of the token's own sequence."""
-    check_choice(loss_type, POLICY_LOSS_TYPES, "loss_type")
-    if loss_type in ("bnpo", "dapo", "cispo"):
+    if rule.loss_type in OVER_TOKENS:
         return mask_BT.sum() if num_tokens is None else check_count(num_tokens, "num_tokens"), 1
     sequences = mask_BT.shape[0] if num_sequences is None else check_count(num_sequences, "num_sequences")
-    return sequences, _as_max_completion_length(max_completion_length) if loss_type == "dr_grpo" else None
+    return sequences, rule.length_divisor
 
 
 def rloo_loss(
@@ -306,63 +287,91 @@ def policy_metrics(
     approx_kl             k3 of KL(old ‖ policy): how far the updates have gone since the rollout
     kl, entropy           where ref_logps, entropy are given
     """
-    bounds = clip_bounds(clip_eps, delta, loss_type)
-    with torch.no_grad():
-        tokens = _tokens(logps, old_logps, advantages, completion_mask, importance_level)
-        mask_BT, ratio_BT = tokens.mask_BT, tokens.log_ratio_BT.exp()
-        num_tokens = mask_BT.sum().clamp(min=1)
-
-        def mean(values_BT: torch.Tensor) -> torch.Tensor:
-            return values_BT.to(ratio_BT.dtype).masked_fill(~mask_BT, 0.0).sum() / num_tokens
-
-        if loss_type == "cispo":  # the weight is cut for either sign
-            low_BT, high_BT, delta_BT = torch.zeros_like(mask_BT), ratio_BT > bounds.high, torch.zeros_like(mask_BT)
-        else:
-            low_BT, high_BT, delta_BT = _cut(tokens, bounds)
-            high_BT = high_BT & (tokens.advantages_BT > 0)  # at A = 0 nothing is lost
-        metrics = {
-            "clip_fraction": mean(low_BT | high_BT | delta_BT),
-            "clip_fraction_low": mean(low_BT),
-            "clip_fraction_high": mean(high_BT),
-            "clip_fraction_delta": mean(delta_BT),
-            "ratio_mean": mean(ratio_BT),
-            "ratio_min": _extreme(ratio_BT, mask_BT, torch.amin, math.inf),
-            "ratio_max": _extreme(ratio_BT, mask_BT, torch.amax, -math.inf),
-            "approx_kl": mean(_since_rollout(tokens, on_policy=old_logps is None)),
-        }
-        if ref_logps is not None:
-            ref_BT = _like_tokens(ref_logps, tokens, "ref_logps")
-            metrics["kl"] = mean(kl_estimate(tokens.logps_BT, ref_BT, kl_estimator))
-        if entropy is not None:
-            metrics["entropy"] = mean(_like_tokens(entropy, tokens, "entropy"))
-        return metrics
+    rule = PolicyRule(
+        loss_type=loss_type, importance_level=importance_level, clip_eps=clip_eps, delta=delta, kl_estimator=kl_estimator
+    )  # fmt: skip
+    tokens = _tokens_of_rows(importance_level, logps, old_logps, advantages, completion_mask)
+    ref_N = None if ref_logps is None else _like_tokens(ref_logps, logps, tokens, "ref_logps")
+    entropy_N = None if entropy is None else _like_tokens(entropy, logps, tokens, "entropy")
+    return tokens_metrics(rule, tokens, ref_N, entropy_N)
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """What the formulas read. Where the mask is 0 everything else is 0 too."""
+@torch.no_grad()
+def tokens_metrics(
+    rule: PolicyRule, tokens: Tokens, ref_logps_N: torch.Tensor | None, entropy_N: torch.Tensor | None
+) -> Metrics:
+    """`policy_metrics` of tokens."""
+    bounds, mask_N, ratio_N = rule.bounds, tokens.mask_N, tokens.log_ratio_N.exp()
+    num_tokens: Any = max(len(ratio_N), 1) if mask_N is None else mask_N.sum().clamp(min=1)
 
-    logps_BT: torch.Tensor
-    old_BT: torch.Tensor
-    log_ratio_BT: torch.Tensor
-    advantages_BT: torch.Tensor
-    mask_BT: torch.Tensor
+    def mean(values_N: torch.Tensor) -> torch.Tensor:
+        return tokens.active(values_N.to(ratio_N.dtype)).sum() / num_tokens
+
+    if rule.loss_type == "cispo":  # the weight is cut for either sign
+        none_N = torch.zeros_like(ratio_N, dtype=torch.bool)
+        low_N, high_N, delta_N = none_N, ratio_N > bounds.high, none_N
+    else:
+        low_N, high_N, delta_N = cut(tokens, bounds)
+        high_N = high_N & (tokens.advantages_N > 0)  # at A = 0 nothing is lost
+    metrics = {
+        "clip_fraction": mean(low_N | high_N | delta_N),
+        "clip_fraction_low": mean(low_N),
+        "clip_fraction_high": mean(high_N),
+        "clip_fraction_delta": mean(delta_N),
+        "ratio_mean": mean(ratio_N),
+        "ratio_min": _extreme(ratio_N, mask_N, torch.amin, math.inf),
+        "ratio_max": _extreme(ratio_N, mask_N, torch.amax, -math.inf),
+        "approx_kl": mean(_since_rollout(tokens)),
+    }
+    if ref_logps_N is not None:
+        metrics["kl"] = mean(kl_estimate(tokens.logps_N, ref_logps_N, rule.kl_estimator))
+    if entropy_N is not None:
+        metrics["entropy"] = mean(entropy_N)
+    return metrics
 
 
-def _tokens(logps: Any, old_logps: Any, advantages: Any, completion_mask: Any, importance_level: str) -> _Tokens:
-    check_choice(importance_level, IMPORTANCE_LEVELS, "importance_level")
+# ---- tokens ----
+
+
+def tokens_of(
+    logps_N: torch.Tensor,
+    old_N: torch.Tensor | None,
+    advantages_N: torch.Tensor,
+    *,
+    importance_level: str = "token",
+    sequence_N: torch.Tensor | None = None,
+    num_sequences: int = 0,
+    mask_N: torch.Tensor | None = None,
+) -> Tokens:
+    """Tokens from their log-probs and advantages; with importance_level="sequence" also whose each is."""
+    log_ratio_N = _OnPolicyLogRatio.apply(logps_N) if old_N is None else logps_N - old_N
+    if importance_level == "sequence":
+        assert sequence_N is not None
+        active_N = torch.ones_like(logps_N) if mask_N is None else mask_N.to(logps_N.dtype)
+        zeros_S = logps_N.new_zeros(num_sequences)
+        length_S = zeros_S.index_add(0, sequence_N, active_N.detach()).clamp(min=1)
+        log_ratio_N = (zeros_S.index_add(0, sequence_N, log_ratio_N) / length_S).index_select(0, sequence_N)
+    return Tokens(logps_N, old_N, log_ratio_N, advantages_N, mask_N)
+
+
+def _tokens_of_rows(importance_level: str, logps: Any, old_logps: Any, advantages: Any, completion_mask: Any) -> Tokens:
     mask_BT = _check_tokens(logps, completion_mask)
     logps_BT = _active(logps, mask_BT)
-    old_BT = logps_BT.detach()
+    old_BT = None
     if old_logps is not None:
         check_like(old_logps, logps, "old_logps", "logps")
         old_BT = _active(old_logps.detach(), mask_BT).to(logps_BT.dtype)
     advantages_BT = _active(per_token(advantages, logps), mask_BT).to(logps_BT.dtype)
-    log_ratio_BT = _OnPolicyLogRatio.apply(logps_BT) if old_logps is None else logps_BT - old_BT
-    if importance_level == "sequence":
-        length_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
-        log_ratio_BT = (log_ratio_BT.sum(-1, keepdim=True) / length_B1).expand_as(log_ratio_BT)
-    return _Tokens(logps_BT, old_BT, log_ratio_BT, advantages_BT, mask_BT)
+    B, T = logps_BT.shape
+    return tokens_of(
+        logps_BT.reshape(-1),
+        None if old_BT is None else old_BT.reshape(-1),
+        advantages_BT.reshape(-1),
+        importance_level=importance_level,
+        sequence_N=torch.arange(B, device=logps_BT.device)[:, None].expand(B, T).reshape(-1),
+        num_sequences=B,
+        mask_N=mask_BT.reshape(-1),
+    )
 
 
 class _OnPolicyLogRatio(torch.autograd.Function):
@@ -371,56 +380,34 @@ class _OnPolicyLogRatio(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(logps_BT: torch.Tensor) -> torch.Tensor:
-        return logps_BT.masked_fill(logps_BT == logps_BT, 0.0)
+    def forward(logps_N: torch.Tensor) -> torch.Tensor:
+        return logps_N.masked_fill(logps_N == logps_N, 0.0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """Nothing is needed."""
 
     @staticmethod
-    def backward(ctx: Any, d_log_ratio_BT: torch.Tensor) -> torch.Tensor:
-        return d_log_ratio_BT
+    def backward(ctx: Any, d_log_ratio_N: torch.Tensor) -> torch.Tensor:
+        return d_log_ratio_N
 
 
-def _token_loss(tokens: _Tokens, loss_type: str, bounds: ClipBounds) -> torch.Tensor:
-    """The formula of one token."""
-    if loss_type == "cispo":
-        weight_BT = tokens.log_ratio_BT.detach().exp().clamp(max=bounds.high)
-        return -weight_BT * tokens.advantages_BT * tokens.logps_BT
-    too_low_BT, too_high_BT, over_delta_BT = _cut(tokens, bounds)
-    # exp of what is not cut only: where the ratio overflows, its gradient would be 0·inf = NaN
-    inside_BT = tokens.log_ratio_BT.masked_fill(too_low_BT | too_high_BT | over_delta_BT, 0.0)
-    ratio_BT = inside_BT.exp().masked_fill(too_low_BT, bounds.low).masked_fill(too_high_BT, bounds.high)
-    return -ratio_BT.masked_fill(over_delta_BT, bounds.delta) * tokens.advantages_BT
-
-
-def _cut(tokens: _Tokens, bounds: ClipBounds) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where −min(r·A, clip(r)·A) is constant in r, by the bound that holds it: low, high, delta.
-
-    min() keeps the smaller product: for A ≥ 0 the smaller ratio (clip acts above), for A < 0 the larger (it acts below).
-    """
-    ratio_BT = tokens.log_ratio_BT.detach().exp()
-    negative_BT = tokens.advantages_BT < 0
-    return (
-        negative_BT & (ratio_BT < bounds.low),
-        (tokens.advantages_BT >= 0) & (ratio_BT > bounds.high),
-        negative_BT & (ratio_BT > bounds.delta),
-    )
-
-
-def _since_rollout(tokens: _Tokens, on_policy: bool) -> torch.Tensor:
+def _since_rollout(tokens: Tokens) -> torch.Tensor:
     """k3 of KL(old ‖ policy), the old policy having sampled; on policy 0, also where logp is −inf."""
-    return _OnPolicyLogRatio.apply(tokens.logps_BT) if on_policy else kl_estimate(tokens.old_BT, tokens.logps_BT)
+    if tokens.old_N is None:
+        return _OnPolicyLogRatio.apply(tokens.logps_N)
+    return kl_estimate(tokens.old_N, tokens.logps_N)
 
 
 def _extreme(
-    ratio_BT: torch.Tensor, mask_BT: torch.Tensor, of: Callable[[torch.Tensor], torch.Tensor], none: float
+    ratio_N: torch.Tensor, mask_N: torch.Tensor | None, of: Callable[[torch.Tensor], torch.Tensor], none: float
 ) -> torch.Tensor:
     """The least or greatest ratio that counts; 0, as the means, where none does."""
-    if not ratio_BT.numel():
-        return ratio_BT.new_zeros(())
-    return of(ratio_BT.masked_fill(~mask_BT, none)).masked_fill(~mask_BT.any(), 0.0)
+    if not ratio_N.numel():
+        return ratio_N.new_zeros(())
+    if mask_N is None:
+        return of(ratio_N)
+    return of(ratio_N.masked_fill(~mask_N, none)).masked_fill(~mask_N.any(), 0.0)
 
 
 def _check_tokens(logps: Any, completion_mask: Any) -> torch.Tensor:
@@ -435,22 +422,14 @@ def _check_tokens(logps: Any, completion_mask: Any) -> torch.Tensor:
     return mask_BT
 
 
-def _check_coefficient(value: Any, name: str, needed: Any, needed_name: str) -> None:
-    check_number(value, name)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be finite and at least 0, found {value}")
-    if value and needed is None:
-        raise ValueError(f"{needed_name} must be given where {name} is above 0, found None with {name}={value}")
-
-
 def _active(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """0 where the mask is 0, before any arithmetic: what stands there may be NaN, and 0·NaN is NaN."""
     return in_float(values_BT).masked_fill(~mask_BT, 0.0)
 
 
-def _like_tokens(values: Any, tokens: _Tokens, name: str) -> torch.Tensor:
-    check_like(values, tokens.logps_BT, name, "logps")
-    return _active(values, tokens.mask_BT).to(tokens.logps_BT.dtype)
+def _like_tokens(values: Any, logps: torch.Tensor, tokens: Tokens, name: str) -> torch.Tensor:
+    check_like(values, logps, name, "logps")
+    return tokens.active(in_float(values).reshape(-1)).to(tokens.logps_N.dtype)
 
 
 def per_token(advantages: Any, logps: torch.Tensor) -> torch.Tensor:
@@ -462,13 +441,3 @@ def per_token(advantages: Any, logps: torch.Tensor) -> torch.Tensor:
     check_device(advantages, logps, "advantages", "logps")
     advantages = advantages.detach()
     return advantages[:, None].expand_as(logps) if advantages.ndim == 1 else advantages
-
-
-def _as_max_completion_length(length: Any) -> int:
-    if length is None:
-        raise ValueError("max_completion_length must be given for 'dr_grpo', found None")
-    if isinstance(length, bool) or not isinstance(length, int):
-        raise TypeError(f"max_completion_length must be an int, found {type(length).__name__}")
-    if length < 1:
-        raise ValueError(f"max_completion_length must be at least 1, found {length}")
-    return length

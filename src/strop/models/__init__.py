@@ -2,13 +2,13 @@
 
 policy = as_policy(model, tokenizer)        a plain nn.Module that returns logits, any Hugging Face causal LM, a peft
                                             model, MoEForCausalLM or a bare MoETransformer
-logps_BT = policy.logps(batch)              differentiable
-ref_logps_BT = policy.reference().logps(batch)
+logps_n = policy.logps(batch)               of the tokens that count in a TokenBatch; differentiable
+ref_logps_n = policy.reference().logps(batch)
 """
 
 from strop.models.kinds import adapter_off, base_model, evaluating, has_adapter, one_thread, unwrapped
 from strop.models.loading import load_model
-from strop.models.policy import Policy, Reference, as_policy, counted
+from strop.models.policy import Policy, Reference, as_policy
 
 __all__ = [
     "Policy",
@@ -16,7 +16,6 @@ __all__ = [
     "adapter_off",
     "as_policy",
     "base_model",
-    "counted",
     "evaluating",
     "has_adapter",
     "load_model",

@@ -1,21 +1,25 @@
 """`Policy`: log-probs of tokens, hidden states with the LM head, a frozen reference.
 
-Batches are right-padded: what stands behind a row changes nothing before it in a causal model, so a model that knows no
-attention mask is right too.
+A Hugging Face model reads a `TokenBatch` as it is, sequences one after the other; a model that cannot, a plain module and
+the MoE get right-padded rows of it. What stands behind a row changes nothing before it in a causal model, so a model
+that knows no attention mask is right too.
 
-Shapes: B rows, T tokens, H hidden, V vocabulary, N tokens that count.
+Shapes: N tokens of S sequences, n of them that count; T tokens of a padded row; H hidden, V vocabulary.
 """
 
+import contextlib
 import copy
 import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
-from strop.data.collate import SequenceBatch
+from strop.data.batch import Rows, TokenBatch, Trajectory
+from strop.models.attention import Packed, Unsupported, reading
 from strop.models.kinds import (
     adapter_off,
     as_module,
@@ -33,6 +37,9 @@ from strop.ops import linear_logp, logp
 
 # config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "logit_soft_cap")
+
+# relative errors of logits that two ways of attention make in these dtypes; another function is far beyond
+ALIKE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 Head = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -59,9 +66,11 @@ class Policy:
         self.kind = "moe" if is_moe(inner) else "hf" if is_hugging_face(inner) else "plain"
         self._arguments = _forward_arguments(base_model(inner) if self.kind == "hf" else inner)
         self._head: tuple[nn.Module, nn.Linear] | None = None
-        self._head_checked = False
+        self._tried = False
         self.no_hidden_because: str | None = None
         """Why `hidden` is None, once it was asked for."""
+        self.no_packing_because: str | None = None
+        """Why batches are read as padded rows, once one was read."""
         self.rollout_engine: tuple[Any, Any] | None = None
         """For `strop.rollout`: what it keeps between rollouts, and for which state of the model."""
 
@@ -122,140 +131,140 @@ class Policy:
 
     # ---- scoring ----
 
-    def logits(self, batch: SequenceBatch) -> torch.Tensor:
-        """[B, T, V], at t those of the token after t."""
-        output = self._call(self.model, batch)
-        logits = getattr(output, "logits", None)
-        if logits is None:
-            logits = output["logits"] if isinstance(output, dict) else output
-            logits = logits[0] if isinstance(logits, (tuple, list)) else logits
-        if not isinstance(logits, torch.Tensor) or logits.ndim != 3 or logits.shape[:2] != batch.input_ids_BT.shape:
-            found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-            rows, columns = batch.input_ids_BT.shape
-            raise ValueError(
-                f"model must return logits of shape [{rows}, {columns}, V] (a tensor, a tuple with it first, or an "
-                f"object with .logits), found {found}"
-            )
-        return logits
+    def logits(self, batch: TokenBatch) -> torch.Tensor:
+        """[n, V] that predict the tokens that count."""
+        return self._at_places(self.model, batch, _logits)
 
-    def hidden(self, batch: SequenceBatch) -> Head | None:
-        """(hidden_BTH, weight_VH, bias_V or None), or None where the logits are not exactly hidden @ weightᵀ + bias.
-
-        hidden_BTH[:, t] is the state that predicts ids[:, t], as `logps` is aligned; column 0 is 0 and predicts nothing.
-        """
-        if not self._head_checked:
-            self._head = self._find_head(batch)
-            self._head_checked = True
+    def hidden(self, batch: TokenBatch) -> Head | None:
+        """(hidden_nH, weight_VH, bias_V or None) of the tokens that count, or None where the logits are not exactly
+        hidden @ weightᵀ + bias."""
+        if not self._tried:
+            self._try()
         if self._head is None:
             return None
         decoder, head = self._head
-        states_BTH = _last_hidden_state(self._call(decoder, batch))
-        return pad(states_BTH[:, :-1], (0, 0, 1, 0)), head.weight, head.bias
+        return self._at_places(decoder, batch, _last_hidden_state), head.weight, head.bias
 
     @overload
-    def logps(self, batch: SequenceBatch, *, temperature: float = 1.0) -> torch.Tensor: ...
+    def logps(self, batch: TokenBatch, *, temperature: float = 1.0) -> torch.Tensor: ...
 
     @overload
     def logps(
-        self, batch: SequenceBatch, *, temperature: float = 1.0, entropy: Literal[True]
+        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: Literal[True]
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @overload
     def logps(
-        self, batch: SequenceBatch, *, temperature: float = 1.0, entropy: bool
+        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def logps(
-        self, batch: SequenceBatch, *, temperature: float = 1.0, entropy: bool = False
+        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """[:, t] is log π(ids[t] | ids[<t]) under softmax(logits / temperature), 0 where completion_mask is 0.
+        """[n] log π(token | the tokens before it) under softmax(logits / temperature), of the tokens that count.
 
-        entropy   also return the entropy at each token, aligned alike
+        entropy   also return the entropy at each of them
         """
         if self.kind == "moe":  # from its engine, as its sampler has them: a rollout's log-probs are these, bit for bit
-            self._refuse_packed(batch)
-            masks = batch.attention_mask_BT, batch.completion_mask_BT
-            both = unwrapped(self.model).logps(batch.input_ids_BT, *masks, temperature=temperature)
+            both = self._logps_of_moe(batch, temperature)
             return both if entropy else both[0]
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
         if (head := self.hidden(batch)) is not None:
-            hidden_BTH, weight, bias = head
-            if batch.places_N is not None and not entropy and not torch.is_grad_enabled():
-                return _scored_at(batch.places_N, hidden_BTH, weight, bias, batch.input_ids_BT, temperature)
-            mask_BT = counted(batch)
-            return linear_logp(hidden_BTH, weight, batch.input_ids_BT, bias=bias, completion_mask=mask_BT, **options)
-        logits_BTV = self.logits(batch)[:, :-1]
-        ids_BT, mask_BT = batch.input_ids_BT[:, 1:], counted(batch)[:, 1:]
-        if logits_BTV.device.type == "cpu":  # where looking at the mask is free, only what counts is computed
-            found = self._logps_of_counted(logits_BTV, ids_BT, mask_BT, options)
-        else:
-            found = logp(logits_BTV, ids_BT, completion_mask=mask_BT, **options)
-        return tuple(pad(one, (1, 0)) for one in found) if entropy else pad(found, (1, 0))  # type: ignore[return-value]
+            hidden_nH, weight, bias = head
+            return linear_logp(hidden_nH, weight, batch.targets_n, bias=bias, **options)
+        return logp(self.logits(batch), batch.targets_n, **options)
 
-    def _logps_of_counted(
-        self, logits_BTV: torch.Tensor, ids_BT: torch.Tensor, mask_BT: torch.Tensor, options: dict[str, Any]
-    ) -> Any:
-        found = logp(logits_BTV[mask_BT], ids_BT[mask_BT], **options)
+    def _logps_of_moe(self, batch: TokenBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = batch.rows(self.pad_id)
+        counted_n = rows.index_N.index_select(0, batch.places_n + 1)
+        counts_ST = torch.zeros_like(rows.mask_ST.view(-1)).index_fill(0, counted_n, True).view(rows.mask_ST.shape)
+        both = unwrapped(self.model).logps(rows.ids_ST, rows.mask_ST, counts_ST, temperature=temperature)
+        return both[0].flatten().index_select(0, counted_n), both[1].flatten().index_select(0, counted_n)
 
-        def spread(values_N: torch.Tensor) -> torch.Tensor:
-            values_N = values_N.to(torch.float64 if logits_BTV.dtype == torch.float64 else torch.float32)
-            return values_N.new_zeros(mask_BT.shape).masked_scatter(mask_BT, values_N)
-
-        return tuple(map(spread, found)) if options["entropy"] else spread(found)
-
-    def _call(self, module: nn.Module, batch: SequenceBatch) -> Any:
-        """The module on a batch, with those of the arguments it takes."""
-        if self.kind != "hf":
-            self._refuse_packed(batch)
-        if self.kind == "moe":
-            return module(batch.input_ids_BT, attention_mask=batch.attention_mask_BT)
-        if self.kind == "plain":
-            known: dict[str, Any] = {"attention_mask": batch.attention_mask_BT}
-            return module(batch.input_ids_BT, **{k: v for k, v in known.items() if k in self._arguments})
-        # no attention mask: rows are right-padded, so nothing that counts sees padding, attention stays on its causal
-        # fast path, and of a packed row the positions tell transformers where sequences begin
-        known = {"position_ids": batch.position_ids_BT, "use_cache": False}
-        if batch.position_ids_BT is not None and "position_ids" not in self._arguments:
-            raise ValueError(f"batch must not be packed: {type(module).__name__} takes no position_ids")
-        return module(input_ids=batch.input_ids_BT, **{k: v for k, v in known.items() if k in self._arguments})
-
-    def _refuse_packed(self, batch: SequenceBatch) -> None:
-        if batch.position_ids_BT is not None:
+    def _at_places(self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any]) -> torch.Tensor:
+        """[n, ..] of what the module gives, at the tokens that predict one that counts."""
+        if self.packs:
+            return _read_packed(unwrapped(self.model), module, batch, part).index_select(0, batch.places_n)
+        rows = batch.rows(self.pad_id)
+        found = part(self._call_rows(module, rows))
+        if not isinstance(found, torch.Tensor) or found.ndim != 3 or found.shape[:2] != rows.ids_ST.shape:
+            what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            count, longest = rows.ids_ST.shape
             raise ValueError(
-                f"batch must not be packed for a {self.kind!r} model, found position_ids: pad its rows instead"
+                f"model must return logits of shape [{count}, {longest}, V] (a tensor, a tuple with it first, or an "
+                f"object with .logits), found {what}"
             )
+        return found.flatten(0, 1).index_select(0, rows.index_N.index_select(0, batch.places_n))
 
-    # ---- hidden states ----
+    def _call_rows(self, module: nn.Module, rows: Rows) -> Any:
+        """The module on padded rows, with those of the arguments it takes.
 
-    def _find_head(self, batch: SequenceBatch) -> tuple[nn.Module, nn.Linear] | None:
-        found = _decoder_and_head(unwrapped(self.model)) if self.kind == "hf" else f"it is a {self.kind!r} model"
-        if not isinstance(found, str) and not self._head_gives_logits(*found, batch):
-            found = "its logits are not its hidden states times the head's weight"
-        if isinstance(found, str):
-            self.no_hidden_because = found
-            return None
-        decoder, head = found
-        if self.model is not unwrapped(self.model):  # compiled: the part that is called must be, and likewise
-            decoder = self.model.dynamo_ctx(decoder)  # type: ignore[operator]
-        return decoder, head
+        Hugging Face models get no mask: nothing that counts sees padding on the right, and attention stays on its causal
+        fast path.
+        """
+        known = {"use_cache": False} if self.kind == "hf" else {"attention_mask": rows.mask_ST}
+        known = {name: value for name, value in known.items() if name in self._arguments}
+        return module(rows.ids_ST, **known)
 
-    @torch.no_grad()
-    def _head_gives_logits(self, decoder: nn.Module, head: nn.Linear, batch: SequenceBatch) -> bool:
-        """On a few tokens: the only way to know what a model's forward does behind its head."""
-        few = SequenceBatch(
-            *(t[:1, :8] for t in (batch.input_ids_BT, batch.attention_mask_BT, batch.completion_mask_BT))
-        )
+    # ---- how the model is read: tried once ----
+
+    @property
+    def packs(self) -> bool:
+        """Whether the model reads sequences one after the other; else it gets them as padded rows."""
+        if not self._tried:
+            self._try()
+        return self.no_packing_because is None
+
+    def _try(self) -> None:
+        """On two short sequences: whether hidden states times the head are the logits, and whether the model keeps
+        sequences apart. Only its numbers tell what a forward does."""
+        self._tried = True
+        self.no_hidden_because = self.no_packing_because = f"it is a {self.kind!r} model"
+        if self.kind != "hf":
+            return
         inner = unwrapped(self.model)
-        with evaluating(inner):
-            states_BTH = _last_hidden_state(self._call(decoder, few))
-            if states_BTH.shape[-1] != head.in_features:
-                return False
-            wanted = self._call(inner, few).logits
-            found = linear(states_BTH, head.weight, head.bias)
-        if wanted.shape != found.shape:
+        ids = torch.arange(1, 13) % (self.vocab_size or 13)
+        batch = TokenBatch.of([Trajectory.of(ids[:1], ids[1:5]), Trajectory.of(ids[5:6], ids[6:])], self.device)
+        with torch.no_grad(), evaluating(inner), _keeping_rng():
+            rows = batch.rows(self.pad_id)
+            wanted_NV = self._call_rows(inner, rows).logits.flatten(0, 1).index_select(0, rows.index_N)
+            found = _decoder_and_head(inner)
+            if not isinstance(found, str) and not self._head_gives_logits(*found, rows, wanted_NV):
+                found = "its logits are not its hidden states times the head's weight"
+            self.no_packing_because = self._try_packing(inner, batch, wanted_NV)
+        self.no_hidden_because = found if isinstance(found, str) else None
+        if not isinstance(found, str):
+            decoder, head = found
+            if self.model is not inner:  # compiled: the part that is called must be, and likewise
+                decoder = self.model.dynamo_ctx(decoder)  # type: ignore[operator]
+            self._head = decoder, head
+
+    def _try_packing(self, inner: Any, batch: TokenBatch, wanted_NV: torch.Tensor) -> str | None:
+        """Why the model cannot read packed sequences; None if it can."""
+        if self.model is not inner:
+            return "it is compiled, for shapes that do not change"
+        if "position_ids" not in self._arguments:
+            return "its forward takes no position_ids"
+        try:
+            found_NV = _read_packed(inner, inner, batch, _logits, layers=of_config(self.config, "num_hidden_layers"))
+        except Unsupported as error:
+            return str(error)
+        except Exception as error:  # whatever a foreign forward raises, it is not to be read so
+            return f"its forward fails on packed sequences ({type(error).__name__}: {error})"
+        error = (found_NV.double() - wanted_NV.double()).norm() / wanted_NV.double().norm()
+        if error <= ALIKE[wanted_NV.dtype]:
+            return None
+        return f"its logits of packed sequences are not those of its rows (relative error {error:.1e})"
+
+    def _head_gives_logits(self, decoder: nn.Module, head: nn.Linear, rows: Rows, wanted_NV: torch.Tensor) -> bool:
+        states_STH = _last_hidden_state(self._call_rows(decoder, rows))
+        if states_STH.shape[-1] != head.in_features:
             return False
-        eps = max(torch.finfo(wanted.dtype).eps, torch.finfo(found.dtype).eps)
-        return bool((wanted.float() - found.float()).abs().max() <= 8 * eps * wanted.float().abs().max())
+        found_NV = linear(states_STH.flatten(0, 1).index_select(0, rows.index_N), head.weight, head.bias)
+        if wanted_NV.shape != found_NV.shape:
+            return False
+        eps = max(torch.finfo(wanted_NV.dtype).eps, torch.finfo(found_NV.dtype).eps)
+        return bool((wanted_NV.float() - found_NV.float()).abs().max() <= 8 * eps * wanted_NV.float().abs().max())
 
     # ---- the reference ----
 
@@ -308,38 +317,47 @@ class Reference:
         return None if self.kind == "adapter off" else self.policy.model
 
     @torch.no_grad()
-    def logps(self, batch: SequenceBatch, *, temperature: float = 1.0) -> torch.Tensor:
+    def logps(self, batch: TokenBatch, *, temperature: float = 1.0) -> torch.Tensor:
         if self.kind != "adapter off":  # it may live on another device
-            logps_BT = self.policy.logps(batch.to(self.policy.device), temperature=temperature)
-            return logps_BT.to(batch.input_ids_BT.device)
+            logps_n = self.policy.logps(batch.to(self.policy.device), temperature=temperature)
+            return logps_n.to(batch.device)
         inner = unwrapped(self.policy.model)
         with evaluating(inner), adapter_off(inner):
             return self.policy.logps(batch, temperature=temperature)
 
 
-def _scored_at(
-    places_N: torch.Tensor,
-    hidden_BTH: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    ids_BT: torch.Tensor,
-    temperature: float,
+def _read_packed(
+    model: Any, module: nn.Module, batch: TokenBatch, part: Callable[[Any], torch.Tensor], layers: int = 0
 ) -> torch.Tensor:
-    """Log-probs at these places, 0 elsewhere, without a wait: of a mask the device would first be asked what it leaves."""
-    hidden_NH, ids_N = hidden_BTH.flatten(0, 1).index_select(0, places_N), ids_BT.flatten().index_select(0, places_N)
-    logps_N = linear_logp(hidden_NH, weight, ids_N, bias=bias, temperature=temperature)
-    return logps_N.new_zeros(ids_BT.numel()).index_copy(0, places_N, logps_N).view(ids_BT.shape)
+    """[N, ..] of what the module, the model or a part of it, gives for the batch as one row.
+
+    layers   so many must have attended through `strop.models.attention`: one that did not has mixed the sequences
+    """
+    pass_ = Packed(batch.lengths, batch.cu_seqlens)
+    with reading(model, pass_):
+        output = module(input_ids=batch.ids_N[None], position_ids=batch.positions_N[None], use_cache=False)
+    if pass_.layers_seen < layers:
+        raise Unsupported(f"{layers - pass_.layers_seen} of its layers do not attend through transformers' interface")
+    return part(output)[0]
 
 
-def counted(batch: SequenceBatch) -> torch.Tensor:
-    """The completion mask as booleans; never column 0, which nothing predicts."""
-    mask_BT = batch.completion_mask_BT.bool().clone()
-    mask_BT[:, :1] = False
-    return mask_BT
+@contextlib.contextmanager
+def _keeping_rng() -> Iterator[None]:
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        yield
 
 
 def _forward_arguments(model: nn.Module) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
+
+
+def _logits(output: Any) -> Any:
+    logits = getattr(output, "logits", None)
+    if logits is not None:
+        return logits
+    logits = output["logits"] if isinstance(output, dict) else output
+    return logits[0] if isinstance(logits, (tuple, list)) else logits
 
 
 def _last_hidden_state(output: Any) -> torch.Tensor:

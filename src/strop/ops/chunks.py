@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from strop.losses.rules import NLL, TokenRule
 from strop.ops.head import (
     IDS_MULTIPLE,
     TOKENS_MULTIPLE,
@@ -44,7 +45,7 @@ from strop.ops.head import (
     sums_in,
 )
 from strop.ops.library import constant_when_compiled
-from strop.ops.rows import TokenLoss, implementation
+from strop.ops.rows import implementation
 from strop.ops.rows.torch_rows import token_terms
 
 MiB = 2**20
@@ -54,7 +55,6 @@ _SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again 
 _PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocessor computes at a time
 _MOST_BLOCKS = 16  # more, and the products become too small
 _FEWEST_TOKENS = 32  # of a frozen head's chunk: with fewer, reading the weight takes longer than a third product
-_LOGP_ITSELF = TokenLoss("cispo", (1.0, 1.0), None, 0.0, "k3")  # −A·logp on policy, where A is −1
 
 
 def linear_logps(
@@ -169,7 +169,7 @@ def linear_logps_with_gradient(
     wanted = Wanted(hidden=True, weight=False, bias=False, weight_dtype=dtype)
     ones_N = hidden_NH.new_ones(len(hidden_NH), dtype=sums_in(dtype))
     *_, logps_N, gradients = linear_policy_terms(
-        hidden_NH, head, ids_N, mask_N, None, None, -ones_N, ones_N, temperature, _LOGP_ITSELF, rows, workspace, wanted
+        hidden_NH, head, ids_N, mask_N, None, None, ones_N, -ones_N, temperature, NLL(), rows, workspace, wanted
     )
     return logps_N, gradients.hidden_NH
 
@@ -184,7 +184,7 @@ def linear_policy_terms(
     advantages_N: torch.Tensor,
     weights_N: torch.Tensor,
     temperature: float,
-    loss: TokenLoss,
+    rule: TokenRule,
     rows: ModuleType,
     workspace: int | None,
     wanted: Wanted,
@@ -193,10 +193,12 @@ def linear_policy_terms(
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
     bytes_given = _train_workspace(hidden_NH.device, workspace)
-    at_most, plan = _plan(tokens, head, wanted, bytes_given)
+    plan = _over_the_gradient(
+        tokens.count, head, wanted, tokens.dtype, rows.bytes_per_logit(tokens.dtype, kept=True), bytes_given
+    )
     if plan is not None and plan.v < head.V:
-        return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, loss, rows, wanted)
-    n = _chunk_size(at_most, tokens, head, wanted, bytes_given) if plan is None else at_most
+        return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, rule, rows, wanted)
+    n = _chunk_size(tokens, head, wanted, bytes_given) if plan is None else tokens.count
     chunks = LogitChunks(tokens, head, n)
     logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,)))
     # over several chunks the weight's gradient is summed in float32, whatever its own dtype
@@ -205,7 +207,7 @@ def linear_policy_terms(
     for part, hidden_nH, logits_nV in chunks:
         ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values, part) for values in per_token)
         terms = rows.policy_terms(
-            logits_nV, ids_n, None, old_n, ref_n, advantages_n, weights_n, temperature, loss, any(wanted[:3]), True,
+            logits_nV, ids_n, None, old_n, ref_n, advantages_n, weights_n, temperature, rule, any(wanted[:3]), True,
             (logps_n[part], terms_3n[:, part]), wanted.factors_can_wait,
         )  # fmt: skip
         if wanted.hidden:
@@ -220,11 +222,11 @@ def linear_policy_terms(
     return *rows.sums(terms_3n), tokens.spread(logps_n), grads
 
 
-def _chunk_size(num_tokens: int, tokens: Tokens, head: Head, wanted: Wanted, workspace: int) -> int:
+def _chunk_size(tokens: Tokens, head: Head, wanted: Wanted, workspace: int) -> int:
     """Tokens of the largest chunk: their logits and, for factors to be multiplied with, their gradients in float32."""
     logits_bytes = head.V * tokens.rows.bytes_per_logit(tokens.dtype)
     most = workspace // (logits_bytes + head.weight_VH.shape[1] * 4 * wanted.factors_can_wait)
-    return max((part.stop - part.start for part in cut(num_tokens, most, TOKENS_MULTIPLE)), default=0)
+    return max((part.stop - part.start for part in cut(tokens.count, most, TOKENS_MULTIPLE)), default=0)
 
 
 class OverTheGradient(NamedTuple):
@@ -236,18 +238,6 @@ class OverTheGradient(NamedTuple):
 
     v: int
     room: int  # bytes, so that no gradient reaches logits that are still needed
-
-
-def _plan(tokens: Tokens, head: Head, wanted: Wanted, workspace: int) -> tuple[int, OverTheGradient | None]:
-    """For how many tokens there is memory to be, and how they lie over the gradient.
-
-    All of them, rather than wait for the number that count; unless those might do with fewer blocks.
-    """
-    given = head, wanted, tokens.dtype, tokens.rows.bytes_per_logit(tokens.dtype, kept=True), workspace
-    plan = _over_the_gradient(tokens.at_most, *given)
-    if wanted.weight and (plan is None or plan.v < head.V):
-        return tokens.count, _over_the_gradient(tokens.count, *given)
-    return tokens.at_most, plan
 
 
 def _over_the_gradient(
@@ -282,7 +272,7 @@ def _policy_terms_in_blocks(
     plan: OverTheGradient,
     per_token: tuple[torch.Tensor | None, ...],
     temperature: float,
-    loss: TokenLoss,
+    rule: TokenRule,
     rows: ModuleType,
     wanted: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
@@ -299,7 +289,7 @@ def _policy_terms_in_blocks(
     for number, (block, piece) in enumerate(blocks):
         logits_nv = head.logits(hidden_nH, block, piece)
         rows.logps(logits_nv, ids_n, None, temperature, False, (logps_n, stats_2n, None), (block.start, V, number))
-    terms_3n, d_logps_n = token_terms(logps_n, old_n, ref_n, advantages_n, weights_n, loss)
+    terms_3n, d_logps_n = token_terms(logps_n, old_n, ref_n, advantages_n, weights_n, rule)
 
     grads = empty_gradients(tokens, head, wanted._replace(weight=False))
     d_weight_VH = memory[: V * head.weight_VH.shape[1] * wanted.weight_dtype.itemsize].view(wanted.weight_dtype)

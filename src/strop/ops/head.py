@@ -3,17 +3,13 @@
 Shapes: N tokens, n of them that count or are in a chunk, H hidden, V vocabulary, v a part of it.
 """
 
-import functools
 from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from strop.ops.rows import OnItsWay
-
 TOKENS_MULTIPLE, IDS_MULTIPLE = 512, 128  # what chunks of tokens and blocks of the vocabulary are multiples of
-_TOKENS_AHEAD = 768  # whose product keeps a GPU busy for as long as the host takes after it has waited
 
 ALL = slice(None)
 
@@ -60,41 +56,18 @@ class Gradients(NamedTuple):
 
 
 class Tokens:
-    """The tokens that count, out of N. How many they are is asked for at once and waited for when it is first needed."""
+    """The tokens that count, out of N. Whoever knows them beforehand gives no mask: of a mask on a GPU they are waited for."""
 
     def __init__(
         self, hidden_NH: torch.Tensor, mask_N: torch.Tensor | None, dtype: torch.dtype, rows: ModuleType
     ) -> None:
         self.hidden_NH, self.dtype, self.rows = hidden_NH, dtype, rows
-        self.N = len(hidden_NH)
-        self._places_N: torch.Tensor | None = None
-        self._count: OnItsWay | None = None
+        self.N = self.count = len(hidden_NH)
+        self.places: torch.Tensor | None = None
         if mask_N is not None:
-            self._places_N, self._count = rows.places(mask_N)
-
-    @functools.cached_property
-    def count(self) -> int:
-        return self.N if self._count is None else self._count.wait()
-
-    @functools.cached_property
-    def places(self) -> torch.Tensor | None:
-        """[count]; None where all tokens count."""
-        return None if self._places_N is None or self.count == self.N else self._places_N[: self.count]
-
-    @property
-    def has_to_wait(self) -> bool:
-        """For the number of tokens that count."""
-        return self._count is not None and self._count.takes_time
-
-    @property
-    def at_most(self) -> int:
-        """That count, as far as can be told without waiting."""
-        return self.N if self.has_to_wait else self.count
-
-    def first_hidden(self, number: int) -> torch.Tensor:
-        """Of the first `number` that count, without waiting; whatever, where there are fewer."""
-        assert self._places_N is not None
-        return self.hidden_NH.index_select(0, self._places_N[:number]).to(self.dtype)
+            places_n = mask_N.nonzero()[:, 0]
+            self.count = len(places_n)
+            self.places = None if self.count == self.N else places_n
 
     def hidden(self, part: slice = ALL) -> torch.Tensor:
         return self.take(self.hidden_NH, part).to(self.dtype)
@@ -166,28 +139,18 @@ def round_up(number: int, multiple: int) -> int:
 
 
 class LogitChunks:
-    """Logits of some tokens at a time, n of them or fewer, all in the same memory.
-
-    Where the number of tokens that count is on its way, the first product does not wait for it.
-    """
+    """Logits of some tokens at a time, n of them or fewer, all in the same memory."""
 
     def __init__(self, tokens: Tokens, head: Head, n: int) -> None:
         self._tokens, self._head = tokens, head
         self._memory = tokens.workspace(n * head.V)
-        self._ahead = min(n, _TOKENS_AHEAD) if tokens.has_to_wait else 0
-        if self._ahead:
-            head.logits(tokens.first_hidden(self._ahead), ALL, self._memory)
         self.parts = cut(tokens.count, n, TOKENS_MULTIPLE)
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """The tokens' numbers, their hidden states, their logits."""
-        V, there = self._head.V, self._ahead
         for part in self.parts:
             hidden_nH = self._tokens.hidden(part)
-            if there < len(hidden_nH):
-                self._head.logits(hidden_nH[there:], ALL, self._memory[there * V :])
-            there = 0
-            yield part, hidden_nH, self._memory[: len(hidden_nH) * V].view(-1, V)
+            yield part, hidden_nH, self._head.logits(hidden_nH, ALL, self._memory)
 
 
 def empty_gradients(tokens: Tokens, head: Head, wanted: Wanted) -> Gradients:

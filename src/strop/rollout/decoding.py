@@ -25,10 +25,11 @@ from typing import Any
 import torch
 
 from strop.models import Policy, base_model, unwrapped
+from strop.models.attention import Unsupported, attending, current
 from strop.models.kinds import of_config
 from strop.rollout import slots
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
-from strop.rollout.slots import CacheShape, Decode, Prefill, Rows, Shapes, Unsupported
+from strop.rollout.slots import CacheShape, Decode, Prefill, Rows, Shapes
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows of a step; larger batches in several rounds
 ASK_EVERY = 8  # steps between two looks at which rows have ended
@@ -227,7 +228,7 @@ class Engine:
                 slots_.append(torch.arange(length) + round_.prefix_starts[i])
             moved = [torch.cat(one).to(self.device) for one in (tokens, slots_)]
             positions_PT = torch.arange(longest, device=self.device).expand(len(part), -1)
-            with slots.current(Prefill(round_.kv, *moved)):
+            with current(Prefill(round_.kv, *moved)):
                 self._forward(ids_PT.to(self.device), positions_PT)
 
     def _decode(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
@@ -260,13 +261,13 @@ class Engine:
         """[N, V] of the rows' next tokens; `done` is their step, known to the host."""
         if self.on_gpu:
             return self._logits_on_gpu(rows)
-        with slots.current(Decode(round_.kv, rows, round_.longest_prefix + done + 1)):
+        with current(Decode(round_.kv, rows, round_.longest_prefix + done + 1)):
             return self._logits(rows)
 
     def _logits_on_gpu(self, rows: Rows) -> torch.Tensor:
         from strop.rollout.launch import KernelDecode
 
-        with slots.current(KernelDecode(self._table, rows, self.shape)):
+        with current(KernelDecode(self._table, rows, self.shape)):
             return self._logits(rows)
 
     def _step_on_gpu(self, rows: Rows, sampling: Sampling) -> None:
@@ -340,7 +341,7 @@ class Engine:
         compiled, self.model._compiled_call_impl = self.model._compiled_call_impl, None
         cast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
         try:
-            with torch.no_grad(), cast, slots.attending_by_slots(self.model), self.matrices.in_place():
+            with torch.no_grad(), cast, attending(self.model), self.matrices.in_place():
                 yield
         finally:
             self.model._compiled_call_impl = compiled
@@ -415,7 +416,7 @@ def _cache_shape(model: Any, device: torch.device, forward: Callable[..., Any]) 
     """From a forward of two tokens. What is not as it should be is a reason not to use the engine."""
     seen = Shapes()
     try:
-        with slots.current(seen):
+        with current(seen):
             forward(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.arange(2, device=device)[None])
     except (Unsupported, torch.OutOfMemoryError):
         raise

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from strop.models.attention import Pass, Rule
 from strop.rollout import kernels
-from strop.rollout.slots import CacheShape, Pass, Rows, Rule
+from strop.rollout.slots import CacheShape, Rows
 
 CHUNK = 4096  # logits one program looks at
 PROGRAMS = 264  # wanted at least: two for each of an H200's 132 multiprocessors

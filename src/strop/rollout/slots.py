@@ -12,17 +12,12 @@ needs no logits and every token is drawn by the same step.
 Shapes: N rows of a step, P prompts read together, T tokens, H query heads, K key heads, D head dimension, S slots.
 """
 
-import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-NAME = "strop_rollout"  # of this attention among transformers' implementations
+from strop.models.attention import Pass, Rule, Unsupported, attention_of_rows, in_one_dtype, masked_attention
 
 
 @dataclass(frozen=True)
@@ -86,23 +81,6 @@ class Rows:
         for name in self.PER_ROW:
             column = getattr(self, name)
             column[: len(indices_M)] = column[indices_M]
-
-
-class Pass(ABC):
-    """One forward of the model within a rollout, as `attention` sees it: it reads and writes kv."""
-
-    @abstractmethod
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: "Rule") -> torch.Tensor:
-        """[P, H, T, D], twice [P, K, T, D] → [P, T, H, D]"""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How scores become weights: softmax(softcap(q·k·scaling)) within the last `window` tokens; 0 is none."""
-
-    scaling: float
-    window: int = 0
-    softcap: float = 0.0
 
 
 @dataclass
@@ -171,103 +149,6 @@ class Decode(Pass):
         return masked_attention(q, keys, values, mask_NT[:, None, None], rule).transpose(1, 2)
 
 
-def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Causal attention of right-padded rows."""
-    T = q.shape[2]
-    if not rule.softcap and (not rule.window or rule.window >= T):
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=True)
-        return out.transpose(1, 2)
-    i_T = torch.arange(T, device=q.device)
-    mask_TT = i_T <= i_T[:, None]
-    if rule.window:
-        mask_TT &= i_T > i_T[:, None] - rule.window
-    return masked_attention(q, k, v, mask_TT, rule).transpose(1, 2)
-
-
-def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Rule) -> torch.Tensor:
-    if not rule.softcap:
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=True)
-    k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], 1) for states in (k, v))
-    scores = rule.softcap * torch.tanh(q @ k.transpose(2, 3) * (rule.scaling / rule.softcap))
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
-    return weights.to(q.dtype) @ v
-
-
-def in_one_dtype(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As scaled_dot_product_attention gets them: under autocast in its dtype, rotated keys being float32 else."""
-    kind = states[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return states
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(one.to(dtype) for one in states)
-
-
-# ---- as an attention of transformers ----
-
-_current: ContextVar[Pass] = ContextVar("_current")  # of this thread: another may call a model of its own
-
-
-@contextlib.contextmanager
-def current(pass_: Pass) -> Iterator[None]:
-    """Within, the model's attention is this pass's."""
-    token = _current.set(pass_)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-class Unsupported(Exception):
-    """The model's attention asks for something that is not here."""
-
-
-HARMLESS = {"dropout", "is_causal", "position_ids", "cache_position", "output_attentions", "use_cache", "output_hidden_states",
-            "output_router_logits", "return_dict", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
-            "max_length_k", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
-
-
-def attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """The signature of transformers' attention functions."""
-    for name, found in others.items():
-        if name not in HARMLESS and found is not None and found is not False:
-            raise Unsupported(f"its attention has {name}")
-    if attention_mask is not None:
-        raise Unsupported("it makes an attention mask of its own")
-    if getattr(module, "is_causal", True) is not True:
-        raise Unsupported("its attention is not causal")
-    rule = (query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0, softcap or 0.0)
-    attend = _attend_opaque if torch.compiler.is_compiling() else _attend
-    return attend(query, key, value, module.layer_idx, *rule), None
-
-
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float, window: int, softcap: float
-) -> torch.Tensor:
-    return _current.get().attend(query, key, value, layer, Rule(scaling, window, softcap))
-
-
-_attend_opaque = torch.library.custom_op("strop::attend_by_slots", _attend, mutates_args=())
-"""The same for torch.compile, which is not to look inside: the cache is none of the graph's tensors."""
-
-
-@_attend_opaque.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float, window: int, softcap: float
-) -> torch.Tensor:
-    rows, heads, tokens, dim = query.shape
-    return value.new_empty(rows, tokens, heads, dim)
-
-
 def slot_cache() -> Any:
     """What a model takes for its cache: it hands keys and values on to `attention`, which keeps them."""
     from transformers import Cache
@@ -282,20 +163,3 @@ def slot_cache() -> Any:
             return 0  # positions are always given
 
     return SlotCache(layers=[])
-
-
-@contextlib.contextmanager
-def attending_by_slots(model: Any) -> Iterator[None]:
-    """Within, the model's attention layers call `attention`, and it makes no masks."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, attention)
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-    before = [config._attn_implementation_internal for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = NAME
-    try:
-        yield
-    finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from strop._tensors import check_device
-from strop.losses import PolicyLoss
+from strop.losses import PolicyLoss, PolicyRule
 from strop.losses._common import Count
-from strop.losses.policy import ClipEps
+from strop.losses.rules import ClipEps
 from strop.ops.checks import check_ids_in_range, check_logits, check_logits_and_ids
 from strop.ops.logp import logp
-from strop.ops.policy import PolicyBatch, PolicyOptions, check_batch, composed
+from strop.ops.policy import Given, PolicyBatch, check_batch, composed
 from strop.ops.registry import op
 
 LOGITS_NAMES = ("policy_logits", "action_ids")
@@ -69,19 +69,21 @@ def grpo_loss(
     Rewards become (r − mean)/std of their group, `strop.losses.group_advantages` as it stands; for other conventions
     (TRL's ddof=1 and eps=1e-4) call it and pass `advantages`.
     """
-    options = PolicyOptions(
-        samples_per_prompt=samples_per_prompt, group_boundaries=group_boundaries, advantages=advantages,
-        ref_logps=ref_logps, loss_type=loss_type, importance_level=importance_level, clip_eps=clip_eps, delta=delta,
-        beta=beta, kl_estimator=kl_estimator, entropy_coef=entropy_coef, temperature=temperature,
-        max_completion_length=max_completion_length, num_tokens=num_tokens, num_sequences=num_sequences,
-        validate=validate,
+    rule = PolicyRule(
+        loss_type=loss_type, importance_level=importance_level, clip_eps=clip_eps, delta=delta, beta=beta,
+        kl_estimator=kl_estimator, entropy_coef=entropy_coef, max_completion_length=max_completion_length,
     )  # fmt: skip
-    batch = check_grpo_loss(policy_logits, ref_logits, action_ids, old_logps, rewards, completion_mask, options)
+    given = Given(
+        samples_per_prompt, group_boundaries, advantages, ref_logps, temperature, num_tokens, num_sequences, validate
+    )
+    batch = check_grpo_loss(policy_logits, ref_logits, action_ids, old_logps, rewards, completion_mask, rule, given)
     return composed_from_logits(logp.reference, batch, policy_logits, ref_logits, action_ids, in_place)
 
 
-def check_grpo_loss(policy_logits, ref_logits, action_ids, old_logps, rewards, completion_mask, options) -> PolicyBatch:
-    check_logits_and_ids(policy_logits, action_ids, options.temperature, LOGITS_NAMES)
+def check_grpo_loss(
+    policy_logits, ref_logits, action_ids, old_logps, rewards, completion_mask, rule, given
+) -> PolicyBatch:
+    check_logits_and_ids(policy_logits, action_ids, given.temperature, LOGITS_NAMES)
     if policy_logits.ndim != 3:
         raise ValueError(f"policy_logits must have shape [B, T, V], found {list(policy_logits.shape)}")
     if ref_logits is not None:
@@ -92,17 +94,17 @@ def check_grpo_loss(policy_logits, ref_logits, action_ids, old_logps, rewards, c
                 f"ref_logits must have shape {list(policy_logits.shape)} as policy_logits has, "
                 f"found {list(ref_logits.shape)}"
             )
-    batch = check_batch(action_ids, old_logps, rewards, completion_mask, options, ref_logits, "ref_logits")
-    check_ids_in_range(action_ids, batch.mask_BT, policy_logits.shape[-1], options.validate, "action_ids")
+    batch = check_batch(action_ids, old_logps, rewards, completion_mask, rule, given, ref_logits, "ref_logits")
+    check_ids_in_range(action_ids, batch.mask_BT, policy_logits.shape[-1], given.validate, "action_ids")
     return batch
 
 
 def composed_from_logits(logp_of, batch: PolicyBatch, policy_logits, ref_logits, action_ids, in_place) -> PolicyLoss:
     """By log-probs; logp_of: one backend of `logp`."""
     score = functools.partial(
-        logp_of, ids=action_ids, temperature=batch.options.temperature, completion_mask=batch.mask_BT
+        logp_of, ids=action_ids, temperature=batch.given.temperature, completion_mask=batch.mask_BT
     )
-    ref_logps = batch.options.ref_logps
+    ref_logps = batch.given.ref_logps
     if ref_logits is not None:
         with torch.no_grad():
             ref_logps = score(ref_logits)

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from strop.losses import PolicyLoss
+from strop.losses.rules import as_text, from_text
 from strop.ops.autograd import first_order, note_overwritten
 from strop.ops.grpo_loss.reference import check_grpo_loss, composed_from_logits, grpo_loss
 from strop.ops.library import library_op
 from strop.ops.logp.triton import logp_triton, score
-from strop.ops.policy import PolicyOptions, coefficients, flat, fused_result, keep_gradients, kept_gradients
-from strop.ops.rows import TokenLoss, fake_gradient, implementation, on_gpu, on_gpu_or_interpreted
+from strop.ops.policy import coefficients, flat, fused_result, keep_gradients, kept_gradients, rule_and_given
+from strop.ops.rows import fake_gradient, implementation, on_gpu, on_gpu_or_interpreted
 
 
 @grpo_loss.backend("triton", when=on_gpu, by_name=on_gpu_or_interpreted)
@@ -30,12 +31,12 @@ def grpo_loss_triton(
     in_place: bool = False,
     **options: Any,
 ) -> PolicyLoss:
-    chosen = PolicyOptions(**options)
-    batch = check_grpo_loss(policy_logits, ref_logits, action_ids, old_logps, rewards, completion_mask, chosen)
-    if not chosen.row_suffices:
+    rule, given = rule_and_given(options)
+    batch = check_grpo_loss(policy_logits, ref_logits, action_ids, old_logps, rewards, completion_mask, rule, given)
+    if not rule.row_suffices:
         return composed_from_logits(logp_triton, batch, policy_logits, ref_logits, action_ids, in_place)
-    ids_N, mask_N, temperature = action_ids.reshape(-1), batch.mask_BT.reshape(-1), float(chosen.temperature)
-    old_logps_N, ref_logps_N = flat(batch.old_logps_BT, torch.float32), flat(chosen.ref_logps, torch.float32)
+    ids_N, mask_N, temperature = action_ids.reshape(-1), batch.mask_BT.reshape(-1), float(given.temperature)
+    old_logps_N, ref_logps_N = flat(batch.old_logps_BT, torch.float32), flat(given.ref_logps, torch.float32)
     if ref_logits is not None:
         ref_logps_N = score(ref_logits.detach(), ids_N, mask_N, temperature)
     advantages, weights = coefficients(batch)
@@ -43,7 +44,7 @@ def grpo_loss_triton(
         policy_logits,
         (ids_N, mask_N, old_logps_N, ref_logps_N, advantages, weights),
         temperature,
-        chosen.token_loss,
+        rule,
         policy_logits.requires_grad and torch.is_grad_enabled(),
         in_place,
     )
@@ -52,8 +53,8 @@ def grpo_loss_triton(
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, tensors, temperature, loss, gradient, in_place):
-        settings = temperature, loss.loss_type, loss.clip_eps, loss.delta, loss.beta, loss.kl_estimator
+    def forward(ctx, logits, tensors, temperature, rule, gradient, in_place):
+        settings = temperature, as_text(rule)
         if gradient and in_place:
             results = list(policy_terms_(logits, *tensors, *settings))
             note_overwritten(logits)
@@ -75,7 +76,7 @@ class _PolicyLoss(torch.autograd.Function):
 
 _TERMS = (
     "Tensor ids, Tensor? mask, Tensor? old_logps, Tensor? ref_logps, Tensor advantages, Tensor weights, "
-    "float temperature, str loss_type, float[] clip_eps, float? delta, float beta, str kl_estimator"
+    "float temperature, str rule"
 )
 
 
@@ -83,12 +84,11 @@ def _fake_terms(logits, ids_N, *_):
     return tuple(logits.new_empty(size, dtype=torch.float32) for size in ((), (2,), ids_N.shape))
 
 
-def _run(logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature, *loss, gradient, in_place):
-    loss_type, clip_eps, delta, beta, kl_estimator = loss
+def _run(logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature, rule, gradient, in_place):
     rows = implementation("triton")
     terms = rows.policy_terms(
         logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature,
-        TokenLoss(loss_type, tuple(clip_eps), delta, beta, kl_estimator), gradient, in_place,
+        from_text(rule), gradient, in_place,
     )  # fmt: skip
     return *rows.sums(terms.terms_3N), terms.logps_N, terms.d_logits
 

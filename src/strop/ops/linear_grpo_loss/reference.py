@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from strop._tensors import check_device, check_shape
-from strop.losses import PolicyLoss
+from strop.losses import PolicyLoss, PolicyRule
 from strop.losses._common import Count
-from strop.losses.policy import ClipEps
+from strop.losses.rules import ClipEps
 from strop.ops.checks import check_head
 from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
-from strop.ops.policy import PolicyBatch, PolicyOptions, check_batch, composed
+from strop.ops.policy import Given, PolicyBatch, check_batch, composed
 from strop.ops.registry import op
 
 
@@ -61,21 +61,21 @@ def linear_grpo_loss(
     returns           `PolicyLoss`: three 0-d tensors, and `.metrics`. Only the loss has a gradient, and only to hidden,
                       weight and bias
     """
-    options = PolicyOptions(
-        samples_per_prompt=samples_per_prompt, group_boundaries=group_boundaries, advantages=advantages,
-        ref_logps=ref_logps, loss_type=loss_type, importance_level=importance_level, clip_eps=clip_eps, delta=delta,
-        beta=beta, kl_estimator=kl_estimator, entropy_coef=entropy_coef, temperature=temperature,
-        max_completion_length=max_completion_length, num_tokens=num_tokens, num_sequences=num_sequences,
-        validate=validate,
+    rule = PolicyRule(
+        loss_type=loss_type, importance_level=importance_level, clip_eps=clip_eps, delta=delta, beta=beta,
+        kl_estimator=kl_estimator, entropy_coef=entropy_coef, max_completion_length=max_completion_length,
     )  # fmt: skip
+    given = Given(
+        samples_per_prompt, group_boundaries, advantages, ref_logps, temperature, num_tokens, num_sequences, validate
+    )
     head, ref = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
-    batch = check_linear_grpo_loss(head, ref, action_ids, old_logps, rewards, completion_mask, workspace, options)
+    batch = check_linear_grpo_loss(head, ref, action_ids, old_logps, rewards, completion_mask, workspace, rule, given)
     return composed_from_hidden(linear_logp.reference, batch, head, ref, action_ids, workspace)
 
 
 def check_linear_grpo_loss(
     head: Any, ref: Any, action_ids: Any, old_logps: Any, rewards: Any, completion_mask: Any, workspace: Any,
-    options: PolicyOptions,
+    rule: PolicyRule, given: Given,
 ) -> PolicyBatch:  # fmt: skip
     hidden, weight, bias = head
     check_head(hidden, weight, bias)
@@ -86,14 +86,14 @@ def check_linear_grpo_loss(
         weight,
         action_ids,
         bias,
-        options.temperature,
+        given.temperature,
         completion_mask,
         workspace,
-        options.validate,
+        given.validate,
         "action_ids",
     )
     check_reference(head, ref)
-    return check_batch(action_ids, old_logps, rewards, completion_mask, options, ref[0], "ref_hidden")
+    return check_batch(action_ids, old_logps, rewards, completion_mask, rule, given, ref[0], "ref_hidden")
 
 
 def check_reference(head: Any, ref: Any) -> None:
@@ -118,10 +118,10 @@ def ref_logps_of(
 ) -> torch.Tensor | None:
     ref_hidden, ref_weight, ref_bias = ref
     if ref_hidden is None:
-        return batch.options.ref_logps
+        return batch.given.ref_logps
     with torch.no_grad():
         return linear_logp_of(
-            ref_hidden, ref_weight, action_ids, bias=ref_bias, temperature=batch.options.temperature,
+            ref_hidden, ref_weight, action_ids, bias=ref_bias, temperature=batch.given.temperature,
             completion_mask=batch.mask_BT, workspace=workspace,
         )  # fmt: skip
 
@@ -136,7 +136,7 @@ def composed_from_hidden(
 
     def score(entropy: bool) -> Any:
         return linear_logp_of(
-            hidden, weight, action_ids, bias=bias, temperature=batch.options.temperature,
+            hidden, weight, action_ids, bias=bias, temperature=batch.given.temperature,
             completion_mask=batch.mask_BT, entropy=entropy, workspace=workspace,
         )  # fmt: skip
 

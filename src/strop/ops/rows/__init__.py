@@ -18,16 +18,6 @@ _DECIDING = ("logits", "policy_logits", "hidden")  # an operator's first argumen
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
-class TokenLoss(NamedTuple):
-    """A token's loss as a function of its log-prob alone: its formula in `strop.losses`, and β times the KL's."""
-
-    loss_type: str
-    clip_eps: tuple[float, float]
-    delta: float | None
-    beta: float
-    kl_estimator: str
-
-
 class PolicyTerms(NamedTuple):
     """What rows of logits give.
 
@@ -39,38 +29,6 @@ class PolicyTerms(NamedTuple):
     terms_3N: torch.Tensor
     d_logits: torch.Tensor | None
     factors_N: torch.Tensor | None = None
-
-
-class OnItsWay:
-    """A number that the device writes into the host's memory while the host goes on."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.memory = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=self.takes_time)
-        self._written: torch.cuda.Event | None = None
-
-    @property
-    def takes_time(self) -> bool:
-        return self._device.type == "cuda"
-
-    def sent(self) -> "OnItsWay":
-        """What writes it has been launched."""
-        if self.takes_time:
-            with torch.cuda.device(self._device):
-                self._written = torch.cuda.Event()
-                self._written.record()
-        return self
-
-    def wait(self) -> int:
-        if self._written is not None:
-            self._written.synchronize()
-            self._written = None
-        return int(self.memory)
-
-    def __del__(self) -> None:
-        """Nobody else may have the memory before it is written, also where something was raised before the wait."""
-        if self._written is not None:
-            self._written.synchronize()
 
 
 @functools.cache

@@ -375,6 +375,12 @@ def clipped_weight(logp, log_ratio, advantage, low, high, delta):
     return d_logp * logp, d_logp
 
 
+@triton.jit
+def negative_logp(logp, log_ratio, advantage, low, high, delta):
+    """−logp (SFT) and its derivative."""
+    return -logp, tl.where(logp == logp, -1.0, logp)
+
+
 @Launcher
 def policy_loss_kernel(
     x_ptr, dx_ptr, id_ptr, mask_ptr, old_ptr, ref_ptr, advantage_ptr, weight_ptr, logp_ptr, terms_ptr, factor_ptr,

@@ -1,4 +1,4 @@
-"""The small Triton kernels around those on rows of logits: a batch's coefficients, sums, places, multiplication by factors.
+"""The small Triton kernels around those on rows of logits: a batch's coefficients, sums, multiplication by factors.
 
 Everything is float32 inside, offsets of rows are 64-bit.
 """
@@ -56,22 +56,6 @@ def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N: tl.int32, BLOCK: tl.
         tl.store(total_ptr, tl.sum(total, 0))
     else:
         tl.store(policy_and_kl_ptr + (i - 1), tl.sum(total, 0))
-
-
-@Launcher
-def places_kernel(mask_ptr, place_ptr, count_ptr, N: tl.int32, BLOCK: tl.constexpr):
-    """Where a mask is not 0. A program counts those before its block and writes the places of its own."""
-    block = tl.program_id(0)
-    n = tl.arange(0, BLOCK)
-    before = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, block * BLOCK, BLOCK):
-        before += tl.where(tl.load(mask_ptr + start + n) != 0, 1, 0)
-    place = block * BLOCK + n
-    here = tl.where(tl.load(mask_ptr + place, mask=place < N, other=0) != 0, 1, 0)
-    number = tl.sum(before, 0) + tl.cumsum(here, 0)  # of those up to this one
-    tl.store(place_ptr + number - 1, place.to(tl.int64), mask=here != 0)
-    if block == tl.num_programs(0) - 1:
-        tl.store(count_ptr, tl.max(number, 0).to(tl.int64))
 
 
 @Launcher

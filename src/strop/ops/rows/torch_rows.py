@@ -6,8 +6,10 @@ What they take is passes over [N, V], so those are few and, where the logits may
 import torch
 
 from strop._tensors import can_look
-from strop.losses import clip_bounds, kl_estimate, token_policy_loss
-from strop.ops.rows import OnItsWay, PolicyTerms, TokenLoss
+from strop.losses import kl_estimate
+from strop.losses.policy import tokens_of
+from strop.losses.rules import NLL, TokenRule
+from strop.ops.rows import PolicyTerms
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -18,13 +20,6 @@ def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = Fals
     """
     wide = max(dtype.itemsize, 4)
     return dtype.itemsize + (wide if kept or dtype.itemsize < 4 else 0) + (wide + 1 if entropy else 0)
-
-
-def places(mask_N: torch.Tensor) -> tuple[torch.Tensor, OnItsWay]:
-    """Where the mask is not 0, first to last, and 0 for as many as are left; and how many they are."""
-    number = OnItsWay(mask_N.device)
-    number.memory.copy_(mask_N.count_nonzero(), non_blocking=number.takes_time)
-    return torch.nonzero_static(mask_N, size=len(mask_N), fill_value=0).squeeze(-1), number.sent()
 
 
 def logps(
@@ -120,7 +115,7 @@ def policy_terms(
     advantages: torch.Tensor,
     weights: torch.Tensor,
     temperature: float,
-    loss: TokenLoss,
+    rule: TokenRule,
     gradient: bool,
     in_place: bool,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -135,7 +130,7 @@ def policy_terms(
     e_NV = _minus(x_NV, own, m_N).exp_()
     s_N = e_NV.sum(-1)
     logps_N = picked_N - m_N - s_N.log()
-    terms_3N, d_logps_N = token_terms(logps_N, old_logps_N, ref_logps_N, advantages, weights, loss)
+    terms_3N, d_logps_N = token_terms(logps_N, old_logps_N, ref_logps_N, advantages, weights, rule)
     d_logits = None
     if gradient:
         d_logps_N = torch.where(exists_N, d_logps_N, torch.nan) / temperature
@@ -156,46 +151,43 @@ def token_terms(
     ref_logps_N: torch.Tensor | None,
     advantages_N: torch.Tensor,
     weights_N: torch.Tensor,
-    loss: TokenLoss,
+    rule: TokenRule,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The terms, their policy's and their KL's parts [3, N], and d sum of the terms / d logp of every token."""
-    loss_N = token_policy_loss(
-        logps_N[None],
-        None if old_logps_N is None else old_logps_N[None],
-        advantages_N[None],
-        loss_type=loss.loss_type,
-        clip_eps=loss.clip_eps,
-        delta=loss.delta,
-    )[0]
+    loss_N = rule.token_loss(tokens_of(logps_N, old_logps_N, advantages_N))
     kl_N = torch.zeros_like(logps_N)
     if ref_logps_N is not None:
-        kl_N = kl_estimate(logps_N, ref_logps_N, loss.kl_estimator)
-    total_N = loss_N + loss.beta * kl_N if loss.beta else loss_N  # 0·inf is NaN
+        kl_N = kl_estimate(logps_N, ref_logps_N, rule.kl_estimator)
+    total_N = loss_N + rule.beta * kl_N if rule.beta else loss_N  # 0·inf is NaN
     terms_3N = torch.stack([total_N, loss_N, kl_N]) * weights_N
-    return terms_3N, weights_N * _d_terms(logps_N, old_logps_N, ref_logps_N, advantages_N, loss)
+    return terms_3N, weights_N * _d_terms(logps_N, old_logps_N, ref_logps_N, advantages_N, rule)
 
 
 def _d_terms(
     logps_N: torch.Tensor,
     old_logps_N: torch.Tensor | None,
     ref_logps_N: torch.Tensor | None,
-    advantages: torch.Tensor,
-    loss: TokenLoss,
+    advantages_N: torch.Tensor,
+    rule: TokenRule,
 ) -> torch.Tensor:
     """d (loss + beta·kl) / d logp of every token. Not by autograd, which is switched off inside an operator of torch.ops."""
-    bounds = clip_bounds(loss.clip_eps, loss.delta, loss.loss_type)
+    if isinstance(rule, NLL):  # −1, but NaN where there is no log-prob
+        return torch.where(logps_N == logps_N, -1.0, logps_N)
+    bounds = rule.bounds
     ratio_N = torch.ones_like(logps_N) if old_logps_N is None else (logps_N - old_logps_N).exp()
-    if loss.loss_type == "cispo":  # −min(r, high)·A
-        d_N = -advantages * ratio_N.clamp(max=bounds.high)
+    if rule.loss_type == "cispo":  # −min(r, high)·A
+        d_N = -advantages_N * ratio_N.clamp(max=bounds.high)
     else:  # −A·r, 0 where the ratio is cut
-        bounded_N = torch.where(advantages < 0, ratio_N.clamp(bounds.low, bounds.delta), ratio_N.clamp(max=bounds.high))
+        bounded_N = torch.where(
+            advantages_N < 0, ratio_N.clamp(bounds.low, bounds.delta), ratio_N.clamp(max=bounds.high)
+        )
         cut_N = (bounded_N < ratio_N) | (bounded_N > ratio_N)  # a NaN is not
-        d_N = (-advantages * ratio_N).masked_fill(cut_N, 0.0)
-    if loss.beta and ref_logps_N is not None:
+        d_N = (-advantages_N * ratio_N).masked_fill(cut_N, 0.0)
+    if rule.beta and ref_logps_N is not None:
         below_N = ref_logps_N - logps_N
-        if loss.kl_estimator == "k1":  # 1
-            return d_N + loss.beta
-        d_N = d_N - loss.beta * (below_N if loss.kl_estimator == "k2" else below_N.expm1())  # −d or 1 − exp(d)
+        if rule.kl_estimator == "k1":  # 1
+            return d_N + rule.beta
+        d_N = d_N - rule.beta * (below_N if rule.kl_estimator == "k2" else below_N.expm1())  # −d or 1 − exp(d)
     return d_N
 
 

@@ -3,16 +3,13 @@
 Shapes: `[.., V]` logits with any leading dimensions; N their number of rows.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 
-from strop.losses.policy import ClipBounds, clip_bounds
+from strop.losses.rules import TokenRule
 from strop.ops.rows import (
-    OnItsWay,
     PolicyTerms,
-    TokenLoss,
     check_in_place,
     empty_gradient,
     kernels,
@@ -22,6 +19,7 @@ from strop.ops.rows import (
 from strop.ops.rows.kernels import LOG2E
 
 INTERPRETED = kernels.logp_kernel.interpreted
+TOKEN_LOSSES = {"cispo": kernels.clipped_weight, "nll": kernels.negative_logp}  # others are clipped surrogates
 
 
 def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = False) -> int:
@@ -30,7 +28,6 @@ def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = Fals
 
 
 _WIDE_RANGE = (torch.bfloat16,)  # dtypes that hold exponentials whose maximum is not known yet
-_PLACES_BLOCK = 4096
 _SCALE_BLOCK = 8192
 _SCALE_PROGRAMS = 1024  # few enough to cost nothing where there is nothing to do, enough to fill a GPU
 
@@ -116,20 +113,6 @@ def _policy_tiling(V: int, gradient: bool, factored: bool) -> Tiling:
 def _in_and_out(V: int) -> Tiling:
     """One visit that writes what it has read; stages gain nothing."""
     return Tiling(16, 1) if V >= 16384 else _one_visit(V)
-
-
-def places(mask_N: torch.Tensor) -> tuple[torch.Tensor, OnItsWay]:
-    """Where the mask is not 0, first to last, and 0 for as many as are left; and how many they are."""
-    N, number = len(mask_N), OnItsWay(mask_N.device)
-    places_N = torch.zeros(N, dtype=torch.int64, device=mask_N.device)
-    if N == 0:
-        number.memory.zero_()
-        return places_N, number
-    block = min(_PLACES_BLOCK, _power_of_2(N))
-    small_kernels.places_kernel(
-        -(-N // block), mask_N.contiguous(), places_N, number.memory, N, BLOCK=block, num_warps=8
-    )
-    return places_N, number.sent()
 
 
 def put_multiplied(
@@ -249,7 +232,7 @@ def policy_terms(
     advantages: torch.Tensor,
     weights: torch.Tensor,
     temperature: float,
-    loss: TokenLoss,
+    rule: TokenRule,
     gradient: bool,
     in_place: bool,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -263,7 +246,7 @@ def policy_terms(
     """
     assert not factored or (gradient and in_place and mask_N is None), "exponentials are written over every row"
     given, device = logits, logits.device
-    bounds = _bounds(loss)
+    bounds = rule.bounds
     logits, rows = as_rows(logits)
     logps_N, terms_3N = into or (torch.empty(rows.N, device=device), torch.empty(3, rows.N, device=device))
     out = None
@@ -279,10 +262,10 @@ def policy_terms(
         _or(old_logps_N, weights).contiguous(), _or(ref_logps_N, weights).contiguous(), advantages.contiguous(),
         weights.contiguous(), logps_N, terms_3N, _or(factors_N, logps_N),
         terms_3N.stride(0), rows.N // advantages.shape[0], rows.V, rows.T, rows.stride_B, rows.stride_T, rows.misaligned,
-        _scale(temperature), bounds.low, bounds.high, bounds.delta, loss.beta,
-        TOKEN_LOSS=kernels.clipped_weight if loss.loss_type == "cispo" else kernels.clipped_surrogate,
+        _scale(temperature), bounds.low, bounds.high, bounds.delta, rule.beta,
+        TOKEN_LOSS=TOKEN_LOSSES.get(rule.loss_type, kernels.clipped_surrogate),
         MASKED=mask_N is not None, ON_POLICY=old_logps_N is None,
-        KL=0 if ref_logps_N is None else int(loss.kl_estimator[1]), GRADIENT=gradient,
+        KL=0 if ref_logps_N is None else int(rule.kl_estimator[1]), GRADIENT=gradient,
         FACTORED=factored, **_policy_tiling(rows.V, gradient, factored).of(rows),
     )  # fmt: skip
     return PolicyTerms(logps_N, terms_3N, out, factors_N)
@@ -326,11 +309,6 @@ def _power_of_2(n: int) -> int:
 
 def _scale(temperature: float) -> float:
     return LOG2E.value / temperature
-
-
-@functools.lru_cache(maxsize=64)
-def _bounds(loss: TokenLoss) -> ClipBounds:
-    return clip_bounds(loss.clip_eps, loss.delta, loss.loss_type)
 
 
 def _or(tensor: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,174 @@
+"""What everything is trained on: `Trajectory`, a line of tokens, and `TokenBatch`, several of them one after the other.
+
+A trajectory says of every token whether it counts: whether the policy drew it, or in SFT the assistant wrote it. A batch
+knows before anything reaches the device which hidden state predicts which token that counts, so no device ever searches
+a mask and nobody waits for a number.
+
+Shapes: N tokens of S trajectories, n of them that count; rows of T tokens where a model wants them padded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+
+@dataclass
+class Trajectory:
+    """A line of tokens, and who wrote each. On the host.
+
+    ids_T      prompt and completion, and where a conversation goes on, what follows: as read and as drawn
+    counts_T   True where a token is trained on; never at the first, which nothing predicts
+    logps_t    of the tokens that count, under the distribution they were drawn from; None where nobody drew them
+    finish     why it ended: "eos" or "length"; None where nobody drew it
+    """
+
+    ids_T: torch.Tensor
+    counts_T: torch.Tensor
+    logps_t: torch.Tensor | None = None
+    finish: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids_T)
+
+    @property
+    def num_counted(self) -> int:
+        return int(self.counts_T.sum())
+
+    @classmethod
+    def of(cls, prompt_ids: Any, completion_ids: Any, **known: Any) -> "Trajectory":
+        """A completion behind its prompt; the completion's tokens count."""
+        prompt, completion = as_ids(prompt_ids, "prompt_ids"), as_ids(completion_ids, "completion_ids")
+        ids_T = torch.cat([prompt, completion])
+        if not len(ids_T):
+            raise ValueError("a trajectory must hold at least one token, found an empty prompt and an empty completion")
+        return cls(ids_T, torch.arange(len(ids_T)) >= max(len(prompt), 1), **known)
+
+
+class Rows(NamedTuple):
+    """A batch as right-padded rows, for models that know no other. In a causal model padding changes nothing before it.
+
+    index_N   where each token of the batch stands among the S·T of the rows
+    """
+
+    ids_ST: torch.Tensor
+    mask_ST: torch.Tensor
+    index_N: torch.Tensor
+
+
+@dataclass
+class TokenBatch:
+    """N tokens of several trajectories, one after the other. Made on the host, moved once.
+
+    positions_N     count from 0 in every trajectory
+    cu_seqlens      [S + 1] where trajectories begin and end, int32; `lengths` are the same for the host
+    places_n        the token whose hidden state predicts a token that counts: the one before it
+    targets_n       the tokens that count
+    sequence_n      whose they are
+    old_logps_n, ref_logps_n, advantages_n, weights_n    aligned with places_n; None where not needed
+    """
+
+    ids_N: torch.Tensor
+    positions_N: torch.Tensor
+    cu_seqlens: torch.Tensor
+    lengths: list[int]
+    places_n: torch.Tensor
+    targets_n: torch.Tensor
+    sequence_n: torch.Tensor
+    counts: list[int]
+    old_logps_n: torch.Tensor | None = None
+    ref_logps_n: torch.Tensor | None = None
+    advantages_n: torch.Tensor | None = None
+    weights_n: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> "TokenBatch":
+        """The trajectories in this order."""
+        if not trajectories:
+            raise ValueError("trajectories must hold at least one, found none")
+        lengths = [len(one) for one in trajectories]
+        ids_N = torch.cat([one.ids_T for one in trajectories])
+        counts_N = torch.cat([one.counts_T for one in trajectories])
+        ends_S = torch.tensor(lengths).cumsum(0)
+        cu_seqlens = torch.cat([ends_S.new_zeros(1), ends_S])
+        counts_N[cu_seqlens[:-1]] = False  # nothing predicts the first token of a line
+        sequence_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        positions_N = torch.arange(len(ids_N)) - cu_seqlens[sequence_N]
+        counted_n = counts_N.nonzero()[:, 0]
+        sequence_n = sequence_N[counted_n]
+        batch = cls(
+            ids_N, positions_N, cu_seqlens.int(), lengths, counted_n - 1, ids_N[counted_n], sequence_n,
+            torch.bincount(sequence_n, minlength=len(lengths)).tolist(),
+        )  # fmt: skip
+        return batch.to(device)
+
+    def __len__(self) -> int:
+        """How many trajectories."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids_N)
+
+    @property
+    def num_counted(self) -> int:
+        return len(self.places_n)
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids_N.device
+
+    def to(self, device: torch.device | str) -> "TokenBatch":
+        """The batch there, all its numbers in two transfers that nobody waits for."""
+        device = torch.device(device)
+        if device.type == self.device.type and device.index in (None, self.device.index):
+            return self
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, torch.Tensor] = {}
+        for is_float in (False, True):
+            some = {name: t for name, t in tensors.items() if t.is_floating_point() == is_float}
+            if some:
+                together = on_device(torch.cat([t.long() if not is_float else t for t in some.values()]), device)
+                moved |= zip(some, together.split([len(t) for t in some.values()]), strict=True)
+        moved["cu_seqlens"] = moved["cu_seqlens"].int()
+        return replace(self, **moved)
+
+    def rows(self, pad_id: int) -> Rows:
+        """The same tokens as right-padded rows."""
+        longest = max(self.lengths)
+        starts = torch.arange(0, len(self) * longest, longest).repeat_interleave(torch.tensor(self.lengths))
+        index_N = on_device(starts, self.device) + self.positions_N
+        ids_ST = self.ids_N.new_full((len(self) * longest,), pad_id).index_copy(0, index_N, self.ids_N)
+        mask_ST = torch.zeros_like(ids_ST, dtype=torch.bool).index_fill(0, index_N, True)
+        return Rows(ids_ST.view(len(self), longest), mask_ST.view(len(self), longest), index_N)
+
+    def sums(self, values_n: torch.Tensor) -> torch.Tensor:
+        """[S] the sum over each trajectory's tokens that count."""
+        return values_n.new_zeros(len(self)).index_add(0, self.sequence_n, values_n)
+
+    def split(self, values_n: torch.Tensor) -> list[torch.Tensor]:
+        """Per trajectory."""
+        return list(values_n.split(self.counts))
+
+
+def on_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """`tensor.to(device)` that does not wait until a GPU has done all its work, as a copy from ordinary memory does."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def as_ids(ids: Any, name: str) -> torch.Tensor:
+    """1-D int64 on the CPU from a tensor, an array or a list of token ids."""
+    if isinstance(ids, torch.Tensor) and ids.dtype == torch.int64 and ids.ndim == 1 and ids.device.type == "cpu":
+        return ids  # as the ids of a rollout are, many times a step
+    try:
+        tensor = ids.detach() if isinstance(ids, torch.Tensor) else torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError):  # text, None, rows of unequal lengths
+        raise TypeError(f"{name} must hold token ids, found {ids!r:.60}") from None
+    if tensor.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, found shape {list(tensor.shape)}")
+    if tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool):  # an empty list is a float tensor
+        raise TypeError(f"{name} must hold integers, found {tensor.dtype}")
+    return tensor.to("cpu", torch.int64)

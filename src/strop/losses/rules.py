@@ -1,0 +1,217 @@
+"""Rules: which loss, as one value that checks itself and goes unchanged from a config to a kernel.
+
+A rule knows the formula of one token and the weight of a token in its batch; nothing else of a loss depends on it.
+
+Shapes: N tokens.
+"""
+
+import functools
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from strop._tensors import check_choice, check_number
+from strop.losses.kl import KL_ESTIMATORS
+
+POLICY_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+IMPORTANCE_LEVELS = ("token", "sequence")
+OVER_TOKENS = ("bnpo", "dapo", "cispo")  # means over the tokens of the batch; the others are over sequences first
+
+ClipEps = float | tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the formulas read, [N] each. Where the mask is 0 everything else is 0 too; None: every token counts.
+
+    old_N   None: the policy itself
+    """
+
+    logps_N: torch.Tensor
+    old_N: torch.Tensor | None
+    log_ratio_N: torch.Tensor
+    advantages_N: torch.Tensor
+    mask_N: torch.Tensor | None = None
+
+    def active(self, values_N: torch.Tensor) -> torch.Tensor:
+        return values_N if self.mask_N is None else values_N.masked_fill(~self.mask_N, 0.0)
+
+    def detached(self) -> "Tokens":
+        return Tokens(self.logps_N.detach(), self.old_N, self.log_ratio_N.detach(), self.advantages_N, self.mask_N)
+
+
+@dataclass(frozen=True)
+class ClipBounds:
+    """Where the ratio is cut: below `low` for A < 0, above `high` for A ≥ 0, above `delta` for A < 0.
+
+    For cispo only `high` acts, whatever the sign of A.
+    """
+
+    low: float
+    high: float
+    delta: float
+
+
+def clip_bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipBounds:
+    """The arguments `clip_eps` and `delta` of a loss as bounds of the ratio, checked."""
+    check_choice(loss_type, POLICY_LOSS_TYPES, "loss_type")
+    pair = clip_eps if isinstance(clip_eps, (tuple, list)) else (clip_eps, clip_eps)
+    if len(pair) != 2:
+        raise ValueError(f"clip_eps must be one number or a pair (low, high), found {len(pair)} numbers")
+    for value in pair:
+        check_number(value, "clip_eps")
+        if not value > 0:
+            raise ValueError(f"clip_eps must be above 0, found {value}")
+    low, high = map(float, pair)
+    if loss_type == "cispo":
+        if high < 1:
+            raise ValueError(
+                f"clip_eps must be a pair (low, high) with high at least 1 for 'cispo', where high is the bound of the "
+                f"ratio itself, such as (0.2, 5.0); found {clip_eps}"
+            )
+        if delta is not None:
+            raise ValueError(f"delta must be None for 'cispo', whose ratio clip_eps bounds already, found {delta}")
+        return ClipBounds(0.0, high, math.inf)
+    if delta is not None:
+        check_number(delta, "delta")
+        if not delta >= 1 + high:
+            raise ValueError(f"delta must be at least 1 + clip_eps = {1 + high}, found {delta}")
+    return ClipBounds(1 - low, 1 + high, math.inf if delta is None else float(delta))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRule:
+    """Which policy loss: one value from the config to the kernel, checked when it is made.
+
+    loss_type               grpo, bnpo, dr_grpo, dapo or cispo
+    importance_level        whose ratio is clipped: the token's, or the geometric mean of its sequence's
+    clip_eps                ε or (low, high); None is 0.2, and for cispo (0.2, 5.0)
+    delta                   an upper bound of the ratio where the advantage is negative; None is none
+    beta                    the coefficient of the KL to the reference
+    kl_estimator            k1, k2 or k3
+    entropy_coef            of the entropy bonus
+    max_completion_length   what dr_grpo divides by
+    """
+
+    loss_type: str = "grpo"
+    importance_level: str = "token"
+    clip_eps: float | tuple[float, float] | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    max_completion_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice(self.importance_level, IMPORTANCE_LEVELS, "importance_level")
+        check_choice(self.kl_estimator, KL_ESTIMATORS, "kl_estimator")
+        if isinstance(self.clip_eps, list):
+            object.__setattr__(self, "clip_eps", tuple(self.clip_eps))
+        for name in ("beta", "entropy_coef"):
+            _check_coefficient(getattr(self, name), name)
+        if self.max_completion_length is not None:
+            _check_max_completion_length(self.max_completion_length)
+        assert self.bounds is not None  # checks clip_eps and delta
+
+    @property
+    def bounds(self) -> ClipBounds:
+        return _bounds_of(self.clip_eps, self.delta, self.loss_type)
+
+    @property
+    def row_suffices(self) -> bool:
+        """Whether a token's loss needs its own row of logits alone: no sequence, no entropy."""
+        return self.importance_level == "token" and not self.entropy_coef
+
+    def weight(self, length: int, num_tokens: int, num_sequences: int) -> float:
+        """Of each token of a sequence with so many, in a batch with so many tokens and sequences in all."""
+        if self.loss_type in OVER_TOKENS:
+            return 1 / (num_tokens or 1)
+        return 1 / ((num_sequences or 1) * (self.length_divisor or max(length, 1)))
+
+    @property
+    def length_divisor(self) -> int | None:
+        """What a token's weight is divided by besides the number of sequences; None: the length of its own."""
+        if self.loss_type != "dr_grpo":
+            return None
+        if self.max_completion_length is None:
+            raise ValueError("max_completion_length must be given for 'dr_grpo', found None")
+        return self.max_completion_length
+
+    def token_loss(self, tokens: Tokens) -> torch.Tensor:
+        """The formula of one token, [N]."""
+        bounds = self.bounds
+        if self.loss_type == "cispo":
+            weight_N = tokens.log_ratio_N.detach().exp().clamp(max=bounds.high)
+            return -weight_N * tokens.advantages_N * tokens.logps_N
+        too_low_N, too_high_N, over_delta_N = cut(tokens, bounds)
+        # exp of what is not cut only: where the ratio overflows, its gradient would be 0·inf = NaN
+        inside_N = tokens.log_ratio_N.masked_fill(too_low_N | too_high_N | over_delta_N, 0.0)
+        ratio_N = inside_N.exp().masked_fill(too_low_N, bounds.low).masked_fill(too_high_N, bounds.high)
+        return -ratio_N.masked_fill(over_delta_N, bounds.delta) * tokens.advantages_N
+
+
+@dataclass(frozen=True, kw_only=True)
+class NLL:
+    """−log π of every token, as SFT has it: no ratio, no reference, the mean over the batch's tokens."""
+
+    loss_type: str = "nll"
+    beta: float = 0.0
+    kl_estimator: str = "k3"
+    bounds = ClipBounds(0.0, math.inf, math.inf)
+
+    def weight(self, length: int, num_tokens: int, num_sequences: int) -> float:
+        return 1 / (num_tokens or 1)
+
+    def token_loss(self, tokens: Tokens) -> torch.Tensor:
+        return -tokens.logps_N
+
+
+TokenRule = PolicyRule | NLL
+
+
+def as_text(rule: TokenRule) -> str:
+    """For operators of torch.ops, which take no objects; `from_text` is the way back."""
+    return json.dumps(asdict(rule))
+
+
+@functools.lru_cache(maxsize=64)
+def from_text(text: str) -> TokenRule:
+    fields = json.loads(text)
+    return NLL() if fields["loss_type"] == "nll" else PolicyRule(**fields)
+
+
+@functools.lru_cache(maxsize=64)
+def _bounds_of(clip_eps: ClipEps | None, delta: float | None, loss_type: str) -> ClipBounds:
+    if clip_eps is None:
+        clip_eps = (0.2, 5.0) if loss_type == "cispo" else 0.2
+    return clip_bounds(clip_eps, delta, loss_type)
+
+
+def cut(tokens: Tokens, bounds: ClipBounds) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where −min(r·A, clip(r)·A) is constant in r, by the bound that holds it: low, high, delta.
+
+    min() keeps the smaller product: for A ≥ 0 the smaller ratio (clip acts above), for A < 0 the larger (it acts below).
+    """
+    ratio_N = tokens.log_ratio_N.detach().exp()
+    negative_N = tokens.advantages_N < 0
+    return (
+        negative_N & (ratio_N < bounds.low),
+        (tokens.advantages_N >= 0) & (ratio_N > bounds.high),
+        negative_N & (ratio_N > bounds.delta),
+    )
+
+
+def _check_coefficient(value: Any, name: str) -> None:
+    check_number(value, name)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be finite and at least 0, found {value}")
+
+
+def _check_max_completion_length(length: Any) -> None:
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"max_completion_length must be an int, found {type(length).__name__}")
+    if length < 1:
+        raise ValueError(f"max_completion_length must be at least 1, found {length}")

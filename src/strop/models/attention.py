@@ -1,0 +1,221 @@
+"""Attention in strop's own hands: transformers' layers call `attention`, which asks the pass they are in.
+
+A rollout reads and writes its cache so (`strop.rollout.slots`), and training reads several sequences one after the
+other without padding (`Packed`). The models' own modules do the rest.
+
+Shapes: P rows, N tokens of several sequences, T tokens of a row, H query heads, K key heads, D head dimension.
+"""
+
+import contextlib
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+NAME = "strop"  # of this attention among transformers' implementations
+
+
+class Pass(ABC):
+    """One forward of the model within a rollout, as `attention` sees it: it reads and writes kv."""
+
+    @abstractmethod
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: "Rule") -> torch.Tensor:
+        """[P, H, T, D], twice [P, K, T, D] → [P, T, H, D]"""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How scores become weights: softmax(softcap(q·k·scaling)) within the last `window` tokens; 0 is none."""
+
+    scaling: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+@dataclass
+class Packed(Pass):
+    """Sequences one after the other in one row; each attends to itself alone.
+
+    lengths      of the sequences, known to the host
+    cu_seqlens   where they begin and end, on the device
+    """
+
+    lengths: Sequence[int]
+    cu_seqlens: torch.Tensor
+    layers_seen: int = 0
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
+        self.layers_seen += 1
+        q, k, v = in_one_dtype(q, k, v)
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not rule.softcap:
+            return self._by_kernel(q, k, v, rule)
+        parts = zip(*(states.split(list(self.lengths), 2) for states in (q, k, v)), strict=True)
+        return torch.cat([attention_of_rows(*part, rule) for part in parts], 1)
+
+    def _by_kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+        q_NHD, k_NKD, v_NKD = (states[0].transpose(0, 1) for states in (q, k, v))
+        longest = max(self.lengths)
+        window = (rule.window - 1 if rule.window else -1, 0)  # to the left and to the right: causal
+        return _varlen_attention()(
+            q_NHD,
+            k_NKD,
+            v_NKD,
+            self.cu_seqlens,
+            self.cu_seqlens,
+            longest,
+            longest,
+            scale=rule.scaling,
+            window_size=window,
+        )[None]
+
+
+@functools.cache
+def _varlen_attention() -> Callable[..., torch.Tensor]:
+    """torch's attention by boundaries; since 2.12 it wants to be told that there are fewer heads of keys."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    told = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return functools.partial(varlen_attn, **told)
+
+
+def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Causal attention of right-padded rows."""
+    T = q.shape[2]
+    if not rule.softcap and (not rule.window or rule.window >= T):
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=True)
+        return out.transpose(1, 2)
+    i_T = torch.arange(T, device=q.device)
+    mask_TT = i_T <= i_T[:, None]
+    if rule.window:
+        mask_TT &= i_T > i_T[:, None] - rule.window
+    return masked_attention(q, k, v, mask_TT, rule).transpose(1, 2)
+
+
+def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Rule) -> torch.Tensor:
+    if not rule.softcap:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=True)
+    k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], 1) for states in (k, v))
+    scores = rule.softcap * torch.tanh(q @ k.transpose(2, 3) * (rule.scaling / rule.softcap))
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+    return weights.to(q.dtype) @ v
+
+
+def in_one_dtype(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As scaled_dot_product_attention gets them: under autocast in its dtype, rotated keys being float32 else."""
+    kind = states[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return states
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(one.to(dtype) for one in states)
+
+
+# ---- as an attention of transformers ----
+
+_current: ContextVar[Pass] = ContextVar("_current")  # of this thread: another may call a model of its own
+
+
+@contextlib.contextmanager
+def current(pass_: Pass) -> Iterator[None]:
+    """Within, the model's attention is this pass's."""
+    token = _current.set(pass_)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class Unsupported(Exception):
+    """The model's attention asks for something that is not here."""
+
+
+HARMLESS = {"dropout", "is_causal", "position_ids", "cache_position", "output_attentions", "use_cache", "output_hidden_states",
+            "output_router_logits", "return_dict", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+            "max_length_k", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The signature of transformers' attention functions."""
+    for name, found in others.items():
+        if name not in HARMLESS and found is not None and found is not False:
+            raise Unsupported(f"its attention has {name}")
+    if attention_mask is not None:
+        raise Unsupported("it makes an attention mask of its own")
+    if getattr(module, "is_causal", True) is not True:
+        raise Unsupported("its attention is not causal")
+    rule = (query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0, softcap or 0.0)
+    attend = _attend_opaque if torch.compiler.is_compiling() else _attend
+    return attend(query, key, value, module.layer_idx, *rule), None
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float, window: int, softcap: float
+) -> torch.Tensor:
+    return _current.get().attend(query, key, value, layer, Rule(scaling, window, softcap))
+
+
+_attend_opaque = torch.library.custom_op("strop::attend", _attend, mutates_args=())
+"""The same for torch.compile, which is not to look inside: the cache is none of the graph's tensors."""
+
+
+@_attend_opaque.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float, window: int, softcap: float
+) -> torch.Tensor:
+    rows, heads, tokens, dim = query.shape
+    return value.new_empty(rows, tokens, heads, dim)
+
+
+@contextlib.contextmanager
+def attending(model: Any) -> Iterator[None]:
+    """Within, the model's attention layers call `attention`, and it makes no masks."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention)
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    before = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+
+
+@contextlib.contextmanager
+def reading(model: Any, pass_: Pass) -> Iterator[None]:
+    """Within, the model attends as this pass does; also where a layer is computed again in the backward to save memory."""
+    checkpointed = [m for m in model.modules() if "_gradient_checkpointing_func" in vars(m)]
+    before = [module._gradient_checkpointing_func for module in checkpointed]
+
+    def again(checkpoint: Callable[..., Any], layer: Callable[..., Any], *arguments: Any) -> Any:
+        def within(*arguments: Any) -> Any:
+            with attending(model), current(pass_):
+                return layer(*arguments)
+
+        return checkpoint(within, *arguments)
+
+    for module, checkpoint in zip(checkpointed, before, strict=True):
+        module._gradient_checkpointing_func = functools.partial(again, checkpoint)
+    try:
+        with attending(model), current(pass_):
+            yield
+    finally:
+        for module, checkpoint in zip(checkpointed, before, strict=True):
+            module._gradient_checkpointing_func = checkpoint

@@ -1,0 +1,84 @@
+"""A rule's loss of tokens that all count, from hidden states and the LM head: what training calls.
+
+Shapes: n tokens, H hidden, V the vocabulary.
+"""
+
+from typing import Any
+
+import torch
+
+from strop._tensors import check_device, check_floats, check_shape
+from strop.losses import NLL, PolicyLoss
+from strop.losses.policy import tokens_loss, tokens_of
+from strop.losses.rules import TokenRule
+from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
+from strop.ops.policy import loss_alone
+from strop.ops.registry import op
+
+
+@op
+def linear_token_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    rule: TokenRule,
+    old_logps: torch.Tensor | None = None,
+    ref_logps: torch.Tensor | None = None,
+    advantages: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    workspace: int | None = None,
+    validate: bool = False,
+) -> PolicyLoss:
+    """Σ weight·(token loss + beta·kl) over tokens one after the other, without ever holding [n, V] (but in this reference).
+
+    hidden        [n, H] the states that predict the tokens
+    weight, bias  [V, H] and [V] of the LM head, of hidden's dtype (any under autocast); tied or frozen heads too
+    ids           [n] the tokens
+    weights       [n] of each token in the loss
+    rule          `PolicyRule` whose loss a row alone gives (no sequence level, no entropy), or `NLL`
+    old_logps     [n] of the policy that sampled; None: the policy itself
+    ref_logps     [n] of the reference, for the KL
+    advantages    [n]; a PolicyRule needs them
+    workspace     bytes of working memory; by default 560 MiB, 64 MiB on a CPU
+
+    returns       `PolicyLoss`: three 0-d tensors, and `.metrics` (of NLL none). Only the loss has a gradient
+    """
+    check_linear_token_loss(
+        hidden, weight, ids, weights, rule, old_logps, ref_logps, advantages, bias, temperature, workspace, validate
+    )
+    logps_n = linear_logp.reference(hidden, weight, ids, bias=bias, temperature=temperature)
+    weights, old_logps, ref_logps, advantages = in_dtype(logps_n.dtype, weights, old_logps, ref_logps, advantages)
+    if isinstance(rule, NLL):
+        loss = -(weights * logps_n).sum()
+        return PolicyLoss(loss, loss.detach().clone(), loss.new_zeros(()))
+    return loss_alone(tokens_loss(rule, tokens_of(logps_n, old_logps, advantages), weights, ref_logps))
+
+
+def in_dtype(dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
+    """Without gradient, in the dtype of the policy's log-probs: float64 beside float32 would make the loss float64."""
+    return tuple(None if tensor is None else tensor.detach().to(dtype) for tensor in tensors)
+
+
+def check_linear_token_loss(
+    hidden: Any, weight: Any, ids: Any, weights: Any, rule: TokenRule, old_logps: Any, ref_logps: Any, advantages: Any,
+    bias: Any, temperature: Any, workspace: Any, validate: bool,
+) -> None:  # fmt: skip
+    check_linear_logp(hidden, weight, ids, bias, temperature, None, workspace, validate)
+    if ids.ndim != 1:
+        raise ValueError(f"ids must have shape [n], found {list(ids.shape)}")
+    if not isinstance(rule, NLL):
+        if not rule.row_suffices:
+            raise ValueError(f"rule must be one that a row alone gives, found {rule}")
+        if advantages is None:
+            raise ValueError("advantages must be given for a PolicyRule, found None")
+        if rule.beta and ref_logps is None:
+            raise ValueError(f"ref_logps must be given where beta is above 0, found None with beta={rule.beta}")
+    given = {"weights": weights, "old_logps": old_logps, "ref_logps": ref_logps, "advantages": advantages}
+    for name, tensor in given.items():
+        if tensor is not None:
+            check_floats(tensor, name)
+            check_shape(tensor, ids.shape, name)
+            check_device(tensor, hidden, name, "hidden")
