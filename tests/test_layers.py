@@ -42,7 +42,7 @@ LAYERS = {
     "strop.bench.pages.learning": [],
     "strop.data.formats": [],
     "strop.data.tokenize": [],
-    "strop.data.collate": ["torch"],
+    "strop.data.batch": ["torch"],
     "strop.report": [],
     "strop.cli": ["typer", "rich"],
 }
@@ -57,7 +57,7 @@ KNOWS_NOTHING_OF = {
     "strop.rewards": ["strop.models", "strop.rollout", "strop.algorithms", "strop.bench", "strop.cli"],
     "strop.algorithms.grpo": ["strop.tasks", "strop.bench", "strop.cli"],
     "strop.bench.harness": ["strop.cli"],
-    "strop.data.collate": ["strop.moe", "strop.ops", "strop.losses", "strop.algorithms", "strop.cli"],
+    "strop.data.batch": ["strop.moe", "strop.ops", "strop.losses", "strop.algorithms", "strop.cli"],
     "strop.report": ["strop.moe", "strop.ops", "strop.losses", "strop.algorithms", "strop.cli"],
 }
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from tiny_models import VOCAB, PlainModel, every_kind, llama, moe, plain, qwen2
+from tiny_models import VOCAB, PlainModel, batch_of, every_kind, llama, moe, plain, qwen2, read_padded
 
-from strop.data.collate import collate, collate_into_bins
-from strop.models import as_policy, counted, evaluating, load_model
+from strop.data.batch import TokenBatch, Trajectory
+from strop.models import as_policy, evaluating, load_model
 from strop.moe import MoEConfig, MoETransformer
 from strop.ops import linear_logp, logp
 
@@ -34,37 +34,46 @@ def by_hand(model, rows, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_ragged_batch_equals_its_rows(make, temperature):
     model = make(scale=3.0)
-    batch = collate(ROWS)
+    batch = batch_of(ROWS)
     logps, entropy = as_policy(model).logps(batch, temperature=temperature, entropy=True)
-    assert logps.shape == entropy.shape == batch.input_ids_BT.shape
+    assert logps.shape == entropy.shape == batch.targets_n.shape
     wanted = by_hand(model, ROWS, temperature)
-    mask = batch.completion_mask_BT
-    torch.testing.assert_close(logps[mask].double(), torch.cat([w for w, _ in wanted]), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy[mask].double(), torch.cat([e for _, e in wanted]), rtol=1e-5, atol=1e-5)
-    assert logps[~mask].abs().sum() == 0
-    assert entropy[~mask].abs().sum() == 0
+    torch.testing.assert_close(logps.double(), torch.cat([w for w, _ in wanted]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), torch.cat([e for _, e in wanted]), rtol=1e-5, atol=1e-5)
 
 
 @every_kind
 def test_what_does_not_count_changes_nothing(make):
-    """Other ids behind the end of the rows, and a mask that claims column 0."""
-    policy = as_policy(make())
-    batch, other = collate(ROWS), collate(ROWS)
-    other.input_ids_BT[~other.attention_mask_BT] = 17
-    other.completion_mask_BT[:, 0] = True
-    assert torch.equal(policy.logps(batch), policy.logps(other))
+    """Another id behind the end of padded rows, and a trajectory that claims its first token."""
+    policy, other = as_policy(make()), as_policy(make())
+    if policy.kind == "hf":
+        read_padded(policy), read_padded(other)
+    type(other).pad_id, before = 17, type(other).pad_id
+    try:
+        batch = batch_of(ROWS)
+        wrong = TokenBatch.of(
+            [Trajectory(t.ids_T, t.counts_T | (torch.arange(len(t)) == 0)) for t in map(line_of, ROWS)]
+        )
+        found = other.logps(wrong)
+    finally:
+        type(other).pad_id = before
+    torch.testing.assert_close(policy.logps(batch), found, rtol=1e-6, atol=1e-6)
+
+
+def line_of(row):
+    return Trajectory.of(*row)
 
 
 @every_kind
 def test_gradient_is_that_of_the_rows(make):
     model = make(scale=3.0)
-    policy = as_policy(model)
-    (policy.logps(collate(ROWS)) * torch.arange(1.0, 5)[:, None]).sum().backward()
+    policy, batch = as_policy(model), batch_of(ROWS)
+    (policy.logps(batch) * (batch.sequence_n + 1.0)).sum().backward()
     found = {name: param.grad.clone() for name, param in model.named_parameters()}
     model.zero_grad()
     for weight, row in enumerate(ROWS, 1):
         if row[1]:
-            (policy.logps(collate([row])) * weight).sum().backward()
+            (policy.logps(batch_of([row])) * weight).sum().backward()
     assert any(grad.abs().max() > 1e-3 for grad in found.values())
     for name, param in model.named_parameters():
         torch.testing.assert_close(found[name], param.grad, rtol=2e-4, atol=2e-5)
@@ -79,11 +88,11 @@ def test_a_module_may_return_a_tensor_a_tuple_a_dict_or_logits():
         def forward(self, x):
             return self.wrap(self.inner(x))
 
-    wanted = as_policy(plain()).logps(collate(ROWS))
+    wanted = as_policy(plain()).logps(batch_of(ROWS))
     for wrap in (lambda x: x, lambda x: (x, 1), lambda x: {"logits": x}, lambda x: type("Output", (), {"logits": x})()):
-        assert torch.equal(as_policy(Wrapped(wrap)).logps(collate(ROWS)), wanted)
+        assert torch.equal(as_policy(Wrapped(wrap)).logps(batch_of(ROWS)), wanted)
     with pytest.raises(ValueError, match=r"model must return logits of shape \[4, 5, V\].*found \[4, 30\]"):
-        as_policy(Wrapped(lambda x: x[:, -1])).logps(collate(ROWS))
+        as_policy(Wrapped(lambda x: x[:, -1])).logps(batch_of(ROWS))
 
 
 def test_a_module_that_takes_a_mask_gets_it():
@@ -94,49 +103,126 @@ def test_a_module_that_takes_a_mask_gets_it():
             seen.append(attention_mask)
             return super().forward(input_ids)
 
-    batch = collate(ROWS)
+    batch = batch_of(ROWS)
     as_policy(Masked()).logps(batch)
-    assert torch.equal(seen[0], batch.attention_mask_BT)
+    assert torch.equal(seen[0], batch.rows(0).mask_ST)
 
 
-def test_packed_rows_have_the_log_probs_of_the_rows():
-    rows = [row for row in ROWS if row[1]]
-    policy = as_policy(llama())
-    packed = collate_into_bins(rows, 12)
-    assert len(packed) == 2
-    apart = policy.logps(collate(rows))
-    for index in range(len(rows)):
-        here = (packed.sequence_ids_BT == index) & packed.completion_mask_BT
-        wanted = apart[index][collate(rows).completion_mask_BT[index]]
-        torch.testing.assert_close(policy.logps(packed)[here], wanted, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="batch must not be packed for a 'plain' model"):
-        as_policy(plain()).logps(packed)
+# ---- packed ----
+
+PACKS = {
+    "llama": lambda **more: hugging_face("Llama", **more),
+    "qwen2": lambda **more: hugging_face("Qwen2", **more),
+    "qwen3": lambda **more: hugging_face("Qwen3", **more),
+    "mistral, window 3": lambda **more: hugging_face("Mistral", sliding_window=3, **more),
+    "gemma": lambda **more: hugging_face("Gemma", **more),
+    "gemma 2, soft caps, window 3": lambda **more: hugging_face(
+        "Gemma2", sliding_window=3, num_hidden_layers=2, attn_logit_softcapping=0.5, final_logit_softcapping=2.0, **more
+    ),
+    "gemma 3, window 3": lambda **more: hugging_face(
+        "Gemma3", "Gemma3Text", sliding_window=3, num_hidden_layers=2, **more
+    ),
+    "phi 3": lambda **more: hugging_face("Phi3", num_key_value_heads=2, **more),
+    "granite": lambda **more: hugging_face("Granite", logits_scaling=4.0, **more),
+    "cohere": lambda **more: hugging_face("Cohere", **more),
+    "olmo 2": lambda **more: hugging_face("Olmo2", **more),
+    "mixtral": lambda **more: with_eager_experts(hugging_face("Mixtral", **more)),
+    "smollm 3": lambda **more: hugging_face("SmolLM3", **more),
+    "gpt2": lambda **more: gpt2(),
+}
 
 
-@pytest.mark.parametrize("make", [llama, qwen2])
-def test_scoring_without_gradient_gives_the_same(make):
-    """There the tokens that count are known from before the batch travelled, and no mask is asked."""
-    policy = as_policy(make(scale=3.0))
-    rows = [row for row in ROWS if row[1]]
-    for batch in (collate(rows), collate_into_bins(rows, 12)):
-        wanted = policy.logps(batch, temperature=0.7).detach()
-        batch.completion_mask_BT, mask = None, batch.completion_mask_BT
-        with torch.no_grad():
-            found = policy.logps(batch, temperature=0.7)
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
-        assert found[~mask].abs().sum() == 0
-        assert found[mask].abs().min() > 0
+def with_eager_experts(model):
+    model.set_experts_implementation("eager")  # the others know no float64
+    return model
+
+
+def loss_and_gradients(policy, batch):
+    weights_n = torch.linspace(0.5, 2.0, batch.num_counted, dtype=torch.float64)
+    loss = (policy.logps(batch) * weights_n).sum()
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("make", PACKS.values(), ids=PACKS)
+def test_packed_padded_and_one_by_one_are_the_same(make):
+    """Loss and gradients in float64; lengths beyond the windows, and a sequence of one token."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [
+        torch.randint(1, VOCAB, (n,), generator=generator).split([m, n - m])
+        for n, m in ((9, 2), (1, 1), (7, 3), (5, 1))
+    ]
+    packed, padded, alone = (as_policy(make().double()) for _ in range(3))
+    assert packed.packs, packed.no_packing_because
+    # these have norms that compute in float32 whatever they are given
+    tolerance = 1e-7 if packed.config.model_type.startswith(("gemma", "cohere")) else 1e-10
+    found = [loss_and_gradients(packed, batch_of(rows)), loss_and_gradients(read_padded(padded), batch_of(rows))]
+    weights_n = torch.linspace(0.5, 2.0, batch_of(rows).num_counted, dtype=torch.float64)
+    total, start = 0.0, 0
+    for row in rows:
+        batch = batch_of([row])
+        if batch.num_counted:
+            part = (alone.logps(batch) * weights_n[start : start + batch.num_counted]).sum()
+            part.backward()
+            total, start = total + part.detach(), start + batch.num_counted
+    found.append((total, {name: p.grad for name, p in alone.model.named_parameters() if p.grad is not None}))
+    for loss, gradients in found[1:]:
+        assert abs(loss - found[0][0]) < tolerance
+        assert gradients.keys() == found[0][1].keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, found[0][1][name], rtol=tolerance, atol=tolerance)
+
+
+def test_packed_layers_that_are_computed_again_in_the_backward():
+    """Gradient checkpointing: outside of the forward, where nothing else would tell a layer that its row is packed."""
+    found = []
+    for again in (False, True):
+        model = llama(scale=3.0).double().train()
+        if again:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy = as_policy(model)
+        assert policy.packs
+        found.append(loss_and_gradients(policy, batch_of([row for row in ROWS if row[1]])))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_models_that_cannot_read_packed_sequences_say_why():
+    assert as_policy(plain()).packs is False
+    assert as_policy(moe()).packs is False
+    model = llama()
+
+    def with_the_token_before(module, inputs, states_BTH):  # a convolution: it reaches over where a sequence begins
+        return states_BTH + torch.nn.functional.pad(states_BTH[:, :-1], (0, 0, 1, 0))
+
+    model.model.embed_tokens.register_forward_hook(with_the_token_before)
+    policy = as_policy(model)
+    assert not policy.packs
+    assert "its logits of packed sequences are not those of its rows" in policy.no_packing_because
+    wanted = torch.cat([w for w, _ in by_hand(model, ROWS)])
+    torch.testing.assert_close(policy.logps(batch_of(ROWS)).double(), wanted, rtol=1e-5, atol=1e-5)
+    compiled = as_policy(torch.compile(llama(), backend="eager"))
+    assert not compiled.packs
+    assert "compiled" in compiled.no_packing_because
+
+
+def test_a_trial_leaves_model_and_random_numbers_alone():
+    model = llama().train()
+    before = torch.random.get_rng_state()
+    assert as_policy(model).packs
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
 
 
 # ---- hidden states and the head ----
 
 
-def hugging_face(name, **changes):
+def hugging_face(name, config_name=None, **changes):
     import transformers
 
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
              "num_key_value_heads": 1, "head_dim": 8, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None}  # fmt: skip
-    config = getattr(transformers, f"{name}Config")(**(sizes | changes))
+    config = getattr(transformers, f"{config_name or name}Config")(**(sizes | changes))
     torch.manual_seed(0)
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
@@ -154,12 +240,11 @@ def gpt2():
     "make", [llama, qwen2, gpt2, lambda: qwen2(tie_word_embeddings=True), lambda: hugging_face("Mixtral")]
 )
 def test_head_of_hidden_states_is_the_logits(make):
-    policy, batch = as_policy(make()), collate(ROWS)
+    policy, batch = as_policy(make()), batch_of(ROWS)
     hidden, weight, bias = policy.hidden(batch)
-    found = linear_logp(hidden, weight, batch.input_ids_BT, bias=bias, completion_mask=counted(batch))
-    logits = policy.logits(batch)[:, :-1]
-    wanted = logp(logits, batch.input_ids_BT[:, 1:], completion_mask=counted(batch)[:, 1:])
-    torch.testing.assert_close(found[:, 1:], wanted, rtol=1e-5, atol=1e-5)
+    found = linear_logp(hidden, weight, batch.targets_n, bias=bias)
+    wanted = logp(policy.logits(batch), batch.targets_n)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert policy.no_hidden_because is None
     assert torch.equal(policy.logps(batch), found)
 
@@ -177,9 +262,9 @@ def test_head_of_hidden_states_is_the_logits(make):
 def test_other_heads_go_through_logits(make, because):
     model = make()
     policy = as_policy(model)
-    assert policy.hidden(collate(ROWS)) is None
+    assert policy.hidden(batch_of(ROWS)) is None
     assert because in policy.no_hidden_because
-    found = policy.logps(collate(ROWS))[collate(ROWS).completion_mask_BT]
+    found = policy.logps(batch_of(ROWS))
     wanted = torch.cat([w for w, _ in by_hand(model, ROWS)])
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
@@ -196,7 +281,7 @@ def test_a_forward_that_does_something_else_to_the_logits_is_found_out():
 
     model = Odd(llama().config).eval()
     policy = as_policy(model)
-    found = policy.logps(collate(ROWS))[collate(ROWS).completion_mask_BT]
+    found = policy.logps(batch_of(ROWS))
     assert "not its hidden states times" in policy.no_hidden_because
     torch.testing.assert_close(found.double(), torch.cat([w for w, _ in by_hand(model, ROWS)]), rtol=1e-5, atol=1e-5)
 
@@ -211,25 +296,24 @@ def test_scaled_to_nothing_is_no_match():
             output.logits = output.logits * 0
             return output
 
-    assert as_policy(Zero(llama().config).eval()).hidden(collate(ROWS)) is None
+    assert as_policy(Zero(llama().config).eval()).hidden(batch_of(ROWS)) is None
 
 
 @pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"autocast": True}, {"bf16": True}])
 def test_modes_of_training(options):
     model = llama(scale=3.0).train()
     wanted = torch.cat([w for w, _ in by_hand(model, ROWS)])
-    mask = collate(ROWS).completion_mask_BT
     if "gradient_checkpointing" in options:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if "bf16" in options:
         model = model.bfloat16()
     policy = as_policy(model)
     with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in options):
-        found = policy.logps(collate(ROWS))
+        found = policy.logps(batch_of(ROWS))
     assert policy.no_hidden_because is None
     assert found.dtype == torch.float32
     exact = "gradient_checkpointing" in options
-    torch.testing.assert_close(found[mask].double(), wanted, rtol=1e-5 if exact else 0.05, atol=1e-5 if exact else 0.1)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5 if exact else 0.05, atol=1e-5 if exact else 0.1)
     found.sum().backward()
     assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
 
@@ -238,7 +322,9 @@ def test_compiled_model_has_the_same_log_probs():
     model = llama()
     compiled = torch.compile(model, backend="eager")
     policy = as_policy(compiled)
-    torch.testing.assert_close(policy.logps(collate(ROWS)), as_policy(model).logps(collate(ROWS)), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        policy.logps(batch_of(ROWS)), as_policy(model).logps(batch_of(ROWS)), rtol=1e-6, atol=1e-6
+    )
     assert isinstance(policy._head[0], torch._dynamo.OptimizedModule)
     assert policy.kind == "hf"
     assert policy.eos_ids == as_policy(model).eos_ids
@@ -251,7 +337,7 @@ def test_compiled_model_has_the_same_log_probs():
 def test_reference_is_a_frozen_copy(make):
     model = make()
     model.train()
-    policy, batch = as_policy(model), collate(ROWS)
+    policy, batch = as_policy(model), batch_of(ROWS)
     reference = policy.reference()
     before = policy.logps(batch)
     assert torch.equal(reference.logps(batch), before)
@@ -303,7 +389,7 @@ class TestLoRA:
 
     def test_reference_is_the_base_with_the_adapter_off(self):
         model = self.adapted("q_proj", "v_proj")
-        policy, batch = as_policy(model), collate(ROWS)
+        policy, batch = as_policy(model), batch_of(ROWS)
         reference = policy.reference()
         assert reference.kind == "adapter off"
         assert reference.model is None
@@ -316,7 +402,7 @@ class TestLoRA:
 
     def test_an_adapter_that_transformers_holds(self):
         model = llama()
-        wanted = as_policy(llama()).logps(collate(ROWS)).detach()
+        wanted = as_policy(llama()).logps(batch_of(ROWS)).detach()
         model.add_adapter(self.peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
         with torch.no_grad():
             for name, param in model.named_parameters():
@@ -325,14 +411,14 @@ class TestLoRA:
         policy = as_policy(model)
         reference = policy.reference()
         assert reference.kind == "adapter off"
-        torch.testing.assert_close(reference.logps(collate(ROWS)), wanted, rtol=1e-6, atol=1e-6)
-        assert not torch.allclose(policy.logps(collate(ROWS)), wanted, atol=1e-3)
+        torch.testing.assert_close(reference.logps(batch_of(ROWS)), wanted, rtol=1e-6, atol=1e-6)
+        assert not torch.allclose(policy.logps(batch_of(ROWS)), wanted, atol=1e-3)
 
     @pytest.mark.parametrize(("targets", "fused"), [(("q_proj",), True), (("q_proj", "lm_head"), False)])
     def test_log_probs_are_those_of_the_adapted_model(self, targets, fused):
         model = self.adapted(*targets).eval()
-        policy, batch = as_policy(model), collate(ROWS)
-        found = policy.logps(batch)[batch.completion_mask_BT]
+        policy, batch = as_policy(model), batch_of(ROWS)
+        found = policy.logps(batch)
         assert (policy.hidden(batch) is not None) == fused
         torch.testing.assert_close(
             found.double(), torch.cat([w for w, _ in by_hand(model, ROWS)]), rtol=1e-5, atol=1e-5
@@ -401,7 +487,7 @@ def test_load_presets_and_folders(tmp_path):
     model.save_pretrained(tmp_path / "moe")
     again, _ = load_model(tmp_path / "moe")
     assert as_policy(again).kind == "moe"
-    assert torch.equal(as_policy(again).logps(collate(ROWS)), as_policy(model).logps(collate(ROWS)))
+    assert torch.equal(as_policy(again).logps(batch_of(ROWS)), as_policy(model).logps(batch_of(ROWS)))
     with pytest.raises(ValueError, match="preset must be one of tiny, small, found 'huge'"):
         load_model("moe:huge")
 
@@ -445,5 +531,5 @@ def test_copying_a_policys_model_keeps_it_apart():
     other = as_policy(copy.deepcopy(policy.model))
     with torch.no_grad():
         other.model.get_parameter("lm_head.weight").zero_()
-    assert policy.logps(collate(ROWS)).abs().sum() > 0
-    assert not torch.equal(policy.logps(collate(ROWS)), other.logps(collate(ROWS)))
+    assert policy.logps(batch_of(ROWS)).abs().sum() > 0
+    assert not torch.equal(policy.logps(batch_of(ROWS)), other.logps(batch_of(ROWS)))

@@ -3,10 +3,23 @@
 import pytest
 import torch
 
+from strop.data.batch import TokenBatch, Trajectory
 from strop.moe import MoEConfig, MoETransformer
 from strop.moe.torch import MoEForCausalLM
 
 VOCAB = 30
+
+
+def batch_of(rows, device="cpu"):
+    """Rows of (prompt, completion) as a TokenBatch."""
+    return TokenBatch.of([Trajectory.of(*row) for row in rows], device)
+
+
+def read_padded(policy):
+    """The policy, reading padded rows though its model could read packed ones."""
+    assert policy.packs
+    policy.no_packing_because = "told so"
+    return policy
 
 
 def moe(eos_token_id=None, scale=1.0, max_length=64, seed=0, **changes):

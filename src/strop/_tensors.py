@@ -4,6 +4,7 @@ One kind of mistake has one exception type: TypeError for a wrong kind of thing 
 a wrong shape or value.
 """
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,9 @@ def check_number(value: Any, name: str) -> None:
 
 def check_choice(value: Any, choices: Sequence[str], name: str) -> None:
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, found {value!r}")
+        near = difflib.get_close_matches(str(value), list(choices), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, found {value!r}{hint}")
 
 
 def in_float(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,8 +51,10 @@ def check_option(name: str, value: Any, choices: Iterable[Any]) -> None:
     raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, found {value!r}{hint}")
 
 
-def unknown_option(name: str, known: Iterable[str], of: str = "") -> str:
+def unknown_option(name: str, known: Iterable[str], of: str = "", config: type | None = None) -> str:
     """The message for a name that is none of the known ones."""
+    if config is not None and (other := _set_by(config).get(name.rpartition(".")[2])):
+        return f"{name!r} is no option{of}; {other!r} is what sets it"
     known = sorted(set(known))
     leaves = {leaf.rpartition(".")[2]: leaf for leaf in reversed(known)}
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
@@ -91,7 +93,9 @@ class Config:
         for name, value in {**(options or {}), **more}.items():
             path = _path_of(type(self), str(name))
             if path is None:
-                raise ValueError(unknown_option(str(name), option_names(type(self)), f" of {type(self).__name__}"))
+                raise ValueError(
+                    unknown_option(str(name), option_names(type(self)), f" of {type(self).__name__}", type(self))
+                )
             _put(tree, path, value, str(name))
         return _with(self, tree, "")
 
@@ -204,10 +208,25 @@ class TrainerConfig(Config):
 # ---- the tree of names ----
 
 
+def options_in(config: Any) -> list[dataclasses.Field[Any]]:
+    """The fields that are options; one with "set_by" in its metadata is set by another option."""
+    return [field for field in dataclasses.fields(config) if "set_by" not in field.metadata]
+
+
+def _set_by(config: type) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(config):
+        part = part_of(config, field.name)
+        found |= _set_by(part) if part is not None else {}
+        if "set_by" in field.metadata:
+            found[field.name] = field.metadata["set_by"]
+    return found
+
+
 def option_names(config: type) -> list[str]:
     """Every name `from_options` takes flat: the fields at the top and those of the parts (of optional ones dotted)."""
     names = []
-    for field in dataclasses.fields(config):
+    for field in options_in(config):
         part = part_of(config, field.name)
         names.append(field.name)
         if part is not None:
@@ -235,7 +254,7 @@ def _allows_none(config: type, name: str) -> bool:
 
 def _path_of(config: type, name: str) -> list[str] | None:
     head, _, rest = name.partition(".")
-    fields = {field.name for field in dataclasses.fields(config)}
+    fields = {field.name for field in options_in(config)}
     if head in fields:
         if not rest:
             return [head]
@@ -268,10 +287,10 @@ def _put(tree: dict[str, Any], path: list[str], value: Any, name: str) -> None:
 def _with(config: Any, tree: Mapping[str, Any], prefix: str) -> Any:
     """`config` with the tree's values in place of its own."""
     values = {}
-    names = [field.name for field in dataclasses.fields(config)]
+    names = [field.name for field in options_in(config)]
     for name, value in tree.items():
         if name not in names:
-            raise ValueError(unknown_option(prefix + name, [prefix + known for known in names]))
+            raise ValueError(unknown_option(prefix + name, [prefix + known for known in names], "", type(config)))
         part = part_of(type(config), name)
         if part is None:
             values[name] = _as_hinted(prefix + name, value, _hints(type(config))[name])
@@ -310,5 +329,5 @@ def _as_hinted(name: str, value: Any, hint: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _plain(getattr(value, field.name)) for field in options_in(value)}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

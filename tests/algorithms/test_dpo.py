@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import Letters, llama
+from tiny_models import Letters, llama, read_padded
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, shifted, tiny_moe, weights_of
 
@@ -102,7 +102,7 @@ def test_micro_batches_change_nothing(make, loss_type):
             model=make(), ref_model=shifted(make()), micro_batch_size=size, micro_batch_tokens=tokens,
             learning_rate=1e-3, loss_type=loss_type,
         )  # fmt: skip
-        assert (len(dpo._batches(pairs)) > 1) == (size > 0 or tokens > 0)
+        assert (len(dpo._batches(dpo._pairs(*columns(pairs), None))) > 1) == (size > 0 or tokens > 0)
         metrics = dpo.train_step(*columns(pairs))
         after.append((metrics["loss"], metrics["grad_norm"], metrics["preference/accuracy"]))
     for other in after[1:]:
@@ -113,13 +113,14 @@ def test_micro_batches_change_nothing(make, loss_type):
 def test_packing_changes_no_loss_and_no_gradient(loss_type):
     pairs = random_pairs(6)
     results = []
-    for packing in (False, True):
+    for packs in (False, True):
         dpo = DPO(
-            model=tiny_qwen2(), ref_model=shifted(tiny_qwen2()), packing=packing, max_length=20, learning_rate=0.1,
+            model=tiny_qwen2(), ref_model=shifted(tiny_qwen2()), max_length=20, learning_rate=0.1,
             max_grad_norm=0, loss_type=loss_type, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
         )  # fmt: skip
-        rows = len(dpo._collate(pairs))
-        assert rows < 12 if packing else rows == 12
+        if not packs:
+            read_padded(dpo.policy), read_padded(dpo.reference.policy)
+        assert dpo.policy.packs == dpo.reference.policy.packs == packs
         metrics = dpo.train_step(*columns(pairs))
         results.append((metrics["loss"], metrics["preference/margin"], metrics["grad_norm"]))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
@@ -293,7 +294,7 @@ def test_bad_batches(batch, message):
 
 def test_the_fields_of_the_config():
     names = set(DPOConfig.from_options().to_dict())
-    assert names == {"beta", "loss_type", "label_smoothing", "max_length", "packing", "pad_id", "optim", "run", "lora"}
+    assert names == {"beta", "loss_type", "label_smoothing", "max_length", "pad_id", "optim", "run", "lora"}
 
 
 @pytest.mark.parametrize(

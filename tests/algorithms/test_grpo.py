@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_models import VOCAB, Letters, every_kind, llama, moe, plain
 
-from strop.algorithms.grpo import GRPO, Experience, GRPOConfig, PolicyLossConfig
-from strop.losses import group_advantages
+from strop.algorithms.grpo import GRPO, Experience, GRPOConfig
+from strop.losses import PolicyRule, group_advantages
 from strop.rewards import RewardError
 from strop.rollout import Rollout, Sampling
 
@@ -354,7 +354,8 @@ def test_from_hidden_states_and_from_logits_the_loss_is_the_same(options):
         model = llama(eos_token_id=3, scale=3.0)
         grpo = make_grpo(model, optimizer=sgd, kl_coef=0.2, inner_epochs=2, **options)
         if not fused:
-            grpo.policy._head_checked = True  # as if the model had no head to use
+            assert grpo.policy.packs  # tried by now
+            grpo.policy._head, grpo.policy.no_hidden_because = None, "told so"  # as if the model had no head to use
         metrics = grpo.train_step(PROMPTS)
         assert (grpo.policy._head is not None) == fused
         names = ("loss", "kl", "clip_fraction", "ratio/max", "mismatch_kl")
@@ -538,17 +539,15 @@ def test_a_bad_reward_stops_the_step_and_leaves_the_weights():
 
 def test_field_names_are_pinned():
     """A new option is a decision."""
-    names = {
-        config: [f.name for f in dataclasses.fields(config)] for config in (GRPOConfig, PolicyLossConfig, Sampling)
-    }
+    names = {config: [f.name for f in dataclasses.fields(config)] for config in (GRPOConfig, PolicyRule, Sampling)}
     assert names[GRPOConfig] == [
         "optim", "run", "lora", "group_size", "kl_coef", "inner_epochs", "minibatch_size", "advantage_scale",
-        "advantage_ddof", "advantage_eps", "mask_truncated", "resample_rounds", "old_logps", "reward_weights",
-        "reward_timeout", "pad_id", "sampling", "loss",
+        "advantage_ddof", "advantage_eps", "mask_truncated", "resample_rounds", "importance_cap", "old_logps",
+        "reward_weights", "reward_timeout", "pad_id", "sampling", "loss",
     ]  # fmt: skip
-    assert names[PolicyLossConfig] == [
-        "loss_type", "importance_level", "clip_eps", "delta", "kl_estimator", "entropy_coef",
-        "importance_cap",
+    assert names[PolicyRule] == [
+        "loss_type", "importance_level", "clip_eps", "delta", "beta", "kl_estimator", "entropy_coef",
+        "max_completion_length",
     ]  # fmt: skip
     assert names[Sampling] == ["max_new_tokens", "temperature", "top_k", "top_p", "stop_ids"]
 

@@ -9,37 +9,39 @@ import torch
 from test_grpo import PROMPTS, count_low, make_grpo, weights
 from tiny_models import PlainModel
 
-from strop.algorithms.batching import split
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.online_dpo import OnlineDPO
 from strop.algorithms.sft import SFT
 from strop.callbacks import Callback
+from strop.data.batch import TokenBatch
+from strop.data.batching import split
 
 # ---- micro-batches ----
 
 
 def test_what_fits_stays_as_it_is():
     assert split("abc", [5, 1, 3]) == [["a", "b", "c"]]
-    assert split("abc", [5, 1, 3], 3, 15) == [["a", "b", "c"]]
+    assert split("abc", [5, 1, 3], 3, 15, padded=True) == [["a", "b", "c"]]
     assert split("", []) == []
 
 
 def test_parts_are_of_like_lengths_and_within_the_limits():
-    assert split("abcd", [1, 5, 2, 4], num_tokens=10) == [["b", "d"], ["c", "a"]]
-    assert split("abcd", [1, 5, 2, 4], size=2) == [["b", "d"], ["c", "a"]]
-    assert split("abcde", [1] * 5, size=2, num_tokens=100) == [["a", "b"], ["c", "d"], ["e"]]
-    assert split("abc", [30, 2, 2], num_tokens=10) == [["a"], ["b", "c"]]  # too long for any: alone
+    assert split("abcd", [1, 5, 2, 4], num_tokens=10, padded=True) == [["b", "d"], ["c", "a"]]
+    assert split("abcd", [1, 5, 2, 4], size=2, padded=True) == [["b", "d"], ["c", "a"]]
+    assert split("abcde", [1] * 5, size=2, num_tokens=100, padded=True) == [["a", "b"], ["c", "d"], ["e"]]
+    assert split("abc", [30, 2, 2], num_tokens=10, padded=True) == [["a"], ["b", "c"]]  # too long for any: alone
 
 
-def test_parts_are_as_even_as_can_be():
+@pytest.mark.parametrize("padded", [False, True])
+def test_parts_are_as_even_as_can_be(padded):
     """64 rows of 320 tokens under 16,384: not 51 and 13, but 32 and 32, which need less memory."""
-    assert [len(part) for part in split(range(64), [320] * 64, num_tokens=16384)] == [32, 32]
+    assert [len(part) for part in split(range(64), [320] * 64, num_tokens=16384, padded=padded)] == [32, 32]
 
 
 @pytest.mark.parametrize("size", [0, 3])
 def test_every_row_is_in_one_part(size):
     lengths = torch.randint(1, 50, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-    parts = split(range(40), lengths, size, 120)
+    parts = split(range(40), lengths, size, 120, padded=True)
     assert sorted(i for part in parts for i in part) == list(range(40))
     assert all(len(part) * max(lengths[i] for i in part) <= 120 for part in parts)
     assert all(len(part) <= (size or 40) for part in parts)
@@ -216,10 +218,11 @@ def test_with_nothing_to_score_nothing_is_collated(monkeypatch):
     for kl_coef, old_logps in ((0.0, "rollout"), (0.1, "rollout"), (0.0, "recompute")):
         grpo = make_grpo(PlainModel(), kl_coef=kl_coef, old_logps=old_logps)
         rollout = grpo._generate(grpo.prepare([{"prompt": p} for p in PROMPTS]), 0)
-        collate = grpo._collate
-        monkeypatch.setattr(grpo, "_collate", lambda rows, collate=collate: made.append(len(rows)) or collate(rows))
-        made.clear()
-        scores = grpo._score(rollout)
+        of = TokenBatch.of
+        with monkeypatch.context() as patch:
+            patch.setattr(TokenBatch, "of", lambda lines, *more, of=of: made.append(len(lines)) or of(lines, *more))
+            made.clear()
+            scores = grpo._score(rollout)
         assert sum(made) == (len(rollout) if kl_coef or old_logps == "recompute" else 0)
         assert (scores.ref_logps is not None) == (kl_coef > 0)
         torch.testing.assert_close(torch.cat(scores.old_logps), torch.cat(rollout.logps), rtol=1e-5, atol=1e-5)

@@ -73,9 +73,9 @@ def test_rewards_in_place_of_preferences():
     # scored before they were judged, and now in the order of the judgement
     torch.testing.assert_close(ref_logps_P2, online._reference_logps(online._batches(pairs)), rtol=1e-6, atol=1e-6)
     assert (ref_logps_P2[:, 0] != ref_logps_P2[:, 1]).all()
-    assert [[part.tolist() for part in pair] for pair in pairs] == [
-        [PROMPTS[1], completions[3], completions[2]],
-        [PROMPTS[2], completions[4], completions[5]],
+    assert [[line.ids_T.tolist() for line in pair] for pair in pairs] == [
+        [PROMPTS[1] + completions[3], PROMPTS[1] + completions[2]],
+        [PROMPTS[2] + completions[4], PROMPTS[2] + completions[5]],
     ]
     assert metrics["preference/tied_fraction"] == 0.5
     assert metrics["reward/mean"] == 14 / 8
@@ -129,12 +129,11 @@ def test_a_saved_run_goes_on_bit_for_bit(tmp_path):
     assert torch.equal(weights(whole.model), weights(other.model))
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_completions_are_cut_at_max_length(packing):
+def test_completions_are_cut_at_max_length():
     """As DPO cuts them; a prompt that fills max_length alone is named before anything is sampled."""
-    online = make_online(llama(), max_length=7, max_new_tokens=6, packing=packing)
+    online = make_online(llama(), max_length=7, max_new_tokens=6)
     _, pairs = online._sampled_pairs(online.prepare([{"prompt": p} for p in PROMPTS]), 0)
-    assert [[len(part) for part in pair] for pair in pairs] == [[3, 4, 4], [1, 6, 6], [5, 2, 2], [2, 5, 5]]
+    assert [[(len(line), line.num_counted) for line in pair] for pair in pairs] == [[(7, n)] * 2 for n in (4, 6, 2, 5)]
     online.train_step(PROMPTS)
     too_long = [*PROMPTS, [1] * 7]
     message = r"\[4\]: the prompt must be shorter than max_length, 7 tokens, found 7"

@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from tiny_models import Letters, llama
+from tiny_models import Letters, llama, read_padded
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, tiny_moe, weights_of
 
-from strop.algorithms.sft import SFT, SFTConfig, learnable_nll
+from strop.algorithms.sft import SFT, SFTConfig
 
 MAKES = {"qwen2": tiny_qwen2, "moe": tiny_moe, "plain": Bigram}
 
@@ -70,15 +70,14 @@ def test_a_step_by_hand():
     torch.testing.assert_close(model.table_VV.detach(), wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_gradient_made_on_the_way_is_that_of_the_log_probs(packing):
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_gradient_made_on_the_way_is_that_of_the_log_probs(packs):
     """Of ragged rows, with padding that does not count."""
-    sft, found = SFT(model=tiny_qwen2(), packing=packing), []
-    batch = sft._collate(random_examples(4))
-    for loss_of in (
-        lambda: learnable_nll(sft.policy.hidden(batch), batch, 5),
-        lambda: -sft.policy.logps(batch).sum() / 5,
-    ):
+    sft, found = SFT(model=tiny_qwen2()), []
+    if not packs:
+        read_padded(sft.policy)
+    batch = sft._batch(sft._examples(*columns(random_examples(4)), None), 5)
+    for loss_of in (lambda: sft._loss(batch), lambda: -sft.policy.logps(batch).sum() / 5):
         sft.policy.model.zero_grad()
         loss = loss_of()
         (loss / 3).backward()
@@ -122,37 +121,18 @@ def test_one_by_eight_is_eight_by_one(make):
 def test_packing_changes_no_loss_and_no_gradient(attention):
     examples = random_examples(6)
     results = []
-    for packing in (False, True):
+    for packs in (False, True):
         sft = SFT(
-            model=tiny_qwen2(attn_implementation=attention), packing=packing, max_length=24, learning_rate=0.1,
+            model=tiny_qwen2(attn_implementation=attention), max_length=24, learning_rate=0.1,
             max_grad_norm=0, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
         )  # fmt: skip
+        if not packs:
+            read_padded(sft.policy)
+        assert sft.policy.packs == packs
         metrics = sft.train_step(*columns(examples))
         results.append((metrics["loss"], weights_of(sft)))
-        rows = len(sft._collate(examples))
-        assert rows < 6 if packing else rows == 6
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-6)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("make", [tiny_moe, Bigram], ids=["moe", "plain"])
-def test_packing_is_refused_where_sequences_cannot_be_kept_apart(make):
-    with pytest.raises(ValueError, match="packing must be False but for Hugging Face models"):
-        SFT(model=make(), packing=True)
-
-
-def test_packing_is_refused_for_a_model_that_leaks():
-    model = tiny_qwen2()
-    forward = model.model.forward
-
-    def deaf(input_ids, position_ids=None, use_cache=None, **more):  # takes positions and heeds them not
-        return forward(input_ids=input_ids, use_cache=use_cache, **more)
-
-    model.model.forward = deaf
-    with pytest.raises(
-        ValueError, match="packing must be False: Qwen2ForCausalLM lets the sequences of a row see one another"
-    ):
-        SFT(model=model, packing=True)
 
 
 # ---- options of the model ----
@@ -304,4 +284,4 @@ def test_it_takes_no_reference():
 
 
 def test_the_fields_of_the_config():
-    assert set(SFTConfig.from_options().to_dict()) == {"max_length", "packing", "pad_id", "optim", "run", "lora"}
+    assert set(SFTConfig.from_options().to_dict()) == {"max_length", "pad_id", "optim", "run", "lora"}

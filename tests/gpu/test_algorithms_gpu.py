@@ -17,7 +17,7 @@ from strop.algorithms.dpo import DPO  # noqa: E402
 from strop.algorithms.grpo import GRPO  # noqa: E402
 from strop.algorithms.online_dpo import OnlineDPO  # noqa: E402
 from strop.algorithms.sft import SFT  # noqa: E402
-from strop.data.collate import collate  # noqa: E402
+from strop.data.batch import TokenBatch, Trajectory  # noqa: E402
 from strop.models import as_policy  # noqa: E402
 from strop.rollout import Sampling, generate  # noqa: E402
 
@@ -29,6 +29,10 @@ def share_of_even(completion_ids):
     return [sum(int(i) % 2 == 0 for i in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
+def batch_of(rows, device="cpu"):
+    return TokenBatch.of([Trajectory.of(*row) for row in rows], device)
+
+
 def rows(seed=0):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(2, VOCAB, (n,), generator=generator)  # noqa: E731
@@ -37,8 +41,8 @@ def rows(seed=0):
 
 @pytest.mark.parametrize("make", [llama, qwen2])
 def test_log_probs_as_on_the_cpu(make):
-    cpu = as_policy(make()).logps(collate(rows()))
-    gpu = as_policy(make().cuda()).logps(collate(rows(), device="cuda"))
+    cpu = as_policy(make()).logps(batch_of(rows()))
+    gpu = as_policy(make().cuda()).logps(batch_of(rows(), "cuda"))
     torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-4, atol=1e-5)
 
 
@@ -52,8 +56,7 @@ def test_greedy_rollouts_as_on_the_cpu():
 def test_log_probs_of_a_rollout_are_those_of_the_training_forward():
     policy = as_policy(qwen2().cuda())
     rollout = generate(policy, PROMPTS, Sampling(max_new_tokens=10, temperature=0.8), num_samples=3, seed=1)
-    batch = collate(rollout.rows, device="cuda")
-    scored = policy.logps(batch, temperature=0.8)[batch.completion_mask_BT].cpu()
+    scored = policy.logps(TokenBatch.of(rollout.trajectories, "cuda"), temperature=0.8).cpu()
     torch.testing.assert_close(scored, torch.cat(rollout.logps), rtol=1e-4, atol=1e-4)
 
 
@@ -96,10 +99,10 @@ def test_scoring_does_not_wait_for_the_gpu(top_k, monkeypatch):
         scores = grpo._score(rollout)
     assert scores.old_logps[0].is_cuda
     assert scores.ref_logps[0].is_cuda
-    logps = grpo.policy.logps(collate(rollout.rows, device="cuda"), temperature=1.0)
-    for i, (prompt, completion) in enumerate(rollout.rows):
-        wanted = logps[i, len(prompt) : len(prompt) + len(completion)]
-        torch.testing.assert_close(scores.old_logps[i], wanted, rtol=1e-3, atol=1e-4 if top_k else 1e-3)
+    batch = TokenBatch.of(rollout.trajectories, "cuda")
+    logps = batch.split(grpo.policy.logps(batch, temperature=1.0))
+    for found, wanted in zip(scores.old_logps, logps, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4 if top_k else 1e-3)
     online = OnlineDPO(model=llama().cuda(), reward_fn=share_of_even, max_new_tokens=6)
     online.train_step(PROMPTS)
     _, pairs = online._sampled_pairs(online.prepare([{"prompt": p} for p in PROMPTS]), 0)

@@ -92,7 +92,9 @@ def test_logps_are_those_of_a_fresh_forward(dtype, error):
     lengths = [len(c) for c in found.completion_ids]
     assert min(lengths) < 10
     assert max(lengths) > 40
-    for (prompt, completion), logps in zip(found.rows, found.logps, strict=True):
+    for (prompt, completion), logps in zip(
+        zip(found.prompt_ids, found.completion_ids, strict=True), found.logps, strict=True
+    ):
         with torch.no_grad():
             logits = model(torch.cat([prompt, completion])[None].cuda()).logits[0, len(prompt) - 1 : -1].float()
         wanted = logits.log_softmax(-1).gather(-1, completion[:, None].cuda())[:, 0].cpu()
@@ -108,7 +110,9 @@ def test_the_next_rollout_computes_with_the_new_weights(autocast):
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             found = generate(policy, PROMPTS, sampling)
             assert found.engine == "hf, cuda graphs"
-            for (prompt, completion), logps in zip(found.rows, found.logps, strict=True):
+            for (prompt, completion), logps in zip(
+                zip(found.prompt_ids, found.completion_ids, strict=True), found.logps, strict=True
+            ):
                 with torch.no_grad():
                     logits = policy.model(torch.cat([prompt, completion])[None].cuda()).logits[0, len(prompt) - 1 : -1]
                 wanted = logits.float().log_softmax(-1).gather(-1, completion[:, None].cuda())[:, 0].cpu()

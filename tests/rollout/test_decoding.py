@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_models import llama, qwen2
 
-from strop.models import as_policy
+from strop.models import as_policy, attention
 from strop.rollout import Sampling, generate
 from strop.rollout.decoding import ASK_EVERY, Engine, bucket_of
 from strop.rollout.hf import engine_of
@@ -98,7 +98,7 @@ def test_rows_that_end_leave_and_the_others_go_on():
     found = generate(policy, PROMPTS, sampling, num_samples=8, seed=2)
     lengths = [len(c) for c in found.completion_ids]
     assert min(lengths) < ASK_EVERY < 2 * ASK_EVERY < max(lengths)
-    for index, (prompt, completion) in enumerate(found.rows):
+    for index, (prompt, completion) in enumerate(zip(found.prompt_ids, found.completion_ids, strict=True)):
         logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
         wanted = logits.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
         torch.testing.assert_close(found.logps[index], wanted.detach(), rtol=1e-5, atol=1e-5)
@@ -314,7 +314,9 @@ def test_autocast_reads_16_bit_copies_made_anew_for_each_rollout():
                 param.add_(change * torch.randn(param.shape, generator=torch.Generator().manual_seed(0)))
         with torch.autocast("cpu", torch.bfloat16):
             found = generate(policy, PROMPTS, Sampling(max_new_tokens=8), num_samples=4, seed=0)
-            for (prompt, completion), logps in zip(found.rows, found.logps, strict=True):
+            for (prompt, completion), logps in zip(
+                zip(found.prompt_ids, found.completion_ids, strict=True), found.logps, strict=True
+            ):
                 with torch.no_grad():
                     logits = policy.model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
                 wanted = logits.float().log_softmax(-1).gather(-1, completion[:, None])[:, 0]

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny_models import every_kind, llama, moe, plain, qwen2
+from tiny_models import batch_of, every_kind, llama, moe, plain, qwen2
 
-from strop.data.collate import collate
+from strop.data.batch import TokenBatch
 from strop.models import as_policy
 from strop.moe.sampling import sampling_logps as numpy_logps
 from strop.rollout import Rollout, Sampling, draw, generate, sampling_logps
@@ -39,10 +39,8 @@ def test_greedy_equals_generate_row_by_row(make):
 def test_greedy_is_the_argmax_of_a_fresh_forward(make):
     policy = as_policy(make())
     found = generate(policy, PROMPTS, Sampling(max_new_tokens=6, temperature=0))
-    for prompt, completion in found.rows:
-        batch = collate([(prompt, completion)])
-        best = policy.logits(batch)[0, len(prompt) - 1 : -1].argmax(-1)
-        assert torch.equal(best, completion)
+    for line, completion in zip(found.trajectories, found.completion_ids, strict=True):
+        assert torch.equal(policy.logits(TokenBatch.of([line])).argmax(-1), completion)
 
 
 # ---- sampling ----
@@ -71,7 +69,7 @@ def test_samples_follow_the_exact_distribution(make, sampling):
     policy, count = as_policy(make(scale=2.0)), 2000
     found = generate(policy, PROMPTS[:2], sampling, num_samples=count, seed=3)
     for index, prompt in enumerate(PROMPTS[:2]):
-        logits = policy.logits(collate([(prompt, [])]))[:, -1].double()
+        logits = policy.logits(batch_of([(prompt, [0])])).double()
         wanted = sampling_logps(logits, sampling).exp()[0] * count
         tokens = torch.stack(found.completion_ids[index * count : (index + 1) * count])[:, 0]
         seen = torch.bincount(tokens, minlength=len(wanted)).double()
@@ -92,8 +90,8 @@ def test_logps_equal_a_fresh_forward(make, sampling):
     policy = as_policy(make(eos_token_id=3, scale=6.0))
     sampling = Sampling(max_new_tokens=7, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
     found = generate(policy, PROMPTS, sampling, num_samples=3, seed=1)
-    for (prompt, completion), logps in zip(found.rows, found.logps, strict=True):
-        logits = policy.logits(collate([(prompt, completion)]))[0, len(prompt) - 1 : -1]
+    for line, completion, logps in zip(found.trajectories, found.completion_ids, found.logps, strict=True):
+        logits = policy.logits(TokenBatch.of([line]))
         wanted = sampling_logps(logits, sampling).gather(-1, completion[:, None])[:, 0]
         torch.testing.assert_close(logps, wanted, rtol=1e-5, atol=1e-5)
 
@@ -101,8 +99,7 @@ def test_logps_equal_a_fresh_forward(make, sampling):
 def test_native_logps_are_those_of_the_training_forward_bit_for_bit():
     policy = as_policy(moe(eos_token_id=3))
     found = generate(policy, PROMPTS, Sampling(max_new_tokens=9), num_samples=8, seed=1)
-    batch = collate(found.rows)
-    assert torch.equal(policy.logps(batch)[batch.completion_mask_BT], torch.cat(found.logps))
+    assert torch.equal(policy.logps(TokenBatch.of(found.trajectories)), torch.cat(found.logps))
 
 
 # ---- order, seeds, modes ----

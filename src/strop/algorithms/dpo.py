@@ -5,7 +5,7 @@
 with the formulas of `strop.losses.preference_loss`. A completion's log-prob is the sum over its tokens up to its EOS; the
 prompt's tokens never count.
 
-B pairs, 2B rows: the chosen completions, then the rejected ones.
+B pairs, 2B trajectories: the chosen completions, then the rejected ones.
 """
 
 import functools
@@ -17,13 +17,12 @@ import torch
 
 from strop.algorithms.inputs import Ids, as_dicts, as_rows, declared_pad_id, fit, is_written, until_eos, without_padding
 from strop.algorithms.metrics import on_host
-from strop.algorithms.packing import check_packing, collate_rows, sums_of_sequences
 from strop.algorithms.trainer import Trainer
 from strop.config import OptimConfig, TrainerConfig, check_count, check_option, check_range
-from strop.data.collate import SequenceBatch, on_device
+from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.losses import PREFERENCE_LOSS_TYPES, PreferenceLoss, pair_preference_loss, preference_loss
 
-Pair = tuple[Ids, Ids, Ids]  # prompt, chosen, rejected
+Pair = tuple[Trajectory, Trajectory]  # chosen, rejected; in OnlineDPO first and second, before it is known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,6 @@ class DPOConfig(TrainerConfig):
     loss_type         one of `strop.losses.PREFERENCE_LOSS_TYPES`
     label_smoothing   the probability that a label is wrong (sigmoid, robust, exo_pair)
     max_length        completions are cut so that prompt and completion have at most so many tokens; None cuts nothing
-    packing           several sequences in a row, for Hugging Face models that keep them apart
     pad_id            the padding in what train_step is given; None is what tokenizer or model say
     """
 
@@ -42,7 +40,6 @@ class DPOConfig(TrainerConfig):
     loss_type: str = "sigmoid"
     label_smoothing: float = 0.0
     max_length: int | None = None
-    packing: bool = False
     pad_id: int | None = None
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
@@ -71,9 +68,6 @@ class DPO(Trainer):
 
     def setup(self, ref_model: Any) -> None:
         self.reference = self.policy.reference(ref_model)
-        if self.config.packing:
-            check_packing(self.policy)
-            check_packing(self.reference.policy)
 
     def train_step(self, prompt: Any, chosen: Any, rejected: Any, *, prompt_mask: Any = None) -> dict[str, float]:
         """One step on B pairs of token ids: (B, P), (B, C), (B, R), or lists of rows of unequal lengths.
@@ -104,8 +98,8 @@ class DPO(Trainer):
         results = []
         for pairs in self.eval_batches(rows, _lengths(rows)):
             with self.autocast():
-                batch = self._collate(pairs)
-                ref_logps_B2 = self._sums(self.reference.logps(batch), batch, len(pairs))[0]
+                batch = self._batch(pairs)
+                ref_logps_B2 = _sums(self.reference.logps(batch), batch)
                 results.append(self._loss(batch, ref_logps_B2, len(rows)))
         return {"loss": sum(on_host([result.loss for result in results])), **_metrics(results)}
 
@@ -118,50 +112,45 @@ class DPO(Trainer):
             ref_logps_P2 = self._reference_logps(batches)
         results: list[PreferenceLoss] = []
 
-        def loss_of(part: list[int], batch: SequenceBatch) -> torch.Tensor:
+        def loss_of(part: list[int], batch: TokenBatch) -> torch.Tensor:
             results.append(
                 self._loss(batch, ref_logps_P2[on_device(torch.tensor(part), ref_logps_P2.device)], len(pairs))
             )
             return results[-1].loss
 
         metrics = self.update(functools.partial(loss_of, part, batch) for part, batch in batches)
-        self.count_tokens(sum(len(prompt) + len(row) for prompt, *completions in pairs for row in completions))
+        self.count_tokens(sum(_lengths(pairs)))
         return metrics | _metrics(results)
 
-    def _batches(self, pairs: Sequence[Pair]) -> list[tuple[list[int], SequenceBatch]]:
-        """Micro-batches: which of the pairs, and their 2B rows."""
+    def _batches(self, pairs: Sequence[Pair]) -> list[tuple[list[int], TokenBatch]]:
+        """Micro-batches: which of the pairs, and their 2B trajectories."""
         parts = self.micro_batches(range(len(pairs)), _lengths(pairs))
-        return [(part, self._collate([pairs[i] for i in part])) for part in parts]
+        return [(part, self._batch([pairs[i] for i in part])) for part in parts]
 
-    def _reference_logps(self, batches: Sequence[tuple[list[int], SequenceBatch]]) -> torch.Tensor:
+    def _reference_logps(self, batches: Sequence[tuple[list[int], TokenBatch]]) -> torch.Tensor:
         """[P, 2] of each pair's two completions, in the order of the pairs. The device is not waited for."""
         with self.phase("score"), self.autocast():
-            found = [self._sums(self.reference.logps(batch), batch, len(part))[0] for part, batch in batches]
+            found = [_sums(self.reference.logps(batch), batch) for part, batch in batches]
             order = torch.tensor([i for part, _ in batches for i in part]).argsort()
             return torch.cat(found)[on_device(order, found[0].device)]
 
-    def _sums(self, logps_BT: torch.Tensor, batch: SequenceBatch, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[size, 2] log-probs and lengths of (chosen, rejected)."""
-        logps_2B, lengths_2B = sums_of_sequences(logps_BT, batch, 2 * size)
-        return logps_2B.view(2, size).T, lengths_2B.view(2, size).T
-
-    def _loss(self, batch: SequenceBatch, ref_logps_B2: torch.Tensor, num_pairs: int) -> PreferenceLoss:
+    def _loss(self, batch: TokenBatch, ref_logps_B2: torch.Tensor, num_pairs: int) -> PreferenceLoss:
         """Of a part of num_pairs pairs: the parts' losses add up to the batch's."""
-        logps_B2, lengths_B2 = self._sums(self.policy.logps(batch), batch, len(ref_logps_B2))
+        logps_B2 = _sums(self.policy.logps(batch), batch)
+        lengths_2B = on_device(torch.tensor(batch.counts), batch.device).view(2, -1)
         return preference_loss(
             *logps_B2.unbind(1),
             *ref_logps_B2.unbind(1),
             loss_type=self.config.loss_type,
             beta=self.config.beta,
             label_smoothing=self.config.label_smoothing,
-            chosen_lengths=lengths_B2[:, 0],
-            rejected_lengths=lengths_B2[:, 1],
+            chosen_lengths=lengths_2B[0],
+            rejected_lengths=lengths_2B[1],
             num_pairs=num_pairs,
         )
 
-    def _collate(self, pairs: Sequence[Pair]) -> SequenceBatch:
-        rows = [(prompt, chosen) for prompt, chosen, _ in pairs] + [(prompt, rejected) for prompt, _, rejected in pairs]
-        return collate_rows(rows, self.policy, self.config.packing, self.config.max_length)
+    def _batch(self, pairs: Sequence[Pair]) -> TokenBatch:
+        return TokenBatch.of([chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs], self.policy.device)
 
     def _pairs(self, prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any) -> list[Pair]:
         if is_written(prompt, "prompt", prompt_mask):
@@ -192,12 +181,16 @@ class DPO(Trainer):
                 raise ValueError(f"{where}: {name} must have at least one token, found none")
             self.policy.check_ids(completion, f"{where}: {name}")
             fitted.append(fit(prompt, completion, *limits, f"{where}, {name}"))
-        return prompt, fitted[0], fitted[1]
+        return Trajectory.of(prompt, fitted[0]), Trajectory.of(prompt, fitted[1])
+
+
+def _sums(logps_n: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """[B, 2] log-probs of (chosen, rejected)."""
+    return batch.sums(logps_n).view(2, -1).T
 
 
 def _lengths(pairs: Sequence[Pair]) -> list[int]:
-    """Tokens of a pair in a batch, where both its rows are as long as the longer."""
-    return [2 * (len(prompt) + max(len(chosen), len(rejected))) for prompt, chosen, rejected in pairs]
+    return [len(chosen) + len(rejected) for chosen, rejected in pairs]
 
 
 def _metrics(results: Sequence[PreferenceLoss]) -> dict[str, float]:

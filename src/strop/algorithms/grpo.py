@@ -10,10 +10,11 @@ with the formulas of `strop.losses.policy_loss`. log π_old are the log-probs th
 B completions, P prompts, T tokens. Completions of a prompt are adjacent.
 """
 
+import functools
 import random
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,21 +31,11 @@ from strop.algorithms.online import (
     seed_of,
 )
 from strop.algorithms.trainer import Trainer
-from strop.config import Config, OptimConfig, TrainerConfig, check_count, check_option, check_range
-from strop.data.collate import SequenceBatch, collate, on_device
-from strop.losses import (
-    ADVANTAGE_SCALES,
-    IMPORTANCE_LEVELS,
-    KL_ESTIMATORS,
-    POLICY_LOSS_TYPES,
-    PolicyLoss,
-    clip_bounds,
-    group_advantages,
-    kl_estimate,
-    policy_loss,
-)
-from strop.models import counted
-from strop.ops import linear_grpo_loss
+from strop.config import OptimConfig, TrainerConfig, check_count, check_option, check_range
+from strop.data.batch import TokenBatch, Trajectory, on_device
+from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, group_advantages, kl_estimate
+from strop.losses.policy import tokens_loss, tokens_of
+from strop.ops import linear_token_loss
 from strop.rewards import RewardFunctions, Rewards, check_timeout
 from strop.rollout import Rollout, Sampling, generate
 
@@ -52,52 +43,20 @@ OLD_LOGPS = ("auto", "rollout", "recompute")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLossConfig(Config):
-    """Which loss; see `strop.losses.policy_loss`.
-
-    clip_eps    ε or (low, high); None is 0.2, and for cispo (0.2, 5.0)
-    delta       an upper bound of the ratio where the advantage is negative; None is none
-    importance_cap   each token's policy term is weighted by min(π_old/π_rollout, cap), which corrects for a sampler whose
-                     probabilities are not those of the training forward; π_old is then recomputed. None weights nothing
-    """
-
-    loss_type: str = "grpo"
-    importance_level: str = "token"
-    clip_eps: float | tuple[float, float] | None = None
-    delta: float | None = None
-    kl_estimator: str = "k3"
-    entropy_coef: float = 0.0
-    importance_cap: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_option("loss_type", self.loss_type, POLICY_LOSS_TYPES)
-        check_option("importance_level", self.importance_level, IMPORTANCE_LEVELS)
-        check_option("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        check_range("entropy_coef", self.entropy_coef, low=0.0)
-        if self.importance_cap is not None:
-            check_range("importance_cap", self.importance_cap, low=1.0)
-        clip_bounds(self.clip, self.delta, self.loss_type)
-
-    @property
-    def clip(self) -> float | tuple[float, float]:
-        if self.clip_eps is not None:
-            return self.clip_eps
-        return (0.2, 5.0) if self.loss_type == "cispo" else 0.2
-
-
-@dataclass(frozen=True, kw_only=True)
 class GRPOConfig(TrainerConfig):
     """Options of GRPO. batch_size counts prompts, micro_batch_size and minibatch_size completions.
 
     group_size          completions of each prompt
-    kl_coef             of the KL to the reference; 0 needs no reference
+    kl_coef             of the KL to the reference, β in the rule; 0 needs no reference
     inner_epochs        passes over a step's completions
     minibatch_size      completions of one update, drawn anew in every pass; 0 is all of them
     advantage_scale     what centred rewards are divided by: "group" (the group's std), "batch" (that of all) or "none"
     advantage_ddof, advantage_eps   of the std: 1 and 1e-4 are TRL's, 0 and 0 the paper as written
     mask_truncated      completions without an end count for nothing
     resample_rounds     how often prompts whose rewards are all equal are sampled again
+    importance_cap      each token's policy term is weighted by min(π_old/π_rollout, cap), which corrects for a sampler
+                        whose probabilities are not those of the training forward; π_old is then recomputed. None
+                        weights nothing
     old_logps           "rollout": those of sampling; "recompute": of a forward before the first update; "auto": the
                         rollout's, unless top_k or top_p cut its distribution or importance_cap compares the two
     reward_weights      of several reward functions; None is 1 for each
@@ -114,12 +73,13 @@ class GRPOConfig(TrainerConfig):
     advantage_eps: float = 1e-4
     mask_truncated: bool = False
     resample_rounds: int = 0
+    importance_cap: float | None = None
     old_logps: str = "auto"
     reward_weights: tuple[float, ...] | None = None
     reward_timeout: float | None = None
     pad_id: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    loss: PolicyLossConfig = PolicyLossConfig()
+    loss: PolicyRule = field(default_factory=PolicyRule)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
     def __post_init__(self) -> None:
@@ -133,8 +93,10 @@ class GRPOConfig(TrainerConfig):
         check_range("advantage_eps", self.advantage_eps, low=0.0)
         if self.advantage_ddof >= self.group_size:
             raise ValueError(f"advantage_ddof must be below group_size={self.group_size}, found {self.advantage_ddof}")
+        if self.importance_cap is not None:
+            check_range("importance_cap", self.importance_cap, low=1.0)
         check_option("old_logps", self.old_logps, OLD_LOGPS)
-        if self.old_logps == "rollout" and self.loss.importance_cap is not None:
+        if self.old_logps == "rollout" and self.importance_cap is not None:
             raise ValueError(
                 'old_logps must be "auto" or "recompute" with importance_cap, which weighs recomputed log-probs against '
                 'the rollout\'s, found "rollout"'
@@ -144,9 +106,14 @@ class GRPOConfig(TrainerConfig):
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
 
     @property
+    def rule(self) -> PolicyRule:
+        """The loss with what the rest of the config says of it."""
+        return replace(self.loss, beta=self.kl_coef, max_completion_length=self.sampling.max_new_tokens)
+
+    @property
     def recomputes(self) -> bool:
         """Whether old log-probs come from a forward of their own."""
-        differs = self.sampling.cuts or self.loss.importance_cap is not None
+        differs = self.sampling.cuts or self.importance_cap is not None
         return self.old_logps == "recompute" or (self.old_logps == "auto" and differs)
 
 
@@ -165,6 +132,10 @@ class Experience:
     old_logps: list[torch.Tensor]
     ref_logps: list[torch.Tensor] | None = None
     weights: list[torch.Tensor] | None = None
+
+    @functools.cached_property
+    def trajectories(self) -> list[Trajectory]:
+        return self.rollout.trajectories
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -255,8 +226,9 @@ class GRPO(Trainer):
         self.samples = sample_table(rows, reward=rewards.total_B.tolist())
         metrics |= reward_metrics(rewards) | rollout_metrics(rollout)
         metrics["reward/zero_std_fraction"] = self._share_without_signal(rewards)
-        metrics |= self._learn(self._experience(rollout, rewards.total_B, scores))
-        self.count_tokens(sum(_lengths(rollout)))
+        experience = self._experience(rollout, rewards.total_B, scores)
+        metrics |= self._learn(experience)
+        self.count_tokens(sum(map(len, experience.trajectories)))
         return metrics | {"mean_reward": metrics["reward/mean"], "mean_kl": metrics.get("kl", 0.0)}
 
     def _generate(self, prompts: list[Prompt], attempt: int) -> Rollout:
@@ -297,28 +269,25 @@ class GRPO(Trainer):
             recomputes, reference = self.config.recomputes, self.reference
             batches = self._batches(rollout) if recomputes or reference is not None else []
             if recomputes:
-                old_logps = self._logps_by(self.policy, rollout, batches)
+                old_logps = self._logps_by(self.policy, batches)
             else:
                 lengths = [len(logps) for logps in rollout.logps]
                 old_logps = list(on_device(torch.cat(rollout.logps), self.policy.device).split(lengths))
-            ref_logps = None if reference is None else self._logps_by(reference, rollout, batches)
+            ref_logps = None if reference is None else self._logps_by(reference, batches)
         return Scores(old_logps, ref_logps)
 
-    def _batches(self, rollout: Rollout) -> list[tuple[list[int], SequenceBatch]]:
-        """Micro-batches: which of the completions, and their rows."""
-        rows, parts = rollout.rows, self.micro_batches(range(len(rollout)), _lengths(rollout))
-        return [(part, self._collate([rows[i] for i in part])) for part in parts]
+    def _batches(self, rollout: Rollout) -> list[tuple[list[int], TokenBatch]]:
+        """Micro-batches: which of the completions, and their tokens."""
+        lines = rollout.trajectories
+        parts = self.micro_batches(range(len(lines)), [len(line) for line in lines])
+        return [(part, TokenBatch.of([lines[i] for i in part], self.policy.device)) for part in parts]
 
-    def _logps_by(
-        self, scorer: Any, rollout: Rollout, batches: Sequence[tuple[Sequence[int], SequenceBatch]]
-    ) -> list[torch.Tensor]:
+    def _logps_by(self, scorer: Any, batches: Sequence[tuple[Sequence[int], TokenBatch]]) -> list[torch.Tensor]:
         found = {}
         for part, batch in batches:
-            logps_BT = scorer.logps(batch, temperature=self.config.sampling.temperature)
-            for logps_T, i in zip(logps_BT, part, strict=True):  # slices: a mask as index would wait for the device
-                start = len(rollout.prompt_ids[i])
-                found[i] = logps_T[start : start + len(rollout.completion_ids[i])]
-        return [found[i] for i in range(len(rollout))]
+            logps_n = scorer.logps(batch, temperature=self.config.sampling.temperature)
+            found |= zip(part, batch.split(logps_n), strict=True)
+        return [found[i] for i in sorted(found)]
 
     def _experience(self, rollout: Rollout, rewards_B: torch.Tensor, scores: Scores | None = None) -> Experience:
         config = self.config
@@ -330,9 +299,9 @@ class GRPO(Trainer):
         counts_B = ended_B if config.mask_truncated else torch.ones_like(ended_B)
         old_logps, ref_logps = scores or self._score(rollout)
         experience = Experience(rollout, advantages_B, counts_B, old_logps, ref_logps)
-        if config.loss.importance_cap is not None:
+        if config.importance_cap is not None:
             sampled_N, trained_N = _sampled_and_trained(experience)
-            weights_N = (trained_N - sampled_N).exp().clamp(max=config.loss.importance_cap)
+            weights_N = (trained_N - sampled_N).exp().clamp(max=config.importance_cap)
             experience.weights = list(weights_N.split([len(ids) for ids in rollout.completion_ids]))
         return experience
 
@@ -365,8 +334,8 @@ class GRPO(Trainer):
     ) -> Iterator[Any]:
         """A function for the loss of each micro-batch; they sum up to the loss of these completions."""
         num_tokens = experience.num_tokens(indices)
-        lengths, counting = _lengths(experience.rollout), [i for i in indices if experience.counts_B[i]]
-        for part in self.micro_batches(counting, [lengths[i] for i in counting]):
+        counting = [i for i in indices if experience.counts_B[i]]
+        for part in self.micro_batches(counting, [len(experience.trajectories[i]) for i in counting]):
 
             def loss_of(part: Sequence[int] = part) -> torch.Tensor:
                 result = self.loss_on(experience, part, num_tokens=num_tokens, num_sequences=len(indices))
@@ -379,38 +348,44 @@ class GRPO(Trainer):
         self, experience: Experience, indices: Sequence[int], *, num_tokens: int, num_sequences: int
     ) -> PolicyLoss:
         """The loss of these completions as their share of a batch with so many tokens and sequences."""
-        config, rollout = self.config, experience.rollout
-        batch = self._collate([(rollout.prompt_ids[i], rollout.completion_ids[i]) for i in indices])
-        mask_BT = counted(batch)
-        options: dict[str, Any] = {
-            "ref_logps": None if experience.ref_logps is None else _aligned(experience.ref_logps, indices, mask_BT),
-            "loss_type": config.loss.loss_type,
-            "importance_level": config.loss.importance_level,
-            "clip_eps": config.loss.clip,
-            "delta": config.loss.delta,
-            "beta": config.kl_coef,
-            "kl_estimator": config.loss.kl_estimator,
-            "entropy_coef": config.loss.entropy_coef,
-            "max_completion_length": config.sampling.max_new_tokens,
-            "num_tokens": num_tokens,
-            "num_sequences": num_sequences,
-        }
-        old_BT = _aligned(experience.old_logps, indices, mask_BT)
-        advantages = on_device(experience.advantages_B[list(indices)], mask_BT.device)
-        if experience.weights is not None:  # the policy's term is linear in the advantage; KL and entropy have none
-            advantages = advantages[:, None] * _aligned(experience.weights, indices, mask_BT)
-        temperature = config.sampling.temperature
-        if (head := self.policy.hidden(batch)) is not None:
-            hidden_BTH, weight, bias = head
-            return linear_grpo_loss(
-                hidden_BTH, weight, batch.input_ids_BT, old_BT, None, mask_BT, bias=bias, advantages=advantages,
-                temperature=temperature, **options,
+        batch, rule = self._batch(experience, indices, num_tokens, num_sequences), self.config.rule
+        temperature = self.config.sampling.temperature
+        if rule.row_suffices and (head := self.policy.hidden(batch)) is not None:
+            hidden_nH, weight, bias = head
+            return linear_token_loss(
+                hidden_nH, weight, batch.targets_n, batch.weights_n, rule=rule, old_logps=batch.old_logps_n,
+                ref_logps=batch.ref_logps_n, advantages=batch.advantages_n, bias=bias, temperature=temperature,
             )  # fmt: skip
-        logps_BT, entropy_BT = self.policy.logps(batch, temperature=temperature, entropy=True)
-        return policy_loss(logps_BT, old_BT, advantages, mask_BT, entropy=entropy_BT, **options)
+        # the entropies cost a pass where they come from hidden states, and nothing where all logits are there
+        entropy = bool(rule.entropy_coef) or self.policy.no_hidden_because is not None
+        scores = self.policy.logps(batch, temperature=temperature, entropy=entropy)
+        logps_n, entropy_n = scores if entropy else (scores, None)
+        old_n, ref_n, advantages_n, weights_n = (
+            None if values is None else values.to(logps_n.dtype)
+            for values in (batch.old_logps_n, batch.ref_logps_n, batch.advantages_n, batch.weights_n)
+        )
+        tokens = tokens_of(
+            logps_n, old_n, advantages_n, importance_level=rule.importance_level, sequence_N=batch.sequence_n,
+            num_sequences=len(batch),
+        )  # fmt: skip
+        return tokens_loss(rule, tokens, weights_n, ref_n, entropy_n)
 
-    def _collate(self, rows: Sequence[Any]) -> SequenceBatch:
-        return collate(rows, self.policy.pad_id, self.policy.device)
+    def _batch(self, experience: Experience, indices: Sequence[int], num_tokens: int, num_sequences: int) -> TokenBatch:
+        lines = [experience.trajectories[i] for i in indices]
+        weights = [self.config.rule.weight(line.num_counted, num_tokens, num_sequences) for line in lines]
+        batch = TokenBatch.of(
+            lines, self.policy.device, weights=weights, advantages=experience.advantages_B[list(indices)].tolist(),
+            dtype=self.policy.loss_dtype,
+        )  # fmt: skip
+
+        def of_these(values: Sequence[torch.Tensor]) -> torch.Tensor:
+            return on_device(torch.cat([values[i] for i in indices]), self.policy.device)
+
+        batch.old_logps_n = of_these(experience.old_logps)
+        batch.ref_logps_n = None if experience.ref_logps is None else of_these(experience.ref_logps)
+        if experience.weights is not None:  # the policy's term is linear in the advantage; KL and entropy have none
+            batch.advantages_n = batch.advantages_n * of_these(experience.weights)  # type: ignore[operator]
+        return batch
 
     # ---- metrics ----
 
@@ -457,17 +432,7 @@ def _with_groups_replaced(
     return joined, Rewards(pick(rewards.total_B, new_rewards.total_B), columns)
 
 
-def _aligned(logps: Sequence[torch.Tensor], indices: Sequence[int], mask_BT: torch.Tensor) -> torch.Tensor:
-    """Log-probs of these completions where the batch has their tokens, 0 elsewhere."""
-    values_N = on_device(torch.cat([logps[i] for i in indices]), mask_BT.device)
-    return values_N.new_zeros(mask_BT.shape).masked_scatter(mask_BT, values_N)
-
-
 def _sampled_and_trained(experience: Experience) -> tuple[torch.Tensor, torch.Tensor]:
     """[N] and [N] log-probs of every token, of sampling and of the training forward with the same weights."""
     trained_N = torch.cat(experience.old_logps)
     return on_device(torch.cat(experience.rollout.logps), trained_N.device).to(trained_N.dtype), trained_N
-
-
-def _lengths(rollout: Rollout) -> list[int]:
-    return [len(prompt) + len(completion) for prompt, completion in rollout.rows]

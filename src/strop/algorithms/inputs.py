@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from strop.data.collate import as_ids
+from strop.data.batch import as_ids
 from strop.data.formats import is_conversation
 from strop.models import Policy
 

@@ -21,7 +21,7 @@ from strop.algorithms.online import (
     sample_table,
     seed_of,
 )
-from strop.data.collate import on_device
+from strop.data.batch import on_device
 from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout
 from strop.rollout import Rollout, Sampling, generate
 
@@ -111,7 +111,7 @@ class OnlineDPO(DPO):
         return metrics | self._step([_ordered(pairs[i], index) for i, index in told], ref_logps_P2)
 
     def _sampled_pairs(self, prompts: list[Prompt], step: Any) -> tuple[Rollout, list[Pair]]:
-        """Completions, and as (prompt, first, second) for each prompt."""
+        """Completions, and as (first, second) for each prompt."""
         with self.phase("generate"), self.autocast():
             rollout = self._sample(prompts, step)
         rows = zip(rollout.prompt_ids[::2], rollout.completion_ids[::2], rollout.completion_ids[1::2], strict=True)
@@ -155,9 +155,8 @@ class OnlineDPO(DPO):
 
 
 def _ordered(pair: Pair, better: int) -> Pair:
-    """(prompt, chosen, rejected)."""
-    prompt, *completions = pair
-    return prompt, completions[better], completions[1 - better]
+    """(chosen, rejected)."""
+    return pair[better], pair[1 - better]
 
 
 def _ties(better: Sequence[int | None]) -> dict[str, float]:

@@ -1,9 +1,6 @@
 """SFT: imitate given completions. loss = −(1/N) Σ log π(token), over the N tokens of the batch that count.
 
-Of rows with a prompt and a completion the completion counts; of whole texts everything but the first token. With
-`packing` several sequences share a row, each attending only to itself: the same loss on fewer padded tokens.
-
-B rows, T tokens.
+Of rows with a prompt and a completion the completion counts; of whole texts everything but the first token.
 """
 
 from collections.abc import Sequence
@@ -13,28 +10,23 @@ from typing import Any
 import torch
 
 from strop.algorithms.inputs import Ids, as_dicts, as_rows, declared_pad_id, fit, is_written, until_eos, without_padding
-from strop.algorithms.packing import check_packing, collate_rows
 from strop.algorithms.trainer import Trainer
 from strop.config import OptimConfig, TrainerConfig, check_count
-from strop.data.collate import SequenceBatch
+from strop.data.batch import TokenBatch, Trajectory
 from strop.data.formats import is_conversation
-from strop.models.policy import Head, counted
-from strop.ops import linear_grpo_loss
-
-Example = tuple[Ids, Ids]  # prompt, completion
+from strop.losses import NLL
+from strop.ops import linear_token_loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(TrainerConfig):
     """Options of SFT.
 
-    max_length   sequences are cut to so many tokens; None cuts nothing. With packing also the length of a packed row.
-    packing      several sequences in a row, for Hugging Face models that keep them apart
+    max_length   sequences are cut to so many tokens; None cuts nothing
     pad_id       the padding in what train_step is given; None is what tokenizer or model say
     """
 
     max_length: int | None = None
-    packing: bool = False
     pad_id: int | None = None
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=2e-5))
 
@@ -54,11 +46,6 @@ class SFT(Trainer):
     Config = SFTConfig
     config: SFTConfig
 
-    def setup(self, ref_model: Any) -> None:
-        super().setup(ref_model)
-        if self.config.packing:
-            check_packing(self.policy)
-
     def train_step(self, prompt: Any, completion: Any = None, *, prompt_mask: Any = None) -> dict[str, float]:
         """One step on token ids: prompts (B, P) and completions (B, C), or whole texts alone, all of which count.
 
@@ -67,7 +54,7 @@ class SFT(Trainer):
         """
         return self.run_step(lambda: self._step(self._examples(prompt, completion, prompt_mask)))
 
-    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Example]:
+    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
         from strop.data.formats import check_rows
         from strop.data.tokenize import encode_row, row_named
 
@@ -80,35 +67,40 @@ class SFT(Trainer):
         return examples
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
-        return self._step(rows if isinstance(rows[0], tuple) else self.prepare(rows, "rows"))
+        return self._step(rows if isinstance(rows[0], Trajectory) else self.prepare(rows, "rows"))
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
-        num_tokens = sum(_num_counted(row) for row in rows)
+        num_tokens = sum(row.num_counted for row in rows)
         loss = 0.0
-        for part in self.eval_batches(rows, _lengths(rows)):
+        for part in self.eval_batches(rows, [len(row) for row in rows]):
             with self.autocast():
-                loss += self._loss(self._collate(part), num_tokens).item()
+                loss += self._loss(self._batch(part, num_tokens)).item()
         return {"loss": loss, "perplexity": float(torch.tensor(loss, dtype=torch.float64).exp())}
 
     # ---- inside ----
 
-    def _step(self, examples: list[Example]) -> dict[str, float]:
-        num_tokens = sum(_num_counted(example) for example in examples)
-        parts = [self._collate(part) for part in self.micro_batches(examples, _lengths(examples))]
-        metrics = self.update(lambda batch=batch: self._loss(batch, num_tokens) for batch in parts)  # type: ignore[misc]
-        self.count_tokens(sum(_lengths(examples)))
+    def _step(self, examples: list[Trajectory]) -> dict[str, float]:
+        num_tokens, lengths = sum(one.num_counted for one in examples), [len(one) for one in examples]
+        batches = [self._batch(part, num_tokens) for part in self.micro_batches(examples, lengths)]
+        metrics = self.update(lambda batch=batch: self._loss(batch) for batch in batches)  # type: ignore[misc]
+        self.count_tokens(sum(lengths))
         return metrics | {"completion/length": num_tokens / len(examples)}
 
-    def _loss(self, batch: SequenceBatch, num_tokens: int) -> torch.Tensor:
-        """This part's share of the mean over all tokens of the batch: shares add up, however it is cut."""
+    def _batch(self, examples: Sequence[Trajectory], num_tokens: int) -> TokenBatch:
+        """A part of a batch with so many tokens that count: shares of the mean over them add up, however it is cut."""
+        weights = [NLL().weight(len(one), num_tokens, 0) for one in examples]
+        return TokenBatch.of(examples, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
+
+    def _loss(self, batch: TokenBatch) -> torch.Tensor:
+        assert batch.weights_n is not None
+        # with its gradient made on the way: three products with the head, where log-probs, which cannot know what comes
+        # back, take four
         if torch.is_grad_enabled() and (head := self.policy.hidden(batch)) is not None:
-            return learnable_nll(head, batch, num_tokens)
-        return -self.policy.logps(batch).sum() / num_tokens
+            hidden_nH, weight, bias = head
+            return linear_token_loss(hidden_nH, weight, batch.targets_n, batch.weights_n, rule=NLL(), bias=bias).loss
+        return -(batch.weights_n * self.policy.logps(batch)).sum()
 
-    def _collate(self, examples: Sequence[Example]) -> SequenceBatch:
-        return collate_rows(examples, self.policy, self.config.packing, self.config.max_length)
-
-    def _examples(self, prompt: Any, completion: Any, prompt_mask: Any) -> list[Example]:
+    def _examples(self, prompt: Any, completion: Any, prompt_mask: Any) -> list[Trajectory]:
         if is_written(prompt, "prompt", prompt_mask):
             alone = "messages" if is_conversation(prompt[0]) else "text"
             names = {alone if completion is None else "prompt": prompt, "completion": completion}
@@ -126,34 +118,11 @@ class SFT(Trainer):
         pairs = zip(prompts, completions, strict=True)
         return [self._checked(*pair, f"row {i}") for i, pair in enumerate(pairs)]
 
-    def _checked(self, prompt: Ids, completion: Ids, where: str) -> Example:
-        if not _num_counted((prompt, completion)):
+    def _checked(self, prompt: Ids, completion: Ids, where: str) -> Trajectory:
+        if len(completion) <= (len(prompt) == 0):  # nothing predicts the first token of a text
             wanted = (
                 "the completion must have at least one token" if len(prompt) else "a text must have at least two tokens"
             )
             raise ValueError(f"{where}: {wanted}, found {len(completion)}")
         self.policy.check_ids(torch.cat([prompt, completion]), where)
-        return prompt, fit(prompt, completion, self.config.max_length, self.policy.max_length, where)
-
-
-def learnable_nll(head: Head, batch: SequenceBatch, num_tokens: int) -> torch.Tensor:
-    """−Σ log π / num_tokens with its gradient made on the way: three products with the head's weight, where log-probs, which
-    cannot know what comes back, take four.
-
-    −A·log π with A = 1 is CISPO's loss on policy, its ratio being 1.
-    """
-    hidden_BTH, weight, bias = head
-    return linear_grpo_loss(
-        hidden_BTH, weight, batch.input_ids_BT, None, None, counted(batch), bias=bias,
-        advantages=hidden_BTH.new_ones(len(hidden_BTH)), loss_type="cispo", clip_eps=(1.0, 1.0), num_tokens=num_tokens,
-    ).loss  # fmt: skip
-
-
-def _lengths(examples: Sequence[Example]) -> list[int]:
-    return [len(prompt) + len(completion) for prompt, completion in examples]
-
-
-def _num_counted(example: Example) -> int:
-    """Tokens that something predicts: the first of a text is not."""
-    prompt, completion = example
-    return len(completion) - (len(prompt) == 0)
+        return Trajectory.of(prompt, fit(prompt, completion, self.config.max_length, self.policy.max_length, where))

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 
 from strop.algorithms import loop
-from strop.algorithms.batching import split
 from strop.algorithms.inputs import check_tokenizer
 from strop.algorithms.memory import explained
 from strop.algorithms.metrics import on_host
@@ -27,6 +26,7 @@ from strop.algorithms.optim import MakeOptimizer, learning_rate_at, make_optimiz
 from strop.algorithms.state import History, Phases, TrainState
 from strop.callbacks import Callback
 from strop.config import TrainerConfig, option_names, unknown_option
+from strop.data.batching import split
 
 Row = TypeVar("Row")
 USERS_PHASES = ("reward",)  # functions of the user's run in them, with all of torch's threads
@@ -187,16 +187,18 @@ class Trainer:
         return torch.autocast(self.policy.device.type, torch.bfloat16)
 
     def micro_batches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[list[Row]]:
-        """The rows in parts of at most micro_batch_size rows and micro_batch_tokens tokens, of like lengths.
+        """The rows in parts of at most micro_batch_size rows and micro_batch_tokens tokens.
 
-        lengths   tokens of each row, as they stand in a batch (of pairs: both completions padded to the longer)
+        lengths   tokens of each row; of a pair those of both its completions
         """
-        return split(rows, lengths, self.config.run.micro_batch_size, self.config.run.micro_batch_tokens)
+        run = self.config.run
+        return split(rows, lengths, run.micro_batch_size, run.micro_batch_tokens, padded=self.policy.pads)
 
     def eval_batches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[list[Row]]:
         """The rows of a dataset, however many, in parts no larger than training has them."""
         run = self.config.run
-        return split(rows, lengths, run.micro_batch_size or run.batch_size, run.micro_batch_tokens)
+        size = run.micro_batch_size or run.batch_size
+        return split(rows, lengths, size, run.micro_batch_tokens, padded=self.policy.pads)
 
     # ---- for users ----
 
@@ -295,7 +297,7 @@ class Trainer:
         known = option_names(self.Config)
         for option in options:
             if option not in known and "." not in option:
-                raise ValueError(unknown_option(option, [*known, *arguments], f" of {self.name}"))
+                raise ValueError(unknown_option(option, [*known, *arguments], f" of {self.name}", self.Config))
         return (config if config is not None else self.Config()).changed(options)
 
     def _check_listeners(self) -> None:

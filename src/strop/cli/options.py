@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from strop.config import part_of
+from strop.config import options_in, part_of
 
 PANELS = {
     "optim": "Optimiser",
@@ -66,7 +66,7 @@ def options_of(config: type, panel: str, prefix: str = "", base: Any = None) -> 
     """Every field but dicts, which --set is for; then those of nested parts. Names are those of the file, with dashes."""
     found, nested, told = [], [], described(config)
     base = config() if base is None else base
-    for field in dataclasses.fields(config):
+    for field in options_in(config):
         value, hint = getattr(base, field.name), typing.get_type_hints(config)[field.name]
         if (part := part_of(config, field.name)) is not None:
             inner = f"{field.name}." if value is None else ""

@@ -114,7 +114,9 @@ def _check_known(config_class: Any, options: Mapping[str, Any]) -> None:
     for name in options:
         head = name.partition(".")[0]
         if head not in known and name not in known:
-            raise ValueError(unknown_option(name, known, f" of {config_class.__name__.removesuffix('Config')}"))
+            raise ValueError(
+                unknown_option(name, known, f" of {config_class.__name__.removesuffix('Config')}", config_class)
+            )
 
 
 # ---- the run ----

@@ -83,8 +83,18 @@ class TokenBatch:
     weights_n: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> "TokenBatch":
-        """The trajectories in this order."""
+    def of(
+        cls,
+        trajectories: Sequence[Trajectory],
+        device: torch.device | str = "cpu",
+        *,
+        dtype: torch.dtype = torch.float32,
+        **per_trajectory: Sequence[float],
+    ) -> "TokenBatch":
+        """The trajectories in this order.
+
+        per_trajectory   advantages, weights: a number of each, which all its tokens that count get, in `dtype`
+        """
         if not trajectories:
             raise ValueError("trajectories must hold at least one, found none")
         lengths = [len(one) for one in trajectories]
@@ -101,6 +111,8 @@ class TokenBatch:
             ids_N, positions_N, cu_seqlens.int(), lengths, counted_n - 1, ids_N[counted_n], sequence_n,
             torch.bincount(sequence_n, minlength=len(lengths)).tolist(),
         )  # fmt: skip
+        for name, values in per_trajectory.items():
+            setattr(batch, f"{name}_n", torch.as_tensor(values, dtype=dtype)[sequence_n])
         return batch.to(device)
 
     def __len__(self) -> int:

@@ -6,9 +6,8 @@ Shapes: N tokens.
 """
 
 import functools
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -94,16 +93,18 @@ class PolicyRule:
     kl_estimator            k1, k2 or k3
     entropy_coef            of the entropy bonus
     max_completion_length   what dr_grpo divides by
+
+    In GRPO's config beta and max_completion_length are set by the options kl_coef and max_new_tokens.
     """
 
     loss_type: str = "grpo"
     importance_level: str = "token"
     clip_eps: float | tuple[float, float] | None = None
     delta: float | None = None
-    beta: float = 0.0
+    beta: float = field(default=0.0, metadata={"set_by": "kl_coef"})
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
-    max_completion_length: int | None = None
+    max_completion_length: int | None = field(default=None, metadata={"set_by": "max_new_tokens"})
 
     def __post_init__(self) -> None:
         check_choice(self.importance_level, IMPORTANCE_LEVELS, "importance_level")
@@ -117,8 +118,14 @@ class PolicyRule:
         assert self.bounds is not None  # checks clip_eps and delta
 
     @property
+    def clip(self) -> ClipEps:
+        if self.clip_eps is not None:
+            return self.clip_eps
+        return (0.2, 5.0) if self.loss_type == "cispo" else 0.2
+
+    @property
     def bounds(self) -> ClipBounds:
-        return _bounds_of(self.clip_eps, self.delta, self.loss_type)
+        return clip_bounds(self.clip, self.delta, self.loss_type)
 
     @property
     def row_suffices(self) -> bool:
@@ -174,20 +181,25 @@ TokenRule = PolicyRule | NLL
 
 def as_text(rule: TokenRule) -> str:
     """For operators of torch.ops, which take no objects; `from_text` is the way back."""
-    return json.dumps(asdict(rule))
+    if isinstance(rule, NLL):
+        return ""
+    low, high = rule.clip if isinstance(rule.clip, tuple) else (rule.clip, rule.clip)
+    return f"{rule.loss_type} {low} {high} {rule.delta} {rule.beta} {rule.kl_estimator}"
 
 
 @functools.lru_cache(maxsize=64)
 def from_text(text: str) -> TokenRule:
-    fields = json.loads(text)
-    return NLL() if fields["loss_type"] == "nll" else PolicyRule(**fields)
-
-
-@functools.lru_cache(maxsize=64)
-def _bounds_of(clip_eps: ClipEps | None, delta: float | None, loss_type: str) -> ClipBounds:
-    if clip_eps is None:
-        clip_eps = (0.2, 5.0) if loss_type == "cispo" else 0.2
-    return clip_bounds(clip_eps, delta, loss_type)
+    """What a row needs of the rule."""
+    if not text:
+        return NLL()
+    loss_type, low, high, delta, beta, kl_estimator = text.split()
+    return PolicyRule(
+        loss_type=loss_type,
+        clip_eps=(float(low), float(high)),
+        delta=None if delta == "None" else float(delta),
+        beta=float(beta),
+        kl_estimator=kl_estimator,
+    )
 
 
 def cut(tokens: Tokens, bounds: ClipBounds) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

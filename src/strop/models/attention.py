@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 
 NAME = "strop"  # of this attention among transformers' implementations
 
@@ -31,11 +31,15 @@ class Pass(ABC):
 
 @dataclass(frozen=True)
 class Rule:
-    """How scores become weights: softmax(softcap(q·k·scaling)) within the last `window` tokens; 0 is none."""
+    """How scores become weights: softmax(softcap(q·k·scaling)) within the last `window` tokens; 0 is none.
+
+    dropout   of the weights, in training
+    """
 
     scaling: float
     window: int = 0
     softcap: float = 0.0
+    dropout: float = 0.0
 
 
 @dataclass
@@ -53,7 +57,7 @@ class Packed(Pass):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         self.layers_seen += 1
         q, k, v = in_one_dtype(q, k, v)
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not rule.softcap:
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not rule.softcap and not rule.dropout:
             return self._by_kernel(q, k, v, rule)
         parts = zip(*(states.split(list(self.lengths), 2) for states in (q, k, v)), strict=True)
         return torch.cat([attention_of_rows(*part, rule) for part in parts], 1)
@@ -88,7 +92,9 @@ def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: R
     """Causal attention of right-padded rows."""
     T = q.shape[2]
     if not rule.softcap and (not rule.window or rule.window >= T):
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=True)
+        out = scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=True, dropout_p=rule.dropout
+        )
         return out.transpose(1, 2)
     i_T = torch.arange(T, device=q.device)
     mask_TT = i_T <= i_T[:, None]
@@ -99,11 +105,13 @@ def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: R
 
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Rule) -> torch.Tensor:
     if not rule.softcap:
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=True)
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=True, dropout_p=rule.dropout
+        )
     k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], 1) for states in (k, v))
     scores = rule.softcap * torch.tanh(q @ k.transpose(2, 3) * (rule.scaling / rule.softcap))
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
-    return weights.to(q.dtype) @ v
+    return dropout(weights.to(q.dtype), rule.dropout) @ v
 
 
 def in_one_dtype(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -134,7 +142,7 @@ class Unsupported(Exception):
     """The model's attention asks for something that is not here."""
 
 
-HARMLESS = {"dropout", "is_causal", "position_ids", "cache_position", "output_attentions", "use_cache", "output_hidden_states",
+HARMLESS = {"is_causal", "position_ids", "cache_position", "output_attentions", "use_cache", "output_hidden_states",
             "output_router_logits", "return_dict", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
             "max_length_k", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
 
@@ -148,6 +156,7 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    dropout: float = 0.0,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The signature of transformers' attention functions."""
@@ -158,15 +167,27 @@ def attention(
         raise Unsupported("it makes an attention mask of its own")
     if getattr(module, "is_causal", True) is not True:
         raise Unsupported("its attention is not causal")
-    rule = (query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0, softcap or 0.0)
+    rule = (
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window or 0,
+        softcap or 0.0,
+        float(dropout),
+    )
     attend = _attend_opaque if torch.compiler.is_compiling() else _attend
     return attend(query, key, value, module.layer_idx, *rule), None
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float, window: int, softcap: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+    dropout: float,
 ) -> torch.Tensor:
-    return _current.get().attend(query, key, value, layer, Rule(scaling, window, softcap))
+    return _current.get().attend(query, key, value, layer, Rule(scaling, window, softcap, dropout))
 
 
 _attend_opaque = torch.library.custom_op("strop::attend", _attend, mutates_args=())
@@ -175,7 +196,14 @@ _attend_opaque = torch.library.custom_op("strop::attend", _attend, mutates_args=
 
 @_attend_opaque.register_fake
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float, window: int, softcap: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+    dropout: float,
 ) -> torch.Tensor:
     rows, heads, tokens, dim = query.shape
     return value.new_empty(rows, tokens, heads, dim)

@@ -86,6 +86,12 @@ class Policy:
         return torch.device("cpu") if first is None else first.device
 
     @property
+    def loss_dtype(self) -> torch.dtype:
+        """What log-probs and losses are computed in."""
+        first = next((p for p in self.model.parameters() if p.is_floating_point()), None)
+        return torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
+
+    @property
     def config(self) -> Any:
         return getattr(unwrapped(self.model), "config", None)
 
@@ -214,6 +220,11 @@ class Policy:
         if not self._tried:
             self._try()
         return self.no_packing_because is None
+
+    @property
+    def pads(self) -> bool:
+        """Whether padding takes its time and memory: the MoE's engine takes it out of its rows."""
+        return self.kind != "moe" and not self.packs
 
     def _try(self) -> None:
         """On two short sequences: whether hidden states times the head are the logits, and whether the model keeps

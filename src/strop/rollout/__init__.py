@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from strop.data.collate import as_ids
+from strop.data.batch import Trajectory, as_ids
 from strop.models import Policy, evaluating, unwrapped
 from strop.rollout import hf, native, plain
 from strop.rollout.sampling import Sampling, draw, sampling_logps
@@ -55,9 +55,10 @@ class Rollout:
         return len(self.completion_ids)
 
     @property
-    def rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(prompt_ids, completion_ids), as `strop.data.collate` takes them."""
-        return list(zip(self.prompt_ids, self.completion_ids, strict=True))
+    def trajectories(self) -> list[Trajectory]:
+        """Each completion behind its prompt."""
+        columns = zip(self.prompt_ids, self.completion_ids, self.logps, self.finish_reasons, strict=True)
+        return [Trajectory.of(prompt, ids, logps_t=logps, finish=why) for prompt, ids, logps, why in columns]
 
     @property
     def num_tokens(self) -> int:

@@ -4,9 +4,11 @@ Rows are right-padded and the logits of each row's last real token are read, so 
 model. Every row has its own random numbers, so what it draws does not depend on when others end.
 """
 
+from dataclasses import replace
+
 import torch
 
-from strop.data.collate import collate
+from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy
 from strop.rollout.sampling import Sampling, draw
 
@@ -40,6 +42,5 @@ def complete(
 
 
 def _last_logits(policy: Policy, sequences: list[tuple[torch.Tensor, list[int]]]) -> torch.Tensor:
-    batch = collate(sequences, policy.pad_id, policy.device)
-    last_N = batch.attention_mask_BT.sum(1) - 1
-    return policy.logits(batch)[torch.arange(len(sequences), device=last_N.device), last_N]
+    batch = TokenBatch.of([Trajectory.of(prompt, new) for prompt, new in sequences], policy.device)
+    return policy.logits(replace(batch, places_n=batch.cu_seqlens[1:].long() - 1))
