@@ -1,6 +1,5 @@
 """The pages of the algorithms say what the code has: every option with its default, every metric, every command's flags."""
 
-import dataclasses
 import inspect
 import re
 import shlex
@@ -11,11 +10,12 @@ import torch
 
 from strop.algorithms.best_of_n import BestOfN
 from strop.algorithms.dpo import DPO, DPOConfig
-from strop.algorithms.grpo import GRPO, GRPOConfig, PolicyLossConfig
+from strop.algorithms.grpo import GRPO, GRPOConfig
 from strop.algorithms.online_dpo import OnlineDPO, OnlineDPOConfig
 from strop.algorithms.sft import SFT, SFTConfig
 from strop.cli.job import JobConfig
-from strop.config import LoRAConfig, OptimConfig, RunConfig, option_names
+from strop.config import LoRAConfig, OptimConfig, RunConfig, option_names, options_in
+from strop.losses import PolicyRule
 from strop.moe import MoEConfig, MoETransformer
 from strop.rollout import Sampling
 
@@ -27,7 +27,7 @@ CONFIGS = [
     DPOConfig,
     GRPOConfig,
     OnlineDPOConfig,
-    PolicyLossConfig,
+    PolicyRule,
     OptimConfig,
     RunConfig,
     LoRAConfig,
@@ -59,7 +59,7 @@ def code(cell):
 
 def option_table(page, config):
     """The table of a page that is about this config: the one whose first option is one of its fields."""
-    known = {field.name for field in dataclasses.fields(config)}
+    known = {field.name for field in options_in(config)}
     matching = [t for t in tables((PAGES / page).read_text(encoding="utf-8"), "option", "default", "meaning")
                 if {code(row[0])[0] for row in t} & known]  # fmt: skip
     assert len(matching) == 1, f"{page} must have one table of {config.__name__}"
@@ -70,14 +70,14 @@ def option_table(page, config):
     ("page", "config"),
     [
         ("sft.md", SFTConfig), ("dpo.md", DPOConfig), ("grpo.md", GRPOConfig), ("online_dpo.md", OnlineDPOConfig),
-        ("grpo.md", PolicyLossConfig), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
+        ("grpo.md", PolicyRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
         ("common.md", Sampling), ("../command_line.md", JobConfig),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )  # fmt: skip
 def test_option_tables_are_the_configs(page, config):
     table = option_table(page, config)
-    assert sorted(table) == sorted(field.name for field in dataclasses.fields(config))
+    assert sorted(table) == sorted(field.name for field in options_in(config))
     names = {part.__name__: part for part in CONFIGS}
     for name, default in table.items():
         assert eval(default, names) == getattr(config(), name), (

@@ -146,7 +146,7 @@ def test_out_of_memory_is_told_and_freed():
     before = torch.cuda.memory_allocated()
 
     def logps(batch):
-        hidden = model.model(batch.input_ids_BT).last_hidden_state
+        hidden = model.model(batch.ids_N[None]).last_hidden_state
         activations = hidden.sum() * torch.ones(2**24, device="cuda")  # 64 MiB of the step's own
         return activations.sum() * torch.empty(2**40, device="cuda")
 
