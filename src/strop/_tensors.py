@@ -73,3 +73,8 @@ def check_choice(value: Any, choices: Sequence[str], name: str) -> None:
 def in_float(tensor: torch.Tensor) -> torch.Tensor:
     """float64 as it is, everything else as float32: what losses are computed in."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def in_dtype(dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
+    """Without gradient, in the dtype of the policy's log-probs: float64 beside float32 would make the loss float64."""
+    return tuple(None if tensor is None else tensor.detach().to(dtype) for tensor in tensors)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from strop._tensors import in_dtype
 from strop.algorithms.metrics import PolicyMeter, on_host, reward_metrics
 from strop.algorithms.online import (
     Prompt,
@@ -283,7 +284,7 @@ class GRPO(Trainer):
         return [(part, TokenBatch.of([lines[i] for i in part], self.policy.device)) for part in parts]
 
     def _logps_by(self, scorer: Any, batches: Sequence[tuple[Sequence[int], TokenBatch]]) -> list[torch.Tensor]:
-        found = {}
+        found: dict[int, torch.Tensor] = {}
         for part, batch in batches:
             logps_n = scorer.logps(batch, temperature=self.config.sampling.temperature)
             found |= zip(part, batch.split(logps_n), strict=True)
@@ -358,11 +359,10 @@ class GRPO(Trainer):
             )  # fmt: skip
         # the entropies cost a pass where they come from hidden states, and nothing where all logits are there
         entropy = bool(rule.entropy_coef) or self.policy.no_hidden_because is not None
-        scores = self.policy.logps(batch, temperature=temperature, entropy=entropy)
+        scores: Any = self.policy.logps(batch, temperature=temperature, entropy=entropy)
         logps_n, entropy_n = scores if entropy else (scores, None)
-        old_n, ref_n, advantages_n, weights_n = (
-            None if values is None else values.to(logps_n.dtype)
-            for values in (batch.old_logps_n, batch.ref_logps_n, batch.advantages_n, batch.weights_n)
+        old_n, ref_n, advantages_n, weights_n = in_dtype(
+            logps_n.dtype, batch.old_logps_n, batch.ref_logps_n, batch.advantages_n, batch.weights_n
         )
         tokens = tokens_of(
             logps_n, old_n, advantages_n, importance_level=rule.importance_level, sequence_N=batch.sequence_n,

@@ -137,7 +137,7 @@ class TokenBatch:
         if device.type == self.device.type and device.index in (None, self.device.index):
             return self
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        moved: dict[str, torch.Tensor] = {}
+        moved: dict[str, Any] = {}
         for is_float in (False, True):
             some = {name: t for name, t in tensors.items() if t.is_floating_point() == is_float}
             if some:

@@ -58,8 +58,8 @@ class Packed(Pass):
         q, k, v = in_one_dtype(q, k, v)
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not rule.softcap and not rule.dropout:
             return self._by_kernel(q, k, v, rule)
-        parts = zip(*(states.split(list(self.lengths), 2) for states in (q, k, v)), strict=True)
-        return torch.cat([attention_of_rows(*part, rule) for part in parts], 1)
+        apart = zip(*(states.split(list(self.lengths), 2) for states in (q, k, v)), strict=True)
+        return torch.cat([attention_of_rows(a_q, a_k, a_v, rule) for a_q, a_k, a_v in apart], 1)
 
     def _by_kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         """By what `torch.nn.attention.varlen` calls; through that a step takes a quarter longer (its operator is Python)."""

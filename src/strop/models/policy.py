@@ -208,7 +208,7 @@ class Policy:
         Hugging Face models get no mask: nothing that counts sees padding on the right, and attention stays on its causal
         fast path.
         """
-        known = {"use_cache": False} if self.kind == "hf" else {"attention_mask": rows.mask_ST}
+        known: dict[str, Any] = {"use_cache": False} if self.kind == "hf" else {"attention_mask": rows.mask_ST}
         known = {name: value for name, value in known.items() if name in self._arguments}
         return module(rows.ids_ST, **known)
 
@@ -262,10 +262,10 @@ class Policy:
             return str(error)
         except Exception as error:  # whatever a foreign forward raises, it is not to be read so
             return f"its forward fails on packed sequences ({type(error).__name__}: {error})"
-        error = (found_NV.double() - wanted_NV.double()).norm() / wanted_NV.double().norm()
-        if error <= ALIKE[wanted_NV.dtype]:
+        apart = (found_NV.double() - wanted_NV.double()).norm() / wanted_NV.double().norm()
+        if apart <= ALIKE[wanted_NV.dtype]:
             return None
-        return f"its logits of packed sequences are not those of its rows (relative error {error:.1e})"
+        return f"its logits of packed sequences are not those of its rows (relative error {apart:.1e})"
 
     def _head_gives_logits(self, decoder: nn.Module, head: nn.Linear, rows: Rows, wanted_NV: torch.Tensor) -> bool:
         states_STH = _last_hidden_state(self._call_rows(decoder, rows))

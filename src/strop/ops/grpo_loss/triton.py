@@ -84,7 +84,7 @@ def _fake_terms(logits, ids_N, *_):
     return tuple(logits.new_empty(size, dtype=torch.float32) for size in ((), (2,), ids_N.shape))
 
 
-def _run(logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature, rule, gradient, in_place):
+def _run(logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature, rule, *, gradient, in_place):
     rows = implementation("triton")
     terms = rows.policy_terms(
         logits, ids_N, mask_N, old_N, ref_N, advantages, weights, temperature,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from strop._tensors import in_dtype
 from strop.losses import NLL, PolicyLoss
 from strop.losses.policy import tokens_metrics, tokens_of
 from strop.losses.rules import TokenRule, as_text, from_text
@@ -15,7 +16,7 @@ from strop.ops.chunks import linear_policy_terms
 from strop.ops.head import Wanted, sums_in
 from strop.ops.library import library_op
 from strop.ops.linear_logp.chunked import computed_in, fake_gradients, head_in
-from strop.ops.linear_token_loss.reference import check_linear_token_loss, in_dtype, linear_token_loss
+from strop.ops.linear_token_loss.reference import check_linear_token_loss, linear_token_loss
 from strop.ops.policy import keep_gradients, kept_gradients
 from strop.ops.rows import implementation, on_gpu, on_gpu_or_interpreted
 

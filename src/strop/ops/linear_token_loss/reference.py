@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from strop._tensors import check_device, check_floats, check_shape
+from strop._tensors import check_device, check_floats, check_shape, in_dtype
 from strop.losses import NLL, PolicyLoss
 from strop.losses.policy import tokens_loss, tokens_of
 from strop.losses.rules import TokenRule
@@ -55,11 +55,6 @@ def linear_token_loss(
         loss = -(weights * logps_n).sum()
         return PolicyLoss(loss, loss.detach().clone(), loss.new_zeros(()))
     return loss_alone(tokens_loss(rule, tokens_of(logps_n, old_logps, advantages), weights, ref_logps))
-
-
-def in_dtype(dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
-    """Without gradient, in the dtype of the policy's log-probs: float64 beside float32 would make the loss float64."""
-    return tuple(None if tensor is None else tensor.detach().to(dtype) for tensor in tensors)
 
 
 def check_linear_token_loss(
