@@ -17,12 +17,12 @@ PROMPTS = [[1, 2, 3], [4], [7, 8, 9, 10, 11], [12, 13]]
 
 
 def count_fives(completions):
-    return [float(sum(token == 5 for token in c)) for c in completions]
+    return [float((ids == 5).sum()) for ids in completions]
 
 
 def count_low(completions):
     """Gives every group a signal."""
-    return [float(sum(token < 15 for token in c)) for c in completions]
+    return [float((ids < 15).sum()) for ids in completions]
 
 
 def sgd(groups):
@@ -421,7 +421,7 @@ def test_the_same_prompts_in_every_form():
     seen = []
 
     def reward(completions, prompts, prompt_ids):
-        seen.append((completions, prompts, prompt_ids))
+        seen.append((completions, prompts, [ids.tolist() for ids in prompt_ids]))
         return [len(c) for c in completions]
 
     found = []
@@ -446,7 +446,7 @@ def test_conversations_and_columns():
     seen = {}
 
     def reward(completions, prompts, prompt_ids, answer):
-        seen.update(prompts=prompts, prompt_ids=prompt_ids, answer=answer)
+        seen.update(prompts=prompts, prompt_ids=[ids.tolist() for ids in prompt_ids], answer=answer)
         return [0.0] * len(completions)
 
     talk = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "d"}]]
@@ -631,7 +631,7 @@ def test_a_saved_run_goes_on_bit_for_bit(make, tmp_path):
 
 def test_train_on_a_dataset(tmp_path):
     def right(completions, answer):
-        return [float(c[:1] == [a]) for c, a in zip(completions, answer, strict=True)]
+        return [float(ids[0] == a) for ids, a in zip(completions, answer, strict=True)]
 
     rows = [{"prompt": [1, i], "answer": 5 + i % 2} for i in range(8)]
     grpo = make_grpo(
