@@ -171,6 +171,68 @@ def test_functions_by_name(tmp_path):
             load_function(name, "reward")
 
 
+@pytest.fixture
+def reward_file(tmp_path, monkeypatch):
+    """Writes a reward file into a folder of its own, with modules beside it; what they import is forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+
+    def write(text, **beside):
+        folder = tmp_path / "rewards"
+        folder.mkdir(exist_ok=True)
+        for name, content in {"mine": text, **beside}.items():
+            (folder / f"{name}.py").write_text(content)
+        return folder / "mine.py"
+
+    yield write
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_reward_file_imports_modules_beside_it(reward_file, monkeypatch):
+    """Also later, from within the function. They do not come before installed ones then."""
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    path = reward_file(
+        "import strop_beside\n"
+        "def good(completions):\n"
+        "    import strop_later, colorsys\n"
+        "    return [strop_beside.VALUE + strop_later.VALUE + colorsys.ONE_THIRD for _ in completions]\n",
+        strop_beside="VALUE = 1\n", strop_later="VALUE = 20\n", colorsys="ONE_THIRD = None\n",
+    )  # fmt: skip
+    good = load_function(f"{path}:good", "reward")
+    assert good(["a", "b"]) == [21 + 1 / 3] * 2
+    assert sys.path[-1] == str(path.parent)
+    load_function(f"{path}:good", "reward")
+    assert sys.path.count(str(path.parent)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "beside", "says"),
+    [
+        ("x = 1\nimport no_such_module\n", {}, "mine.py, line 2: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def f(:\n", {}, "mine.py, line 1: SyntaxError: invalid syntax"),
+        ("\n\n1 / 0\n", {}, "mine.py, line 3: ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit(3)\n", {}, "mine.py, line 2: SystemExit: 3"),
+        ("import strop_beside\n", {"strop_beside": "a = 1\nb = a.c\n"},
+         "strop_beside.py, line 2: AttributeError: 'int' object has no attribute 'c'"),
+        ("import strop_beside\n", {"strop_beside": "(\n"}, "strop_beside.py, line 1: SyntaxError: '(' was never closed"),
+    ],
+)  # fmt: skip
+def test_a_reward_file_that_fails_is_named_with_the_line(reward_file, text, beside, says):
+    path = reward_file(text, **beside)
+    with pytest.raises(ImportError) as caught:
+        load_function(f"{path}:f", "reward")
+    assert str(caught.value) == f"reward: {path} cannot be imported: {says}"
+    assert str(path.parent) not in sys.path
+
+
+def test_a_module_that_fails_is_told_from_one_that_is_not_there(reward_file, monkeypatch):
+    monkeypatch.syspath_prepend(reward_file("import no_such_module\n").parent)
+    says = r"reward: mine cannot be imported: mine\.py, line 1: ModuleNotFoundError: No module named 'no_such_module'"
+    with pytest.raises(ImportError, match=says):
+        load_function("mine:f", "reward")
+
+
 def test_example_rewards_by_hand():
     right = load_function(f"{EXAMPLES / 'rewards' / 'arithmetic.py'}:right_number", "reward")
     only = load_function(f"{EXAMPLES / 'rewards' / 'arithmetic.py'}:nothing_else", "reward")
@@ -355,6 +417,17 @@ def test_report_mistakes(strop, tmp_path):
     code, _, err = strop("report", tmp_path)
     assert (code, err.count("\n")) == (1, 1)
     assert "is no run: it must hold metrics.jsonl, found nothing" in err
+
+
+def test_report_leaves_out_a_run_that_has_logged_nothing(strop):
+    for name, lines in (("a", '{"step": 1, "loss": 2.0}\n'), ("b", "")):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "metrics.jsonl").write_text(lines)
+    with pytest.warns(UserWarning, match=r"runs/b has logged no step yet: .*; it is left out"):
+        assert strop("report", "runs") == (0, "runs/report.html\n", "")
+    code, out, err = strop("report", "runs/b")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "runs/b has logged no step yet: its metrics.jsonl is empty or not there" in err
 
 
 def test_help_lists_the_algorithms_without_torch(strop):
