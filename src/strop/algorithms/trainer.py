@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
+from strop._processes import refuse_several_processes
 from strop.algorithms import loop
 from strop.algorithms.batching import split
 from strop.algorithms.inputs import check_tokenizer
@@ -60,6 +61,7 @@ class Trainer:
     ):
         from strop.models import as_policy, load_model
 
+        refuse_several_processes()
         self.config = self._make_config(config, options)
         check_tokenizer(tokenizer)
         if isinstance(model, (str, Path)):
