@@ -466,6 +466,7 @@ def test_conversations_and_columns():
         ([{"role": "user", "content": "a"}], {}, TypeError, "found a single conversation"),
         ({"question": ["a"]}, {}, ValueError, "prompts must have 'prompt' or 'input_ids', found question"),
         ([{"question": "a"}], {}, ValueError, r"prompts\[0\] must have a column 'prompt', found question"),
+        ([{"prompt": None}], {}, TypeError, r"prompts\[0\]\['prompt'\] must be a text, .* token ids, found null"),
         (torch.tensor([[0, 0], [0, 1]]), {}, ValueError, r"prompts\[0\] must hold at least one token besides padding"),
         (["ab", "c"], {"answer": [1]}, ValueError, "answer must have one entry for each of the 2 prompts, found 1"),
         ([[1, 2]] * 2, {"answer": "xy"}, ValueError, "answer must have one entry"),

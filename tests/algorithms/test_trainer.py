@@ -289,7 +289,9 @@ def test_bad_arguments(make, error, message):
 
 @pytest.mark.parametrize("world_size", ["1", "2", "none"])
 def test_several_processes_are_refused_before_anything_is_loaded(world_size, monkeypatch):
-    monkeypatch.setattr("strop.models.load_model", lambda *_, **__: pytest.fail("loaded") if world_size == "2" else 1 / 0)
+    monkeypatch.setattr(
+        "strop.models.load_model", lambda *_, **__: pytest.fail("loaded") if world_size == "2" else 1 / 0
+    )
     monkeypatch.setenv("WORLD_SIZE", world_size)
     error, says = ZeroDivisionError, "division by zero"
     if world_size == "2":

@@ -151,8 +151,16 @@ def test_prompts_through_template_and_chat():
     assert row["completion"] == [{"role": "assistant", "content": "2"}]
     with pytest.raises(ValueError, match="must use the columns prompt, found 'level'"):
         shaped([{"prompt": "x"}], job)
-    with pytest.raises(ValueError, match=r"need rows with a text 'prompt', found text in rows\[0\]"):
-        shaped([{"text": "x"}], job)
+    for row, found in [
+        ({"text": "x"}, "no such column among text"),
+        ({"prompt": None}, "null"),
+        ({"prompt": [{"role": "user", "content": "x"}]}, "messages"),
+        ({"prompt": [1, 2]}, "list"),
+    ]:
+        with pytest.raises(ValueError, match=rf"^template needs a text in rows\[0\]\['prompt'\], found {found}$"):
+            shaped([row], job)
+    with pytest.raises(ValueError, match=r"^chat needs a text in rows\[0\]\['prompt'\], found messages$"):
+        shaped([{"prompt": [{"role": "user", "content": "x"}]}], JobConfig(chat=True))
 
 
 def test_functions_by_name(tmp_path):
@@ -354,6 +362,9 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(strop, tmp_path):
         (["grpo", "--task", "addition"], 1, "model must be given"),
         (["grpo", "--model", "moe:tiny"], 1, "data or a task must be given"),
         (["grpo", "--model", "moe:tiny", "--data", "no.jsonl"], 1, "no such file: no.jsonl"),
+        (["sft", *TINY, "--eval-data", "no.jsonl", "--num-eval-rows", "0"], 1, "no such file: no.jsonl"),
+        (["sft", *TINY, "--num-eval-rows", "-1"], 1, "num_eval_rows must be at least 0, found -1"),
+        (["sft", *TINY, "--num-rows", "0"], 1, "num_rows must be at least 1, found 0"),
         (["grpo", "--task", "adition"], 1, "did you mean 'addition'"),
         (["sft", *TINY, "--reward", "a.py:b"], 1, "reward must not be given: sft has none"),
         (["grpo", *TINY, "--resume"], 1, "--resume needs --output"),

@@ -104,9 +104,10 @@ def _of_row(row: Any, policy: Policy, name: str) -> Prompt:
     columns: dict[str, Any] = {}
     prompt = row
     if isinstance(row, Mapping):
-        if row.get("prompt") is None:
+        if "prompt" not in row:
             raise ValueError(f"{name} must have a column 'prompt', found {', '.join(map(str, row)) or 'none'}")
-        prompt = row["prompt"]
+        if (prompt := row["prompt"]) is None:
+            raise TypeError(f"{name}['prompt'] must be a text, a list of messages or token ids, found null")
         columns = {column: value for column, value in row.items() if column not in RESERVED}
     with row_named(name):
         ids = torch.tensor(encode_prompt(prompt, policy.tokenizer, row if isinstance(row, Mapping) else None)).long()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.config import Config
+from strop.config import Config, check_count
 
 DEFAULT_EVAL_ROWS = 200
 
@@ -64,6 +64,12 @@ class JobConfig(Config):
     output: str | None = None
     resume: bool = False
     log: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, low in (("num_rows", 1), ("num_eval_rows", 0)):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), low=low)
 
 
 JOB_FIELDS = [field.name for field in dataclasses.fields(JobConfig)]
@@ -145,14 +151,13 @@ def load_eval_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]] | None
     """Held-out rows; None without any."""
     from strop.data.formats import load_rows
 
+    if job.eval_data is not None:  # also where none of its rows is wanted: a wrong name is a mistake all the same
+        rows = shaped(load_rows(job.eval_data, split=job.eval_split, limit=job.num_eval_rows or None), job)
+        return None if job.num_eval_rows == 0 else rows
     if job.num_eval_rows == 0:
         return None
-    if job.eval_data is not None:
-        return shaped(load_rows(job.eval_data, split=job.eval_split, limit=job.num_eval_rows), job)
     if task is not None and job.data is None:
-        return shaped(
-            task.rows(job.eval_split, job.num_eval_rows or None)[: job.num_eval_rows or DEFAULT_EVAL_ROWS], job
-        )
+        return shaped(task.rows(job.eval_split, job.num_eval_rows)[: job.num_eval_rows or DEFAULT_EVAL_ROWS], job)
     if job.num_eval_rows:
         raise ValueError("num_eval_rows need eval_data or a task's rows to come from, found neither")
     return None
@@ -167,7 +172,8 @@ def shaped(rows: Sequence[dict[str, Any]], job: JobConfig) -> Sequence[dict[str,
 
 def _shaped_row(row: dict[str, Any], job: JobConfig, index: int) -> dict[str, Any]:
     if not isinstance(row.get("prompt"), str):
-        raise ValueError(f"chat and template need rows with a text 'prompt', found {', '.join(row)} in rows[{index}]")
+        option = "chat" if job.template is None else "template"
+        raise ValueError(f"{option} needs a text in rows[{index}]['prompt'], found {_kind_of_prompt(row)}")
     if job.template is not None:
         try:
             row["prompt"] = job.template.format(**row)
@@ -185,6 +191,15 @@ def _shaped_row(row: dict[str, Any], job: JobConfig, index: int) -> dict[str, An
             if isinstance(row.get(column), str):
                 row[column] = [{"role": role, "content": row[column]}]
     return row
+
+
+def _kind_of_prompt(row: Mapping[str, Any]) -> str:
+    from strop.data.formats import is_conversation
+
+    if "prompt" not in row:
+        return f"no such column among {', '.join(row)}"
+    prompt = row["prompt"]
+    return "null" if prompt is None else "messages" if is_conversation(prompt) else type(prompt).__name__
 
 
 # ---- functions ----

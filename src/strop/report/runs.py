@@ -145,8 +145,8 @@ def load_runs(folders: Iterable[str | Path]) -> list[Run]:
     if empty and not runs:
         (_, first), *others = empty.items()
         raise NothingLogged("".join([str(first), *(f"; nor has {path}" for path, _ in others)]))
-    for error in empty.values():
-        warnings.warn(f"{error}; it is left out", stacklevel=2)
+    for reason in empty.values():
+        warnings.warn(f"{reason}; it is left out", stacklevel=2)
     for run, name in zip(runs.values(), _distinct_names(list(runs)), strict=True):
         run.name = name
     return list(runs.values())
