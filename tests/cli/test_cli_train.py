@@ -74,7 +74,8 @@ def test_help_of_fields_is_read_from_the_docstring():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("3", 3), ("1e-4", 1e-4), ("none", None), ("true", True), ("0.2,0.28", [0.2, 0.28]), ("[1, 2]", [1, 2]), ("cosine", "cosine"), ("a, b", "a, b")],
+    [("3", 3), ("1e-4", 1e-4), ("none", None), ("true", True), ("0.2,0.28", [0.2, 0.28]), ("[1, 2]", [1, 2]), ("cosine", "cosine"), ("a, b", "a, b"),
+     (" 1 ", " 1 "), ("1_000", "1_000"), ("١", "١"), ("1,1_0", [1, "1_0"]), ("nan", "nan")],
 )  # fmt: skip
 def test_values_from_text(text, value):
     assert parse_value(text) == value
@@ -109,7 +110,7 @@ def test_a_file_may_merge_what_it_has_elsewhere(tmp_path):
     [
         ("lerning_rate: 1", ValueError, r"a\.yaml: 'lerning_rate' is no option of SFT; did you mean 'learning_rate'\?"),
         ("optim: {lr: 1}", ValueError, r"a\.yaml: 'optim\.lr' is no option"),
-        ("batch_size: many", TypeError, r"a\.yaml: run\.batch_size must be int, found 'many'"),
+        ("batch_size: many", TypeError, r"a\.yaml: run\.batch_size must be a whole number in plain .*'many'"),
         ("modle: x", ValueError, r"a\.yaml: 'modle' is no option of SFT; did you mean 'model'\?"),
         ("model: x\nmodel: y", ValueError, r"a\.yaml, line 2: 'model' is there twice"),
         ("run:\n  seed: 1\n  seed: 2", ValueError, r"a\.yaml, line 3: 'seed' is there twice"),
@@ -364,6 +365,9 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(strop, tmp_path):
         (["grpo", "--model", "moe:tiny", "--data", "no.jsonl"], 1, "no such file: no.jsonl"),
         (["sft", *TINY, "--eval-data", "no.jsonl", "--num-eval-rows", "0"], 1, "no such file: no.jsonl"),
         (["sft", *TINY, "--num-eval-rows", "-1"], 1, "num_eval_rows must be at least 0, found -1"),
+        (["sft", *TINY, "--num-steps", "1_000"], 1, "run.num_steps must be a whole number in plain decimal digits"),
+        (["sft", *TINY, "--learning-rate", " 1"], 1, "optim.learning_rate must be a number in plain decimal digits"),
+        (["sft", *TINY, "--seed", 2**70], 1, "seed must be at least 0 and below 2**63, found 1180591620717411303424"),
         (["sft", *TINY, "--num-rows", "0"], 1, "num_rows must be at least 1, found 0"),
         (["grpo", "--task", "adition"], 1, "did you mean 'addition'"),
         (["sft", *TINY, "--reward", "a.py:b"], 1, "reward must not be given: sft has none"),
@@ -431,6 +435,35 @@ def test_generate_mistakes(strop, arguments, says):
     assert code == 1
     assert err.count("\n") == 1
     assert says in err
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        ("generate", "--seed", "1_000"),
+        ("generate", "--num-rows", " 1"),
+        ("generate", "--temperature", "1_0"),
+        ("generate", "--top-p", "1.5"),
+        ("generate", "--best-of", "0"),
+        ("demo", "--steps", "1_0"),
+        ("demo", "--seed", "-1"),
+        ("bench", "--rounds", "٣"),
+    ],
+)
+def test_numbers_of_the_other_commands_are_read_by_the_same_rule(strop, command, flag, value):
+    given = {"generate": ["--model", "moe:tiny", "--prompt", "x"], "bench": ["primitives"]}.get(command, [])
+    code, out, err = strop(command, *given, flag, value)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert flag in err
+
+
+def test_numbers_in_a_file_are_read_by_the_same_rule(tmp_path):
+    """YAML 1.1 would read 1_000, the octal 010 and 1:30, which is 90."""
+    path = tmp_path / "numbers.yaml"
+    path.write_text("a: 12\nb: -1.5\nc: 010\nd: 1_000\ne: 1:30\nf: .inf\ng: '7'\nh: 1e-4\ni: [3, 0x10]\n")
+    assert read_config(path) == {
+        "a": 12, "b": -1.5, "c": 10, "d": "1_000", "e": "1:30", "f": ".inf", "g": "7", "h": "1e-4", "i": [3, "0x10"],
+    }  # fmt: skip
 
 
 def test_report_mistakes(strop, tmp_path):
