@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.functional import linear, pad
 
 from strop.data.collate import SequenceBatch
+from strop.models import trial
 from strop.models.kinds import (
     adapter_off,
     as_module,
@@ -61,6 +62,8 @@ class Policy:
         self._arguments = _forward_arguments(base_model(inner) if self.kind == "hf" else inner)
         self._head: tuple[nn.Module, nn.Linear] | None = None
         self._head_checked = False
+        self._known_ids: int | Literal["untried"] | None = "untried"
+        self._causality_checked = self.kind != "plain"
         self.no_hidden_because: str | None = None
         """Why `hidden` is None, once it was asked for."""
         self.rollout_engine: tuple[Any, Any] | None = None
@@ -110,10 +113,21 @@ class Policy:
 
     def check_ids(self, ids: torch.Tensor, where: str) -> None:
         """Raise where the model has no such token: in a GPU's embedding that would end the process."""
-        size = self.vocab_size
-        if size is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
-            wrong = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
-            raise ValueError(f"{where} must hold ids from 0 to {size - 1}, found {wrong}")
+        if not len(ids):
+            return
+        size, low, high = self._num_known_ids(), int(ids.min()), int(ids.max())
+        if low < 0 or (size is not None and high >= size):
+            wanted = "of at least 0" if size is None else f"from 0 to {size - 1}"
+            raise ValueError(f"{where} must hold ids {wanted}, found {low if low < 0 else high}")
+
+    def _num_known_ids(self) -> int | None:
+        """The vocabulary's size; of a plain module that does not tell it, that of its embedding, found on a trial."""
+        if self.kind != "plain" or self.vocab_size is not None:
+            return self.vocab_size
+        if self._known_ids == "untried":
+            inner = unwrapped(self.model)
+            self._known_ids = trial.known_ids(inner, lambda batch: self._call(inner, batch), self.device)
+        return self._known_ids
 
     def _in_vocabulary(self, *told: Any) -> list[int]:
         """Ids that the model can read: some configs keep those of a larger vocabulary, or −1 for none."""
@@ -132,7 +146,12 @@ class Policy:
 
     def logits(self, batch: SequenceBatch) -> torch.Tensor:
         """[B, T, V], at t those of the token after t."""
-        output = self._call(self.model, batch)
+        if not self._causality_checked:
+            self._check_causality(batch)
+        return self._logits_by(self.model, batch)
+
+    def _logits_by(self, module: nn.Module, batch: SequenceBatch) -> torch.Tensor:
+        output = self._call(module, batch)
         logits = getattr(output, "logits", None)
         if logits is None:
             logits = output["logits"] if isinstance(output, dict) else output
@@ -145,6 +164,17 @@ class Policy:
                 f"object with .logits), found {found}"
             )
         return logits
+
+    def _check_causality(self, batch: SequenceBatch) -> None:
+        """Once, of a plain module, on the first batch that can tell."""
+        inner = unwrapped(self.model)
+        ahead = trial.looks_ahead(inner, lambda one: self._logits_by(inner, one), batch)
+        if ahead:
+            raise ValueError(
+                f"model must be causal, found that the logits {type(inner).__name__} gives for a token change with that "
+                f"token and those after it: does its attention lack a causal mask?"
+            )
+        self._causality_checked = ahead is not None
 
     def hidden(self, batch: SequenceBatch) -> Head | None:
         """(hidden_BTH, weight_VH, bias_V or None), or None where the logits are not exactly hidden @ weightᵀ + bias.
@@ -219,7 +249,18 @@ class Policy:
             return module(batch.input_ids_BT, attention_mask=batch.attention_mask_BT)
         if self.kind == "plain":
             known: dict[str, Any] = {"attention_mask": batch.attention_mask_BT}
-            return module(batch.input_ids_BT, **{k: v for k, v in known.items() if k in self._arguments})
+            try:
+                return module(batch.input_ids_BT, **{k: v for k, v in known.items() if k in self._arguments})
+            except IndexError as error:
+                low, high, num = (
+                    int(batch.input_ids_BT.min()),
+                    int(batch.input_ids_BT.max()),
+                    len(batch.input_ids_BT[0]),
+                )
+                raise ValueError(
+                    f"{type(unwrapped(self.model)).__name__} raised IndexError: {error}; it was given ids from {low} to "
+                    f"{high}, rows of {num} tokens: does it know so many of both?"
+                ) from error
         # no attention mask: rows are right-padded, so nothing that counts sees padding, attention stays on its causal
         # fast path, and of a packed row the positions tell transformers where sequences begin
         known = {"position_ids": batch.position_ids_BT, "use_cache": False}
