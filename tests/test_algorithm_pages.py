@@ -103,7 +103,7 @@ def small_model():
 
 
 def count(completions):
-    return [float(len(set(ids))) for ids in completions]
+    return [float(len(ids.unique())) for ids in completions]
 
 
 def step_of_sft():

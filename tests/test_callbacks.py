@@ -2,6 +2,7 @@
 
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,40 @@ def test_early_stopping_on_an_evaluation_and_on_a_metric_that_is_not_there():
     wrong = SFT(model=tiny_moe(), callbacks=[EarlyStopping("los")], batch_size=4)
     with pytest.raises(ValueError, match=r"metric must be one that SFT gives, found 'los'; known are .*loss"):
         wrong.train(ROWS, num_steps=1)
+
+
+def test_the_remaining_time_of_steps_longer_than_half_a_minute(monkeypatch):
+    """From the first step on, counted down within a step, evaluations before the first step left out."""
+    clock = [1000.0]
+    monkeypatch.setattr("strop.callbacks.time", SimpleNamespace(monotonic=lambda: clock[0]), raising=False)
+    shown = []
+
+    class Slow(SFT):
+        def step_on(self, rows):
+            if self.state.step == 1:
+                clock[0] += 10
+                shown.append(left())
+            clock[0] += 590 if self.state.step == 1 else 600
+            return {"loss": 1.0}
+
+    class Looks(Callback):
+        def on_train_begin(self, trainer):
+            clock[0] += 77
+
+        def on_step_end(self, trainer, metrics):
+            shown.append(left())
+
+    def left():
+        return next(cells for cells in rows_of(bar) if "Slow" in cells)[3]
+
+    def rows_of(bar):
+        table = bar._progress.make_tasks_table(bar._progress.tasks)
+        return [[str(cell) for cell in row] for row in zip(*(column.cells for column in table.columns), strict=True)]
+
+    bar = ProgressBar(show=True)
+    trainer = Slow(model=tiny_moe(), callbacks=[bar, Looks()], batch_size=4)
+    trainer.train(ROWS, num_steps=4, progress=False)
+    assert shown == ["0:30:00", "0:29:50", "0:20:00", "0:10:00", "0:00:00"]
 
 
 def test_the_sample_table(tmp_path, capsys):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from strop.config import Config, LoRAConfig, OptimConfig, RunConfig, TrainerConfig, option_names
+from strop.config import Config, LoRAConfig, OptimConfig, RunConfig, TrainerConfig, option_names, parse_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,57 @@ def test_to_dict_round_trips_through_json():
 
 
 def test_numbers_as_yaml_reads_them():
-    config = Whole.from_options({"learning_rate": "1e-4", "max_grad_norm": 2})
-    assert config.optim.learning_rate == 1e-4
+    config = Whole.from_options(
+        {"learning_rate": "1e-4", "max_grad_norm": 2, "batch_size": "12", "betas": ["9e-1", ".95"]}
+    )
+    assert (config.optim.learning_rate, config.run.batch_size, config.optim.betas) == (1e-4, 12, (0.9, 0.95))
     assert isinstance(config.optim.max_grad_norm, float)
+    assert isinstance(config.run.batch_size, int)
+
+
+ODD = [" 1", "1 ", "1\n", "1_000", "١", "１", "0x10", "1,000", "nan", "inf", "1e", ".", "", "--1", "1d3"]
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_a_number_in_text_is_plain_decimal(text):
+    """One rule for every field that is a number, and the error states it."""
+    assert parse_number(text) is None
+    for name, wanted in (("learning_rate", "number"), ("batch_size", "whole number"), ("betas", "number")):
+        with pytest.raises(TypeError) as caught:
+            Whole.from_options({name: [text, 0.9] if name == "betas" else text})
+        rule = "in plain decimal digits, without spaces or underscores"
+        assert str(caught.value).endswith(f"{name} must be a {wanted} {rule}, found {text!r}")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("0", 0), ("-3", -3), ("+12", 12), ("007", 7), ("1.", 1.0), ("-.5e+2", -50.0), ("1E3", 1000.0), ("9" * 5000, float("inf"))],
+)  # fmt: skip
+def test_plain_decimal_numbers(text, number):
+    found = parse_number(text)
+    assert (found, type(found)) == (number, type(number))
+
+
+def test_a_whole_number_in_text_has_no_point():
+    with pytest.raises(
+        TypeError, match=r"run\.batch_size must be a whole number in plain decimal digits, .* found '1e3'"
+    ):
+        Whole.from_options({"batch_size": "1e3"})
+
+
+@pytest.mark.parametrize("name", ["seed", "batch_size", "num_steps", "warmup_steps", "lora.r"])
+@pytest.mark.parametrize("value", [2**63, 2**70, str(2**70)])
+def test_counts_and_seeds_end_where_torch_takes_no_more(name, value):
+    leaf = name.rpartition(".")[2]
+    with pytest.raises(ValueError, match=rf"^{leaf} must be at least \d and below 2\*\*63, found {value}$"):
+        Whole.from_options({name: value})
+    assert Whole.from_options({"seed": 2**63 - 1}).run.seed == 2**63 - 1
+
+
+def test_an_integer_too_large_for_a_float():
+    for make in (OptimConfig, OptimConfig.from_options):
+        with pytest.raises(ValueError, match="learning_rate must be at least 0, found inf"):
+            make(learning_rate=10**400)
 
 
 @pytest.mark.parametrize(
@@ -59,17 +107,18 @@ def test_numbers_as_yaml_reads_them():
         ({"run": {"batchsize": 1}}, ValueError, "'run.batchsize' is no option; did you mean 'run.batch_size'?"),
         ({"rank": 4}, ValueError, "'rank' is no option of Whole"),
         ({"lora.rr": 4}, ValueError, "did you mean 'lora.r'?"),
-        ({"batch_size": "many"}, TypeError, "run.batch_size must be int, found 'many'"),
+        ({"batch_size": "many"}, TypeError, "run.batch_size must be a whole number in plain decimal digits"),
         ({"batch_size": 2.0}, TypeError, "run.batch_size must be int, found 2.0"),
         ({"shuffle": 1}, TypeError, "run.shuffle must be bool, found 1"),
-        ({"learning_rate": "fast"}, TypeError, "optim.learning_rate must be a number, found 'fast'"),
+        ({"learning_rate": "fast"}, TypeError, "optim.learning_rate must be a number in plain decimal digits"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, found 0"),
         ({"learning_rate": float("nan")}, ValueError, "learning_rate must be at least 0, found nan"),
         ({"autocast": "bf61"}, ValueError, "did you mean 'bf16'?"),
         ({"schedule": "cosin"}, ValueError, "did you mean 'cosine'?"),
         ({"betas": [0.9]}, ValueError, "betas must be two numbers"),
         ({"betas": 0.9}, TypeError, "optim.betas must be a list, found 0.9"),
-        ({"betas": ("a", 0.9)}, TypeError, "betas must be a number, found str"),
+        ({"betas": ("a", 0.9)}, TypeError, "betas must be a number in plain decimal digits"),
+        ({"betas": (None, 0.9)}, TypeError, "betas must be a number, found NoneType"),
         ({"batch_size": 2, "run": {"batch_size": 3}}, ValueError, "batch_size must be given once, found 2 and 3"),
         ({"run": 3}, TypeError, "run must be a RunConfig or a dict, found int"),
     ],

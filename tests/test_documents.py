@@ -1,6 +1,7 @@
 """Documents do not drift: their examples run, their links lead somewhere."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,23 @@ def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (path.parent / target).exists(), target
+
+
+def test_the_tutorial_names_what_train_brings():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    tutorial = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    line = next(line for line in tutorial.splitlines() if "'.[train]'" in line)
+    for package in extras["train"]:
+        name = re.match(r"[\w-]+", package)[0]
+        assert f" {name}" in line.replace(",", ""), name
+
+
+def test_data_says_when_a_prompt_is_found_too_long():
+    """tests/algorithms/test_grpo.py has that it is: dataset[3] is named before anything is sampled."""
+    text = " ".join((ROOT / "docs" / "data.md").read_text(encoding="utf-8").split())
+    assert "when it is sampled" not in text
+    assert "Before the first step all rows are checked and tokenised" in text
+    assert "whether each prompt leaves room for `max_new_tokens`" in text
 
 
 def test_no_page_is_lost():

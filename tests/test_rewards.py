@@ -268,24 +268,25 @@ def test_somebody_elses_alarm_goes_on():
 
 # ---- preferences ----
 
-PAIRS = [("p", "aa", "b"), ("q", "", "b")]
+PAIRS = [("aa", "b"), ("", "b")]
+PROMPTS = {"prompts": ["p", "q"]}
 
 
 def test_preferences():
-    longer = PreferenceFunction(lambda pairs: [int(len(b) > len(a)) for _, a, b in pairs])
+    longer = PreferenceFunction(lambda pairs: [int(len(b) > len(a)) for a, b in pairs])
     assert longer(PAIRS) == [0, 1]
     assert PreferenceFunction(lambda pairs: torch.tensor([True, False]))(PAIRS) == [1, 0]
 
 
 def test_a_judge_asks_for_columns_by_name():
-    columns = {"answer": ["aa", "c"], "prompt_ids": [[1], [2]], "pairs": "a column of the dataset gives way"}
+    columns = {**PROMPTS, "answer": ["aa", "b"], "pairs": "a column of the dataset gives way"}
 
-    def judge(pairs, answer, prompt_ids):
-        assert (pairs, answer, prompt_ids) == (PAIRS, ["aa", "c"], [[1], [2]])
-        return [int(b == wanted) for (_, _, b), wanted in zip(pairs, answer, strict=True)]
+    def judge(pairs, answer, prompts):
+        assert (pairs, answer, prompts) == (PAIRS, ["aa", "b"], ["p", "q"])
+        return [int(b == wanted) for (_, b), wanted in zip(pairs, answer, strict=True)]
 
-    assert PreferenceFunction(judge)(PAIRS, columns) == [0, 0]
-    assert PreferenceFunction(lambda pairs, **rest: [len(rest), 0])(PAIRS) == [1, 0]  # prompts
+    assert PreferenceFunction(judge)(PAIRS, columns) == [0, 1]
+    assert PreferenceFunction(lambda pairs, **rest: [len(rest), 0])(PAIRS, PROMPTS) == [1, 0]
     with pytest.raises(RewardError, match=r"preference function .* asks for 'answers'.*did you mean 'answer'"):
         PreferenceFunction(lambda pairs, answers: [0, 0])(PAIRS, columns)
     with pytest.raises(RewardError, match=r"asks for 'batch', which is no column of the rows; there are answer, pairs"):
@@ -303,9 +304,9 @@ def test_a_judge_asks_for_columns_by_name():
 )
 def test_bad_preferences(returned, message):
     with pytest.raises(RewardError, match=re.escape(message)):
-        PreferenceFunction(lambda pairs: returned)(PAIRS)
+        PreferenceFunction(lambda pairs: returned)(PAIRS, PROMPTS)
 
 
 def test_a_preference_exception_names_the_pair():
     with pytest.raises(RewardError, match=r"lambda raised ZeroDivisionError.*\(pair 1, prompt 'q'\)"):
-        PreferenceFunction(lambda pairs: [0 // len(a) for _, a, _ in pairs])(PAIRS)
+        PreferenceFunction(lambda pairs: [0 // len(a) for a, _ in pairs])(PAIRS, PROMPTS)

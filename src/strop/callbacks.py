@@ -10,6 +10,9 @@ on_train_end(trainer, history)     train() ends, also when interrupted
 
 import json
 import sys
+import time
+from collections import deque
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,25 +60,37 @@ class ProgressBar(Callback):
         self.metrics, self.show = metrics, show
         self._progress: Any = None
         self._task: Any = None
+        self._ends: deque[float] = deque(maxlen=51)  # when the newest steps ended, and before them when the first began
 
     def on_train_begin(self, trainer: "Trainer") -> None:
         show = sys.stderr.isatty() if self.show is None else self.show
         if not show:
             return
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+        from rich.text import Text
+
+        class Remaining(ProgressColumn):  # rich's own forgets steps after 30 seconds
+            def render(_, task: Any) -> Text:
+                return Text(self._remaining(task.remaining), style="progress.remaining")
 
         columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining(),
             TextColumn("{task.fields[shown]}"),
         )  # fmt: skip
         self._progress = Progress(*columns, console=Console(stderr=True, force_terminal=self.show))
         state = trainer.state
         self._task = self._progress.add_task(trainer.name, total=state.total_steps, completed=state.step, shown="")
+        self._ends.clear()
         self._progress.start()
+
+    def on_step_begin(self, trainer: "Trainer") -> None:
+        if not self._ends:
+            self._ends.append(time.monotonic())
 
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if self._progress is not None:
+            self._ends.append(time.monotonic())
             names = [name for name in self.metrics if name in metrics][:3]
             shown = "  ".join(f"{name} {metrics[name]:.3g}" for name in names)
             self._progress.update(self._task, completed=trainer.state.step, shown=shown)
@@ -84,6 +99,14 @@ class ProgressBar(Callback):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+    def _remaining(self, num_steps: float) -> str:
+        """The time so many more steps take, if they are as long as the newest were."""
+        ends = list(self._ends)
+        if len(ends) < 2:
+            return "-:--:--"
+        seconds = num_steps * (ends[-1] - ends[0]) / (len(ends) - 1) - (time.monotonic() - ends[-1])
+        return str(timedelta(seconds=max(round(seconds), 0)))
 
 
 class CheckpointCallback(Callback):

@@ -9,6 +9,7 @@ are those of the config it is in, so an algorithm may have its own learning rate
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,8 @@ from typing import Any, Self
 
 SCHEDULES = ("constant", "linear", "cosine")
 AUTOCASTS = ("bf16", None)
+END_OF_COUNTS = 2**63  # of torch's integers, and of its seeds as far as every generator takes them
+IN_TEXT = "in plain decimal digits, without spaces or underscores"
 
 
 # ---- checks ----
@@ -27,6 +30,7 @@ def check_range(
     """Raise unless `value` is a finite number within the bounds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, found {type(value).__name__}")
+    value = as_float(value)
     if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
         above = ("above" if open_low else "at least") + f" {low:g}"
         wanted = above if high == math.inf else f"{above} and at most {high:g}"
@@ -34,11 +38,43 @@ def check_range(
 
 
 def check_count(name: str, value: Any, *, low: int = 0) -> None:
-    """Raise unless `value` is a whole number, at least `low`."""
+    """Raise unless `value` is a whole number, at least `low` and below 2⁶³."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, found {type(value).__name__}")
+    if value >= END_OF_COUNTS:
+        raise ValueError(f"{name} must be at least {low} and below 2**63, found {value}")
     if value < low:
         raise ValueError(f"{name} must be at least {low}, found {value}")
+
+
+def as_float(value: float) -> float:
+    """Of an integer beyond all floats infinity, as of a float."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def parse_number(text: str) -> int | float | None:
+    """The number a text is, in plain decimal digits (12, -0.5, 1e-4); None where it is anything else.
+
+    The one rule for numbers in options, from wherever they come. int() and float() take more than anybody means: spaces,
+    underscores, digits of other scripts, nan.
+    """
+    if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+        return None
+    if re.search(r"[.eE]", text) or len(text) > 4000:  # Python reads no longer integers
+        return float(text)
+    return int(text)
+
+
+def _from_text(name: str, text: str, kind: type) -> int | float:
+    """The number in an option's text, a whole one for int."""
+    found = parse_number(text)
+    if found is None or (kind is int and isinstance(found, float)):
+        wanted = "whole number" if kind is int else "number"
+        raise TypeError(f"{name} must be a {wanted} {IN_TEXT}, found {text!r}")
+    return found
 
 
 def check_option(name: str, value: Any, choices: Iterable[Any]) -> None:
@@ -308,23 +344,27 @@ def _as_hinted(name: str, value: Any, hint: Any) -> Any:
     """Numbers and tuples as the field wants them: YAML reads 1e-4 as text, and JSON knows no tuples."""
     kinds = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
     tuples = [kind for kind in kinds if typing.get_origin(kind) is tuple]
-    if isinstance(value, list) and tuples:
-        return tuple(value)
-    if float in kinds and str not in kinds and isinstance(value, (str, int)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except ValueError:
-            raise TypeError(f"{name} must be a number, found {value!r}") from None
+    if isinstance(value, str) and str not in kinds and kinds & {int, float}:
+        value = _from_text(name, value, float if float in kinds else int)
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        value = as_float(value)
+    if tuples and isinstance(value, (list, tuple)):
+        return _as_tuple(name, value, typing.get_args(tuples[0])[0])
     plain = tuple(kind for kind in kinds if isinstance(kind, type) and typing.get_origin(kind) is None)
     wrong_bool = isinstance(value, bool) and bool not in kinds
     if len(plain) + len(tuples) == len(kinds) and tuples and not isinstance(value, (tuple, *plain)):
         if any(Ellipsis in typing.get_args(kind) for kind in tuples):
-            return (value,)  # --stop-ids 5: a list of one
+            return _as_tuple(name, [value], typing.get_args(tuples[0])[0])  # --stop-ids 5: a list of one
         raise TypeError(f"{name} must be a list, found {value!r}")
     if len(plain) == len(kinds) and (not isinstance(value, plain) or wrong_bool):
         wanted = " or ".join(sorted("None" if kind is type(None) else kind.__name__ for kind in plain))
         raise TypeError(f"{name} must be {wanted}, found {value!r}")
     return value
+
+
+def _as_tuple(name: str, values: list[Any] | tuple[Any, ...], kind: type) -> tuple[Any, ...]:
+    in_text = (int, float)
+    return tuple(_from_text(name, v, kind) if isinstance(v, str) and kind in in_text else v for v in values)
 
 
 def _plain(value: Any) -> Any:

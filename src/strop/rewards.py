@@ -7,8 +7,8 @@
     found = rewards({"completions": [...], "prompts": [...], "answer": [...]})
     found.total_B, found.columns["reward"]
 
-What a function may ask for: completions and prompts (text with a tokenizer, else lists of ids), completion_ids,
-prompt_ids, and every column of the dataset, each a list with one entry a completion; **kwargs takes all of them.
+What a function may ask for: completions and prompts (text with a tokenizer, else 1-D tensors of ids), completion_ids and
+prompt_ids (always tensors), and every column of the dataset, each a list with one entry a completion; **kwargs takes all.
 
 A reward that is missing, not finite, not a number, late, or an exception is a `RewardError` that names the function, the
 completion's index and its prompt. There is no default reward: a silent zero would be learned from.
@@ -104,7 +104,7 @@ def _as_numbers(weights: Any) -> list[float]:
 
 
 class PreferenceFunction:
-    """preference_fn(pairs) → for each (prompt, a, b) 0 where a is the better one, 1 where b is.
+    """preference_fn(pairs) → for each (a, b) 0 where a is the better one, 1 where b is. Texts, or 1-D tensors of ids.
 
     By its parameter names it may ask besides for prompts, prompt_ids and the dataset's columns, one entry a pair.
     """
@@ -115,8 +115,8 @@ class PreferenceFunction:
         self.function, self.timeout = function, check_timeout(timeout)
         self.name = unique_names([function])[0]
 
-    def __call__(self, pairs: Sequence[tuple[Any, Any, Any]], columns: Rows | None = None) -> list[int]:
-        rows = {**(columns or {}), "pairs": pairs, "prompts": [pair[0] for pair in pairs]}
+    def __call__(self, pairs: Sequence[tuple[Any, Any]], columns: Rows | None = None) -> list[int]:
+        rows = {**(columns or {}), "pairs": pairs}
         given = arguments_for(self.function, self.name, rows)
         returned = call_checked(self.function, self.name, given, rows, self.timeout)
         values = as_values(returned, len(pairs), f"preference function {self.name}", rows)

@@ -12,7 +12,7 @@ PROMPTS = [[1, 2, 3], [4], [7, 8, 9, 10, 11], [12, 13]]
 
 
 def count_low(completions):
-    return [float(sum(token < 15 for token in c)) for c in completions]
+    return [float((ids < 15).sum()) for ids in completions]
 
 
 @every_kind
@@ -22,7 +22,7 @@ def test_best_of_eight_beats_one_sample(make):
     best = BestOfN(model=model, reward_fn=count_low, n=8, max_new_tokens=6, seed=0)
     best.generate(prompts)
     one = generate(as_policy(model), prompts, Sampling(max_new_tokens=6), seed=1)
-    rewards = torch.tensor(count_low([c.tolist() for c in one.completion_ids]))
+    rewards = torch.tensor(count_low(one.completion_ids))
     assert best.rewards.mean() > rewards.mean() + 1
 
 
@@ -36,7 +36,7 @@ def test_it_is_the_best_of_what_was_sampled():
     best = BestOfN(model=moe(eos_token_id=[3, 6]), reward_fn=reward, n=5, max_new_tokens=4, seed=0)
     output = best.generate(PROMPTS)
     prompt_ids, completion_ids = seen[0]
-    assert prompt_ids == [p for p in PROMPTS for _ in range(5)]
+    assert [ids.tolist() for ids in prompt_ids] == [p for p in PROMPTS for _ in range(5)]
     rewards = torch.tensor(count_low(completion_ids)).view(4, 5)
     assert torch.equal(best.all_rewards, rewards)
     assert torch.equal(best.rewards, rewards.max(1).values)
@@ -44,7 +44,7 @@ def test_it_is_the_best_of_what_was_sampled():
     for row, prompt, completion, reward_of in zip(output, PROMPTS, best.completion_ids, best.rewards, strict=True):
         assert row[5 - len(prompt) : 5].tolist() == prompt
         assert row[5 : 5 + len(completion)].tolist() == completion.tolist()
-        assert count_low([completion.tolist()]) == [reward_of.item()]
+        assert count_low([completion]) == [reward_of.item()]
         pad = as_policy(moe(eos_token_id=[3, 6])).pad_id
         assert set(row[5 + len(completion) :].tolist()) <= {pad}
         assert set(row[: 5 - len(prompt)].tolist()) <= {pad}
@@ -89,5 +89,7 @@ def test_bad_input():
         BestOfN(model=moe(), reward_fn=count_low, max_tokens=5)
     with pytest.raises(TypeError, match="seed must be a whole number, found str"):
         BestOfN(model=moe(), reward_fn=count_low, seed="x")
+    with pytest.raises(ValueError, match=r"seed must be at least 0 and below 2\*\*63, found 1180591620717411303424"):
+        BestOfN(model=moe(), reward_fn=count_low, seed=2**70)
     with pytest.raises(ValueError, match="reward_timeout must be above 0 seconds, found -1"):
         BestOfN(model=moe(), reward_fn=count_low, reward_timeout=-1)

@@ -17,12 +17,12 @@ PROMPTS = [[1, 2, 3], [4], [7, 8, 9, 10, 11], [12, 13]]
 
 
 def count_fives(completions):
-    return [float(sum(token == 5 for token in c)) for c in completions]
+    return [float((ids == 5).sum()) for ids in completions]
 
 
 def count_low(completions):
     """Gives every group a signal."""
-    return [float(sum(token < 15 for token in c)) for c in completions]
+    return [float((ids < 15).sum()) for ids in completions]
 
 
 def sgd(groups):
@@ -422,7 +422,7 @@ def test_the_same_prompts_in_every_form():
     seen = []
 
     def reward(completions, prompts, prompt_ids):
-        seen.append((completions, prompts, prompt_ids))
+        seen.append((completions, prompts, [ids.tolist() for ids in prompt_ids]))
         return [len(c) for c in completions]
 
     found = []
@@ -447,7 +447,7 @@ def test_conversations_and_columns():
     seen = {}
 
     def reward(completions, prompts, prompt_ids, answer):
-        seen.update(prompts=prompts, prompt_ids=prompt_ids, answer=answer)
+        seen.update(prompts=prompts, prompt_ids=[ids.tolist() for ids in prompt_ids], answer=answer)
         return [0.0] * len(completions)
 
     talk = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "d"}]]
@@ -467,6 +467,7 @@ def test_conversations_and_columns():
         ([{"role": "user", "content": "a"}], {}, TypeError, "found a single conversation"),
         ({"question": ["a"]}, {}, ValueError, "prompts must have 'prompt' or 'input_ids', found question"),
         ([{"question": "a"}], {}, ValueError, r"prompts\[0\] must have a column 'prompt', found question"),
+        ([{"prompt": None}], {}, TypeError, r"prompts\[0\]\['prompt'\] must be a text, .* token ids, found null"),
         (torch.tensor([[0, 0], [0, 1]]), {}, ValueError, r"prompts\[0\] must hold at least one token besides padding"),
         (["ab", "c"], {"answer": [1]}, ValueError, "answer must have one entry for each of the 2 prompts, found 1"),
         ([[1, 2]] * 2, {"answer": "xy"}, ValueError, "answer must have one entry"),
@@ -630,7 +631,7 @@ def test_a_saved_run_goes_on_bit_for_bit(make, tmp_path):
 
 def test_train_on_a_dataset(tmp_path):
     def right(completions, answer):
-        return [float(c[:1] == [a]) for c, a in zip(completions, answer, strict=True)]
+        return [float(ids[0] == a) for ids, a in zip(completions, answer, strict=True)]
 
     rows = [{"prompt": [1, i], "answer": 5 + i % 2} for i in range(8)]
     grpo = make_grpo(

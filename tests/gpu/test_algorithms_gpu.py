@@ -26,7 +26,7 @@ PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12]]
 
 
 def share_of_even(completion_ids):
-    return [sum(int(i) % 2 == 0 for i in ids) / max(len(ids), 1) for ids in completion_ids]
+    return [float((ids % 2 == 0).float().mean()) for ids in completion_ids]
 
 
 def batch_of(rows, device="cpu"):
@@ -173,7 +173,7 @@ def test_sft_and_dpo_as_on_the_cpu():
 
 def test_online_dpo_and_best_of_n():
     online = OnlineDPO(
-        model=llama().cuda(), preference_fn=lambda pairs: [int(sum(b) > sum(a)) for _, a, b in pairs], max_new_tokens=6
+        model=llama().cuda(), preference_fn=lambda pairs: [int(b.sum() > a.sum()) for a, b in pairs], max_new_tokens=6
     )
     assert online.train_step(PROMPTS)["loss"] == pytest.approx(0.6931, abs=1e-3)  # before the first update
     best = BestOfN(model=llama().cuda(), reward_fn=share_of_even, n=4, max_new_tokens=6).generate(PROMPTS)

@@ -151,6 +151,25 @@ def test_a_folder_of_runs_stands_for_all_of_them(tmp_path):
     assert len(load_runs([tmp_path / "x", tmp_path / "x" / "seed0"])) == 1
 
 
+def test_a_run_that_has_logged_nothing_is_left_out_with_a_warning(tmp_path):
+    """As a kill in the first step leaves one. Where nothing is left to show it is an error."""
+    make_run(tmp_path / "runs" / "a")
+    for name in ("killed", "early"):
+        (tmp_path / "runs" / name).mkdir()
+        (tmp_path / "runs" / name / "run.json").write_text("{}")
+    (tmp_path / "runs" / "early" / "metrics.jsonl").write_text('{"step": ')  # cut off while it was written
+    with pytest.warns(UserWarning, match="it is left out") as told:
+        found = load_runs([tmp_path / "runs"])
+    assert [run.name for run in found] == ["a"]
+    assert [str(warning.message).partition(" has logged")[0] for warning in told] == [
+        str(tmp_path / "runs" / "early"),
+        str(tmp_path / "runs" / "killed"),
+    ]
+    shutil.rmtree(tmp_path / "runs" / "a")
+    with pytest.raises(ValueError, match=r"early has logged no step yet: .*; nor has .*killed$"):
+        build_report([tmp_path / "runs"])
+
+
 def test_samples_are_shown_before_and_after_and_escaped(tmp_path):
     folder = make_run(tmp_path / "run")
     evil = '</pre><script>alert(1)</script>\x00\ud800 & "more"'

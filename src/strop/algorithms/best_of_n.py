@@ -24,7 +24,7 @@ class BestOfN:
     sequences = best.generate(prompts)          # ids (B, P + T), or texts for texts
     best.rewards                                # (B,) of the chosen; best.all_rewards (B, n)
 
-    model            as for the algorithms, or a name or folder
+    model, device    as for the algorithms
     seed             of the first call; every further call draws anew. None: from torch's generator
     **sampling       fields of `Sampling`: max_new_tokens, temperature, top_k, top_p, stop_ids
     """
@@ -40,6 +40,7 @@ class BestOfN:
         reward_timeout: float | None = None,
         pad_id: int | None = None,
         seed: int | None = None,
+        device: torch.device | str | None = None,
         **sampling: Any,
     ):
         check_count("n", n, low=1)
@@ -50,12 +51,14 @@ class BestOfN:
         check_timeout(reward_timeout, "reward_timeout")
         for name in sampling:
             if name not in SAMPLING:
-                arguments = ("n", "tokenizer", "reward_weights", "reward_timeout", "pad_id", "seed")
+                arguments = ("n", "tokenizer", "reward_weights", "reward_timeout", "pad_id", "seed", "device")
                 raise ValueError(unknown_option(name, [*SAMPLING, *arguments], " of BestOfN"))
         if isinstance(model, (str, Path)):
-            model, loaded = load_model(model)
+            model, loaded = load_model(model, device=device)
             tokenizer = loaded if tokenizer is None else tokenizer
         self.policy = as_policy(model, tokenizer)
+        if device is not None:
+            self.policy.to(device)
         self.score = RewardFunctions(reward_fn, reward_weights, reward_timeout)
         self.n, self.pad_id, self.sampling = n, pad_id, Sampling(**sampling)
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)

@@ -1,6 +1,8 @@
 """train(): batches in a fixed order, interruption, the run folder."""
 
+import errno
 import json
+import os
 import platform
 import random
 import signal
@@ -247,26 +249,31 @@ class Rescue:
         step, updates, epoch, position = self.before
         if state.step == step:
             if state.updates != updates:
-                error.add_note(self._of_newest())
+                error.add_note(self._of_newest("the step may have changed weights, so it has no checkpoint"))
                 return
             state.epoch, state.position = epoch, position
             set_rng(*self.rng)
         assert self.folder.checkpoints is not None
         try:
             path = self.folder.checkpoints.save(self.trainer)
-        except Exception as second:  # the first error is the one to tell
-            error.add_note(f"no checkpoint could be written: {second}")
+        except Exception as second:  # the first error is the one to tell; a full disk's would be the same again
+            why = "" if _is_same(error, second) else f": {second}"
+            error.add_note(self._of_newest(f"no checkpoint of this step could be written{why}"))
         else:
             error.add_note(f"the run up to step {state.step} is in {path}; resume=True goes on from there")
 
-    def _of_newest(self) -> str:
+    def _of_newest(self, why: str) -> str:
         assert self.folder is not None
         newest = max((self.folder.path / "checkpoints").glob("step-*.safetensors"), default=None)
         if newest is None:
-            return "the step may have changed weights, so it has no checkpoint, and there is no earlier one: see save_every"
-        return (
-            f"the step may have changed weights, so it has no checkpoint; resume=True goes on from the newest, {newest}"
-        )
+            return f"{why}, and there is no earlier one: see save_every"
+        return f"{why}; resume=True goes on from the newest, {newest}"
+
+
+def _is_same(one: Exception, other: Exception) -> bool:
+    """Whether both say the same: in the same words, or of a full disk in those of Python and of safetensors."""
+    full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
+    return str(one) == str(other) or any(words in str(one) and words in str(other) for words in full)
 
 
 class RunFolder:

@@ -104,9 +104,10 @@ def _of_row(row: Any, policy: Policy, name: str) -> Prompt:
     columns: dict[str, Any] = {}
     prompt = row
     if isinstance(row, Mapping):
-        if row.get("prompt") is None:
+        if "prompt" not in row:
             raise ValueError(f"{name} must have a column 'prompt', found {', '.join(map(str, row)) or 'none'}")
-        prompt = row["prompt"]
+        if (prompt := row["prompt"]) is None:
+            raise TypeError(f"{name}['prompt'] must be a text, a list of messages or token ids, found null")
         columns = {column: value for column, value in row.items() if column not in RESERVED}
     with row_named(name):
         ids = torch.tensor(encode_prompt(prompt, policy.tokenizer, row if isinstance(row, Mapping) else None)).long()
@@ -130,19 +131,26 @@ RESERVED = ("prompt", "prompts", "completions", "completion_ids", "prompt_ids") 
 
 
 def shown_ids(ids: torch.Tensor, policy: Policy) -> Any:
-    """Ids as reward functions and tables see them: text with a tokenizer, else a list."""
+    """Ids as reward functions see them: text with a tokenizer, else as they are."""
     if policy.tokenizer is None:
-        return ids.tolist()
+        return ids
     return policy.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
 
 def reward_rows(prompts: Sequence[Prompt], rollout: Rollout, policy: Policy) -> dict[str, list[Any]]:
-    """The columns for reward functions, one entry a completion; `prompts` are already one a completion."""
-    rows: dict[str, list[Any]] = {
+    """The columns for reward functions, one entry a completion; `prompts` are already one a completion.
+
+    Ids are copies: a function that changes them in place does not change what is trained on.
+    """
+    given = {
         "completions": [shown_ids(ids, policy) for ids in rollout.completion_ids],
         "prompts": [prompt.shown for prompt in prompts],
-        "completion_ids": [ids.tolist() for ids in rollout.completion_ids],
-        "prompt_ids": [ids.tolist() for ids in rollout.prompt_ids],
+        "completion_ids": rollout.completion_ids,
+        "prompt_ids": rollout.prompt_ids,
+    }
+    rows: dict[str, list[Any]] = {
+        name: [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+        for name, values in given.items()
     }
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return rows | {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
@@ -158,8 +166,12 @@ def seed_of(*parts: Any) -> int:
 
 
 def sample_table(rows: Mapping[str, Sequence[Any]], **columns: Sequence[Any]) -> list[dict[str, Any]]:
-    """For `Trainer.samples`: prompt, completion and what else is known of each."""
-    pairs = zip(rows["prompts"], rows["completions"], strict=True)
+    """For `Trainer.samples`: prompt, completion and what else is known of each. Ids as lists, which JSON and tables show."""
+    prompts, completions = (
+        [value.tolist() if isinstance(value, torch.Tensor) else value for value in rows[name]]
+        for name in ("prompts", "completions")
+    )
+    pairs = zip(prompts, completions, strict=True)
     return [
         {"prompt": prompt, "completion": completion, **{name: values[i] for name, values in columns.items()}}
         for i, (prompt, completion) in enumerate(pairs)

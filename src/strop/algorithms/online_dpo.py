@@ -51,8 +51,8 @@ class OnlineDPO(DPO):
     online = OnlineDPO(model=model, preference_fn=preference_fn, beta=0.1, max_new_tokens=64)
     metrics = online.train_step(prompts)        # or online.train(dataset)
 
-    preference_fn   takes (prompt, a, b) for each pair and returns 0 where a is the better, 1 where b is; by its
-                    parameter names it may ask for the dataset's columns: preference_fn(pairs, answer); or
+    preference_fn   takes pairs (a, b), texts or id tensors, and returns 0 where a is the better, 1 where b is; by its
+                    parameter names it may ask for prompts and the dataset's columns: preference_fn(pairs, answer); or
     reward_fn       a reward function or several: the higher reward is the better, and a tie teaches nothing
     """
 
@@ -148,8 +148,7 @@ class OnlineDPO(DPO):
         assert self.preference is not None
         completions = rows["completions"]
         columns = {name: values[::2] for name, values in rows.items() if name not in ("completions", "completion_ids")}
-        pairs = list(zip(rows["prompts"][::2], completions[::2], completions[1::2], strict=True))
-        preferred = self.preference(pairs, columns)
+        preferred = self.preference(list(zip(completions[::2], completions[1::2], strict=True)), columns)
         chosen = torch.nn.functional.one_hot(torch.tensor(preferred), 2).flatten().bool().tolist()
         return list(preferred), {}, sample_table(rows, preferred=chosen)
 

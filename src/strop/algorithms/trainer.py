@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
+from strop._processes import refuse_several_processes
 from strop.algorithms import loop
 from strop.algorithms.inputs import check_tokenizer
 from strop.algorithms.memory import explained
@@ -37,6 +38,7 @@ class Trainer:
 
     model       a causal LM of transformers (also with peft adapters), strop's MoE, a module that returns logits, or a name
     ref_model   the frozen reference; a copy of the model (or the base below its adapters) if not given
+    device      "cpu", "cuda", "cuda:1"; None loads a name onto CUDA where there is one, and leaves a module where it is
     config      the algorithm's Config; **options change single fields of it, flat: learning_rate=1e-4
     logger      one logger or several        callbacks   one object of strop.callbacks or several
     optimizer   makes an optimiser of parameter groups, in place of AdamW
@@ -50,6 +52,7 @@ class Trainer:
         model: Any,
         ref_model: Any = None,
         tokenizer: Any = None,
+        device: torch.device | str | None = None,
         config: Any = None,
         logger: Any = None,
         callbacks: Callback | Iterable[Callback] | None = None,
@@ -58,14 +61,18 @@ class Trainer:
     ):
         from strop.models import as_policy, load_model
 
+        refuse_several_processes()
         self.config = self._make_config(config, options)
         check_tokenizer(tokenizer)
         if isinstance(model, (str, Path)):
             # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
             dtype = None if self.config.lora is not None else torch.float32
-            model, loaded = load_model(model, dtype=dtype)
+            model, loaded = load_model(model, dtype=dtype, device=device)
             tokenizer = loaded if tokenizer is None else tokenizer
-        self.policy = as_policy(self._prepared_model(as_policy(model)), tokenizer)
+        given = as_policy(model)
+        if device is not None:
+            given.to(device)
+        self.policy = as_policy(self._prepared_model(given), tokenizer)
         self.tokenizer = self.policy.tokenizer
         _warn_of_half_precision(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)

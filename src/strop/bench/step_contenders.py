@@ -147,7 +147,8 @@ def strop_steps(workload: Workload) -> Steps:
 
 
 def _strop_reward(completion_ids: Any) -> list[float]:
-    return reward(completion_ids)
+    """`reward` of tensors, whose elements would be slow to take one by one."""
+    return [int((ids % 2 == 0).sum()) / max(len(ids), 1) for ids in completion_ids]
 
 
 def trl_installed() -> bool:

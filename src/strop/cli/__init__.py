@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import typer
 
 import strop
+from strop._processes import refuse_several_processes
 from strop.cli import bench, demo, doctor, generate, report, train
 
 app = typer.Typer(
@@ -58,6 +59,8 @@ def main() -> None:
     if not debug:
         warnings.formatwarning = lambda message, *_, **__: f"strop: warning: {message}\n"
     try:
+        if "train" in arguments[:1] and "--help" not in arguments:
+            refuse_several_processes()  # before torch is imported, which the options of train need
         train.define_commands(arguments)
         sys.exit(app(args=arguments, prog_name="strop", standalone_mode=False))
     except KeyboardInterrupt:

@@ -14,12 +14,13 @@ from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 from strop.bench.suites import SUITES
+from strop.cli.options import number_option
 
 
 def bench(
     suite: Annotated[str, typer.Argument(help="One of: " + "; ".join(f"{k} ({v})" for k, v in SUITES.items()))],
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes; by default benchmarks/results.")] = None,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds; each gives one sample per contender.")] = 21,
+    rounds: Annotated[int, number_option("Interleaved rounds; each gives one sample per contender.")] = 21,
     only: Annotated[str, typer.Option(help="Only the cases whose name contains this; nothing is written then.")] = "",
 ) -> None:
     """Measure a suite, print its table, write its JSON with all samples."""

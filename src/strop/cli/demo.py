@@ -22,6 +22,7 @@ from rich.text import Text
 import strop
 from strop import tasks
 from strop.callbacks import Callback
+from strop.cli.options import number_option
 
 if TYPE_CHECKING:
     from strop.algorithms.best_of_n import BestOfN
@@ -60,9 +61,9 @@ class Interrupted(Exception):
 
 def demo(
     output: Annotated[Path, typer.Option(help="Where everything goes; what an earlier demo left there is replaced.")] = Path("runs/demo"),
-    seed: Annotated[int, typer.Option(help="Of the problems, the weights and the sampling.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of GRPO.")] = 400,
-    sft_steps: Annotated[int, typer.Option(min=1, help="The most supervised steps.")] = 200,
+    seed: Annotated[int, number_option("Of the problems, the weights and the sampling.")] = 0,
+    steps: Annotated[int, number_option("Steps of GRPO.", low=1)] = 400,
+    sft_steps: Annotated[int, number_option("The most supervised steps.", low=1)] = 200,
     figure: Annotated[Path | None, typer.Option(help="Also draw the main curves as an image (needs matplotlib).")] = None,
 ) -> None:  # fmt: skip
     """Train a small model to sort digits, supervised and then with GRPO, and write a report. No GPU, no download, less than a minute."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from strop.cli.job import JobConfig, job_part, load_data, load_model_and_tokenizer, load_rewards, load_task, shaped
-from strop.cli.options import parse_settings, parse_value
+from strop.cli.options import number_option, parse_settings, parse_value
 
 
 def generate(
@@ -18,19 +18,19 @@ def generate(
     ] = None,
     task: Annotated[str | None, typer.Option(help="Held-out problems of a task, with its reward.")] = None,
     data: Annotated[str | None, typer.Option(help="JSONL file or dataset with prompts.")] = None,
-    num_rows: Annotated[int, typer.Option(help="Prompts of a task or data.")] = 8,
-    best_of: Annotated[int, typer.Option(min=1, help="Sample so many and keep the one with the highest reward.")] = 1,
+    num_rows: Annotated[int, number_option("Prompts of a task or data.", low=1)] = 8,
+    best_of: Annotated[int, number_option("Sample so many and keep the one with the highest reward.", low=1)] = 1,
     reward: Annotated[list[str] | None, typer.Option(help="file.py:function; may be repeated.")] = None,
     reward_weights: Annotated[str | None, typer.Option(help="Of several rewards: 1,0.5")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="By default 128, or what the model has room for.")
+        int | None, number_option("By default 128, or what the model has room for.", low=1)
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 is greedy; by default that, and 1 for --best-of.")
+        float | None, number_option("0 is greedy; by default that, and 1 for --best-of.", whole=False)
     ] = None,
-    top_k: Annotated[int, typer.Option(min=0)] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
-    seed: Annotated[int, typer.Option()] = 0,
+    top_k: Annotated[int, number_option()] = 0,
+    top_p: Annotated[float, number_option(high=1, whole=False)] = 1.0,
+    seed: Annotated[int, number_option()] = 0,
     chat: Annotated[bool, typer.Option(help="Put prompts as messages of a user, through the chat template.")] = False,
     tokenizer: Annotated[str | None, typer.Option(help="A folder or name; by default the model's own.")] = None,
     dtype: Annotated[str | None, typer.Option()] = None,

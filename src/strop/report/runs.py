@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +99,10 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+class NothingLogged(ValueError):
+    """A run folder without a single step, as a run leaves it that was killed in its first."""
+
+
 def is_run(folder: Path) -> bool:
     return (folder / METRICS).is_file() or (folder / HEADER).is_file()
 
@@ -117,19 +122,34 @@ def load_run(folder: str | Path, name: str | None = None) -> Run:
     run.samples = _read_lines(folder / SAMPLES, notes)
     run.header = _read_header(folder / HEADER, notes)
     if not run.metrics:
-        raise ValueError(f"{folder} has logged no step yet: its {METRICS} is empty or not there")
+        raise NothingLogged(f"{folder} has logged no step yet: its {METRICS} is empty or not there")
     return run
 
 
 def load_runs(folders: Iterable[str | Path]) -> list[Run]:
-    """Several run folders; a folder that holds runs stands for all of them. Names are made distinct."""
+    """Several run folders; a folder that holds runs stands for all of them. Names are made distinct.
+
+    A run that has logged nothing is left out with a warning; where no other is left, that is an error.
+    """
     found: list[Path] = []
     for folder in map(Path, folders):
         inner = sorted(p for p in folder.iterdir() if p.is_dir() and is_run(p)) if folder.is_dir() else []
         found += [folder] if is_run(folder) or not inner else inner
     unique = {path.resolve(): path for path in reversed(found)}
-    ordered = list(dict.fromkeys(path.resolve() for path in found))
-    return [load_run(unique[path], name) for path, name in zip(ordered, _distinct_names(ordered), strict=True)]
+    runs, empty = {}, {}
+    for path in dict.fromkeys(path.resolve() for path in found):
+        try:
+            runs[path] = load_run(unique[path])
+        except NothingLogged as error:
+            empty[unique[path]] = error
+    if empty and not runs:
+        (_, first), *others = empty.items()
+        raise NothingLogged("".join([str(first), *(f"; nor has {path}" for path, _ in others)]))
+    for reason in empty.values():
+        warnings.warn(f"{reason}; it is left out", stacklevel=2)
+    for run, name in zip(runs.values(), _distinct_names(list(runs)), strict=True):
+        run.name = name
+    return list(runs.values())
 
 
 def _distinct_names(paths: Sequence[Path]) -> list[str]:

