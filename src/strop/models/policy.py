@@ -200,10 +200,10 @@ class Policy:
         if (head := self.hidden(batch)) is not None:
             hidden_nH, weight, bias = head
             return linear_logp(hidden_nH, weight, batch.targets_n, bias=bias, **options)
-        self._check_causality(batch)
+        self.check_causality(batch)
         return logp(self.logits(batch), batch.targets_n, **options)
 
-    def _check_causality(self, batch: TokenBatch) -> None:
+    def check_causality(self, batch: TokenBatch) -> None:
         """Once, of a plain module, on the first batch that can tell."""
         if self._causality_checked:
             return

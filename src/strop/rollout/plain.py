@@ -43,4 +43,5 @@ def complete(
 
 def _last_logits(policy: Policy, sequences: list[tuple[torch.Tensor, list[int]]]) -> torch.Tensor:
     batch = TokenBatch.of([Trajectory.of(prompt, new) for prompt, new in sequences], policy.device)
+    policy.check_causality(batch)
     return policy.logits(replace(batch, places_n=batch.cu_seqlens[1:].long() - 1))
