@@ -15,7 +15,7 @@ from strop.algorithms.online_dpo import OnlineDPO, OnlineDPOConfig
 from strop.algorithms.sft import SFT, SFTConfig
 from strop.cli.job import JobConfig
 from strop.config import LoRAConfig, OptimConfig, RunConfig, option_names, options_in
-from strop.losses import PolicyRule
+from strop.losses import PolicyRule, PreferenceRule
 from strop.moe import MoEConfig, MoETransformer
 from strop.rollout import Sampling
 
@@ -28,6 +28,7 @@ CONFIGS = [
     GRPOConfig,
     OnlineDPOConfig,
     PolicyRule,
+    PreferenceRule,
     OptimConfig,
     RunConfig,
     LoRAConfig,
@@ -70,7 +71,7 @@ def option_table(page, config):
     ("page", "config"),
     [
         ("sft.md", SFTConfig), ("dpo.md", DPOConfig), ("grpo.md", GRPOConfig), ("online_dpo.md", OnlineDPOConfig),
-        ("grpo.md", PolicyRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
+        ("grpo.md", PolicyRule), ("dpo.md", PreferenceRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
         ("common.md", Sampling), ("../command_line.md", JobConfig),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,

@@ -18,9 +18,10 @@ import torch
 from strop.algorithms.inputs import Ids, as_dicts, as_rows, declared_pad_id, fit, is_written, until_eos, without_padding
 from strop.algorithms.metrics import on_host
 from strop.algorithms.trainer import Trainer
-from strop.config import OptimConfig, TrainerConfig, check_count, check_option, check_range
+from strop.config import OptimConfig, TrainerConfig, check_count
 from strop.data.batch import TokenBatch, Trajectory, on_device
-from strop.losses import PREFERENCE_LOSS_TYPES, PreferenceLoss, pair_preference_loss, preference_loss
+from strop.losses import PreferenceLoss, PreferenceRule
+from strop.losses.preference import pairs_loss
 
 Pair = tuple[Trajectory, Trajectory]  # chosen, rejected; in OnlineDPO first and second, before it is known
 
@@ -29,29 +30,17 @@ Pair = tuple[Trajectory, Trajectory]  # chosen, rejected; in OnlineDPO first and
 class DPOConfig(TrainerConfig):
     """Options of DPO.
 
-    beta              how strongly the policy is held to the reference
-    loss_type         one of `strop.losses.PREFERENCE_LOSS_TYPES`
-    label_smoothing   the probability that a label is wrong (sigmoid, robust, exo_pair)
     max_length        completions are cut so that prompt and completion have at most so many tokens; None cuts nothing
     pad_id            the padding in what train_step is given; None is what tokenizer or model say
     """
 
-    beta: float = 0.1
-    loss_type: str = "sigmoid"
-    label_smoothing: float = 0.0
     max_length: int | None = None
     pad_id: int | None = None
+    loss: PreferenceRule = field(default_factory=PreferenceRule)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("beta", self.beta, low=0.0, open_low=True)
-        check_option("loss_type", self.loss_type, PREFERENCE_LOSS_TYPES)
-        zero_B = torch.zeros(1)
-        pair_preference_loss(  # asks of the three options together what the loss itself asks
-            *(zero_B,) * 4, loss_type=self.loss_type, beta=self.beta, label_smoothing=self.label_smoothing,
-            chosen_lengths=zero_B, rejected_lengths=zero_B,
-        )  # fmt: skip
         if self.max_length is not None:
             check_count("max_length", self.max_length, low=2)
 
@@ -138,15 +127,16 @@ class DPO(Trainer):
         """Of a part of num_pairs pairs: the parts' losses add up to the batch's."""
         logps_B2 = _sums(self.policy.logps(batch), batch)
         lengths_2B = on_device(torch.tensor(batch.counts), batch.device).view(2, -1)
-        return preference_loss(
-            *logps_B2.unbind(1),
-            *ref_logps_B2.unbind(1),
-            loss_type=self.config.loss_type,
-            beta=self.config.beta,
-            label_smoothing=self.config.label_smoothing,
-            chosen_lengths=lengths_2B[0],
-            rejected_lengths=lengths_2B[1],
-            num_pairs=num_pairs,
+        (chosen_B, rejected_B), (ref_chosen_B, ref_rejected_B) = logps_B2.unbind(1), ref_logps_B2.unbind(1)
+        return pairs_loss(
+            self.config.loss,
+            chosen_B,
+            rejected_B,
+            ref_chosen_B,
+            ref_rejected_B,
+            lengths_2B[0],
+            lengths_2B[1],
+            num_pairs,
         )
 
     def _batch(self, pairs: Sequence[Pair]) -> TokenBatch:

@@ -34,9 +34,10 @@ from strop.algorithms.online import (
 from strop.algorithms.trainer import Trainer
 from strop.config import OptimConfig, TrainerConfig, check_count, check_option, check_range
 from strop.data.batch import TokenBatch, Trajectory, on_device
-from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, group_advantages, kl_estimate
+from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, kl_estimate
 from strop.losses.policy import tokens_loss, tokens_of
 from strop.ops import linear_token_loss
+from strop.primitives import compute_batch_group_advantages
 from strop.rewards import RewardFunctions, Rewards, check_timeout
 from strop.rollout import Rollout, Sampling, generate
 
@@ -292,10 +293,11 @@ class GRPO(Trainer):
 
     def _experience(self, rollout: Rollout, rewards_B: torch.Tensor, scores: Scores | None = None) -> Experience:
         config = self.config
-        advantages_B = group_advantages(
-            rewards_B, samples_per_prompt=config.group_size, ddof=config.advantage_ddof, eps=config.advantage_eps,
+        # in float64, so that float32 rewards give the nearest float32
+        advantages_B = compute_batch_group_advantages(
+            rewards_B.double(), config.group_size, ddof=config.advantage_ddof, eps=config.advantage_eps,
             scale=config.advantage_scale,
-        )  # fmt: skip
+        ).to(rewards_B.dtype)  # fmt: skip
         ended_B = torch.tensor([reason == "eos" for reason in rollout.finish_reasons])
         counts_B = ended_B if config.mask_truncated else torch.ones_like(ended_B)
         old_logps, ref_logps = scores or self._score(rollout)

@@ -6,6 +6,7 @@ from strop.losses.policy import PolicyLoss, policy_loss, policy_metrics, rloo_lo
 from strop.losses.preference import (
     PREFERENCE_LOSS_TYPES,
     PreferenceLoss,
+    PreferenceRule,
     pair_preference_loss,
     preference_loss,
     sequence_logps,
@@ -22,6 +23,7 @@ __all__ = [
     "PolicyLoss",
     "PolicyRule",
     "PreferenceLoss",
+    "PreferenceRule",
     "clip_bounds",
     "group_advantages",
     "kl_estimate",

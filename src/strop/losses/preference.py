@@ -21,6 +21,7 @@ Shapes: B pairs, T tokens.
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +123,25 @@ LENGTH_NORMALISED = ("ipo", "sigmoid_norm")
 LABEL_SMOOTHED = ("sigmoid", "robust", "exo_pair")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreferenceRule:
+    """Which preference loss: one value from the config to the formula, checked when it is made.
+
+    beta              how strongly the policy is held to the reference; for ipo and sppo_hard 1/(2β) is the margin aimed at
+    loss_type         one of `strop.losses.PREFERENCE_LOSS_TYPES`
+    label_smoothing   the probability that a label is wrong: from 0 to below ½, for sigmoid and robust; above 0 for exo_pair
+    """
+
+    beta: float = 0.1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice(self.loss_type, PREFERENCE_LOSS_TYPES, "loss_type")
+        _check_beta(self.beta)
+        _check_label_smoothing(self.label_smoothing, self.loss_type)
+
+
 class PreferenceLoss(LossResult):
     """`loss, chosen_rewards, rejected_rewards`: 0-d, [B], [B]; the rewards are β·c and β·r, without gradient.
 
@@ -155,21 +175,28 @@ def preference_loss(
 
     num_pairs   in the whole batch of which these are a part: the losses of micro-batches then add up to the batch's
     """
-    losses_B = pair_preference_loss(
-        policy_chosen,
-        policy_rejected,
-        ref_chosen,
-        ref_rejected,
-        loss_type=loss_type,
-        beta=beta,
-        label_smoothing=label_smoothing,
-        chosen_lengths=chosen_lengths,
-        rejected_lengths=rejected_lengths,
-    )
+    rule = PreferenceRule(loss_type=loss_type, beta=beta, label_smoothing=label_smoothing)
+    logps = policy_chosen, policy_rejected, ref_chosen, ref_rejected
+    return pairs_loss(rule, *logps, chosen_lengths, rejected_lengths, num_pairs)
+
+
+def pairs_loss(
+    rule: PreferenceRule,
+    policy_chosen: torch.Tensor,
+    policy_rejected: torch.Tensor,
+    ref_chosen: torch.Tensor,
+    ref_rejected: torch.Tensor,
+    chosen_lengths: torch.Tensor | None = None,
+    rejected_lengths: torch.Tensor | None = None,
+    num_pairs: Count | None = None,
+) -> PreferenceLoss:
+    """`preference_loss` by a rule that is there already."""
+    logps = policy_chosen, policy_rejected, ref_chosen, ref_rejected
+    losses_B = _pair_losses(rule, *logps, chosen_lengths, rejected_lengths)
     loss = losses_B.sum() / as_divisor(len(losses_B) if num_pairs is None else num_pairs, "num_pairs", losses_B)
     chosen_B, rejected_B = policy_chosen.detach(), policy_rejected.detach()
-    chosen_rewards_B = beta * _log_ratio(chosen_B, ref_chosen)
-    rejected_rewards_B = beta * _log_ratio(rejected_B, ref_rejected)
+    chosen_rewards_B = rule.beta * _log_ratio(chosen_B, ref_chosen)
+    rejected_rewards_B = rule.beta * _log_ratio(rejected_B, ref_rejected)
     compute_metrics = functools.partial(_metrics, chosen_rewards_B, rejected_rewards_B, chosen_B, rejected_B)
     return PreferenceLoss(loss, chosen_rewards_B, rejected_rewards_B, compute_metrics)
 
@@ -190,26 +217,36 @@ def pair_preference_loss(
 
     policy_chosen, policy_rejected     [B] log-probs summed over each completion's tokens, as `sequence_logps` gives them
     ref_chosen, ref_rejected           [B] those of the reference; no gradient flows into them
-    beta                               above 0; for ipo and sppo_hard 1/(2β) is the margin aimed at
-    label_smoothing                    from 0 to below ½, for sigmoid and robust; above 0 for exo_pair
+    loss_type, beta, label_smoothing   see `PreferenceRule`
     chosen_lengths, rejected_lengths   [B] numbers of completion tokens, for ipo and sigmoid_norm, which divide each
                                        sum by its length; the others take no notice of them
 
     returns                            [B] float32 (float64 for float64); finite, and so is its gradient, however far
                                        apart the log-probs are
     """
-    check_choice(loss_type, PREFERENCE_LOSS_TYPES, "loss_type")
-    _check_beta(beta)
-    _check_label_smoothing(label_smoothing, loss_type)
+    rule = PreferenceRule(loss_type=loss_type, beta=beta, label_smoothing=label_smoothing)
+    logps = policy_chosen, policy_rejected, ref_chosen, ref_rejected
+    return _pair_losses(rule, *logps, chosen_lengths, rejected_lengths)
+
+
+def _pair_losses(
+    rule: PreferenceRule,
+    policy_chosen: torch.Tensor,
+    policy_rejected: torch.Tensor,
+    ref_chosen: torch.Tensor,
+    ref_rejected: torch.Tensor,
+    chosen_lengths: torch.Tensor | None,
+    rejected_lengths: torch.Tensor | None,
+) -> torch.Tensor:
     _check_pairs(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
     lengths_B = None
-    if loss_type in LENGTH_NORMALISED:
+    if rule.loss_type in LENGTH_NORMALISED:
         lengths_B = (
-            _as_lengths(chosen_lengths, policy_chosen, "chosen_lengths", loss_type),
-            _as_lengths(rejected_lengths, policy_chosen, "rejected_lengths", loss_type),
+            _as_lengths(chosen_lengths, policy_chosen, "chosen_lengths", rule.loss_type),
+            _as_lengths(rejected_lengths, policy_chosen, "rejected_lengths", rule.loss_type),
         )
     chosen_B, rejected_B = _log_ratio(policy_chosen, ref_chosen), _log_ratio(policy_rejected, ref_rejected)
-    return _FORMULAS[loss_type](_Pair(chosen_B, rejected_B, beta, label_smoothing, lengths_B))
+    return _FORMULAS[rule.loss_type](_Pair(chosen_B, rejected_B, rule.beta, rule.label_smoothing, lengths_B))
 
 
 def sequence_logps(logps: torch.Tensor, completion_mask: torch.Tensor, average: bool = False) -> torch.Tensor:
