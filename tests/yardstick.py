@@ -68,6 +68,26 @@ def check_gradient(found, exact, eager, ids, what="gradient", *, coefficient=1.0
     check(found[~target], exact[~target], eager[~target], f"{what} off the target", allowance=allowance, scale=scale)
 
 
+def same(found, expected, *, scale=0.0):
+    """Two ways to one result, through a BLAS or torch's kernels: equal but for the rounding of its largest number.
+
+    Their bits are for the CPU, the threads and the version to choose. What strop sums itself, masks and copies have
+    `torch.equal`. 64 units of the last place, or 2 in 16 bits, to which a float32 is rounded in the end.
+
+    found, expected   tensors, or as many of each
+    scale             of the terms, where the result is a difference of larger ones
+    """
+    if not isinstance(expected, torch.Tensor):
+        for one, other in zip(found, expected, strict=True):
+            same(one, other, scale=scale)
+        return
+    sizes = expected.detach()[expected.isfinite()].abs()
+    size = max(scale, sizes.max().item() if sizes.numel() else 0.0)
+    units = 2 if expected.dtype.itemsize == 2 else 64
+    most = units * torch.finfo(expected.dtype).eps * size
+    torch.testing.assert_close(found, expected, rtol=0, atol=most, equal_nan=True)
+
+
 def eager_logps(logits, ids, temperature=1.0):
     """What a user would write in torch, in the dtype of the logits but for the arithmetic of the softmax."""
     return (logits.float() / temperature).log_softmax(-1).gather(-1, ids.long()[..., None]).squeeze(-1)
