@@ -88,6 +88,15 @@ def same(found, expected, *, scale=0.0):
     torch.testing.assert_close(found, expected, rtol=0, atol=most, equal_nan=True)
 
 
+def clearly_greedy(model, ids, **options):
+    """transformers' greedy completion; each token ahead of the second by more than float32 can err, so that ids are equal."""
+    output = model.generate(ids, do_sample=False, output_scores=True, return_dict_in_generate=True, **options)
+    for scores in output.scores:
+        first, second = scores.topk(2).values.T
+        assert (first - second).min() > 1e-4, "another seed: two tokens are as good as equal"
+    return output.sequences
+
+
 def eager_logps(logits, ids, temperature=1.0):
     """What a user would write in torch, in the dtype of the logits but for the arithmetic of the softmax."""
     return (logits.float() / temperature).log_softmax(-1).gather(-1, ids.long()[..., None]).squeeze(-1)
