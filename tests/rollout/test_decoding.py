@@ -197,7 +197,7 @@ def test_a_model_of_few_positions_is_not_asked_for_more(kind):
 
 def test_a_compiled_model_has_compiled_steps(monkeypatch):
     """Without graph breaks, for several numbers of rows. (The backend only traces: compiling is inductor's part.)"""
-    model = model_of("qwen2")
+    model = model_of("qwen2", num_hidden_layers=2)
     compile = torch.compile
     policy = as_policy(compile(model, backend="aot_eager"))
     monkeypatch.setattr(
@@ -360,7 +360,7 @@ def test_adapters_are_part_of_the_model():
 @interpreted
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2", "mixtral"])
 def test_the_engine_with_kernels_equals_generate(kind, monkeypatch):
-    model = model_of(kind, eos_token_id=9)
+    model = model_of(kind, eos_token_id=9, num_hidden_layers=2)
     policy = as_policy(model)
     with_kernels(policy, monkeypatch)
     sampling = dataclasses.replace(GREEDY, max_new_tokens=9)
