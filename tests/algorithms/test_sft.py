@@ -1,12 +1,14 @@
 """SFT: the loss against transformers' own and by hand, packing, micro-batches, options of the model, bad input."""
 
 import functools
+import locale
 
 import pytest
 import torch
 from tiny_models import Letters, llama
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, tiny_moe, weights_of
+from yardstick import needs_compiler
 
 from strop.algorithms.sft import SFT, SFTConfig, learnable_nll
 
@@ -255,6 +257,7 @@ def test_a_dataset_of_datasets():
     assert histories[0] == pytest.approx(histories[1], abs=1e-6)
 
 
+@needs_compiler
 def test_compile_changes_no_numbers(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # no C++ to wait for
     examples = random_examples(4)
@@ -265,6 +268,15 @@ def test_compile_changes_no_numbers(monkeypatch):
         a, b = (sft.train_step(*columns(examples))["loss"] for sft in (plain, compiled))
         assert a == pytest.approx(b, abs=1e-6)
     torch.testing.assert_close(weights_of(plain), weights_of(compiled))
+
+
+def test_compile_where_the_locale_knows_ascii_alone(monkeypatch):
+    """torch opens its own templates in the locale's encoding, and would end in the middle of the first step."""
+    monkeypatch.setattr(locale, "getencoding", lambda: "ANSI_X3.4-1968")
+    with pytest.raises(
+        ValueError, match=r"compile must be False .* ASCII alone, found ANSI_X3.4-1968; set PYTHONUTF8=1"
+    ):
+        SFT(model=Bigram(), compile=True)
 
 
 def test_it_memorises():

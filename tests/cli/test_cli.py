@@ -198,9 +198,11 @@ def test_bench_of_some_cases_writes_nothing_and_characters_a_terminal_lacks_as_e
 
 def test_the_name_of_a_file_is_printed_as_it_is(tmp_path):
     """Also where the terminal's encoding does not know its characters: a shell may go on with it."""
-    (tmp_path / "größe").mkdir()
-    (tmp_path / "größe" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n', encoding="utf-8")
-    command = [sys.executable, "-m", "strop", "report", "größe".encode()]
+    name = "größe".encode()
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n', encoding="utf-8")
+    command = [sys.executable, "-m", "strop", "report", name]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, env=os.environ | BARE_CONTAINER)
     assert found.returncode == 0, found.stderr
     assert found.stdout.decode("utf-8") == "größe/report.html\n"

@@ -2,13 +2,16 @@
 
 import pytest
 import torch
-from yardstick import same
+from yardstick import needs_compiler, same
 
 from strop.ops import grpo_loss, linear_dpo_loss, linear_grpo_loss, linear_logp, logp, ratio_kl, registry
 from strop.ops.grpo_loss import triton as grpo_ops
 from strop.ops.rows import implementation
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler itself calls what torch deprecates
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # the compiler itself calls what torch deprecates
+    needs_compiler,
+]
 
 B, T, H, V = 2, 3, 4, 9
 GENERATOR = torch.Generator().manual_seed(0)

@@ -163,7 +163,9 @@ def test_every_option(fast_backend, loss_type, level, kl, reference):
     eager, eager_gradient = run(grpo_loss.reference, inputs, samples_per_prompt=2, **options)
     for part in ("loss", "policy_loss", "kl"):
         check(getattr(found, part), getattr(expected, part), getattr(eager, part), part, scale=1.0)
-    check_gradient(gradient, expected_gradient, eager_gradient, ids)
+    # a row's coefficient is that of the policy's loss less that of the kl: float32 rounds those
+    terms = {"coefficient": expected_gradient.abs().max(), "p": (policy / 0.9).softmax(-1)}
+    check_gradient(gradient, expected_gradient, eager_gradient, ids, **terms)
     assert (gradient[mask == 0] == 0).all()
     assert set(found.metrics) == set(eager.metrics)
     for name, value in expected.metrics.items():
