@@ -6,12 +6,13 @@ SANITIZED := build/sanitize
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/*) $(wildcard native/*/*)
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test test-gpu bench bench-gpu docs lint check sanitize sanitize-threads dist clean
+.PHONY: help demo test test-portable test-gpu bench bench-gpu docs lint check sanitize sanitize-threads dist clean
 
 help:
 	@echo "make demo       set up and run the demonstration"
 	@echo "make test       set up and run the tests"
-	@echo "make check      everything CI runs: lint, types, tests, sanitizer, documents, distribution"
+	@echo "make check      everything CI runs: lint, types, tests, other environments, sanitizer, documents, distribution"
+	@echo "make test-portable   the tests on other CPUs, threads, locales, without a home folder: an hour on 2 cores"
 	@echo "make lint       style and types            make docs       tables and figures from benchmarks/results"
 	@echo "make bench      measure the CPU suites     make test-gpu   tests that need a GPU, with the python3 at hand"
 	@echo "make bench-gpu  measure the operators and a GRPO step on a GPU, with the python3 at hand"
@@ -45,6 +46,10 @@ PYTEST_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist worksteal
 
+# Each environment of tests/portable.py by itself, or ENVIRONMENTS="threads locale": those whose names have such a word.
+test-portable: $(INSTALLED)
+	PYTEST_JOBS=$(PYTEST_JOBS) $(BIN)/python tests/portable.py $(ENVIRONMENTS)
+
 test-gpu:
 	PYTHONPATH=src python3 -m pytest tests/gpu
 
@@ -65,7 +70,8 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test sanitize dist
+check: ENVIRONMENTS = --short
+check: lint test test-portable sanitize dist
 	$(BIN)/python -m strop.bench.report --check
 	@echo "check: all passed"
 

@@ -10,9 +10,22 @@ if not Path("/dev/nvidia0").exists():  # no GPU: Triton's kernels run through it
     os.environ.setdefault("TRITON_INTERPRET", "1")  # here, before any module makes them
 # some virtual machines announce AMX and then refuse it: a bfloat16 product would end the process
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# the workers of pytest-xdist share the cores: with threads for all of them in each, most would wait for the others
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
 
 import strop
 from strop import _compiled
+
+
+def pytest_addoption(parser):
+    parser.addoption("--reverse", action="store_true", help="files, and the tests in each, from the last to the first")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("reverse"):
+        items.reverse()
+
 
 ENGINES = ["numpy", *(_compiled.native.available_isas() if _compiled.native else [])]
 

@@ -4,11 +4,18 @@ Every parity test of the operators ends here. A gradient of logits is compared o
 separately: the first is one number in V and a thousand times larger, so it would hide the rest.
 """
 
+import codecs
+import locale
+
+import pytest
 import torch
 
 from strop.ops import registry
 
 FACTOR = 2.0
+needs_compiler = pytest.mark.skipif(
+    codecs.lookup(locale.getencoding()).name == "ascii", reason="torch opens its templates in the locale's encoding"
+)
 
 
 def backends(name, dtype=torch.float32):
@@ -66,6 +73,35 @@ def check_gradient(found, exact, eager, ids, what="gradient", *, coefficient=1.0
     check(found[target], exact[target], eager[target], f"{what} on the target", allowance=allowance, scale=coefficient)
     scale = 0.0 if p is None else coefficient * p.to(exact.device).double()[~target]
     check(found[~target], exact[~target], eager[~target], f"{what} off the target", allowance=allowance, scale=scale)
+
+
+def same(found, expected, *, scale=0.0):
+    """Two ways to one result, through a BLAS or torch's kernels: equal but for the rounding of its largest number.
+
+    Their bits are for the CPU, the threads and the version to choose. What strop sums itself, masks and copies have
+    `torch.equal`. 64 units of the last place, or 2 in 16 bits, to which a float32 is rounded in the end.
+
+    found, expected   tensors, or as many of each
+    scale             of the terms, where the result is a difference of larger ones
+    """
+    if not isinstance(expected, torch.Tensor):
+        for one, other in zip(found, expected, strict=True):
+            same(one, other, scale=scale)
+        return
+    sizes = expected.detach()[expected.isfinite()].abs()
+    size = max(scale, sizes.max().item() if sizes.numel() else 0.0)
+    units = 2 if expected.dtype.itemsize == 2 else 64
+    most = units * torch.finfo(expected.dtype).eps * size
+    torch.testing.assert_close(found, expected, rtol=0, atol=most, equal_nan=True)
+
+
+def clearly_greedy(model, ids, **options):
+    """transformers' greedy completion; each token ahead of the second by more than float32 can err, so that ids are equal."""
+    output = model.generate(ids, do_sample=False, output_scores=True, return_dict_in_generate=True, **options)
+    for scores in output.scores:
+        first, second = scores.topk(2).values.T
+        assert (first - second).min() > 1e-4, "another seed: two tokens are as good as equal"
+    return output.sequences
 
 
 def eager_logps(logits, ids, temperature=1.0):

@@ -59,8 +59,8 @@ def test_the_first_loss_by_hand(loss_type):
         "exo_pair": exo.item(),
     }.get(loss_type, log2)  # fmt: skip
     metrics = dpo.train_step(*columns(random_pairs(3)))
-    assert metrics["loss"] == pytest.approx(wanted, abs=1e-6)
-    assert metrics["preference/margin"] == pytest.approx(0, abs=1e-6)
+    assert metrics["loss"] == pytest.approx(wanted, abs=1e-5)
+    assert metrics["preference/margin"] == pytest.approx(0, abs=1e-5)
 
 
 def test_a_step_by_hand():
@@ -134,7 +134,7 @@ def test_padding_and_what_stands_behind_the_end_do_not_count():
     for batch in (bare, padded):
         dpo = DPO(model=tiny_qwen2(), ref_model=shifted(tiny_qwen2()), learning_rate=0.0)
         losses.append(dpo.train_step(*([torch.tensor(row) for row in rows] for rows in batch))["loss"])
-    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     assert losses[0] != pytest.approx(0.6931, abs=1e-3)
 
 
@@ -146,7 +146,7 @@ def test_a_mask_says_what_is_padding_where_the_pad_id_is_the_end():
         torch.tensor([[5, 6, 1, 1, 1]]), torch.tensor([[3, 1, 1]]), torch.tensor([[4, 5]]),
         prompt_mask=torch.tensor([[1, 1, 1, 0, 0]]),
     )  # fmt: skip
-    assert masked["loss"] == bare["loss"]
+    assert masked["loss"] == pytest.approx(bare["loss"], abs=1e-6)
 
 
 def test_texts_with_a_tokenizer():
@@ -164,7 +164,8 @@ def test_texts_with_a_tokenizer():
     )
     written = dpo.train_step(["ab", "c"], ["de", "f"], ["g", "hij"])["loss"]
     ids = dpo.train_step([[2, 3], [4]], [[5, 6, 1], [7, 1]], [[8, 1], [9, 10, 11, 1]])["loss"]
-    assert written == ids
+    assert written == pytest.approx(ids, abs=1e-6)
+    assert written != pytest.approx(0.6931, abs=1e-3)
     with pytest.raises(ValueError, match="chosen must have 2 rows as prompt has, found 1"):
         dpo.train_step(["ab", "c"], ["de"], ["g", "hij"])
 
@@ -174,18 +175,25 @@ def test_a_plain_module_has_no_padding_unless_told():
     prompt, chosen, rejected = torch.tensor([[0, 5]]), torch.tensor([[3, 0]]), torch.tensor([[4, 6]])
     free = DPO(model=Bigram(), ref_model=shifted(Bigram()), learning_rate=0.0).train_step(prompt, chosen, rejected)
     told = DPO(model=Bigram(), ref_model=shifted(Bigram()), learning_rate=0.0, pad_id=0)
-    assert told.train_step(prompt, chosen, rejected)["loss"] != free["loss"]
-    assert told.train_step(prompt, chosen[:, :1], rejected)["loss"] == told.train_step(prompt, chosen, rejected)["loss"]
+    found, bare = (told.train_step(prompt, ids, rejected)["loss"] for ids in (chosen, chosen[:, :1]))
+    assert found != pytest.approx(free["loss"], abs=1e-4)
+    assert found == pytest.approx(bare, abs=1e-6)
 
 
 def test_train_and_train_step_are_the_same_step():
     rows = [{"prompt": p.tolist(), "chosen": c.tolist(), "rejected": r.tolist()} for p, c, r in random_pairs(4)]
-    loop = DPO(model=tiny_qwen2(), batch_size=4, shuffle=False, learning_rate=1e-3)
+    options = {
+        "learning_rate": 0.1,
+        "optimizer": torch.optim.SGD,
+    }  # AdamW makes much of the rounding of a small gradient
+    loop = DPO(model=tiny_qwen2(), batch_size=4, shuffle=False, **options)
+    start = weights_of(loop)
     loop.train(rows, num_steps=2)
-    step = DPO(model=tiny_qwen2(), learning_rate=1e-3)
+    step = DPO(model=tiny_qwen2(), **options)
     for _ in range(2):
         step.train_step(*([row[name] for row in rows] for name in ("prompt", "chosen", "rejected")))
-    assert torch.equal(weights_of(loop), weights_of(step))
+    assert (weights_of(loop) - start).abs().max() > 1e-3
+    torch.testing.assert_close(weights_of(loop), weights_of(step), rtol=0, atol=1e-6)
 
 
 def test_the_reference_stays_and_is_frozen():
@@ -250,9 +258,10 @@ def test_max_length_cuts_completions():
     pairs = [[2, 3]], [[4, 5, 6, 7]], [[8, 9, 10]]
     cut = [[2, 3]], [[4, 5]], [[8, 9]]
     dpo = DPO(model=tiny_moe(), ref_model=shifted(tiny_moe()), max_length=4, learning_rate=0.0)
-    assert dpo.train_step(*map(torch.tensor, pairs))["loss"] == dpo.train_step(*map(torch.tensor, cut))["loss"]
+    found, wanted = (dpo.train_step(*map(torch.tensor, rows))["loss"] for rows in (pairs, cut))
+    assert found == pytest.approx(wanted, abs=1e-6)
     free = DPO(model=tiny_moe(), ref_model=shifted(tiny_moe()), learning_rate=0.0)
-    assert dpo.train_step(*map(torch.tensor, pairs))["loss"] != free.train_step(*map(torch.tensor, pairs))["loss"]
+    assert found != pytest.approx(free.train_step(*map(torch.tensor, pairs))["loss"], abs=1e-5)
 
 
 def test_batch_larger_than_the_dataset():
@@ -323,7 +332,7 @@ def test_a_reference_by_name_has_the_policys_dtype(tmp_path):
     dpo = DPO(model=str(tmp_path), ref_model=tmp_path)
     assert {param.dtype for param in dpo.reference_model.parameters()} == {torch.float32}
     metrics = dpo.train_step([[1, 2]], [[4, 5, 6]], [[7, 4]])
-    assert metrics["rewards/chosen"] == metrics["rewards/rejected"] == 0
+    assert (metrics["rewards/chosen"], metrics["rewards/rejected"]) == pytest.approx((0, 0), abs=1e-6)
     with pytest.warns(UserWarning, match="trained in torch.bfloat16"):
         half = DPO(model=tiny_qwen2().to(torch.bfloat16), ref_model=tmp_path)
     assert {param.dtype for param in half.reference_model.parameters()} == {torch.bfloat16}

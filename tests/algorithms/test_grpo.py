@@ -214,10 +214,11 @@ def test_on_policy_ratio_is_one(make, temperature):
 
 @every_kind
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_kl_is_exactly_zero_at_step_0(make, temperature):
+def test_kl_is_zero_at_step_0(make, temperature):
+    """To the last bit on the native engine; elsewhere k3 of the rounding of log-probs, whose square it is."""
     grpo = make_grpo(make(scale=2.0), kl_coef=0.1, learning_rate=1e-2, temperature=temperature)
     metrics = grpo.train_step(PROMPTS)
-    assert metrics["kl"] == metrics["mean_kl"] == 0.0
+    assert metrics["kl"] == metrics["mean_kl"] == pytest.approx(0.0, abs=0.0 if make is moe else 1e-11)
     assert grpo.train_step(PROMPTS)["kl"] > 1e-7
 
 
@@ -317,7 +318,7 @@ def test_advantages(scale, ddof, eps):
     rewards = torch.tensor([1.0, 3.0, 0.0, 0.0])
     found = grpo._experience(rollout, rewards).advantages_B
     wanted = group_advantages(rewards, samples_per_prompt=2, ddof=ddof, eps=eps, scale=scale)
-    assert torch.equal(found, wanted)
+    torch.testing.assert_close(found, wanted)
     if scale == "group" and ddof == 1:
         assert found.tolist() == pytest.approx([-1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4), 0, 0])
 
@@ -382,7 +383,7 @@ def test_lora_trains_the_adapter_only_and_compares_with_the_base():
     grpo = make_grpo(model, lora={"r": 2}, learning_rate=1e-2, kl_coef=0.1)
     assert grpo.reference.kind == "adapter off"
     first = grpo.train_step(PROMPTS)
-    assert first["kl"] == 0.0
+    assert first["kl"] == pytest.approx(0.0, abs=1e-11)
     assert grpo.train_step(PROMPTS)["kl"] > 1e-8
     after = {n.replace("base_model.model.", "").replace(".base_layer", ""): p for n, p in grpo.model.named_parameters()}
     assert all(torch.equal(param, after[name]) for name, param in before.items())
@@ -395,7 +396,7 @@ def test_bf16_autocast_and_gradient_checkpointing():
     metrics = grpo.train_step(PROMPTS)
     assert metrics["mismatch_kl"] < 1e-2
     assert metrics["ratio/max"] < 1.5
-    assert not torch.equal(before, weights(model))
+    assert (before - weights(model)).abs().max() > 1e-3
     assert model.dtype == torch.float32
 
 
@@ -429,7 +430,7 @@ def test_the_same_prompts_in_every_form():
     for prompts, options in forms:
         grpo = make_grpo(moe(eos_token_id=3), tokenizer=Letters(), reward_fn=reward)
         found.append(grpo.train_step(prompts, **options)["loss"])
-    assert found == [found[0]] * len(forms)
+    assert found == pytest.approx([found[0]] * len(forms), abs=1e-6)
     assert all(one == seen[0] for one in seen)
     completions, prompts, prompt_ids = seen[0]
     assert prompts == ["ab"] * 4 + ["defg"] * 4
@@ -605,7 +606,7 @@ def test_evaluation_is_greedy_and_changes_nothing():
     grpo = make_grpo(model, batch_size=1)
     before, rng = weights(model), torch.random.get_rng_state()
     first, again = (grpo.evaluate([{"prompt": p} for p in PROMPTS]) for _ in range(2))
-    assert first == again
+    assert first == pytest.approx(again)
     assert set(first) >= {"eval/reward/mean", "eval/reward/std", "eval/reward/count_low", "eval/completion/length"}
     assert torch.equal(before, weights(model))
     assert torch.equal(rng, torch.random.get_rng_state())

@@ -1,12 +1,14 @@
 """SFT: the loss against transformers' own and by hand, packing, micro-batches, options of the model, bad input."""
 
 import functools
+import locale
 
 import pytest
 import torch
 from tiny_models import Letters, llama, read_padded
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, tiny_moe, weights_of
+from yardstick import needs_compiler
 
 from strop.algorithms.sft import SFT, SFTConfig
 
@@ -56,7 +58,7 @@ def test_conversations_alone_are_whole_texts():
     conversations = [[{"role": "user", "content": "ab"}, {"role": "assistant", "content": "dab"}]]
     found = SFT(model=llama(), tokenizer=Letters()).train_step(conversations)
     wanted = SFT(model=llama()).train_step([Letters().encode("abdab")])
-    assert found["loss"] == wanted["loss"]
+    assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
 
 
 def test_a_step_by_hand():
@@ -142,7 +144,9 @@ def test_gradient_checkpointing_changes_nothing():
     examples = random_examples(4)
     results = []
     for checkpointing in (False, True):
-        sft = SFT(model=tiny_qwen2(), gradient_checkpointing=checkpointing, learning_rate=1e-2)
+        sft = SFT(
+            model=tiny_qwen2(), gradient_checkpointing=checkpointing, learning_rate=0.1, optimizer=torch.optim.SGD
+        )
         sft.train_step(*columns(examples))
         results.append(weights_of(sft))
         assert sft.module.is_gradient_checkpointing == checkpointing
@@ -166,8 +170,8 @@ def test_dropout_is_off_unless_asked_for():
         torch.manual_seed(0)
         sft = SFT(model=tiny_qwen2(attention_dropout=0.5), dropout=dropout, learning_rate=0.0)
         losses[dropout] = [sft.train_step(*columns(examples))["loss"] for _ in range(2)]
-    assert losses[False][0] == losses[False][1]
-    assert losses[True][0] != losses[True][1]
+    assert losses[False][0] == pytest.approx(losses[False][1], abs=1e-6)
+    assert losses[True][0] != pytest.approx(losses[True][1], abs=1e-4)
 
 
 def test_dropout_kept_as_a_number_is_off_too():
@@ -185,7 +189,8 @@ def test_dropout_kept_as_a_number_is_off_too():
         vocab_size=30, max_position_embeddings=32, dropout=0.5, attention_dropout=0.5, layerdrop=0.5, **sizes
     )
     sft = SFT(model=OPTForCausalLM(config), learning_rate=0.0)
-    assert len({sft.train_step([[2, 3]], [[4, 5]])["loss"] for _ in range(4)}) == 1
+    losses = [sft.train_step([[2, 3]], [[4, 5]])["loss"] for _ in range(4)]
+    assert losses == pytest.approx([losses[0]] * 4, abs=1e-6)
 
 
 def test_lora_trains_the_adapter_only():
@@ -209,7 +214,10 @@ def test_lora_with_gradient_checkpointing():
     lora = {"r": 4, "alpha": 8}
     results = []
     for checkpointing in (False, True):
-        sft = SFT(model=tiny_qwen2(), learning_rate=1e-2, lora=lora, gradient_checkpointing=checkpointing)
+        sft = SFT(
+            model=tiny_qwen2(), learning_rate=0.1, lora=lora, gradient_checkpointing=checkpointing,
+            optimizer=torch.optim.SGD,
+        )  # fmt: skip
         sft.train_step(*columns(random_examples(4)))
         results.append(weights_of(sft))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
@@ -226,19 +234,29 @@ def test_a_dataset_of_datasets():
     histories = []
     for data in (rows, datasets.Dataset.from_list(rows)):
         histories.append(SFT(model=tiny_moe(), batch_size=3).train(data, num_steps=2).values("loss"))
-    assert histories[0] == histories[1]
+    assert histories[0] == pytest.approx(histories[1], abs=1e-6)
 
 
+@needs_compiler
 def test_compile_changes_no_numbers(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # no C++ to wait for
     examples = random_examples(4)
-    plain = SFT(model=Bigram(), learning_rate=0.1)
-    compiled = SFT(model=Bigram(), learning_rate=0.1, compile=True)
+    options = {"model": Bigram(), "learning_rate": 0.1, "optimizer": torch.optim.SGD}
+    plain, compiled = SFT(**options), SFT(**options | {"model": Bigram()}, compile=True)
     assert compiled.model is not compiled.module
     for _ in range(2):
         a, b = (sft.train_step(*columns(examples))["loss"] for sft in (plain, compiled))
         assert a == pytest.approx(b, abs=1e-6)
     torch.testing.assert_close(weights_of(plain), weights_of(compiled))
+
+
+def test_compile_where_the_locale_knows_ascii_alone(monkeypatch):
+    """torch opens its own templates in the locale's encoding, and would end in the middle of the first step."""
+    monkeypatch.setattr(locale, "getencoding", lambda: "ANSI_X3.4-1968")
+    with pytest.raises(
+        ValueError, match=r"compile must be False .* ASCII alone, found ANSI_X3.4-1968; set PYTHONUTF8=1"
+    ):
+        SFT(model=Bigram(), compile=True)
 
 
 def test_it_memorises():
@@ -254,7 +272,8 @@ def test_what_a_run_of_ids_wrote_can_be_trained_on(tmp_path):
     SFT(model=llama()).save_pretrained(tmp_path)
     sft = SFT(model=tmp_path, learning_rate=0.0)
     assert sft.tokenizer is None
-    assert sft.train_step([[1, 2, 3]])["loss"] == SFT(model=llama()).train_step([[1, 2, 3]])["loss"]
+    wanted = SFT(model=llama()).train_step([[1, 2, 3]])["loss"]
+    assert sft.train_step([[1, 2, 3]])["loss"] == pytest.approx(wanted, abs=1e-6)
 
 
 # ---- bad input ----

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from yardstick import clearly_greedy
 
 from strop.algorithms.dpo import DPO
 from strop.algorithms.grpo import GRPO
@@ -52,8 +53,8 @@ def test_greedy_rollout_equals_generate():
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "Water boils at a temperature of")]
     found = generate(as_policy(model, tokenizer), prompts, Sampling(max_new_tokens=8, temperature=0))
     for prompt, completion in zip(prompts, found.completion_ids, strict=True):
-        alone = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=8, do_sample=False
+        alone = clearly_greedy(
+            model, torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=8
         )
         assert completion.tolist() == alone[0, len(prompt) :].tolist()
 

@@ -1,5 +1,7 @@
 """The engines suite: its scenarios, that every contender computes the same numbers, what is recorded and counted."""
 
+import itertools
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -229,14 +231,20 @@ def test_the_native_engine_allocates_no_arrays_in_a_step():
 
 
 def test_a_new_process_reaches_its_first_forward_in_time_and_memory():
-    """Under 0.5 s and 80 MB, of the best of three: other work on the machine is not the engine's."""
+    """Under 0.5 s and 80 MB, the best of three, in CPU time: other work on the machine is not the engine's."""
+
+    def seconds_of_children():
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
     for name in available_engines():
         contender = engines._cold_contender(StropContender(name))
-        found = harness.measure(
-            Case(work="cold", labels={}, contenders=[contender], warm_up=False, rounds=3), Method()
-        )["contenders"][name]  # fmt: skip
-        assert found["peak_rss_mb"] < 80
-        assert min(found["samples_ns"]) < 0.5e9
+        at = [seconds_of_children()]
+        for _ in range(3):
+            contender.function()
+            at.append(seconds_of_children())
+        assert contender.notes()["peak_rss_mb"] < 80
+        assert min(end - start for start, end in itertools.pairwise(at)) < 0.5
 
 
 def test_load_of_others_is_a_share():

@@ -1,5 +1,6 @@
-"""The commands as a user runs them."""
+"""The commands as a user runs them, and in this process where another would only load everything once more."""
 
+import ast
 import json
 import os
 import shutil
@@ -7,17 +8,44 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 
 import pytest
 
 import strop
-from strop.cli import doctor
+from strop.cli import doctor, main
+
+# a terminal that knows ASCII alone, and nowhere to keep anything
+BARE_CONTAINER = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "HOME": "/nowhere"}
+# what the package itself is, without a look at the others: those take many times as long to import
+DOCTOR = "from strop.cli import doctor, main; doctor.OPTIONAL.clear(); doctor.operators = lambda: []; main()"
 
 
 def run(*args, **environment):
     command = [sys.executable, "-m", "strop", *args]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+
+
+def run_doctor(before="", cwd=None, **environment):
+    command = [sys.executable, "-c", f"import sys; sys.argv = ['strop', 'doctor']; {before} {DOCTOR}"]
+    environment = os.environ | {"COLUMNS": "200"} | environment
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """The exit code of a command and what it printed, in this process."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["strop", *arguments])
+        monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main changes it
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
+
+    return run
 
 
 def test_version_and_help():
@@ -28,26 +56,30 @@ def test_version_and_help():
 
 def test_doctor_is_content_here_and_without_the_compiled_module():
     assert run("doctor").returncode == 0
-    found = run("doctor", STROP_NATIVE="0", COLUMNS="200")
+    found = run_doctor(STROP_NATIVE="0")
     assert found.returncode == 0
     assert "switched off by STROP_NATIVE=0; the primitives run in NumPy" in found.stdout
 
 
-def test_doctor_fails_for_what_is_broken():
-    found = run("doctor", STROP_BACKEND="tritno", COLUMNS="200")
-    assert found.returncode == 1
-    assert "STROP_BACKEND asks for 'tritno'; there are triton, torch" in found.stdout
-    assert "broken: operator grpo_loss" in found.stdout
-    assert "operator logp" in found.stdout.splitlines()[-1]
-    found = run("doctor", STROP_BACKEND="nope=torch", COLUMNS="200")
-    assert found.returncode == 1
-    assert "unknown operator 'nope'" in found.stdout
+def test_doctor_fails_for_what_is_broken(here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(doctor, "OPTIONAL", {})
+    monkeypatch.setenv("STROP_BACKEND", "tritno")
+    code, out, _ = here("doctor")
+    assert code == 1
+    assert "STROP_BACKEND asks for 'tritno'; there are triton, torch" in out
+    assert "broken: operator grpo_loss" in out
+    assert "operator logp" in out.splitlines()[-1]
+    monkeypatch.setenv("STROP_BACKEND", "nope=torch")
+    code, out, _ = here("doctor")
+    assert code == 1
+    assert "unknown operator 'nope'" in out
 
 
 def test_doctor_reports_a_wrong_setting():
     if doctor._compiled.native is None:
         pytest.skip("needs the compiled module")
-    found = run("doctor", STROP_ISA="mmx", COLUMNS="200")
+    found = run_doctor(STROP_ISA="mmx")
     assert found.returncode == 1
     assert "STROP_ISA must be one of" in found.stdout
 
@@ -56,19 +88,12 @@ def test_doctor_tells_a_broken_module_from_an_absent_one(tmp_path):
     """A copy of the package, without its compiled module and with something else in its place."""
     source = Path(strop.__file__).parent
     shutil.copytree(source, tmp_path / "strop", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    program = "import sys; sys.meta_path = [f for f in sys.meta_path if 'Redirect' not in type(f).__name__]; sys.path.insert(0, '.');"
-    command = [sys.executable, "-c", program + "from strop.cli import main; sys.argv = ['strop', 'doctor']; main()"]
-
-    def doctor_there():
-        return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}
-        )
-
-    absent = doctor_there()
+    alone = "sys.meta_path = [f for f in sys.meta_path if 'Redirect' not in type(f).__name__]; sys.path.insert(0, '.');"
+    absent = run_doctor(alone, tmp_path)
     assert absent.returncode == 0, absent.stderr
     assert "not built" in absent.stdout
     (tmp_path / "strop" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"not a library")
-    broken = doctor_there()
+    broken = run_doctor(alone, tmp_path)
     assert broken.returncode == 1
     assert "does not load" in broken.stdout
     assert "NumPy is used instead" in broken.stderr
@@ -93,7 +118,7 @@ def test_doctor_notices_a_package_that_does_not_import(monkeypatch):
     assert "does not import: undefined symbol" in found["torch"].detail
 
 
-def test_errors_are_one_line():
+def test_errors_are_one_line(here):
     found = run("bench", "nope")
     assert found.returncode == 1
     assert (
@@ -101,14 +126,12 @@ def test_errors_are_one_line():
         == "strop: ValueError: unknown suite 'nope'; there are primitives, engines, convergence, losses, step, demo, learning\n"
     )
     assert "Traceback" in run("--debug", "bench", "nope").stderr
-    assert (
-        run("bench", "primitives", "--rounds", "1").stderr
-        == "strop: ValueError: rounds must be at least 3 for an interval, found 1\n"
-    )
-    assert run("bench", "primitives", "--only", "zebra").stderr.startswith(
-        "strop: ValueError: no case of primitives contains 'zebra'"
-    )
-    assert run("nope").returncode == 2
+    wanted = "strop: ValueError: rounds must be at least 3 for an interval, found 1\n"
+    assert here("bench", "primitives", "--rounds", "1") == (1, "", wanted)
+    code, _, err = here("bench", "primitives", "--only", "zebra")
+    assert code == 1
+    assert err.startswith("strop: ValueError: no case of primitives contains 'zebra'")
+    assert here("nope")[0] == 2
 
 
 def test_bench_writes_its_result(tmp_path):
@@ -120,7 +143,7 @@ def test_bench_writes_its_result(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text(encoding="utf-8"))
     assert [c["work"] for c in found["cases"]] == ["advantages 16×4"] * 2
     assert all(len(c["contenders"]["strop"]["samples_ns"]) == 3 for c in found["cases"])
 
@@ -142,10 +165,10 @@ def test_bench_of_curves(tmp_path):
     assert max(map(len, path.read_text().splitlines())) > 80  # on one line
 
 
-def test_bench_does_not_start_what_it_could_not_write(tmp_path):
-    found = run("bench", "primitives", "--output", str(tmp_path))
-    assert found.returncode == 1
-    assert found.stderr == f"strop: IsADirectoryError: --output must be a file, found the folder {tmp_path}\n"
+def test_bench_does_not_start_what_it_could_not_write(here, tmp_path):
+    code, _, err = here("bench", "primitives", "--output", str(tmp_path))
+    assert code == 1
+    assert err == f"strop: IsADirectoryError: --output must be a file, found the folder {tmp_path}\n"
 
 
 def test_bench_can_be_interrupted(tmp_path):
@@ -163,11 +186,40 @@ def test_bench_can_be_interrupted(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_of_some_cases_writes_nothing(tmp_path):
+def test_bench_of_some_cases_writes_nothing_and_characters_a_terminal_lacks_as_escapes(tmp_path):
     found = subprocess.run(
         [sys.executable, "-m", "strop", "bench", "primitives", "--only", "advantages 16", "--rounds", "3"],
-        cwd=tmp_path, capture_output=True, text=True,
+        cwd=tmp_path, capture_output=True, text=True, env=os.environ | BARE_CONTAINER,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
-    assert "advantages 16×4" in found.stdout
+    assert r"advantages 16\xd74" in found.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_name_of_a_file_is_printed_as_it_is(tmp_path):
+    """Also where the terminal's encoding does not know its characters: a shell may go on with it."""
+    name = "größe".encode()
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n', encoding="utf-8")
+    command = [sys.executable, "-m", "strop", "report", name]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, env=os.environ | BARE_CONTAINER)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.decode("utf-8") == "größe/report.html\n"
+
+
+def test_files_are_written_and_read_as_utf8():
+    """Whatever the locale: every call that opens one as text says so."""
+    forgotten = []
+    for path in sorted(Path(strop.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            mode = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            is_file = isinstance(node.func, ast.Name) or len(mode) == len(node.args)  # not os.open, nor our own
+            opens = name == "open" and is_file and not any("b" in text for text in mode)
+            as_text = any(k.arg == "text" for k in node.keywords) and name in ("run", "Popen", "check_output")
+            if name in ("read_text", "write_text") or opens or as_text:
+                forgotten.append(f"{path.name}:{node.lineno}")
+    assert not forgotten

@@ -1,5 +1,6 @@
 """`strop train` and `strop generate` as a user calls them, in this process: torch is loaded once."""
 
+import io
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.cli import main
+from strop.cli import generate, main
 from strop.cli.job import JobConfig, load_function, load_rewards, shaped
 from strop.cli.options import described, options_of, parse_settings, parse_value, read_config
 from strop.cli.train import ALGORITHMS, algorithm_class, gather
@@ -278,9 +279,20 @@ def test_sft_then_grpo_then_generate_then_report(strop):
 
     code, out, err = strop("report", "runs/a", "runs/b", "--output", "both.html")
     assert (code, out) == (0, "both.html\n"), err
-    assert "Loss, GRPO" in Path("both.html").read_text()
+    assert "Loss, GRPO" in Path("both.html").read_text(encoding="utf-8")
     code, out, _ = strop("report", "runs/b")
     assert (code, out) == (0, "runs/b/report.html\n")
+
+
+def test_generate_takes_any_character_where_the_terminal_knows_ascii_alone(monkeypatch):
+    """Lines of standard input are UTF-8 as files are, and JSON stays JSON."""
+    given, answer, out = "2×3 größer\n5\n", {"prompt": "größer", "completion": "×"}, io.BytesIO()
+    stdin = io.TextIOWrapper(io.BytesIO(given.encode("utf-8")), encoding="ascii", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert generate._lines_of_stdin() == ["2×3 größer", "5"]
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii", write_through=True))
+    generate._show(answer, as_json=True, alone=True)
+    assert json.loads(out.getvalue()) == answer
 
 
 def test_dpo_from_a_file(strop, tmp_path):

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from yardstick import same
 
 from strop.losses import PREFERENCE_LOSS_TYPES, pair_preference_loss, preference_loss, sequence_logps
 
@@ -153,7 +154,7 @@ def test_permutation_and_micro_batches(loss_type):
     order = torch.tensor([3, 1, 4, 0, 2])
     permuted, _ = run(loss_type, **{name: value[order] for name, value in example().items()})
     torch.testing.assert_close(permuted.loss, whole.loss, rtol=1e-12, atol=0)
-    assert torch.equal(permuted.chosen_rewards, whole.chosen_rewards[order])
+    torch.testing.assert_close(permuted.chosen_rewards, whole.chosen_rewards[order], rtol=1e-12, atol=0)
     for num_pairs in (5, torch.tensor(5)):
         parts = [
             run(loss_type, num_pairs=num_pairs, **{name: value[rows] for name, value in example().items()})
@@ -203,7 +204,7 @@ def test_low_precision_is_computed_in_float32(dtype):
     low = {name: example(dtype)[name] for name in NAMES[:4]}
     found, gradients = run("sigmoid", **low)
     expected, _ = run("sigmoid", **{name: value.float() for name, value in low.items()})
-    assert torch.equal(found.loss, expected.loss)
+    same(found.loss, expected.loss)
     assert gradients[0].dtype == dtype
 
 
@@ -213,7 +214,7 @@ def test_a_reference_in_float64_leaves_the_loss_in_the_policys_dtype(loss_type):
     expected, _ = run(loss_type, **mixed)
     found, _ = run(loss_type, **mixed | {name: mixed[name].double() for name in NAMES[2:4]})
     assert [x.dtype for x in found] == [torch.float32] * 3
-    assert torch.equal(found.loss, expected.loss)
+    same(found.loss, expected.loss, scale=20.0)  # log-probs are differences of numbers about that large
 
 
 def test_rewards_and_metrics():

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from moe_models import random_model, small_config
+from yardstick import clearly_greedy
 
 from strop.moe import MoEConfig, MoETransformer
 from strop.moe.weights import to_mixtral
@@ -136,10 +137,8 @@ def test_auxiliary_loss_has_their_value(masked, moe_engine):
 
 
 def greedy_mixtral(mixtral, prompt, count):
-    with torch.no_grad():
-        result = mixtral.generate(
-            torch.from_numpy(prompt), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
+    ids = torch.from_numpy(prompt)
+    result = clearly_greedy(mixtral, ids, max_new_tokens=count, eos_token_id=None, pad_token_id=0)
     return result[:, prompt.shape[1] :].numpy()
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from moe_models import random_model, small_config
+from moe_models import random_model, same, small_config
 
 torch = pytest.importorskip("torch")
 
@@ -22,6 +22,10 @@ def grads(model):
 
 def relative_error(found, wanted):
     return np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-6)
+
+
+def same_tensor(found, wanted, model):
+    same(found.detach().numpy(), wanted.detach().numpy(), model.moe.engine.name)
 
 
 def assert_same_grads(found, wanted, tolerance=1e-4):

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from torch.nn.functional import linear, one_hot
-from yardstick import backends, cut_off
+from yardstick import backends, cut_off, same
 
 from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, POLICY_LOSS_TYPES
 from strop.ops import chunks, grpo_loss, linear_grpo_loss, linear_logp, registry
@@ -46,9 +46,10 @@ def example(dtype=torch.float32, V=V, seed=0):
     return head, (ids, old, make(B).float(), mask), ref
 
 
-def run(function, head, rest, **options):
-    """The result and the gradients of hidden, weight and bias."""
-    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in head]
+def run(function, head, rest, frozen=False, **options):
+    """The result and the gradients of hidden, weight (None where it is frozen) and bias."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in head]
+    leaves[1].requires_grad_(not frozen)
     found = function(*leaves[:2], *rest, bias=leaves[2], **options)
     found.loss.backward()
     return found, [None if x is None else x.grad for x in leaves]
@@ -185,22 +186,38 @@ def test_a_default_device(fast_backend):
     expected, gradients = run(linear_grpo_loss, head, rest, samples_per_prompt=2)
     with torch.device("meta"):
         found, found_gradients = run(linear_grpo_loss, head, rest, samples_per_prompt=2)
-    torch.testing.assert_close((*found, *found_gradients), (*expected, *gradients), rtol=0, atol=0)
+    same((*found, *found_gradients), (*expected, *gradients), scale=1.0)
 
 
-def check_against_eager(backend, dtype, workspace):
-    head, rest, _ = example(dtype, V=203)
-    found, gradients = run(linear_grpo_loss, head, rest, samples_per_prompt=2, workspace=workspace)
-    expected, exact = run(linear_grpo_loss.reference, [x.double() for x in head], rest, samples_per_prompt=2)
-    eager_result, eager = run(linear_grpo_loss.reference, head, rest, samples_per_prompt=2)
-    error, eager_error = ((x.loss.double() - expected.loss).abs() for x in (found, eager_result))
-    assert error <= 2 * eager_error + 1e-6
-    for name, a, b, c in zip(("hidden", "weight", "bias"), gradients, exact, eager, strict=True):
-        assert a.dtype == dtype
-        error, eager_error = (a.double() - b).abs().max(), (c.double() - b).abs().max()
-        most = 2 * eager_error + (1e-6 + cut_off(backend, dtype)) * b.abs().max()
-        assert error <= most, f"d {name}: {error:.3g}, eager {eager_error:.3g}"
-        assert a.abs().max() > 0.5 * b.abs().max()
+def check_against_eager(
+    backend, dtype, workspace, *, hidden_laid=lambda x: x, weight_laid=lambda x: x, masked=True, frozen=False
+):
+    (hidden, weight, bias), (*rest, mask), _ = example(dtype, V=203)
+    head, rest = [hidden, weight, None if frozen else bias], (*rest, mask if masked else torch.ones_like(mask))
+    options = {"samples_per_prompt": 2, "frozen": frozen}
+    laid = [hidden_laid(hidden), weight_laid(weight), head[2]]
+    found = run(linear_grpo_loss, laid, rest, workspace=workspace, **options)
+    eager = run(linear_grpo_loss.reference, head, rest, **options)
+    hold_against_eager(found, eager, head, rest, cut_off(backend, dtype), **options)
+
+
+def hold_against_eager(found, eager, head, rest, allowance, **options):
+    """(result, gradients): their error at its largest at most twice eager's, in whatever dtype it multiplied."""
+    (result, gradients), (eager_result, eager_gradients) = found, eager
+    wide = [None if x is None else x.double() for x in head]
+    exact, exact_gradients = run(linear_grpo_loss.reference, wide, rest, **options)
+    for name, a, b, c in zip(("loss", "policy_loss", "kl"), result, exact, eager_result, strict=True):
+        error, eager_error = (a.double() - b).abs(), (c.double() - b).abs()
+        most = 2 * eager_error + (1e-6 + allowance) * b.abs().clamp(min=1)
+        assert error <= most, f"{name}: {error:.3g}, eager {eager_error:.3g}"
+    for name, a, b, c in zip(("hidden", "weight", "bias"), gradients, exact_gradients, eager_gradients, strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            assert a.dtype == head[0].dtype
+            error, eager_error = (a.double() - b).abs().max(), (c.double() - b).abs().max()
+            most = 2 * eager_error + (1e-6 + allowance) * b.abs().max()
+            assert error <= most, f"d {name}: {error:.3g}, eager {eager_error:.3g}"
+            assert a.abs().max() > 0.5 * b.abs().max()
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -209,7 +226,7 @@ def check_against_eager(backend, dtype, workspace):
 )
 @pytest.mark.parametrize("num_blocks", [2, 3])
 def test_all_logits_in_the_memory_of_the_gradient(monkeypatch, num_blocks, dtype, autocast, masked):
-    """In blocks of the vocabulary, each overwritten by the gradients of those before it: as in one chunk."""
+    """In blocks of the vocabulary, each overwritten by the gradients of those before it."""
     generator = torch.Generator().manual_seed(3)
     make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     N, H, V = 26, 40 if dtype == torch.float32 and not autocast else 16, 350
@@ -236,13 +253,10 @@ def test_all_logits_in_the_memory_of_the_gradient(monkeypatch, num_blocks, dtype
             plan = plan_of(count, Head(*head[1:]), wanted, computed_in, computed_in.itemsize, workspace)
             if plan is not None and -(-V // plan.v) <= num_blocks:
                 break
-        found, gradients = run(linear_grpo_loss, head, rest, workspace=workspace, **options)
-        expected, expected_gradients = run(linear_grpo_loss, head, rest, **options)
+        found = run(linear_grpo_loss, head, rest, workspace=workspace, **options)
+        eager = run(linear_grpo_loss.reference, head, rest, **options)
     assert blocks == [num_blocks]
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if computed_in == torch.float32 else {"rtol": 0.02, "atol": 1e-3}
-    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradients, expected_gradients, **tolerance)
-    assert [x.dtype for x in gradients] == [dtype] * 3
+    hold_against_eager(found, eager, head, rest, cut_off("triton", computed_in), **options)
 
 
 @pytest.mark.parametrize("workspace", [100, 3000])
@@ -292,7 +306,7 @@ def test_masked_garbage_changes_nothing(backend, level):
         results.append((*found, *gradients))
         assert (gradients[0][out] == 0).all()
     for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+        same(other, results[0], scale=1.0)
 
 
 def test_micro_batches_add_up_to_the_batch(backend):
@@ -337,25 +351,14 @@ LAYOUTS = {
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_hidden_states_however_they_lie(backend, layout, dtype, masked, frozen):
-    (hidden, weight, _), (ids, old_logps, rewards, mask), _ = example(dtype)
-    mask = mask if masked else torch.ones_like(mask)
-    results = []
-    for one in (hidden, layout(hidden)):
-        assert torch.equal(one, hidden)
-        leaves = one.detach().requires_grad_(), weight.detach().clone().requires_grad_(not frozen)
-        loss = linear_grpo_loss(*leaves, ids, old_logps, rewards, mask, samples_per_prompt=2).loss
-        results.append((loss.detach(), *torch.autograd.grad(loss, leaves[: 2 - frozen])))
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+    """As exact as eager: products of another layout are other kernels of the BLAS, with sums of their own."""
+    assert not layout(example()[0][0]).is_contiguous()
+    check_against_eager(backend, dtype, None, hidden_laid=layout, masked=masked, frozen=frozen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_that_is_a_transposed_matrix(backend, dtype):
-    (hidden, weight, bias), rest, _ = example(dtype)
-    leaves = [x.detach().clone().requires_grad_() for x in (weight.T.contiguous().T, weight.contiguous())]
-    assert not leaves[0].is_contiguous()
-    for leaf in leaves:
-        linear_grpo_loss(hidden, leaf, *rest, bias=bias, samples_per_prompt=2, workspace=700).loss.backward()
-    assert torch.equal(leaves[0].grad, leaves[1].grad)
+    check_against_eager(backend, dtype, 2000, weight_laid=lambda weight: weight.T.contiguous().T)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -445,10 +448,10 @@ def test_without_gradients(backend):
     expected = linear_grpo_loss(hidden, weight, *rest, **options).loss
     weight.requires_grad_()
     with torch.no_grad():
-        assert torch.equal(linear_grpo_loss(hidden, weight, *rest, **options).loss, expected)
+        same(linear_grpo_loss(hidden, weight, *rest, **options).loss, expected, scale=1.0)
     with torch.inference_mode():
         inferred = linear_grpo_loss(hidden, weight, *rest, **options)
-        assert torch.equal(inferred.loss.clone(), expected)
+        same(inferred.loss.clone(), expected, scale=1.0)
         assert inferred.metrics["ratio_mean"] > 0
 
 

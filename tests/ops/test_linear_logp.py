@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn.functional import linear
-from yardstick import backends, check, cut_off, eager_logps
+from yardstick import backends, check, cut_off, eager_logps, same
 
 from strop.ops import chunks, linear_logp, logp, registry
 from strop.ops.head import Tokens
@@ -242,7 +242,7 @@ def test_masked_garbage_changes_nothing(backend):
         assert (found[0][out] == 0).all()
         assert (gradients[0][out] == 0).all()
     for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+        same(other, results[0])
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
@@ -341,9 +341,9 @@ def test_without_gradients(backend):
     expected = linear_logp(hidden, weight, ids, bias=bias, completion_mask=mask)
     weight.requires_grad_()
     with torch.no_grad():
-        assert torch.equal(linear_logp(hidden, weight, ids, bias=bias, completion_mask=mask), expected)
+        same(linear_logp(hidden, weight, ids, bias=bias, completion_mask=mask), expected)
     with torch.inference_mode():
-        assert torch.equal(linear_logp(hidden, weight, ids, bias=bias, completion_mask=mask).clone(), expected)
+        same(linear_logp(hidden, weight, ids, bias=bias, completion_mask=mask).clone(), expected)
 
 
 Hi, W, Bi, I, M = example()  # noqa: E741

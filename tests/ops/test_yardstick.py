@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from yardstick import check, check_gradient, eager_logps
+from yardstick import check, check_gradient, eager_logps, same
 
 from strop.ops import logp
 
@@ -71,3 +71,20 @@ def test_infinities_have_their_places():
             check(torch.tensor(wrong), exact, exact.float())
     with pytest.raises(AssertionError, match="shape"):
         check(exact.float()[:2], exact, exact.float())
+
+
+def test_two_ways_to_one_result():
+    a = torch.tensor([1.0, -3.0, 0.0, torch.inf, torch.nan])
+    same(a, a.clone())
+    same([a, a * 0], [a * (1 + 4 * torch.finfo(a.dtype).eps), a * 0])
+    same(torch.tensor([3.0]).bfloat16(), torch.tensor([3.02]).bfloat16())
+    same(torch.tensor(1e-8), torch.tensor(2e-8), scale=1.0)
+    for wrong in (a * 1.00001, a + 3e-5, a.double(), a[:4], a.nan_to_num(), torch.zeros(5)):
+        with pytest.raises(AssertionError):
+            same(wrong, a)
+    with pytest.raises(AssertionError):
+        same(torch.full((3,), 1e-30), torch.zeros(3))  # what is masked is 0
+    with pytest.raises(AssertionError):
+        same(torch.tensor([3.0]).bfloat16(), torch.tensor([3.1]).bfloat16())
+    with pytest.raises(ValueError, match="longer"):
+        same([a], [a, a])

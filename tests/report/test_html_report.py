@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -323,7 +324,8 @@ def test_a_browser_has_nothing_to_say(tmp_path):
     path = write_report(runs, tmp_path / "report.html")
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000", "--dump-dom", path.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    home = {"HOME": str(tmp_path), "LC_ALL": "C.UTF-8"}  # a browser needs one, and text
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, env=os.environ | home)
     assert "CONSOLE" not in done.stderr
     assert done.stdout.count('class="tip"') == done.stdout.count("data-chart=") == 8  # the script ran to its end
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import batch_of, every_kind, llama, moe, plain, qwen2
+from yardstick import clearly_greedy
 
 from strop.data.batch import TokenBatch
 from strop.models import as_policy
@@ -31,7 +32,7 @@ def test_greedy_equals_generate_row_by_row(make):
     model = make(eos_token_id=3)
     found = generate(as_policy(model), PROMPTS, Sampling(max_new_tokens=12, temperature=0))
     for prompt, completion in zip(PROMPTS, found.completion_ids, strict=True):
-        alone = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=3)
+        alone = clearly_greedy(model, torch.tensor([prompt]), max_new_tokens=12, pad_token_id=3)
         assert completion.tolist() == alone[0, len(prompt) :].tolist()
 
 

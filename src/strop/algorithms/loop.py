@@ -309,7 +309,7 @@ class RunFolder:
         from strop import __version__
 
         path = self.path / "run.json"
-        before = json.loads(path.read_text()) if path.exists() else {}
+        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         versions = {"strop": __version__, "torch": torch.__version__, "python": platform.python_version()}
         about = {
             "algorithm": trainer.name,
@@ -324,7 +324,7 @@ class RunFolder:
             "started": before.get("started") or time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         unfinished = self.path / ".run.json.tmp"
-        unfinished.write_text(json.dumps(about, indent=2) + "\n")
+        unfinished.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         unfinished.replace(path)
 
     def close(self, trainer: "Trainer") -> Path:

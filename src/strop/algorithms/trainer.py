@@ -8,8 +8,10 @@ An algorithm says how rows become a batch and which loss that has:
         def train_step(self, rows): return self.run_step(lambda: self.step_on(rows))
 """
 
+import codecs
 import contextlib
 import inspect
+import locale
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -335,7 +337,7 @@ class Trainer:
                     f"gradient_checkpointing must be False: {type(model).__name__} has no gradient_checkpointing_enable"
                 )
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return torch.compile(model) if run.compile else model  # type: ignore[return-value]
+        return _compiled(model) if run.compile else model
 
     def _set_learning_rate(self) -> float:
         state = self.state
@@ -373,6 +375,15 @@ def turn_dropout_off(model: torch.nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("dropout" in name or name == "layerdrop"):
                 setattr(module, name, 0.0)
+
+
+def _compiled(model: torch.nn.Module) -> torch.nn.Module:
+    encoding = locale.getencoding()
+    if codecs.lookup(encoding).name == "ascii":  # torch opens its own templates in it, and would say UnicodeDecodeError
+        raise ValueError(
+            f"compile must be False where the locale knows ASCII alone, found {encoding}; set PYTHONUTF8=1"
+        )
+    return torch.compile(model)  # type: ignore[return-value]
 
 
 def _with_lora(model: Any, config: Any, seed: int) -> Any:

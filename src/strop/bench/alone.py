@@ -28,7 +28,7 @@ def run_alone(*arguments: str) -> dict[str, Any]:
     if counter := _counter():
         environment["LD_PRELOAD"] = counter
     command = [sys.executable, "-m", "strop.bench.alone", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise RuntimeError(f"{' '.join(arguments)} failed in a fresh process: {reason[0]}")
@@ -56,7 +56,7 @@ def peak_megabytes() -> float:
     """The most resident memory this process has held. Linux's ru_maxrss would remember the parent's."""
     status = Path("/proc/self/status")
     if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        line = next(line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) / 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 

@@ -277,7 +277,7 @@ def _busy_seconds() -> float | None:
     stat = Path("/proc/stat")
     if not stat.exists():
         return None
-    user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split(maxsplit=9)[1:9])
+    user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text(encoding="utf-8").split(maxsplit=9)[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
@@ -334,7 +334,7 @@ def commit() -> dict[str, Any]:
     def git(*args: str) -> str | None:
         if shutil.which("git") is None:
             return None
-        done = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, encoding="utf-8")
         return done.stdout.strip() if done.returncode == 0 else None
 
     if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
@@ -347,7 +347,9 @@ def machine() -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         models = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+            line.split(":", 1)[1].strip()
+            for line in cpuinfo.read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
         ]
         cpu = models[0] if models else cpu
     return {
@@ -384,7 +386,7 @@ def gpu() -> dict[str, Any] | None:
             "temperature.gpu",
         )
         query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", "--id=0"]
-        done = subprocess.run(query, capture_output=True, text=True)
+        done = subprocess.run(query, capture_output=True, encoding="utf-8")
         if done.returncode == 0:
             values = done.stdout.strip().split(", ")
             found |= {name.replace(".", "_"): value for name, value in zip(names, values, strict=False)}

@@ -1,5 +1,7 @@
 """The command line: one file per command."""
 
+import codecs
+import io
 import os
 import sys
 import warnings
@@ -41,6 +43,15 @@ def _options(
     pass
 
 
+def _escaped(error: UnicodeError) -> tuple[bytes, int]:
+    """An escape (\\xd7) for a character that the terminal's encoding lacks; the bytes of a file's name stay as they are."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return b"".join(
+        os.fsencode(c) if "\udc80" <= c <= "\udcff" else c.encode("ascii", "backslashreplace") for c in lacking
+    ), error.end
+
+
 def _show_usage_error(error: Any) -> NoReturn:
     if "help" in type(error).__name__.lower():  # no arguments at all: the help itself
         error.show()
@@ -54,6 +65,10 @@ def main() -> None:
     """Errors are one line and a non-zero exit; the traceback comes with --debug."""
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    codecs.register_error("strop-escaped", _escaped)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="strop-escaped")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of transformers and datasets are for terminals
     if not debug:

@@ -1,5 +1,7 @@
 """`strop generate`"""
 
+import codecs
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -75,13 +77,20 @@ def _rows(job: JobConfig, task: Any, prompts: Sequence[str] | None) -> list[dict
     if prompts:
         if job.data is not None:
             raise ValueError("give --prompt or --data, found both")
-        texts = [line.rstrip("\n") for line in sys.stdin] if list(prompts) == ["-"] else list(prompts)
+        texts = _lines_of_stdin() if list(prompts) == ["-"] else list(prompts)
         if not any(texts):
             raise ValueError("prompt must hold text, found none")
         return list(shaped([{"prompt": text} for text in texts if text], job))
     if job.data is None and task is None:
         raise ValueError("give a prompt: --prompt TEXT, --data FILE or --task NAME")
     return [dict(row) for row in load_data(job, task)]
+
+
+def _lines_of_stdin() -> list[str]:
+    """UTF-8, as files are, whatever the terminal's encoding."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8")
+    return [line.rstrip("\n") for line in sys.stdin]
 
 
 def _no_reward(completions: Sequence[str]) -> list[float]:
@@ -113,7 +122,8 @@ def _answers(best: Any, rows: list[dict[str, Any]], scored: bool) -> list[dict[s
 
 def _show(answer: dict[str, Any], as_json: bool, alone: bool) -> None:
     if as_json:
-        print(json.dumps(answer, ensure_ascii=False))
+        encoding = codecs.lookup(sys.stdout.encoding or "utf-8").name
+        print(json.dumps(answer, ensure_ascii=encoding != "utf-8"))  # with escapes JSON knows
         return
     if alone and "reward" not in answer:
         print(answer["completion"])

@@ -122,7 +122,7 @@ def _check_folder(folder: Path, name: str, gguf_file: str | None) -> None:
 def _is_strop_folder(folder: Path) -> bool:
     """Mixtral's layout with the keys strop adds: opened by its engine, not by transformers."""
     try:
-        return "strop_rope_base" in (folder / "config.json").read_text()
+        return "strop_rope_base" in (folder / "config.json").read_text(encoding="utf-8")
     except OSError:
         return False
 

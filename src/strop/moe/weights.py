@@ -40,7 +40,7 @@ def save(folder: str | Path, config: MoEConfig, params: Arrays) -> None:
     dtype = params["model.norm.weight"].dtype
     text = json.dumps(to_mixtral(config, dtype), indent=2, sort_keys=True) + "\n"
     _write_atomically(folder / WEIGHTS, lambda path: save_file(_split_experts(params), path, metadata={"format": "pt"}))
-    _write_atomically(folder / CONFIG, lambda path: path.write_text(text))
+    _write_atomically(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def load(folder: str | Path, *, dtype: Any = None) -> tuple[MoEConfig, Arrays]:
@@ -285,7 +285,7 @@ def _as_float(name: str, info: dict[str, Any], file: Path) -> np.ndarray:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"folder must hold {file.name}, found none in {file.parent}") from None
     except ValueError as error:  # no JSON, or no text

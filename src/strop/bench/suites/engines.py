@@ -256,12 +256,14 @@ def _cold_contender(c: moe_contenders.Contender) -> Contender:
     peaks: list[float] = []
     program = (
         f"{c.cold_program}\n"
-        "status = open('/proc/self/status').read()\n"
+        "status = open('/proc/self/status', encoding='utf-8').read()\n"
         "print(float(abs(logits).sum()), status.split('VmHWM:')[1].split()[0])"
     )
 
     def start() -> float:
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=_cold_environment())
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, encoding="utf-8", env=_cold_environment()
+        )
         if done.returncode:
             raise RuntimeError(f"{c.name} failed in a new process: {done.stderr.strip().splitlines()[-1]}")
         total, kilobytes = done.stdout.split()

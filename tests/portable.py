@@ -1,0 +1,78 @@
+"""The tests in other environments: what holds on one machine must not hang on its CPU, threads, locale or home folder.
+
+python tests/portable.py            each of ENVIRONMENTS by itself, over FOLDERS: `make test-portable`
+python tests/portable.py --short    two passes that hold them all: `make check`
+python tests/portable.py NAME ...   those whose name contains one of the words
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+# a sum in another order, with other vectors or in other parts, is another sum; each name is one way to get one
+ENVIRONMENTS = {
+    "torch without vectors": {"ATEN_CPU_CAPABILITY": "default"},
+    "torch with AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "MKL with AVX2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "oneDNN with AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "OpenBLAS with AVX2": {"OPENBLAS_CORETYPE": "Haswell"},
+    "one thread": {"OMP_NUM_THREADS": "1"},
+    "four threads": {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE"},
+    "strop without vectors": {"STROP_ISA": "baseline"},
+    "strop with AVX2": {"STROP_ISA": "avx2"},
+    "another hash seed": {"PYTHONHASHSEED": "20011"},
+    "another locale and time zone": {"LC_ALL": "de_DE.ISO-8859-1", "TZ": "XXX-13:45"},
+    "a home that cannot be written": {"HOME": "/dev/null/home"},  # below a file: not even for root
+    "a bare container": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "HOME": "/nowhere"},
+    "the last test first": {"PYTEST_ADDOPTS": "--reverse"},
+}
+FOLDERS = ["ops", "losses", "moe", "algorithms", "rollout", "test_models.py", "test_checkpoint.py"]
+WITH_TEXT = ["cli", "report", "data", "tasks", "test_logging.py", "test_callbacks.py"]
+
+# what does not exclude one another, together; graphs are compiled in `make test`, and take as long as the rest
+SHORT = {
+    "as little as can be": [
+        "torch without vectors", "OpenBLAS with AVX2", "one thread", "strop without vectors", "another hash seed",
+        "a bare container", "the last test first",
+    ],
+    "AVX2 and four threads": [
+        "torch with AVX2", "MKL with AVX2", "oneDNN with AVX2", "four threads", "strop with AVX2",
+        "another locale and time zone", "a home that cannot be written",
+    ],
+}  # fmt: skip
+JOBS = os.environ.get("PYTEST_JOBS", str(os.cpu_count()))
+
+
+def run(name, environment, *arguments):
+    """Whether the tests pass there. The last line of pytest tells, and everything where they do not."""
+    command = [sys.executable, "-m", "pytest", "-n", JOBS, "--dist", "worksteal", *arguments]
+    start = time.perf_counter()
+    done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    lines = done.stdout.decode("utf-8", "replace").splitlines() or ["nothing was told"]
+    if done.returncode:
+        print(*lines, sep="\n")
+    print(f"{name:<32} {time.perf_counter() - start:6.0f} s   {lines[-1]}", flush=True)
+    return done.returncode == 0
+
+
+def paths(*names):
+    return [os.path.join("tests", name) for name in names]
+
+
+def main():
+    if sys.argv[1:] == ["--short"]:
+        arguments = [*paths(*FOLDERS, *WITH_TEXT), "--ignore", *paths("ops/test_compile.py")]
+        merged = {
+            name: {k: v for part in parts for k, v in ENVIRONMENTS[part].items()} for name, parts in SHORT.items()
+        }
+        assert {part for parts in SHORT.values() for part in parts} == set(ENVIRONMENTS)
+        results = [run(name, environment, *arguments) for name, environment in merged.items()]
+    else:
+        wanted = [name for name in ENVIRONMENTS if not sys.argv[1:] or any(word in name for word in sys.argv[1:])]
+        results = [run(name, ENVIRONMENTS[name], *paths(*FOLDERS, *WITH_TEXT)) for name in wanted]
+    sys.exit(not all(results))
+
+
+if __name__ == "__main__":
+    main()
