@@ -8,6 +8,7 @@ against their checksums (`checkpoint_file`), its header against a table (`checkp
 against its tensors (`rebuild`), and all of that before anything is changed.
 """
 
+import functools
 import os
 import shutil
 import tempfile
@@ -20,13 +21,14 @@ import torch
 from strop import checksums, rebuild
 from strop.algorithms.state import TrainState, check_rng, get_rng, set_rng
 from strop.checkpoint_file import FORMAT, Tensors, read, write
-from strop.checkpoint_header import CALLBACKS, CheckpointError, check, is_number, shown
+from strop.checkpoint_header import CALLBACKS, CheckpointError, check, check_same, is_number, shown, type_of
 
 if TYPE_CHECKING:
     from strop.algorithms.trainer import Trainer
 
 __all__ = ["FORMAT", "CheckpointError", "read", "restore", "save", "save_pretrained", "write"]
 
+PARTS = ("model", "optim", "ref", "rng", "extra", "tokenizer")
 HOW = ("fused", "foreach", "capturable")  # options of an optimiser that belong to the device it runs on, not to the run
 AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
 Header = dict[str, Any]
@@ -95,8 +97,9 @@ def optimizer_state(trainer: "Trainer") -> tuple[Tensors, dict[str, Any]]:
 def restore(cls: type["Trainer"], path: str | Path, model: Any, ref_model: Any, arguments: dict[str, Any]) -> "Trainer":
     """A new trainer of class `cls` in the state of the checkpoint."""
     header, tensors = read(path)
-    config = config_of(cls, header, path)
-    arguments = dict(arguments)
+    config, arguments = config_of(cls, header, path), dict(arguments)
+    if config.lora is not None:
+        rebuild.check_lora(config.lora, _below("model", tensors), path)
     if arguments.get("tokenizer") is None:
         arguments["tokenizer"] = rebuild.tokenizer_from(header["tokenizer"], _below("tokenizer", tensors), path)
     if model is None:
@@ -115,27 +118,14 @@ def config_of(cls: type["Trainer"], header: Header, path: str | Path) -> Any:
         config = cls.Config.from_options(header["config"])
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: config: {error}") from None
-    _check_same(header["config"], config.to_dict(), path, "config")
+    check_same(header["config"], config.to_dict(), path, "config")
     return config
-
-
-def _check_same(found: Any, wanted: Any, path: Any, where: str) -> None:
-    """`wanted` is what was made of `found`: nothing was left out, added or turned into another type on the way."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for name in sorted(found.keys() ^ wanted.keys()):
-            verb = "lacks" if name in wanted else "has the unknown"
-            raise CheckpointError(f"{path}: {where} {verb} {name!r:.60}; another version of strop may have written it")
-        for name in found:
-            _check_same(found[name], wanted[name], path, f"{where}.{name}")
-    elif isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
-        for i, (item, other) in enumerate(zip(found, wanted, strict=True)):
-            _check_same(item, other, path, f"{where}[{i}]")
-    elif found != wanted or _type_of(found) is not _type_of(wanted):
-        raise CheckpointError(f"{path}: {where} must be written as {shown(wanted)}, found {shown(found)}")
 
 
 def put(trainer: "Trainer", header: Header, tensors: Tensors, path: str | Path) -> None:
     """Bring the trainer into this state: first every check, then every change."""
+    if odd := [name for name in tensors if name.partition("/")[0] not in PARTS]:
+        raise CheckpointError(f"{path} must hold tensors of {', '.join(PARTS)}, found {shown(odd[0])}")
     weights, reference = _below("model", tensors), trainer.reference_model
     check_weights(trainer.module, weights, path, "model")
     if reference is not None:
@@ -159,7 +149,7 @@ def put(trainer: "Trainer", header: Header, tensors: Tensors, path: str | Path) 
     trainer.state = TrainState(**header["state"])
     _told(path, "extra", lambda: trainer.load_extra_state(_below("extra", tensors), header["extra"]))
     for callback, state in callbacks:
-        _told(path, type(callback).__name__, lambda c=callback, s=state: c.load_state_dict(s))  # type: ignore[misc]
+        _told(path, type(callback).__name__, functools.partial(callback.load_state_dict, state))
     trainer.goes_on = True
     set_rng(rng, header["rng"])
 
@@ -235,9 +225,9 @@ def _checked_options(group: dict[str, Any], options: dict[str, Any], path: Any, 
         if key == "params" or key not in group:
             raise CheckpointError(f"{path}: {where} has the unknown option {key!r:.60}; another optimiser wrote it")
         own = group[key]
-        fits = _type_of(value) is _type_of(list(own) if isinstance(own, tuple) else own) or None in (own, value)
+        fits = type_of(value) is type_of(list(own) if isinstance(own, tuple) else own) or None in (own, value)
         if isinstance(value, list) and isinstance(own, (list, tuple)):
-            fits = len(value) == len(own) and all(_type_of(a) is _type_of(b) for a, b in zip(value, own, strict=True))
+            fits = len(value) == len(own) and all(type_of(a) is type_of(b) for a, b in zip(value, own, strict=True))
         if not fits or isinstance(value, dict) or (key == "lr" and not (is_number(value) and value >= 0)):
             raise CheckpointError(f"{path}: {where}.{key} must be as {own!r:.40} is, found {shown(value)}")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in taken.items()}
@@ -254,10 +244,11 @@ def _check_adam(entry: dict[str, Any], param: torch.Tensor, amsgrad: bool, path:
             f"{path} must hold the tensors {', '.join(sorted(wanted))} of {name!r:.80}, found {listed:.120}"
         )
     for key, value in entry.items():
-        shape, dtypes = (torch.Size(), (torch.float32, torch.float64)) if key == "step" else (param.shape, (param.dtype,))
-        if value.shape != shape or value.dtype not in dtypes:
+        counts = value.dtype if value.is_floating_point() else torch.float32
+        shape, dtype = (torch.Size(), counts) if key == "step" else (param.shape, param.dtype)
+        if value.shape != shape or value.dtype != dtype:
             found = f"{list(value.shape)} {value.dtype}"
-            raise CheckpointError(f"{path} must hold {key!r} of {name!r:.80} as {list(shape)} {dtypes[0]}, found {found}")
+            raise CheckpointError(f"{path} must hold {key!r} of {name!r:.80} as {list(shape)} {dtype}, found {found}")
     if not 0 <= float(entry["step"]) < float("inf"):
         raise CheckpointError(f"{path} must hold a finite count of steps of {name!r:.80}, found {float(entry['step'])}")
 
@@ -327,8 +318,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _type_of(value: Any) -> type:
-    """JSON has one kind of number: 1 and 1.0 are the same, True is neither."""
-    return float if isinstance(value, int) and not isinstance(value, bool) else type(value)

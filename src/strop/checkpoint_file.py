@@ -121,7 +121,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], Tensors]:
     check_header(header, path)
     for alias, name in header["aliases"].items():
         if alias in tensors or name not in index:
-            raise CheckpointError(f"{path}: aliases must name tensors of the file, found {alias!r:.60} for {name!r:.60}")
+            raise CheckpointError(f"{path}: aliases must be new names of tensors, found {alias!r:.60} for {name!r:.60}")
     return header, tensors | {alias: tensors[name] for alias, name in header["aliases"].items()}
 
 

@@ -1,9 +1,9 @@
 """What the header of a checkpoint must look like. One table, and the function that holds a header against it.
 
-    {"name": …}     an object with exactly these names; one that ends in "?" may be absent
-    {EACH: …}       an object of any names, each value of this kind
-    [kind]          a list of any length         (kind, kind)    a list of exactly these
-    Kind            a single value: what it is called, and how to tell
+{"name": …}     an object with exactly these names; one that ends in "?" may be absent
+{EACH: …}       an object of any names, each value of this kind
+[kind]          a list of any length         (kind, kind)    a list of exactly these
+Kind            a single value: what it is called, and how to tell
 """
 
 import math
@@ -53,12 +53,7 @@ NUMBER = Kind("a number", is_number)
 NUMBER_OR_NONE = Kind("a number or null", lambda v: v is None or is_number(v))
 TEXT_OR_NONE = Kind("a text or null", lambda v: v is None or isinstance(v, str))
 BIT = Kind("0 or 1", lambda v: is_whole(v) and v in (0, 1))
-WORDS = Kind(
-    "the 625 words of Python's generator",
-    lambda v: (
-        isinstance(v, list) and len(v) == 625 and all(is_whole(w) and 0 <= w < 2**32 for w in v) and v[-1] <= 624
-    ),
-)
+WORD = Kind("a whole number of 32 bits", lambda v: is_whole(v) and 0 <= v < 2**32)
 PLACE = Kind("a place from 0 to 624", lambda v: is_whole(v) and 0 <= v <= 624)
 
 PLAIN_MODEL = {"kind": TEXT, "class": NAME, "frozen": [TEXT]}
@@ -86,7 +81,7 @@ HEADER = {
     "state": {field.name: SECONDS if field.name == "seconds" else COUNT for field in fields(TrainState)},
     "optim": {"params": {EACH: TREE}, "groups": [TREE]},
     "rng": {
-        "python": (Kind("version 3", lambda v: is_whole(v) and v == 3), WORDS, NUMBER_OR_NONE),
+        "python": (Kind("version 3", lambda v: is_whole(v) and v == 3), (*[WORD] * 624, PLACE), NUMBER_OR_NONE),
         "numpy": (Kind("'MT19937'", lambda v: v == "MT19937"), PLACE, BIT, NUMBER),
     },
     "extra": TREE,
@@ -165,3 +160,23 @@ def shown(value: Any) -> str:
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     text = repr(value) if not is_whole(value) or abs(value) < 10**40 else "a whole number of more than 40 digits"
     return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def check_same(found: Any, wanted: Any, path: Any, where: str) -> None:
+    """`wanted` is what was made of `found`: nothing was left out, added or turned into another type on the way."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for name in sorted(found.keys() ^ wanted.keys()):
+            verb = "lacks" if name in wanted else "has the unknown"
+            raise CheckpointError(f"{path}: {where} {verb} {name!r:.60}; another version of strop may have written it")
+        for name in found:
+            check_same(found[name], wanted[name], path, f"{where}.{name}")
+    elif isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
+        for i, (item, other) in enumerate(zip(found, wanted, strict=True)):
+            check_same(item, other, path, f"{where}[{i}]")
+    elif found != wanted or type_of(found) is not type_of(wanted):
+        raise CheckpointError(f"{path}: {where} must be written as {shown(wanted)}, found {shown(found)}")
+
+
+def type_of(value: Any) -> type:
+    """JSON has one kind of number: 1 and 1.0 are the same, True is neither."""
+    return float if isinstance(value, int) and not isinstance(value, bool) else type(value)

@@ -27,8 +27,8 @@ def checksum(data: Any, before: int = 0) -> int:
     whole = len(bytes_N) // BLOCK * BLOCK
     if whole:
         blocks_NRC = bytes_N[:whole].view("<u8").reshape(-1, ROWS, COLUMNS)
-        before = zlib.crc32(np.add.reduce(blocks_NRC, axis=1), before)
-    return zlib.crc32(bytes_N[whole:], before)
+        before = zlib.crc32(np.add.reduce(blocks_NRC, axis=1).data, before)
+    return zlib.crc32(bytes_N[whole:].data, before)
 
 
 def of_file(path: Path) -> int:
@@ -59,7 +59,7 @@ def verify(folder: str | Path) -> None:
         wanted = json.loads(listed.read_text(encoding="utf-8"))
         pairs = [(str(name), str(value)) for name, value in wanted.items()]
     except (ValueError, AttributeError, RecursionError):
-        raise ValueError(f"{listed} must hold an object of file names and checksums, found something else; {hint}") from None
+        raise ValueError(f"{listed} must hold an object of file names, found something else; {hint}") from None
     for name, value in pairs:
         path = Path(folder) / name
         if not path.is_file():

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from strop.checkpoint_header import CheckpointError, is_whole, shown
+from strop.checkpoint_header import CheckpointError, check_same, is_whole, shown
 from strop.models import base_model, unwrapped
 
 Tensors = dict[str, torch.Tensor]
@@ -86,19 +86,21 @@ def model_from(about: dict[str, Any], weights: Tensors, path: Any, argument: str
             f"{argument} must be given: {path} holds the weights of a {about['class']}, a plain module, which cannot "
             f"be rebuilt; from_checkpoint(path, {argument}=…)"
         )
-    if lora is not None:
-        _check_lora(about, lora, path)
+    for name in about["frozen"]:
+        if name not in weights:
+            raise CheckpointError(f"{path}: frozen must name weights of {argument}, found {shown(name)}")
     if about["kind"] == "moe":
         return _moe_from(about, weights, path, argument)
     if "adapters" in about and importlib.util.find_spec("peft") is None:
         raise ImportError('the checkpoint has adapters of peft: pip install "strop[train]"')
     with _explained(about, path, argument), torch.random.fork_rng():
         with torch.device("meta"), at_most_parameters(2 * len(weights) + 16, path, argument):
-            _check_sizes(_hugging_face_from(about, with_adapters=True), weights, path, argument)
-        model = _hugging_face_from(about, with_adapters=lora is None)
+            _check_sizes(_with_adapters(_hugging_face_from(about), about, lora), weights, path, argument)
+        model = _hugging_face_from(about)
         if lora is None:
+            model = _with_adapters(model, about, None)
             _set_dtypes_and_frozen(model, about["frozen"], weights)
-    return _moved(model, about["device"], path)
+        return _moved(model, about["device"], path)
 
 
 def _set_dtypes_and_frozen(model: torch.nn.Module, frozen: Iterable[str], weights: Tensors) -> None:
@@ -119,9 +121,7 @@ def check_names_and_shapes(own: Mapping[str, Any], weights: Tensors, path: Any, 
         raise CheckpointError(f"{path} must hold the weights of {name}, found {missing[0]!r:.120} only in {where}")
     for key, weight in weights.items():
         if tuple(own[key]) != tuple(weight.shape):
-            raise CheckpointError(
-                f"{path} must hold {key!r} of {name} as {list(own[key])}, found {list(weight.shape)}"
-            )
+            raise CheckpointError(f"{path} must hold {key!r} of {name} as {list(own[key])}, found {list(weight.shape)}")
 
 
 def _check_sizes(trial: torch.nn.Module, weights: Tensors, path: Any, argument: str) -> None:
@@ -195,17 +195,20 @@ def _moe_from(about: dict[str, Any], weights: Tensors, path: Any, argument: str)
 
     with _explained(about, path, argument):
         config = MoEConfig(**about["config"])
+        check_same(about["config"], _plain(config.to_dict()), path, f"the config of {argument}")
         if config.num_layers > len(weights):
             raise ValueError(f"num_layers must be at most the file's {len(weights)} tensors, found {config.num_layers}")
         check_names_and_shapes(config.parameter_shapes(), weights, path, argument)
         engine_class(about["engine"])  # one of strop's own, by name
         dtype = NUMPY_DTYPES[DTYPES[about["dtype"]]]
         model = MoEForCausalLM(MoETransformer(config, about["engine"], dtype=dtype))
+        if type(model).__name__ != about["class"]:
+            raise ValueError(f"it must be a {type(model).__name__}")
         _set_dtypes_and_frozen(model, about["frozen"], {})
     return model
 
 
-def _hugging_face_from(about: dict[str, Any], *, with_adapters: bool) -> Any:
+def _hugging_face_from(about: dict[str, Any]) -> Any:
     """On the device and with the generators of the context it is called in."""
     import transformers
 
@@ -226,8 +229,6 @@ def _hugging_face_from(about: dict[str, Any], *, with_adapters: bool) -> Any:
     if "generation_config" in about:
         _check_config(about["generation_config"])
         model.generation_config = transformers.GenerationConfig.from_dict(about["generation_config"])
-    if with_adapters and "adapters" in about:
-        return _with_adapters(model, about["adapters"])
     return model
 
 
@@ -244,32 +245,38 @@ def _check_config(config: Any) -> None:
 
 def _moved(model: Any, device: str, path: Any) -> Any:
     """To the GPU it was on, where there is one."""
-    kind, _, index = device.partition(":")
-    if kind != "cuda":
+    where = torch.device(device)
+    if where.type != "cuda":
         return model
     if not torch.cuda.is_available():
         warnings.warn(f"{path} was written on {device:.20}, which is not here: going on on the CPU", stacklevel=4)
         return model
-    here = index.isdecimal() and int(index) < torch.cuda.device_count()
-    return model.to(device if here else "cuda")
+    return model.to(where if (where.index or 0) < torch.cuda.device_count() else "cuda")
 
 
 # ---- adapters ----
 
 
-def _check_lora(about: dict[str, Any], lora: Any, path: Any) -> None:
-    """The trainer makes the adapter from its option: that must be the adapter the file has the weights of."""
-    values = about.get("adapters", {}).get("default", {})
-    if (values.get("r"), values.get("lora_alpha")) != (lora.r, lora.alpha):
-        found = f"r={shown(values.get('r'))}, alpha={shown(values.get('lora_alpha'))}"
-        raise CheckpointError(f"{path}: config.lora must be its adapter, r={lora.r}, alpha={lora.alpha}, found {found}")
+def check_lora(lora: Any, weights: Tensors, path: Any) -> None:
+    """The trainer makes the adapter of its option `lora`: the file must hold its weights, of that rank."""
+    ranks = {weight.shape[:1] for name, weight in weights.items() if ".lora_A." in name or ".lora_embedding_A." in name}
+    if ranks != {(lora.r,)}:
+        found = ", ".join(str(list(rank)) for rank in sorted(ranks)) or "none"
+        raise CheckpointError(f"{path} must hold adapters of rank {shown(lora.r)} as config.lora.r says, found {found}")
 
 
-def _with_adapters(model: Any, adapters: dict[str, Any]) -> Any:
+def _with_adapters(model: Any, about: dict[str, Any], lora: Any) -> Any:
+    """The model with the adapter that the trainer's option `lora` makes, or with those of the description."""
+    if lora is not None:
+        from strop.algorithms.trainer import with_lora
+
+        return with_lora(model, lora, seed=0)
+    if "adapters" not in about:
+        return model
     import peft
 
-    made: Any = None
-    for name, values in adapters.items():
+    made: Any = model
+    for number, (name, values) in enumerate(about["adapters"].items()):
         if values.get("peft_type") != "LORA":
             raise ValueError(f"its adapter must be of the type LORA, found {shown(values.get('peft_type'))}")
         defaults = _plain(peft.LoraConfig().to_dict())
@@ -277,7 +284,7 @@ def _with_adapters(model: Any, adapters: dict[str, Any]) -> Any:
             if option not in (*LORA, *LORA_MADE_ANEW) and value != defaults.get(option, ...):
                 raise ValueError(f"its adapter must have no {option!r:.60}, found {shown(value)}")
         config = peft.LoraConfig(**{option: values[option] for option in LORA if option in values})
-        if made is None:
+        if number == 0:
             made = peft.get_peft_model(model, config, adapter_name=name)
         else:
             made.add_adapter(name, config)
@@ -357,7 +364,7 @@ def _put_file(folder: Path, name: str, content: torch.Tensor, path: Any) -> None
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
     except OSError as error:  # a name that is too long, or a file where a folder should be
-        raise CheckpointError(f"{path}: the tokenizer's file {shown(name)} cannot be written: {error.strerror}") from None
+        raise CheckpointError(f"{path}: the tokenizer has no file {shown(name)}: {error.strerror}") from None
 
 
 # ---- JSON ----
