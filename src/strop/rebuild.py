@@ -197,7 +197,7 @@ def _moe_from(about: dict[str, Any], weights: Tensors, path: Any, argument: str)
         config = MoEConfig(**about["config"])
         check_same(about["config"], _plain(config.to_dict()), path, f"the config of {argument}")
         if config.num_layers > len(weights):
-            raise ValueError(f"num_layers must be at most the file's {len(weights)} tensors, found {config.num_layers}")
+            raise CheckpointError(f"{path} describes a {argument} of more tensors than it holds")
         check_names_and_shapes(config.parameter_shapes(), weights, path, argument)
         engine_class(about["engine"])  # one of strop's own, by name
         dtype = NUMPY_DTYPES[DTYPES[about["dtype"]]]
