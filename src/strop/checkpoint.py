@@ -3,9 +3,9 @@
 Tensors    model/<parameter>   optim/<parameter>/<key>   ref/<parameter>   rng/…   extra/…   tokenizer/<file> (its bytes)
 Metadata   "strop": JSON with the format, the algorithm, its config, how to rebuild the model, the state, the rest
 
-The extension does not matter: "dpo.pt" is a safetensors file too. A checkpoint may come from anywhere: its bytes are held
-against their checksums (`checkpoint_file`), its header against a table (`checkpoint_header`), the models it describes
-against its tensors (`rebuild`), and all of that before anything is changed.
+The extension does not matter: "dpo.pt" is a safetensors file too. A checkpoint may come from anywhere: its bytes are
+held against their checksums (`checkpoint_file`), its header against a table (`checkpoint_header`), the models it
+describes against its tensors (`rebuild`), and all of that before anything is changed.
 """
 
 import functools
@@ -155,7 +155,7 @@ def put(trainer: "Trainer", header: Header, tensors: Tensors, path: str | Path) 
 
 
 def _told(path: Any, what: str, take: Any) -> None:
-    """A user's own class takes its state back; what it cannot take is the file's fault, whatever the error is called."""
+    """A user's own class takes its state back; what it cannot take is the file's fault, whatever the error is."""
     try:
         take()
     except Exception as error:

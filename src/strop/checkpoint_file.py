@@ -24,7 +24,7 @@ CHECKSUMS = "checksums"
 MOST_INDEX_BYTES = 100_000_000  # safetensors' own limit
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "U64": 8,
-    "U32": 4, "U16": 2, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
+    "U32": 4, "U16": 2, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
 }  # fmt: skip
 Tensors = dict[str, torch.Tensor]
 Index = dict[str, dict[str, Any]]

@@ -4,8 +4,8 @@
 plain module only its class, for the error that asks for it.
 
 What is made again comes from short lists: classes of transformers and strop, attention implementations by name, LoRA
-without the options that name files or modules. Anything else is passed in, as an object, and the error says how. A model
-is made without memory first and compared with the tensors of the file: sizes a file only claims are never allocated.
+without the options that name files or modules. Anything else is passed in, as an object, and the error says how. A
+model is made without memory first and compared with the tensors of the file: what it only claims is never allocated.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import enum
 import importlib.util
 import json
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -136,12 +137,12 @@ def _check_sizes(trial: torch.nn.Module, weights: Tensors, path: Any, argument: 
 @contextlib.contextmanager
 def at_most_parameters(most: int, path: Any, argument: str) -> Iterator[None]:
     """Within, a model with more parameters than the file can hold is not made to its end."""
-    count = 0
+    count, own = 0, threading.get_ident()
 
     def look(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
         nonlocal count
-        count += 1
-        if count > most:
+        count += threading.get_ident() == own  # the hook sees every thread's modules
+        if count > most and threading.get_ident() == own:
             raise CheckpointError(f"{path} describes a {argument} of more tensors than it holds")
 
     handle = torch.nn.modules.module.register_module_parameter_registration_hook(look)
@@ -295,7 +296,7 @@ def _with_adapters(model: Any, about: dict[str, Any], lora: Any) -> Any:
 
 
 def tokenizer_kind(tokenizer: Any) -> str | None:
-    """None for none; "strop" and "transformers" are made again from their files; else its class, to be passed in again."""
+    """None for none; "strop" and "transformers" are made again from their files; else its class, for the error."""
     from strop.tasks import CharTokenizer
 
     if tokenizer is None or type(tokenizer) is CharTokenizer:
@@ -324,7 +325,8 @@ def tokenizer_from(kind: str | None, files: Tensors, path: Any) -> Any:
     hint = "from_checkpoint(path, tokenizer=…)"
     if kind not in ("strop", "transformers"):
         raise CheckpointError(
-            f"tokenizer must be given: {path} was written with a {shown(kind)}, which is not strop's or transformers'; {hint}"
+            f"tokenizer must be given: {path} was written with a {shown(kind)}, which is not strop's or transformers'; "
+            f"{hint}"
         )
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
