@@ -52,6 +52,24 @@ def test_a_hugging_face_model_from_the_file_alone(tied, tmp_path):
         assert again.module.lm_head.weight is again.module.model.embed_tokens.weight
 
 
+def test_a_config_with_an_infinity(tmp_path):
+    """Mamba 2 has one among its numbers, which JSON has not."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    sizes = {
+        "vocab_size": 20,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "state_size": 4,
+        "num_heads": 4,
+        "head_dim": 8,
+    }
+    sft = SFT(model=Mamba2ForCausalLM(Mamba2Config(**sizes, n_groups=1)))
+    sft.save(tmp_path / "sft.pt")
+    again = SFT.from_checkpoint(tmp_path / "sft.pt").module
+    assert tuple(again.config.time_step_limit) == tuple(sft.module.config.time_step_limit) == (0.0, float("inf"))
+
+
 def test_the_moe_from_the_file_alone(tmp_path):
     sft = trained(SFT(model=tiny_moe(), learning_rate=1e-2))
     sft.save(tmp_path / "sft.pt")

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import socket
+import struct
 import tempfile
 from pathlib import Path
 
@@ -550,8 +551,9 @@ OPTIONS = [
     ("lr", None, r"optim.groups\[0\].lr must be as"),
     ("betas", [0.9], r"optim.groups\[0\].betas must be as"),
     ("betas", [0.9, "x"], r"optim.groups\[0\].betas must be as"),
-    ("params", [], r"optim.groups\[0\] has the unknown option 'params'"),
-    ("momentum", 0.9, r"optim.groups\[0\] has the unknown option 'momentum'; another optimiser wrote it"),
+    ("params", [], r"optim.groups\[0\] must have options of plain values, found 'params': a list of 0"),
+    ("other", {"a": 1}, r"optim.groups\[0\] must have options of plain values, found 'other': an object of 1"),
+    ("betas", {"a": 1}, r"optim.groups\[0\] must have options of plain values, found 'betas'"),
     ("amsgrad", 1, r"optim.groups\[0\].amsgrad must be as False is, found 1"),
 ]
 
@@ -562,6 +564,14 @@ def test_options_of_the_optimiser(name, value, match, moe_file):
     header["optim"]["groups"][0][name] = value
     checkpoint.write(path, tensors, header)
     refused(path, match)
+
+
+def test_an_option_the_optimiser_gets_later(moe_file):
+    """A scheduler of torch leaves initial_lr in the groups, and is made after the checkpoint is loaded."""
+    path, header, tensors = moe_file
+    header["optim"]["groups"][0]["initial_lr"] = 0.5
+    checkpoint.write(path, tensors, header)
+    assert SFT.from_checkpoint(path).optimizer.param_groups[0]["initial_lr"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -611,6 +621,19 @@ def test_the_text_of_a_header(moe_file):
         refused(path, match)
 
 
+@pytest.mark.parametrize("shape", [[2**63, 0], [0, 10**30], [0, -1], [0, 1.0], [True, 0], "x", 0, [[]]])
+def test_shapes_that_no_tensor_has(shape, moe_file):
+    """Of no bytes, so that only the shape is wrong."""
+    path, _, _ = moe_file
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    index = json.loads(data[8 : 8 + length])
+    index["extra/x"] = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    text = json.dumps(index).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    refused(path, "is no safetensors file")
+
+
 def test_two_places_of_one_tensor(moe_file):
     path, header, tensors = moe_file
     kept = {name: tensor for name, tensor in tensors.items() if name != "model/lm_head.weight"}
@@ -620,6 +643,7 @@ def test_two_places_of_one_tensor(moe_file):
             "aliases must be new names of tensors, found 'model/lm_head.weight' for 'nothing'",
         ),
         ({"model/model.norm.weight": "rng/torch"}, "aliases must be new names"),
+        ({"model/lm_head.weight": "checksums"}, "aliases must be new names"),
         ({"model/lm_head.weight": 5}, "aliases.'model/lm_head.weight' must be a text, found 5"),
     ):
         write_with_checksums(path, json.dumps({**header, "aliases": aliases}), kept)

@@ -219,16 +219,20 @@ def check_optimizer(
 
 
 def _checked_options(group: dict[str, Any], options: dict[str, Any], path: Any, where: str) -> dict[str, Any]:
-    """The options of a group, those of the device left out: of the names and types the group has itself."""
+    """The options of a group, those of the device left out: plain values, of the types the group itself has."""
     taken = {key: value for key, value in options.items() if key not in HOW}
     for key, value in taken.items():
-        if key == "params" or key not in group:
-            raise CheckpointError(f"{path}: {where} has the unknown option {key!r:.60}; another optimiser wrote it")
+        if key == "params" or not _is_plain(value):
+            raise CheckpointError(
+                f"{path}: {where} must have options of plain values, found {key!r:.60}: {shown(value)}"
+            )
+        if key not in group:  # of a scheduler of the user's own, say, which is still to come
+            continue
         own = group[key]
         fits = type_of(value) is type_of(list(own) if isinstance(own, tuple) else own) or None in (own, value)
         if isinstance(value, list) and isinstance(own, (list, tuple)):
             fits = len(value) == len(own) and all(type_of(a) is type_of(b) for a, b in zip(value, own, strict=True))
-        if not fits or isinstance(value, dict) or (key == "lr" and not (is_number(value) and value >= 0)):
+        if not fits or (key == "lr" and not (is_number(value) and value >= 0)):
             raise CheckpointError(f"{path}: {where}.{key} must be as {own!r:.40} is, found {shown(value)}")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in taken.items()}
 

@@ -107,20 +107,18 @@ def read(path: str | Path) -> tuple[dict[str, Any], Tensors]:
     path = Path(path)
     start, index, text = _read_index(path)
     header = _parse_header(path, text)
+    sums = _read_sums(path, start, index)
+    _compare("its header", checksum(start), sums["header"], path)
     try:
         tensors = load_file(path)
-    except (SafetensorError, KeyError) as error:
+    except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
-    sums = _bytes_of(tensors.pop(CHECKSUMS)).view("<u4").tolist() if _has_sums(index) else []
-    parts = [checksum(start), *(checksum(_bytes_of(tensors[name])) for name in _summed(index))]
-    if len(sums) != len(parts):
-        raise CheckpointError(f"{path} must hold {len(parts)} checksums, found {len(sums)}")
-    for name, found, wanted in zip(("its header", *map(repr, _summed(index))), parts, sums, strict=True):
-        if found != wanted:
-            raise CheckpointError(f"{path} is damaged: the checksum of {name} must be {wanted:08x}, found {found:08x}")
+    del tensors[CHECKSUMS]
+    for name in _summed(index):
+        _compare(f"{name!r:.120}", checksum(_bytes_of(tensors[name])), sums[name], path)
     check_header(header, path)
     for alias, name in header["aliases"].items():
-        if alias in tensors or name not in index:
+        if alias in tensors or name not in tensors:
             raise CheckpointError(f"{path}: aliases must be new names of tensors, found {alias!r:.60} for {name!r:.60}")
     return header, tensors | {alias: tensors[name] for alias, name in header["aliases"].items()}
 
@@ -165,7 +163,7 @@ def _end_of(entry: dict[str, Any]) -> int:
     """Where a tensor ends; a ValueError if its entry does not agree with itself."""
     begin, end = entry["data_offsets"]
     numbers = [begin, end, *entry["shape"]]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+    if any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 2**62 for n in numbers):
         raise ValueError("places and shapes must be whole numbers")
     if end - begin != ITEM_BYTES[entry["dtype"]] * math.prod(entry["shape"]):
         raise ValueError("a tensor must have the bytes of its shape")
@@ -176,9 +174,20 @@ def _summed(index: Index) -> list[str]:
     return [name for name in index if name != CHECKSUMS]
 
 
-def _has_sums(index: Index) -> bool:
-    entry = index.get(CHECKSUMS, {"dtype": None, "shape": []})
-    return entry["dtype"] == "U8" and len(entry["shape"]) == 1 and entry["shape"][0] % 4 == 0
+def _read_sums(path: Path, start: bytes, index: Index) -> dict[str, int]:
+    begin, end = index.get(CHECKSUMS, {"data_offsets": (0, 0)})["data_offsets"]
+    if end - begin != 4 * len(index):  # of the header, in place of its own
+        raise CheckpointError(f"{path} must hold {len(index)} checksums, found {(end - begin) // 4}")
+    with path.open("rb") as file:
+        file.seek(len(start) + begin)
+        return dict(
+            zip(("header", *_summed(index)), struct.unpack(f"<{len(index)}I", file.read(end - begin)), strict=True)
+        )
+
+
+def _compare(what: str, found: int, wanted: int, path: Path) -> None:
+    if found != wanted:
+        raise CheckpointError(f"{path} is damaged: the checksum of {what} must be {wanted:08x}, found {found:08x}")
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:

@@ -135,8 +135,8 @@ def _check_object(value: Any, schema: dict[Any, Any], path: Path, where: str) ->
             check(item, schema[EACH], path, f"{inner}{name!r:.60}")
         return
     known = {name.removesuffix("?"): kind for name, kind in schema.items()}
-    for name in known.keys() - value.keys():
-        if f"{name}?" not in schema:
+    for name in known:
+        if name not in value and f"{name}?" not in schema:
             raise CheckpointError(f"{path}: {where} must have {name!r}, found none")
     for name, item in value.items():
         if name not in known:

@@ -13,6 +13,7 @@ import copy
 import enum
 import importlib.util
 import json
+import math
 import tempfile
 import threading
 import warnings
@@ -221,7 +222,7 @@ def _hugging_face_from(about: dict[str, Any]) -> Any:
         raise ValueError(f"its attention, {name}, needs the package {package}")
     if about["dtype"] not in DTYPES:
         raise ValueError(f"its dtype must be one of {', '.join(DTYPES)}, found {shown(about['dtype'])}")
-    config = transformers.AutoConfig.for_model(**copy.deepcopy(about["config"]))
+    config = transformers.AutoConfig.for_model(**_with_floats(about["config"]))
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=DTYPES[about["dtype"]], attn_implementation=name, trust_remote_code=False
     )
@@ -377,7 +378,7 @@ def _json_dict(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; dtypes by name, enumerations by value, sets as lists."""
+    """As JSON has it; dtypes by name, enumerations by value, sets as lists; infinity as transformers writes it."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -388,7 +389,18 @@ def _plain(value: Any) -> Any:
         return _name(value)
     if isinstance(value, enum.Enum):
         return _plain(value.value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": json.dumps(value)}
     return value if value is None or isinstance(value, (bool, int, float)) else str(value)
+
+
+def _with_floats(value: Any) -> Any:
+    """A copy of what `_plain` gave, its infinities numbers again."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}[value["__float__"]]
+        return {key: _with_floats(item) for key, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _name(dtype: torch.dtype) -> str:
