@@ -20,6 +20,12 @@ class Whole(TrainerConfig):
     part: Part = dataclasses.field(default_factory=lambda: Part(size=7))
 
 
+def test_betas_are_floats():
+    """torch refuses (0.9, 0): "either both floats or both Tensors"."""
+    assert OptimConfig(betas=(0.9, 0)).betas == (0.9, 0.0)
+    assert isinstance(OptimConfig(betas=(0.9, 0)).betas[1], float)
+
+
 def test_flat_nested_and_dotted_are_the_same():
     wanted = Whole(beta=0.2, part=Part(size=4), run=RunConfig(batch_size=2))
     assert Whole.from_options({"beta": 0.2, "size": 4, "batch_size": 2}) == wanted

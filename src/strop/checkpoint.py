@@ -3,34 +3,35 @@
 Tensors    model/<parameter>   optim/<parameter>/<key>   ref/<parameter>   rng/…   extra/…   tokenizer/<file> (its bytes)
 Metadata   "strop": JSON with the format, the algorithm, its config, how to rebuild the model, the state, the rest
 
-The extension does not matter: "dpo.pt" is a safetensors file too.
+The extension does not matter: "dpo.pt" is a safetensors file too. A checkpoint may come from anywhere: its bytes are
+held against their checksums (`checkpoint_file`), its header against a table (`checkpoint_header`), the models it
+describes against its tensors (`rebuild`), and all of that before anything is changed.
 """
 
-import contextlib
-import json
+import functools
 import os
 import shutil
-import struct
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from strop import rebuild
-from strop.algorithms.state import TrainState, get_rng, set_rng
+from strop import checksums, rebuild
+from strop.algorithms.state import TrainState, check_rng, get_rng, set_rng
+from strop.checkpoint_file import FORMAT, Tensors, read, write
+from strop.checkpoint_header import CALLBACKS, CheckpointError, check, check_same, is_number, shown, type_of
 
 if TYPE_CHECKING:
     from strop.algorithms.trainer import Trainer
 
-FORMAT = 1
+__all__ = ["FORMAT", "CheckpointError", "read", "restore", "save", "save_pretrained", "write"]
+
+PARTS = ("model", "optim", "ref", "rng", "extra", "tokenizer")
 HOW = ("fused", "foreach", "capturable")  # options of an optimiser that belong to the device it runs on, not to the run
-Tensors = dict[str, torch.Tensor]
 AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
-
-
-class CheckpointError(ValueError):
-    """A file that is no checkpoint, or not one for this trainer."""
+Header = dict[str, Any]
 
 
 # ---- saving ----
@@ -50,13 +51,12 @@ def save(trainer: "Trainer", path: str | Path) -> None:
         **_under("rng", rng_tensors),
         **_under("tokenizer", rebuild.tokenizer_files(trainer.tokenizer)),
     }
-    header: dict[str, Any] = {
-        "format": FORMAT,
+    header: Header = {
         "version": __version__,
         "algorithm": trainer.name,
         "config": trainer.config.to_dict(),
         "model": rebuild.describe(trainer.module),
-        "tokenizer": rebuild.tokenizer_class(trainer.tokenizer),
+        "tokenizer": rebuild.tokenizer_kind(trainer.tokenizer),
         "state": trainer.state.to_dict(),
         "optim": optim_values,
         "rng": rng_values,
@@ -67,28 +67,6 @@ def save(trainer: "Trainer", path: str | Path) -> None:
         tensors |= _under("ref", reference.state_dict())
         header["ref"] = rebuild.describe(reference)
     write(path, tensors, header)
-
-
-def write(path: str | Path, tensors: Tensors, header: dict[str, Any]) -> None:
-    """Beside the file first, then in its place: a kill at any moment leaves the old one or the new one, whole."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors, aliases = _without_shared(tensors)
-    metadata = {"strop": json.dumps({**header, "aliases": aliases}, allow_nan=False)}
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            save_file(tensors, unfinished, metadata=metadata)
-        except SafetensorError as error:  # a full disk, in most cases
-            raise OSError(f"{path} could not be written: {error}") from error
-        _flush(unfinished)
-        os.replace(unfinished, path)
-        _flush(path.parent)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def optimizer_state(trainer: "Trainer") -> tuple[Tensors, dict[str, Any]]:
@@ -119,61 +97,99 @@ def optimizer_state(trainer: "Trainer") -> tuple[Tensors, dict[str, Any]]:
 def restore(cls: type["Trainer"], path: str | Path, model: Any, ref_model: Any, arguments: dict[str, Any]) -> "Trainer":
     """A new trainer of class `cls` in the state of the checkpoint."""
     header, tensors = read(path)
-    check_algorithm(header, cls.__name__, path)
-    arguments = dict(arguments)
+    config, arguments = config_of(cls, header, path), dict(arguments)
+    if config.lora is not None:
+        rebuild.check_lora(config.lora, _below("model", tensors), path)
     if arguments.get("tokenizer") is None:
-        arguments["tokenizer"] = rebuild.tokenizer_from(header["tokenizer"], _below("tokenizer", tensors))
-    config = cls.Config.from_options(header["config"])
+        arguments["tokenizer"] = rebuild.tokenizer_from(header["tokenizer"], _below("tokenizer", tensors), path)
     if model is None:
-        with_adapter = config.lora is None  # else the constructor puts it on
-        model = rebuild.model_from(header["model"], _below("model", tensors), path, "model", with_adapter=with_adapter)
+        model = rebuild.model_from(header["model"], _below("model", tensors), path, "model", config.lora)
     if ref_model is None and "ref" in header and header["ref"]["kind"] != "plain":
         ref_model = rebuild.model_from(header["ref"], _below("ref", tensors), path, "ref_model")
     trainer = cls(model=model, ref_model=ref_model, config=config, **arguments)
-    _load(trainer, header, tensors, path)
+    put(trainer, header, tensors, path)
     return trainer
 
 
-def load(trainer: "Trainer", path: str | Path) -> None:
-    """Bring a trainer, made as the saved one was, into the state of the checkpoint."""
-    header, tensors = read(path)
-    check_algorithm(header, trainer.name, path)
-    _load(trainer, header, tensors, path)
+def config_of(cls: type["Trainer"], header: Header, path: str | Path) -> Any:
+    """The trainer's config as it was saved: every option there, each in its own type."""
+    check_algorithm(header, cls.__name__, path)
+    try:
+        config = cls.Config.from_options(header["config"])
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: config: {error}") from None
+    check_same(header["config"], config.to_dict(), path, "config")
+    return config
 
 
-def _load(trainer: "Trainer", header: dict[str, Any], tensors: Tensors, path: str | Path) -> None:
-    load_weights(trainer.module, _below("model", tensors), path, "model")
-    if (reference := trainer.reference_model) is not None:
+def put(trainer: "Trainer", header: Header, tensors: Tensors, path: str | Path) -> None:
+    """Bring the trainer into this state: first every check, then every change."""
+    if odd := [name for name in tensors if name.partition("/")[0] not in PARTS]:
+        raise CheckpointError(f"{path} must hold tensors of {', '.join(PARTS)}, found {shown(odd[0])}")
+    weights, reference = _below("model", tensors), trainer.reference_model
+    check_weights(trainer.module, weights, path, "model")
+    if reference is not None:
         if "ref" not in header:
             raise CheckpointError(f"{path} holds no reference weights, but the trainer has a reference of its own")
-        load_weights(reference, _below("ref", tensors), path, "ref_model")
-    load_optimizer(trainer, _below("optim", tensors), header["optim"], path)
-    trainer.load_extra_state(_below("extra", tensors), header["extra"])
+        check_weights(reference, _below("ref", tensors), path, "ref_model")
+    groups = check_optimizer(trainer, _below("optim", tensors), header["optim"], path)
+    rng = _below("rng", tensors)
+    try:
+        check_rng(rng, header["rng"])
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    callbacks = _matched(trainer, header["callbacks"], path)
+
+    trainer.module.load_state_dict(weights)
+    if reference is not None:
+        reference.load_state_dict(_below("ref", tensors))
+    for group, options, states in groups:
+        group.update(options)
+        trainer.optimizer.state.update(states)
     trainer.state = TrainState(**header["state"])
-    saved = list(header["callbacks"])
-    for callback in trainer.callbacks:
-        found = next((entry for entry in saved if entry[0] == type(callback).__name__), None)
-        if found is not None:
-            saved.remove(found)
-            callback.load_state_dict(found[1])
+    _told(path, "extra", lambda: trainer.load_extra_state(_below("extra", tensors), header["extra"]))
+    for callback, state in callbacks:
+        _told(path, type(callback).__name__, functools.partial(callback.load_state_dict, state))
     trainer.goes_on = True
-    set_rng(_below("rng", tensors), header["rng"])
+    set_rng(rng, header["rng"])
 
 
-def load_weights(module: torch.nn.Module, weights: Tensors, path: str | Path, name: str) -> None:
-    """Copy the weights into the module, whose names, shapes and dtypes must be theirs."""
+def _told(path: Any, what: str, take: Any) -> None:
+    """A user's own class takes its state back; what it cannot take is the file's fault, whatever the error is."""
+    try:
+        take()
+    except Exception as error:
+        raise CheckpointError(f"{path}: the state of {what} does not fit: {type(error).__name__}: {error}") from error
+
+
+def _matched(trainer: "Trainer", saved: list[Any], path: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The trainer's callbacks with the states of their namesakes, each used once."""
+    left, found = list(saved), []
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        entry = next((entry for entry in left if entry[0] == name), None)
+        if entry is None:
+            continue
+        left.remove(entry)
+        if type(callback).__module__ == "strop.callbacks" and name in CALLBACKS:
+            check(entry[1], CALLBACKS[name], Path(path), f"the state of {name}")
+        found.append((callback, entry[1]))
+    return found
+
+
+def check_weights(module: torch.nn.Module, weights: Tensors, path: str | Path, name: str) -> None:
+    """Names, shapes and dtypes of the weights must be the module's."""
     own = module.state_dict()
-    if missing := sorted(own.keys() ^ weights.keys()):
-        where = "the checkpoint" if missing[0] in weights else name
-        raise CheckpointError(f"{path} must hold the weights of {name}, found {missing[0]!r} only in {where}")
+    rebuild.check_names_and_shapes({key: tensor.shape for key, tensor in own.items()}, weights, path, name)
     for key, weight in weights.items():
-        if own[key].shape != weight.shape or own[key].dtype != weight.dtype:
-            found, wanted = (f"{list(t.shape)} {t.dtype}" for t in (weight, own[key]))
-            raise CheckpointError(f"{path} must hold {key!r} of {name} as {wanted}, found {found}")
-    module.load_state_dict(weights)
+        if own[key].dtype != weight.dtype:
+            raise CheckpointError(f"{path} must hold {key!r} of {name} as {own[key].dtype}, found {weight.dtype}")
 
 
-def load_optimizer(trainer: "Trainer", tensors: Tensors, values: dict[str, Any], path: str | Path) -> None:
+def check_optimizer(
+    trainer: "Trainer", tensors: Tensors, values: dict[str, Any], path: str | Path
+) -> list[tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]]:
+    """For each group of the optimiser: the group, the options it had, the states of its parameters."""
     names = {id(param): name for name, param in trainer.module.named_parameters()}
     groups = trainer.optimizer.param_groups
     if len(groups) != len(values["groups"]):
@@ -184,84 +200,74 @@ def load_optimizer(trainer: "Trainer", tensors: Tensors, values: dict[str, Any],
         name, _, leaf = key.rpartition("/")
         by_name.setdefault(name, {})[leaf] = tensor
     if extra := sorted(by_name.keys() - known):
-        raise CheckpointError(f"{path} has optimiser state of {extra[0]!r}, which is not trained here")
-    for group, options in zip(groups, values["groups"], strict=True):
-        options = {key: value for key, value in options.items() if key not in HOW}
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+        raise CheckpointError(f"{path} has optimiser state of {extra[0]!r:.80}, which is not trained here")
+    found = []
+    for number, (group, options) in enumerate(zip(groups, values["groups"], strict=True)):
+        options = _checked_options(group, options, path, f"optim.groups[{number}]")
         moves_all = group.get("capturable") or group.get("fused")  # else torch keeps counts of steps on the CPU
+        states = {}
         for param in group["params"]:
             entry = by_name.get(names[id(param)], {})
-            trainer.optimizer.state[param] = {
+            if isinstance(trainer.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+                _check_adam(entry, param, bool(options.get("amsgrad")), path, names[id(param)])
+            states[param] = {
                 key: value.to(param.device) if isinstance(value, torch.Tensor) and (value.ndim or moves_all) else value
                 for key, value in entry.items()
             }
+        found.append((group, options, states))
+    return found
 
 
-def read(path: str | Path) -> tuple[dict[str, Any], Tensors]:
-    """The header and the tensors of a checkpoint; a CheckpointError says what else the file is."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    header = read_header(path)
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-    return header, tensors | {alias: tensors[name] for alias, name in header["aliases"].items()}
-
-
-def read_header(path: str | Path) -> dict[str, Any]:
-    """The JSON of a checkpoint, without its tensors."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}")
-    size = path.stat().st_size
-    with path.open("rb") as file:  # 8 bytes: the length of the JSON that follows
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        raw = file.read(length) if 8 + length <= size else b""
-    try:
-        parsed = json.loads(raw)
-        end = max((entry["data_offsets"][1] for name, entry in parsed.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path} {_what_else(start, size, raw)}") from None
-    if "strop" not in parsed.get("__metadata__", {}):
-        raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of strop")
-    if 8 + length + end != size:
-        raise CheckpointError(f"{path} is cut off: it must have {8 + length + end} bytes, found {size}")
-    header = json.loads(parsed["__metadata__"]["strop"])
-    if header["format"] != FORMAT:
-        raise CheckpointError(f"{path} must be of format {FORMAT}, found {header['format']}: another version wrote it")
-    return header
+def _checked_options(group: dict[str, Any], options: dict[str, Any], path: Any, where: str) -> dict[str, Any]:
+    """The options of a group, those of the device left out: plain values, of the types the group itself has."""
+    taken = {key: value for key, value in options.items() if key not in HOW}
+    for key, value in taken.items():
+        if key == "params" or not _is_plain(value):
+            raise CheckpointError(
+                f"{path}: {where} must have options of plain values, found {key!r:.60}: {shown(value)}"
+            )
+        if key not in group:  # of a scheduler of the user's own, say, which is still to come
+            continue
+        own = group[key]
+        fits = type_of(value) is type_of(list(own) if isinstance(own, tuple) else own) or None in (own, value)
+        if isinstance(value, list) and isinstance(own, (list, tuple)):
+            fits = len(value) == len(own) and all(type_of(a) is type_of(b) for a, b in zip(value, own, strict=True))
+        if not fits or (key == "lr" and not (is_number(value) and value >= 0)):
+            raise CheckpointError(f"{path}: {where}.{key} must be as {own!r:.40} is, found {shown(value)}")
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in taken.items()}
 
 
-def _what_else(start: bytes, size: int, raw: bytes) -> str:
-    """What a file without a readable header is; a length in its place has zeros in its upper bytes."""
-    is_length = len(start) == 8 and start[5:] == bytes(3)
-    is_zip, is_new = start[:4] == b"PK\x03\x04", start[:3] in (b"\x80\4\x95", b"\x80\5\x95")
-    is_old = start[:2] in (b"\x80\2", b"\x80\3") and not is_length
-    if is_zip or is_new or is_old:
-        return "is a pickle, as torch.save writes it: strop reads only its own checkpoints, and never runs code from a file"
-    if is_length and not raw and start != bytes(8):
-        return f"is cut off within its header: it holds {size} bytes"
-    return f"is no safetensors file: it holds {size} bytes and no checkpoint of strop"
+def _check_adam(entry: dict[str, Any], param: torch.Tensor, amsgrad: bool, path: Any, name: str) -> None:
+    """Nothing, before the first step; else the count of steps and the moments, each as large as the parameter."""
+    wanted = {"exp_avg", "exp_avg_sq", "step"} | ({"max_exp_avg_sq"} if amsgrad else set())
+    if not entry:
+        return
+    if entry.keys() != wanted or not all(isinstance(value, torch.Tensor) for value in entry.values()):
+        listed = ", ".join(sorted(map(repr, entry)))
+        raise CheckpointError(
+            f"{path} must hold the tensors {', '.join(sorted(wanted))} of {name!r:.80}, found {listed:.120}"
+        )
+    for key, value in entry.items():
+        counts = value.dtype if value.is_floating_point() else torch.float32
+        shape, dtype = (torch.Size(), counts) if key == "step" else (param.shape, param.dtype)
+        if value.shape != shape or value.dtype != dtype:
+            found = f"{list(value.shape)} {value.dtype}"
+            raise CheckpointError(f"{path} must hold {key!r} of {name!r:.80} as {list(shape)} {dtype}, found {found}")
+    if not 0 <= float(entry["step"]) < float("inf"):
+        raise CheckpointError(f"{path} must hold a finite count of steps of {name!r:.80}, found {float(entry['step'])}")
 
 
 # ---- a folder of checkpoints ----
 
 
-def newest_good(folder: Path) -> Path | None:
-    """The newest checkpoint of the folder that can be read; None if it has none at all."""
-    import warnings
-
+def newest_good(folder: Path) -> tuple[Path, Header, Tensors] | None:
+    """The newest checkpoint of the folder that is whole, and what is in it; None if the folder has none at all."""
     paths = sorted(folder.glob("step-*.safetensors"), reverse=True)
     for path in paths:
         try:
-            read_header(path)
+            return path, *read(path)
         except CheckpointError as error:
             warnings.warn(f"{error}; taking the one before", stacklevel=2)
-        else:
-            return path
     if paths:  # to begin again would cut the run's metrics to nothing: for its owner to decide
         raise CheckpointError(
             f"none of the {len(paths)} checkpoints in {folder} can be read; without them a run begins anew"
@@ -278,7 +284,10 @@ def remove_unfinished(run: Path) -> None:
 
 
 def save_pretrained(trainer: "Trainer", folder: str | Path) -> None:
-    """Model and tokenizer in a folder `AutoModelForCausalLM.from_pretrained` opens; written whole or not at all."""
+    """Model and tokenizer in a folder `AutoModelForCausalLM.from_pretrained` opens, with checksums of its files.
+
+    The checksums are put there first: a folder that a kill left half old and half new does not agree with them.
+    """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:
@@ -286,18 +295,19 @@ def save_pretrained(trainer: "Trainer", folder: str | Path) -> None:
         rebuild.write_model(trainer.module, inner)
         if trainer.tokenizer is not None and hasattr(trainer.tokenizer, "save_pretrained"):
             trainer.tokenizer.save_pretrained(inner)
+        checksums.write(inner)
         folder.mkdir(exist_ok=True)
-        for file in inner.iterdir():
+        for file in sorted(inner.iterdir(), key=lambda file: file.name != checksums.FILE):
             os.replace(file, folder / file.name)
 
 
 # ---- small things ----
 
 
-def check_algorithm(header: dict[str, Any], name: str, path: str | Path) -> None:
+def check_algorithm(header: Header, name: str, path: str | Path) -> None:
     """A CheckpointError if another algorithm wrote it."""
     if header["algorithm"] != name:
-        raise CheckpointError(f"{path} must be a checkpoint of {name}, found one of {header['algorithm']}")
+        raise CheckpointError(f"{path} must be a checkpoint of {name}, found one of {header['algorithm']:.80}")
 
 
 def _under(prefix: str, tensors: Tensors) -> Tensors:
@@ -308,34 +318,7 @@ def _below(prefix: str, tensors: Tensors) -> Tensors:
     return {name.removeprefix(prefix + "/"): t for name, t in tensors.items() if name.startswith(prefix + "/")}
 
 
-def _without_shared(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
-    """Each tensor once, on the CPU; `aliases` says which names (tied weights) are the same tensor."""
-    kept: Tensors = {}
-    aliases: dict[str, str] = {}
-    seen: dict[Any, str] = {}
-    for name, tensor in tensors.items():
-        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device))
-        if tensor.numel() and key in seen:
-            aliases[name] = seen[key]
-            continue
-        seen[key] = name
-        kept[name] = tensor.detach().cpu().contiguous()
-        if kept[name].untyped_storage().nbytes() != kept[name].nbytes:  # a view of something larger
-            kept[name] = kept[name].clone()
-    return kept, aliases
-
-
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _flush(path: Path) -> None:
-    """To the disk itself: a file's content, or a folder's list of names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some file systems cannot flush a folder
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

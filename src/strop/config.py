@@ -170,6 +170,7 @@ class OptimConfig(Config):
             check_range("betas", beta)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers from 0 to below 1, found {self.betas}")
+        object.__setattr__(self, "betas", tuple(map(float, self.betas)))  # torch refuses (0.9, 0)
         check_count("warmup_steps", self.warmup_steps)
         check_option("schedule", self.schedule, SCHEDULES)
 

@@ -114,8 +114,22 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line.strip()]
+    lines = path.read_bytes().split(b"\n")
+    return [parse_line(line, path, number) for number, line in enumerate(lines[:-1], 1) if line.strip()]
+
+
+def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """A line of metrics or samples: an object with its step. A ValueError names the file and the line."""
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number without end, nested without end
+        raise ValueError(f"{path}, line {number} is broken: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{path}, line {number} must be an object, found {type(row).__name__}")
+    step = row.get("step")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53:
+        raise ValueError(f"{path}, line {number} must have a whole number 'step', found {step!r:.40}")
+    return row
 
 
 def drop_after(path: str | Path, step: int) -> list[dict[str, Any]]:

@@ -2,21 +2,48 @@
 
 `describe` gives plain JSON: of a Hugging Face model its config (and that of its adapter), of the MoE its MoEConfig, of a
 plain module only its class, for the error that asks for it.
+
+What is made again comes from short lists: classes of transformers and strop, attention implementations by name, LoRA
+without the options that name files or modules. Anything else is passed in, as an object, and the error says how. A
+model is made without memory first and compared with the tensors of the file: what it only claims is never allocated.
 """
 
+import contextlib
 import copy
 import enum
-import importlib
+import importlib.util
+import json
+import math
 import tempfile
+import threading
 import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from strop.checkpoint_header import CheckpointError, check_same, is_whole, shown
 from strop.models import base_model, unwrapped
 
 Tensors = dict[str, torch.Tensor]
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
+# by name, with the package that must be installed: without it transformers may fetch a kernel from the Hub
+ATTENTION = {
+    None: None, "eager": None, "sdpa": None, "flex_attention": None, "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface", "flash_attention_4": "flash_attn",
+}  # fmt: skip
+CODE = ("auto_map", "trust_remote_code", "quantization_config", "custom_generate")  # in a config, also within its parts
+LISTED = ("layer", "label")  # whole numbers with these words in their names make lists while a config is made
+LONGEST_LIST = 10_000
+MOST_BUFFER_BYTES = 2**30  # of tables a model computes for itself, which no file holds
+LORA = (  # options of peft's LoRA that are numbers, names of layers and switches; others name files, modules or more
+    "r", "lora_alpha", "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
+    "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+    "use_dora", "lora_bias", "target_parameters", "trainable_token_indices", "ensure_weight_tying", "task_type",
+    "inference_mode",
+)  # fmt: skip
+LORA_MADE_ANEW = ("peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision")
 
 
 def kind_of(model: torch.nn.Module) -> str:
@@ -40,6 +67,8 @@ def describe(model: torch.nn.Module) -> dict[str, Any]:
     if kind == "hf":
         inner = base_model(model)
         about |= {"config": _json_dict(inner.config), "dtype": _name(inner.dtype), "device": str(inner.device)}
+        if type(inner).__module__.startswith("transformers."):
+            about["config"].pop("auto_map", None)  # where custom code would be, had it been used
         about["attention"] = getattr(inner.config, "_attn_implementation", None)
         if inner.generation_config is not None:
             about["generation_config"] = _json_dict(inner.generation_config)
@@ -49,27 +78,94 @@ def describe(model: torch.nn.Module) -> dict[str, Any]:
     return about
 
 
-def model_from(
-    about: dict[str, Any], weights: Tensors, path: Any, argument: str, *, with_adapter: bool = True
-) -> torch.nn.Module:
-    """The model of a description, its weights still to be loaded, in the dtypes of `weights`."""
+def model_from(about: dict[str, Any], weights: Tensors, path: Any, argument: str, lora: Any = None) -> torch.nn.Module:
+    """The model of a description, its weights still to be loaded, in the dtypes of `weights`.
+
+    lora   the trainer's option: its constructor puts the adapter on, so that it is left out here
+    """
     if about["kind"] == "plain":
-        raise ValueError(
+        raise CheckpointError(
             f"{argument} must be given: {path} holds the weights of a {about['class']}, a plain module, which cannot "
             f"be rebuilt; from_checkpoint(path, {argument}=…)"
         )
+    for name in about["frozen"]:
+        if name not in weights:
+            raise CheckpointError(f"{path}: frozen must name weights of {argument}, found {shown(name)}")
     if about["kind"] == "moe":
-        return _moe_from(about)
-    model = _hugging_face_from(about, path, argument)
-    if with_adapter and "adapters" in about:
-        model = _with_adapters(model, about["adapters"])
-    if with_adapter or "adapters" not in about:
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name in weights and weights[name].dtype != tensor.dtype:
-                tensor.data = tensor.data.to(weights[name].dtype)
-        for name in about["frozen"]:
-            model.get_parameter(name).requires_grad_(False)
-    return model
+        return _moe_from(about, weights, path, argument)
+    if "adapters" in about and importlib.util.find_spec("peft") is None:
+        raise ImportError('the checkpoint has adapters of peft: pip install "strop[train]"')
+    with _explained(about, path, argument), torch.random.fork_rng():
+        with torch.device("meta"), at_most_parameters(2 * len(weights) + 16, path, argument):
+            _check_sizes(_with_adapters(_hugging_face_from(about), about, lora), weights, path, argument)
+        model = _hugging_face_from(about)
+        if lora is None:
+            model = _with_adapters(model, about, None)
+            _set_dtypes_and_frozen(model, about["frozen"], weights)
+        return _moved(model, about["device"], path)
+
+
+def _set_dtypes_and_frozen(model: torch.nn.Module, frozen: Iterable[str], weights: Tensors) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in weights and weights[name].dtype != tensor.dtype:
+            tensor.data = tensor.data.to(weights[name].dtype)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+
+
+# ---- sizes ----
+
+
+def check_names_and_shapes(own: Mapping[str, Any], weights: Tensors, path: Any, name: str) -> None:
+    """Raise a CheckpointError unless the file has the weights of a model with these names and shapes."""
+    if missing := sorted(own.keys() ^ weights.keys()):
+        where = "the checkpoint" if missing[0] in weights else name
+        raise CheckpointError(f"{path} must hold the weights of {name}, found {missing[0]!r:.120} only in {where}")
+    for key, weight in weights.items():
+        if tuple(own[key]) != tuple(weight.shape):
+            raise CheckpointError(f"{path} must hold {key!r} of {name} as {list(own[key])}, found {list(weight.shape)}")
+
+
+def _check_sizes(trial: torch.nn.Module, weights: Tensors, path: Any, argument: str) -> None:
+    """`trial` is on the meta device: it has shapes and no memory."""
+    own = trial.state_dict()
+    check_names_and_shapes({name: tensor.shape for name, tensor in own.items()}, weights, path, argument)
+    tables = sum(buffer.nbytes for name, buffer in trial.named_buffers() if name not in own)
+    if tables > MOST_BUFFER_BYTES:
+        raise CheckpointError(f"{path} describes a {argument} with tables of {tables:,} bytes, more than a model has")
+
+
+@contextlib.contextmanager
+def at_most_parameters(most: int, path: Any, argument: str) -> Iterator[None]:
+    """Within, a model with more parameters than the file can hold is not made to its end."""
+    count, own = 0, threading.get_ident()
+
+    def look(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
+        nonlocal count
+        count += threading.get_ident() == own  # the hook sees every thread's modules
+        if count > most and threading.get_ident() == own:
+            raise CheckpointError(f"{path} describes a {argument} of more tensors than it holds")
+
+    handle = torch.nn.modules.module.register_module_parameter_registration_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _explained(about: dict[str, Any], path: Any, argument: str) -> Iterator[None]:
+    """transformers and peft, given values from anywhere, raise errors of every kind: here they become one."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        told = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{argument} must be given: the {about['class']} of {path} cannot be rebuilt: "
+            f"{type(error).__name__}: {told:.300}; from_checkpoint(path, {argument}=…)"
+        ) from error
 
 
 def write_model(model: torch.nn.Module, folder: Path) -> None:
@@ -94,70 +190,125 @@ def _moe_config(model: Any) -> Any:
     return replace(model.moe.config, **ids)
 
 
-def _moe_from(about: dict[str, Any]) -> torch.nn.Module:
+def _moe_from(about: dict[str, Any], weights: Tensors, path: Any, argument: str) -> torch.nn.Module:
     from strop.moe import MoEConfig, MoETransformer
+    from strop.moe.engine import engine_class
     from strop.moe.torch import NUMPY_DTYPES, MoEForCausalLM
 
-    dtype = NUMPY_DTYPES[getattr(torch, about["dtype"])]
-    return MoEForCausalLM(MoETransformer(MoEConfig(**about["config"]), about["engine"], dtype=dtype))
-
-
-def _hugging_face_from(about: dict[str, Any], path: Any, argument: str) -> Any:
-    import transformers
-
-    with torch.random.fork_rng():
-        try:
-            config = transformers.AutoConfig.for_model(**about["config"])
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, about["dtype"]), attn_implementation=about["attention"]
-            )
-        except (ValueError, KeyError) as error:
-            raise ValueError(
-                f"{argument} must be given: transformers cannot rebuild the {about['class']} of {path}: {error}"
-            ) from None
-    if type(model).__name__ != about["class"]:
-        raise ValueError(
-            f"{argument} must be given: {path} holds a {about['class']}, and transformers rebuilds its config as a "
-            f"{type(model).__name__}"
-        )
-    if "generation_config" in about:
-        model.generation_config = transformers.GenerationConfig.from_dict(about["generation_config"])
-    if about["device"].startswith("cuda"):
-        if torch.cuda.is_available():
-            return model.to(about["device"])
-        warnings.warn(f"{path} was written on {about['device']}, which is not here: going on on the CPU", stacklevel=4)
+    with _explained(about, path, argument):
+        config = MoEConfig(**about["config"])
+        check_same(about["config"], _plain(config.to_dict()), path, f"the config of {argument}")
+        if config.num_layers > len(weights):
+            raise CheckpointError(f"{path} describes a {argument} of more tensors than it holds")
+        check_names_and_shapes(config.parameter_shapes(), weights, path, argument)
+        engine_class(about["engine"])  # one of strop's own, by name
+        dtype = NUMPY_DTYPES[DTYPES[about["dtype"]]]
+        model = MoEForCausalLM(MoETransformer(config, about["engine"], dtype=dtype))
+        if type(model).__name__ != about["class"]:
+            raise ValueError(f"it must be a {type(model).__name__}")
+        _set_dtypes_and_frozen(model, about["frozen"], {})
     return model
 
 
-def _with_adapters(model: Any, adapters: dict[str, Any]) -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise ImportError('the checkpoint has adapters of peft: pip install "strop[train]"') from None
-    with torch.random.fork_rng():
-        made: Any = None
-        for name, values in adapters.items():
-            config = peft.PeftConfig.from_peft_type(**values)
-            if made is None:
-                made = peft.get_peft_model(model, config, adapter_name=name)
-            else:
-                made.add_adapter(name, config)
+def _hugging_face_from(about: dict[str, Any]) -> Any:
+    """On the device and with the generators of the context it is called in."""
+    import transformers
+
+    _check_config(about["config"])
+    name = about["attention"]
+    if name not in ATTENTION:
+        raise ValueError(f"its attention must be one of {', '.join(map(str, ATTENTION))}, found {shown(name)}")
+    if (package := ATTENTION[name]) is not None and importlib.util.find_spec(package) is None:
+        raise ValueError(f"its attention, {name}, needs the package {package}")
+    if about["dtype"] not in DTYPES:
+        raise ValueError(f"its dtype must be one of {', '.join(DTYPES)}, found {shown(about['dtype'])}")
+    config = transformers.AutoConfig.for_model(**_with_floats(about["config"]))
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=DTYPES[about["dtype"]], attn_implementation=name, trust_remote_code=False
+    )
+    if type(model).__name__ != about["class"]:
+        raise ValueError(f"transformers makes a {type(model).__name__} of its config")
+    if "generation_config" in about:
+        _check_config(about["generation_config"])
+        model.generation_config = transformers.GenerationConfig.from_dict(about["generation_config"])
+    return model
+
+
+def _check_config(config: Any) -> None:
+    """Raise a ValueError if a config names code, or asks for lists that are too long; so within its parts."""
+    for name, value in config.items() if isinstance(config, dict) else enumerate(config):
+        if isinstance(value, (dict, list)):
+            _check_config(value)
+        if value is not None and (name in CODE or str(name).endswith("_implementation")):
+            raise ValueError(f"its config must have no {name!r}: what it names is not run, fetched or asked about")
+        if is_whole(value) and value > LONGEST_LIST and any(word in str(name) for word in LISTED):
+            raise ValueError(f"its config must have a {name!r:.60} of at most {LONGEST_LIST}, found {shown(value)}")
+
+
+def _moved(model: Any, device: str, path: Any) -> Any:
+    """To the GPU it was on, where there is one."""
+    where = torch.device(device)
+    if where.type != "cuda":
+        return model
+    if not torch.cuda.is_available():
+        warnings.warn(f"{path} was written on {device:.20}, which is not here: going on on the CPU", stacklevel=4)
+        return model
+    return model.to(where if (where.index or 0) < torch.cuda.device_count() else "cuda")
+
+
+# ---- adapters ----
+
+
+def check_lora(lora: Any, weights: Tensors, path: Any) -> None:
+    """The trainer makes the adapter of its option `lora`: the file must hold its weights, of that rank."""
+    ranks = {weight.shape[:1] for name, weight in weights.items() if ".lora_A." in name or ".lora_embedding_A." in name}
+    if ranks != {(lora.r,)}:
+        found = ", ".join(str(list(rank)) for rank in sorted(ranks)) or "none"
+        raise CheckpointError(f"{path} must hold adapters of rank {shown(lora.r)} as config.lora.r says, found {found}")
+
+
+def _with_adapters(model: Any, about: dict[str, Any], lora: Any) -> Any:
+    """The model with the adapter that the trainer's option `lora` makes, or with those of the description."""
+    if lora is not None:
+        from strop.algorithms.trainer import with_lora
+
+        return with_lora(model, lora, seed=0)
+    if "adapters" not in about:
+        return model
+    import peft
+
+    made: Any = model
+    for number, (name, values) in enumerate(about["adapters"].items()):
+        if values.get("peft_type") != "LORA":
+            raise ValueError(f"its adapter must be of the type LORA, found {shown(values.get('peft_type'))}")
+        defaults = _plain(peft.LoraConfig().to_dict())
+        for option, value in values.items():
+            if option not in (*LORA, *LORA_MADE_ANEW) and value != defaults.get(option, ...):
+                raise ValueError(f"its adapter must have no {option!r:.60}, found {shown(value)}")
+        config = peft.LoraConfig(**{option: values[option] for option in LORA if option in values})
+        if number == 0:
+            made = peft.get_peft_model(model, config, adapter_name=name)
+        else:
+            made.add_adapter(name, config)
     return made
 
 
 # ---- tokenizers ----
 
 
-def tokenizer_class(tokenizer: Any) -> str | None:
-    """Where its class is; None for none, or for one without save_pretrained, which is passed in again."""
-    if tokenizer is None or not hasattr(tokenizer, "save_pretrained"):
-        return None
-    return f"{type(tokenizer).__module__}:{type(tokenizer).__qualname__}"
+def tokenizer_kind(tokenizer: Any) -> str | None:
+    """None for none; "strop" and "transformers" are made again from their files; else its class, for the error."""
+    from strop.tasks import CharTokenizer
+
+    if tokenizer is None or type(tokenizer) is CharTokenizer:
+        return None if tokenizer is None else "strop"
+    ours = type(tokenizer).__module__.startswith("transformers.") and hasattr(tokenizer, "save_pretrained")
+    return "transformers" if ours else type(tokenizer).__name__
 
 
 def tokenizer_files(tokenizer: Any) -> Tensors:
     """The files `save_pretrained` writes, as bytes."""
-    if tokenizer_class(tokenizer) is None:
+    if tokenizer_kind(tokenizer) not in ("strop", "transformers"):
         return {}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
@@ -168,23 +319,55 @@ def tokenizer_files(tokenizer: Any) -> Tensors:
         }
 
 
-def tokenizer_from(where: str | None, files: Tensors) -> Any:
-    """The tokenizer again. Classes outside strop are transformers' affair, which opens its own and no others."""
-    if where is None:
+def tokenizer_from(kind: str | None, files: Tensors, path: Any) -> Any:
+    """The tokenizer again: strop's own, or one that transformers makes without running code of the file."""
+    if kind is None:
         return None
-    module, _, name = where.partition(":")
+    hint = "from_checkpoint(path, tokenizer=…)"
+    if kind not in ("strop", "transformers"):
+        raise CheckpointError(
+            f"tokenizer must be given: {path} was written with a {shown(kind)}, which is not strop's or transformers'; "
+            f"{hint}"
+        )
     with tempfile.TemporaryDirectory() as folder:
-        for file, content in files.items():
-            path = (Path(folder) / file).resolve()
-            if not path.is_relative_to(Path(folder).resolve()):
-                raise ValueError(f"the checkpoint's tokenizer must lie in one folder, found the file {file!r}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content.numpy().tobytes())
-        if module.partition(".")[0] == "strop":
-            return getattr(importlib.import_module(module), name).from_pretrained(folder)
-        import transformers
+        for name, content in files.items():
+            _put_file(Path(folder).resolve(), name, content, path)
+        try:
+            if kind == "strop":
+                from strop.tasks import CharTokenizer
 
-        return transformers.AutoTokenizer.from_pretrained(folder)
+                return CharTokenizer.from_pretrained(folder)
+            import transformers
+
+            return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # of every kind, for the files may hold anything
+            told = " ".join(str(error).replace(folder, "").split())
+            raise CheckpointError(
+                f"tokenizer must be given: that of {path} cannot be opened: {type(error).__name__}: {told:.300}; {hint}"
+            ) from error
+
+
+def _put_file(folder: Path, name: str, content: torch.Tensor, path: Any) -> None:
+    """A file of the tokenizer where it belongs: within the folder, and without code for transformers to ask about."""
+    file = (folder / name).resolve() if "\0" not in name else folder
+    if file == folder or not file.is_relative_to(folder) or content.dtype != torch.uint8 or content.ndim != 1:
+        raise CheckpointError(f"{path}: the tokenizer's files must lie in one folder, as bytes, found {shown(name)}")
+    data = content.numpy().tobytes()
+    if name.endswith("config.json"):
+        try:
+            code = json.loads(data).get("auto_map")
+        except (ValueError, AttributeError, RecursionError):
+            raise CheckpointError(f"{path}: the tokenizer's {shown(name)} must be a JSON object, found none") from None
+        if code is not None:
+            raise CheckpointError(
+                f"tokenizer must be given: {shown(name)} of {path} names code in 'auto_map', which is not run; "
+                f"from_checkpoint(path, tokenizer=…)"
+            )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    except OSError as error:  # a name that is too long, or a file where a folder should be
+        raise CheckpointError(f"{path}: the tokenizer has no file {shown(name)}: {error.strerror}") from None
 
 
 # ---- JSON ----
@@ -195,7 +378,7 @@ def _json_dict(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; dtypes by name, enumerations by value, sets as lists."""
+    """As JSON has it; dtypes by name, enumerations by value, sets as lists; infinity as transformers writes it."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -206,7 +389,18 @@ def _plain(value: Any) -> Any:
         return _name(value)
     if isinstance(value, enum.Enum):
         return _plain(value.value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": json.dumps(value)}
     return value if value is None or isinstance(value, (bool, int, float)) else str(value)
+
+
+def _with_floats(value: Any) -> Any:
+    """A copy of what `_plain` gave, its infinities numbers again."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}[value["__float__"]]
+        return {key: _with_floats(item) for key, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _name(dtype: torch.dtype) -> str:

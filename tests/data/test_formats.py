@@ -93,7 +93,7 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, content, match):
 def test_bytes_that_are_no_text(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl must be UTF-8 text"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1 must be UTF-8 text"):
         load_rows(path)
 
 

@@ -274,7 +274,7 @@ def test_without_a_header(tmp_path):
         (
             lambda f: make_run(f, tail='{"loss": 1}\n'),
             ValueError,
-            "object 61 must have a whole number 'step', found None",
+            r"metrics\.jsonl, line 61 must have a whole number 'step', found None",
         ),
     ],
 )

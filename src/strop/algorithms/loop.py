@@ -293,8 +293,9 @@ class RunFolder:
         checkpoint.remove_unfinished(self.path)
         newest = checkpoint.newest_good(self.path / "checkpoints") if resume else None
         if newest is not None:
-            _check_same_run(trainer, newest)
-            checkpoint.load(trainer, newest)
+            path, header, tensors = newest
+            _check_same_run(trainer, header, path)
+            checkpoint.put(trainer, header, tensors, path)
         elif resume:
             print(f"no checkpoint in {self.path} yet: beginning at step {trainer.state.step}", file=sys.stderr)
         kept = drop_after(metrics, trainer.state.step if newest else -1)
@@ -309,7 +310,7 @@ class RunFolder:
         from strop import __version__
 
         path = self.path / "run.json"
-        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        before = _read_about(path) if path.exists() else {}
         versions = {"strop": __version__, "torch": torch.__version__, "python": platform.python_version()}
         about = {
             "algorithm": trainer.name,
@@ -336,11 +337,20 @@ class RunFolder:
         return path
 
 
-def _check_same_run(trainer: "Trainer", path: Path) -> None:
+def _read_about(path: Path) -> dict[str, Any]:
+    """run.json of a run that goes on."""
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is broken: {error}; delete it, and it is written anew") from None
+    if not isinstance(about, dict) or not isinstance(about.get("started", ""), str):
+        raise ValueError(f"{path} must hold an object with a text 'started'; delete it, and it is written anew")
+    return about
+
+
+def _check_same_run(trainer: "Trainer", header: dict[str, Any], path: Path) -> None:
     """The options of the run that is resumed must be those it began with, but for where it ends and what it reports."""
-    header = checkpoint.read_header(path)
-    checkpoint.check_algorithm(header, trainer.name, path)
-    saved = trainer.Config.from_options(header["config"])
+    saved = checkpoint.config_of(type(trainer), header, path)
     before, now = _flat(saved.to_dict()), _flat(trainer.config.to_dict())
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)

@@ -127,6 +127,23 @@ def get_rng() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, values
 
 
+def check_rng(tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    """Raise a ValueError if `set_rng` would not take these states; `values` fit the table of `checkpoint_header`."""
+    cuda = {f"cuda/{i}" for i in range(len(tensors))}
+    if not {"torch", "numpy"} <= tensors.keys() <= {"torch", "numpy"} | cuda:
+        raise ValueError(f"rng must hold the states of torch, numpy and cuda/0 …, found {sorted(tensors)!r:.80}")
+    keys = tensors["numpy"]
+    if keys.dtype != torch.int64 or keys.shape != (624,) or not ((keys >= 0) & (keys < 2**32)).all():
+        raise ValueError(f"rng/numpy must hold 624 words of 32 bits, found {list(keys.shape)} {keys.dtype}")
+    for name in tensors.keys() & cuda:
+        if tensors[name].dtype != torch.uint8 or tensors[name].ndim != 1:
+            raise ValueError(f"rng/{name} must be bytes, found {list(tensors[name].shape)} {tensors[name].dtype}")
+    try:
+        torch.Generator().set_state(tensors["torch"])
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"rng/torch must be a state of torch's generator: {str(error).splitlines()[0]}") from None
+
+
 def set_rng(tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
     """Put the global generators into the states `get_rng` gave."""
     version, words, gauss = values["python"]

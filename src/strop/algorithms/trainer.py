@@ -323,7 +323,7 @@ class Trainer:
         if self.config.lora is not None:
             if policy.kind != "hf":
                 raise ValueError(f"lora must be None but for Hugging Face models, found a {type(model).__name__}")
-            model = _with_lora(model, self.config.lora, run.seed)
+            model = with_lora(model, self.config.lora, run.seed)
         if policy.kind == "moe" and (run.autocast or run.compile):
             warnings.warn(
                 "autocast and compile have no effect on the MoE: its engine computes in float32", stacklevel=4
@@ -386,7 +386,8 @@ def _compiled(model: torch.nn.Module) -> torch.nn.Module:
     return torch.compile(model)  # type: ignore[return-value]
 
 
-def _with_lora(model: Any, config: Any, seed: int) -> Any:
+def with_lora(model: Any, config: Any, seed: int) -> Any:
+    """The model with the adapter of a LoRAConfig on it."""
     try:
         import peft
     except ImportError:

@@ -197,7 +197,19 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ImportError('config files need PyYAML: pip install "strop[train]"') from None
 
     class Loader(yaml.SafeLoader):
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except (ValueError, KeyError, AttributeError):  # `!!bool x`, or a date in the thirteenth month
+                if not isinstance(node, yaml.ScalarNode):
+                    raise
+                kind = node.tag.rpartition(":")[2]
+                told = f"{node.value!r:.60} is no {kind}"
+                raise yaml.constructor.ConstructorError(None, None, told, node.start_mark) from None
+
         def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+            if not isinstance(node, yaml.MappingNode):
+                return super().construct_mapping(node, deep)
             own = [key for key, _ in node.value if not key.tag.endswith(":merge")]  # of `<<: *defaults` what is not own
             keys = [self.construct_object(key, deep=True) for key in own]
             for i, key in enumerate(keys):
@@ -221,7 +233,10 @@ def read_config(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{path}{where}: not YAML: {getattr(error, 'problem', error)}") from None
+        told = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ValueError(f"{path}{where}: not YAML: {told}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not YAML that can be read: it is nested too deeply") from None
     if not isinstance(found, Mapping):
         what = "nothing" if found is None else type(found).__name__
         raise ValueError(f"{path} must hold options (name: value), found {what}")

@@ -12,6 +12,7 @@ rejected have in common at their start. In place of a text stands, where there i
 Other columns stay: reward functions get them by name.
 """
 
+import codecs
 import difflib
 import glob
 import importlib
@@ -155,25 +156,36 @@ def _checked_dicts(rows: Sequence[Any]) -> list[Row]:
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
     """One object per line; empty lines are passed over. A broken line is named."""
-    with open(path, encoding="utf-8-sig") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _parse_line(line, path, number)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} must be UTF-8 text: {error}") from None
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if line.strip():
+                yield _parse_line(line.strip(), path, number)
 
 
-def _parse_line(line: str, path: Any, number: int) -> Row:
+def _parse_line(line: bytes, path: Any, number: int) -> Row:
+    where = f"{path}, line {number}"
     try:
-        row = json.loads(line.strip())
+        text = line.decode()
+        row = json.loads(text)
+        if b"\\ud" in line.lower():
+            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text to be tokenised
+    except UnicodeError as error:
+        raise ValueError(f"{where} must be UTF-8 text: {error}") from None
     except json.JSONDecodeError as error:
-        shown = line.strip()[:60] + ("…" if len(line.strip()) > 60 else "")
-        raise ValueError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}): {shown}") from None
+        shown = one_line(text[:60]) + ("…" if len(text) > 60 else "")
+        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}): {shown}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets without end
+        raise ValueError(f"{where}: not JSON that can be read: {error}") from None
     if not isinstance(row, dict):
         hint = "; a JSON array is not JSONL: write one object per line" if isinstance(row, list) else ""
-        raise ValueError(f"{path}, line {number}: must be an object of columns, found {type(row).__name__}{hint}")
+        raise ValueError(f"{where}: must be an object of columns, found {type(row).__name__}{hint}")
     return row
+
+
+def one_line(text: str) -> str:
+    """As it may stand in an error: what is not printable by its number."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 # ---- which format they are in ----
@@ -206,7 +218,7 @@ def _refuse_null(row: Mapping[str, Any], where: str, names: Sequence[str] = CONT
 
 def _found(row: Mapping[str, Any]) -> str:
     shown = [f"{name} (null)" if name in CONTENT and row[name] is None else name for name in row]
-    return f"found the columns {', '.join(shown) or '(none)'}"
+    return f"found the columns {one_line(', '.join(shown)) or '(none)'}"
 
 
 def _listed(formats: Any) -> str:

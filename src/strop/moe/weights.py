@@ -18,6 +18,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from strop import checksums
 from strop.moe.config import MoEConfig
 from strop.primitives._inputs import as_whole_number
 
@@ -37,6 +38,7 @@ def save(folder: str | Path, config: MoEConfig, params: Arrays) -> None:
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"folder must be a directory, found a file: {folder}")
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / checksums.FILE).unlink(missing_ok=True)  # of the files that were there
     dtype = params["model.norm.weight"].dtype
     text = json.dumps(to_mixtral(config, dtype), indent=2, sort_keys=True) + "\n"
     _write_atomically(folder / WEIGHTS, lambda path: save_file(_split_experts(params), path, metadata={"format": "pt"}))
@@ -51,6 +53,7 @@ def load(folder: str | Path, *, dtype: Any = None) -> tuple[MoEConfig, Arrays]:
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"folder must be a directory with {CONFIG} and {WEIGHTS}, found none at {folder}")
+    checksums.verify(folder)
     config = from_mixtral(_read_json(folder / CONFIG))
     stored: Arrays = {}
     for file in _weight_files(folder):

@@ -64,7 +64,7 @@ def write_report(runs: Iterable[Run | str | Path], path: str | Path, **options: 
         raise IsADirectoryError(f"the report must be a file, found the folder {path}")
     text = build_report(runs, **options)  # type: ignore[arg-type]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", errors="replace")  # half a surrogate pair, which JSON can hold
     return path
 
 

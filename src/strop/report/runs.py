@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from strop.logging import parse_line
 from strop.report.curves import short
 
 HEADER, METRICS, SAMPLES = "run.json", "metrics.jsonl", "samples.jsonl"
@@ -85,7 +86,8 @@ class Run:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Of a float's size: a whole number may have any number of digits in JSON."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -118,7 +120,7 @@ def load_run(folder: str | Path, name: str | None = None) -> Run:
         there = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
         raise ValueError(f"{folder} is no run: it must hold {METRICS}, found {there}")
     notes: list[str] = []
-    run = Run(name or folder.resolve().name, _read_metrics(folder, notes), notes=notes)
+    run = Run(name or folder.resolve().name, _read_lines(folder / METRICS, notes), notes=notes)
     run.samples = _read_lines(folder / SAMPLES, notes)
     run.header = _read_header(folder / HEADER, notes)
     if not run.metrics:
@@ -162,35 +164,17 @@ def _distinct_names(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def _read_metrics(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    rows = _read_lines(folder / METRICS, notes)
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row.get("step"), int) or isinstance(row.get("step"), bool):
-            raise ValueError(
-                f"{folder / METRICS}: object {number} must have a whole number 'step', found {row.get('step')!r}"
-            )
-    return rows
-
-
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """JSONL whose last line may have been cut off: a run that was killed, or is writing just now."""
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    *lines, rest = path.read_bytes().split(b"\n")
+    rows = [parse_line(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    if rest.strip():
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("not an object")
-        except ValueError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number} is broken: {error}") from None
+            rows.append(parse_line(rest, path, len(lines) + 1))
+        except ValueError:
             notes.append(f"the last line of {path.name} was cut off and is left out")
-            break
-        rows.append(row)
     return rows
 
 
@@ -200,8 +184,11 @@ def _read_header(path: Path, notes: list[str]) -> dict[str, Any]:
         return {}
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is broken: {error}") from None
     if not isinstance(header, dict):
         raise ValueError(f"{path} must hold an object, found {type(header).__name__}")
+    for name in ("config", "versions"):
+        if not isinstance(header.get(name) or {}, dict):
+            raise ValueError(f"{path}: {name} must be an object, found {type(header[name]).__name__}")
     return header

@@ -1,0 +1,61 @@
+"""Checksums of tensors in a checkpoint, and of the files in a folder of a model.
+
+They find damage: flipped bits, blocks that were lost, moved or left from an older file. They do not stop a person who
+changes a file and its checksum.
+"""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FILE = "checksums.json"
+ROWS, COLUMNS = 64, 509  # COLUMNS is prime: sectors or pages that changed places within a block fall on other columns
+BLOCK = ROWS * COLUMNS * 8  # bytes
+
+
+def checksum(data: Any) -> int:
+    """CRC-32 of the bytes, 64 times shorter: of each block of 64 rows of 64-bit words the sum of its rows, mod 2⁶⁴.
+
+    A change within one row is a change of the sums, and adding is five times as fast as a CRC-32 of everything.
+    """
+    bytes_N = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
+    whole = len(bytes_N) // BLOCK * BLOCK
+    blocks_NRC = bytes_N[:whole].view("<u8").reshape(-1, ROWS, COLUMNS)
+    sums_NC = np.add.reduce(blocks_NRC, axis=1)
+    return zlib.crc32(bytes_N[whole:].data, zlib.crc32(sums_NC.tobytes()))
+
+
+def of_file(path: Path) -> int:
+    return checksum(np.memmap(path, np.uint8, "r") if path.stat().st_size else b"")
+
+
+# ---- a folder ----
+
+
+def write(folder: Path) -> None:
+    """Write the checksums of the folder's files into it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILE)
+    found = {path.relative_to(folder).as_posix(): f"{of_file(path):08x}" for path in files}
+    (folder / FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def verify(folder: str | Path) -> None:
+    """Raise a ValueError if the folder has checksums and a file is not as they say. Other files may lie beside them."""
+    listed = Path(folder) / FILE
+    if not listed.is_file():
+        return
+    hint = f"it is damaged, or was changed on purpose: then delete {listed}"
+    try:
+        wanted = json.loads(listed.read_text(encoding="utf-8"))
+        pairs = [(str(name), str(value)) for name, value in wanted.items()]
+    except (ValueError, AttributeError, RecursionError):
+        raise ValueError(f"{listed} must hold an object of file names, found something else; {hint}") from None
+    for name, value in pairs:
+        path = Path(folder) / name
+        if not path.is_file():
+            raise ValueError(f"{folder} must hold the file {name!r} that its {FILE} lists, found none; {hint}")
+        if (found := f"{of_file(path):08x}") != value:
+            raise ValueError(f"{path} must have the checksum {value!r:.40}, found {found!r}: {hint}")
