@@ -303,7 +303,7 @@ def test_dpo_from_a_file(strop, tmp_path):
     )
     assert code == 0, err
     assert metrics("runs/d")[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
-    assert json.loads(Path("runs/d/run.json").read_text())["config"]["beta"] == 0.5
+    assert json.loads(Path("runs/d/run.json").read_text())["config"]["loss"]["beta"] == 0.5
 
 
 def test_online_dpo_with_a_reward(strop, tmp_path):

@@ -220,6 +220,8 @@ def read_config(path: Path) -> dict[str, Any]:
         def number(self, node: Any) -> Any:
             """By our rule: YAML's takes 1_000, 0x10, the octal 010 and 1:30, which is 90."""
             found = parse_number(node.value)
+            if found is None and self.resolve(yaml.ScalarNode, node.value, (True, False)) != node.tag:
+                raise ValueError  # not what it looks like, but what `!!int` claims it is
             return node.value if found is None else found
 
     for kind in ("int", "float"):
