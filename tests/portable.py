@@ -8,6 +8,7 @@ python tests/portable.py NAME ...   those whose name contains one of the words
 import os
 import subprocess
 import sys
+import tempfile
 import time
 
 # a sum in another order, with other vectors or in other parts, is another sum; each name is one way to get one
@@ -48,7 +49,9 @@ def run(name, environment, *arguments):
     """Whether the tests pass there. The last line of pytest tells, and everything where they do not."""
     command = [sys.executable, "-m", "pytest", "-n", JOBS, "--dist", "worksteal", *arguments]
     start = time.perf_counter()
-    done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with tempfile.TemporaryDirectory() as cache:  # torch's compiler would take kernels made for another instruction set
+        own = os.environ | environment | {"TORCHINDUCTOR_CACHE_DIR": cache}
+        done = subprocess.run(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines = done.stdout.decode("utf-8", "replace").splitlines() or ["nothing was told"]
     if done.returncode:
         print(*lines, sep="\n")
