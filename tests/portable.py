@@ -36,7 +36,7 @@ FOLDERS = ["ops", "losses", "algorithms", "rollout", "test_models.py", "test_che
 OF_ARITHMETIC = ["moe"]
 OF_SURROUNDINGS = ["cli", "report", "data", "tasks", "test_logging.py", "test_callbacks.py"]
 
-# what does not exclude one another, together; graphs are compiled in `make test`, and take as long as the rest
+# what does not exclude one another, together; graphs are compiled in `make test` alone
 SHORT = {
     "as little as can be": [
         "torch without vectors", "OpenBLAS with AVX2", "one thread", "strop without vectors", "another hash seed",
