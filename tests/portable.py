@@ -8,10 +8,11 @@ python tests/portable.py NAME ...   those whose name contains one of the words
 import os
 import subprocess
 import sys
+import tempfile
 import time
 
-# a sum in another order, with other vectors or in other parts, is another sum; each name is one way to get one
-ENVIRONMENTS = {
+# a sum in another order, with other vectors or in other parts, is another sum: each has some of those
+ARITHMETIC = {
     "torch without vectors": {"ATEN_CPU_CAPABILITY": "default"},
     "torch with AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "MKL with AVX2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
@@ -21,16 +22,21 @@ ENVIRONMENTS = {
     "four threads": {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE"},
     "strop without vectors": {"STROP_ISA": "baseline"},
     "strop with AVX2": {"STROP_ISA": "avx2"},
+}
+# files, text and time, and what one test leaves to the next
+SURROUNDINGS = {
     "another hash seed": {"PYTHONHASHSEED": "20011"},
-    "another locale and time zone": {"LC_ALL": "de_DE.ISO-8859-1", "TZ": "XXX-13:45"},
-    "a home that cannot be written": {"HOME": "/dev/null/home"},  # below a file: not even for root
+    "another locale and time zone": {"LC_ALL": "de_DE.ISO-8859-1", "TZ": "XXX-13:45"},  # C, where it is not installed
+    "a home that cannot be written": {"HOME": "/dev/null/home"},  # below a file: not even by root
     "a bare container": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "HOME": "/nowhere"},
     "the last test first": {"PYTEST_ADDOPTS": "--reverse"},
 }
-FOLDERS = ["ops", "losses", "moe", "algorithms", "rollout", "test_models.py", "test_checkpoint.py"]
-WITH_TEXT = ["cli", "report", "data", "tasks", "test_logging.py", "test_callbacks.py"]
+ENVIRONMENTS = ARITHMETIC | SURROUNDINGS
+FOLDERS = ["ops", "losses", "algorithms", "rollout", "test_models.py", "test_checkpoint.py"]
+OF_ARITHMETIC = ["moe"]
+OF_SURROUNDINGS = ["cli", "report", "data", "tasks", "test_logging.py", "test_callbacks.py"]
 
-# what does not exclude one another, together; graphs are compiled in `make test`, and take as long as the rest
+# what does not exclude one another, together; graphs are compiled in `make test` alone
 SHORT = {
     "as little as can be": [
         "torch without vectors", "OpenBLAS with AVX2", "one thread", "strop without vectors", "another hash seed",
@@ -48,7 +54,9 @@ def run(name, environment, *arguments):
     """Whether the tests pass there. The last line of pytest tells, and everything where they do not."""
     command = [sys.executable, "-m", "pytest", "-n", JOBS, "--dist", "worksteal", *arguments]
     start = time.perf_counter()
-    done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with tempfile.TemporaryDirectory() as cache:  # torch's compiler would take kernels made for another instruction set
+        own = os.environ | environment | {"TORCHINDUCTOR_CACHE_DIR": cache}
+        done = subprocess.run(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines = done.stdout.decode("utf-8", "replace").splitlines() or ["nothing was told"]
     if done.returncode:
         print(*lines, sep="\n")
@@ -62,16 +70,17 @@ def paths(*names):
 
 def main():
     if sys.argv[1:] == ["--short"]:
-        arguments = [*paths(*FOLDERS, *WITH_TEXT), "--ignore", *paths("ops/test_compile.py")]
+        assert {name for names in SHORT.values() for name in names} == set(ENVIRONMENTS)
         merged = {
-            name: {k: v for part in parts for k, v in ENVIRONMENTS[part].items()} for name, parts in SHORT.items()
+            title: {k: v for name in names for k, v in ENVIRONMENTS[name].items()} for title, names in SHORT.items()
         }
-        assert {part for parts in SHORT.values() for part in parts} == set(ENVIRONMENTS)
-        results = [run(name, environment, *arguments) for name, environment in merged.items()]
+        folders = paths(*FOLDERS, *OF_ARITHMETIC, *OF_SURROUNDINGS)
+        passed = [run(title, merged[title], *folders, "--ignore", *paths("ops/test_compile.py")) for title in merged]
     else:
         wanted = [name for name in ENVIRONMENTS if not sys.argv[1:] or any(word in name for word in sys.argv[1:])]
-        results = [run(name, ENVIRONMENTS[name], *paths(*FOLDERS, *WITH_TEXT)) for name in wanted]
-    sys.exit(not all(results))
+        more = {name: OF_ARITHMETIC if name in ARITHMETIC else OF_SURROUNDINGS for name in wanted}
+        passed = [run(name, ENVIRONMENTS[name], *paths(*FOLDERS, *more[name])) for name in wanted]
+    sys.exit(not passed or not all(passed))
 
 
 if __name__ == "__main__":
