@@ -108,6 +108,15 @@ def test_a_model_at_work_brings_in_no_framework():
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_algorithms_from_the_package_cost_nothing_before_they_are_used():
+    program = (
+        "import sys, strop; before = 'torch' in sys.modules; from strop import GRPO, DPO, SFT, OnlineDPO, BestOfN;"
+        "print(before, 'torch' in sys.modules, GRPO.__module__, BestOfN.__name__, 'SFT' in dir(strop), hasattr(strop, 'PPPO'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False True strop.algorithms.grpo BestOfN True False\n", done.stderr
+
+
 def test_import_is_quick():
     """Of five fresh processes the best, in CPU time, which a busy machine does not stretch: strop over NumPy, and both."""
     program = (

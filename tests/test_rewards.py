@@ -276,6 +276,8 @@ def test_preferences():
     longer = PreferenceFunction(lambda pairs: [int(len(b) > len(a)) for a, b in pairs])
     assert longer(PAIRS) == [0, 1]
     assert PreferenceFunction(lambda pairs: torch.tensor([True, False]))(PAIRS) == [1, 0]
+    assert PreferenceFunction(lambda pairs: [torch.tensor(True), torch.tensor(0)])(PAIRS) == [1, 0]
+    assert PreferenceFunction(lambda pairs: [np.True_, np.int64(0)])(PAIRS) == [1, 0]
 
 
 def test_a_judge_asks_for_columns_by_name():

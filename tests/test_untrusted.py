@@ -555,6 +555,12 @@ OPTIONS = [
     ("other", {"a": 1}, r"optim.groups\[0\] must have options of plain values, found 'other': an object of 1"),
     ("betas", {"a": 1}, r"optim.groups\[0\] must have options of plain values, found 'betas'"),
     ("amsgrad", 1, r"optim.groups\[0\].amsgrad must be as False is, found 1"),
+    ("maximize", True, r"optim.groups\[0\].maximize must be as False is, found"),
+    ("differentiable", True, r"optim.groups\[0\].differentiable must be as False is, found"),
+    ("weight_decay", None, r"optim.groups\[0\].weight_decay must be as"),
+    ("weight_decay", -3.0, r"optim.groups\[0\].weight_decay must be as"),
+    ("eps", -5.0, r"optim.groups\[0\].eps must be as"),
+    ("betas", [5.0, 5.0], r"optim.groups\[0\].betas must be as"),
 ]
 
 
@@ -564,6 +570,45 @@ def test_options_of_the_optimiser(name, value, match, moe_file):
     header["optim"]["groups"][0][name] = value
     checkpoint.write(path, tensors, header)
     refused(path, match)
+
+
+def test_a_value_beside_the_tensor_of_its_name(moe_file):
+    path, header, tensors = moe_file
+    header["optim"]["params"]["lm_head.weight"] = {"step": "x"}
+    checkpoint.write(path, tensors, header)
+    refused(path, "must hold 'step' of 'lm_head.weight' once, found a tensor and a value")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.int64])
+def test_weights_are_of_floats(dtype, tmp_path):
+    path = tmp_path / "sft.pt"
+    SFT(model=tiny_qwen2()).save(path)
+    header, tensors = checkpoint.read(path)
+    name = next(name for name in tensors if name.startswith("model/"))
+    checkpoint.write(path, {**tensors, name: tensors[name].to(dtype)}, header)
+    refused(path, f"must hold '{name.removeprefix('model/')}' of model as torch.float32, found {dtype}")
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_resume_passes_over_what_is_no_file(kind, tmp_path):
+    options = {"batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "keep_checkpoints": 0}
+    SFT(model=MOE(), **options).train(ROWS, num_steps=2, output_dir=tmp_path)
+    odd = tmp_path / "checkpoints" / "step-00000009.safetensors"
+    odd.mkdir() if kind == "folder" else odd.symlink_to(tmp_path / "nowhere")
+    again = SFT(model=MOE(), **options)
+    with pytest.warns(UserWarning, match=r"no checkpoint at .*step-00000009\.safetensors; taking the one before"):
+        history = again.train(ROWS, num_steps=4, output_dir=tmp_path, resume=True)
+    assert [entry["step"] for entry in history.steps] == [1, 2, 3, 4]
+
+
+def test_checksums_name_files_of_their_folder(tmp_path):
+    (tmp_path / "outside").write_text("secret")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("../outside", str(tmp_path / "outside")):
+        (folder / "checksums.json").write_text(json.dumps({name: "00000000"}))
+        with pytest.raises(ValueError, match=r"checksums\.json must name files of its folder, found"):
+            checksums.verify(folder)
 
 
 def test_an_option_the_optimiser_gets_later(moe_file):

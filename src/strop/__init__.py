@@ -1,4 +1,8 @@
-"""strop: LLM post-training. This module holds the primitives; it needs NumPy and never imports torch."""
+"""strop: LLM post-training. This module holds the primitives, which need NumPy alone, and names the algorithms, which are
+imported with torch when they are first asked for: `from strop import GRPO`."""
+
+import importlib
+from typing import Any
 
 from strop._compiled import get_num_threads, set_num_threads
 from strop.primitives import (
@@ -35,3 +39,15 @@ __all__ = [
     "pack_sequences",
     "set_num_threads",
 ]
+
+_ALGORITHMS = {"BestOfN": "best_of_n", "DPO": "dpo", "GRPO": "grpo", "OnlineDPO": "online_dpo", "SFT": "sft"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ALGORITHMS:
+        raise AttributeError(f"module 'strop' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"strop.algorithms.{_ALGORITHMS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ALGORITHMS])

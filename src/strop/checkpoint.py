@@ -9,6 +9,7 @@ describes against its tensors (`rebuild`), and all of that before anything is ch
 """
 
 import functools
+import math
 import os
 import shutil
 import tempfile
@@ -21,7 +22,7 @@ import torch
 from strop import checksums, rebuild
 from strop.algorithms.state import TrainState, check_rng, get_rng, set_rng
 from strop.checkpoint_file import FORMAT, Tensors, read, write
-from strop.checkpoint_header import CALLBACKS, CheckpointError, check, check_same, is_number, shown, type_of
+from strop.checkpoint_header import CALLBACKS, CheckpointError, check, check_same, is_number, shown
 
 if TYPE_CHECKING:
     from strop.algorithms.trainer import Trainer
@@ -198,7 +199,9 @@ def check_optimizer(
     by_name: dict[str, dict[str, Any]] = {name: dict(entry) for name, entry in values["params"].items()}
     for key, tensor in tensors.items():
         name, _, leaf = key.rpartition("/")
-        by_name.setdefault(name, {})[leaf] = tensor
+        if leaf in by_name.setdefault(name, {}):
+            raise CheckpointError(f"{path} must hold {leaf!r:.40} of {name!r:.80} once, found a tensor and a value")
+        by_name[name][leaf] = tensor
     if extra := sorted(by_name.keys() - known):
         raise CheckpointError(f"{path} has optimiser state of {extra[0]!r:.80}, which is not trained here")
     found = []
@@ -228,13 +231,19 @@ def _checked_options(group: dict[str, Any], options: dict[str, Any], path: Any, 
             )
         if key not in group:  # of a scheduler of the user's own, say, which is still to come
             continue
-        own = group[key]
-        fits = type_of(value) is type_of(list(own) if isinstance(own, tuple) else own) or None in (own, value)
-        if isinstance(value, list) and isinstance(own, (list, tuple)):
-            fits = len(value) == len(own) and all(type_of(a) is type_of(b) for a, b in zip(value, own, strict=True))
-        if not fits or (key == "lr" and not (is_number(value) and value >= 0)):
-            raise CheckpointError(f"{path}: {where}.{key} must be as {own!r:.40} is, found {shown(value)}")
+        if not _fits(value, group[key], below=1.0 if key == "betas" else math.inf):
+            raise CheckpointError(f"{path}: {where}.{key} must be as {group[key]!r:.40} is, found {shown(value)}")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in taken.items()}
+
+
+def _fits(value: Any, own: Any, below: float) -> bool:
+    """A number like the group's own, not negative where that is not; of lists each; everything else as it is there."""
+    if isinstance(own, (list, tuple)):
+        same_length = isinstance(value, list) and len(value) == len(own)
+        return same_length and all(_fits(a, b, below) for a, b in zip(value, own, strict=True))
+    if not is_number(own):
+        return value == own and type(value) is type(own)
+    return is_number(value) and (0 <= value < below or own < 0)
 
 
 def _check_adam(entry: dict[str, Any], param: torch.Tensor, amsgrad: bool, path: Any, name: str) -> None:
@@ -266,7 +275,7 @@ def newest_good(folder: Path) -> tuple[Path, Header, Tensors] | None:
     for path in paths:
         try:
             return path, *read(path)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             warnings.warn(f"{error}; taking the one before", stacklevel=2)
     if paths:  # to begin again would cut the run's metrics to nothing: for its owner to decide
         raise CheckpointError(

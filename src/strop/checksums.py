@@ -55,6 +55,8 @@ def verify(folder: str | Path) -> None:
         raise ValueError(f"{listed} must hold an object of file names, found something else; {hint}") from None
     for name, value in pairs:
         path = Path(folder) / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{listed} must name files of its folder, found {name!r:.80}; {hint}")
         if not path.is_file():
             raise ValueError(f"{folder} must hold the file {name!r} that its {FILE} lists, found none; {hint}")
         if (found := f"{of_file(path):08x}") != value:

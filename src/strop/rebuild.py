@@ -27,6 +27,7 @@ from strop.checkpoint_header import CheckpointError, check_same, is_whole, shown
 from strop.models import base_model, unwrapped
 
 Tensors = dict[str, torch.Tensor]
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 # by name, with the package that must be installed: without it transformers may fetch a kernel from the Hub
 ATTENTION = {
@@ -107,7 +108,7 @@ def model_from(about: dict[str, Any], weights: Tensors, path: Any, argument: str
 
 def _set_dtypes_and_frozen(model: torch.nn.Module, frozen: Iterable[str], weights: Tensors) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in weights and weights[name].dtype != tensor.dtype:
+        if name in weights and tensor.is_floating_point() and weights[name].dtype in WEIGHT_DTYPES:
             tensor.data = tensor.data.to(weights[name].dtype)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)

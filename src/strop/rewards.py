@@ -120,6 +120,7 @@ class PreferenceFunction:
         given = arguments_for(self.function, self.name, rows)
         returned = call_checked(self.function, self.name, given, rows, self.timeout)
         values = as_values(returned, len(pairs), f"preference function {self.name}", rows)
+        values = [_as_number(value) for value in values]
         for index, value in enumerate(values):
             if not isinstance(value, numbers.Real) or value not in (0, 1):
                 raise RewardError(
@@ -239,9 +240,13 @@ def as_values(returned: Any, wanted: int, who: str, rows: Rows) -> list[Any]:
     return values
 
 
+def _as_number(value: Any) -> Any:
+    """0-d tensors and NumPy's numbers as Python's."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+
+
 def as_reward(value: Any, index: int, name: str, rows: Rows) -> float:
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # 0-d tensors and NumPy's numbers
-        value = value.item()
+    value = _as_number(value)
     if not isinstance(value, numbers.Real):
         raise RewardError(f"reward function {name} must return numbers, found {value!r:.60} {where(index, rows)}")
     size: Any = abs(value)

@@ -256,6 +256,11 @@ class Policy:
                 f"{type(unwrapped(self.model)).__name__} raised IndexError: {error}; it was given ids from {low} to "
                 f"{high}, rows of {num} tokens: does it know so many of both?"
             ) from error
+        except RuntimeError as error:  # of its own, or a lack of memory: the error stays what it is
+            if self.kind == "plain" and not rows.ids_ST.is_cuda:
+                low, high = int(rows.ids_ST.min()), int(rows.ids_ST.max())
+                error.add_note(f"the model was given ids from {low} to {high}, rows of {rows.ids_ST.shape[1]} tokens")
+            raise
 
     def _call_ids(self, ids_ST: torch.Tensor) -> Any:
         rows = Rows(ids_ST, torch.ones_like(ids_ST, dtype=torch.bool), torch.arange(ids_ST.numel()))
