@@ -156,7 +156,7 @@ def test_packed_padded_and_one_by_one_are_the_same(make):
     packed, padded, alone = (as_policy(make().double()) for _ in range(3))
     assert packed.packs, packed.no_packing_because
     # these have norms that compute in float32 whatever they are given
-    tolerance = 1e-7 if packed.config.model_type.startswith(("gemma", "cohere")) else 1e-10
+    tolerance = 1e-5 if packed.config.model_type.startswith(("gemma", "cohere")) else 1e-10
     found = [loss_and_gradients(packed, batch_of(rows)), loss_and_gradients(read_padded(padded), batch_of(rows))]
     weights_n = torch.linspace(0.5, 2.0, batch_of(rows).num_counted, dtype=torch.float64)
     total, start = 0.0, 0
