@@ -97,4 +97,4 @@ def write_with_checksums(path, text, tensors):
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     room = torch.zeros(4 * (len(tensors) + 1), dtype=torch.uint8)
     save_file({**tensors, checkpoint_file.CHECKSUMS: room}, path, metadata={"strop": text})
-    checkpoint_file._seal(path, tensors)
+    checkpoint_file._seal(path, checkpoint_file.sums_of(tensors))

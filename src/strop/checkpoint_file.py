@@ -46,8 +46,10 @@ def write(path: str | Path, tensors: Tensors, header: dict[str, Any]) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
-            save_file({**tensors, CHECKSUMS: room}, unfinished, metadata=metadata)
-            _seal(unfinished, tensors)
+            with ThreadPoolExecutor(1) as pool:  # the sums are made while the file is written
+                sums = pool.submit(sums_of, tensors)
+                save_file({**tensors, CHECKSUMS: room}, unfinished, metadata=metadata)
+                _seal(unfinished, sums.result())
         except (SafetensorError, OSError) as error:  # a full disk, in most cases
             raise OSError(f"{path} could not be written: {error}") from error
         os.replace(unfinished, path)
@@ -57,17 +59,19 @@ def write(path: str | Path, tensors: Tensors, header: dict[str, Any]) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def _seal(path: Path, tensors: Tensors) -> None:
+def sums_of(tensors: Tensors) -> dict[str, int]:
+    return {name: checksum(_bytes_of(tensor)) for name, tensor in tensors.items()}
+
+
+def _seal(path: Path, sums: dict[str, int]) -> None:
     """Fill in the checksums of what was meant to be written, and bring the file to the disk."""
     start, index, _ = _read_index(path)
-    with path.open("r+b") as file, ThreadPoolExecutor(1) as pool:
-        flushed = pool.submit(os.fsync, file.fileno())  # the disk has work to do while the sums are made
-        sums = [checksum(start), *(checksum(_bytes_of(tensors[name])) for name in _summed(index))]
-        flushed.result()
+    found = [checksum(start), *(sums[name] for name in _summed(index))]
+    with path.open("r+b") as file:
         file.seek(len(start) + index[CHECKSUMS]["data_offsets"][0])
-        file.write(struct.pack(f"<{len(sums)}I", *sums))
+        file.write(struct.pack(f"<{len(found)}I", *found))
         file.flush()
-        getattr(os, "fdatasync", os.fsync)(file.fileno())
+        os.fsync(file.fileno())
 
 
 def _without_shared(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
