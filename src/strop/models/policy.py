@@ -7,10 +7,9 @@ that knows no attention mask is right too.
 Shapes: N tokens of S sequences, n of them that count; T tokens of a padded row; H hidden, V vocabulary.
 """
 
-import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -290,7 +289,7 @@ class Policy:
         inner = unwrapped(self.model)
         ids = torch.arange(1, 13) % (self.vocab_size or 13)
         batch = TokenBatch.of([Trajectory.of(ids[:1], ids[1:5]), Trajectory.of(ids[5:6], ids[6:])], self.device)
-        with torch.no_grad(), evaluating(inner), _keeping_rng():
+        with trial.tried(inner, self.device):
             rows = batch.rows(self.pad_id)
             wanted_NV = self._call_rows(inner, rows).logits.flatten(0, 1).index_select(0, rows.index_N)
             found = _decoder_and_head(inner)
@@ -402,13 +401,6 @@ def _read_packed(
     if pass_.layers_seen < layers:
         raise Unsupported(f"{layers - pass_.layers_seen} of its layers do not attend through transformers' interface")
     return part(output)[0]
-
-
-@contextlib.contextmanager
-def _keeping_rng() -> Iterator[None]:
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        yield
 
 
 def _forward_arguments(model: nn.Module) -> set[str]:

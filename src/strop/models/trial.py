@@ -33,7 +33,7 @@ def known_ids(module: nn.Module, forward: Callable[[torch.Tensor], Any], device:
     hooks = [table.register_forward_pre_hook(look) for table in tables]
     try:
         # what the module has against three tokens is no matter: the first real batch may have another shape
-        with _tried(module, device), contextlib.suppress(Exception):
+        with tried(module, device), contextlib.suppress(Exception):
             forward(ids_ST)
     finally:
         for hook in hooks:
@@ -57,7 +57,7 @@ def looks_ahead(module: nn.Module, logits: Callable[[TokenBatch], torch.Tensor],
     def found(changed: list[int]) -> torch.Tensor:
         return logits(_with_others(batch, {one: first[one] for one in changed}, known))[places].clone()
 
-    with _tried(module, batch.device):
+    with tried(module, batch.device):
         as_it_is_SV, changed_SV = found([]), found(sequences)
         differs = next((i for i in range(len(places)) if not _is_same(as_it_is_SV[i], changed_SV[i])), None)
         if differs is None:
@@ -89,7 +89,7 @@ def _is_same(one_V: torch.Tensor, other_V: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _tried(module: nn.Module, device: torch.device) -> Iterator[None]:
+def tried(module: nn.Module, device: torch.device) -> Iterator[None]:
     """In eval mode, without gradient, and with the random numbers put back."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), evaluating(module):
         yield
