@@ -9,9 +9,9 @@ import pytest
 from tiny_qwen2 import tiny_qwen2
 from trained_models import tiny_moe
 
-from strop import checkpoint
 from strop.algorithms.sft import SFT
-from strop.checkpoint import CheckpointError
+from strop.training import checkpoint
+from strop.training.checkpoint import CheckpointError
 
 MOE, QWEN2 = tiny_moe, functools.partial(tiny_qwen2, num_hidden_layers=1)
 

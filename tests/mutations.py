@@ -6,7 +6,7 @@ import json
 import torch
 from safetensors.torch import save_file
 
-from strop import checkpoint_file
+from strop.training import checkpoint_file
 
 DEEP = "DEEP"  # stands for a hundred thousand brackets in the text of JSON
 JUNK = [

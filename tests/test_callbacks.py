@@ -95,7 +95,7 @@ def test_early_stopping_on_an_evaluation_and_on_a_metric_that_is_not_there():
 def test_the_remaining_time_of_steps_longer_than_half_a_minute(monkeypatch):
     """From the first step on, counted down within a step, evaluations before the first step left out."""
     clock = [1000.0]
-    monkeypatch.setattr("strop.callbacks.time", SimpleNamespace(monotonic=lambda: clock[0]), raising=False)
+    monkeypatch.setattr("strop.training.callbacks.time", SimpleNamespace(monotonic=lambda: clock[0]), raising=False)
     shown = []
 
     class Slow(SFT):

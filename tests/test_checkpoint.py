@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, shifted, tiny_moe, weights_of
 
-from strop import checkpoint
 from strop.algorithms.dpo import DPO
 from strop.algorithms.sft import SFT
-from strop.checkpoint import CheckpointError
+from strop.training import checkpoint
+from strop.training.checkpoint import CheckpointError
 
 BATCH = [[2, 3], [4, 5]], [[6, 1], [7, 8]], [[9, 9, 1], [10, 1]]
 

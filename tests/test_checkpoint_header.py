@@ -11,10 +11,10 @@ from mutations import write_with_checksums
 from tiny_qwen2 import tiny_qwen2
 from trained_models import shifted, weights_of
 
-from strop import checkpoint, checkpoint_file
 from strop.algorithms.sft import SFT
 from strop.callbacks import EarlyStopping
-from strop.checkpoint import CheckpointError
+from strop.training import checkpoint, checkpoint_file
+from strop.training.checkpoint import CheckpointError
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_a_refused_checkpoint_changes_nothing(moe_file):
     before = weights_of(sft).clone(), copy.deepcopy(sft.optimizer.state_dict()), copy.deepcopy(sft.state)
     random_state = torch.get_rng_state()
     with pytest.raises(CheckpointError, match="rng/numpy"):
-        checkpoint.put(sft, header, tensors, path)
+        checkpoint.Saved(path, header, tensors, sft.config).put(sft)
     assert torch.equal(weights_of(sft), before[0])
     assert sft.state == before[2]
     assert sft.optimizer.state_dict()["param_groups"] == before[1]["param_groups"]

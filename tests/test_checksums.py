@@ -11,12 +11,13 @@ import torch
 from example_checkpoints import MOE, QWEN2, example, refused
 from trained_models import shifted, weights_of
 
-from strop import checkpoint, checksums
+from strop import checksums
 from strop.algorithms.sft import SFT
-from strop.checkpoint import CheckpointError
 from strop.models import load_model
 from strop.moe import MoETransformer
 from strop.tasks import CharTokenizer
+from strop.training import checkpoint
+from strop.training.checkpoint import CheckpointError
 
 ROWS = [{"prompt": [2 + i % 7, 3], "completion": [4 + i, 1]} for i in range(6)]
 

@@ -17,11 +17,11 @@ from mutations import as_text, changed, damaged, write_with_checksums
 from tiny_qwen2 import tiny_qwen2
 from trained_models import tiny_moe
 
-from strop import checkpoint, checkpoint_header
 from strop.algorithms.sft import SFT
-from strop.algorithms.state import seed_everything
 from strop.callbacks import EarlyStopping
-from strop.checkpoint import CheckpointError
+from strop.training import checkpoint, checkpoint_header
+from strop.training.checkpoint import CheckpointError
+from strop.training.state import seed_everything
 
 FACTOR = int(os.environ.get("STROP_FUZZ", "1"))
 MAKE = {

@@ -1,11 +1,34 @@
-"""Each layer imports alone, and no arrow of the architecture points back."""
+"""Each layer imports alone, and no arrow of the architecture points back: arrows are read from the source."""
 
+import ast
 import functools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import strop
+
+SOURCE = Path(strop.__file__).parent
+# A room may import what stands before it in this list, also inside functions. Rooms in one row know nothing of each other.
+HOUSE = [
+    ["_native"],
+    ["_compiled", "_processes", "_tensors", "checksums", "config"],
+    ["primitives"],
+    ["moe", "losses", "tasks"],
+    ["data"],
+    ["ops"],
+    ["models"],
+    ["rollout", "rewards"],
+    ["training"],
+    ["callbacks", "logging", "algorithms"],
+    ["report"],
+    ["bench"],
+    ["cli"],
+    ["__main__"],
+]
 
 HEAVY = ["torch._dynamo", "torch", "transformers", "triton", "scipy", "matplotlib", "typer", "rich"]
 LAYERS = {
@@ -35,7 +58,7 @@ LAYERS = {
     "strop.rollout": ["torch"],
     "strop.rewards": ["torch"],
     "strop.algorithms.grpo": ["torch"],
-    "strop.checkpoint": ["torch"],
+    "strop.training.checkpoint": ["torch"],
     "strop.bench.harness": [],
     "strop.bench.report": [],
     "strop.bench.alone": [],
@@ -47,23 +70,104 @@ LAYERS = {
     "strop.data.formats": [],
     "strop.data.tokenize": [],
     "strop.data.batch": ["torch"],
+    "strop.training.logging": [],
+    "strop.training.callbacks": [],
+    "strop.training.trainer": ["torch"],
     "strop.report": [],
     "strop.cli": ["typer", "rich"],
 }
-KNOWS_NOTHING_OF = {
-    "strop.primitives": ["strop.moe", "strop.losses", "strop.ops", "strop.bench", "strop.cli"],
-    "strop.moe": ["strop.losses", "strop.ops", "strop.bench", "strop.cli"],
-    "strop.moe.reference.engine": ["strop.moe.native", "strop.ops", "strop.bench", "strop.cli"],
-    "strop.losses": ["strop.moe", "strop.ops", "strop.bench", "strop.cli"],
-    "strop.ops": ["strop.moe", "strop.bench", "strop.cli"],
-    "strop.models": ["strop.rollout", "strop.algorithms", "strop.rewards", "strop.bench", "strop.cli"],
-    "strop.rollout": ["strop.algorithms", "strop.rewards", "strop.bench", "strop.cli"],
-    "strop.rewards": ["strop.models", "strop.rollout", "strop.algorithms", "strop.bench", "strop.cli"],
-    "strop.algorithms.grpo": ["strop.tasks", "strop.bench", "strop.cli"],
-    "strop.bench.harness": ["strop.cli"],
-    "strop.data.batch": ["strop.moe", "strop.ops", "strop.losses", "strop.algorithms", "strop.cli"],
-    "strop.report": ["strop.moe", "strop.ops", "strop.losses", "strop.algorithms", "strop.cli"],
-}
+
+
+def room_of(module):
+    return module.split(".")[1] if "." in module else "strop"
+
+
+def modules():
+    paths = sorted(SOURCE.rglob("*.py"))
+    names = (".".join(("strop", *path.relative_to(SOURCE).with_suffix("").parts)) for path in paths)
+    return {name.removesuffix(".__init__"): path for name, path in zip(names, paths, strict=True)}
+
+
+def imports(source, known):
+    """Modules of strop a file imports: at its top, inside functions, and by `import_module("strop.…")`.
+
+    What stands under TYPE_CHECKING is for the type checker alone. Of a name made at run time the part before it counts.
+    """
+    tree = ast.parse(source)
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else node.module for name in names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            texts = (part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant))
+            found.add(next(texts, "").rstrip("."))
+    return {name for name in found if name == "strop" or name.startswith("strop.")}
+
+
+def arrows():
+    known = modules()
+    return {name: imports(path.read_text(encoding="utf-8"), known) - {name} for name, path in known.items()}
+
+
+def test_every_room_has_its_place():
+    assert {room for row in HOUSE for room in row} == {room_of(name) for name in modules()} - {"strop"} | {"_native"}
+
+
+def test_no_arrow_points_back():
+    """But from `strop` itself, which offers primitives, and algorithms by name."""
+    floor = {room: number for number, row in enumerate(HOUSE) for room in row}
+    between = [
+        (name, target) for name, targets in arrows().items() for target in targets if "strop" not in (name, target)
+    ]
+    crossing = [(name, target) for name, target in between if room_of(name) != room_of(target)]
+    wrong = [f"{name} → {target}" for name, target in crossing if floor[room_of(target)] >= floor[room_of(name)]]
+    assert wrong == []
+
+
+def test_no_files_import_each_other():
+    """Nor in a circle: each file can be read after those it imports. A package's __init__ offers what its files define."""
+    graph, done, circles = arrows(), set(), []
+
+    def visit(name, path):
+        if name in path:
+            circles.append(" → ".join([*path[path.index(name) :], name]))
+        elif name not in done:
+            for target in sorted(graph.get(name, ())):
+                if not name.startswith(target + "."):
+                    visit(target, [*path, name])
+            done.add(name)
+
+    for name in graph:
+        visit(name, [])
+    assert circles == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import strop.ops", {"strop.ops"}),
+        ("def f():\n    from strop.cli import train", {"strop.cli.train"}),
+        ("def f():\n    from strop.cli.train import run", {"strop.cli.train"}),
+        ("if TYPE_CHECKING:\n    from strop.cli import train", set()),
+        ("import importlib\nx = importlib.import_module(f'strop.bench.suites.{name}')", {"strop.bench.suites"}),
+        ("import json", set()),
+    ],
+)
+def test_the_reader_of_imports_misses_none(source, found):
+    assert imports(source, {"strop.cli.train"}) == found
 
 
 @functools.cache
@@ -89,8 +193,6 @@ def test_imports_alone(layer):
     loaded = modules_after_imports("torch" in LAYERS[layer])[layer]
     assert layer in loaded
     assert {h for h in HEAVY if h in loaded} <= set(LAYERS[layer]) | ({"triton"} if "torch" in LAYERS[layer] else set())
-    for other in KNOWS_NOTHING_OF.get(layer, []):
-        assert not {m for m in loaded if m == other or m.startswith(other + ".")}
 
 
 def test_a_model_at_work_brings_in_no_framework():

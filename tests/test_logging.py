@@ -9,7 +9,8 @@ import pytest
 from trained_models import tiny_moe
 
 from strop.algorithms.sft import SFT
-from strop.logging import ConsoleLogger, JSONLLogger, TensorBoardLogger, WandbLogger, drop_after, read_metrics
+from strop.logging import ConsoleLogger, JSONLLogger, TensorBoardLogger, WandbLogger, read_metrics
+from strop.training.logging import drop_after
 
 ROWS = [{"prompt": [2 + i], "completion": [3 + i, 1]} for i in range(4)]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from example_checkpoints import MOE, QWEN2, example, put_at, refused, saved
 
-from strop import checkpoint
 from strop.algorithms.sft import SFT
 from strop.models import load_model
 from strop.tasks import CharTokenizer
+from strop.training import checkpoint
 
 
 @pytest.fixture

@@ -28,9 +28,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from strop.data.inputs import Prompt, shown_ids
+
+if TYPE_CHECKING:
+    from strop.models import Policy
+    from strop.rollout import Rollout
 
 Rows = Mapping[str, Sequence[Any]]
 
@@ -49,6 +55,12 @@ class Rewards:
 
     total_B: torch.Tensor
     columns: dict[str, torch.Tensor]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        total_B = self.total_B.double()
+        found = {"reward/mean": total_B.mean().item(), "reward/std": total_B.std(correction=0).item()}
+        return found | {f"reward/{name}": column.double().mean().item() for name, column in self.columns.items()}
 
 
 class RewardFunctions:
@@ -220,6 +232,41 @@ def _first_failing(
         except Exception:
             return index
     return None
+
+
+# ---- what the functions are given, and what is shown of it ----
+
+
+def reward_rows(prompts: Sequence[Prompt], rollout: "Rollout", policy: "Policy") -> dict[str, list[Any]]:
+    """The columns for reward functions, one entry a completion; `prompts` are already one a completion.
+
+    Ids are copies: a function that changes them in place does not change what is trained on.
+    """
+    given = {
+        "completions": [shown_ids(ids, policy) for ids in rollout.completion_ids],
+        "prompts": [prompt.shown for prompt in prompts],
+        "completion_ids": rollout.completion_ids,
+        "prompt_ids": rollout.prompt_ids,
+    }
+    rows: dict[str, list[Any]] = {
+        name: [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+        for name, values in given.items()
+    }
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    return rows | {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+
+
+def sample_table(rows: Mapping[str, Sequence[Any]], **columns: Sequence[Any]) -> list[dict[str, Any]]:
+    """For `Trainer.samples`: prompt, completion and what else is known of each. Ids as lists, which JSON and tables show."""
+    prompts, completions = (
+        [value.tolist() if isinstance(value, torch.Tensor) else value for value in rows[name]]
+        for name in ("prompts", "completions")
+    )
+    pairs = zip(prompts, completions, strict=True)
+    return [
+        {"prompt": prompt, "completion": completion, **{name: values[i] for name, values in columns.items()}}
+        for i, (prompt, completion) in enumerate(pairs)
+    ]
 
 
 # ---- checking ----

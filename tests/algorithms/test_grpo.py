@@ -281,11 +281,10 @@ def test_truncated_completions_can_be_masked():
     rollout = Rollout([torch.tensor([1])] * 4, [torch.tensor([5, 3]), torch.tensor([5, 5])] * 2, [torch.zeros(2)] * 4,
                       ["eos", "length"] * 2)  # fmt: skip
     experience = grpo._experience(rollout, torch.tensor([1.0, 2.0, 0.0, 5.0]))
-    results = []
-    for loss_of in grpo._losses(experience, [0, 1, 2, 3], results):
-        loss_of()
+    parts = grpo._parts(experience, [0, 1, 2, 3])
+    assert parts == [[0, 2]]
     assert experience.num_tokens(range(4)) == 4
-    assert [num_tokens for _, num_tokens in results] == [4]
+    assert [experience.num_tokens(part) for part in parts] == [4]
 
 
 def test_groups_without_signal_are_counted_and_sampled_again():

@@ -13,8 +13,7 @@ from strop.algorithms.grpo import GRPO
 from strop.algorithms.online_dpo import OnlineDPO
 from strop.algorithms.sft import SFT
 from strop.callbacks import Callback
-from strop.data.batch import TokenBatch
-from strop.data.batching import split
+from strop.data.batch import TokenBatch, split
 
 # ---- micro-batches ----
 

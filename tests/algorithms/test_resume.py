@@ -18,8 +18,8 @@ from trained_models import Bigram, shifted, tiny_moe, weights_of
 from strop.algorithms.dpo import DPO
 from strop.algorithms.sft import SFT
 from strop.callbacks import Callback, EarlyStopping
-from strop.checkpoint import CheckpointError
 from strop.logging import read_metrics
+from strop.training.checkpoint import CheckpointError
 
 PAIRS = [{"prompt": [2 + i % 7, 3], "chosen": [4 + i, 1], "rejected": [5, 6 + i % 5, 1]} for i in range(10)]
 ROWS = [{"prompt": [2 + i % 7, 3], "completion": [4 + i, 1]} for i in range(10)]
@@ -142,9 +142,9 @@ class FullDisk(Callback):
             def fails_too(*_):
                 raise OSError(28, "No space left on device", "metrics.jsonl")
 
-            self.monkeypatch.setattr("strop.checkpoint.save", fails)
+            self.monkeypatch.setattr("strop.training.checkpoint.save", fails)
             if self.logs:
-                trainer.log = fails_too
+                trainer.run.log = fails_too
 
 
 @pytest.mark.parametrize(("logs", "save_every"), [(False, 1), (True, 2), (True, 0)])
@@ -169,7 +169,7 @@ def test_a_rescue_that_fails_for_another_reason_tells_it(tmp_path, monkeypatch):
         raise OSError("the disk is full")
 
     sft = SFT(model=tiny_moe(), save_every=2, callbacks=[FailAt(3, "begin")], **OPTIONS)
-    sft.callbacks[0].on_save = lambda *_: monkeypatch.setattr("strop.checkpoint.save", fails)
+    sft.callbacks[0].on_save = lambda *_: monkeypatch.setattr("strop.training.checkpoint.save", fails)
     with pytest.raises(Failure) as caught:
         sft.train(ROWS, num_steps=5, output_dir=tmp_path)
     newest = tmp_path / "checkpoints" / "step-00000002.safetensors"

@@ -12,12 +12,12 @@ from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, tiny_moe, weights_of
 
 from strop.algorithms.dpo import DPO
-from strop.algorithms.loop import epoch_order
-from strop.algorithms.optim import learning_rate_at
 from strop.algorithms.sft import SFT
-from strop.algorithms.state import Phases
-from strop.algorithms.trainer import Trainer
 from strop.config import OptimConfig
+from strop.training.optimiser import learning_rate_at
+from strop.training.run import epoch_order
+from strop.training.state import Phases
+from strop.training.trainer import Trainer
 
 ROWS = [{"prompt": [2 + i], "completion": [3 + i, 1]} for i in range(7)]
 
@@ -290,7 +290,7 @@ def test_bad_arguments(make, error, message):
 @pytest.mark.parametrize("world_size", ["1", "2", "none"])
 def test_several_processes_are_refused_before_anything_is_loaded(world_size, monkeypatch):
     monkeypatch.setattr(
-        "strop.models.load_model", lambda *_, **__: pytest.fail("loaded") if world_size == "2" else 1 / 0
+        "strop.training.trainer.load_model", lambda *_, **__: pytest.fail("loaded") if world_size == "2" else 1 / 0
     )
     monkeypatch.setenv("WORLD_SIZE", world_size)
     error, says = ZeroDivisionError, "division by zero"

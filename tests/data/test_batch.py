@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from strop.data.batch import TokenBatch, Trajectory
-from strop.data.batching import split
+from strop.data.batch import TokenBatch, Trajectory, split
 
 ROWS = [([1, 2, 3], [4, 5]), ([6], [7, 8, 9, 10]), ([], [11, 12]), ([13, 14], [])]
 

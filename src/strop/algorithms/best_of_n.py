@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from strop.algorithms.inputs import as_rows, check_tokenizer
-from strop.algorithms.online import Prompt, as_prompts, repeated, reward_rows
 from strop.config import check_count, unknown_option
+from strop.data.inputs import Prompt, as_prompts, as_rows, check_tokenizer, repeated
 from strop.models import as_policy, load_model
-from strop.rewards import RewardFunctions, check_timeout
+from strop.rewards import RewardFunctions, check_timeout, reward_rows
 from strop.rollout import Rollout, Sampling, generate
 
 SAMPLING = tuple(Sampling.__dataclass_fields__)

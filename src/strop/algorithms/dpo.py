@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
-from strop.algorithms.inputs import Ids, as_dicts, as_rows, declared_pad_id, fit, is_written, until_eos, without_padding
-from strop.algorithms.metrics import on_host
-from strop.algorithms.trainer import Trainer
+from strop._tensors import on_host
 from strop.config import OptimConfig, TrainerConfig, check_count
 from strop.data.batch import TokenBatch, Trajectory, on_device
+from strop.data.formats import check_rows
+from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
+from strop.data.tokenize import encode_preference, row_named
 from strop.losses import PreferenceLoss, PreferenceRule
 from strop.losses.preference import pairs_loss
+from strop.training.trainer import Trainer
 
 Pair = tuple[Trajectory, Trajectory]  # chosen, rejected; in OnlineDPO first and second, before it is known
 
@@ -68,9 +70,6 @@ class DPO(Trainer):
         return self.run_step(lambda: self._step(self._pairs(prompt, chosen, rejected, prompt_mask)))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Pair]:
-        from strop.data.formats import check_rows
-        from strop.data.tokenize import encode_preference, row_named
-
         check_rows(rows, ["preference"], where=name, what="DPO")
         pairs = []
         for i, row in enumerate(rows):
@@ -99,17 +98,14 @@ class DPO(Trainer):
         batches = self._batches(pairs)
         if ref_logps_P2 is None:
             ref_logps_P2 = self._reference_logps(batches)
-        results: list[PreferenceLoss] = []
-
-        def loss_of(part: list[int], batch: TokenBatch) -> torch.Tensor:
-            results.append(
-                self._loss(batch, ref_logps_P2[on_device(torch.tensor(part), ref_logps_P2.device)], len(pairs))
+        update = self.update(
+            functools.partial(
+                self._loss, batch, ref_logps_P2[on_device(torch.tensor(part), ref_logps_P2.device)], len(pairs)
             )
-            return results[-1].loss
-
-        metrics = self.update(functools.partial(loss_of, part, batch) for part, batch in batches)
+            for part, batch in batches
+        )
         self.count_tokens(sum(_lengths(pairs)))
-        return metrics | _metrics(results)
+        return update | _metrics(update.parts)
 
     def _batches(self, pairs: Sequence[Pair]) -> list[tuple[list[int], TokenBatch]]:
         """Micro-batches: which of the pairs, and their 2B trajectories."""
@@ -145,18 +141,12 @@ class DPO(Trainer):
     def _pairs(self, prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any) -> list[Pair]:
         if is_written(prompt, "prompt", prompt_mask):
             return self.prepare(as_dicts({"prompt": prompt, "chosen": chosen, "rejected": rejected}), "pairs")
-        pad_id = declared_pad_id(self.policy) if self.config.pad_id is None else self.config.pad_id
-        eos_ids = self.policy.eos_ids
-        prompts = as_rows(prompt, "prompt", prompt_mask)
-        if prompt_mask is None:
-            prompts = [without_padding(row, pad_id, eos_ids) for row in prompts]
-        completions = {}
-        for name, value in (("chosen", chosen), ("rejected", rejected)):
-            rows = as_rows(value, name)
-            if len(rows) != len(prompts):
-                raise ValueError(f"{name} must have {len(prompts)} rows as prompt has, found {len(rows)}")
-            completions[name] = [until_eos(row, pad_id, eos_ids) for row in rows]
-        triples = zip(prompts, completions["chosen"], completions["rejected"], strict=True)
+        pad_id = self.policy.declared_pad_id if self.config.pad_id is None else self.config.pad_id
+        padding = pad_id, self.policy.eos_ids
+        prompts = prompt_rows(prompt, "prompt", prompt_mask, *padding)
+        better = completion_rows(chosen, "chosen", len(prompts), *padding)
+        worse = completion_rows(rejected, "rejected", len(prompts), *padding)
+        triples = zip(prompts, better, worse, strict=True)
         return [self._checked(*triple, f"pair {i}") for i, triple in enumerate(triples)]
 
     def _checked(self, prompt: Ids, chosen: Ids, rejected: Ids, where: str) -> Pair:

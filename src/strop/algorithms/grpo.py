@@ -15,31 +15,22 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from strop._tensors import in_dtype
-from strop.algorithms.metrics import PolicyMeter, on_host, reward_metrics
-from strop.algorithms.online import (
-    Prompt,
-    as_prompts,
-    prompts_of_dataset,
-    repeated,
-    reward_rows,
-    rollout_metrics,
-    sample_table,
-    seed_of,
-)
-from strop.algorithms.trainer import Trainer
+from strop._tensors import in_dtype, on_host
 from strop.config import OptimConfig, TrainerConfig, check_count, check_option, check_range
 from strop.data.batch import TokenBatch, Trajectory, on_device
+from strop.data.inputs import Prompt, as_prompts, prompts_of_dataset, repeated
 from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, kl_estimate
 from strop.losses.policy import tokens_loss, tokens_of
 from strop.ops import linear_token_loss
 from strop.primitives import compute_batch_group_advantages
-from strop.rewards import RewardFunctions, Rewards, check_timeout
-from strop.rollout import Rollout, Sampling, generate
+from strop.rewards import RewardFunctions, Rewards, check_timeout, reward_rows, sample_table
+from strop.rollout import Rollout, Sampling, checked_prompts, generate
+from strop.training.state import seed_of
+from strop.training.trainer import Trainer
 
 OLD_LOGPS = ("auto", "rollout", "recompute")
 
@@ -154,6 +145,48 @@ class Scores(NamedTuple):
     ref_logps: list[torch.Tensor] | None
 
 
+class PolicyMeter:
+    """Means over tokens, and extremes, of what `PolicyLoss.metrics` tells of micro-batches."""
+
+    NAMES: ClassVar = {"kl": "kl", "entropy": "entropy", "clip_fraction": "clip_fraction", "ratio_mean": "ratio/mean"}
+
+    def __init__(self) -> None:
+        self._added: list[tuple[dict[str, torch.Tensor], int, bool]] = []
+        self._read: list[tuple[dict[str, float], int, bool]] = []
+
+    def add(self, metrics: dict[str, torch.Tensor], num_tokens: int, first: bool) -> None:
+        """Of a micro-batch with so many tokens that count; `first`: of the first update, before any weight has changed."""
+        if num_tokens:
+            self._added.append((metrics, num_tokens, first))
+
+    def metrics(self) -> dict[str, float]:
+        parts = [(values, weight) for values, weight, _ in self._parts()]
+        known = [name for name in self.NAMES if parts and name in parts[0][0]]
+        found = {self.NAMES[name]: _mean(parts, name) for name in known}
+        found["ratio/max"] = max((values["ratio_max"] for values, _ in parts), default=1.0)
+        return found
+
+    def first(self) -> dict[str, float]:
+        """Of the first update alone."""
+        parts = [(values, weight) for values, weight, first in self._parts() if first]
+        if not parts:
+            return {}
+        largest = max(values["ratio_max"] for values, _ in parts)
+        return {"mismatch_kl": _mean(parts, "approx_kl"), "mismatch_ratio_max": largest}
+
+    def _parts(self) -> list[tuple[dict[str, float], int, bool]]:
+        """What was added, as numbers: one transfer for all of it."""
+        numbers = iter(on_host([value for metrics, _, _ in self._added for value in metrics.values()]))
+        for metrics, num_tokens, first in self._added:
+            self._read.append(({name: next(numbers) for name in metrics}, num_tokens, first))
+        self._added = []
+        return self._read
+
+
+def _mean(parts: list[tuple[dict[str, float], int]], name: str) -> float:
+    return sum(values[name] * weight for values, weight in parts) / sum(weight for _, weight in parts)
+
+
 class GRPO(Trainer):
     """Group-relative policy optimisation.
 
@@ -189,7 +222,9 @@ class GRPO(Trainer):
         return self.run_step(lambda: self._step(batch))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:
-        return prompts_of_dataset(rows, self, name)
+        prompts = prompts_of_dataset(rows, self.policy, self.config.pad_id, name, self.name)
+        checked_prompts(self.policy, [prompt.ids for prompt in prompts], self.config.sampling, name)
+        return prompts
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
         return self._step(rows if isinstance(rows[0], Prompt) else self.prepare(rows, "rows"))
@@ -211,7 +246,7 @@ class GRPO(Trainer):
         rollout = rollouts[0]
         for other in rollouts[1:]:
             rollout = rollout.joined(other)
-        return reward_metrics(Rewards(torch.cat(totals), joined)) | rollout_metrics(rollout)
+        return Rewards(torch.cat(totals), joined).metrics | rollout.metrics
 
     # ---- a step ----
 
@@ -226,7 +261,7 @@ class GRPO(Trainer):
             rollout, rewards = self._sampled_again(prompts, rollout, rewards)
             rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy)
         self.samples = sample_table(rows, reward=rewards.total_B.tolist())
-        metrics |= reward_metrics(rewards) | rollout_metrics(rollout)
+        metrics |= rewards.metrics | rollout.metrics
         metrics["reward/zero_std_fraction"] = self._share_without_signal(rewards)
         experience = self._experience(rollout, rewards.total_B, scores)
         metrics |= self._learn(experience)
@@ -314,13 +349,22 @@ class GRPO(Trainer):
         """The updates on a rollout, and the means of what they measured."""
         meter, updates = PolicyMeter(), []
         for number, indices in enumerate(self._minibatches(len(experience))):
-            results: list[tuple[PolicyLoss, int]] = []
-            updates.append(self.update(self._losses(experience, indices, results)))
-            for result, num_tokens in results:
-                meter.add(result.metrics, num_tokens, first=number == 0)
-        names = updates[0].keys()
-        metrics = {name: sum(update[name] for update in updates) / len(updates) for name in names}
+            parts, num_tokens = self._parts(experience, indices), experience.num_tokens(indices)
+            updates.append(
+                self.update(
+                    functools.partial(self.loss_on, experience, part, num_tokens=num_tokens, num_sequences=len(indices))
+                    for part in parts
+                )
+            )
+            for part, result in zip(parts, updates[-1].parts, strict=True):
+                meter.add(result.metrics, experience.num_tokens(part), first=number == 0)
+        metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         return metrics | meter.metrics() | self._entropy(experience, meter) | self._mismatch(experience, meter)
+
+    def _parts(self, experience: Experience, indices: list[int]) -> list[list[int]]:
+        """Micro-batches of those of these completions that count."""
+        counting = [i for i in indices if experience.counts_B[i]]
+        return self.micro_batches(counting, [len(experience.trajectories[i]) for i in counting])
 
     def _minibatches(self, num_completions: int) -> Iterator[list[int]]:
         """Indices of the completions of each update. The order is drawn from the run's seed, the step and the pass."""
@@ -331,21 +375,6 @@ class GRPO(Trainer):
                 random.Random(seed_of(self.config.run.seed, self.state.step, "order", epoch)).shuffle(order)
             for start in range(0, num_completions, size):
                 yield order[start : start + size]
-
-    def _losses(
-        self, experience: Experience, indices: list[int], results: list[tuple[PolicyLoss, int]]
-    ) -> Iterator[Any]:
-        """A function for the loss of each micro-batch; they sum up to the loss of these completions."""
-        num_tokens = experience.num_tokens(indices)
-        counting = [i for i in indices if experience.counts_B[i]]
-        for part in self.micro_batches(counting, [len(experience.trajectories[i]) for i in counting]):
-
-            def loss_of(part: Sequence[int] = part) -> torch.Tensor:
-                result = self.loss_on(experience, part, num_tokens=num_tokens, num_sequences=len(indices))
-                results.append((result, experience.num_tokens(part)))
-                return result.loss
-
-            yield loss_of
 
     def loss_on(
         self, experience: Experience, indices: Sequence[int], *, num_tokens: int, num_sequences: int

@@ -9,21 +9,11 @@ from typing import Any
 import torch
 
 from strop.algorithms.dpo import DPO, DPOConfig, Pair
-from strop.algorithms.metrics import reward_metrics
-from strop.algorithms.online import (
-    Prompt,
-    as_prompts,
-    below,
-    prompts_of_dataset,
-    repeated,
-    reward_rows,
-    rollout_metrics,
-    sample_table,
-    seed_of,
-)
 from strop.data.batch import on_device
-from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout
-from strop.rollout import Rollout, Sampling, generate
+from strop.data.inputs import Prompt, as_prompts, check_below, prompts_of_dataset, repeated
+from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout, reward_rows, sample_table
+from strop.rollout import Rollout, Sampling, checked_prompts, generate
+from strop.training.state import seed_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +67,14 @@ class OnlineDPO(DPO):
     def train_step(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them."""
         batch = as_prompts(prompts, self.policy, mask=prompt_mask, pad_id=self.config.pad_id, columns=columns)
-        below(self.config.max_length, batch, "prompts")
+        check_below(self.config.max_length, batch, "prompts")
         return self.run_step(lambda: self._online_step(batch))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:  # type: ignore[override]
-        return prompts_of_dataset(rows, self, name, self.config.max_length)
+        prompts = prompts_of_dataset(rows, self.policy, self.config.pad_id, name, self.name)
+        checked_prompts(self.policy, [prompt.ids for prompt in prompts], self.config.sampling, name)
+        check_below(self.config.max_length, prompts, name)
+        return prompts
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
         return self._online_step(rows if isinstance(rows[0], Prompt) else self.prepare(rows, "rows"))
@@ -91,7 +84,7 @@ class OnlineDPO(DPO):
         rollout, pairs = self._sampled_pairs(rows, "evaluation")
         better, metrics, _ = self._judge(rows, rollout)
         chosen = [_ordered(pair, index) for pair, index in zip(pairs, better, strict=True) if index is not None]
-        metrics |= rollout_metrics(rollout) | _ties(better)
+        metrics |= rollout.metrics | _ties(better)
         return metrics | (super().evaluate_on(chosen) if chosen else {})
 
     # ---- inside ----
@@ -102,7 +95,7 @@ class OnlineDPO(DPO):
         ref_logps_P2 = self._reference_logps(self._batches(pairs))
         with self.phase("reward"):
             better, metrics, self.samples = self._judge(prompts, rollout)
-        metrics |= rollout_metrics(rollout) | _ties(better)
+        metrics |= rollout.metrics | _ties(better)
         told = [(i, index) for i, index in enumerate(better) if index is not None]
         if not told:  # every pair a tie: nothing to learn from
             return metrics | {"loss": 0.0}
@@ -144,7 +137,7 @@ class OnlineDPO(DPO):
                 None if tied else int(second)
                 for tied, second in zip((first_P == second_P).tolist(), (second_P > first_P).tolist(), strict=True)
             ]
-            return better, reward_metrics(rewards), sample_table(rows, reward=rewards.total_B.tolist())
+            return better, rewards.metrics, sample_table(rows, reward=rewards.total_B.tolist())
         assert self.preference is not None
         completions = rows["completions"]
         columns = {name: values[::2] for name, values in rows.items() if name not in ("completions", "completion_ids")}

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from strop.algorithms.inputs import Ids, as_dicts, as_rows, declared_pad_id, fit, is_written, until_eos, without_padding
-from strop.algorithms.trainer import Trainer
 from strop.config import OptimConfig, TrainerConfig, check_count
 from strop.data.batch import TokenBatch, Trajectory
-from strop.data.formats import is_conversation
+from strop.data.formats import check_rows, is_conversation
+from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
+from strop.data.tokenize import encode_row, row_named
 from strop.losses import NLL
 from strop.ops import linear_token_loss
+from strop.training.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,6 @@ class SFT(Trainer):
         return self.run_step(lambda: self._step(self._examples(prompt, completion, prompt_mask)))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
-        from strop.data.formats import check_rows
-        from strop.data.tokenize import encode_row, row_named
-
         check_rows(rows, ["prompt_completion", "language_modeling"], where=name, what="SFT")
         examples = []
         for i, row in enumerate(rows):
@@ -105,16 +103,12 @@ class SFT(Trainer):
             alone = "messages" if is_conversation(prompt[0]) else "text"
             names = {alone if completion is None else "prompt": prompt, "completion": completion}
             return self.prepare(as_dicts({name: value for name, value in names.items() if value is not None}), "rows")
-        pad_id = declared_pad_id(self.policy) if self.config.pad_id is None else self.config.pad_id
-        eos_ids = self.policy.eos_ids
-        prompts = as_rows(prompt, "prompt", prompt_mask)
-        if prompt_mask is None:
-            prompts = [without_padding(row, pad_id, eos_ids) for row in prompts]
+        pad_id = self.policy.declared_pad_id if self.config.pad_id is None else self.config.pad_id
+        padding = pad_id, self.policy.eos_ids
+        prompts = prompt_rows(prompt, "prompt", prompt_mask, *padding)
         if completion is None:
             return [self._checked(row[:0], row, f"row {i}") for i, row in enumerate(prompts)]
-        completions = [until_eos(row, pad_id, eos_ids) for row in as_rows(completion, "completion")]
-        if len(completions) != len(prompts):
-            raise ValueError(f"completion must have {len(prompts)} rows as prompt has, found {len(completions)}")
+        completions = completion_rows(completion, "completion", len(prompts), *padding)
         pairs = zip(prompts, completions, strict=True)
         return [self._checked(*pair, f"row {i}") for i, pair in enumerate(pairs)]
 

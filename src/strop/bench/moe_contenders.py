@@ -24,7 +24,7 @@ import numpy as np
 
 import strop
 from strop.moe import AdamW, MoEConfig, MoETransformer, available_engines
-from strop.moe.engine import engine_class
+from strop.moe.engines import engine_class
 from strop.moe.model import initial_params
 from strop.moe.weights import to_mixtral
 

@@ -26,9 +26,9 @@ from strop.cli.options import number_option
 
 if TYPE_CHECKING:
     from strop.algorithms.best_of_n import BestOfN
-    from strop.algorithms.state import History
-    from strop.algorithms.trainer import Trainer
     from strop.moe.torch import MoEForCausalLM
+    from strop.training.state import History
+    from strop.training.trainer import Trainer
 
 MARK = "demo.json"  # tells a folder of this command from any other
 OWN = (MARK, "data", "sft", "grpo", "report.html")

@@ -128,7 +128,7 @@ def _show(answer: dict[str, Any], as_json: bool, alone: bool) -> None:
     if alone and "reward" not in answer:
         print(answer["completion"])
         return
-    from strop.report.page import as_text
+    from strop.data.formats import as_text
 
     print(f"> {as_text(answer['prompt'])}")
     print(answer["completion"])

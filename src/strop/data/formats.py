@@ -18,7 +18,7 @@ import glob
 import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,19 @@ CONTENT = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 
 
 # ---- where rows come from ----
+
+
+class Prepared(list[Any]):
+    """Rows that went through an algorithm's `prepare` already."""
+
+
+def prepared(dataset: Any, prepare: Callable[[Sequence[Row], str], Sequence[Any]], name: str) -> Prepared:
+    """The dataset's rows as `prepare` returns them; what went through here already stays as it is."""
+    if isinstance(dataset, Prepared):
+        return dataset
+    if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
+        raise ValueError(f"{name} must have rows, found none")
+    return Prepared(prepare(load_rows(dataset), name))
 
 
 def load_rows(source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0) -> Sequence[Row]:
@@ -223,6 +236,15 @@ def _found(row: Mapping[str, Any]) -> str:
 
 def _listed(formats: Any) -> str:
     return "; ".join(f"{name} {FORMATS[name]}" for name in formats)
+
+
+def as_text(content: Any) -> str:
+    """Text as it is; messages with their roles; ids as numbers."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in content)
+    return " ".join(map(str, content)) if isinstance(content, list) else str(content)
 
 
 def is_conversation(value: Any) -> bool:

@@ -121,6 +121,12 @@ class Policy:
         return next(iter(self._in_vocabulary(*told)), 0)
 
     @property
+    def declared_pad_id(self) -> int | None:
+        """The pad id that tokenizer or model name; None where neither does, and then no id is padding."""
+        told = (getattr(holder, "pad_token_id", None) for holder in (self.tokenizer, self.config))
+        return next((pad_id for pad_id in told if isinstance(pad_id, int) and pad_id >= 0), None)
+
+    @property
     def vocab_size(self) -> int | None:
         """Ids are below this; None where the model does not say."""
         return of_config(self.config, "vocab_size")

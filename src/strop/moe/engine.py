@@ -35,7 +35,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from strop import _compiled
 from strop.moe.config import MoEConfig
 from strop.moe.optim import adamw_update_all
 from strop.moe.sampling import sample
@@ -237,57 +236,3 @@ class Engine(ABC):
         matmul(a, b), softmax(z), rms_norm(x, w), and products([(a, b), …]), which multiplies all pairs.
         """
         return {}
-
-
-class EngineUnavailable(RuntimeError):
-    """The engine is known but cannot run here; the message says why and what to do."""
-
-
-_LOADERS: dict[str, Callable[[], type[Engine]]] = {}
-
-
-def register_engine(name: str, loader: Callable[[], type[Engine]]) -> None:
-    """Make an engine known. `loader` runs at first use; it returns the class or raises EngineUnavailable."""
-    _LOADERS[name] = loader
-
-
-def engine_class(name: str) -> type[Engine]:
-    if name not in _LOADERS:
-        raise ValueError(f"engine must be one of {', '.join(_LOADERS)}, found {name!r}")
-    return _LOADERS[name]()
-
-
-def available_engines() -> list[str]:
-    """The engines that run here; the numpy one always does."""
-    names = []
-    for name, loader in _LOADERS.items():
-        try:
-            loader()
-        except EngineUnavailable:
-            continue
-        names.append(name)
-    return names
-
-
-def _load_numpy() -> type[Engine]:
-    from strop.moe.reference.engine import NumpyEngine
-
-    return NumpyEngine
-
-
-def _load_native() -> type[Engine]:
-    if _compiled.native is None:
-        raise EngineUnavailable(
-            f"engine='native' needs the compiled module, which is {_compiled.native_status}; engine='numpy' runs without"
-        )
-    try:
-        from strop.moe.native import NativeEngine
-    except ModuleNotFoundError as error:
-        if error.name != "strop.moe.native":
-            raise
-        raise EngineUnavailable("engine='native' is not part of this build; engine='numpy' runs without") from None
-    return NativeEngine
-
-
-register_engine("numpy", _load_numpy)
-register_engine("native", _load_native)

@@ -12,7 +12,8 @@ import numpy as np
 
 from strop.moe import _inputs, weights
 from strop.moe.config import MoEConfig
-from strop.moe.engine import Arrays, engine_class
+from strop.moe.engine import Arrays
+from strop.moe.engines import engine_class
 from strop.moe.sampling import check_sampling, check_temperature
 from strop.primitives._inputs import as_whole_number
 

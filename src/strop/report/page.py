@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import strop
+from strop.data.formats import as_text
 from strop.report.curves import duration, percent, short, smoothing_window
 from strop.report.metrics import GROUPS, Metric, describe
 from strop.report.runs import Run, Series
@@ -251,15 +252,6 @@ def _pick(samples: Sequence[dict]) -> list[dict]:
 
 def _side(sample: Mapping[str, Any]) -> tuple[str, Any, Any]:
     return f"step {sample.get('step', '?')}", sample.get("completion", ""), sample.get("reward")
-
-
-def as_text(content: Any) -> str:
-    """Text as it is; messages with their roles; ids as numbers."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and content and isinstance(content[0], dict):
-        return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in content)
-    return " ".join(map(str, content)) if isinstance(content, list) else str(content)
 
 
 def _sample_card(prompt: Any, sides: Sequence[tuple[str, Any, Any]]) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.logging import parse_line
 from strop.report.curves import short
+from strop.training.logging import parse_line
 
 HEADER, METRICS, SAMPLES = "run.json", "metrics.jsonl", "samples.jsonl"
 

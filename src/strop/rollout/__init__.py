@@ -65,6 +65,12 @@ class Rollout:
         """Tokens generated."""
         return sum(completion.numel() for completion in self.completion_ids)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the completions: their mean length, and how many max_new_tokens cut."""
+        cut = self.finish_reasons.count("length")
+        return {"completion/length": self.num_tokens / len(self), "completion/truncated_fraction": cut / len(self)}
+
     def select(self, indices: Sequence[int]) -> "Rollout":
         """These completions, in this order."""
         return Rollout(**{name: [getattr(self, name)[i] for i in indices] for name in LISTS}, seconds=self.seconds,

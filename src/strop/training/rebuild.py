@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from strop.checkpoint_header import CheckpointError, check_same, is_whole, shown
 from strop.models import base_model, unwrapped
+from strop.training.checkpoint_header import CheckpointError, check_same, is_whole, shown
 
 Tensors = dict[str, torch.Tensor]
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -193,7 +193,7 @@ def _moe_config(model: Any) -> Any:
 
 def _moe_from(about: dict[str, Any], weights: Tensors, path: Any, argument: str) -> torch.nn.Module:
     from strop.moe import MoEConfig, MoETransformer
-    from strop.moe.engine import engine_class
+    from strop.moe.engines import engine_class
     from strop.moe.torch import NUMPY_DTYPES, MoEForCausalLM
 
     with _explained(about, path, argument):
@@ -271,7 +271,7 @@ def check_lora(lora: Any, weights: Tensors, path: Any) -> None:
 def _with_adapters(model: Any, about: dict[str, Any], lora: Any) -> Any:
     """The model with the adapter that the trainer's option `lora` makes, or with those of the description."""
     if lora is not None:
-        from strop.algorithms.trainer import with_lora
+        from strop.models.prepare import with_lora
 
         return with_lora(model, lora, seed=0)
     if "adapters" not in about:

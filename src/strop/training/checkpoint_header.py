@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from strop.algorithms.state import TrainState
+from strop.training.state import TrainState
 
 MOST_LEVELS = 20  # of objects and lists within each other
 EACH = None

@@ -65,6 +65,7 @@ class Phases:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.failed: str | None = None  # the innermost phase an error came from
+        self.num_tokens = 0  # that the step has read
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._spans: list[tuple[str, str | None, Any, Any]] = []  # name, the phase around it, begin, end
         self._open: list[str] = []
@@ -114,6 +115,11 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # CUDA's too
+
+
+def seed_of(*parts: Any) -> int:
+    """A seed from the run's seed, the step and whatever else: a resumed run draws what the other would have."""
+    return random.Random("/".join(map(str, parts))).getrandbits(62)
 
 
 def get_rng() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

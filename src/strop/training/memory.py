@@ -11,7 +11,7 @@ import torch
 from strop.config import option_names
 
 if TYPE_CHECKING:
-    from strop.algorithms.trainer import Trainer
+    from strop.training.trainer import Trainer
 
 # phase: what it does, and the options that bound its memory
 PHASES = {
@@ -36,7 +36,7 @@ def explained(trainer: "Trainer", phase: str | None = None) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not _lack_of_memory(error):
             raise
-        message = _message(trainer, phase or trainer.failed_phase or "step", str(error))
+        message = _message(trainer, phase or trainer.phases.failed or "step", str(error))
         traceback.clear_frames(error.__traceback__)  # they hold the step's activations
         trainer.optimizer.zero_grad(set_to_none=True)
         if trainer.policy.device.type == "cuda":
@@ -51,7 +51,7 @@ def _lack_of_memory(error: BaseException) -> bool:
 
 def _message(trainer: "Trainer", phase: str, told: str) -> str:
     doing, names = PHASES.get(phase, (f"the phase {phase!r}", ("batch_size", "micro_batch_tokens")))
-    where = doing if phase == "evaluate" else f"{doing}, step {trainer.state.step + 1}"
+    where = doing if phase == "evaluate" else f"{doing}, step {trainer.run.state.step + 1}"
     return f"out of memory in {where} (time/{phase}): {_asked(told)}; {_advice(trainer, phase, names)}"
 
 

@@ -1,4 +1,4 @@
-"""`Trainer`: what the algorithms share. State, optimiser step, phases, events, checkpoint; the loop is in `loop.py`.
+"""`Trainer`: models, optimiser, one step. The run it is in, with its loop and its folder, is in `run.py`.
 
 An algorithm says how rows become a batch and which loss that has:
 
@@ -8,12 +8,8 @@ An algorithm says how rows become a batch and which loss that has:
         def train_step(self, rows): return self.run_step(lambda: self.step_on(rows))
 """
 
-import codecs
 import contextlib
 import inspect
-import locale
-import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -21,18 +17,27 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 
 from strop._processes import refuse_several_processes
-from strop.algorithms import loop
-from strop.algorithms.inputs import check_tokenizer
-from strop.algorithms.memory import explained
-from strop.algorithms.metrics import on_host
-from strop.algorithms.optim import MakeOptimizer, learning_rate_at, make_optimizer
-from strop.algorithms.state import History, Phases, TrainState
-from strop.callbacks import Callback
+from strop._tensors import on_host
 from strop.config import TrainerConfig, option_names, unknown_option
-from strop.data.batching import split
+from strop.data.batch import split
+from strop.data.formats import prepared
+from strop.data.inputs import check_tokenizer
+from strop.models import as_policy, evaluating, load_model, one_thread, unwrapped
+from strop.models.prepare import prepared_model, warn_of_half_precision
+from strop.training import checkpoint
+from strop.training.memory import explained
+from strop.training.optimiser import MakeOptimizer, learning_rate_at, make_optimizer
+from strop.training.run import Run
+from strop.training.state import History, Phases, TrainState, rng_kept
 
 Row = TypeVar("Row")
 USERS_PHASES = ("reward",)  # functions of the user's run in them, with all of torch's threads
+
+
+class Update(dict[str, float]):
+    """The metrics of an optimiser step; `parts` is what its loss functions returned, one each."""
+
+    parts: list[Any]
 
 
 class Trainer:
@@ -57,13 +62,12 @@ class Trainer:
         device: torch.device | str | None = None,
         config: Any = None,
         logger: Any = None,
-        callbacks: Callback | Iterable[Callback] | None = None,
+        callbacks: Any = None,
         optimizer: MakeOptimizer | None = None,
         **options: Any,
     ):
-        from strop.models import as_policy, load_model
-
         refuse_several_processes()
+        self.name = type(self).__name__
         self.config = self._make_config(config, options)
         check_tokenizer(tokenizer)
         if isinstance(model, (str, Path)):
@@ -74,22 +78,15 @@ class Trainer:
         given = as_policy(model)
         if device is not None:
             given.to(device)
-        self.policy = as_policy(self._prepared_model(given), tokenizer)
+        self.policy = as_policy(prepared_model(given, self.config.run, self.config.lora), tokenizer)
         self.tokenizer = self.policy.tokenizer
-        _warn_of_half_precision(self.module)
+        self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
+        warn_of_half_precision(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
-        self.loggers = _as_list(logger)
-        self.callbacks: list[Callback] = _as_list(callbacks)
-        self._check_listeners()
-        self.state = TrainState()
+        self.run = Run(logger, callbacks)
+        self.phases = Phases(self.policy.device)  # of the present step
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
-        self.stop_reason: str | None = None
-        self.output_dir: Path | None = None
         self.reference: Any = None
-        self.goes_on = False  # whether train() continues a run: after from_checkpoint, or an interruption
-        self.history = History()
-        self._phases = Phases(self.policy.device)
-        self._step_tokens = 0
         self.setup(ref_model)
 
     # ---- for subclasses ----
@@ -120,23 +117,27 @@ class Trainer:
     def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         """Take back what `extra_state` gave."""
 
-    def update(self, losses: Iterable[Callable[[], torch.Tensor]]) -> dict[str, float]:
-        """One optimiser step on the sum of the losses, each made by its function just before its backward."""
+    def update(self, losses: Iterable[Callable[[], Any]]) -> Update:
+        """One optimiser step on the sum of the losses, each made by its function just before its backward.
+
+        A function returns the loss, or an object that has it as `loss` and more besides.
+        """
         self.optimizer.zero_grad(set_to_none=True)
-        parts = []
+        parts, values = [], []
         for loss_of in losses:
             with self.phase("forward"), self.autocast():
-                loss = loss_of()
+                parts.append(loss_of())
+            loss = getattr(parts[-1], "loss", parts[-1])
             with self.phase("backward"):
                 if loss.requires_grad:  # else nothing of this part counts, as when every token is masked
                     loss.backward()
-            parts.append(loss.detach())
+            values.append(loss.detach())
         with self.phase("update"):
             params = [param for group in self.optimizer.param_groups for param in group["params"]]
             limit = self.config.optim.max_grad_norm or float("inf")
             # the one wait for the device in an update: what is not finite must not reach the weights
-            *values, grad_norm = on_host([*parts, torch.nn.utils.clip_grad_norm_(params, limit)])
-            total = sum(values)
+            *losses_found, grad_norm = on_host([*values, torch.nn.utils.clip_grad_norm_(params, limit)])
+            total = sum(losses_found)
             if not (abs(total) < float("inf") and grad_norm < float("inf")):
                 raise FloatingPointError(
                     f"loss {total} and gradient norm {grad_norm} must be finite; the weights are those of step "
@@ -146,49 +147,24 @@ class Trainer:
             self.state.updates += 1  # before it: one that fails halfway has changed weights
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)  # a rollout that follows has their memory
-        return {"loss": total, "grad_norm": grad_norm, "learning_rate": learning_rate}
+        update = Update(loss=total, grad_norm=grad_norm, learning_rate=learning_rate)
+        update.parts = parts
+        return update
 
     def run_step(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Do `work` as one training step: events, phase times, tokens per second, loggers."""
-        start = time.perf_counter()
-        self._phases, self._step_tokens = Phases(self.policy.device), 0
-        self.fire("on_step_begin")
-        self.policy.model.train()
-        with explained(self):
-            metrics = dict(work())
-        times = self._phases.metrics()  # waits for the device
-        seconds = time.perf_counter() - start
-        self.state.step += 1
-        self.state.seconds += seconds
-        self.state.num_tokens += self._step_tokens
-        if self._step_tokens:
-            metrics["tokens_per_second"] = self._step_tokens / seconds
-        metrics |= times
-        metrics["time/step"] = seconds
-        if self.policy.device.type == "cuda":
-            metrics["memory"] = float(torch.cuda.max_memory_allocated(self.policy.device))
-        if self.config.run.log_every and self.state.step % self.config.run.log_every == 0:
-            self.log(metrics)
-        self.fire("on_step_end", metrics)
-        return metrics
-
-    @property
-    def failed_phase(self) -> str | None:
-        """The phase an error of this step came from."""
-        return self._phases.failed
+        return self.run.step(self, work)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts the seconds within as the metric time/<name>."""
-        from strop.models import one_thread
-
         alone = self.policy.kind == "moe" and name not in USERS_PHASES
-        with self._phases.phase(name), one_thread() if alone else contextlib.nullcontext():
+        with self.phases.phase(name), one_thread() if alone else contextlib.nullcontext():
             yield
 
     def count_tokens(self, num_tokens: int) -> None:
         """So many more tokens in this step; gives tokens_per_second."""
-        self._step_tokens += int(num_tokens)
+        self.phases.num_tokens += int(num_tokens)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.config.run.autocast is None:
@@ -212,17 +188,8 @@ class Trainer:
     # ---- for users ----
 
     @property
-    def name(self) -> str:
-        return type(self).__name__
-
-    @property
     def model(self) -> torch.nn.Module:
         return self.policy.model
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The model itself, without what torch.compile put around it."""
-        return getattr(self.policy.model, "_orig_mod", self.policy.model)
 
     @property
     def reference_model(self) -> torch.nn.Module | None:
@@ -250,49 +217,69 @@ class Trainer:
         resume                  go on from the newest checkpoint of output_dir, or begin if there is none
         progress                a progress bar and tables of samples; None is "on a terminal"
         """
-        return loop.train(self, dataset, eval_dataset, num_steps, num_epochs, output_dir, resume, progress)
+        return self.run.train(self, dataset, eval_dataset, num_steps, num_epochs, output_dir, resume, progress)
 
     def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
         """A dataset's rows, loaded, checked and tokenised: train() and evaluate() take them without doing so again."""
-        return loop.prepared(self, dataset, name)
+        return prepared(dataset, self.prepare, name)
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Metrics of a dataset as eval/<metric>; leaves weights and random numbers as they are."""
-        return loop.evaluate(self, dataset)
+        rows = list(self.prepared(dataset, "eval_dataset"))
+        with explained(self, "evaluate"), evaluating(self.policy.model), torch.no_grad(), rng_kept():
+            metrics = self.evaluate_on(rows)
+        return {f"eval/{name}": float(value) for name, value in metrics.items()}
 
     def save(self, path: str | Path) -> None:
         """Write everything needed to go on into one file, atomically."""
-        from strop import checkpoint
-
-        checkpoint.save(self, path)
+        checkpoint.save(self, path, self.extra_state())
         self.fire("on_save", str(path))
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, model: Any = None, ref_model: Any = None, **arguments: Any) -> Self:
         """The trainer as it was saved. A plain module and functions (reward_fn, logger, …) are passed in again."""
-        from strop import checkpoint
-
-        return checkpoint.restore(cls, path, model, ref_model, arguments)  # type: ignore[return-value]
+        saved = checkpoint.load(path, cls)
+        trainer = cls(**(arguments | saved.rebuilt(model, ref_model, arguments.get("tokenizer"))))
+        saved.put(trainer)
+        return trainer
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer as `AutoModelForCausalLM.from_pretrained` reads them; adapters are merged in."""
-        from strop import checkpoint
-
         checkpoint.save_pretrained(self, folder)
+
+    # ---- of the run ----
+
+    @property
+    def state(self) -> TrainState:
+        return self.run.state
+
+    @property
+    def history(self) -> History:
+        return self.run.history
+
+    @property
+    def callbacks(self) -> list[Any]:
+        return self.run.callbacks
+
+    @property
+    def loggers(self) -> list[Any]:
+        return self.run.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: list[Any]) -> None:
+        self.run.loggers = loggers
 
     def log(self, metrics: dict[str, float]) -> None:
         """Give metrics to every logger. A logger that fails stops the run."""
-        timed = {"time": self.state.seconds, **metrics}
-        for logger in self.loggers:
-            logger.log(timed, step=self.state.step)
+        self.run.log(metrics)
 
     def fire(self, event: str, *arguments: Any) -> None:
-        for callback in list(self.callbacks):
-            getattr(callback, event)(self, *arguments)
+        """Call every callback's method of this name."""
+        self.run.fire(self, event, *arguments)
 
     def stop(self, reason: str) -> None:
         """End train() after the present step."""
-        self.stop_reason = reason
+        self.run.stop_reason = reason
 
     # ---- inside ----
 
@@ -309,36 +296,6 @@ class Trainer:
                 raise ValueError(unknown_option(option, [*known, *arguments], f" of {self.name}", self.Config))
         return (config if config is not None else self.Config()).changed(options)
 
-    def _check_listeners(self) -> None:
-        for logger in self.loggers:
-            if not callable(getattr(logger, "log", None)):
-                raise TypeError(f"logger must have log(metrics, step), found a {type(logger).__name__}")
-        for callback in self.callbacks:
-            if not isinstance(callback, Callback):
-                raise TypeError(f"callbacks must be of strop.callbacks.Callback, found {type(callback).__name__}")
-
-    def _prepared_model(self, policy: Any) -> torch.nn.Module:
-        """The model with what the config asks of it: adapters, no dropout, gradient checkpointing, compilation."""
-        run, model = self.config.run, policy.model
-        if self.config.lora is not None:
-            if policy.kind != "hf":
-                raise ValueError(f"lora must be None but for Hugging Face models, found a {type(model).__name__}")
-            model = with_lora(model, self.config.lora, run.seed)
-        if policy.kind == "moe" and (run.autocast or run.compile):
-            warnings.warn(
-                "autocast and compile have no effect on the MoE: its engine computes in float32", stacklevel=4
-            )
-            return model
-        if not run.dropout:
-            turn_dropout_off(model)
-        if run.gradient_checkpointing:
-            if not hasattr(model, "gradient_checkpointing_enable"):
-                raise ValueError(
-                    f"gradient_checkpointing must be False: {type(model).__name__} has no gradient_checkpointing_enable"
-                )
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return _compiled(model) if run.compile else model
-
     def _set_learning_rate(self) -> float:
         state = self.state
         total_steps = (state.total_steps or self.config.run.num_steps) - state.first_step
@@ -346,56 +303,3 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         return learning_rate
-
-
-def _as_list(given: Any) -> list[Any]:
-    """None, one or several as a list."""
-    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _warn_of_half_precision(model: torch.nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
-            warnings.warn(
-                f"{name} is trained in {param.dtype}, which loses updates below about 1/256 of a weight; "
-                f'load the model in float32 and use autocast="bf16"',
-                stacklevel=4,
-            )
-            return
-
-
-def turn_dropout_off(model: torch.nn.Module) -> None:
-    """Set every dropout probability of the model to 0, also those that modules keep as numbers.
-
-    attention_dropout of most of transformers; dropout and layerdrop of OPT and its kin
-    """
-    for module in model.modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("dropout" in name or name == "layerdrop"):
-                setattr(module, name, 0.0)
-
-
-def _compiled(model: torch.nn.Module) -> torch.nn.Module:
-    encoding = locale.getencoding()
-    if codecs.lookup(encoding).name == "ascii":  # torch opens its own templates in it, and would say UnicodeDecodeError
-        raise ValueError(
-            f"compile must be False where the locale knows ASCII alone, found {encoding}; set PYTHONUTF8=1"
-        )
-    return torch.compile(model)  # type: ignore[return-value]
-
-
-def with_lora(model: Any, config: Any, seed: int) -> Any:
-    """The model with the adapter of a LoRAConfig on it."""
-    try:
-        import peft
-    except ImportError:
-        raise ImportError('lora needs peft: pip install "strop[train]"') from None
-    if isinstance(model, peft.PeftModel):
-        raise ValueError("lora must be None: the model has peft adapters already")
-    targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
-    lora = peft.LoraConfig(r=config.r, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return peft.get_peft_model(model, lora)

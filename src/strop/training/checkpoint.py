@@ -14,36 +14,37 @@ import os
 import shutil
 import tempfile
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from strop import checksums, rebuild
-from strop.algorithms.state import TrainState, check_rng, get_rng, set_rng
-from strop.checkpoint_file import FORMAT, Tensors, read, write
-from strop.checkpoint_header import CALLBACKS, CheckpointError, check, check_same, is_number, shown
+from strop import checksums
+from strop.training import rebuild
+from strop.training.checkpoint_file import FORMAT, Tensors, read, write
+from strop.training.checkpoint_header import CALLBACKS, CheckpointError, check, check_same, is_number, shown
+from strop.training.state import TrainState, check_rng, get_rng, set_rng
 
 if TYPE_CHECKING:
-    from strop.algorithms.trainer import Trainer
+    from strop.training.trainer import Trainer
 
-__all__ = ["FORMAT", "CheckpointError", "read", "restore", "save", "save_pretrained", "write"]
+__all__ = ["FORMAT", "CheckpointError", "Saved", "load", "read", "save", "save_pretrained", "write"]
 
 PARTS = ("model", "optim", "ref", "rng", "extra", "tokenizer")
 HOW = ("fused", "foreach", "capturable")  # options of an optimiser that belong to the device it runs on, not to the run
-AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
 Header = dict[str, Any]
 
 
 # ---- saving ----
 
 
-def save(trainer: "Trainer", path: str | Path) -> None:
-    """Write the trainer's whole state to `path`."""
+def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, Any]]) -> None:
+    """Write the trainer's whole state to `path`, with what the algorithm adds of its own."""
     from strop import __version__
 
     optim_tensors, optim_values = optimizer_state(trainer)
-    extra_tensors, extra_values = trainer.extra_state()
+    extra_tensors, extra_values = extra
     rng_tensors, rng_values = get_rng()
     tensors = {
         **_under("model", trainer.module.state_dict()),
@@ -58,13 +59,13 @@ def save(trainer: "Trainer", path: str | Path) -> None:
         "config": trainer.config.to_dict(),
         "model": rebuild.describe(trainer.module),
         "tokenizer": rebuild.tokenizer_kind(trainer.tokenizer),
-        "state": trainer.state.to_dict(),
+        "state": trainer.run.state.to_dict(),
         "optim": optim_values,
         "rng": rng_values,
         "extra": extra_values,
-        "callbacks": [[type(callback).__name__, callback.state_dict()] for callback in trainer.callbacks],
+        "callbacks": [[type(callback).__name__, callback.state_dict()] for callback in trainer.run.callbacks],
     }
-    if (reference := trainer.reference_model) is not None:
+    if (reference := _reference(trainer)) is not None:
         tensors |= _under("ref", reference.state_dict())
         header["ref"] = rebuild.describe(reference)
     write(path, tensors, header)
@@ -95,64 +96,83 @@ def optimizer_state(trainer: "Trainer") -> tuple[Tensors, dict[str, Any]]:
 # ---- loading ----
 
 
-def restore(cls: type["Trainer"], path: str | Path, model: Any, ref_model: Any, arguments: dict[str, Any]) -> "Trainer":
-    """A new trainer of class `cls` in the state of the checkpoint."""
-    header, tensors = read(path)
-    config, arguments = config_of(cls, header, path), dict(arguments)
-    if config.lora is not None:
-        rebuild.check_lora(config.lora, _below("model", tensors), path)
-    if arguments.get("tokenizer") is None:
-        arguments["tokenizer"] = rebuild.tokenizer_from(header["tokenizer"], _below("tokenizer", tensors), path)
-    if model is None:
-        model = rebuild.model_from(header["model"], _below("model", tensors), path, "model", config.lora)
-    if ref_model is None and "ref" in header and header["ref"]["kind"] != "plain":
-        ref_model = rebuild.model_from(header["ref"], _below("ref", tensors), path, "ref_model")
-    trainer = cls(model=model, ref_model=ref_model, config=config, **arguments)
-    put(trainer, header, tensors, path)
-    return trainer
+@dataclass
+class Saved:
+    """A checkpoint that was read and whose header is in order."""
+
+    path: Path
+    header: Header
+    tensors: Tensors
+    config: Any
+
+    def rebuilt(self, model: Any, ref_model: Any, tokenizer: Any) -> dict[str, Any]:
+        """Arguments of the trainer's constructor: what is given, and the rest made from the file."""
+        header, path = self.header, self.path
+        if self.config.lora is not None:
+            rebuild.check_lora(self.config.lora, self.below("model"), path)
+        if tokenizer is None:
+            tokenizer = rebuild.tokenizer_from(header["tokenizer"], self.below("tokenizer"), path)
+        if model is None:
+            model = rebuild.model_from(header["model"], self.below("model"), path, "model", self.config.lora)
+        if ref_model is None and "ref" in header and header["ref"]["kind"] != "plain":
+            ref_model = rebuild.model_from(header["ref"], self.below("ref"), path, "ref_model")
+        return {"model": model, "ref_model": ref_model, "tokenizer": tokenizer, "config": self.config}
+
+    def put(self, trainer: "Trainer") -> None:
+        """Bring the trainer into this state: first every check, then every change."""
+        header, path = self.header, self.path
+        if odd := [name for name in self.tensors if name.partition("/")[0] not in PARTS]:
+            raise CheckpointError(f"{path} must hold tensors of {', '.join(PARTS)}, found {shown(odd[0])}")
+        weights, reference = self.below("model"), _reference(trainer)
+        check_weights(trainer.module, weights, path, "model")
+        if reference is not None:
+            if "ref" not in header:
+                raise CheckpointError(f"{path} holds no reference weights, but the trainer has a reference of its own")
+            check_weights(reference, self.below("ref"), path, "ref_model")
+        groups = check_optimizer(trainer, self.below("optim"), header["optim"], path)
+        rng = self.below("rng")
+        try:
+            check_rng(rng, header["rng"])
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        callbacks = _matched(trainer, header["callbacks"], path)
+
+        trainer.module.load_state_dict(weights)
+        if reference is not None:
+            reference.load_state_dict(self.below("ref"))
+        for group, options, states in groups:
+            group.update(options)
+            trainer.optimizer.state.update(states)
+        trainer.run.state, trainer.run.goes_on = TrainState(**header["state"]), True
+        _told(path, "extra", lambda: trainer.load_extra_state(self.below("extra"), header["extra"]))
+        for callback, state in callbacks:
+            _told(path, type(callback).__name__, functools.partial(callback.load_state_dict, state))
+        set_rng(rng, header["rng"])
+
+    def below(self, prefix: str) -> Tensors:
+        """The tensors of one part, by their names in it."""
+        return {name.removeprefix(prefix + "/"): t for name, t in self.tensors.items() if name.startswith(prefix + "/")}
 
 
-def config_of(cls: type["Trainer"], header: Header, path: str | Path) -> Any:
-    """The trainer's config as it was saved: every option there, each in its own type."""
+def load(path: str | Path, cls: type["Trainer"]) -> Saved:
+    """A checkpoint of this class of trainer."""
+    return _of_class(cls, path, *read(path))
+
+
+def _of_class(cls: type["Trainer"], path: str | Path, header: Header, tensors: Tensors) -> Saved:
+    """With the config as it was saved: every option there, each in its own type."""
     check_algorithm(header, cls.__name__, path)
     try:
         config = cls.Config.from_options(header["config"])
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: config: {error}") from None
     check_same(header["config"], config.to_dict(), path, "config")
-    return config
+    return Saved(Path(path), header, tensors, config)
 
 
-def put(trainer: "Trainer", header: Header, tensors: Tensors, path: str | Path) -> None:
-    """Bring the trainer into this state: first every check, then every change."""
-    if odd := [name for name in tensors if name.partition("/")[0] not in PARTS]:
-        raise CheckpointError(f"{path} must hold tensors of {', '.join(PARTS)}, found {shown(odd[0])}")
-    weights, reference = _below("model", tensors), trainer.reference_model
-    check_weights(trainer.module, weights, path, "model")
-    if reference is not None:
-        if "ref" not in header:
-            raise CheckpointError(f"{path} holds no reference weights, but the trainer has a reference of its own")
-        check_weights(reference, _below("ref", tensors), path, "ref_model")
-    groups = check_optimizer(trainer, _below("optim", tensors), header["optim"], path)
-    rng = _below("rng", tensors)
-    try:
-        check_rng(rng, header["rng"])
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    callbacks = _matched(trainer, header["callbacks"], path)
-
-    trainer.module.load_state_dict(weights)
-    if reference is not None:
-        reference.load_state_dict(_below("ref", tensors))
-    for group, options, states in groups:
-        group.update(options)
-        trainer.optimizer.state.update(states)
-    trainer.state = TrainState(**header["state"])
-    _told(path, "extra", lambda: trainer.load_extra_state(_below("extra", tensors), header["extra"]))
-    for callback, state in callbacks:
-        _told(path, type(callback).__name__, functools.partial(callback.load_state_dict, state))
-    trainer.goes_on = True
-    set_rng(rng, header["rng"])
+def _reference(trainer: "Trainer") -> torch.nn.Module | None:
+    """The reference's own weights; None without a reference, or where it is the base below the adapter."""
+    return None if trainer.reference is None else trainer.reference.model
 
 
 def _told(path: Any, what: str, take: Any) -> None:
@@ -166,13 +186,13 @@ def _told(path: Any, what: str, take: Any) -> None:
 def _matched(trainer: "Trainer", saved: list[Any], path: Any) -> list[tuple[Any, dict[str, Any]]]:
     """The trainer's callbacks with the states of their namesakes, each used once."""
     left, found = list(saved), []
-    for callback in trainer.callbacks:
+    for callback in trainer.run.callbacks:
         name = type(callback).__name__
         entry = next((entry for entry in left if entry[0] == name), None)
         if entry is None:
             continue
         left.remove(entry)
-        if type(callback).__module__ == "strop.callbacks" and name in CALLBACKS:
+        if type(callback).__module__ == "strop.training.callbacks" and name in CALLBACKS:
             check(entry[1], CALLBACKS[name], Path(path), f"the state of {name}")
         found.append((callback, entry[1]))
     return found
@@ -269,14 +289,16 @@ def _check_adam(entry: dict[str, Any], param: torch.Tensor, amsgrad: bool, path:
 # ---- a folder of checkpoints ----
 
 
-def newest_good(folder: Path) -> tuple[Path, Header, Tensors] | None:
-    """The newest checkpoint of the folder that is whole, and what is in it; None if the folder has none at all."""
+def newest_good(folder: Path, cls: type["Trainer"]) -> Saved | None:
+    """The newest checkpoint of the folder that is whole; None if the folder has none at all."""
     paths = sorted(folder.glob("step-*.safetensors"), reverse=True)
     for path in paths:
         try:
-            return path, *read(path)
+            found = read(path)
         except (CheckpointError, OSError) as error:
             warnings.warn(f"{error}; taking the one before", stacklevel=2)
+        else:
+            return _of_class(cls, path, *found)
     if paths:  # to begin again would cut the run's metrics to nothing: for its owner to decide
         raise CheckpointError(
             f"none of the {len(paths)} checkpoints in {folder} can be read; without them a run begins anew"
@@ -321,10 +343,6 @@ def check_algorithm(header: Header, name: str, path: str | Path) -> None:
 
 def _under(prefix: str, tensors: Tensors) -> Tensors:
     return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
-
-
-def _below(prefix: str, tensors: Tensors) -> Tensors:
-    return {name.removeprefix(prefix + "/"): t for name, t in tensors.items() if name.startswith(prefix + "/")}
 
 
 def _is_plain(value: Any) -> bool:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from strop.checkpoint_header import CheckpointError, check_header
 from strop.checksums import checksum
+from strop.training.checkpoint_header import CheckpointError, check_header
 
 FORMAT = 2  # 1 had no checksums
 CHECKSUMS = "checksums"

@@ -1,0 +1,248 @@
+"""What `train_step` is given, as rows of token ids without padding; and prompts, in every form a user has them.
+
+B rows; a row is a 1-D int64 tensor on the CPU.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from strop.data.batch import as_ids
+from strop.data.formats import check_rows, is_conversation
+from strop.data.tokenize import encode_prompt, row_named
+
+if TYPE_CHECKING:
+    from strop.models import Policy
+
+Ids = torch.Tensor
+RESERVED = ("prompt", "prompts", "completions", "completion_ids", "prompt_ids")  # what reward functions get from here
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    if isinstance(tokenizer, str) or (tokenizer is not None and not callable(getattr(tokenizer, "encode", None))):
+        raise TypeError(f"tokenizer must have encode(text) and decode(ids), found a {type(tokenizer).__name__}")
+
+
+def is_written(rows: Any, name: str, mask: Any = None) -> bool:
+    """Whether these are texts or conversations, which a tokenizer makes ids of. They have no padding to mask."""
+    if not isinstance(rows, Sequence) or not len(rows):
+        return False
+    if isinstance(rows, str) or (is_conversation(rows) and "role" in rows[0]):
+        raise TypeError(f"{name} must be a batch, found a single {'text' if isinstance(rows, str) else 'conversation'}")
+    if not isinstance(rows[0], str) and not is_conversation(rows[0]):
+        return False
+    if mask is not None:
+        raise ValueError(f"{name}_mask must be None for texts and conversations, found one: they have no padding")
+    return True
+
+
+def as_dicts(columns: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Rows of a dataset from its columns, which must be of one length."""
+    (first, values), *others = columns.items()
+    for name, other in others:
+        if isinstance(other, str) or not hasattr(other, "__len__"):
+            raise TypeError(f"{name} must be a batch as {first} is, found {other!r:.60}")
+        if len(other) != len(values):
+            raise ValueError(f"{name} must have {len(values)} rows as {first} has, found {len(other)}")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def as_rows(ids: Any, name: str, mask: Any = None) -> list[Ids]:
+    """Rows of a (B, T) tensor or of a list of 1-D ones; with a mask (B, T) only what stands under its ones."""
+    if isinstance(ids, np.ndarray):
+        ids = torch.as_tensor(ids)
+    if isinstance(ids, torch.Tensor) and ids.ndim != 2:
+        raise ValueError(f"{name} must have shape [B, T], found {list(ids.shape)}")
+    if not isinstance(ids, (torch.Tensor, Sequence)) or isinstance(ids, str) or not len(ids):
+        what = "an empty one" if hasattr(ids, "__len__") and not len(ids) else type(ids).__name__
+        raise TypeError(f"{name} must be token ids, a tensor [B, T] or a list of rows, found {what}")
+    rows = [as_ids(row, f"{name}[{i}]") for i, row in enumerate(ids)]
+    if mask is None:
+        return rows
+    if not hasattr(mask, "__len__") or len(mask) != len(rows):
+        found = len(mask) if hasattr(mask, "__len__") else type(mask).__name__
+        raise ValueError(f"the mask of {name} must have {len(rows)} rows, found {found}")
+    kept = [torch.as_tensor(keep).cpu().bool() for keep in mask]
+    for i, (row, keep) in enumerate(zip(rows, kept, strict=True)):
+        if keep.shape != row.shape:
+            raise ValueError(f"the mask of {name}[{i}] must have shape {list(row.shape)}, found {list(keep.shape)}")
+    return [row[keep] for row, keep in zip(rows, kept, strict=True)]
+
+
+def prompt_rows(ids: Any, name: str, mask: Any, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
+    """Prompts or whole texts without their padding: what the mask has 0 for, or what equals the pad id at the sides."""
+    rows = as_rows(ids, name, mask)
+    return rows if mask is not None else [without_padding(row, pad_id, eos_ids) for row in rows]
+
+
+def completion_rows(ids: Any, name: str, num_rows: int, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
+    """Completions, one a prompt, each up to its first EOS."""
+    rows = as_rows(ids, name)
+    if len(rows) != num_rows:
+        raise ValueError(f"{name} must have {num_rows} rows as prompt has, found {len(rows)}")
+    return [until_eos(row, pad_id, eos_ids) for row in rows]
+
+
+def without_padding(row: Ids, pad_id: int | None, eos_ids: Sequence[int]) -> Ids:
+    """A prompt without padding at its sides. Where the pad id is an EOS too, only the left side's: a prompt may end in one."""
+    if pad_id is None:
+        return row
+    real = (row != pad_id).nonzero().flatten()
+    if not len(real):
+        return row[:0]
+    return row[int(real[0]) : None if pad_id in eos_ids else int(real[-1]) + 1]
+
+
+def until_eos(row: Ids, pad_id: int | None, eos_ids: Sequence[int]) -> Ids:
+    """A completion up to its first EOS and with it; one without EOS up to the padding behind it."""
+    ends = torch.isin(row, torch.tensor(list(eos_ids), dtype=row.dtype)).nonzero().flatten()
+    if len(ends):
+        return row[: int(ends[0]) + 1]
+    if pad_id is None or pad_id in eos_ids:
+        return row
+    real = (row != pad_id).nonzero().flatten()
+    return row[: int(real[-1]) + 1 if len(real) else 0]
+
+
+def fit(prompt: Ids, completion: Ids, max_length: int | None, context: int | None, where: str) -> Ids:
+    """The completion as far as it fits behind its prompt; an error where not even the prompt does.
+
+    max_length   the user's limit: completions are cut there
+    context      the model's: what is longer, with no limit from the user, is an error rather than cut in silence
+    """
+    limit = context if max_length is None else max_length if context is None else min(max_length, context)
+    if limit is None:
+        return completion
+    if len(prompt) >= limit:
+        whose = "max_length" if max_length is not None and limit == max_length else "the model's context"
+        raise ValueError(f"{where}: the prompt must be shorter than {whose}, {limit} tokens, found {len(prompt)}")
+    if max_length is None and len(prompt) + len(completion) > limit:
+        raise ValueError(
+            f"{where}: prompt and completion must fit into the model's context of {limit} tokens, found "
+            f"{len(prompt) + len(completion)}; max_length={limit} cuts completions"
+        )
+    return completion[: limit - len(prompt)]
+
+
+# ---- prompts ----
+
+
+@dataclass
+class Prompt:
+    """ids for the model; `shown` and the columns of the dataset's row for reward functions."""
+
+    ids: torch.Tensor
+    shown: Any
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+def as_prompts(
+    prompts: Any,
+    policy: "Policy",
+    *,
+    mask: Any = None,
+    pad_id: int | None = None,
+    columns: Mapping[str, Any] | None = None,
+    name: str = "prompts",
+) -> list[Prompt]:
+    """A batch of prompts: ids (B, P) or lists of ids; with a tokenizer texts or conversations; or rows with a "prompt".
+
+    mask      (B, P), 0 at padding; without it padding of ids is what equals the pad id at their sides
+    pad_id    None is what tokenizer or model declare
+    columns   further columns for reward functions, each with one entry a prompt
+    name      of the batch or dataset in errors
+    """
+    if isinstance(prompts, str) or (is_conversation(prompts) and "role" in prompts[0]):
+        raise TypeError(
+            f"prompts must be a batch, found a single {'text' if isinstance(prompts, str) else 'conversation'}"
+        )
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer returns
+        mask = prompts.get("attention_mask") if mask is None else mask
+        prompts = prompts["input_ids"]
+    elif isinstance(prompts, Mapping):  # rows as columns
+        if "prompt" not in prompts:
+            raise ValueError(
+                f"prompts must have 'prompt' or 'input_ids', found {', '.join(map(str, prompts)) or 'none'}"
+            )
+        columns = {name: values for name, values in prompts.items() if name not in RESERVED} | dict(columns or {})
+        prompts = prompts["prompt"]
+    if (
+        hasattr(prompts, "__len__")
+        and not isinstance(prompts, torch.Tensor)
+        and len(prompts)
+        and _is_one_prompt_of_many(prompts[0])
+    ):
+        if mask is not None:
+            raise ValueError("prompt_mask must be None for prompts that are not ids, found one: texts have no padding")
+        found = [_of_row(row, policy, f"{name}[{i}]") for i, row in enumerate(prompts)]
+    else:
+        found = _of_ids(prompts, policy, mask, policy.declared_pad_id if pad_id is None else pad_id)
+    for name, values in (columns or {}).items():
+        if name in RESERVED:
+            raise ValueError(f"{name} must not be a column: reward functions get their own under this name")
+        if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(found):
+            size = type(values).__name__ if isinstance(values, str) or not hasattr(values, "__len__") else len(values)
+            raise ValueError(f"{name} must have one entry for each of the {len(found)} prompts, found {size}")
+        for prompt, value in zip(found, values, strict=True):
+            prompt.columns[name] = value
+    return found
+
+
+def prompts_of_dataset(rows: Sequence[Any], policy: "Policy", pad_id: int | None, name: str, what: str) -> list[Prompt]:
+    """A dataset's prompts. A column that some rows lack is None there, whichever rows share a batch."""
+    check_rows(rows, ["prompt_only"], where=name, what=what)
+    prompts = as_prompts(list(rows), policy, pad_id=pad_id, name=name)
+    names = dict.fromkeys(column for prompt in prompts for column in prompt.columns)
+    for prompt in prompts:
+        prompt.columns = {column: prompt.columns.get(column) for column in names}
+    return prompts
+
+
+def check_below(max_length: int | None, prompts: list[Prompt], name: str) -> None:
+    """Raise if a prompt fills max_length alone."""
+    for i, prompt in enumerate(prompts):
+        fit(prompt.ids, prompt.ids[:0], max_length, None, f"{name}[{i}]")
+
+
+def _is_one_prompt_of_many(first: Any) -> bool:
+    return isinstance(first, (str, Mapping)) or is_conversation(first)
+
+
+def _of_row(row: Any, policy: "Policy", name: str) -> Prompt:
+    """A text, a conversation, or a row of a dataset."""
+    columns: dict[str, Any] = {}
+    prompt = row
+    if isinstance(row, Mapping):
+        if "prompt" not in row:
+            raise ValueError(f"{name} must have a column 'prompt', found {', '.join(map(str, row)) or 'none'}")
+        if (prompt := row["prompt"]) is None:
+            raise TypeError(f"{name}['prompt'] must be a text, a list of messages or token ids, found null")
+        columns = {column: value for column, value in row.items() if column not in RESERVED}
+    with row_named(name):
+        ids = torch.tensor(encode_prompt(prompt, policy.tokenizer, row if isinstance(row, Mapping) else None)).long()
+    if not len(ids):
+        raise ValueError(f"{name} must hold at least one token, found none in {prompt!r:.60}")
+    is_ids = not isinstance(prompt, str) and not is_conversation(prompt)
+    return Prompt(ids, shown_ids(ids, policy) if is_ids else prompt, columns)
+
+
+def _of_ids(prompts: Any, policy: "Policy", mask: Any, pad_id: int | None) -> list[Prompt]:
+    rows = prompt_rows(prompts, "prompts", mask, pad_id, policy.eos_ids)
+    for index, row in enumerate(rows):
+        if not len(row):
+            raise ValueError(f"prompts[{index}] must hold at least one token besides padding, found none")
+    return [Prompt(row, shown_ids(row, policy)) for row in rows]
+
+
+def shown_ids(ids: torch.Tensor, policy: "Policy") -> Any:
+    """Ids as reward functions see them: text with a tokenizer, else as they are."""
+    if policy.tokenizer is None:
+        return ids
+    return policy.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+
+def repeated(prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:
+    return [prompt for prompt in prompts for _ in range(num_samples)]

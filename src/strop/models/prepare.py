@@ -1,0 +1,80 @@
+"""A model made ready for training: adapters, no dropout, gradient checkpointing, compilation."""
+
+import codecs
+import locale
+import warnings
+from typing import Any
+
+import torch
+
+from strop.config import LoRAConfig, RunConfig
+from strop.models.policy import Policy
+
+
+def prepared_model(policy: Policy, run: RunConfig, lora: LoRAConfig | None) -> Any:
+    """The policy's model with what the config asks of it."""
+    model: Any = policy.model
+    if lora is not None:
+        if policy.kind != "hf":
+            raise ValueError(f"lora must be None but for Hugging Face models, found a {type(model).__name__}")
+        model = with_lora(model, lora, run.seed)
+    if policy.kind == "moe" and (run.autocast or run.compile):
+        warnings.warn("autocast and compile have no effect on the MoE: its engine computes in float32", stacklevel=4)
+        return model
+    if not run.dropout:
+        turn_dropout_off(model)
+    if run.gradient_checkpointing:
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            raise ValueError(
+                f"gradient_checkpointing must be False: {type(model).__name__} has no gradient_checkpointing_enable"
+            )
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return _compiled(model) if run.compile else model
+
+
+def with_lora(model: Any, config: Any, seed: int) -> Any:
+    """The model with the adapter of a LoRAConfig on it."""
+    try:
+        import peft
+    except ImportError:
+        raise ImportError('lora needs peft: pip install "strop[train]"') from None
+    if isinstance(model, peft.PeftModel):
+        raise ValueError("lora must be None: the model has peft adapters already")
+    targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
+    lora = peft.LoraConfig(r=config.r, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return peft.get_peft_model(model, lora)
+
+
+def turn_dropout_off(model: torch.nn.Module) -> None:
+    """Set every dropout probability of the model to 0, also those that modules keep as numbers.
+
+    attention_dropout of most of transformers; dropout and layerdrop of OPT and its kin
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("dropout" in name or name == "layerdrop"):
+                setattr(module, name, 0.0)
+
+
+def warn_of_half_precision(model: torch.nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
+            warnings.warn(
+                f"{name} is trained in {param.dtype}, which loses updates below about 1/256 of a weight; "
+                f'load the model in float32 and use autocast="bf16"',
+                stacklevel=4,
+            )
+            return
+
+
+def _compiled(model: torch.nn.Module) -> torch.nn.Module:
+    encoding = locale.getencoding()
+    if codecs.lookup(encoding).name == "ascii":  # torch opens its own templates in it, and would say UnicodeDecodeError
+        raise ValueError(
+            f"compile must be False where the locale knows ASCII alone, found {encoding}; set PYTHONUTF8=1"
+        )
+    return torch.compile(model)  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""Training whatever the algorithm: trainer, run, optimiser, checkpoints, callbacks, loggers."""

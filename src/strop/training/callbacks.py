@@ -1,0 +1,275 @@
+"""Callbacks: what happens beside the training. The events come from `Trainer`, so each works with every algorithm.
+
+on_train_begin(trainer)            train() starts, everything is set up
+on_step_begin(trainer)             before each step, of train() and of train_step() alike
+on_step_end(trainer, metrics)      after it; trainer.state.step counts it already
+on_evaluate(trainer, metrics)      after an evaluation; the names begin with eval/
+on_save(trainer, path)             after a checkpoint
+on_train_end(trainer, history)     train() ends, also when interrupted
+"""
+
+import json
+import sys
+import time
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strop.data.formats import as_text
+
+if TYPE_CHECKING:
+    from strop.training.state import History
+    from strop.training.trainer import Trainer
+
+
+class Callback:
+    """Does nothing at every event; a subclass overrides what it wants."""
+
+    def on_train_begin(self, trainer: "Trainer") -> None: ...
+
+    def on_step_begin(self, trainer: "Trainer") -> None: ...
+
+    def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None: ...
+
+    def on_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None: ...
+
+    def on_save(self, trainer: "Trainer", path: str) -> None: ...
+
+    def on_train_end(self, trainer: "Trainer", history: "History") -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: plain JSON values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+
+class ProgressBar(Callback):
+    """A bar with the main metrics while train() runs. On anything but a terminal it writes nothing.
+
+    metrics   which are shown; the first three that are there
+    show      True shows it everywhere, False nowhere, None on a terminal
+    """
+
+    def __init__(
+        self,
+        metrics: tuple[str, ...] = ("reward/mean", "loss", "preference/accuracy", "kl"),
+        *,
+        show: bool | None = None,
+    ):
+        self.metrics, self.show = metrics, show
+        self._progress: Any = None
+        self._task: Any = None
+        self._ends: deque[float] = deque(maxlen=51)  # when the newest steps ended, and before them when the first began
+
+    def on_train_begin(self, trainer: "Trainer") -> None:
+        show = sys.stderr.isatty() if self.show is None else self.show
+        if not show:
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+        from rich.text import Text
+
+        class Remaining(ProgressColumn):  # rich's own forgets steps after 30 seconds
+            def render(_, task: Any) -> Text:
+                return Text(self._remaining(task.remaining), style="progress.remaining")
+
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining(),
+            TextColumn("{task.fields[shown]}"),
+        )  # fmt: skip
+        self._progress = Progress(*columns, console=Console(stderr=True, force_terminal=self.show))
+        state = trainer.state
+        self._task = self._progress.add_task(trainer.name, total=state.total_steps, completed=state.step, shown="")
+        self._ends.clear()
+        self._progress.start()
+
+    def on_step_begin(self, trainer: "Trainer") -> None:
+        if not self._ends:
+            self._ends.append(time.monotonic())
+
+    def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        if self._progress is not None:
+            self._ends.append(time.monotonic())
+            names = [name for name in self.metrics if name in metrics][:3]
+            shown = "  ".join(f"{name} {metrics[name]:.3g}" for name in names)
+            self._progress.update(self._task, completed=trainer.state.step, shown=shown)
+
+    def on_train_end(self, trainer: "Trainer", history: "History") -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _remaining(self, num_steps: float) -> str:
+        """The time so many more steps take, if they are as long as the newest were."""
+        ends = list(self._ends)
+        if len(ends) < 2:
+            return "-:--:--"
+        seconds = num_steps * (ends[-1] - ends[0]) / (len(ends) - 1) - (time.monotonic() - ends[-1])
+        return str(timedelta(seconds=max(round(seconds), 0)))
+
+
+class CheckpointCallback(Callback):
+    """A checkpoint in `folder` every so many steps.
+
+    keep   how many of the newest stay; 0 is all
+    """
+
+    def __init__(self, folder: str | Path, every: int, keep: int = 2):
+        _check_every(every)
+        self.folder, self.every, self.keep = Path(folder), every, keep
+
+    def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        if trainer.state.step % self.every == 0:
+            self.save(trainer)
+
+    def save(self, trainer: "Trainer") -> Path:
+        """Write the checkpoint of the present step, then remove those that are too old."""
+        path = self.folder / f"step-{trainer.state.step:08d}.safetensors"
+        trainer.save(path)
+        if self.keep:
+            for old in sorted(self.folder.glob("step-*.safetensors"))[: -self.keep]:
+                old.unlink()
+        return path
+
+
+class EvaluationCallback(Callback):
+    """Metrics of a dataset every so many steps, as eval/<metric>, to the loggers and to every callback's on_evaluate.
+
+    at_start   also before the first step
+    """
+
+    def __init__(self, dataset: Any, every: int, *, at_start: bool = False):
+        _check_every(every)
+        self.dataset, self.every, self.at_start = dataset, every, at_start
+        self._last_step = -1
+
+    def on_train_begin(self, trainer: "Trainer") -> None:
+        if self.at_start and trainer.state.step == trainer.state.first_step:
+            self.evaluate(trainer)
+
+    def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        if trainer.state.step % self.every == 0:
+            self.evaluate(trainer)
+
+    def evaluate(self, trainer: "Trainer") -> dict[str, float]:
+        """Now, unless this step was evaluated already."""
+        if self._last_step == trainer.state.step:
+            return {}
+        self._last_step = trainer.state.step
+        self.dataset = trainer.prepared(self.dataset, "eval_dataset")  # once: the next time it is found done
+        metrics = trainer.evaluate(self.dataset)
+        trainer.log(metrics)
+        trainer.history.evaluations.append({"step": trainer.state.step, **metrics})
+        trainer.fire("on_evaluate", metrics)
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_step": self._last_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last_step = state["last_step"]
+
+
+class EarlyStopping(Callback):
+    """Ends train() when a metric has not become better for so many looks at it.
+
+    metric      of an evaluation ("eval/loss") or of the steps ("reward/mean")
+    patience    how many looks in a row without an improvement by more than min_delta are borne
+    higher_is_better   None goes by the name: losses and perplexity should fall, everything else rise
+    """
+
+    def __init__(
+        self,
+        metric: str = "eval/loss",
+        patience: int = 3,
+        *,
+        min_delta: float = 0.0,
+        higher_is_better: bool | None = None,
+    ):
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1, found {patience}")
+        falls = metric.rpartition("/")[2] in ("loss", "perplexity", "kl", "truncated_fraction")
+        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self.higher_is_better = not falls if higher_is_better is None else higher_is_better
+        self.best: float | None = None
+        self.num_bad = 0
+
+    def on_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        if self.metric.startswith("eval/"):
+            self._look(trainer, metrics)
+
+    def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        if not self.metric.startswith("eval/"):
+            self._look(trainer, metrics)
+
+    def _look(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        if self.metric not in metrics:
+            known = ", ".join(sorted(metrics))
+            raise ValueError(f"metric must be one that {trainer.name} gives, found {self.metric!r}; known are {known}")
+        value = metrics[self.metric]
+        sign = 1 if self.higher_is_better else -1
+        if self.best is None or sign * (value - self.best) > self.min_delta:
+            self.best, self.num_bad = value, 0
+            return
+        self.num_bad += 1
+        if self.num_bad >= self.patience:
+            trainer.stop(f"{self.metric} has not become better than {self.best:.6g} in {self.num_bad} looks at it")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "num_bad": self.num_bad}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.num_bad = state["best"], state["num_bad"]
+
+
+class SampleTable(Callback):
+    """A table of prompts, completions and rewards every so many steps, from what the algorithm left in trainer.samples.
+
+    num_rows   how many at most; the table on the screen has the first four of them
+    path       also written there, one JSON object per line; with it and show=False only there
+    show       print the table to standard error, above the progress bar; None is on a terminal
+    """
+
+    NUM_SHOWN, MOST_CHARACTERS = 4, 300  # the file has the rest
+
+    def __init__(self, every: int = 10, num_rows: int = 4, *, path: str | Path | None = None, show: bool | None = None):
+        _check_every(every)
+        self.every, self.num_rows, self.show = every, num_rows, show
+        self.path = None if path is None else Path(path)
+
+    def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        if trainer.state.step % self.every or not trainer.samples:
+            return
+        samples = [{"step": trainer.state.step, **sample} for sample in trainer.samples[: self.num_rows]]
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(sample) + "\n" for sample in samples)
+        if sys.stderr.isatty() if self.show is None else self.show:
+            self._print(samples[: self.NUM_SHOWN])
+
+    def _print(self, samples: list[dict[str, Any]]) -> None:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        columns = [name for name in samples[0] if name != "step"]
+        table = Table(*columns, title=f"step {samples[0]['step']}", show_lines=True)
+        for sample in samples:
+            table.add_row(*(Text(self._cell(sample.get(name, ""))) for name in columns))
+        Console(stderr=True).print(table)
+
+    def _cell(self, value: Any) -> str:
+        """A text as it may stand on a screen: cut where it is long, and nothing in it that steers a terminal."""
+        text = f"{value:.4g}" if isinstance(value, float) else as_text(value)
+        if len(text) > self.MOST_CHARACTERS:
+            text = f"{text[: self.MOST_CHARACTERS]}… ({len(text):,} characters)"
+        return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def _check_every(every: Any) -> None:
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every must be a whole number of at least 1, found {every!r}")

@@ -1,0 +1,160 @@
+"""The folder of a run: run.json, metrics.jsonl, samples.jsonl, checkpoints/, final/."""
+
+import errno
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from strop.training import checkpoint
+from strop.training.callbacks import CheckpointCallback
+from strop.training.logging import JSONLLogger, drop_after
+from strop.training.state import get_rng, set_rng
+
+if TYPE_CHECKING:
+    from strop.training.trainer import Trainer
+
+# what may differ when a run is resumed: where it ends, and how it goes about it, but not what it computes
+MAY_CHANGE = (
+    "num_steps", "num_epochs", "micro_batch_size", "micro_batch_tokens", "log_every", "eval_every", "save_every",
+    "keep_checkpoints", "samples_every", "gradient_checkpointing", "compile",
+)  # fmt: skip
+
+
+class RunFolder:
+    """Where a run writes, and from where it goes on."""
+
+    def __init__(self, path: Path, save_every: int, keep: int):
+        self.path = path
+        self.checkpoints = CheckpointCallback(path / "checkpoints", save_every or sys.maxsize, keep)
+
+    def open(self, trainer: "Trainer", resume: bool) -> None:
+        """A new run, or with `resume` the one that is there, from its newest checkpoint."""
+        run, metrics, samples = trainer.run, self.path / "metrics.jsonl", self.path / "samples.jsonl"
+        if not resume and (self.path / "run.json").exists():
+            raise ValueError(f"output_dir must not hold a run, found one in {self.path}; resume=True goes on with it")
+        self.path.mkdir(parents=True, exist_ok=True)
+        checkpoint.remove_unfinished(self.path)
+        newest = checkpoint.newest_good(self.path / "checkpoints", type(trainer)) if resume else None
+        if newest is not None:
+            _check_same_run(trainer, newest)
+            newest.put(trainer)
+        elif resume:
+            print(f"no checkpoint in {self.path} yet: beginning at step {run.state.step}", file=sys.stderr)
+        kept = drop_after(metrics, run.state.step if newest else -1)
+        drop_after(samples, run.state.step if newest else -1)
+        for entry in kept:
+            evaluated = any(name.startswith("eval/") for name in entry)
+            (run.history.evaluations if evaluated else run.history.steps).append(entry)
+        run.loggers = [*run.loggers, JSONLLogger(metrics)]
+
+    def describe(self, trainer: "Trainer") -> None:
+        """Write run.json."""
+        from strop import __version__
+
+        path = self.path / "run.json"
+        before = _read_about(path) if path.exists() else {}
+        versions = {"strop": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        about = {
+            "algorithm": trainer.name,
+            "config": trainer.config.to_dict(),
+            "model": {
+                "class": type(trainer.module).__name__,
+                "num_parameters": sum(param.numel() for param in trainer.module.parameters()),
+            },
+            "num_rows": trainer.run.state.num_rows,
+            "total_steps": trainer.run.state.total_steps,
+            "versions": versions,
+            "started": before.get("started") or time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        unfinished = self.path / ".run.json.tmp"
+        unfinished.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+
+    def close(self, trainer: "Trainer", interrupted: bool) -> Path:
+        """A last checkpoint, and the model where the run came to its end."""
+        path = self.checkpoints.save(trainer)
+        if not interrupted:
+            checkpoint.save_pretrained(trainer, self.path / "final")
+        return path
+
+
+class Rescue:
+    """Around a step: one that fails, by a reward function or a logger say, costs the run nothing that was done before.
+
+    A checkpoint is written if the state is that of a whole step: either this one is done, or it has changed no weight
+    and data position and random numbers are put back. The error goes on, with a note of where the checkpoint is: this
+    one, or where the step may have changed weights the newest there is.
+    """
+
+    def __init__(self, trainer: "Trainer", folder: RunFolder | None):
+        self.trainer, self.folder, self.state = trainer, folder, trainer.run.state
+
+    def __enter__(self) -> None:
+        state = self.state
+        self.before = state.step, state.updates, state.epoch, state.position
+        self.rng = get_rng()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not isinstance(error, Exception) or self.folder is None:  # not for Ctrl-C: a second one means at once
+            return
+        state = self.state
+        step, updates, epoch, position = self.before
+        if state.step == step:
+            if state.updates != updates:
+                error.add_note(self._of_newest("the step may have changed weights, so it has no checkpoint"))
+                return
+            state.epoch, state.position = epoch, position
+            set_rng(*self.rng)
+        try:
+            path = self.folder.checkpoints.save(self.trainer)
+        except Exception as second:  # the first error is the one to tell; a full disk's would be the same again
+            why = "" if _is_same(error, second) else f": {second}"
+            error.add_note(self._of_newest(f"no checkpoint of this step could be written{why}"))
+        else:
+            error.add_note(f"the run up to step {state.step} is in {path}; resume=True goes on from there")
+
+    def _of_newest(self, why: str) -> str:
+        assert self.folder is not None
+        newest = max((self.folder.path / "checkpoints").glob("step-*.safetensors"), default=None)
+        if newest is None:
+            return f"{why}, and there is no earlier one: see save_every"
+        return f"{why}; resume=True goes on from the newest, {newest}"
+
+
+def _is_same(one: Exception, other: Exception) -> bool:
+    """Whether both say the same: in the same words, or of a full disk in those of Python and of safetensors."""
+    full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
+    return str(one) == str(other) or any(words in str(one) and words in str(other) for words in full)
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    """run.json of a run that goes on."""
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is broken: {error}; delete it, and it is written anew") from None
+    if not isinstance(about, dict) or not isinstance(about.get("started", ""), str):
+        raise ValueError(f"{path} must hold an object with a text 'started'; delete it, and it is written anew")
+    return about
+
+
+def _check_same_run(trainer: "Trainer", saved: "checkpoint.Saved") -> None:
+    """The options of the run that is resumed must be those it began with, but for where it ends and what it reports."""
+    before, now = _flat(saved.config.to_dict()), _flat(trainer.config.to_dict())
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name), now.get(name)
+        if old != new and name.rpartition(".")[2] not in MAY_CHANGE:
+            raise ValueError(f"{name} must be {old!r} as in the run of {saved.path}, found {new!r}")
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat

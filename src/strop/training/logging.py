@@ -1,0 +1,143 @@
+"""Loggers: where metrics go. Pass one or a list of them as `logger=`; one that fails stops the run.
+
+Anything with log(metrics, step) and close() is a logger. `time` in the metrics is seconds since training began.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+CONSOLE_METRICS = (
+    "loss", "reward/mean", "preference/accuracy", "preference/margin", "kl", "entropy", "completion/length",
+    "grad_norm", "learning_rate", "tokens_per_second",
+)  # fmt: skip
+
+
+class Logger(Protocol):
+    """What a trainer asks of a logger."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ConsoleLogger:
+    """A line of the main metrics every log_interval steps, each the mean since the last line; evaluations at once.
+
+    metrics   which ones; None is those everybody looks at, and every eval/…
+    file      None is standard output
+    """
+
+    def __init__(self, log_interval: int = 1, *, metrics: tuple[str, ...] | None = None, file: TextIO | None = None):
+        if isinstance(log_interval, bool) or not isinstance(log_interval, int) or log_interval < 1:
+            raise ValueError(f"log_interval must be a whole number of at least 1, found {log_interval!r}")
+        self.log_interval, self.file = log_interval, file
+        self.metrics = metrics
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        if evaluated:
+            self._write(step, evaluated)
+            return
+        for name, value in metrics.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + float(value), count + 1
+        if step % self.log_interval == 0:
+            means = {name: total / count for name, (total, count) in self._sums.items()}
+            self._sums.clear()
+            self._write(step, {name: means[name] for name in self.metrics or CONSOLE_METRICS if name in means})
+
+    def close(self) -> None:
+        pass
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        parts = [f"{name} {value:.4g}" for name, value in values.items()]
+        print(f"step {step:>6}  " + "  ".join(parts), file=self.file or sys.stdout, flush=True)
+
+
+class JSONLLogger:
+    """One JSON object per line: {"step": …, "time": …, "loss": …}."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        with self.path.open("a", encoding="utf-8") as file:  # closed each time: a killed run keeps what it has logged
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def close(self) -> None:
+        pass
+
+
+class TensorBoardLogger:
+    """Scalars for TensorBoard, in `folder`."""
+
+    def __init__(self, folder: str | Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ImportError("TensorBoardLogger needs tensorboard: pip install tensorboard") from None
+        self._writer = SummaryWriter(str(folder))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """Metrics for Weights & Biases; the arguments are those of wandb.init."""
+
+    def __init__(self, **init: Any):
+        try:
+            import wandb
+        except ImportError:
+            raise ImportError("WandbLogger needs wandb: pip install wandb") from None
+        self._run = wandb.init(**init)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file. A last line without its end, as a kill leaves it, is not one."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    return [parse_line(line, path, number) for number, line in enumerate(lines[:-1], 1) if line.strip()]
+
+
+def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """A line of metrics or samples: an object with its step. A ValueError names the file and the line."""
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number without end, nested without end
+        raise ValueError(f"{path}, line {number} is broken: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{path}, line {number} must be an object, found {type(row).__name__}")
+    step = row.get("step")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53:
+        raise ValueError(f"{path}, line {number} must have a whole number 'step', found {step!r:.40}")
+    return row
+
+
+def drop_after(path: str | Path, step: int) -> list[dict[str, Any]]:
+    """Cut a file of JSON lines back to those up to `step`, and return them: what came after will come again."""
+    kept = [entry for entry in read_metrics(path) if entry["step"] <= step]
+    path = Path(path)
+    if path.exists():
+        unfinished = path.with_name(f".{path.name}.tmp")
+        unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+        unfinished.replace(path)
+    return kept

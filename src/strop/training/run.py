@@ -1,0 +1,251 @@
+"""`Run`: where a training run stands, who is told of it, and train(): the loop around a trainer's steps."""
+
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from strop.config import RunConfig, check_count
+from strop.data.formats import prepared
+from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
+from strop.training.folder import Rescue, RunFolder
+from strop.training.memory import explained
+from strop.training.state import History, Phases, TrainState, seed_everything
+
+if TYPE_CHECKING:
+    from strop.training.trainer import Trainer
+
+
+class Run:
+    """A trainer has one from the beginning: steps made by hand count in it as those of train() do.
+
+    state         where it stands: steps, epochs, position in the data
+    history       what was measured
+    callbacks, loggers   who is told
+    stop_reason   why train() is to end after the present step
+    goes_on       whether the next train() continues: after from_checkpoint, or an interruption
+    """
+
+    def __init__(self, loggers: Any = None, callbacks: Any = None):
+        self.loggers, self.callbacks = _as_list(loggers), _as_list(callbacks)
+        for logger in self.loggers:
+            if not callable(getattr(logger, "log", None)):
+                raise TypeError(f"logger must have log(metrics, step), found a {type(logger).__name__}")
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks must be of strop.callbacks.Callback, found {type(callback).__name__}")
+        self.state = TrainState()
+        self.history = History()
+        self.stop_reason: str | None = None
+        self.goes_on = False
+
+    # ---- a step ----
+
+    def step(self, trainer: "Trainer", work: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """See `Trainer.run_step`."""
+        start = time.perf_counter()
+        device, state = trainer.policy.device, self.state
+        phases = trainer.phases = Phases(device)
+        self.fire(trainer, "on_step_begin")
+        trainer.policy.model.train()
+        with explained(trainer):
+            metrics = dict(work())
+        times = phases.metrics()  # waits for the device
+        seconds = time.perf_counter() - start
+        state.step += 1
+        state.seconds += seconds
+        state.num_tokens += phases.num_tokens
+        if phases.num_tokens:
+            metrics["tokens_per_second"] = phases.num_tokens / seconds
+        metrics |= times
+        metrics["time/step"] = seconds
+        if device.type == "cuda":
+            metrics["memory"] = float(torch.cuda.max_memory_allocated(device))
+        log_every = trainer.config.run.log_every
+        if log_every and state.step % log_every == 0:
+            self.log(metrics)
+        self.fire(trainer, "on_step_end", metrics)
+        return metrics
+
+    def log(self, metrics: dict[str, float]) -> None:
+        timed = {"time": self.state.seconds, **metrics}
+        for logger in self.loggers:
+            logger.log(timed, step=self.state.step)
+
+    def fire(self, trainer: "Trainer", event: str, *arguments: Any) -> None:
+        for callback in list(self.callbacks):
+            getattr(callback, event)(trainer, *arguments)
+
+    # ---- many steps ----
+
+    def train(
+        self,
+        trainer: "Trainer",
+        dataset: Any,
+        eval_dataset: Any,
+        num_steps: int | None,
+        num_epochs: int | None,
+        output_dir: str | Path | None,
+        resume: bool,
+        progress: bool | None,
+    ) -> History:
+        """See `Trainer.train`."""
+        config = trainer.config.run
+        rows = prepared(dataset, trainer.prepare, "dataset")
+        if config.batch_size > len(rows):
+            raise ValueError(f"batch_size must be at most the number of rows, {len(rows)}, found {config.batch_size}")
+        eval_rows = None if eval_dataset is None else prepared(eval_dataset, trainer.prepare, "eval_dataset")
+        if resume and output_dir is None:
+            raise ValueError(
+                "output_dir must be given with resume=True: its newest checkpoint is where the run goes on"
+            )
+        folder = None if output_dir is None else RunFolder(Path(output_dir), config.save_every, config.keep_checkpoints)
+        self.history, self.stop_reason = History(), None
+        loggers, callbacks = self.loggers, self.callbacks
+        # without eval_every: at the beginning and at the end
+        every, evaluation = config.eval_every or sys.maxsize, None
+        if eval_rows is not None:
+            evaluation = EvaluationCallback(eval_rows, every, at_start=True)
+        before, after = _own_callbacks(config, evaluation, folder, progress)
+        self.callbacks = before + callbacks + after
+        try:
+            if folder is not None:
+                folder.open(trainer, resume)
+            self._begin(trainer.name, config, len(rows), num_steps, num_epochs)
+            if folder is not None:
+                folder.describe(trainer)
+            self._steps(trainer, rows, evaluation, folder)
+            return self.history
+        finally:
+            for logger in self.loggers:
+                if logger not in loggers:
+                    logger.close()
+            self.loggers, self.callbacks = loggers, callbacks
+
+    def _begin(
+        self, name: str, config: RunConfig, num_rows: int, num_steps: int | None, num_epochs: int | None
+    ) -> None:
+        """Set where the run begins and ends. One that goes on keeps its beginning, its data's order and random numbers."""
+        state = self.state
+        steps = config.num_steps if num_steps is None else num_steps
+        epochs = config.num_epochs if num_epochs is None else num_epochs
+        check_count("num_steps", steps)
+        check_count("num_epochs", epochs)
+        if self.goes_on and num_rows != (state.num_rows or num_rows):
+            raise ValueError(
+                f"dataset must have {state.num_rows} rows as when the run began, found {num_rows}; "
+                f"trainer.run.goes_on = False begins a new run with the weights as they are"
+            )
+        if not self.goes_on:
+            state.first_step, state.epoch, state.position = state.step, 0, 0
+            seed_everything(config.seed)
+        state.num_rows = num_rows
+        if num_steps is None and num_epochs is not None:
+            steps = 0
+        if not steps and not epochs:
+            raise ValueError("num_steps or num_epochs must be above 0, found 0 of both")
+        state.total_steps = state.first_step + (steps or epochs * -(-num_rows // config.batch_size))
+        if state.step >= state.total_steps:
+            print(f"{name} is at step {state.step} of {state.total_steps}: nothing left to do", file=sys.stderr)
+
+    def _steps(
+        self, trainer: "Trainer", rows: Sequence[Any], evaluation: EvaluationCallback | None, folder: RunFolder | None
+    ) -> None:
+        history, state = self.history, self.state
+        with Interruption() as interruption:
+            self.goes_on = True
+            self.fire(trainer, "on_train_begin")
+            try:
+                stream = self._batches(rows, trainer.config.run)
+                while state.step < state.total_steps and not self.stop_reason and not interruption.signal:
+                    with Rescue(trainer, folder):
+                        batch = next(stream)  # only now: a batch that was taken counts as used in a checkpoint
+                        metrics = self.step(trainer, lambda batch=batch: trainer.step_on(batch))  # type: ignore[misc]
+                    history.steps.append({"step": state.step, **metrics})
+                history.interrupted = interruption.signal is not None and state.step < state.total_steps
+                history.signal, history.stop_reason = interruption.signal, self.stop_reason
+                if evaluation is not None and not history.interrupted:
+                    evaluation.evaluate(trainer)
+            finally:
+                self.fire(trainer, "on_train_end", history)
+            if folder is not None:
+                history.checkpoint = str(folder.close(trainer, history.interrupted))
+        self.goes_on = history.interrupted
+        if history.interrupted:
+            where = f"checkpoint {history.checkpoint}" if history.checkpoint else "no output_dir, so no checkpoint"
+            print(
+                f"{trainer.name} interrupted after step {state.step} of {state.total_steps}; {where}", file=sys.stderr
+            )
+
+    def _batches(self, rows: Sequence[Any], config: RunConfig) -> Iterator[list[Any]]:
+        """Batches without end, from where the state stands. An epoch's order comes from (seed, epoch) alone."""
+        state = self.state
+        while True:
+            order = epoch_order(len(rows), config.seed, state.epoch, config.shuffle)
+            while state.position < len(rows):
+                batch = [rows[index] for index in order[state.position : state.position + config.batch_size]]
+                state.position += len(batch)
+                yield batch
+            state.epoch, state.position = state.epoch + 1, 0
+
+
+def _own_callbacks(
+    config: RunConfig, evaluation: EvaluationCallback | None, folder: RunFolder | None, progress: bool | None
+) -> tuple[list[Callback], list[Callback]]:
+    """train()'s own: the bar first, the checkpoint last, when every other callback's state is that of the step's end."""
+    after: list[Callback] = [] if evaluation is None else [evaluation]
+    if config.samples_every:
+        path = None if folder is None else folder.path / "samples.jsonl"
+        after.append(SampleTable(config.samples_every, 8, path=path, show=progress))
+    if folder is not None:
+        after.append(folder.checkpoints)
+    return [ProgressBar(show=progress)], after
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    order = list(range(num_rows))
+    if shuffle:
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+def _as_list(given: Any) -> list[Any]:
+    """None, one or several as a list."""
+    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+class Interruption:
+    """While open, SIGINT and SIGTERM are remembered in `signal`, for the loop to end after its step.
+
+    A second one acts at once, as it would have without this. In a thread, where Python takes no signals, nothing changes.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interruption":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._restore()
+
+    def _remember(self, number: int, frame: Any) -> None:
+        self.signal = number
+        self._restore()
+        print("\nfinishing the step; once more to stop at once", file=sys.stderr)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
