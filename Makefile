@@ -63,7 +63,7 @@ bench-gpu:
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} python3 -m strop bench step
 
 docs: $(INSTALLED)
-	$(BIN)/python -m strop.bench.report
+	$(BIN)/python -m benchmarks.report
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -72,7 +72,7 @@ lint: $(INSTALLED)
 
 check: ENVIRONMENTS = --short
 check: lint test test-portable sanitize dist
-	$(BIN)/python -m strop.bench.report --check
+	$(BIN)/python -m benchmarks.report --check
 	@echo "check: all passed"
 
 # The sanitized module has an environment of its own, because an editable install would be imported in its place.

@@ -30,6 +30,7 @@ HOUSE = [
     ["__main__"],
 ]
 
+ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["torch._dynamo", "torch", "transformers", "triton", "scipy", "matplotlib", "typer", "rich"]
 LAYERS = {
     # layer: what importing it may bring along
@@ -60,13 +61,13 @@ LAYERS = {
     "strop.algorithms.grpo": ["torch"],
     "strop.training.checkpoint": ["torch"],
     "strop.bench.harness": [],
-    "strop.bench.report": [],
+    "benchmarks.report": [],
     "strop.bench.alone": [],
     "strop.bench.suites.primitives": [],
     "strop.bench.suites.engines": [],
     "strop.bench.suites.convergence": [],
     "strop.bench.suites.losses": ["torch"],
-    "strop.bench.pages.learning": [],
+    "benchmarks.pages.learning": [],
     "strop.data.formats": [],
     "strop.data.tokenize": [],
     "strop.data.batch": ["torch"],
@@ -183,7 +184,7 @@ def modules_after_imports(needs_torch):
         "        os._exit(0)\n"
         "    assert os.wait()[1] == 0, layer\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return {layer: set(modules) for layer, modules in map(json.loads, done.stdout.splitlines())}
 

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from benchmarks.pages import demo as page
 from strop.bench.harness import Method
-from strop.bench.pages import demo as page
 from strop.bench.suites import demo
 
 

@@ -7,10 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from strop.algorithms.grpo import GRPO  # noqa: E402 (after the skip)
-from strop.bench import harness, report  # noqa: E402
+from benchmarks import report  # noqa: E402 (after the skip)
+from benchmarks.pages import learning as page  # noqa: E402
+from strop.algorithms.grpo import GRPO  # noqa: E402
+from strop.bench import harness  # noqa: E402
 from strop.bench.harness import Method  # noqa: E402
-from strop.bench.pages import learning as page  # noqa: E402
 from strop.bench.suites import learning  # noqa: E402
 from strop.cli.train import gather  # noqa: E402
 

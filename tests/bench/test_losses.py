@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from strop.bench import gpu_timers, harness, loss_accuracy, report
+from benchmarks import report
+from benchmarks.pages import losses as pages
+from strop.bench import gpu_timers, harness, loss_accuracy
 from strop.bench import loss_contenders as peers
 from strop.bench.harness import Contender, Method
-from strop.bench.pages import losses as pages
 from strop.bench.suites import losses
 
 TINY = dataclasses.replace(losses.ON_A_CPU, logits=[(4, 5, 61)], small=(4, 3, 17), heads=[(4, 6, 8, 61)], copy_bytes=64)

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from strop.bench import report
-from strop.bench.pages import convergence, engines
+from benchmarks import report
+from benchmarks.pages import convergence, engines
 
 RATIO = {"value": 6.5, "low": 6.0, "high": 7.0, "verdict": "faster"}
 COMMON = {

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.bench import report, text
-from strop.bench.pages import primitives
+from benchmarks import report
+from benchmarks.pages import primitives
+from strop.bench import text
 
 ROOT = Path(__file__).resolve().parents[2]
 RATIO = {"value": 3.21, "low": 3.0, "high": 3.5, "verdict": "faster"}

@@ -5,9 +5,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from strop.bench import step_contenders  # noqa: E402 (after the skip)
+from benchmarks.pages import step as page  # noqa: E402 (after the skip)
+from strop.bench import step_contenders  # noqa: E402
 from strop.bench.harness import Method  # noqa: E402
-from strop.bench.pages import step as page  # noqa: E402
 from strop.bench.step_contenders import Workload  # noqa: E402
 from strop.bench.suites import step  # noqa: E402
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from strop.bench.harness import Method
-from strop.bench.pages.learning import ACCURACY
 from strop.cli.job import JobConfig
 from strop.cli.train import algorithm_class, build, gather
 from strop.logging import ConsoleLogger
 
 ON_GPU = True
+ACCURACY = "eval/reward/right_number"
 CONFIG = Path("examples/smollm2_grpo.yaml")
 ON_A_CPU = ("batch_size=2", "group_size=4", "num_steps=2", "eval_every=1", "num_eval_rows=8", "autocast=none")
 DIGITS = 6  # of a metric in the result

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from strop.bench.text import Result, origin, table
+from benchmarks.text import Result, origin, table
 from strop.report import Run, draw_figure
 
 WAYS = {"greedy": "greedy", "sampled": "sampled", "best_of": "best of {n}"}

@@ -5,7 +5,7 @@ A document marks a block by a renderer and a result file; what stands between th
     <!-- generated: primitives_table benchmarks/results/primitives-x86_64-2cores.json -->
     <!-- end generated -->
 
-`python -m strop.bench.report` writes all blocks and figures, `--check` fails where one differs from its JSON. A block whose
+`python -m benchmarks.report` writes all blocks and figures, `--check` fails where one differs from its JSON. A block whose
 result is not there yet says so, and its figure is not asked for.
 """
 
@@ -16,11 +16,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks.pages import convergence, demo, engines, learning, losses, primitives, step
+from benchmarks.text import Result
 from strop.bench.harness import load
-from strop.bench.pages import convergence, demo, engines, learning, losses, primitives, step
-from strop.bench.text import Result
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/*.md", "docs/**/*.md")
 BLOCK = re.compile(
     r"(<!-- generated: (?P<renderer>\w+) (?P<source>\S+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL
@@ -135,7 +135,7 @@ def write(root: Path = ROOT) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     if arguments not in ([], ["--check"]):
-        print("usage: python -m strop.bench.report [--check]", file=sys.stderr)
+        print("usage: python -m benchmarks.report [--check]", file=sys.stderr)
         return 2
     if arguments:
         wrong = drifted()

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from strop.bench.text import Result, duration, provenance, size, table, times
+from benchmarks.text import Result, provenance, table, times
+from strop.bench.text import duration, size
 
 PHASES = ("generate", "reward", "score", "forward", "backward", "update")
 COLOURS = {

@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from strop.bench.pages.engines import COLOURS
+from benchmarks.pages.engines import COLOURS
+from benchmarks.text import Result, origin, table
 from strop.bench.suites.convergence import NUM_SYMBOLS, largest_difference
-from strop.bench.text import Result, origin, table
 
 TITLES = {"memorise": "A fixed batch, memorised", "language": "A language, held-out loss"}
 # Wide and pale below, narrow and dark above: all of them show where they lie on each other.

@@ -4,8 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from strop.bench.pages.step import PHASES
-from strop.bench.text import Result, origin, size, table
+from benchmarks.pages.step import PHASES
+from benchmarks.text import Result, origin, table
+from strop.bench.text import size
 
 ACCURACY = "eval/reward/right_number"
 FIRST_AND_LAST = 10  # steps of sampled rewards that are told together

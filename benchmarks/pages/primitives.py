@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from strop.bench.text import Result, duration, provenance, table, times
+from benchmarks.text import Result, provenance, table, times
+from strop.bench.text import duration
 
 
 def primitives_table(

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from strop.bench.text import Result, duration, provenance, size, table, times
+from benchmarks.text import Result, provenance, table, times
+from strop.bench.text import duration, size
 
 AXES = ("memory", "kernels", "dispatch", "parallel", "scale")
 HEADLINES = {  # what the README shows
