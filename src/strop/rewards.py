@@ -32,6 +32,8 @@ from typing import Any
 
 import torch
 
+from strop._checks import check_number
+
 Rows = Mapping[str, Sequence[Any]]
 
 LARGEST = torch.finfo(torch.float32).max
@@ -288,10 +290,7 @@ class OutOfTime(BaseException):
 def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"{name} must be a number of seconds or None, found {type(timeout).__name__}")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"{name} must be above 0 seconds, found {timeout}")
+    check_number(timeout, name, 0, open_low=True)
     return float(timeout)
 
 

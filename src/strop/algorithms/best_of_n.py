@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from strop._checks import check_count
 from strop.algorithms.inputs import as_rows, check_tokenizer
 from strop.algorithms.online import Prompt, as_prompts, repeated, reward_rows
-from strop.config import check_count, unknown_option
+from strop.config import unknown_option
 from strop.models import as_policy, load_model
 from strop.rewards import RewardFunctions, check_timeout
 from strop.rollout import Rollout, Sampling, generate
@@ -43,15 +44,24 @@ class BestOfN:
         device: torch.device | str | None = None,
         **sampling: Any,
     ):
-        check_count("n", n, low=1)
+        check_count(n, "n", low=1)
         for name, value in (("seed", seed), ("pad_id", pad_id)):
             if value is not None:
-                check_count(name, value)
+                check_count(value, name)
         check_tokenizer(tokenizer)
         check_timeout(reward_timeout, "reward_timeout")
         for name in sampling:
             if name not in SAMPLING:
-                arguments = ("n", "tokenizer", "reward_weights", "reward_timeout", "pad_id", "seed", "device")
+                arguments = (
+                    "n",
+                    "tokenizer",
+                    "reward_weights",
+                    "reward_timeout",
+                    "find_failing",
+                    "pad_id",
+                    "seed",
+                    "device",
+                )
                 raise ValueError(unknown_option(name, [*SAMPLING, *arguments], " of BestOfN"))
         if isinstance(model, (str, Path)):
             model, loaded = load_model(model, device=device)

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from strop._checks import check_count
 from strop.algorithms.inputs import Ids, as_dicts, as_rows, declared_pad_id, fit, is_written, until_eos, without_padding
 from strop.algorithms.metrics import on_host
 from strop.algorithms.trainer import Trainer
-from strop.config import OptimConfig, TrainerConfig, check_count
+from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.losses import PreferenceLoss, PreferenceRule
 from strop.losses.preference import pairs_loss
@@ -42,7 +43,7 @@ class DPOConfig(TrainerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_length is not None:
-            check_count("max_length", self.max_length, low=2)
+            check_count(self.max_length, "max_length", low=2)
 
 
 class DPO(Trainer):

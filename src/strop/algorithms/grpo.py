@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from strop._checks import check_choice, check_count, check_number
 from strop._tensors import in_dtype
 from strop.algorithms.metrics import PolicyMeter, on_host, reward_metrics
 from strop.algorithms.online import (
@@ -32,7 +33,7 @@ from strop.algorithms.online import (
     seed_of,
 )
 from strop.algorithms.trainer import Trainer
-from strop.config import OptimConfig, TrainerConfig, check_count, check_option, check_range
+from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, kl_estimate
 from strop.losses.policy import tokens_loss, tokens_of
@@ -86,18 +87,18 @@ class GRPOConfig(TrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("group_size", self.group_size, low=2)
-        check_range("kl_coef", self.kl_coef, low=0.0)
-        check_count("inner_epochs", self.inner_epochs, low=1)
+        check_count(self.group_size, "group_size", low=2)
+        check_number(self.kl_coef, "kl_coef", low=0.0)
+        check_count(self.inner_epochs, "inner_epochs", low=1)
         for name in ("minibatch_size", "advantage_ddof", "resample_rounds"):
-            check_count(name, getattr(self, name))
-        check_option("advantage_scale", self.advantage_scale, ADVANTAGE_SCALES)
-        check_range("advantage_eps", self.advantage_eps, low=0.0)
+            check_count(getattr(self, name), name)
+        check_choice(self.advantage_scale, "advantage_scale", ADVANTAGE_SCALES)
+        check_number(self.advantage_eps, "advantage_eps", low=0.0)
         if self.advantage_ddof >= self.group_size:
             raise ValueError(f"advantage_ddof must be below group_size={self.group_size}, found {self.advantage_ddof}")
         if self.importance_cap is not None:
-            check_range("importance_cap", self.importance_cap, low=1.0)
-        check_option("old_logps", self.old_logps, OLD_LOGPS)
+            check_number(self.importance_cap, "importance_cap", low=1.0)
+        check_choice(self.old_logps, "old_logps", OLD_LOGPS)
         if self.old_logps == "rollout" and self.importance_cap is not None:
             raise ValueError(
                 'old_logps must be "auto" or "recompute" with importance_cap, which weighs recomputed log-probs against '

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop import checkpoint
+from strop._checks import check_count
 from strop.algorithms.memory import explained
 from strop.algorithms.state import History, get_rng, rng_kept, seed_everything, set_rng
 from strop.callbacks import Callback, CheckpointCallback, EvaluationCallback, ProgressBar, SampleTable
-from strop.config import check_count
 from strop.logging import JSONLLogger, drop_after
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ def _begin(trainer: "Trainer", num_rows: int, num_steps: int | None, num_epochs:
     state, run = trainer.state, trainer.config.run
     steps = run.num_steps if num_steps is None else num_steps
     epochs = run.num_epochs if num_epochs is None else num_epochs
-    check_count("num_steps", steps)
-    check_count("num_epochs", epochs)
+    check_count(steps, "num_steps")
+    check_count(epochs, "num_epochs")
     if trainer.goes_on and num_rows != (state.num_rows or num_rows):
         raise ValueError(
             f"dataset must have {state.num_rows} rows as when the run began, found {num_rows}; trainer.goes_on = False "

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from strop._checks import check_count
 from strop.algorithms.inputs import Ids, as_dicts, as_rows, declared_pad_id, fit, is_written, until_eos, without_padding
 from strop.algorithms.trainer import Trainer
-from strop.config import OptimConfig, TrainerConfig, check_count
+from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory
 from strop.data.formats import is_conversation
 from strop.losses import NLL
@@ -33,7 +34,7 @@ class SFTConfig(TrainerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_length is not None:
-            check_count("max_length", self.max_length, low=2)
+            check_count(self.max_length, "max_length", low=2)
 
 
 class SFT(Trainer):

@@ -36,6 +36,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from strop import _compiled
+from strop._checks import check_choice
 from strop.moe.config import MoEConfig
 from strop.moe.optim import adamw_update_all
 from strop.moe.sampling import sample
@@ -252,8 +253,7 @@ def register_engine(name: str, loader: Callable[[], type[Engine]]) -> None:
 
 
 def engine_class(name: str) -> type[Engine]:
-    if name not in _LOADERS:
-        raise ValueError(f"engine must be one of {', '.join(_LOADERS)}, found {name!r}")
+    check_choice(name, "engine", _LOADERS)
     return _LOADERS[name]()
 
 
