@@ -39,6 +39,7 @@ class BestOfN:
         tokenizer: Any = None,
         reward_weights: Any = None,
         reward_timeout: float | None = None,
+        find_failing: bool = False,
         pad_id: int | None = None,
         seed: int | None = None,
         device: torch.device | str | None = None,
@@ -69,7 +70,7 @@ class BestOfN:
         self.policy = as_policy(model, tokenizer)
         if device is not None:
             self.policy.to(device)
-        self.score = RewardFunctions(reward_fn, reward_weights, reward_timeout)
+        self.score = RewardFunctions(reward_fn, reward_weights, reward_timeout, find_failing)
         self.n, self.pad_id, self.sampling = n, pad_id, Sampling(**sampling)
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.rewards = torch.zeros(0)

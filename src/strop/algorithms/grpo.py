@@ -64,6 +64,7 @@ class GRPOConfig(TrainerConfig):
                         rollout's, unless top_k or top_p cut its distribution or importance_cap compares the two
     reward_weights      of several reward functions; None is 1 for each
     reward_timeout      seconds for one call of a reward function; None waits
+    find_failing        a reward function that raised is called again, one completion at a time, to name the one that fails
     pad_id              the padding in prompts of ids; None is what tokenizer or model say
     """
 
@@ -80,6 +81,7 @@ class GRPOConfig(TrainerConfig):
     old_logps: str = "auto"
     reward_weights: tuple[float, ...] | None = None
     reward_timeout: float | None = None
+    find_failing: bool = False
     pad_id: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     loss: PolicyRule = field(default_factory=PolicyRule)
@@ -171,7 +173,8 @@ class GRPO(Trainer):
         if reward_fn is None:
             raise ValueError(f"{type(self).__name__} needs a reward_fn, found None")
         super().__init__(**arguments)
-        self.rewards = RewardFunctions(reward_fn, self.config.reward_weights, self.config.reward_timeout)
+        config = self.config
+        self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
 
     def setup(self, ref_model: Any) -> None:
         if self.config.kl_coef:
