@@ -100,8 +100,7 @@ def test_a_launch_that_is_not_known_goes_the_public_way(launcher, monkeypatch):
         with pytest.warns(
             RuntimeWarning, match=r"Triton \d.* launches kernels in a way that strop does not know"
         ) as said:
-            for programs in (5, 7, 9):
-                launcher(programs, x, x, 3, ODD=True, BLOCK=8)
+            [launcher(programs, x, x, 3, ODD=True, BLOCK=8) for programs in (5, 7, 9)]
     finally:
         launch.launch_is_known.cache_clear()
     assert len(said) == 1
