@@ -102,7 +102,7 @@ def test_counts_and_seeds_end_where_torch_takes_no_more(name, value):
 
 def test_an_integer_too_large_for_a_float():
     for make in (OptimConfig, OptimConfig.from_options):
-        with pytest.raises(ValueError, match="learning_rate must be at least 0, found inf"):
+        with pytest.raises(ValueError, match="learning_rate must be finite and at least 0, found inf"):
             make(learning_rate=10**400)
 
 
@@ -118,7 +118,7 @@ def test_an_integer_too_large_for_a_float():
         ({"shuffle": 1}, TypeError, "run.shuffle must be bool, found 1"),
         ({"learning_rate": "fast"}, TypeError, "optim.learning_rate must be a number in plain decimal digits"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, found 0"),
-        ({"learning_rate": float("nan")}, ValueError, "learning_rate must be at least 0, found nan"),
+        ({"learning_rate": float("nan")}, ValueError, "learning_rate must be finite and at least 0, found nan"),
         ({"autocast": "bf61"}, ValueError, "did you mean 'bf16'?"),
         ({"schedule": "cosin"}, ValueError, "did you mean 'cosine'?"),
         ({"betas": [0.9]}, ValueError, "betas must be two numbers"),

@@ -489,7 +489,7 @@ def test_load_presets_and_folders(tmp_path):
     again, _ = load_model(tmp_path / "moe")
     assert as_policy(again).kind == "moe"
     assert torch.equal(as_policy(again).logps(batch_of(ROWS)), as_policy(model).logps(batch_of(ROWS)))
-    with pytest.raises(ValueError, match="preset must be one of tiny, small, found 'huge'"):
+    with pytest.raises(ValueError, match="preset must be one of 'tiny', 'small', found 'huge'"):
         load_model("moe:huge")
 
 

@@ -153,8 +153,8 @@ def test_an_exception_names_the_completion():
         return [1 / len(c) for c in completions]
 
     message = "divides raised ZeroDivisionError: division by zero (completion 2, prompt 'third')"
-    with pytest.raises(RewardError, match=re.escape(message)) as caught:
-        scores(divides)
+    with pytest.raises(RewardError, match=re.escape(message) + "$") as caught:
+        scores(divides, find_failing=True)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
     def says_much(completions):
@@ -164,6 +164,26 @@ def test_an_exception_names_the_completion():
         scores(says_much)
 
 
+def test_a_failing_function_is_not_called_again_unless_that_is_wanted():
+    """A judge may cost money."""
+    calls = []
+
+    def judge(completions):
+        calls.append(len(completions))
+        raise RuntimeError("over quota")
+
+    message = (
+        "judge raised RuntimeError: over quota (completion 0, prompt 'first'), the first of 3 completions; "
+        "find_failing=True calls it again, one completion at a time, and names the one that fails"
+    )
+    with pytest.raises(RewardError, match=f"^{re.escape(message)}$"):
+        scores(judge)
+    assert calls == [3]
+    with pytest.raises(RewardError, match=r"over quota \(completion 0, prompt 'first'\)$"):
+        scores(judge, find_failing=True)
+    assert calls == [3, 3, 1]
+
+
 def test_an_exception_of_the_batch_only():
     def needs_one(completions):
         if len(completions) > 1:
@@ -171,7 +191,7 @@ def test_an_exception_of_the_batch_only():
         return [0]
 
     with pytest.raises(RewardError, match=r"needs_one raised RuntimeError: too many .*no completion fails alone"):
-        scores(needs_one)
+        scores(needs_one, find_failing=True)
 
 
 def test_long_prompts_are_shortened():
@@ -191,7 +211,7 @@ def mean(completions):
         (["f"], {}, TypeError, "found str"),
         ([length], {"weights": [1, 2]}, ValueError, "one for each of the 1 functions, found 2"),
         ([length], {"weights": [float("nan")]}, ValueError, "reward_weights must be finite"),
-        ([length], {"timeout": 0}, ValueError, "timeout must be above 0"),
+        ([length], {"timeout": 0}, ValueError, "timeout must be finite and above 0"),
         ([length], {"weights": "a"}, TypeError, "reward_weights must be numbers, one for each function, found 'a'"),
         ([length], {"weights": 2.0}, TypeError, "reward_weights must be numbers, one for each function, found 2.0"),
         ([mean], {}, ValueError, "reward_fn must not be called 'mean': reward/mean is a metric of all functions"),
@@ -311,4 +331,4 @@ def test_bad_preferences(returned, message):
 
 def test_a_preference_exception_names_the_pair():
     with pytest.raises(RewardError, match=r"lambda raised ZeroDivisionError.*\(pair 1, prompt 'q'\)"):
-        PreferenceFunction(lambda pairs: [0 // len(a) for a, _ in pairs])(PAIRS, PROMPTS)
+        PreferenceFunction(lambda pairs: [0 // len(a) for a, _ in pairs], find_failing=True)(PAIRS, PROMPTS)

@@ -6,12 +6,13 @@ STROP_NATIVE=0 leaves it out, STROP_ISA names an instruction set, STROP_NUM_THRE
 import importlib
 import importlib.util
 import inspect
-import operator
 import os
 import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
+
+from strop._checks import as_count
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -38,10 +39,8 @@ MOST_THREADS = 1024
 
 def set_num_threads(count: int) -> None:
     """Let every compiled function use up to `count` threads, the calling one included; no result depends on it."""
-    if isinstance(count, bool) or not hasattr(count, "__index__"):
-        raise TypeError(f"count must be an int, found {type(count).__name__}")
-    count = operator.index(count)
-    if not 1 <= count <= MOST_THREADS:
+    count = as_count(count, "count", 1)
+    if count > MOST_THREADS:
         raise ValueError(f"count must be from 1 to {MOST_THREADS}, found {count}")
     if native is None:
         warnings.warn(f"the compiled module is {native_status}: NumPy runs on one thread", RuntimeWarning, stacklevel=2)

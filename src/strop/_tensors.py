@@ -1,73 +1,26 @@
 """What losses and operators ask of their tensors, in the same words. Knows torch, no operator and no loss.
 
-One kind of mistake has one exception type: TypeError for a wrong kind of thing (class, dtype, device), ValueError for
-a wrong shape or value.
+The rules are those of `strop._checks`: the value first, then its name, then what is wanted; TypeError for a wrong kind of
+thing (class, dtype, device), ValueError for a wrong shape or value.
 """
 
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from strop._checks import check_count, check_number
+
 COLDEST = torch.finfo(torch.float32).tiny  # a temperature below it has no finite inverse in float32
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+LOGP_NAMES = ("logits", "ids")
 
-
-def check_floats(tensor: Any, name: str) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, found {type(tensor).__name__}")
-    if tensor.dtype not in FLOATS:
-        raise TypeError(f"{name} must be of a floating dtype, found {tensor.dtype}")
-
-
-def check_shape(tensor: torch.Tensor, shape: Sequence[int], name: str) -> None:
-    if tensor.shape != torch.Size(shape):
-        raise ValueError(f"{name} must have shape {list(shape)}, found {list(tensor.shape)}")
-
-
-def check_like(tensor: Any, other: torch.Tensor, name: str, other_name: str) -> None:
-    """Floats of the other's shape on the other's device."""
-    check_floats(tensor, name)
-    check_shape(tensor, other.shape, name)
-    check_device(tensor, other, name, other_name)
-
-
-def check_device(tensor: torch.Tensor, other: torch.Tensor, name: str, other_name: str) -> None:
-    if tensor.device != other.device:
-        raise TypeError(f"{name} must be on {other.device} as {other_name} is, found {tensor.device}")
+Count = int | float | torch.Tensor
 
 
 def can_look(tensor: torch.Tensor) -> bool:
     """Whether looking at values costs nothing: a GPU would be waited for, and a graph being compiled has none yet."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def as_completion_mask(mask: Any, shape: torch.Size) -> torch.Tensor | None:
-    """The mask as booleans: True where a token counts."""
-    if mask is None:
-        return None
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"completion_mask must be a tensor, found {type(mask).__name__}")
-    if mask.shape != shape:
-        raise ValueError(f"completion_mask must have shape {list(shape)}, found {list(mask.shape)}")
-    if mask.dtype == torch.bool:
-        return mask
-    if can_look(mask) and (wrong := (mask != 0) & (mask != 1)).any():
-        raise ValueError(f"completion_mask must hold only 0 and 1, found {mask[wrong][0].item()}")
-    return mask != 0
-
-
-def check_number(value: Any, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a float, found {type(value).__name__}")
-
-
-def check_choice(value: Any, choices: Sequence[str], name: str) -> None:
-    if not isinstance(value, str) or value not in choices:
-        near = difflib.get_close_matches(str(value), list(choices), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, found {value!r}{hint}")
 
 
 def in_float(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,3 +38,159 @@ def on_host(values: Sequence[torch.Tensor]) -> list[float]:
     if not values:
         return []
     return torch.cat([value.detach().reshape(1).to(values[0].device) for value in values]).tolist()
+
+
+# ---- any tensor ----
+
+
+def check_tensor(tensor: Any, name: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, found {type(tensor).__name__}")
+
+
+def check_floats(tensor: Any, name: str) -> None:
+    check_tensor(tensor, name)
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"{name} must be of a floating dtype, found {tensor.dtype}")
+
+
+def check_shape(tensor: torch.Tensor, name: str, shape: Sequence[int]) -> None:
+    if tensor.shape != torch.Size(shape):
+        raise ValueError(f"{name} must have shape {list(shape)}, found {list(tensor.shape)}")
+
+
+def check_device(tensor: torch.Tensor, name: str, other: torch.Tensor, other_name: str) -> None:
+    if tensor.device != other.device:
+        raise TypeError(f"{name} must be on {other.device} as {other_name} is, found {tensor.device}")
+
+
+def check_like(tensor: Any, name: str, other: torch.Tensor, other_name: str) -> None:
+    """Floats of the other's shape on the other's device."""
+    check_floats(tensor, name)
+    check_shape(tensor, name, other.shape)
+    check_device(tensor, name, other, other_name)
+
+
+def as_completion_mask(mask: Any, other: torch.Tensor, other_name: str) -> torch.Tensor:
+    """The mask as booleans, True where a token counts, of the other's shape on the other's device."""
+    check_tensor(mask, "completion_mask")
+    check_shape(mask, "completion_mask", other.shape)
+    check_device(mask, "completion_mask", other, other_name)
+    if mask.dtype == torch.bool:
+        return mask
+    if can_look(mask) and (wrong := (mask != 0) & (mask != 1)).any():
+        raise ValueError(f"completion_mask must hold only 0 and 1, found {mask[wrong][0].item()}")
+    return mask != 0
+
+
+def check_total(total: Any, name: str) -> Count:
+    """Raise unless `total` is a count over a whole batch: a number or a 0-d tensor, which is not waited for."""
+    if not isinstance(total, torch.Tensor):
+        check_number(total, name, 0)
+    elif total.ndim:
+        raise ValueError(f"{name} must be a number or a tensor of shape [], found shape {list(total.shape)}")
+    elif can_look(total):
+        check_number(total.item(), name, 0)
+    return total
+
+
+def as_divisor(total: Any, name: str, like: torch.Tensor) -> Count:
+    """A total to divide by; 1 in place of 0, where everything divided is 0. A tensor is not waited for."""
+    total = check_total(total, name)
+    if isinstance(total, torch.Tensor):
+        total = total.to(like.device, like.dtype, non_blocking=True)
+        return torch.where(total > 0, total, torch.ones_like(total))
+    return total or 1
+
+
+# ---- logits, ids and LM heads ----
+
+
+def check_logits(logits: Any, name: str = "logits") -> None:
+    check_floats(logits, name)
+    if logits.ndim < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"{name} must have shape [.., V] with V at least 1, found {list(logits.shape)}")
+
+
+def check_ids(ids: Any, name: str, shape: torch.Size) -> None:
+    check_tensor(ids, name)
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be int64 or int32, found {ids.dtype}")
+    check_shape(ids, name, shape)
+
+
+def check_ids_in_range(
+    ids: torch.Tensor, name: str, vocabulary: int, mask: torch.Tensor | None, validate: bool
+) -> None:
+    """An id that counts and lies outside the vocabulary raises where looking is free (CPU) or wanted."""
+    if not validate and not can_look(ids):
+        return
+    wrong = (ids < 0) | (ids >= vocabulary)
+    if mask is not None:
+        wrong &= mask
+    if wrong.any():
+        at = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{name} must be from 0 to {vocabulary - 1}, found {ids[tuple(at)].item()} at index {at}")
+
+
+def check_temperature(temperature: Any) -> None:
+    check_number(temperature, "temperature", 0, open_low=True)
+    if temperature < COLDEST:
+        raise ValueError(
+            f"temperature must be at least {COLDEST:.2g}, found {temperature}: float32 cannot divide by less"
+        )
+
+
+def check_logp(
+    logits: Any,
+    ids: Any,
+    temperature: Any,
+    completion_mask: Any,
+    validate: bool,
+    *,
+    names: tuple[str, str] = LOGP_NAMES,
+) -> torch.Tensor | None:
+    """Everything `logp` asks of its arguments. Returns the mask as booleans."""
+    check_logits_and_ids(logits, ids, temperature, names)
+    mask = None if completion_mask is None else as_completion_mask(completion_mask, ids, names[1])
+    check_ids_in_range(ids, names[1], logits.shape[-1], mask, validate)
+    return mask
+
+
+def check_logits_and_ids(logits: Any, ids: Any, temperature: Any, names: tuple[str, str]) -> None:
+    check_logits(logits, names[0])
+    check_ids(ids, names[1], logits.shape[:-1])
+    check_device(ids, names[1], logits, names[0])
+    check_temperature(temperature)
+
+
+def check_head(hidden: Any, weight: Any, bias: Any, prefix: str = "") -> None:
+    """An LM head: hidden states [.., H], its weight [V, H] and bias [V]."""
+    hidden_name, weight_name, bias_name = (f"{prefix}{name}" for name in ("hidden", "weight", "bias"))
+    check_floats(hidden, hidden_name)
+    if hidden.ndim < 1 or hidden.shape[-1] < 1:
+        raise ValueError(f"{hidden_name} must have shape [.., H] with H at least 1, found {list(hidden.shape)}")
+    check_floats(weight, weight_name)
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] < 1:
+        raise ValueError(f"{weight_name} must have shape [V, {hidden.shape[-1]}], found {list(weight.shape)}")
+    if bias is not None:
+        check_floats(bias, bias_name)
+        check_shape(bias, bias_name, weight.shape[:1])
+    autocast = autocast_on(hidden)
+    for tensor, name in ((weight, weight_name), (bias, bias_name)):
+        if tensor is None:
+            continue
+        check_device(tensor, name, hidden, hidden_name)
+        if tensor.dtype != hidden.dtype and (not autocast or torch.float64 in (tensor.dtype, hidden.dtype)):
+            why = "autocast leaves float64 alone" if autocast else "autocast is off"
+            raise TypeError(f"{name} must be {hidden.dtype} as {hidden_name} is, found {tensor.dtype} ({why})")
+
+
+def autocast_on(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch has no answer for meta
+
+
+def check_workspace(workspace: Any) -> None:
+    """A number of bytes, or None."""
+    if workspace is not None:
+        check_count(workspace, "workspace", 1)

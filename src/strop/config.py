@@ -8,51 +8,20 @@ are those of the config it is in, so an algorithm may have its own learning rate
 
 import dataclasses
 import difflib
-import math
 import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
+from strop._checks import as_float, check_choice, check_count, check_number
+
 SCHEDULES = ("constant", "linear", "cosine")
 AUTOCASTS = ("bf16", None)
-END_OF_COUNTS = 2**63  # of torch's integers, and of its seeds as far as every generator takes them
 IN_TEXT = "in plain decimal digits, without spaces or underscores"
 
 
-# ---- checks ----
-
-
-def check_range(
-    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low: bool = False
-) -> None:
-    """Raise unless `value` is a finite number within the bounds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, found {type(value).__name__}")
-    value = as_float(value)
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-        above = ("above" if open_low else "at least") + f" {low:g}"
-        wanted = above if high == math.inf else f"{above} and at most {high:g}"
-        raise ValueError(f"{name} must be {wanted}, found {value}")
-
-
-def check_count(name: str, value: Any, *, low: int = 0) -> None:
-    """Raise unless `value` is a whole number, at least `low` and below 2⁶³."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, found {type(value).__name__}")
-    if value >= END_OF_COUNTS:
-        raise ValueError(f"{name} must be at least {low} and below 2**63, found {value}")
-    if value < low:
-        raise ValueError(f"{name} must be at least {low}, found {value}")
-
-
-def as_float(value: float) -> float:
-    """Of an integer beyond all floats infinity, as of a float."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+# ---- names and numbers in text ----
 
 
 def parse_number(text: str) -> int | float | None:
@@ -75,16 +44,6 @@ def _from_text(name: str, text: str, kind: type) -> int | float:
         wanted = "whole number" if kind is int else "number"
         raise TypeError(f"{name} must be a {wanted} {IN_TEXT}, found {text!r}")
     return found
-
-
-def check_option(name: str, value: Any, choices: Iterable[Any]) -> None:
-    """Raise unless `value` is one of the choices; a misspelt one gets the nearest."""
-    known = list(choices)
-    if value in known:
-        return
-    near = difflib.get_close_matches(str(value), [c for c in known if isinstance(c, str)], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, found {value!r}{hint}")
 
 
 def unknown_option(name: str, known: Iterable[str], of: str = "", config: type | None = None) -> str:
@@ -162,17 +121,17 @@ class OptimConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("learning_rate", "weight_decay", "max_grad_norm", "min_learning_rate"):
-            check_range(name, getattr(self, name), low=0.0)
-        check_range("eps", self.eps, low=0.0, open_low=True)
+            check_number(getattr(self, name), name, low=0.0)
+        check_number(self.eps, "eps", low=0.0, open_low=True)
         if not isinstance(self.betas, (tuple, list)):
             raise TypeError(f"betas must be two numbers, found {self.betas!r}")
+        if len(self.betas) != 2:
+            raise ValueError(f"betas must be two numbers, found {self.betas}")
         for beta in self.betas:
-            check_range("betas", beta)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers from 0 to below 1, found {self.betas}")
+            check_number(beta, "betas", 0, 1, open_high=True)
         object.__setattr__(self, "betas", tuple(map(float, self.betas)))  # torch refuses (0.9, 0)
-        check_count("warmup_steps", self.warmup_steps)
-        check_option("schedule", self.schedule, SCHEDULES)
+        check_count(self.warmup_steps, "warmup_steps")
+        check_choice(self.schedule, "schedule", SCHEDULES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,12 +167,12 @@ class RunConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("batch_size", self.batch_size, low=1)
+        check_count(self.batch_size, "batch_size", low=1)
         for name in ("micro_batch_size", "micro_batch_tokens", "num_steps", "log_every", "eval_every", "save_every"):
-            check_count(name, getattr(self, name))
+            check_count(getattr(self, name), name)
         for name in ("num_epochs", "seed", "keep_checkpoints", "samples_every"):
-            check_count(name, getattr(self, name))
-        check_option("autocast", self.autocast, AUTOCASTS)
+            check_count(getattr(self, name), name)
+        check_choice(self.autocast, "autocast", AUTOCASTS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,8 +188,8 @@ class LoRAConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("r", self.r, low=1)
-        check_range("alpha", self.alpha, low=0.0, open_low=True)
+        check_count(self.r, "r", low=1)
+        check_number(self.alpha, "alpha", low=0.0, open_low=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

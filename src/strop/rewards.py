@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from strop._checks import check_number
 from strop.data.inputs import Prompt, shown_ids
 
 if TYPE_CHECKING:
@@ -68,9 +69,17 @@ class RewardFunctions:
 
     weights   one a function; None is 1 for each
     timeout   seconds for one call of one function; None waits for ever. See `time_limit` for what it can stop.
+    find_failing   a function that raised is called again, one completion at a time, so that the error names the one
+                   that fails. Off: a function may cost money
     """
 
-    def __init__(self, functions: Any, weights: Sequence[float] | None = None, timeout: float | None = None):
+    def __init__(
+        self,
+        functions: Any,
+        weights: Sequence[float] | None = None,
+        timeout: float | None = None,
+        find_failing: bool = False,
+    ):
         self.functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
         if not self.functions:
             raise ValueError("reward_fn must be a function or several, found none")
@@ -84,7 +93,7 @@ class RewardFunctions:
             )
         if not all(map(math.isfinite, self.weights)):
             raise ValueError(f"reward_weights must be finite, found {self.weights}")
-        self.timeout = check_timeout(timeout)
+        self.timeout, self.find_failing = check_timeout(timeout), find_failing
         self.names = unique_names(self.functions)
         for name in self.names:
             if name in METRICS:
@@ -104,7 +113,7 @@ class RewardFunctions:
 
     def _score(self, function: Callable[..., Any], name: str, rows: Rows) -> list[float]:
         given = arguments_for(function, name, rows)
-        returned = call_checked(function, name, given, rows, self.timeout)
+        returned = call_checked(function, name, given, rows, self.timeout, self.find_failing)
         values = as_values(returned, len(rows["completions"]), f"reward function {name}", rows)
         return [as_reward(value, index, name, rows) for index, value in enumerate(values)]
 
@@ -121,16 +130,16 @@ class PreferenceFunction:
     By its parameter names it may ask besides for prompts, prompt_ids and the dataset's columns, one entry a pair.
     """
 
-    def __init__(self, function: Any, timeout: float | None = None):
+    def __init__(self, function: Any, timeout: float | None = None, find_failing: bool = False):
         if not callable(function):
             raise TypeError(f"preference_fn must be a function, found {type(function).__name__}")
-        self.function, self.timeout = function, check_timeout(timeout)
+        self.function, self.timeout, self.find_failing = function, check_timeout(timeout), find_failing
         self.name = unique_names([function])[0]
 
     def __call__(self, pairs: Sequence[tuple[Any, Any]], columns: Rows | None = None) -> list[int]:
         rows = {**(columns or {}), "pairs": pairs}
         given = arguments_for(self.function, self.name, rows)
-        returned = call_checked(self.function, self.name, given, rows, self.timeout)
+        returned = call_checked(self.function, self.name, given, rows, self.timeout, self.find_failing)
         values = as_values(returned, len(pairs), f"preference function {self.name}", rows)
         values = [_as_number(value) for value in values]
         for index, value in enumerate(values):
@@ -189,7 +198,9 @@ def _unknown_parameter(parameter: str, name: str, rows: Rows, what: str) -> str:
     return f"{kind} function {name} asks for {parameter!r}, which is no column of the rows; {hint}"
 
 
-def call_checked(function: Any, name: str, given: Arguments, rows: Rows, timeout: float | None) -> Sequence[Any]:
+def call_checked(
+    function: Any, name: str, given: Arguments, rows: Rows, timeout: float | None, find_failing: bool
+) -> Sequence[Any]:
     """What the function returns; its exception or its being late as a RewardError."""
     what = judged(rows)
     try:
@@ -200,10 +211,13 @@ def call_checked(function: Any, name: str, given: Arguments, rows: Rows, timeout
             f"still running {where(0, rows)}"
         ) from None
     except Exception as error:
-        index = _first_failing(function, given, len(rows[what]), timeout)
-        alone = "" if index is not None else f" (no {what.removesuffix('s')} fails alone; the first is shown)"
+        index, one = None, what.removesuffix("s")
+        about = f"find_failing=True calls it again, one {one} at a time, and names the one that fails"
+        if find_failing:
+            index, about = _first_failing(function, given, len(rows[what]), timeout), f"no {one} fails alone"
+        hint = "" if index is not None else f", the first of {len(rows[what])} {what}; {about}"
         said = " ".join(str(error).split())  # on one line, which is all that the command line shows
-        raise RewardError(f"{name} raised {type(error).__name__}: {said} {where(index or 0, rows)}{alone}") from error
+        raise RewardError(f"{name} raised {type(error).__name__}: {said} {where(index or 0, rows)}{hint}") from error
 
 
 def _call(function: Any, given: Arguments, timeout: float | None) -> Any:
@@ -335,10 +349,7 @@ class OutOfTime(BaseException):
 def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"{name} must be a number of seconds or None, found {type(timeout).__name__}")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"{name} must be above 0 seconds, found {timeout}")
+    check_number(timeout, name, 0, open_low=True)
     return float(timeout)
 
 

@@ -87,7 +87,7 @@ def test_bad_input():
         BestOfN(model=moe(), reward_fn=count_low, n=0)
     with pytest.raises(ValueError, match="'max_tokens' is no option of BestOfN; did you mean 'max_new_tokens'"):
         BestOfN(model=moe(), reward_fn=count_low, max_tokens=5)
-    with pytest.raises(TypeError, match="seed must be a whole number, found str"):
+    with pytest.raises(TypeError, match="seed must be an int, found str"):
         BestOfN(model=moe(), reward_fn=count_low, seed="x")
     with pytest.raises(ValueError, match=r"seed must be at least 0 and below 2\*\*63, found 1180591620717411303424"):
         BestOfN(model=moe(), reward_fn=count_low, seed=2**70)

@@ -561,11 +561,11 @@ MISTAKES = [
     ((L, L, A, M), {"clip_eps": (0.2, -0.1)}, ValueError, "clip_eps must be above 0, found -0.1"),
     ((L, L, A, M), {"clip_eps": math.nan}, ValueError, "clip_eps must be above 0, found nan"),
     ((L, L, A, M), {"clip_eps": (0.1, 0.2, 0.3)}, ValueError, "clip_eps must be one number or a pair (low, high), found 3 numbers"),
-    ((L, L, A, M), {"clip_eps": "0.2"}, TypeError, "clip_eps must be a float, found str"),
+    ((L, L, A, M), {"clip_eps": "0.2"}, TypeError, "clip_eps must be a number, found str"),
     ((L, L, A, M), {"loss_type": "cispo"}, ValueError, "with high at least 1 for 'cispo', where high is the bound of the ratio itself"),
     ((L, L, A, M), {"loss_type": "cispo", "clip_eps": (0.2, 5.0), "delta": 6.0}, ValueError, "delta must be None for 'cispo'"),
     ((L, L, A, M), {"delta": 1.1}, ValueError, "delta must be at least 1 + clip_eps = 1.2, found 1.1"),
-    ((L, L, A, M), {"delta": math.nan}, ValueError, "delta must be at least 1 + clip_eps = 1.2, found nan"),
+    ((L, L, A, M), {"delta": math.nan}, ValueError, "delta must be a number, found nan"),
     ((L, L, A, M), {"beta": 0.1}, ValueError, "ref_logps must be given where beta is above 0, found None with beta=0.1"),
     ((L, L, A, M), {"beta": -0.1, "ref_logps": L}, ValueError, "beta must be finite and at least 0, found -0.1"),
     ((L, L, A, M), {"beta": 0.1, "ref_logps": L[:1]}, ValueError, "ref_logps must have shape [2, 3], found [1, 3]"),
@@ -578,7 +578,7 @@ MISTAKES = [
     ((L, L, A, M), {"num_sequences": torch.tensor(-1)}, ValueError, "num_sequences must be finite and at least 0, found -1"),
     ((L, L, A, M), {"loss_type": "dapo", "num_tokens": torch.tensor(math.nan)}, ValueError, "num_tokens must be finite and at least 0, found nan"),
     ((L, L, A, M), {"loss_type": "dapo", "num_tokens": A}, ValueError, "num_tokens must be a number or a tensor of shape [], found shape [2]"),
-    ((L, L, A, M), {"loss_type": "dapo", "num_tokens": "8"}, TypeError, "num_tokens must be a float, found str"),
+    ((L, L, A, M), {"loss_type": "dapo", "num_tokens": "8"}, TypeError, "num_tokens must be a number, found str"),
 ]  # fmt: skip
 
 

@@ -277,7 +277,7 @@ MISTAKES = [
     ((S, S, None, S), {}, TypeError, "ref_chosen must be a tensor, found NoneType; zeros make the loss free of a reference"),
     ((S, S, S, S.to("meta")), {}, TypeError, "ref_rejected must be on cpu as policy_chosen is, found meta"),
     ((S, S, S, S), {"beta": 0.0}, ValueError, "beta must be finite and above 0, found 0.0"),
-    ((S, S, S, S), {"beta": "1"}, TypeError, "beta must be a float, found str"),
+    ((S, S, S, S), {"beta": "1"}, TypeError, "beta must be a number, found str"),
     ((S, S, S, S), {"label_smoothing": 0.5}, ValueError, "label_smoothing must be at least 0 and below 0.5, found 0.5"),
     ((S, S, S, S), {"label_smoothing": -0.1}, ValueError, "label_smoothing must be at least 0 and below 0.5, found -0.1"),
     ((S, S, S, S), {"loss_type": "hinge", "label_smoothing": 0.1}, ValueError, "label_smoothing must be 0 for 'hinge'"),

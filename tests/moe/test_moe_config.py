@@ -26,7 +26,7 @@ def test_presets():
     assert (tiny.rope_base, tiny.tie_embeddings) == (10000.0, False)
     assert MoEConfig.preset("small").hidden_dim == 256
     assert MoEConfig.preset("tiny", top_k=1).top_k == 1
-    with pytest.raises(ValueError, match="preset must be one of tiny, small, found 'huge'"):
+    with pytest.raises(ValueError, match="preset must be one of 'tiny', 'small', found 'huge'"):
         MoEConfig.preset("huge")
     with pytest.raises(FrozenInstanceError):
         tiny.top_k = 1
@@ -87,7 +87,7 @@ def test_numpy_numbers_become_pythons():
         ({"rope_base": 0.0}, "rope_base must be finite and above 0, found 0.0"),
         ({"rope_alpha": float("nan")}, "rope_alpha must be finite and above 0, found nan"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps must be finite and above 0, found 0.0"),
-        ({"aux_loss_coef": -0.1}, "aux_loss_coef must be finite and not negative, found -0.1"),
+        ({"aux_loss_coef": -0.1}, "aux_loss_coef must be finite and at least 0, found -0.1"),
         ({"eos_token_id": 1000}, "eos_token_id must be below vocab_size=1000, found 1000"),
         ({"eos_token_id": (3, 2000)}, "eos_token_id must be below vocab_size=1000, found 2000"),
         ({"pad_token_id": -1}, "pad_token_id must be at least 0, found -1"),

@@ -195,7 +195,7 @@ def test_numpy_always_runs():
 
 
 def test_unknown_engine_lists_the_known_ones():
-    with pytest.raises(ValueError, match="engine must be one of numpy, native, found 'cuda'"):
+    with pytest.raises(ValueError, match="engine must be one of 'numpy', 'native', found 'cuda'"):
         MoETransformer(MoEConfig(), "cuda")
 
 

@@ -235,7 +235,7 @@ def test_first_tokens_and_padding_never_count(moe_engine):
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"temperature": 0}, ValueError, r"temperature must be above 0 for a distribution"),
+        ({"temperature": 0}, ValueError, r"temperature must be finite and above 0"),
         ({"temperature": "hot"}, TypeError, r"temperature must be a number, found str"),
         ({"mask": np.ones((1, 2))}, ValueError, r"mask must have the shape \(3, 6\) of tokens, found \(1, 2\)"),
         ({"mask": np.full((3, 6), 2)}, ValueError, r"mask must hold only 0 and 1, found 2"),

@@ -102,7 +102,7 @@ def test_refused(batch):
         fit(model, [batch, batch], num_steps=3)
     with pytest.raises(ValueError, match="num_steps must be at least 1, found 0"):
         fit(model, [batch], num_steps=0)
-    with pytest.raises(ValueError, match=r"max_grad_norm must be above 0 \(math.inf clips nothing\), found 0"):
+    with pytest.raises(ValueError, match=r"max_grad_norm must be above 0, found 0"):
         fit(model, [batch], num_steps=1, max_grad_norm=0)
     with pytest.raises(ValueError, match="optimizer must be made with the params of this model, found others"):
         fit(model, [batch], num_steps=1, optimizer=AdamW(MoETransformer(small_config()).params, learning_rate=0.1))

@@ -277,7 +277,7 @@ def test_log_probs_of_nothing(model):
 def test_log_probs_refuse(model):
     with pytest.raises(ValueError, match=r"completion_mask must have the shape \(2, 4\) of input_ids, found \(1, 4\)"):
         model.logps(IDS, MASK, COMPLETION[:1])
-    with pytest.raises(ValueError, match="temperature must be above 0"):
+    with pytest.raises(ValueError, match="temperature must be finite and above 0"):
         model.logps(IDS, temperature=0)
 
 

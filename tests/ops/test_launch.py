@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
 
+from strop.ops.rows import launch
 from strop.ops.rows.launch import Launcher
 
 
@@ -86,7 +87,29 @@ def test_what_a_kernel_must_look_like(launcher):
         launcher(1, torch.zeros(3), torch.zeros(3), 3, BLOCK=8, ODD=True)
 
 
+def test_a_launch_that_is_not_known_goes_the_public_way(launcher, monkeypatch):
+    """Another Triton may launch in another way: then every launch is Triton's own, and that is said once."""
+
+    def run(self, *args, grid, **kwargs):
+        kernel.run(grid, *args)
+
+    monkeypatch.setattr(triton.JITFunction, "run", run)
+    launch.launch_is_known.cache_clear()
+    x = torch.zeros(3)
+    try:
+        with pytest.warns(
+            RuntimeWarning, match=r"Triton \d.* launches kernels in a way that strop does not know"
+        ) as said:
+            [launcher(programs, x, x, 3, ODD=True, BLOCK=8) for programs in (5, 7, 9)]
+    finally:
+        launch.launch_is_known.cache_clear()
+    assert len(said) == 1
+    assert [grid for grid, *_ in launcher.jitted.compiled] == [(5,), (7,), (9,)]
+    assert not any(compiled.launches for *_, compiled in launcher.jitted.compiled)
+
+
 def test_tritons_compiled_kernel_is_what_the_launcher_takes_it_for():
-    """A property that loads the kernel where that has not been done."""
+    """A property that loads the kernel where that has not been done, called as Triton itself calls it."""
+    assert launch.launch_is_known()
     assert isinstance(CompiledKernel.run, property)
     assert isinstance(triton.jit(kernel), triton.JITFunction) != Launcher(kernel).interpreted

@@ -470,7 +470,7 @@ MISTAKES = [
     ({"beta": 0.1}, ValueError, "ref_hidden or ref_logps must be given where beta is above 0, found beta=0.1"),
     ({"completion_mask": None}, TypeError, "completion_mask must be a tensor, found NoneType"),
     ({"samples_per_prompt": None, "group_boundaries": [2, 4, 6]}, ValueError, "group_boundaries must start at 0, end at 4"),
-    ({"workspace": 0}, ValueError, "workspace must be at least 1 byte, found 0"),
+    ({"workspace": 0}, ValueError, "workspace must be at least 1, found 0"),
     ({"in_place": True}, TypeError, "got an unexpected keyword argument 'in_place'"),
 ]  # fmt: skip
 

@@ -266,7 +266,7 @@ MISTAKES = [
     ((L, I), {"temperature": 0.0}, ValueError, "temperature must be finite and above 0, found 0.0"),
     ((L, I), {"temperature": 1e-39}, ValueError, "temperature must be at least 1.2e-38, found 1e-39"),
     ((L, I), {"temperature": math.nan}, ValueError, "temperature must be finite and above 0, found nan"),
-    ((L, I), {"temperature": "1"}, TypeError, "temperature must be a float, found str"),
+    ((L, I), {"temperature": "1"}, TypeError, "temperature must be a number, found str"),
     ((L, I), {"completion_mask": L[..., 0]}, ValueError, "completion_mask must hold only 0 and 1, found"),
     ((L, I + 4), {}, ValueError, "ids must be from 0 to 3, found 4 at index [0, 0]"),
     ((L, I - 1), {"completion_mask": torch.tensor([[0, 0, 0], [0, 1, 0]])}, ValueError, "found -1 at index [1, 1]"),

@@ -202,7 +202,7 @@ MISTAKES = [
     (GROUP, (np.arange(4.0),), {"ddof": 0.5}, TypeError, "ddof must be an int, found float"),
     (GROUP, (np.arange(4.0),), {"eps": -1.0}, ValueError, "eps must be finite and at least 0, found -1.0"),
     (GROUP, (np.arange(4.0),), {"eps": math.nan}, ValueError, "eps must be finite and at least 0, found nan"),
-    (GROUP, (np.arange(4.0),), {"eps": 10**400}, ValueError, "eps must be finite and at least 0, found 1000"),
+    (GROUP, (np.arange(4.0),), {"eps": 10**400}, ValueError, "eps must be finite and at least 0, found inf"),
     (
         GROUP,
         (np.ma.masked_array([1.0, 2.0], [0, 1]),),
@@ -211,7 +211,7 @@ MISTAKES = [
         "rewards must be an array without a mask of its own",
     ),
     (BATCH, (np.zeros(6), 2), {"scale": np.array(["a"])}, ValueError, "scale must be one of"),
-    (GROUP, (np.arange(4.0),), {"eps": "x"}, TypeError, "eps must be a float, found str"),
+    (GROUP, (np.arange(4.0),), {"eps": "x"}, TypeError, "eps must be a number, found str"),
     (BATCH, (np.zeros(6),), {}, ValueError, "group_size is needed for rewards of shape (6,)"),
     (BATCH, (np.zeros(6), 4), {}, ValueError, "rewards must have a multiple of group_size=4 elements, found 6"),
     (BATCH, (np.zeros(6), 0), {}, ValueError, "group_size must be at least 1, found 0"),

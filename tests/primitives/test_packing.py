@@ -65,8 +65,8 @@ PACK_MISTAKES = [
     ((5, 8), TypeError, "lengths must be a sequence of integers or of sequences, found int"),
     (([{"input_ids": [1] * 7}], 8), TypeError, "sequences[0] must be a sequence of token ids, found dict"),
     (([np.zeros((1, 6), int)], 8), ValueError, "sequences[0] must be one-dimensional, found shape (1, 6)"),
-    (([1], 2**63), ValueError, "max_length must be at most 9223372036854775807, found 9223372036854775808"),
-    ((np.array([2**63], np.uint64), 8), ValueError, "lengths must be at most 9223372036854775807"),
+    (([1], 2**63), ValueError, "max_length must be at least 1 and below 2**63, found 9223372036854775808"),
+    ((np.array([2**63], np.uint64), 8), ValueError, "lengths must be below 2**63"),
     (([[1] * 9], 8), ValueError, "every length must be at most max_length=8, found 9 at index 0"),
 ]
 

@@ -251,7 +251,7 @@ def test_bad_prompts(prompts, message):
     ("options", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, found 0"),
-        ({"temperature": -1.0}, "temperature must be at least 0"),
+        ({"temperature": -1.0}, "temperature must be finite and at least 0"),
         ({"temperature": 1e-39}, "temperature must be 0, which is greedy, or at least 1.2e-38, found 1e-39"),
         ({"top_k": -1}, "top_k must be at least 0"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),

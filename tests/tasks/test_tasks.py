@@ -122,7 +122,7 @@ def test_rewards_are_exact():
             lambda: tasks.get("addition", form="{a}+{c}"),
             "form must have {a} and {b} once each, found '{a}+{c}'",
         ),
-        (lambda: tasks.get("sorting").rows("dev"), "split must be one of train, test, found 'dev'"),
+        (lambda: tasks.get("sorting").rows("dev"), "split must be one of 'train', 'test', found 'dev'"),
         (lambda: tasks.get("sorting").rows("test", 0), "limit must be at least 1, found 0"),
         (lambda: tasks.get("addition", digits=1).rows("test", 10), "limit must be at most 9, all test problems of Add"),
         (lambda: tasks.get("reasoning_gym:leg_cunting"), "reasoning-gym"),

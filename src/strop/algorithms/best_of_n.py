@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from strop.config import check_count, unknown_option
+from strop._checks import check_count
+from strop.config import unknown_option
 from strop.data.inputs import Prompt, as_prompts, as_rows, check_tokenizer, repeated
 from strop.models import as_policy, load_model
 from strop.rewards import RewardFunctions, check_timeout, reward_rows
@@ -37,20 +38,30 @@ class BestOfN:
         tokenizer: Any = None,
         reward_weights: Any = None,
         reward_timeout: float | None = None,
+        find_failing: bool = False,
         pad_id: int | None = None,
         seed: int | None = None,
         device: torch.device | str | None = None,
         **sampling: Any,
     ):
-        check_count("n", n, low=1)
+        check_count(n, "n", low=1)
         for name, value in (("seed", seed), ("pad_id", pad_id)):
             if value is not None:
-                check_count(name, value)
+                check_count(value, name)
         check_tokenizer(tokenizer)
         check_timeout(reward_timeout, "reward_timeout")
         for name in sampling:
             if name not in SAMPLING:
-                arguments = ("n", "tokenizer", "reward_weights", "reward_timeout", "pad_id", "seed", "device")
+                arguments = (
+                    "n",
+                    "tokenizer",
+                    "reward_weights",
+                    "reward_timeout",
+                    "find_failing",
+                    "pad_id",
+                    "seed",
+                    "device",
+                )
                 raise ValueError(unknown_option(name, [*SAMPLING, *arguments], " of BestOfN"))
         if isinstance(model, (str, Path)):
             model, loaded = load_model(model, device=device)
@@ -58,7 +69,7 @@ class BestOfN:
         self.policy = as_policy(model, tokenizer)
         if device is not None:
             self.policy.to(device)
-        self.score = RewardFunctions(reward_fn, reward_weights, reward_timeout)
+        self.score = RewardFunctions(reward_fn, reward_weights, reward_timeout, find_failing)
         self.n, self.pad_id, self.sampling = n, pad_id, Sampling(**sampling)
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.rewards = torch.zeros(0)

@@ -19,8 +19,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from strop._checks import check_choice, check_count, check_number
 from strop._tensors import in_dtype, on_host
-from strop.config import OptimConfig, TrainerConfig, check_count, check_option, check_range
+from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.inputs import Prompt, as_prompts, prompts_of_dataset, repeated
 from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, kl_estimate
@@ -54,6 +55,7 @@ class GRPOConfig(TrainerConfig):
                         rollout's, unless top_k or top_p cut its distribution or importance_cap compares the two
     reward_weights      of several reward functions; None is 1 for each
     reward_timeout      seconds for one call of a reward function; None waits
+    find_failing        a reward function that raised is called again, one completion at a time, to name the one that fails
     pad_id              the padding in prompts of ids; None is what tokenizer or model say
     """
 
@@ -70,6 +72,7 @@ class GRPOConfig(TrainerConfig):
     old_logps: str = "auto"
     reward_weights: tuple[float, ...] | None = None
     reward_timeout: float | None = None
+    find_failing: bool = False
     pad_id: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     loss: PolicyRule = field(default_factory=PolicyRule)
@@ -77,18 +80,18 @@ class GRPOConfig(TrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("group_size", self.group_size, low=2)
-        check_range("kl_coef", self.kl_coef, low=0.0)
-        check_count("inner_epochs", self.inner_epochs, low=1)
+        check_count(self.group_size, "group_size", low=2)
+        check_number(self.kl_coef, "kl_coef", low=0.0)
+        check_count(self.inner_epochs, "inner_epochs", low=1)
         for name in ("minibatch_size", "advantage_ddof", "resample_rounds"):
-            check_count(name, getattr(self, name))
-        check_option("advantage_scale", self.advantage_scale, ADVANTAGE_SCALES)
-        check_range("advantage_eps", self.advantage_eps, low=0.0)
+            check_count(getattr(self, name), name)
+        check_choice(self.advantage_scale, "advantage_scale", ADVANTAGE_SCALES)
+        check_number(self.advantage_eps, "advantage_eps", low=0.0)
         if self.advantage_ddof >= self.group_size:
             raise ValueError(f"advantage_ddof must be below group_size={self.group_size}, found {self.advantage_ddof}")
         if self.importance_cap is not None:
-            check_range("importance_cap", self.importance_cap, low=1.0)
-        check_option("old_logps", self.old_logps, OLD_LOGPS)
+            check_number(self.importance_cap, "importance_cap", low=1.0)
+        check_choice(self.old_logps, "old_logps", OLD_LOGPS)
         if self.old_logps == "rollout" and self.importance_cap is not None:
             raise ValueError(
                 'old_logps must be "auto" or "recompute" with importance_cap, which weighs recomputed log-probs against '
@@ -203,7 +206,8 @@ class GRPO(Trainer):
         if reward_fn is None:
             raise ValueError(f"{type(self).__name__} needs a reward_fn, found None")
         super().__init__(**arguments)
-        self.rewards = RewardFunctions(reward_fn, self.config.reward_weights, self.config.reward_timeout)
+        config = self.config
+        self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
 
     def setup(self, ref_model: Any) -> None:
         if self.config.kl_coef:

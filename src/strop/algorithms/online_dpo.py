@@ -22,10 +22,12 @@ class OnlineDPOConfig(DPOConfig):
 
     reward_weights    of several reward functions; None is 1 for each
     reward_timeout    seconds for one call of preference_fn or a reward function; None waits
+    find_failing      such a function that raised is called again, one by one, to name the completion or pair that fails
     """
 
     reward_weights: tuple[float, ...] | None = None
     reward_timeout: float | None = None
+    find_failing: bool = False
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
@@ -58,9 +60,9 @@ class OnlineDPO(DPO):
         self.preference: PreferenceFunction | None = None
         self.rewards: RewardFunctions | None = None
         if reward_fn is not None:
-            self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout)
+            self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
         else:
-            self.preference = PreferenceFunction(preference_fn, config.reward_timeout)
+            self.preference = PreferenceFunction(preference_fn, config.reward_timeout, config.find_failing)
             if config.reward_weights is not None:
                 warnings.warn("reward_weights have no effect: preference_fn gives no rewards", stacklevel=2)
 

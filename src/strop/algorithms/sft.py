@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from strop.config import OptimConfig, TrainerConfig, check_count
+from strop._checks import check_count
+from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory
 from strop.data.formats import check_rows, is_conversation
 from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
@@ -34,7 +35,7 @@ class SFTConfig(TrainerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_length is not None:
-            check_count("max_length", self.max_length, low=2)
+            check_count(self.max_length, "max_length", low=2)
 
 
 class SFT(Trainer):

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.config import Config, check_count
+from strop._checks import check_count
+from strop.config import Config
 
 DEFAULT_EVAL_ROWS = 200
 
@@ -69,7 +70,7 @@ class JobConfig(Config):
         super().__post_init__()
         for name, low in (("num_rows", 1), ("num_eval_rows", 0)):
             if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), low=low)
+                check_count(getattr(self, name), name, low=low)
 
 
 JOB_FIELDS = [field.name for field in dataclasses.fields(JobConfig)]

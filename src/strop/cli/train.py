@@ -186,13 +186,13 @@ def _ref_model(job: JobConfig) -> Any:
 
 
 def _loggers(job: JobConfig, config: Any, output: Path, quiet: bool) -> list[Any]:
-    from strop.config import check_option
+    from strop._checks import check_choice
     from strop.logging import ConsoleLogger, TensorBoardLogger, WandbLogger
 
     names = [job.log] if isinstance(job.log, str) else list(job.log or ())
     made: list[Any] = []
     for name in names:
-        check_option("log", name, ("tensorboard", "wandb"))
+        check_choice(name, "log", ("tensorboard", "wandb"))
         made.append(
             TensorBoardLogger(output / "tensorboard") if name == "tensorboard" else WandbLogger(name=output.name)
         )

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop._checks import check_choice
+
 Row = dict[str, Any]
 
 FORMATS = {
@@ -153,10 +155,7 @@ def _is_dataset(source: Any) -> bool:
 
 
 def _pick_split(splits: Mapping[str, Any], split: str) -> Any:
-    if split not in splits:
-        near = difflib.get_close_matches(split, list(splits), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"split must be one of {', '.join(map(repr, splits))}, found {split!r}{hint}")
+    check_choice(split, "split", splits)
     return splits[split]
 
 

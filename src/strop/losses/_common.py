@@ -1,14 +1,10 @@
-"""What the losses share: their result, and the count a mean divides by."""
+"""What the losses share: their result."""
 
-import math
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 
-from strop._tensors import can_look, check_number
-
-Count = int | float | torch.Tensor
 Metrics = dict[str, torch.Tensor]
 
 
@@ -42,25 +38,3 @@ class LossResult(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
             with torch.no_grad():
                 self._metrics = self._compute_metrics()
         return self._metrics
-
-
-def check_count(count: Any, name: str) -> Count:
-    if isinstance(count, torch.Tensor):
-        if count.ndim:
-            raise ValueError(f"{name} must be a number or a tensor of shape [], found shape {list(count.shape)}")
-        if can_look(count) and not 0 <= count < math.inf:
-            raise ValueError(f"{name} must be finite and at least 0, found {count.item()}")
-        return count
-    check_number(count, name)
-    if not 0 <= count < math.inf:
-        raise ValueError(f"{name} must be finite and at least 0, found {count}")
-    return count
-
-
-def as_divisor(count: Any, name: str, like: torch.Tensor) -> Count:
-    """A count to divide by; 1 in place of 0, where everything divided is 0. A tensor is not waited for."""
-    count = check_count(count, name)
-    if isinstance(count, torch.Tensor):
-        count = count.to(like.device, like.dtype, non_blocking=True)
-        return torch.where(count > 0, count, torch.ones_like(count))
-    return count or 1

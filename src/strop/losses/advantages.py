@@ -11,14 +11,13 @@ Shapes: B rewards in P groups of G, padded where the groups differ in size.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from strop._tensors import FLOATS, can_look, check_choice, check_number
-from strop.primitives._inputs import as_whole_number
+from strop._checks import as_count, check_choice, check_number
+from strop._tensors import FLOATS, can_look, check_tensor
 
 ADVANTAGE_SCALES = ("group", "batch", "none")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -46,11 +45,9 @@ def group_advantages(
     returns              [B] float32 (float64 for float64), without gradient
     """
     values_B = _as_rewards(rewards)
-    ddof = as_whole_number(ddof, "ddof", 0)
-    check_number(eps, "eps")
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps must be finite and at least 0, found {eps}")
-    check_choice(scale, ADVANTAGE_SCALES, "scale")
+    ddof = as_count(ddof, "ddof", 0)
+    check_number(eps, "eps", 0)
+    check_choice(scale, "scale", ADVANTAGE_SCALES)
     if (samples_per_prompt is None) == (group_boundaries is None):
         found = "neither" if group_boundaries is None else "both"
         raise ValueError(f"exactly one of samples_per_prompt and group_boundaries must be given, found {found}")
@@ -142,8 +139,7 @@ def _as_rewards(rewards: Any) -> torch.Tensor:
 
 
 def check_rewards(rewards: Any) -> None:
-    if not isinstance(rewards, torch.Tensor):
-        raise TypeError(f"rewards must be a tensor, found {type(rewards).__name__}")
+    check_tensor(rewards, "rewards")
     if rewards.dtype not in FLOATS + INTEGERS:
         raise TypeError(f"rewards must be floats or integers, found {rewards.dtype}")
     if rewards.ndim != 1:
@@ -158,7 +154,7 @@ def _like_rewards(values_B: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor
 
 
 def check_group_size(num_rewards: int, samples_per_prompt: Any) -> int:
-    size = as_whole_number(samples_per_prompt, "samples_per_prompt", 1)
+    size = as_count(samples_per_prompt, "samples_per_prompt", 1)
     if num_rewards % size:
         raise ValueError(f"rewards must have a multiple of samples_per_prompt={size} elements, found {num_rewards}")
     return size
@@ -178,7 +174,7 @@ def _sizes_between(group_boundaries: Any, num_rewards: int) -> list[int]:
         group_boundaries = group_boundaries.tolist()
     if not isinstance(group_boundaries, Sequence) or isinstance(group_boundaries, str):
         raise TypeError(f"group_boundaries must be a tensor or a list, found {type(group_boundaries).__name__}")
-    found = [as_whole_number(boundary, f"group_boundaries[{i}]", 0) for i, boundary in enumerate(group_boundaries)]
+    found = [as_count(boundary, f"group_boundaries[{i}]", 0) for i, boundary in enumerate(group_boundaries)]
     sizes = [end - start for start, end in itertools.pairwise(found)]
     if not found or found[0] != 0 or found[-1] != num_rewards or min(sizes, default=1) < 1:
         shown = found if len(found) <= 16 else f"[{', '.join(map(str, found[:8]))}, …, {found[-1]}]"

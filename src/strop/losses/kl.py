@@ -13,7 +13,8 @@ import math
 
 import torch
 
-from strop._tensors import check_choice, check_floats, check_like, in_float
+from strop._checks import check_choice
+from strop._tensors import check_floats, check_like, in_float
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
@@ -35,8 +36,8 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str = "
         d k1 / d logp = 1        d k2 / d logp = −d        d k3 / d logp = 1 − exp(d)
     """
     check_floats(logps, "logps")
-    check_like(ref_logps, logps, "ref_logps", "logps")
-    check_choice(estimator, KL_ESTIMATORS, "estimator")
+    check_like(ref_logps, "ref_logps", logps, "logps")
+    check_choice(estimator, "estimator", KL_ESTIMATORS)
     d = in_float(ref_logps.detach()) - in_float(logps)
     if estimator == "k1":
         return -d

@@ -31,14 +31,17 @@ from typing import Any
 import torch
 
 from strop._tensors import (
+    Count,
     as_completion_mask,
+    as_divisor,
     check_device,
     check_floats,
     check_like,
     check_shape,
+    check_total,
     in_float,
 )
-from strop.losses._common import Count, LossResult, Metrics, as_divisor, check_count
+from strop.losses._common import LossResult, Metrics
 from strop.losses.kl import kl_estimate
 from strop.losses.rules import OVER_TOKENS, ClipEps, PolicyRule, Tokens, cut
 
@@ -193,9 +196,7 @@ def token_weights(
     """
     if isinstance(completion_mask, torch.Tensor) and completion_mask.ndim != 2:
         raise ValueError(f"completion_mask must have shape [B, T], found {list(completion_mask.shape)}")
-    mask_BT = as_completion_mask(completion_mask, getattr(completion_mask, "shape", torch.Size()))
-    if mask_BT is None:
-        raise TypeError("completion_mask must be a tensor, found NoneType")
+    mask_BT = as_completion_mask(completion_mask, completion_mask, "completion_mask")
     return _weights(mask_BT, loss_type, max_completion_length, num_tokens, num_sequences, dtype)
 
 
@@ -219,8 +220,8 @@ def weight_counts(
 ) -> tuple[Count, int | None]:
     """(count, tokens) of the weight 1/(count·tokens); tokens None: the length of the token's own sequence."""
     if rule.loss_type in OVER_TOKENS:
-        return mask_BT.sum() if num_tokens is None else check_count(num_tokens, "num_tokens"), 1
-    sequences = mask_BT.shape[0] if num_sequences is None else check_count(num_sequences, "num_sequences")
+        return mask_BT.sum() if num_tokens is None else check_total(num_tokens, "num_tokens"), 1
+    sequences = mask_BT.shape[0] if num_sequences is None else check_total(num_sequences, "num_sequences")
     return sequences, rule.length_divisor
 
 
@@ -252,13 +253,13 @@ def rloo_loss(
     if old_logps is not None:
         check_floats(old_logps, "old_logps")
         if old_logps.ndim == 1:
-            check_shape(old_logps, logps.shape[:1], "old_logps")
+            check_shape(old_logps, "old_logps", logps.shape[:1])
             old_B1 = in_float(old_logps)[:, None]
         else:
-            check_like(old_logps, logps, "old_logps", "logps")
+            check_like(old_logps, "old_logps", logps, "logps")
             old_B1 = _active(old_logps, mask_BT).sum(-1, keepdim=True)
     check_floats(advantages, "advantages")
-    check_shape(advantages, logps.shape[:1], "advantages")
+    check_shape(advantages, "advantages", logps.shape[:1])
     # one "token" per sequence: grpo's mean over a length of 1, then over sequences
     return policy_loss(logps_B1, old_B1, advantages, mask_B1, clip_eps=clip_eps, num_sequences=num_sequences)
 
@@ -359,7 +360,7 @@ def _tokens_of_rows(importance_level: str, logps: Any, old_logps: Any, advantage
     logps_BT = _active(logps, mask_BT)
     old_BT = None
     if old_logps is not None:
-        check_like(old_logps, logps, "old_logps", "logps")
+        check_like(old_logps, "old_logps", logps, "logps")
         old_BT = _active(old_logps.detach(), mask_BT).to(logps_BT.dtype)
     advantages_BT = _active(per_token(advantages, logps), mask_BT).to(logps_BT.dtype)
     B, T = logps_BT.shape
@@ -415,11 +416,9 @@ def _check_tokens(logps: Any, completion_mask: Any) -> torch.Tensor:
     check_floats(logps, "logps")
     if logps.ndim != 2:
         raise ValueError(f"logps must have shape [B, T], found {list(logps.shape)}")
-    mask_BT = as_completion_mask(completion_mask, logps.shape)
-    if mask_BT is None:
+    if completion_mask is None:
         return torch.ones_like(logps, dtype=torch.bool)
-    check_device(mask_BT, logps, "completion_mask", "logps")
-    return mask_BT
+    return as_completion_mask(completion_mask, logps, "logps")
 
 
 def _active(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
@@ -428,7 +427,7 @@ def _active(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def _like_tokens(values: Any, logps: torch.Tensor, tokens: Tokens, name: str) -> torch.Tensor:
-    check_like(values, logps, name, "logps")
+    check_like(values, name, logps, "logps")
     return tokens.active(in_float(values).reshape(-1)).to(tokens.logps_N.dtype)
 
 
@@ -438,6 +437,6 @@ def per_token(advantages: Any, logps: torch.Tensor) -> torch.Tensor:
     if advantages.shape != logps.shape and advantages.shape != logps.shape[:1]:  # `in` takes no symbol for a number
         rows, columns = logps.shape
         raise ValueError(f"advantages must have shape [{rows}] or [{rows}, {columns}], found {list(advantages.shape)}")
-    check_device(advantages, logps, "advantages", "logps")
+    check_device(advantages, "advantages", logps, "logps")
     advantages = advantages.detach()
     return advantages[:, None].expand_as(logps) if advantages.ndim == 1 else advantages

@@ -27,18 +27,20 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import logsigmoid
 
+from strop._checks import check_choice, check_number
 from strop._tensors import (
+    Count,
     as_completion_mask,
+    as_divisor,
     can_look,
-    check_choice,
     check_device,
     check_floats,
     check_like,
-    check_number,
     check_shape,
+    check_tensor,
     in_float,
 )
-from strop.losses._common import Count, LossResult, Metrics, as_divisor
+from strop.losses._common import LossResult, Metrics
 
 
 class _Pair(NamedTuple):
@@ -137,8 +139,8 @@ class PreferenceRule:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        check_choice(self.loss_type, PREFERENCE_LOSS_TYPES, "loss_type")
-        _check_beta(self.beta)
+        check_choice(self.loss_type, "loss_type", PREFERENCE_LOSS_TYPES)
+        check_number(self.beta, "beta", 0, open_low=True)
         _check_label_smoothing(self.label_smoothing, self.loss_type)
 
 
@@ -260,10 +262,7 @@ def sequence_logps(logps: torch.Tensor, completion_mask: torch.Tensor, average: 
     check_floats(logps, "logps")
     if logps.ndim != 2:
         raise ValueError(f"logps must have shape [B, T], found {list(logps.shape)}")
-    mask_BT = as_completion_mask(completion_mask, logps.shape)
-    if mask_BT is None:
-        raise TypeError("completion_mask must be a tensor, found NoneType")
-    check_device(mask_BT, logps, "completion_mask", "logps")
+    mask_BT = as_completion_mask(completion_mask, logps, "logps")
     sum_B = in_float(logps).masked_fill(~mask_BT, 0.0).sum(-1)
     return sum_B / mask_BT.sum(-1).clamp(min=1) if average else sum_B
 
@@ -298,23 +297,15 @@ def _check_pairs(policy_chosen: Any, policy_rejected: Any, ref_chosen: Any, ref_
         raise ValueError(
             f"policy_chosen must have shape [B], found {list(policy_chosen.shape)}; sequence_logps sums tokens"
         )
-    check_like(policy_rejected, policy_chosen, "policy_rejected", "policy_chosen")
+    check_like(policy_rejected, "policy_rejected", policy_chosen, "policy_chosen")
     for value, name in ((ref_chosen, "ref_chosen"), (ref_rejected, "ref_rejected")):
         if value is None:
             raise TypeError(f"{name} must be a tensor, found NoneType; zeros make the loss free of a reference")
-        check_like(value, policy_chosen, name, "policy_chosen")
-
-
-def _check_beta(beta: Any) -> None:
-    check_number(beta, "beta")
-    if not 0 < beta < math.inf:
-        raise ValueError(f"beta must be finite and above 0, found {beta}")
+        check_like(value, name, policy_chosen, "policy_chosen")
 
 
 def _check_label_smoothing(label_smoothing: Any, loss_type: str) -> None:
-    check_number(label_smoothing, "label_smoothing")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must be at least 0 and below 0.5, found {label_smoothing}")
+    check_number(label_smoothing, "label_smoothing", 0, 0.5, open_high=True)
     if label_smoothing and loss_type not in LABEL_SMOOTHED:
         raise ValueError(
             f"label_smoothing must be 0 for {loss_type!r}, which has no use for it, found {label_smoothing}"
@@ -327,10 +318,9 @@ def _as_lengths(lengths: Any, policy_chosen: torch.Tensor, name: str, loss_type:
     """At least 1: a completion without tokens has log-prob 0 whatever it is divided by."""
     if lengths is None:
         raise ValueError(f"{name} must be given for {loss_type!r}, which divides by them, found None")
-    if not isinstance(lengths, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, found {type(lengths).__name__}")
-    check_shape(lengths, policy_chosen.shape, name)
-    check_device(lengths, policy_chosen, name, "policy_chosen")
+    check_tensor(lengths, name)
+    check_shape(lengths, name, policy_chosen.shape)
+    check_device(lengths, name, policy_chosen, "policy_chosen")
     if can_look(lengths) and (wrong := ~(lengths >= 0)).any():
         raise ValueError(f"{name} must be at least 0, found {lengths[wrong][0].item()}")
     return lengths.detach().clamp(min=1)

@@ -8,11 +8,10 @@ Shapes: N tokens.
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from strop._tensors import check_choice, check_number
+from strop._checks import check_choice, check_count, check_number
 from strop.losses.kl import KL_ESTIMATORS
 
 POLICY_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
@@ -56,14 +55,12 @@ class ClipBounds:
 
 def clip_bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipBounds:
     """The arguments `clip_eps` and `delta` of a loss as bounds of the ratio, checked."""
-    check_choice(loss_type, POLICY_LOSS_TYPES, "loss_type")
+    check_choice(loss_type, "loss_type", POLICY_LOSS_TYPES)
     pair = clip_eps if isinstance(clip_eps, (tuple, list)) else (clip_eps, clip_eps)
     if len(pair) != 2:
         raise ValueError(f"clip_eps must be one number or a pair (low, high), found {len(pair)} numbers")
     for value in pair:
-        check_number(value, "clip_eps")
-        if not value > 0:
-            raise ValueError(f"clip_eps must be above 0, found {value}")
+        check_number(value, "clip_eps", 0, open_low=True, finite=False)
     low, high = map(float, pair)
     if loss_type == "cispo":
         if high < 1:
@@ -75,7 +72,7 @@ def clip_bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipB
             raise ValueError(f"delta must be None for 'cispo', whose ratio clip_eps bounds already, found {delta}")
         return ClipBounds(0.0, high, math.inf)
     if delta is not None:
-        check_number(delta, "delta")
+        check_number(delta, "delta", finite=False)
         if not delta >= 1 + high:
             raise ValueError(f"delta must be at least 1 + clip_eps = {1 + high}, found {delta}")
     return ClipBounds(1 - low, 1 + high, math.inf if delta is None else float(delta))
@@ -107,14 +104,14 @@ class PolicyRule:
     max_completion_length: int | None = field(default=None, metadata={"set_by": "max_new_tokens"})
 
     def __post_init__(self) -> None:
-        check_choice(self.importance_level, IMPORTANCE_LEVELS, "importance_level")
-        check_choice(self.kl_estimator, KL_ESTIMATORS, "kl_estimator")
+        check_choice(self.importance_level, "importance_level", IMPORTANCE_LEVELS)
+        check_choice(self.kl_estimator, "kl_estimator", KL_ESTIMATORS)
         if isinstance(self.clip_eps, list):
             object.__setattr__(self, "clip_eps", tuple(self.clip_eps))
         for name in ("beta", "entropy_coef"):
-            _check_coefficient(getattr(self, name), name)
+            check_number(getattr(self, name), name, 0)
         if self.max_completion_length is not None:
-            _check_max_completion_length(self.max_completion_length)
+            check_count(self.max_completion_length, "max_completion_length", 1)
         assert self.bounds is not None  # checks clip_eps and delta
 
     @property
@@ -214,16 +211,3 @@ def cut(tokens: Tokens, bounds: ClipBounds) -> tuple[torch.Tensor, torch.Tensor,
         (tokens.advantages_N >= 0) & (ratio_N > bounds.high),
         negative_N & (ratio_N > bounds.delta),
     )
-
-
-def _check_coefficient(value: Any, name: str) -> None:
-    check_number(value, name)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be finite and at least 0, found {value}")
-
-
-def _check_max_completion_length(length: Any) -> None:
-    if isinstance(length, bool) or not isinstance(length, int):
-        raise TypeError(f"max_completion_length must be an int, found {type(length).__name__}")
-    if length < 1:
-        raise ValueError(f"max_completion_length must be at least 1, found {length}")

@@ -86,7 +86,7 @@ def targets_of(labels: Any, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, c
     labels_BT = _inputs.as_token_ids(labels, "labels")
     if labels_BT.shape != tokens_BT.shape:
         raise ValueError(f"labels must have the shape {tokens_BT.shape} of input_ids, found {labels_BT.shape}")
-    _inputs.check_range(labels_BT, "labels", config, labels_BT != IGNORE)
+    _inputs.check_ids_in_range(labels_BT, "labels", config, labels_BT != IGNORE)
     targets_BT = np.full_like(labels_BT, IGNORE)
     targets_BT[:, :-1] = labels_BT[:, 1:]
     if mask_BT is not None:

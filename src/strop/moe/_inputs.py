@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from strop._checks import as_array, as_mask
 from strop.moe.config import MoEConfig
-from strop.primitives._inputs import as_array, as_mask
 
 
 def as_token_ids(value: Any, name: str) -> np.ndarray:
-    """(B, T) of int64, B and T at least 1; the range is checked by `check_range`, which knows what counts."""
+    """(B, T) of int64, B and T at least 1; the range is checked by `check_ids_in_range`, which knows what counts."""
     array = as_array(value, name)
     if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"{name} must be integers, found {array.dtype}")
@@ -24,7 +24,7 @@ def as_token_ids(value: Any, name: str) -> np.ndarray:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def check_range(ids_BT: np.ndarray, name: str, config: MoEConfig, counts_BT: np.ndarray | None = None) -> None:
+def check_ids_in_range(ids_BT: np.ndarray, name: str, config: MoEConfig, counts_BT: np.ndarray | None = None) -> None:
     if ids_BT.view(np.uint64).max() < config.vocab_size:  # as such, negative ids are the largest
         return
     wrong_BT = (ids_BT < 0) | (ids_BT >= config.vocab_size)
@@ -49,7 +49,7 @@ def as_batch(
     mask_BT = as_mask(attention_mask, "attention_mask", tokens_BT.shape, of=name)
     if mask_BT is not None and mask_BT.all():
         mask_BT = None
-    check_range(tokens_BT, name, config, mask_BT)
+    check_ids_in_range(tokens_BT, name, config, mask_BT)
     longest = tokens_BT.shape[1]
     if mask_BT is not None:
         lengths_B = mask_BT.sum(1)
@@ -74,7 +74,7 @@ def as_targets(
     mask_BT = as_mask(target_mask, "mask", tokens_BT.shape, of="tokens")
     if attention_mask_BT is not None:
         mask_BT = attention_mask_BT if mask_BT is None else mask_BT & attention_mask_BT
-    check_range(targets_BT, "targets", config, mask_BT)
+    check_ids_in_range(targets_BT, "targets", config, mask_BT)
     return targets_BT, mask_BT
 
 

@@ -5,12 +5,11 @@ Shapes: D hidden, H query heads, K key/value heads, C channels of a head, E expe
 
 import math
 from dataclasses import dataclass, fields, replace
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from strop.primitives._inputs import as_whole_number
+from strop._checks import as_count, as_number, check_choice
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},  # the defaults below
@@ -48,15 +47,9 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            self._set(name, as_whole_number(getattr(self, name), name, 1))
+            self._set(name, as_count(getattr(self, name), name, 1))
         for name in ("rope_base", "rope_alpha", "aux_loss_coef", "rms_norm_eps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise TypeError(f"{name} must be a number, found {type(value).__name__}")
-            if not math.isfinite(value) or value < 0 or (value == 0 and name != "aux_loss_coef"):
-                wanted = "finite and not negative" if name == "aux_loss_coef" else "finite and above 0"
-                raise ValueError(f"{name} must be {wanted}, found {value}")
-            self._set(name, float(value))
+            self._set(name, as_number(getattr(self, name), name, 0, open_low=name != "aux_loss_coef"))
         if not isinstance(self.tie_embeddings, bool):
             raise TypeError(f"tie_embeddings must be a bool, found {type(self.tie_embeddings).__name__}")
         if self.num_heads % self.num_kv_heads:
@@ -72,13 +65,13 @@ class MoEConfig:
         for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
             token = getattr(self, name)
             if name == "eos_token_id" and isinstance(token, (list, tuple)):  # a list as JSON gives it
-                self._set(name, tuple(self.check_token(name, one) for one in token))
+                self._set(name, tuple(self.check_token(one, name) for one in token))
             elif token is not None:
-                self._set(name, self.check_token(name, token))
+                self._set(name, self.check_token(token, name))
 
-    def check_token(self, name: str, token: Any) -> int:
+    def check_token(self, token: Any, name: str) -> int:
         """`token` as an int; raise unless it is an id of this vocabulary."""
-        token = as_whole_number(token, name, 0)
+        token = as_count(token, name, 0)
         if token >= self.vocab_size:
             raise ValueError(f"{name} must be below vocab_size={self.vocab_size}, found {token}")
         return token
@@ -90,8 +83,7 @@ class MoEConfig:
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "MoEConfig":
         """`tiny` or `small`, with the given fields changed."""
-        if name not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, found {name!r}")
+        check_choice(name, "preset", PRESETS)
         return replace(cls(), **{**PRESETS[name], **changes})
 
     @property

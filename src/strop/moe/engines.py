@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from strop import _compiled
+from strop._checks import check_choice
 from strop.moe.engine import Engine
 
 
@@ -19,8 +20,7 @@ def register_engine(name: str, loader: Callable[[], type[Engine]]) -> None:
 
 
 def engine_class(name: str) -> type[Engine]:
-    if name not in _LOADERS:
-        raise ValueError(f"engine must be one of {', '.join(_LOADERS)}, found {name!r}")
+    check_choice(name, "engine", _LOADERS)
     return _LOADERS[name]()
 
 

@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from strop._checks import as_count
 from strop.moe import _inputs, weights
 from strop.moe.config import MoEConfig
 from strop.moe.engine import Arrays
 from strop.moe.engines import engine_class
 from strop.moe.sampling import check_sampling, check_temperature
-from strop.primitives._inputs import as_whole_number
 
 INIT_STD = 0.02  # Mixtral's
 
@@ -150,7 +150,7 @@ class MoETransformer:
         """
         check_sampling(temperature, top_k, top_p)
         for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
-            as_whole_number(value, name, 1)
+            as_count(value, name, 1)
         tokens_BT, mask_BT, longest = self._prompt_batch(prompts, attention_mask)
         if longest + max_new_tokens > self.config.max_seq_len:
             raise ValueError(
@@ -189,9 +189,9 @@ class MoETransformer:
     def _end_tokens(self, eos_token_id: Any, pad_token_id: int | None) -> tuple[tuple[int, ...], int]:
         eos = self.config.eos_token_ids if eos_token_id is None else tuple(np.atleast_1d(eos_token_id).tolist())
         for token in eos:
-            self.config.check_token("eos_token_id", token)
+            self.config.check_token(token, "eos_token_id")
         if pad_token_id is not None:
-            pad_token_id = self.config.check_token("pad_token_id", pad_token_id)
+            pad_token_id = self.config.check_token(pad_token_id, "pad_token_id")
         return eos, next(token for token in (pad_token_id, self.config.pad_token_id, *eos, 0) if token is not None)
 
     def num_parameters(self, *, active: bool = False) -> int:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from strop._checks import as_count, as_number
+
 Arrays = dict[str, np.ndarray]
 
 
@@ -74,12 +76,10 @@ class AdamW:
     ):
         """`update` is the arithmetic: `adamw_update_all` or an engine's method of that name."""
         for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be finite and not negative, found {value}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must each be at least 0 and below 1, found {betas}")
-        if not eps > 0:
-            raise ValueError(f"eps must be above 0, found {eps}")
+            as_number(value, name, 0)
+        for beta in betas:
+            as_number(beta, "betas", 0, 1, open_high=True)
+        as_number(eps, "eps", 0, open_low=True)
         self.params, self.update = params, update
         self.learning_rate, self.betas, self.eps, self.weight_decay = learning_rate, betas, eps, weight_decay
         self.step_count = 0
@@ -116,8 +116,7 @@ def global_norm(grads: Arrays) -> float:
 
 def clip_scale(norm: float, max_norm: float) -> float:
     """The factor that brings gradients of this norm down to max_norm: min(1, max_norm / norm)."""
-    if not max_norm > 0:
-        raise ValueError(f"max_norm must be above 0, found {max_norm}")
+    as_number(max_norm, "max_norm", 0, open_low=True, finite=False)
     return min(1.0, max_norm / norm) if norm > 0 else 1.0
 
 
@@ -139,8 +138,7 @@ def warmup_cosine(
     lr·(step + 1) / warmup                                during warm-up: the last warm-up step has the full rate
     min + (lr − min)·½·(1 + cos(π·progress))              after it, progress from 0 to 1 at total_steps
     """
-    if total_steps < 1:
-        raise ValueError(f"total_steps must be at least 1, found {total_steps}")
+    as_count(total_steps, "total_steps", 1)
     if not 0 <= warmup_steps <= total_steps:
         raise ValueError(f"warmup_steps must be from 0 to total_steps={total_steps}, found {warmup_steps}")
     if step < warmup_steps:

@@ -3,9 +3,9 @@
 Shapes: B rows, V vocabulary.
 """
 
-from numbers import Integral, Real
-
 import numpy as np
+
+from strop._checks import as_count, as_number
 
 
 def sampling_logps(
@@ -59,24 +59,14 @@ def sample(
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name} must be a number, found {type(value).__name__}")
-    if isinstance(top_k, bool) or not isinstance(top_k, Integral):
-        raise TypeError(f"top_k must be an int, found {type(top_k).__name__}")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be finite and at least 0 (0 is greedy), found {temperature}")
-    if top_k < 0:
-        raise ValueError(f"top_k must be at least 0 (0 is all tokens), found {top_k}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, found {top_p}")
+    as_number(temperature, "temperature", 0)
+    as_count(top_k, "top_k")
+    as_number(top_p, "top_p", 0, 1, open_low=True)
 
 
 def check_temperature(temperature: float) -> None:
     """Raise unless softmax(logits / temperature) is a distribution."""
-    check_sampling(temperature, 0, 1.0)
-    if temperature == 0:
-        raise ValueError("temperature must be above 0 for a distribution (0 is greedy), found 0")
+    as_number(temperature, "temperature", 0, open_low=True)
 
 
 def _log_softmax(z_BV: np.ndarray) -> np.ndarray:

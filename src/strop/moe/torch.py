@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from strop._checks import as_count
 from strop.moe import _hugging_face, _inputs, weights
 from strop.moe.config import MoEConfig
 from strop.moe.engine import Engine
 from strop.moe.model import MoETransformer
 from strop.moe.sampling import check_temperature
-from strop.primitives._inputs import as_whole_number
 
 FROM_CONFIG: Any = object()  # an argument left out; None means "no such token", as it does to transformers
 NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
@@ -245,7 +245,7 @@ class MoEForCausalLM(Sealed):
         """
         self._check_sharing()
         sampling = _sampling(do_sample, temperature, top_k, top_p, generator)
-        num_samples = as_whole_number(num_return_sequences, "num_return_sequences", 1)
+        num_samples = as_count(num_return_sequences, "num_return_sequences", 1)
         eos = _hugging_face.token_ids(self.config.eos_token_id if eos_token_id is FROM_CONFIG else eos_token_id)
         pad = self.config.pad_token_id if pad_token_id is FROM_CONFIG else pad_token_id
         prompts_BT = torch.from_numpy(_inputs.as_token_ids(input_ids, "input_ids"))
@@ -427,7 +427,7 @@ def _cross_entropy(
 def _kept(logits_BTV: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
     if isinstance(logits_to_keep, torch.Tensor):
         return logits_BTV[:, logits_to_keep]
-    return logits_BTV[:, -count:] if (count := as_whole_number(logits_to_keep, "logits_to_keep", 0)) else logits_BTV
+    return logits_BTV[:, -count:] if (count := as_count(logits_to_keep, "logits_to_keep", 0)) else logits_BTV
 
 
 def _sampling(

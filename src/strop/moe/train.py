@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from strop._checks import as_count, as_number
 from strop.moe.model import MoETransformer
 from strop.moe.optim import AdamW, clip_scale, global_norm, warmup_cosine
-from strop.primitives._inputs import as_whole_number
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,8 @@ def fit(
     on_step        called after each update
     progress       a progress bar; None shows it on a terminal only
     """
-    as_whole_number(num_steps, "num_steps", 1)
-    if not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be above 0 (math.inf clips nothing), found {max_grad_norm}")
+    as_count(num_steps, "num_steps", 1)
+    as_number(max_grad_norm, "max_grad_norm", 0, open_low=True, finite=False)
     if optimizer is not None and any(optimizer.params.get(name) is not param for name, param in model.params.items()):
         raise ValueError("optimizer must be made with the params of this model, found others")
     if optimizer is None:

@@ -19,8 +19,8 @@ import safetensors
 from safetensors.numpy import save_file
 
 from strop import checksums
+from strop._checks import as_count
 from strop.moe.config import MoEConfig
-from strop.primitives._inputs import as_whole_number
 
 Arrays = dict[str, np.ndarray]
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -134,8 +134,8 @@ def from_mixtral(mixtral: dict[str, Any]) -> MoEConfig:
     heads = mixtral.get("num_key_value_heads", DEFAULT_KV_HEADS)
     head_dim = mixtral.get("head_dim")
     if head_dim is None:
-        num_heads = as_whole_number(sizes["num_heads"], "num_attention_heads", 1)
-        head_dim = as_whole_number(sizes["hidden_dim"], "hidden_size", 1) // num_heads
+        num_heads = as_count(sizes["num_heads"], "num_attention_heads", 1)
+        head_dim = as_count(sizes["hidden_dim"], "hidden_size", 1) // num_heads
     eos = mixtral.get("eos_token_id", DEFAULT_EOS)
     return MoEConfig(
         **sizes,

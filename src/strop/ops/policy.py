@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strop._tensors import as_completion_mask, check_device, check_floats, check_shape
+from strop._tensors import Count, as_completion_mask, check_device, check_like, check_shape
 from strop.losses import PolicyLoss, PolicyRule, group_advantages, token_weights
-from strop.losses._common import Count, Metrics
+from strop.losses._common import Metrics
 from strop.losses.advantages import check_group_size, check_rewards
 from strop.losses.policy import per_token, rows_loss, tokens_metrics, tokens_of, weight_counts
 from strop.ops.library import library_op
@@ -80,15 +80,10 @@ def check_batch(
     """Everything the two operators ask of arguments other than logits or hidden states and ids."""
     if ids.ndim != 2:
         raise ValueError(f"action_ids must have shape [B, T], found {list(ids.shape)}")
-    mask_BT = as_completion_mask(completion_mask, ids.shape)
-    if mask_BT is None:
-        raise TypeError("completion_mask must be a tensor, found NoneType")
-    check_device(mask_BT, ids, "completion_mask", "action_ids")
+    mask_BT = as_completion_mask(completion_mask, ids, "action_ids")
     for logps, name in ((old_logps, "old_logps"), (given.ref_logps, "ref_logps")):
         if logps is not None:
-            check_floats(logps, name)
-            check_shape(logps, ids.shape, name)
-            check_device(logps, ids, name, "action_ids")
+            check_like(logps, name, ids, "action_ids")
     if ref is not None and given.ref_logps is not None:
         raise ValueError(f"at most one of {ref_name} and ref_logps must be given, found both")
     if rule.beta and ref is None and given.ref_logps is None:
@@ -106,8 +101,8 @@ def _check_rewards(rewards: Any, given: Given, ids: torch.Tensor) -> torch.Tenso
         per_token(given.advantages, ids)
         return None
     check_rewards(rewards)
-    check_shape(rewards, ids.shape[:1], "rewards")
-    check_device(rewards, ids, "rewards", "action_ids")
+    check_shape(rewards, "rewards", ids.shape[:1])
+    check_device(rewards, "rewards", ids, "action_ids")
     return rewards
 
 

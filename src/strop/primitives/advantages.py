@@ -13,13 +13,12 @@ Shapes: P prompts, G samples for each.
 """
 
 import math
-import sys
 from typing import Any
 
 import numpy as np
 
 from strop import _compiled
-from strop.primitives._inputs import as_rewards, as_whole_number, like_input, rows_and_columns
+from strop._checks import as_count, as_number, as_rewards, check_choice, like_input, rows_and_columns
 
 SCALES = ("group", "batch", "none")
 
@@ -58,10 +57,9 @@ def compute_batch_group_advantages(
 
 
 def _advantages(array: np.ndarray, groups: int, size: int, ddof: int, eps: float, scale: str) -> np.ndarray:
-    ddof = as_whole_number(ddof, "ddof", 0)
-    eps = _as_eps(eps)
-    if not isinstance(scale, str) or scale not in SCALES:
-        raise ValueError(f"scale must be one of {', '.join(map(repr, SCALES))}, found {scale!r}")
+    ddof = as_count(ddof, "ddof", 0)
+    eps = as_number(eps, "eps", 0)
+    check_choice(scale, "scale", SCALES)
     scale = SCALES[SCALES.index(scale)]  # the literal itself: the kernel compares identity
     if scale == "none":
         ddof = 0
@@ -77,14 +75,6 @@ def _advantages(array: np.ndarray, groups: int, size: int, ddof: int, eps: float
     with np.errstate(over="ignore", under="ignore"):
         found = _advantages_numpy(array.reshape(groups, size).astype(np.float64), ddof, eps, scale)
         return found.astype(array.dtype).reshape(array.shape)
-
-
-def _as_eps(eps: Any) -> float:
-    if isinstance(eps, bool) or not isinstance(eps, (int, float, np.floating, np.integer)):
-        raise TypeError(f"eps must be a float, found {type(eps).__name__}")
-    if not 0 <= eps <= sys.float_info.max:
-        raise ValueError(f"eps must be finite and at least 0, found {eps}")
-    return float(eps)
 
 
 def _advantages_numpy(rewards_PG: np.ndarray, ddof: int, eps: float, scale: str) -> np.ndarray:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from strop import _compiled
-from strop.primitives._inputs import as_log_probs, as_mask, like_input, rows_and_columns
+from strop._checks import as_log_probs, as_mask, like_input, rows_and_columns
 
 
 @_compiled.compiled

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from strop import _compiled
-from strop.primitives._inputs import as_integers, as_whole_number, is_plain_integers, is_tensor, like_input
+from strop._checks import as_count, as_integers, is_plain_integers, is_tensor, like_input
 
 IGNORED_LABEL = -100
 PADDING_SEQUENCE = -1
@@ -20,7 +20,7 @@ def pack_sequences(lengths: Any, max_length: int) -> list[list[int]]:
 
     First-fit decreasing never needs more than 11/9 of the fewest possible bins (+ 6/9).
     """
-    max_length = as_whole_number(max_length, "max_length", 1)
+    max_length = as_count(max_length, "max_length", 1)
     array = _as_lengths(lengths)
     for wrong, what in ((array > max_length, f"at most max_length={max_length}"), (array < 0, "at least 0")):
         if wrong.any():
@@ -58,7 +58,7 @@ def collate_packed(
     if len(bins) * row_length > np.iinfo(np.int32).max:
         raise ValueError(f"a batch of {len(bins)} rows of {row_length} tokens is too large for the int32 of cu_seqlens")
 
-    pad_id = as_whole_number(pad_id, "pad_id", np.iinfo(np.int64).min)
+    pad_id = as_count(pad_id, "pad_id", np.iinfo(np.int64).min)
     names = ("input_ids", "position_ids", "labels", "sequence_ids")
     rows = dict(zip(names, np.empty((len(names), len(bins), row_length), np.int64), strict=True))
     collate = _collate_numpy if _compiled.native is None else _compiled.native.collate
@@ -119,7 +119,7 @@ def _row_length(lengths: np.ndarray, order: np.ndarray, row_ends: np.ndarray, pa
     longest = int(totals.max(initial=0))
     if pad_to is None:
         return longest
-    pad_to = as_whole_number(pad_to, "pad_to", 1)
+    pad_to = as_count(pad_to, "pad_to", 1)
     if pad_to < longest:
         raise ValueError(f"pad_to must be at least the {longest} tokens of bin {totals.argmax()}, found {pad_to}")
     return pad_to

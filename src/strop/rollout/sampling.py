@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from strop._checks import check_count, check_number
 from strop._tensors import COLDEST, in_float
-from strop.config import check_count, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +30,18 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_count("max_new_tokens", self.max_new_tokens, low=1)
-        check_range("temperature", self.temperature, low=0.0)
+        check_count(self.max_new_tokens, "max_new_tokens", low=1)
+        check_number(self.temperature, "temperature", low=0.0)
         if 0 < self.temperature < COLDEST:
             raise ValueError(
                 f"temperature must be 0, which is greedy, or at least {COLDEST:.2g}, found {self.temperature}"
             )
-        check_count("top_k", self.top_k)
-        check_range("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        check_count(self.top_k, "top_k")
+        check_number(self.top_p, "top_p", low=0.0, high=1.0, open_low=True)
         if not isinstance(self.stop_ids, Sequence) or isinstance(self.stop_ids, str):
             raise TypeError(f"stop_ids must be token ids, found {type(self.stop_ids).__name__}")
         for one in self.stop_ids:
-            check_count("stop_ids", one)
+            check_count(one, "stop_ids")
 
     @property
     def greedy(self) -> bool:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from strop.primitives._inputs import as_whole_number
+from strop._checks import as_count
 from strop.tasks.base import Problem, Task
 
 DIGITS = "0123456789"
@@ -24,7 +24,7 @@ class Addition(Task):
     form: str = "{a}+{b}="
 
     def __post_init__(self) -> None:
-        if as_whole_number(self.digits, "digits", 1) > 18:
+        if as_count(self.digits, "digits", 1) > 18:
             raise ValueError(f"digits must be at most 18, found {self.digits}")
         if any(self.form.count(field) != 1 for field in ("{a}", "{b}")):
             raise ValueError(f"form must have {{a}} and {{b}} once each, found {self.form!r}")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from strop.primitives._inputs import as_whole_number
+from strop._checks import as_count, check_choice
 from strop.tasks.tokenizer import CharTokenizer
 
 SPLITS = ("train", "test")
@@ -65,8 +65,8 @@ class Task(ABC):
         limit   None: 1000, or all that are found where there are fewer
         """
         check_split(split)
-        wanted = DEFAULT_ROWS if limit is None else as_whole_number(limit, "limit", 1)
-        rng = np.random.default_rng([as_whole_number(seed, "seed", 0), SPLITS.index(split)])
+        wanted = DEFAULT_ROWS if limit is None else as_count(limit, "limit", 1)
+        rng = np.random.default_rng([as_count(seed, "seed", 0), SPLITS.index(split)])
         found: dict[str, str] = {}
         fruitless = 0
         while len(found) < wanted and fruitless < PATIENCE * (len(found) + PATIENCE):
@@ -85,8 +85,7 @@ class Task(ABC):
 
 
 def check_split(split: str) -> None:
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, found {split!r}")
+    check_choice(split, "split", SPLITS)
 
 
 def split_of(key: str) -> str:

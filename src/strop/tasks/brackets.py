@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from strop.primitives._inputs import as_whole_number
+from strop._checks import as_count
 from strop.tasks.base import Problem, Task
 
 PAIRS = ("()", "[]", "{}", "<>")
@@ -22,7 +22,7 @@ class Brackets(Task):
     length: int = 8
 
     def __post_init__(self) -> None:
-        as_whole_number(self.length, "length", 1)
+        as_count(self.length, "length", 1)
 
     def problem(self, rng: np.random.Generator) -> Problem:
         text, closers = "", ""

@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from strop.primitives._inputs import as_whole_number
+from strop._checks import as_count
 from strop.tasks.base import DEFAULT_ROWS, SPLITS, check_split, split_of
 
 ROUNDS = 50  # of drawing, each of at least as many problems as are wanted
@@ -38,8 +38,8 @@ class ReasoningGym:
         A problem belongs to the split its text hashes to: train and test never meet, whatever the seeds.
         """
         check_split(split)
-        wanted = DEFAULT_ROWS if limit is None else as_whole_number(limit, "limit", 1)
-        first_seed = ROUNDS * (len(SPLITS) * as_whole_number(seed, "seed", 0) + SPLITS.index(split))
+        wanted = DEFAULT_ROWS if limit is None else as_count(limit, "limit", 1)
+        first_seed = ROUNDS * (len(SPLITS) * as_count(seed, "seed", 0) + SPLITS.index(split))
         found: dict[str, dict[str, Any]] = {}
         for round_seed in range(first_seed, first_seed + ROUNDS):
             for entry in self._make(round_seed, max(wanted, 100)):

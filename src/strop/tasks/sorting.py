@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from strop.primitives._inputs import as_whole_number
+from strop._checks import as_count
 from strop.tasks.base import Problem, Task
 
 
@@ -19,7 +19,7 @@ class Sorting(Task):
     length: int = 5
 
     def __post_init__(self) -> None:
-        as_whole_number(self.length, "length", 2)
+        as_count(self.length, "length", 2)
 
     def problem(self, rng: np.random.Generator) -> Problem:
         digits = "".join(map(str, rng.integers(0, 10, self.length)))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from strop.config import RunConfig, check_count
+from strop._checks import check_count
+from strop.config import RunConfig
 from strop.data.formats import prepared
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
 from strop.training.folder import Rescue, RunFolder
@@ -135,8 +136,8 @@ class Run:
         state = self.state
         steps = config.num_steps if num_steps is None else num_steps
         epochs = config.num_epochs if num_epochs is None else num_epochs
-        check_count("num_steps", steps)
-        check_count("num_epochs", epochs)
+        check_count(steps, "num_steps")
+        check_count(epochs, "num_epochs")
         if self.goes_on and num_rows != (state.num_rows or num_rows):
             raise ValueError(
                 f"dataset must have {state.num_rows} rows as when the run began, found {num_rows}; "

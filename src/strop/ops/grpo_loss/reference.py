@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from strop._tensors import check_device
+from strop._tensors import Count, check_ids_in_range, check_like, check_logits, check_logits_and_ids
 from strop.losses import PolicyLoss, PolicyRule
-from strop.losses._common import Count
 from strop.losses.rules import ClipEps
-from strop.ops.checks import check_ids_in_range, check_logits, check_logits_and_ids
 from strop.ops.logp import logp
 from strop.ops.policy import Given, PolicyBatch, check_batch, composed
 from strop.ops.registry import op
@@ -88,14 +86,9 @@ def check_grpo_loss(
         raise ValueError(f"policy_logits must have shape [B, T, V], found {list(policy_logits.shape)}")
     if ref_logits is not None:
         check_logits(ref_logits, "ref_logits")
-        check_device(ref_logits, policy_logits, "ref_logits", "policy_logits")
-        if ref_logits.shape != policy_logits.shape:
-            raise ValueError(
-                f"ref_logits must have shape {list(policy_logits.shape)} as policy_logits has, "
-                f"found {list(ref_logits.shape)}"
-            )
+        check_like(ref_logits, "ref_logits", policy_logits, "policy_logits")
     batch = check_batch(action_ids, old_logps, rewards, completion_mask, rule, given, ref_logits, "ref_logits")
-    check_ids_in_range(action_ids, batch.mask_BT, policy_logits.shape[-1], given.validate, "action_ids")
+    check_ids_in_range(action_ids, "action_ids", policy_logits.shape[-1], batch.mask_BT, given.validate)
     return batch
 
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from strop._tensors import check_device, check_floats
+from strop._tensors import Count, check_device, check_floats, check_head, check_tensor
 from strop.losses import PreferenceLoss, preference_loss, sequence_logps
-from strop.losses._common import Count
-from strop.ops.checks import check_head
 from strop.ops.linear_grpo_loss.reference import check_reference
 from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
 from strop.ops.registry import op
@@ -84,8 +82,7 @@ def _check(head: Any, ref: Any, ids: Any, completion_mask: Any, ref_logps: Any, 
     check_head(hidden, weight, bias)
     if hidden.ndim != 3 or hidden.shape[0] % 2:
         raise ValueError(f"hidden must have shape [2B, T, H], chosen then rejected, found {list(hidden.shape)}")
-    if completion_mask is None:
-        raise TypeError("completion_mask must be a tensor, found NoneType")
+    check_tensor(completion_mask, "completion_mask")
     temperature, workspace, validate = (score_options[name] for name in ("temperature", "workspace", "validate"))
     mask = check_linear_logp(hidden, weight, ids, bias, temperature, completion_mask, workspace, validate)
     assert mask is not None
@@ -95,7 +92,7 @@ def _check(head: Any, ref: Any, ids: Any, completion_mask: Any, ref_logps: Any, 
         raise ValueError(f"exactly one of ref_hidden and ref_logps must be given, found {found}")
     if ref_logps is not None:
         check_floats(ref_logps, "ref_logps")
-        check_device(ref_logps, hidden, "ref_logps", "hidden")
+        check_device(ref_logps, "ref_logps", hidden, "hidden")
         if ref_logps.shape not in (ids.shape, ids.shape[:1]):
             rows, columns = ids.shape
             raise ValueError(

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from strop._tensors import check_device, check_shape
+from strop._tensors import Count, check_device, check_head, check_shape
 from strop.losses import PolicyLoss, PolicyRule
-from strop.losses._common import Count
 from strop.losses.rules import ClipEps
-from strop.ops.checks import check_head
 from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
 from strop.ops.policy import Given, PolicyBatch, check_batch, composed
 from strop.ops.registry import op
@@ -108,9 +106,9 @@ def check_reference(head: Any, ref: Any) -> None:
             raise ValueError("ref_bias must come with ref_hidden and ref_weight, found it alone")
         return
     check_head(ref_hidden, ref_weight, ref_bias, prefix="ref_")
-    check_device(ref_hidden, hidden, "ref_hidden", "hidden")
-    check_shape(ref_hidden, (*hidden.shape[:-1], ref_hidden.shape[-1]), "ref_hidden")
-    check_shape(ref_weight, (weight.shape[0], ref_weight.shape[1]), "ref_weight")
+    check_device(ref_hidden, "ref_hidden", hidden, "hidden")
+    check_shape(ref_hidden, "ref_hidden", (*hidden.shape[:-1], ref_hidden.shape[-1]))
+    check_shape(ref_weight, "ref_weight", (weight.shape[0], ref_weight.shape[1]))
 
 
 def ref_logps_of(

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from strop._tensors import autocast_on
 from strop.ops.autograd import first_order
-from strop.ops.checks import autocast_on
 from strop.ops.chunks import linear_logps, linear_logps_bwd, linear_logps_with_gradient, whole_rows_fit
 from strop.ops.head import Head, Wanted, sums_in
 from strop.ops.library import library_op

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from strop.ops.checks import (
+from strop._tensors import (
     as_completion_mask,
     check_device,
     check_head,
@@ -64,12 +64,10 @@ def check_linear_logp(
 ) -> torch.Tensor | None:  # fmt: skip
     """Everything `linear_logp` asks of its arguments. Returns the mask as booleans."""
     check_head(hidden, weight, bias)
-    check_ids(ids, hidden.shape[:-1], ids_name)
-    check_device(ids, hidden, ids_name, "hidden")
+    check_ids(ids, ids_name, hidden.shape[:-1])
+    check_device(ids, ids_name, hidden, "hidden")
     check_temperature(temperature)
     check_workspace(workspace)
-    as_booleans = as_completion_mask(mask, ids.shape)
-    if as_booleans is not None:
-        check_device(as_booleans, hidden, "completion_mask", "hidden")
-    check_ids_in_range(ids, as_booleans, weight.shape[0], validate, ids_name)
+    as_booleans = None if mask is None else as_completion_mask(mask, ids, ids_name)
+    check_ids_in_range(ids, ids_name, weight.shape[0], as_booleans, validate)
     return as_booleans

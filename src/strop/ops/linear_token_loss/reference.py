@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from strop._tensors import check_device, check_floats, check_shape, in_dtype
+from strop._tensors import check_like, in_dtype
 from strop.losses import NLL, PolicyLoss
 from strop.losses.policy import tokens_loss, tokens_of
 from strop.losses.rules import TokenRule
@@ -74,6 +74,4 @@ def check_linear_token_loss(
     given = {"weights": weights, "old_logps": old_logps, "ref_logps": ref_logps, "advantages": advantages}
     for name, tensor in given.items():
         if tensor is not None:
-            check_floats(tensor, name)
-            check_shape(tensor, ids.shape, name)
-            check_device(tensor, hidden, name, "hidden")
+            check_like(tensor, name, ids, "ids")

@@ -5,8 +5,7 @@ Shapes: V the vocabulary; `[..]` any number of leading dimensions, usually [B, T
 
 import torch
 
-from strop._tensors import can_look
-from strop.ops.checks import check_logp
+from strop._tensors import can_look, check_logp
 from strop.ops.registry import op
 
 

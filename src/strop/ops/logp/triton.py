@@ -2,8 +2,8 @@
 
 import torch
 
+from strop._tensors import check_logp
 from strop.ops.autograd import first_order, note_overwritten
-from strop.ops.checks import check_logp
 from strop.ops.library import library_op
 from strop.ops.logp.reference import logp
 from strop.ops.rows import check_in_place, fake_gradient, implementation, on_gpu, on_gpu_or_interpreted

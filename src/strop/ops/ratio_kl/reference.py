@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from strop._tensors import check_device, check_floats, check_shape
+from strop._tensors import check_like, check_logits, check_logp
 from strop.losses import kl_estimate
-from strop.ops.checks import check_logits, check_logp
 from strop.ops.logp import logp
 from strop.ops.registry import op
 
@@ -52,11 +51,8 @@ def check_ratio_kl(
     """Everything `ratio_kl` asks of its arguments. Returns the mask as booleans."""
     as_booleans = check_logp(policy_logits, ids, temperature, mask, validate, names=LOGITS_NAMES)
     check_logits(ref_logits, "ref_logits")
-    check_shape(ref_logits, policy_logits.shape, "ref_logits")
-    check_device(ref_logits, policy_logits, "ref_logits", "policy_logits")
-    check_floats(old_logps, "old_logps")
-    check_shape(old_logps, ids.shape, "old_logps")
-    check_device(old_logps, policy_logits, "old_logps", "policy_logits")
+    check_like(ref_logits, "ref_logits", policy_logits, "policy_logits")
+    check_like(old_logps, "old_logps", ids, "action_ids")
     return as_booleans
 
 

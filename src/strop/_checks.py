@@ -1,16 +1,96 @@
-"""What comes in: arrays, CPU tensors or lists, checked and brought into the plain form the kernels take.
+"""What every part asks of its arguments, in the same words: counts, numbers, choices, arrays. Knows NumPy, not torch.
 
-One kind of mistake has one exception type: TypeError for a wrong kind of thing (class, dtype, device), ValueError for
-a wrong shape, size or value. Every message names the argument, what was found and what is expected.
+The value comes first, then its name, then what is wanted. `check_…` raises or returns nothing; `as_…` returns the value in
+the one form that the code behind it takes. One kind of mistake has one exception type: TypeError for a wrong kind of thing
+(class, dtype, device), ValueError for a wrong shape, size or value. Every message names the argument, what was found and
+what is expected. `strop._tensors` has the same for tensors.
 """
 
+import contextlib
+import math
 import operator
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+END_OF_COUNTS = 2**63  # of NumPy's and torch's integers, and of torch's seeds as far as every generator takes them
+
+
+# ---- counts, numbers, choices ----
+
+
+def check_count(value: Any, name: str, low: int = 0) -> None:
+    """Raise unless `value` is an int, at least `low` and below 2⁶³."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, found {type(value).__name__}")
+    if value >= END_OF_COUNTS:
+        raise ValueError(f"{name} must be at least {low} and below 2**63, found {value}")
+    if value < low:
+        raise ValueError(f"{name} must be at least {low}, found {value}")
+
+
+def as_count(value: Any, name: str, low: int = 0) -> int:
+    """Any integer, NumPy's and 0-d tensors too, as Python's."""
+    if not isinstance(value, (bool, np.bool_)):
+        with contextlib.suppress(TypeError):  # `check_count` says what is wrong
+            value = operator.index(value)
+    check_count(value, name, low)
+    return value
+
+
+def check_number(
+    value: Any,
+    name: str,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+    finite: bool = True,
+) -> None:
+    """Raise unless `value` is a number within the bounds, and finite unless that is not asked for."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, found {type(value).__name__}")
+    number = as_float(value)
+    outside = not low <= number <= high or (open_low and number == low) or (open_high and number == high)
+    if outside or (finite and abs(number) == math.inf):
+        bounds = [("above" if open_low else "at least") + f" {low:g}"] if low > -math.inf else []
+        bounds += [("below" if open_high else "at most") + f" {high:g}"] if high < math.inf else []
+        wanted = " and ".join(["finite", *bounds] if finite and len(bounds) < 2 else bounds or ["a number"])
+        raise ValueError(f"{name} must be {wanted}, found {value if abs(number) < math.inf else number}")
+
+
+def as_number(value: Any, name: str, low: float = -math.inf, high: float = math.inf, **options: bool) -> float:
+    """A number, NumPy's too, as Python's float."""
+    value = value.item() if isinstance(value, np.generic) else value
+    check_number(value, name, low, high, **options)
+    return float(value)
+
+
+def as_float(value: float) -> float:
+    """Of an integer beyond all floats infinity, as of a float."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def check_choice(value: Any, name: str, choices: Iterable[str | None]) -> None:
+    """Raise unless `value` is one of the choices; a misspelt one gets the nearest."""
+    known = list(choices)
+    if (value is None or isinstance(value, str)) and value in known:
+        return
+    import difflib
+
+    near = difflib.get_close_matches(str(value), [c for c in known if c is not None], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, found {value!r}{hint}")
+
+
+# ---- arrays, CPU tensors and lists ----
 
 
 def is_tensor(value: Any) -> bool:
@@ -100,23 +180,6 @@ def as_mask(value: Any, name: str, shape: tuple[int, ...], of: str) -> np.ndarra
     return _plain(array != 0, np.dtype(bool))
 
 
-LARGEST = np.iinfo(np.int64).max
-
-
-def as_whole_number(value: Any, name: str, minimum: int) -> int:
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, found {type(value).__name__}") from None
-    if number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, found {number}")
-    if number > LARGEST:
-        raise ValueError(f"{name} must be at most {LARGEST}, found {number}")
-    return number
-
-
 def is_plain_integers(value: Any) -> bool:
     """Already what `as_integers` returns; worth asking first where there are thousands of them."""
     if type(value) is not np.ndarray or value.dtype != np.int64 or value.ndim != 1:
@@ -131,15 +194,15 @@ def as_integers(value: Any, name: str) -> np.ndarray:
         raise _wrong_dtype(array, name, value, "integers")
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, found shape {array.shape}")
-    if array.dtype == np.uint64 and (array > LARGEST).any():
-        raise ValueError(f"{name} must be at most {LARGEST}, found {array.max()}")
+    if array.dtype == np.uint64 and (array >= END_OF_COUNTS).any():
+        raise ValueError(f"{name} must be below 2**63, found {array.max()}")
     return _plain(array, np.dtype(np.int64))
 
 
 def rows_and_columns(shape: tuple[int, ...], columns: Any, array_name: str, columns_name: str) -> tuple[int, int]:
     """How a flat array with a given row length, or a 2-D array, divides into rows."""
     if len(shape) == 2:
-        if columns is not None and as_whole_number(columns, columns_name, 1) != shape[1]:
+        if columns is not None and as_count(columns, columns_name, 1) != shape[1]:
             raise ValueError(
                 f"{columns_name} must be {shape[1]} or left out for {array_name} of shape {shape}, found {columns}"
             )
@@ -150,7 +213,7 @@ def rows_and_columns(shape: tuple[int, ...], columns: Any, array_name: str, colu
         raise ValueError(
             f"{columns_name} is needed for {array_name} of shape {shape}; only a 2-D array carries its own"
         )
-    columns = as_whole_number(columns, columns_name, 1)
+    columns = as_count(columns, columns_name, 1)
     if shape[0] % columns:
         raise ValueError(f"{array_name} must have a multiple of {columns_name}={columns} elements, found {shape[0]}")
     return shape[0] // columns, columns
