@@ -10,7 +10,7 @@ import contextlib
 import math
 import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,13 @@ def check_choice(value: Any, name: str, choices: Iterable[str | None]) -> None:
 
 
 # ---- arrays, CPU tensors and lists ----
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether this is a list of messages."""
+    return (
+        isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and isinstance(value[0], Mapping)
+    )
 
 
 def is_tensor(value: Any) -> bool:

@@ -194,3 +194,44 @@ def check_workspace(workspace: Any) -> None:
     """A number of bytes, or None."""
     if workspace is not None:
         check_count(workspace, "workspace", 1)
+
+
+def check_linear_logp(
+    hidden: Any, weight: Any, ids: Any, bias: Any, temperature: Any, mask: Any, workspace: Any, validate: bool,
+    ids_name: str = "ids",
+) -> torch.Tensor | None:  # fmt: skip
+    """Everything `linear_logp` asks of its arguments. Returns the mask as booleans."""
+    check_head(hidden, weight, bias)
+    check_ids(ids, ids_name, hidden.shape[:-1])
+    check_device(ids, ids_name, hidden, "hidden")
+    check_temperature(temperature)
+    check_workspace(workspace)
+    as_booleans = None if mask is None else as_completion_mask(mask, ids, ids_name)
+    check_ids_in_range(ids, ids_name, weight.shape[0], as_booleans, validate)
+    return as_booleans
+
+
+def check_tokens(ids: torch.Tensor, hidden: torch.Tensor, **given: torch.Tensor | None) -> None:
+    """Tokens one after the other, [n], and floats for each of them, or None."""
+    if ids.ndim != 1:
+        raise ValueError(f"ids must have shape [n], found {list(ids.shape)}")
+    for name, tensor in given.items():
+        if tensor is not None:
+            check_floats(tensor, name)
+            check_shape(tensor, name, ids.shape)
+            check_device(tensor, name, hidden, "hidden")
+
+
+# ---- dtypes ----
+
+
+def computed_in(hidden: torch.Tensor) -> torch.dtype:
+    """The dtype of the products: autocast's, where it is on."""
+    if autocast_on(hidden) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype
+
+
+def sums_in(dtype: torch.dtype) -> torch.dtype:
+    """What log-probs, losses and sums over chunks are held in, for products in this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -28,16 +28,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from strop._checks import check_number
-from strop.data.inputs import Prompt, shown_ids
-
-if TYPE_CHECKING:
-    from strop.models import Policy
-    from strop.rollout import Rollout
 
 Rows = Mapping[str, Sequence[Any]]
 
@@ -248,26 +243,7 @@ def _first_failing(
     return None
 
 
-# ---- what the functions are given, and what is shown of it ----
-
-
-def reward_rows(prompts: Sequence[Prompt], rollout: "Rollout", policy: "Policy") -> dict[str, list[Any]]:
-    """The columns for reward functions, one entry a completion; `prompts` are already one a completion.
-
-    Ids are copies: a function that changes them in place does not change what is trained on.
-    """
-    given = {
-        "completions": [shown_ids(ids, policy) for ids in rollout.completion_ids],
-        "prompts": [prompt.shown for prompt in prompts],
-        "completion_ids": rollout.completion_ids,
-        "prompt_ids": rollout.prompt_ids,
-    }
-    rows: dict[str, list[Any]] = {
-        name: [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
-        for name, values in given.items()
-    }
-    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-    return rows | {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+# ---- what is shown ----
 
 
 def sample_table(rows: Mapping[str, Sequence[Any]], **columns: Sequence[Any]) -> list[dict[str, Any]]:

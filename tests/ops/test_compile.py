@@ -4,7 +4,7 @@ import pytest
 import torch
 from yardstick import needs_compiler, same
 
-from strop.losses.rules import PolicyRule, as_text
+from strop.losses.rules import PolicyRule
 from strop.ops import grpo_loss, linear_dpo_loss, linear_grpo_loss, linear_logp, logp, ratio_kl, registry
 from strop.ops.grpo_loss import triton as grpo_ops
 from strop.ops.rows import implementation
@@ -170,8 +170,8 @@ def layouts(x):
 
 I, M, O = IDS.view(-1), MASK.view(-1), OLD.view(-1)  # noqa: E741
 STATS = torch.zeros(2, B * T), torch.zeros(B * T), torch.ones(B * T)
-LOSS = 1.0, as_text(PolicyRule(beta=0.1))
-WITHOUT_KL = 1.0, as_text(PolicyRule())
+LOSS = 1.0, PolicyRule(beta=0.1).text
+WITHOUT_KL = 1.0, PolicyRule().text
 COEFFICIENTS = I, M, O, O - 0.1, REWARDS, torch.ones(B)
 HEAD = HIDDEN.view(-1, H), WEIGHT, BIAS
 CALLS = {

@@ -9,9 +9,9 @@ from torch.nn.functional import pad
 
 from strop._checks import check_count
 from strop.config import unknown_option
-from strop.data.inputs import Prompt, as_prompts, as_rows, check_tokenizer, repeated
+from strop.data.inputs import Prompt, as_prompts, as_rows, check_tokenizer, repeated, reward_rows
 from strop.models import as_policy, load_model
-from strop.rewards import RewardFunctions, check_timeout, reward_rows
+from strop.rewards import RewardFunctions, check_timeout
 from strop.rollout import Rollout, Sampling, generate
 
 SAMPLING = tuple(Sampling.__dataclass_fields__)

@@ -20,17 +20,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from strop._checks import check_choice, check_count, check_number
-from strop._tensors import in_dtype, on_host
+from strop._tensors import on_host
 from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
-from strop.data.inputs import Prompt, as_prompts, prompts_of_dataset, repeated
+from strop.data.inputs import Prompt, as_prompts, prompts_of_dataset, repeated, reward_rows
 from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, kl_estimate
-from strop.losses.policy import tokens_loss, tokens_of
-from strop.ops import linear_token_loss
 from strop.primitives import compute_batch_group_advantages
-from strop.rewards import RewardFunctions, Rewards, check_timeout, reward_rows, sample_table
+from strop.rewards import RewardFunctions, Rewards, check_timeout, sample_table
 from strop.rollout import Rollout, Sampling, checked_prompts, generate
-from strop.training.state import seed_of
 from strop.training.trainer import Trainer
 
 OLD_LOGPS = ("auto", "rollout", "recompute")
@@ -101,12 +98,12 @@ class GRPOConfig(TrainerConfig):
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
 
-    @property
+    @functools.cached_property
     def rule(self) -> PolicyRule:
         """The loss with what the rest of the config says of it."""
         return replace(self.loss, beta=self.kl_coef, max_completion_length=self.sampling.max_new_tokens)
 
-    @property
+    @functools.cached_property
     def recomputes(self) -> bool:
         """Whether old log-probs come from a forward of their own."""
         differs = self.sampling.cuts or self.importance_cap is not None
@@ -274,7 +271,7 @@ class GRPO(Trainer):
 
     def _generate(self, prompts: list[Prompt], attempt: int) -> Rollout:
         config = self.config
-        seed = seed_of(config.run.seed, self.state.step, attempt)
+        seed = self.seed_of(self.state.step, attempt)
         with self.phase("generate"), self.autocast():
             return generate(
                 self.policy, [p.ids for p in prompts], config.sampling, num_samples=config.group_size, seed=seed
@@ -376,7 +373,7 @@ class GRPO(Trainer):
         for epoch in range(self.config.inner_epochs):
             order = list(range(num_completions))
             if size < num_completions:
-                random.Random(seed_of(self.config.run.seed, self.state.step, "order", epoch)).shuffle(order)
+                random.Random(self.seed_of(self.state.step, "order", epoch)).shuffle(order)
             for start in range(0, num_completions, size):
                 yield order[start : start + size]
 
@@ -384,26 +381,8 @@ class GRPO(Trainer):
         self, experience: Experience, indices: Sequence[int], *, num_tokens: int, num_sequences: int
     ) -> PolicyLoss:
         """The loss of these completions as their share of a batch with so many tokens and sequences."""
-        batch, rule = self._batch(experience, indices, num_tokens, num_sequences), self.config.rule
-        temperature = self.config.sampling.temperature
-        if rule.row_suffices and (head := self.policy.hidden(batch)) is not None:
-            hidden_nH, weight, bias = head
-            return linear_token_loss(
-                hidden_nH, weight, batch.targets_n, batch.weights_n, rule=rule, old_logps=batch.old_logps_n,
-                ref_logps=batch.ref_logps_n, advantages=batch.advantages_n, bias=bias, temperature=temperature,
-            )  # fmt: skip
-        # the entropies cost a pass where they come from hidden states, and nothing where all logits are there
-        entropy = bool(rule.entropy_coef) or self.policy.no_hidden_because is not None
-        scores: Any = self.policy.logps(batch, temperature=temperature, entropy=entropy)
-        logps_n, entropy_n = scores if entropy else (scores, None)
-        old_n, ref_n, advantages_n, weights_n = in_dtype(
-            logps_n.dtype, batch.old_logps_n, batch.ref_logps_n, batch.advantages_n, batch.weights_n
-        )
-        tokens = tokens_of(
-            logps_n, old_n, advantages_n, importance_level=rule.importance_level, sequence_N=batch.sequence_n,
-            num_sequences=len(batch),
-        )  # fmt: skip
-        return tokens_loss(rule, tokens, weights_n, ref_n, entropy_n)
+        batch = self._batch(experience, indices, num_tokens, num_sequences)
+        return self.policy.loss(batch, self.config.rule, temperature=self.config.sampling.temperature)
 
     def _batch(self, experience: Experience, indices: Sequence[int], num_tokens: int, num_sequences: int) -> TokenBatch:
         lines = [experience.trajectories[i] for i in indices]

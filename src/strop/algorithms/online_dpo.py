@@ -10,10 +10,9 @@ import torch
 
 from strop.algorithms.dpo import DPO, DPOConfig, Pair
 from strop.data.batch import on_device
-from strop.data.inputs import Prompt, as_prompts, check_below, prompts_of_dataset, repeated
-from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout, reward_rows, sample_table
+from strop.data.inputs import Prompt, as_prompts, check_below, prompts_of_dataset, repeated, reward_rows
+from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout, sample_table
 from strop.rollout import Rollout, Sampling, checked_prompts, generate
-from strop.training.state import seed_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +120,7 @@ class OnlineDPO(DPO):
                 [prompt.ids for prompt in prompts[start : start + size]],
                 self.config.sampling,
                 num_samples=2,
-                seed=seed_of(self.config.run.seed, step, *([start] if start else [])),
+                seed=self.seed_of(step, *([start] if start else [])),
             )
             for start in range(0, len(prompts), size)
         ]

@@ -3,20 +3,20 @@
 Of rows with a prompt and a completion the completion counts; of whole texts everything but the first token.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from strop._checks import check_count
+from strop._checks import check_count, is_conversation
 from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory
-from strop.data.formats import check_rows, is_conversation
+from strop.data.formats import check_rows
 from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
 from strop.data.tokenize import encode_row, row_named
 from strop.losses import NLL
-from strop.ops import linear_token_loss
 from strop.training.trainer import Trainer
 
 
@@ -73,7 +73,7 @@ class SFT(Trainer):
         loss = 0.0
         for part in self.eval_batches(rows, [len(row) for row in rows]):
             with self.autocast():
-                loss += self._loss(self._batch(part, num_tokens)).item()
+                loss += self.policy.loss(self._batch(part, num_tokens), NLL()).loss.item()
         return {"loss": loss, "perplexity": float(torch.tensor(loss, dtype=torch.float64).exp())}
 
     # ---- inside ----
@@ -81,23 +81,14 @@ class SFT(Trainer):
     def _step(self, examples: list[Trajectory]) -> dict[str, float]:
         num_tokens, lengths = sum(one.num_counted for one in examples), [len(one) for one in examples]
         batches = [self._batch(part, num_tokens) for part in self.micro_batches(examples, lengths)]
-        metrics = self.update(lambda batch=batch: self._loss(batch) for batch in batches)  # type: ignore[misc]
+        update = self.update(functools.partial(self.policy.loss, batch, NLL()) for batch in batches)
         self.count_tokens(sum(lengths))
-        return metrics | {"completion/length": num_tokens / len(examples)}
+        return update | {"completion/length": num_tokens / len(examples)}
 
     def _batch(self, examples: Sequence[Trajectory], num_tokens: int) -> TokenBatch:
         """A part of a batch with so many tokens that count: shares of the mean over them add up, however it is cut."""
         weights = [NLL().weight(len(one), num_tokens, 0) for one in examples]
         return TokenBatch.of(examples, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
-
-    def _loss(self, batch: TokenBatch) -> torch.Tensor:
-        assert batch.weights_n is not None
-        # with its gradient made on the way: three products with the head, where log-probs, which cannot know what comes
-        # back, take four
-        if torch.is_grad_enabled() and (head := self.policy.hidden(batch)) is not None:
-            hidden_nH, weight, bias = head
-            return linear_token_loss(hidden_nH, weight, batch.targets_n, batch.weights_n, rule=NLL(), bias=bias).loss
-        return -(batch.weights_n * self.policy.logps(batch)).sum()
 
     def _examples(self, prompt: Any, completion: Any, prompt_mask: Any) -> list[Trajectory]:
         if is_written(prompt, "prompt", prompt_mask):

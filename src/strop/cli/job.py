@@ -195,7 +195,7 @@ def _shaped_row(row: dict[str, Any], job: JobConfig, index: int) -> dict[str, An
 
 
 def _kind_of_prompt(row: Mapping[str, Any]) -> str:
-    from strop.data.formats import is_conversation
+    from strop._checks import is_conversation
 
     if "prompt" not in row:
         return f"no such column among {', '.join(row)}"

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop._checks import check_choice
+from strop._checks import check_choice, is_conversation
 
 Row = dict[str, Any]
 
@@ -244,13 +244,6 @@ def as_text(content: Any) -> str:
     if isinstance(content, list) and content and isinstance(content[0], dict):
         return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in content)
     return " ".join(map(str, content)) if isinstance(content, list) else str(content)
-
-
-def is_conversation(value: Any) -> bool:
-    """Whether this is a list of messages."""
-    return (
-        isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and isinstance(value[0], Mapping)
-    )
 
 
 def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str = "", what: str = "") -> str:

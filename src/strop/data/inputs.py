@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from strop._checks import is_conversation
 from strop.data.batch import as_ids
-from strop.data.formats import check_rows, is_conversation
+from strop.data.formats import check_rows
 from strop.data.tokenize import encode_prompt, row_named
 
 if TYPE_CHECKING:
     from strop.models import Policy
+    from strop.rollout import Rollout
 
 Ids = torch.Tensor
 RESERVED = ("prompt", "prompts", "completions", "completion_ids", "prompt_ids")  # what reward functions get from here
@@ -246,3 +248,22 @@ def shown_ids(ids: torch.Tensor, policy: "Policy") -> Any:
 
 def repeated(prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:
     return [prompt for prompt in prompts for _ in range(num_samples)]
+
+
+def reward_rows(prompts: Sequence[Prompt], rollout: "Rollout", policy: "Policy") -> dict[str, list[Any]]:
+    """The columns for reward functions, one entry a completion; `prompts` are already one a completion.
+
+    Ids are copies: a function that changes them in place does not change what is trained on.
+    """
+    given = {
+        "completions": [shown_ids(ids, policy) for ids in rollout.completion_ids],
+        "prompts": [prompt.shown for prompt in prompts],
+        "completion_ids": rollout.completion_ids,
+        "prompt_ids": rollout.prompt_ids,
+    }
+    rows: dict[str, list[Any]] = {
+        name: [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+        for name, values in given.items()
+    }
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    return rows | {name: [prompt.columns.get(name) for prompt in prompts] for name in names}

@@ -13,7 +13,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from strop.data.formats import CONTENT, detect_format, is_conversation, with_prompt
+from strop._checks import is_conversation
+from strop.data.formats import CONTENT, detect_format, with_prompt
 
 Ids = list[int]
 

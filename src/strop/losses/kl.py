@@ -38,7 +38,12 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str = "
     check_floats(logps, "logps")
     check_like(ref_logps, "ref_logps", logps, "logps")
     check_choice(estimator, "estimator", KL_ESTIMATORS)
-    d = in_float(ref_logps.detach()) - in_float(logps)
+    return kl_of(in_float(logps), in_float(ref_logps.detach()), estimator)
+
+
+def kl_of(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
+    """`kl_estimate` of what is known to fit."""
+    d = ref_logps - logps
     if estimator == "k1":
         return -d
     return d.square() / 2 if estimator == "k2" else _K3.apply(d)

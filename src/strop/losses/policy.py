@@ -26,7 +26,7 @@ Shapes: B sequences, T tokens; N tokens of all of them.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -41,9 +41,52 @@ from strop._tensors import (
     check_total,
     in_float,
 )
-from strop.losses._common import LossResult, Metrics
-from strop.losses.kl import kl_estimate
-from strop.losses.rules import OVER_TOKENS, ClipEps, PolicyRule, Tokens, cut
+from strop.losses.kl import kl_of
+from strop.losses.rules import (
+    NLL,
+    OVER_TOKENS,
+    ClipEps,
+    OnPolicyLogRatio,
+    PolicyRule,
+    TokenRule,
+    Tokens,
+    cut,
+    tokens_of,
+)
+
+Metrics = dict[str, torch.Tensor]
+
+
+class LossResult(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
+    """Three tensors to unpack, the loss first. `metrics`: a dict of 0-d tensors, computed when first asked for."""
+
+    _compute_metrics: Callable[[], Metrics]
+    _metrics: Metrics | None = None
+
+    def __new__(
+        cls,
+        loss: torch.Tensor,
+        second: torch.Tensor,
+        third: torch.Tensor,
+        compute_metrics: Callable[[], Metrics] = dict,
+    ) -> Self:
+        self = super().__new__(cls, (loss, second, third))
+        self._compute_metrics = compute_metrics
+        return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (*self, self._compute_metrics)
+
+    @property
+    def loss(self) -> torch.Tensor:
+        return self[0]
+
+    @property  # not functools.cached_property: its lock, in Python 3.11, does not go into a compiled graph
+    def metrics(self) -> Metrics:
+        if self._metrics is None:
+            with torch.no_grad():
+                self._metrics = self._compute_metrics()
+        return self._metrics
 
 
 class PolicyLoss(LossResult):
@@ -142,7 +185,7 @@ def tokens_loss(
     policy = (weights_N * rule.token_loss(tokens)).sum()
     loss, kl = policy.clone(), policy.new_zeros(())  # so that `loss += other` leaves policy_loss as it is
     if ref_logps_N is not None:
-        kl = (weights_N * kl_estimate(tokens.logps_N, ref_logps_N, rule.kl_estimator)).sum()
+        kl = (weights_N * kl_of(tokens.logps_N, ref_logps_N, rule.kl_estimator)).sum()
         if rule.beta:  # 0·inf is NaN
             loss = loss + rule.beta * kl
     if entropy_N is not None and rule.entropy_coef:
@@ -151,6 +194,33 @@ def tokens_loss(
     entropy_N = None if entropy_N is None else entropy_N.detach()
     compute_metrics = functools.partial(tokens_metrics, rule, tokens.detached(), ref_logps_N, entropy_N)
     return PolicyLoss(loss, policy, kl, compute_metrics)
+
+
+def nll_of(logps_N: torch.Tensor, weights_N: torch.Tensor) -> PolicyLoss:
+    """Of `NLL`: −Σ weight·log π."""
+    loss = -(weights_N * logps_N).sum()
+    return PolicyLoss(loss, loss.detach().clone(), loss.new_zeros(()))
+
+
+def policy_loss_of(
+    rule: TokenRule,
+    loss: torch.Tensor,
+    policy: torch.Tensor,
+    kl: torch.Tensor,
+    logps_N: torch.Tensor,
+    old_N: torch.Tensor | None,
+    advantages_N: torch.Tensor | None,
+    ref_N: torch.Tensor | None,
+) -> PolicyLoss:
+    """A loss computed elsewhere, with its metrics; of NLL there are none."""
+    if isinstance(rule, NLL):
+        return PolicyLoss(loss, policy, kl)
+    assert advantages_N is not None
+
+    def metrics() -> Metrics:
+        return tokens_metrics(rule, tokens_of(logps_N, old_N, advantages_N), ref_N, None)
+
+    return PolicyLoss(loss, policy, kl, metrics)
 
 
 def token_policy_loss(
@@ -325,7 +395,7 @@ def tokens_metrics(
         "approx_kl": mean(_since_rollout(tokens)),
     }
     if ref_logps_N is not None:
-        metrics["kl"] = mean(kl_estimate(tokens.logps_N, ref_logps_N, rule.kl_estimator))
+        metrics["kl"] = mean(kl_of(tokens.logps_N, ref_logps_N, rule.kl_estimator))
     if entropy_N is not None:
         metrics["entropy"] = mean(entropy_N)
     return metrics
@@ -334,25 +404,16 @@ def tokens_metrics(
 # ---- tokens ----
 
 
-def tokens_of(
-    logps_N: torch.Tensor,
-    old_N: torch.Tensor | None,
-    advantages_N: torch.Tensor,
-    *,
-    importance_level: str = "token",
-    sequence_N: torch.Tensor | None = None,
-    num_sequences: int = 0,
-    mask_N: torch.Tensor | None = None,
-) -> Tokens:
-    """Tokens from their log-probs and advantages; with importance_level="sequence" also whose each is."""
-    log_ratio_N = _OnPolicyLogRatio.apply(logps_N) if old_N is None else logps_N - old_N
-    if importance_level == "sequence":
-        assert sequence_N is not None
-        active_N = torch.ones_like(logps_N) if mask_N is None else mask_N.to(logps_N.dtype)
-        zeros_S = logps_N.new_zeros(num_sequences)
-        length_S = zeros_S.index_add(0, sequence_N, active_N.detach()).clamp(min=1)
-        log_ratio_N = (zeros_S.index_add(0, sequence_N, log_ratio_N) / length_S).index_select(0, sequence_N)
-    return Tokens(logps_N, old_N, log_ratio_N, advantages_N, mask_N)
+def check_given(rule: TokenRule, ref_logps: Any, advantages: Any) -> None:
+    """Raise unless a row alone gives the rule's loss, and what it reads is there."""
+    if isinstance(rule, NLL):
+        return
+    if not rule.row_suffices:
+        raise ValueError(f"rule must be one that a row alone gives, found {rule}")
+    if advantages is None:
+        raise ValueError("advantages must be given for a PolicyRule, found None")
+    if rule.beta and ref_logps is None:
+        raise ValueError(f"ref_logps must be given where beta is above 0, found None with beta={rule.beta}")
 
 
 def _tokens_of_rows(importance_level: str, logps: Any, old_logps: Any, advantages: Any, completion_mask: Any) -> Tokens:
@@ -375,29 +436,11 @@ def _tokens_of_rows(importance_level: str, logps: Any, old_logps: Any, advantage
     )
 
 
-class _OnPolicyLogRatio(torch.autograd.Function):
-    """logp − stop_gradient(logp): 0, also where logp is −inf and the difference would be NaN; NaN for NaN."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(logps_N: torch.Tensor) -> torch.Tensor:
-        return logps_N.masked_fill(logps_N == logps_N, 0.0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is needed."""
-
-    @staticmethod
-    def backward(ctx: Any, d_log_ratio_N: torch.Tensor) -> torch.Tensor:
-        return d_log_ratio_N
-
-
 def _since_rollout(tokens: Tokens) -> torch.Tensor:
     """k3 of KL(old ‖ policy), the old policy having sampled; on policy 0, also where logp is −inf."""
     if tokens.old_N is None:
-        return _OnPolicyLogRatio.apply(tokens.logps_N)
-    return kl_estimate(tokens.old_N, tokens.logps_N)
+        return OnPolicyLogRatio.apply(tokens.logps_N)
+    return kl_of(tokens.old_N, tokens.logps_N, "k3")
 
 
 def _extreme(

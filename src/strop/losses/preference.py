@@ -40,7 +40,7 @@ from strop._tensors import (
     check_tensor,
     in_float,
 )
-from strop.losses._common import LossResult, Metrics
+from strop.losses.policy import LossResult, Metrics
 
 
 class _Pair(NamedTuple):

@@ -8,11 +8,12 @@ Shapes: N tokens.
 import functools
 import math
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
 from strop._checks import check_choice, check_count, check_number
-from strop.losses.kl import KL_ESTIMATORS
+from strop.losses.kl import KL_ESTIMATORS, kl_of
 
 POLICY_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
 IMPORTANCE_LEVELS = ("token", "sequence")
@@ -102,6 +103,9 @@ class PolicyRule:
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
     max_completion_length: int | None = field(default=None, metadata={"set_by": "max_new_tokens"})
+    row_suffices: ClassVar[bool]  # whether a token's loss needs its own row of logits alone: no sequence, no entropy
+    bounds: ClassVar[ClipBounds]
+    text: ClassVar[str]  # what a row needs, for operators of torch.ops, which take no objects; see `from_text`
 
     def __post_init__(self) -> None:
         check_choice(self.importance_level, "importance_level", IMPORTANCE_LEVELS)
@@ -112,22 +116,18 @@ class PolicyRule:
             check_number(getattr(self, name), name, 0)
         if self.max_completion_length is not None:
             check_count(self.max_completion_length, "max_completion_length", 1)
-        assert self.bounds is not None  # checks clip_eps and delta
+        # set once, not asked for again and again: a rule goes into every call of an operator
+        object.__setattr__(self, "row_suffices", self.importance_level == "token" and not self.entropy_coef)
+        object.__setattr__(self, "bounds", clip_bounds(self.clip, self.delta, self.loss_type))
+        low, high = self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
+        text = f"{self.loss_type} {low} {high} {self.delta} {self.beta} {self.kl_estimator}"
+        object.__setattr__(self, "text", text)
 
     @property
     def clip(self) -> ClipEps:
         if self.clip_eps is not None:
             return self.clip_eps
         return (0.2, 5.0) if self.loss_type == "cispo" else 0.2
-
-    @property
-    def bounds(self) -> ClipBounds:
-        return clip_bounds(self.clip, self.delta, self.loss_type)
-
-    @property
-    def row_suffices(self) -> bool:
-        """Whether a token's loss needs its own row of logits alone: no sequence, no entropy."""
-        return self.importance_level == "token" and not self.entropy_coef
 
     def weight(self, length: int, num_tokens: int, num_sequences: int) -> float:
         """Of each token of a sequence with so many, in a batch with so many tokens and sequences in all."""
@@ -165,6 +165,7 @@ class NLL:
     beta: float = 0.0
     kl_estimator: str = "k3"
     bounds = ClipBounds(0.0, math.inf, math.inf)
+    text = ""
 
     def weight(self, length: int, num_tokens: int, num_sequences: int) -> float:
         return 1 / (num_tokens or 1)
@@ -176,17 +177,9 @@ class NLL:
 TokenRule = PolicyRule | NLL
 
 
-def as_text(rule: TokenRule) -> str:
-    """For operators of torch.ops, which take no objects; `from_text` is the way back."""
-    if isinstance(rule, NLL):
-        return ""
-    low, high = rule.clip if isinstance(rule.clip, tuple) else (rule.clip, rule.clip)
-    return f"{rule.loss_type} {low} {high} {rule.delta} {rule.beta} {rule.kl_estimator}"
-
-
 @functools.lru_cache(maxsize=64)
 def from_text(text: str) -> TokenRule:
-    """What a row needs of the rule."""
+    """The rule of a `text`, as far as a row needs it."""
     if not text:
         return NLL()
     loss_type, low, high, delta, beta, kl_estimator = text.split()
@@ -211,3 +204,91 @@ def cut(tokens: Tokens, bounds: ClipBounds) -> tuple[torch.Tensor, torch.Tensor,
         (tokens.advantages_N >= 0) & (ratio_N > bounds.high),
         negative_N & (ratio_N > bounds.delta),
     )
+
+
+# ---- tokens ----
+
+
+def tokens_of(
+    logps_N: torch.Tensor,
+    old_N: torch.Tensor | None,
+    advantages_N: torch.Tensor,
+    *,
+    importance_level: str = "token",
+    sequence_N: torch.Tensor | None = None,
+    num_sequences: int = 0,
+    mask_N: torch.Tensor | None = None,
+) -> Tokens:
+    """Tokens from their log-probs and advantages; with importance_level="sequence" also whose each is."""
+    log_ratio_N = OnPolicyLogRatio.apply(logps_N) if old_N is None else logps_N - old_N
+    if importance_level == "sequence":
+        assert sequence_N is not None
+        active_N = torch.ones_like(logps_N) if mask_N is None else mask_N.to(logps_N.dtype)
+        zeros_S = logps_N.new_zeros(num_sequences)
+        length_S = zeros_S.index_add(0, sequence_N, active_N.detach()).clamp(min=1)
+        log_ratio_N = (zeros_S.index_add(0, sequence_N, log_ratio_N) / length_S).index_select(0, sequence_N)
+    return Tokens(logps_N, old_N, log_ratio_N, advantages_N, mask_N)
+
+
+class OnPolicyLogRatio(torch.autograd.Function):
+    """logp − stop_gradient(logp): 0, also where logp is −inf and the difference would be NaN; NaN for NaN."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(logps_N: torch.Tensor) -> torch.Tensor:
+        return logps_N.masked_fill(logps_N == logps_N, 0.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is needed."""
+
+    @staticmethod
+    def backward(ctx: Any, d_log_ratio_N: torch.Tensor) -> torch.Tensor:
+        return d_log_ratio_N
+
+
+def token_terms(
+    logps_N: torch.Tensor,
+    old_logps_N: torch.Tensor | None,
+    ref_logps_N: torch.Tensor | None,
+    advantages_N: torch.Tensor,
+    weights_N: torch.Tensor,
+    rule: TokenRule,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The terms, their policy's and their KL's parts [3, N], and d sum of the terms / d logp of every token."""
+    loss_N = rule.token_loss(tokens_of(logps_N, old_logps_N, advantages_N))
+    kl_N = torch.zeros_like(logps_N)
+    if ref_logps_N is not None:
+        kl_N = kl_of(logps_N, ref_logps_N, rule.kl_estimator)
+    total_N = loss_N + rule.beta * kl_N if rule.beta else loss_N  # 0·inf is NaN
+    terms_3N = torch.stack([total_N, loss_N, kl_N]) * weights_N
+    return terms_3N, weights_N * _d_terms(logps_N, old_logps_N, ref_logps_N, advantages_N, rule)
+
+
+def _d_terms(
+    logps_N: torch.Tensor,
+    old_logps_N: torch.Tensor | None,
+    ref_logps_N: torch.Tensor | None,
+    advantages_N: torch.Tensor,
+    rule: TokenRule,
+) -> torch.Tensor:
+    """d (loss + beta·kl) / d logp of every token. Not by autograd, which is switched off inside an operator of torch.ops."""
+    if isinstance(rule, NLL):  # −1, but NaN where there is no log-prob
+        return torch.where(logps_N == logps_N, -1.0, logps_N)
+    bounds = rule.bounds
+    ratio_N = torch.ones_like(logps_N) if old_logps_N is None else (logps_N - old_logps_N).exp()
+    if rule.loss_type == "cispo":  # −min(r, high)·A
+        d_N = -advantages_N * ratio_N.clamp(max=bounds.high)
+    else:  # −A·r, 0 where the ratio is cut
+        bounded_N = torch.where(
+            advantages_N < 0, ratio_N.clamp(bounds.low, bounds.delta), ratio_N.clamp(max=bounds.high)
+        )
+        cut_N = (bounded_N < ratio_N) | (bounded_N > ratio_N)  # a NaN is not
+        d_N = (-advantages_N * ratio_N).masked_fill(cut_N, 0.0)
+    if rule.beta and ref_logps_N is not None:
+        below_N = ref_logps_N - logps_N
+        if rule.kl_estimator == "k1":  # 1
+            return d_N + rule.beta
+        d_N = d_N - rule.beta * (below_N if rule.kl_estimator == "k2" else below_N.expm1())  # −d or 1 − exp(d)
+    return d_N

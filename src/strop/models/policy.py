@@ -7,9 +7,10 @@ that knows no attention mask is right too.
 Shapes: N tokens of S sequences, n of them that count; T tokens of a padded row; H hidden, V vocabulary.
 """
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -17,7 +18,10 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from strop._tensors import in_dtype
 from strop.data.batch import Rows, TokenBatch, Trajectory
+from strop.losses.policy import PolicyLoss, nll_of, tokens_loss
+from strop.losses.rules import NLL, TokenRule, tokens_of
 from strop.models import trial
 from strop.models.attention import Packed, Unsupported, reading
 from strop.models.kinds import (
@@ -34,7 +38,7 @@ from strop.models.kinds import (
     unwrapped,
 )
 from strop.models.loading import check_moe_device, chosen_device, load_model
-from strop.ops import linear_logp, logp
+from strop.ops import linear_logp, linear_token_loss, logp
 
 # config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "logit_soft_cap")
@@ -162,6 +166,12 @@ class Policy:
         length = of_config(self.config, "max_position_embeddings")
         return length if isinstance(length, int) and length > 0 else None
 
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within, every module is in evaluation mode; afterwards each in the mode it had."""
+        with evaluating(unwrapped(self.model)):
+            yield
+
     # ---- scoring ----
 
     def logits(self, batch: TokenBatch) -> torch.Tensor:
@@ -207,6 +217,31 @@ class Policy:
             return linear_logp(hidden_nH, weight, batch.targets_n, bias=bias, **options)
         self.check_causality(batch)
         return logp(self.logits(batch), batch.targets_n, **options)
+
+    def loss(self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0) -> PolicyLoss:
+        """A rule's loss of the tokens that count; the batch has their weights and what else the rule reads."""
+        assert batch.weights_n is not None
+        of_a_row = isinstance(rule, NLL) or rule.row_suffices
+        if of_a_row and (head := self.hidden(batch)) is not None:
+            hidden_nH, weight, bias = head
+            return linear_token_loss(
+                hidden_nH, weight, batch.targets_n, batch.weights_n, rule=rule, old_logps=batch.old_logps_n,
+                ref_logps=batch.ref_logps_n, advantages=batch.advantages_n, bias=bias, temperature=temperature,
+            )  # fmt: skip
+        if isinstance(rule, NLL):
+            return nll_of(self.logps(batch, temperature=temperature), batch.weights_n)
+        # the entropies cost a pass where they come from hidden states, and nothing where all logits are there
+        entropy = bool(rule.entropy_coef) or self.no_hidden_because is not None
+        scores: Any = self.logps(batch, temperature=temperature, entropy=entropy)
+        logps_n, entropy_n = scores if entropy else (scores, None)
+        old_n, ref_n, advantages_n, weights_n = in_dtype(
+            logps_n.dtype, batch.old_logps_n, batch.ref_logps_n, batch.advantages_n, batch.weights_n
+        )
+        tokens = tokens_of(
+            logps_n, old_n, advantages_n, importance_level=rule.importance_level, sequence_N=batch.sequence_n,
+            num_sequences=len(batch),
+        )  # fmt: skip
+        return tokens_loss(rule, tokens, weights_n, ref_n, entropy_n)
 
     def check_causality(self, batch: TokenBatch) -> None:
         """Once, of a plain module, on the first batch that can tell."""

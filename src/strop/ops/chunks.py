@@ -20,12 +20,14 @@ Four ways, each with the fewest products:
 Shapes: N tokens, H hidden, V vocabulary; n and v the tokens and the vocabulary of a chunk.
 """
 
+import functools
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from strop.losses.rules import NLL, TokenRule
+from strop._tensors import sums_in
+from strop.losses.rules import NLL, TokenRule, from_text, token_terms
 from strop.ops.head import (
     IDS_MULTIPLE,
     TOKENS_MULTIPLE,
@@ -42,11 +44,9 @@ from strop.ops.head import (
     product,
     round_up,
     slices,
-    sums_in,
 )
-from strop.ops.library import constant_when_compiled
+from strop.ops.library import constant_when_compiled, library_op
 from strop.ops.rows import implementation
-from strop.ops.rows.torch_rows import token_terms
 
 MiB = 2**20
 SCORE_WORKSPACE = 60 * MiB
@@ -311,3 +311,89 @@ def _policy_terms_in_blocks(
 
 def _train_workspace(device: torch.device, workspace: int | None) -> int:
     return workspace or TRAIN_WORKSPACE["cuda" if device.type == "cuda" else "cpu"]
+
+
+# ---- as operators of torch.ops.strop ----
+
+
+def _fake_forward(hidden_NH, weight, bias, ids_N, mask_N, temperature, entropy, rows, workspace, dtype):
+    N = ids_N.shape[0]
+    sizes = (N,), (2, N), (N if entropy else 0,)
+    return tuple(hidden_NH.new_empty(size, dtype=sums_in(dtype)) for size in sizes)
+
+
+@library_op(
+    "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? mask, float temperature, bool entropy, "
+    "str rows, int? workspace, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    _fake_forward,
+)
+def linear_logp_forward(hidden_NH, weight, bias, ids_N, mask_N, temperature, entropy, rows, workspace, dtype):
+    head = Head.of(dtype, weight, bias)
+    return linear_logps(hidden_NH, head, ids_N, mask_N, temperature, entropy, implementation(rows), workspace)
+
+
+def _fake_with_gradient(hidden_NH, weight, bias, ids_N, mask_N, temperature, rows, workspace, dtype):
+    return hidden_NH.new_empty(ids_N.shape, dtype=sums_in(dtype)), hidden_NH.new_empty(hidden_NH.shape)
+
+
+@library_op(
+    "linear_logp_with_gradient(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? mask, float temperature, "
+    "str rows, int? workspace, ScalarType dtype) -> (Tensor, Tensor)",
+    _fake_with_gradient,
+)
+def linear_logp_with_gradient(hidden_NH, weight, bias, ids_N, mask_N, temperature, rows, workspace, dtype):
+    head = Head.of(dtype, weight, bias)
+    return linear_logps_with_gradient(hidden_NH, head, ids_N, mask_N, temperature, implementation(rows), workspace)
+
+
+def fake_gradients(hidden_NH, weight, bias, dtype, wanted):
+    """As they are made above: those not asked for are empty, the weight's in the dtype of the products."""
+    return (
+        hidden_NH.new_empty(hidden_NH.shape if wanted[0] else 0),
+        weight.new_empty(weight.shape) if wanted[1] else weight.new_empty(0, dtype=dtype),
+        (weight if bias is None else bias).new_empty(bias.shape if wanted[2] else 0),
+    )
+
+
+@library_op(
+    "linear_logp_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? mask, Tensor stats, "
+    "Tensor entropies, Tensor d_logps, Tensor? d_entropies, float temperature, str rows, int? workspace, "
+    "ScalarType dtype, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    lambda hidden_NH, weight, bias, *rest: fake_gradients(hidden_NH, weight, bias, *rest[-2:]),
+)
+def linear_logp_backward(
+    hidden_NH, weight, bias, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N, temperature, rows,
+    workspace, dtype, wanted,
+):  # fmt: skip
+    head = Head.of(dtype, weight, bias)
+    gradients = linear_logps_bwd(
+        hidden_NH, head, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N, temperature,
+        implementation(rows), workspace, Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
+    )  # fmt: skip
+    return gradients.hidden_NH, gradients.weight_VH, gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
+
+
+def _fake_loss(hidden_NH, weight, bias, ids_N, *rest):
+    *_, dtype, wanted = rest
+    make = functools.partial(hidden_NH.new_empty, dtype=sums_in(dtype))
+    return make(()), make(2), make(ids_N.shape), *fake_gradients(hidden_NH, weight, bias, dtype, wanted)
+
+
+@library_op(
+    "linear_policy_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? mask, Tensor? old_logps, "
+    "Tensor? ref_logps, Tensor advantages, Tensor weights, float temperature, str rule, str rows, int? workspace, "
+    "ScalarType dtype, bool[] wanted) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_loss,
+)
+def linear_policy_loss(
+    hidden_NH, weight, bias, ids_N, mask_N, old_N, ref_N, advantages_N, weights_N, temperature, rule, rows,
+    workspace, dtype, wanted,
+):  # fmt: skip
+    total, policy_and_kl, logps_N, gradients = linear_policy_terms(
+        hidden_NH, Head.of(dtype, weight, bias), ids_N, mask_N, old_N, ref_N, advantages_N, weights_N, temperature,
+        from_text(rule), implementation(rows), workspace,
+        Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
+    )  # fmt: skip
+    d_bias = gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
+    return total, policy_and_kl, logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from strop._tensors import sums_in
+
 TOKENS_MULTIPLE, IDS_MULTIPLE = 512, 128  # what chunks of tokens and blocks of the vocabulary are multiples of
 
 ALL = slice(None)
@@ -19,6 +21,10 @@ class Head(NamedTuple):
 
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, weight: torch.Tensor, bias: torch.Tensor | None) -> "Head":
+        return cls(weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @property
     def V(self) -> int:
@@ -166,11 +172,6 @@ def empty_gradients(tokens: Tokens, head: Head, wanted: Wanted) -> Gradients:
         else weight_VH.new_empty(0),
         torch.zeros_like(weight_VH[:, 0], dtype=sums_in(tokens.dtype)) if wanted.bias else weight_VH.new_empty(0),
     )
-
-
-def sums_in(dtype: torch.dtype) -> torch.dtype:
-    """What log-probs, losses and sums over chunks are held in, for products in this dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Operators of `torch.ops.strop`: what a compiled graph sees as one node.
+"""Operators of `torch.ops.strop`, what a compiled graph sees as one node; and what their autograd functions share.
 
 They compute and know no gradient; the functions in `strop.ops` join a forward to its backward. Defined through
 `torch.library.Library` and not its decorator, which costs four times as much per call.
@@ -52,3 +52,73 @@ def library_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...,
         return LibraryOp(name, function)
 
     return define
+
+
+# ---- what the autograd functions share ----
+
+
+def note_overwritten(logits: torch.Tensor) -> None:
+    """Tell autograd what it cannot see: a kernel has written the gradient over the logits.
+
+    Whoever has kept them for a backward of their own (a tanh its output, a second loss) is then refused by torch,
+    where they would have read a gradient for logits.
+    """
+    if not torch.compiler.is_compiling():  # a graph knows it from the operator's schema
+        torch.autograd.graph.increment_version(logits)
+
+
+def first_order(*gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """What a backward returns that was computed without a graph: asking for the gradient of one of them raises.
+
+    torch's `once_differentiable` raises only where the incoming gradient has a graph; otherwise a gradient penalty would
+    silently be a constant.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # enabled: create_graph=True
+        return gradients
+    return tuple(None if g is None else _NoSecondGradient.apply(g.detach().requires_grad_()) for g in gradients)
+
+
+class _NoSecondGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "this backend has no gradient of its gradient; the reference has: with strop.ops.registry.use_backend('torch')"
+        )
+
+
+class GradientFromForward:
+    """Gradients made in the forward: handed out once, scaled by the incoming gradient where that is not 1."""
+
+    def __init__(self, name: str, *gradients: torch.Tensor) -> None:
+        self.name, self._gradients = name, gradients
+
+    def scaled(self, factor: torch.Tensor, scale_: Callable[[torch.Tensor, torch.Tensor], None]) -> list[torch.Tensor]:
+        if not self._gradients:
+            raise RuntimeError(
+                f"backward of {self.name} can run once: its gradient was made in the forward and has been handed out; "
+                "call it again for another backward"
+            )
+        gradients, self._gradients = self._gradients, ()
+        if factor.device.type == "cpu" and factor == 1:  # to look at a GPU's would be to wait for it
+            return list(gradients)
+        for gradient in gradients:
+            scale_(gradient, factor)
+        return list(gradients)
+
+
+def keep_gradients(ctx: Any, name: str, *gradients: torch.Tensor) -> None:
+    """For `kept_gradients`. A compiled graph keeps tensors only, and decides itself about their memory."""
+    if torch.compiler.is_compiling():
+        ctx.save_for_backward(*gradients)
+    else:
+        ctx.gradient = GradientFromForward(name, *gradients)
+
+
+def kept_gradients(ctx: Any, factor: torch.Tensor, scale_: Callable[..., None]) -> list[torch.Tensor]:
+    if torch.compiler.is_compiling():
+        return [gradient * factor for gradient in ctx.saved_tensors]
+    return ctx.gradient.scaled(factor, scale_)

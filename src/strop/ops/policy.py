@@ -13,9 +13,9 @@ import torch
 
 from strop._tensors import Count, as_completion_mask, check_device, check_like, check_shape
 from strop.losses import PolicyLoss, PolicyRule, group_advantages, token_weights
-from strop.losses._common import Metrics
 from strop.losses.advantages import check_group_size, check_rewards
-from strop.losses.policy import per_token, rows_loss, tokens_metrics, tokens_of, weight_counts
+from strop.losses.policy import Metrics, per_token, rows_loss, tokens_metrics, weight_counts
+from strop.losses.rules import tokens_of
 from strop.ops.library import library_op
 from strop.ops.rows import implementation
 
@@ -189,35 +189,3 @@ def fused_result(
         return tokens_metrics(batch.rule, tokens_of(logps, old_N, advantages_of_tokens, mask_N=mask_N), ref_N, None)
 
     return PolicyLoss(total, policy, kl, compute_metrics)
-
-
-class GradientFromForward:
-    """Gradients made in the forward: handed out once, scaled by the incoming gradient where that is not 1."""
-
-    def __init__(self, name: str, *gradients: torch.Tensor) -> None:
-        self.name, self._gradients = name, gradients
-
-    def scaled(self, factor: torch.Tensor, scale_: Callable[[torch.Tensor, torch.Tensor], None]) -> list[torch.Tensor]:
-        if not self._gradients:
-            raise RuntimeError(
-                f"backward of {self.name} can run once: its gradient was made in the forward and has been handed out; "
-                "call it again for another backward"
-            )
-        gradients, self._gradients = self._gradients, ()
-        for gradient in gradients:
-            scale_(gradient, factor)
-        return list(gradients)
-
-
-def keep_gradients(ctx: Any, name: str, *gradients: torch.Tensor) -> None:
-    """For `kept_gradients`. A compiled graph keeps tensors only, and decides itself about their memory."""
-    if torch.compiler.is_compiling():
-        ctx.save_for_backward(*gradients)
-    else:
-        ctx.gradient = GradientFromForward(name, *gradients)
-
-
-def kept_gradients(ctx: Any, factor: torch.Tensor, scale_: Callable[..., None]) -> list[torch.Tensor]:
-    if torch.compiler.is_compiling():
-        return [gradient * factor for gradient in ctx.saved_tensors]
-    return ctx.gradient.scaled(factor, scale_)

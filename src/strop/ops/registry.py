@@ -16,6 +16,8 @@ In a function given to torch.compile the choice is made when it is compiled.
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -23,9 +25,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from strop.ops.library import constant_when_compiled
 
 REFERENCE = "torch"
+_DECIDING = ("logits", "policy_logits", "hidden")  # an operator's first argument
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 Usable = Callable[..., "bool | str"]
 """Called with the operator's own arguments: true where the backend can take them, else the reason why not."""
@@ -254,3 +260,47 @@ def _from_environment() -> dict[str | None, str]:
 
 def _listed(names: Any) -> str:
     return ", ".join(sorted(names))
+
+
+# ---- where the kernels run ----
+
+
+def on_gpu(*args: Any, **kwargs: Any) -> bool | str:
+    """Whether the kernels can take an operator's arguments, judged by the logits or hidden states; or why not."""
+    tensor = _first_floats(args, kwargs)
+    if tensor is None:
+        return True  # and raises, as every backend does
+    if not tensor.is_cuda:
+        return f"the tensors are on {tensor.device}, it needs a GPU"
+    return _cannot_take(tensor) or True
+
+
+def on_gpu_or_interpreted(*args: Any, **kwargs: Any) -> bool | str:
+    """The same where the backend is asked for by name: then Triton's interpreter will do too."""
+    tensor = _first_floats(args, kwargs)
+    if tensor is None or tensor.device.type != "cpu":
+        return on_gpu(*args, **kwargs)
+    if reason := _cannot_take(tensor):
+        return reason
+    if _interpreted():
+        return True
+    return "the tensors are on the CPU, where it runs only through Triton's interpreter (TRITON_INTERPRET=1)"
+
+
+@constant_when_compiled
+def _interpreted() -> bool:
+    return importlib.import_module("strop.ops.rows.triton_rows").INTERPRETED
+
+
+def _first_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+        return args[0]  # as it nearly always is
+    # by keyword in any order: the logits or hidden states decide, not log-probs in float64 that were written before them
+    values = (*args, *(kwargs.get(name) for name in _DECIDING), *kwargs.values())
+    return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
+
+
+def _cannot_take(tensor: torch.Tensor) -> str:
+    if not _TRITON_INSTALLED:
+        return "Triton is not installed"
+    return "float64 is computed by the reference" if tensor.dtype == torch.float64 else ""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from strop.data.batch import Trajectory, as_ids
-from strop.models import Policy, evaluating, unwrapped
+from strop.models import Policy
 from strop.rollout import hf, native, plain
 from strop.rollout.sampling import Sampling, draw, sampling_logps
 
@@ -99,7 +99,7 @@ def generate(
     eos_ids = tuple(dict.fromkeys((*policy.eos_ids, *sampling.stop_ids)))
     start = time.perf_counter()
     # never in inference mode, whose tensors neither a later rollout nor a training step could use
-    with torch.inference_mode(False), torch.no_grad(), evaluating(unwrapped(policy.model)):
+    with torch.inference_mode(False), torch.no_grad(), policy.evaluating():
         completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, seed, eos_ids)
     seconds = time.perf_counter() - start
     _check_not_nan(logps)

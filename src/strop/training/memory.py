@@ -1,10 +1,8 @@
 """Out of memory: what was being done, how much it asked for, and what to lower."""
 
-import contextlib
 import re
 import traceback
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -25,23 +23,22 @@ PHASES = {
 }
 
 
-@contextlib.contextmanager
-def explained(trainer: "Trainer", phase: str | None = None) -> Iterator[None]:
-    """A lack of memory within comes out as one line that says what to lower; the step's memory is free by then.
+LACKS = (RuntimeError, MemoryError)  # among which are those of memory
+
+
+def raise_explained(error: BaseException, trainer: "Trainer", phase: str | None = None) -> NoReturn:
+    """A lack of memory comes out as one line that says what to lower, the step's memory free by then; others as they are.
 
     phase   None: the one the error came from
     """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not _lack_of_memory(error):
-            raise
-        message = _message(trainer, phase or trainer.phases.failed or "step", str(error))
-        traceback.clear_frames(error.__traceback__)  # they hold the step's activations
-        trainer.optimizer.zero_grad(set_to_none=True)
-        if trainer.policy.device.type == "cuda":
-            torch.cuda.empty_cache()
-        raise torch.OutOfMemoryError(message) from None
+    if not _lack_of_memory(error):
+        raise error
+    message = _message(trainer, phase or trainer.phases.failed or "step", str(error))
+    traceback.clear_frames(error.__traceback__)  # they hold the step's activations
+    trainer.optimizer.zero_grad(set_to_none=True)
+    if trainer.policy.device.type == "cuda":
+        torch.cuda.empty_cache()
+    raise torch.OutOfMemoryError(message) from None
 
 
 def _lack_of_memory(error: BaseException) -> bool:

@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from strop._checks import check_count
 from strop.config import RunConfig
 from strop.data.formats import prepared
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
 from strop.training.folder import Rescue, RunFolder
-from strop.training.memory import explained
-from strop.training.state import History, Phases, TrainState, seed_everything
+from strop.training.memory import LACKS, raise_explained
+from strop.training.state import History, TrainState, seed_everything
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
@@ -51,12 +49,14 @@ class Run:
     def step(self, trainer: "Trainer", work: Callable[[], dict[str, float]]) -> dict[str, float]:
         """See `Trainer.run_step`."""
         start = time.perf_counter()
-        device, state = trainer.policy.device, self.state
-        phases = trainer.phases = Phases(device)
+        state, phases = self.state, trainer.phases.anew()
+        trainer.phases = phases
         self.fire(trainer, "on_step_begin")
         trainer.policy.model.train()
-        with explained(trainer):
+        try:
             metrics = dict(work())
+        except LACKS as error:
+            raise_explained(error, trainer)
         times = phases.metrics()  # waits for the device
         seconds = time.perf_counter() - start
         state.step += 1
@@ -66,8 +66,6 @@ class Run:
             metrics["tokens_per_second"] = phases.num_tokens / seconds
         metrics |= times
         metrics["time/step"] = seconds
-        if device.type == "cuda":
-            metrics["memory"] = float(torch.cuda.max_memory_allocated(device))
         log_every = trainer.config.run.log_every
         if log_every and state.step % log_every == 0:
             self.log(metrics)

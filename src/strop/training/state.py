@@ -98,7 +98,13 @@ class Phases:
         return found
 
     def metrics(self) -> dict[str, float]:
-        return {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        """time/<name> of every phase, and on a GPU the most memory so far."""
+        found = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        return found if self._gpu is None else found | {"memory": float(torch.cuda.max_memory_allocated(self._gpu))}
+
+    def anew(self) -> "Phases":
+        """For the next step, on the same device."""
+        return Phases(self._gpu)
 
     def _mark(self) -> Any:
         if self._gpu is None:
@@ -115,11 +121,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # CUDA's too
-
-
-def seed_of(*parts: Any) -> int:
-    """A seed from the run's seed, the step and whatever else: a resumed run draws what the other would have."""
-    return random.Random("/".join(map(str, parts))).getrandbits(62)
 
 
 def get_rng() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -10,6 +10,7 @@ An algorithm says how rows become a batch and which loss that has:
 
 import contextlib
 import inspect
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -22,10 +23,10 @@ from strop.config import TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import prepared
 from strop.data.inputs import check_tokenizer
-from strop.models import as_policy, evaluating, load_model, one_thread, unwrapped
+from strop.models import as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import prepared_model, warn_of_half_precision
 from strop.training import checkpoint
-from strop.training.memory import explained
+from strop.training.memory import LACKS, raise_explained
 from strop.training.optimiser import MakeOptimizer, learning_rate_at, make_optimizer
 from strop.training.run import Run
 from strop.training.state import History, Phases, TrainState, rng_kept
@@ -120,14 +121,14 @@ class Trainer:
     def update(self, losses: Iterable[Callable[[], Any]]) -> Update:
         """One optimiser step on the sum of the losses, each made by its function just before its backward.
 
-        A function returns the loss, or an object that has it as `loss` and more besides.
+        A function returns the loss, or a tuple with the loss first, as those of strop.losses do.
         """
         self.optimizer.zero_grad(set_to_none=True)
         parts, values = [], []
         for loss_of in losses:
             with self.phase("forward"), self.autocast():
                 parts.append(loss_of())
-            loss = getattr(parts[-1], "loss", parts[-1])
+            loss = parts[-1][0] if isinstance(parts[-1], tuple) else parts[-1]
             with self.phase("backward"):
                 if loss.requires_grad:  # else nothing of this part counts, as when every token is masked
                     loss.backward()
@@ -161,6 +162,10 @@ class Trainer:
         alone = self.policy.kind == "moe" and name not in USERS_PHASES
         with self.phases.phase(name), one_thread() if alone else contextlib.nullcontext():
             yield
+
+    def seed_of(self, *parts: Any) -> int:
+        """A seed from the run's, the step and whatever else: a resumed run draws what the other would have."""
+        return random.Random("/".join(map(str, (self.config.run.seed, *parts)))).getrandbits(62)
 
     def count_tokens(self, num_tokens: int) -> None:
         """So many more tokens in this step; gives tokens_per_second."""
@@ -226,8 +231,11 @@ class Trainer:
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Metrics of a dataset as eval/<metric>; leaves weights and random numbers as they are."""
         rows = list(self.prepared(dataset, "eval_dataset"))
-        with explained(self, "evaluate"), evaluating(self.policy.model), torch.no_grad(), rng_kept():
-            metrics = self.evaluate_on(rows)
+        with self.policy.evaluating(), torch.no_grad(), rng_kept():
+            try:
+                metrics = self.evaluate_on(rows)
+            except LACKS as error:
+                raise_explained(error, self, "evaluate")
         return {f"eval/{name}": float(value) for name, value in metrics.items()}
 
     def save(self, path: str | Path) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from strop.losses import PolicyLoss
-from strop.losses.rules import as_text, from_text
-from strop.ops.autograd import first_order, note_overwritten
+from strop.losses.rules import from_text
 from strop.ops.grpo_loss.reference import check_grpo_loss, composed_from_logits, grpo_loss
-from strop.ops.library import library_op
+from strop.ops.library import first_order, keep_gradients, kept_gradients, library_op, note_overwritten
 from strop.ops.logp.triton import logp_triton, score
-from strop.ops.policy import coefficients, flat, fused_result, keep_gradients, kept_gradients, rule_and_given
-from strop.ops.rows import fake_gradient, implementation, on_gpu, on_gpu_or_interpreted
+from strop.ops.policy import coefficients, flat, fused_result, rule_and_given
+from strop.ops.registry import on_gpu, on_gpu_or_interpreted
+from strop.ops.rows import fake_gradient, implementation
 
 
 @grpo_loss.backend("triton", when=on_gpu, by_name=on_gpu_or_interpreted)
@@ -54,7 +54,7 @@ def grpo_loss_triton(
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, tensors, temperature, rule, gradient, in_place):
-        settings = temperature, as_text(rule)
+        settings = temperature, rule.text
         if gradient and in_place:
             results = list(policy_terms_(logits, *tensors, *settings))
             note_overwritten(logits)
@@ -68,10 +68,10 @@ class _PolicyLoss(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @first_order
     def backward(ctx, d_total, *_):
-        (d_logits,) = kept_gradients(ctx, d_total, scale_)
-        return d_logits, None, None, None, None, None
+        with torch.no_grad():
+            gradients = kept_gradients(ctx, d_total, scale_)
+        return first_order(*gradients, None, None, None, None, None)
 
 
 _TERMS = (

@@ -5,7 +5,7 @@ from typing import Any
 from strop.losses import PreferenceLoss
 from strop.ops.linear_dpo_loss.reference import composed, linear_dpo_loss
 from strop.ops.linear_logp.chunked import linear_logp_chunked, linear_logp_triton
-from strop.ops.rows import on_gpu, on_gpu_or_interpreted
+from strop.ops.registry import on_gpu, on_gpu_or_interpreted
 
 
 @linear_dpo_loss.backend("chunked")

@@ -4,18 +4,18 @@ from typing import Any
 
 import torch
 
+from strop._tensors import computed_in, sums_in
 from strop.losses import PolicyLoss
-from strop.ops.head import sums_in
 from strop.ops.linear_grpo_loss.reference import (
     check_linear_grpo_loss,
     composed_from_hidden,
     linear_grpo_loss,
     ref_logps_of,
 )
-from strop.ops.linear_logp.chunked import computed_in, linear_logp_chunked, linear_logp_triton
+from strop.ops.linear_logp.chunked import linear_logp_chunked, linear_logp_triton
 from strop.ops.linear_token_loss.chunked import linear_loss
 from strop.ops.policy import coefficients, flat, fused_result, rule_and_given, token_coefficients
-from strop.ops.rows import on_gpu, on_gpu_or_interpreted
+from strop.ops.registry import on_gpu, on_gpu_or_interpreted
 
 
 @linear_grpo_loss.backend("chunked")

@@ -3,20 +3,10 @@
 Shapes: H hidden, V vocabulary; `[..]` any number of leading dimensions, usually [B, T].
 """
 
-from typing import Any
-
 import torch
 from torch.nn.functional import linear
 
-from strop._tensors import (
-    as_completion_mask,
-    check_device,
-    check_head,
-    check_ids,
-    check_ids_in_range,
-    check_temperature,
-    check_workspace,
-)
+from strop._tensors import check_linear_logp
 from strop.ops.logp import logp
 from strop.ops.registry import op
 
@@ -56,18 +46,3 @@ def linear_logp(
     return logp.reference(
         linear(hidden, weight, bias), ids, temperature=temperature, completion_mask=mask, entropy=entropy
     )
-
-
-def check_linear_logp(
-    hidden: Any, weight: Any, ids: Any, bias: Any, temperature: Any, mask: Any, workspace: Any, validate: bool,
-    ids_name: str = "ids",
-) -> torch.Tensor | None:  # fmt: skip
-    """Everything `linear_logp` asks of its arguments. Returns the mask as booleans."""
-    check_head(hidden, weight, bias)
-    check_ids(ids, ids_name, hidden.shape[:-1])
-    check_device(ids, ids_name, hidden, "hidden")
-    check_temperature(temperature)
-    check_workspace(workspace)
-    as_booleans = None if mask is None else as_completion_mask(mask, ids, ids_name)
-    check_ids_in_range(ids, ids_name, weight.shape[0], as_booleans, validate)
-    return as_booleans

@@ -3,15 +3,13 @@
 Shapes: n tokens, H hidden, V the vocabulary.
 """
 
-from typing import Any
-
 import torch
 
-from strop._tensors import check_like, in_dtype
+from strop._tensors import check_linear_logp, check_tokens, in_dtype
 from strop.losses import NLL, PolicyLoss
-from strop.losses.policy import tokens_loss, tokens_of
-from strop.losses.rules import TokenRule
-from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
+from strop.losses.policy import check_given, nll_of, tokens_loss
+from strop.losses.rules import TokenRule, tokens_of
+from strop.ops.linear_logp.reference import linear_logp
 from strop.ops.policy import loss_alone
 from strop.ops.registry import op
 
@@ -46,32 +44,11 @@ def linear_token_loss(
 
     returns       `PolicyLoss`: three 0-d tensors, and `.metrics` (of NLL none). Only the loss has a gradient
     """
-    check_linear_token_loss(
-        hidden, weight, ids, weights, rule, old_logps, ref_logps, advantages, bias, temperature, workspace, validate
-    )
+    check_linear_logp(hidden, weight, ids, bias, temperature, None, workspace, validate)
+    check_tokens(ids, hidden, weights=weights, old_logps=old_logps, ref_logps=ref_logps, advantages=advantages)
+    check_given(rule, ref_logps, advantages)
     logps_n = linear_logp.reference(hidden, weight, ids, bias=bias, temperature=temperature)
     weights, old_logps, ref_logps, advantages = in_dtype(logps_n.dtype, weights, old_logps, ref_logps, advantages)
     if isinstance(rule, NLL):
-        loss = -(weights * logps_n).sum()
-        return PolicyLoss(loss, loss.detach().clone(), loss.new_zeros(()))
+        return nll_of(logps_n, weights)
     return loss_alone(tokens_loss(rule, tokens_of(logps_n, old_logps, advantages), weights, ref_logps))
-
-
-def check_linear_token_loss(
-    hidden: Any, weight: Any, ids: Any, weights: Any, rule: TokenRule, old_logps: Any, ref_logps: Any, advantages: Any,
-    bias: Any, temperature: Any, workspace: Any, validate: bool,
-) -> None:  # fmt: skip
-    check_linear_logp(hidden, weight, ids, bias, temperature, None, workspace, validate)
-    if ids.ndim != 1:
-        raise ValueError(f"ids must have shape [n], found {list(ids.shape)}")
-    if not isinstance(rule, NLL):
-        if not rule.row_suffices:
-            raise ValueError(f"rule must be one that a row alone gives, found {rule}")
-        if advantages is None:
-            raise ValueError("advantages must be given for a PolicyRule, found None")
-        if rule.beta and ref_logps is None:
-            raise ValueError(f"ref_logps must be given where beta is above 0, found None with beta={rule.beta}")
-    given = {"weights": weights, "old_logps": old_logps, "ref_logps": ref_logps, "advantages": advantages}
-    for name, tensor in given.items():
-        if tensor is not None:
-            check_like(tensor, name, ids, "ids")

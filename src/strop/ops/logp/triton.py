@@ -3,10 +3,10 @@
 import torch
 
 from strop._tensors import check_logp
-from strop.ops.autograd import first_order, note_overwritten
-from strop.ops.library import library_op
+from strop.ops.library import first_order, library_op, note_overwritten
 from strop.ops.logp.reference import logp
-from strop.ops.rows import check_in_place, fake_gradient, implementation, on_gpu, on_gpu_or_interpreted
+from strop.ops.registry import on_gpu, on_gpu_or_interpreted
+from strop.ops.rows import check_in_place, fake_gradient, implementation
 
 
 @logp.backend("triton", when=on_gpu, by_name=on_gpu_or_interpreted)
@@ -39,7 +39,6 @@ class _Logp(torch.autograd.Function):
         return logps_N, entropies_N
 
     @staticmethod
-    @first_order
     def backward(ctx, d_logps_N, d_entropies_N):
         if ctx.overwritten:
             raise RuntimeError("backward of logp(in_place=True) can run once: the gradient has overwritten the logits")
@@ -47,15 +46,18 @@ class _Logp(torch.autograd.Function):
         d_entropies_N = d_entropies_N if ctx.entropy else None  # a compiled graph gives the empty one a gradient
         if d_logps_N is None and d_entropies_N is None:
             return (None,) * 6
-        d_logps_N = stats_2N.new_zeros(stats_2N.shape[1]) if d_logps_N is None else d_logps_N.contiguous()
-        d_entropies_N = None if d_entropies_N is None else d_entropies_N.contiguous()
-        rest = ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N, ctx.temperature
-        if not ctx.in_place:
-            return logp_backward(logits, *rest), None, None, None, None, None
-        ctx.overwritten = True
-        logp_backward_(logits, *rest)
-        note_overwritten(logits)
-        return logits.detach(), None, None, None, None, None
+        with torch.no_grad():
+            d_logps_N = stats_2N.new_zeros(stats_2N.shape[1]) if d_logps_N is None else d_logps_N.contiguous()
+            d_entropies_N = None if d_entropies_N is None else d_entropies_N.contiguous()
+            rest = ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N, ctx.temperature
+            if ctx.in_place:
+                ctx.overwritten = True
+                logp_backward_(logits, *rest)
+                note_overwritten(logits)
+                d_logits = logits.detach()
+            else:
+                d_logits = logp_backward(logits, *rest)
+        return first_order(d_logits, None, None, None, None, None)
 
 
 def _fake_forward(logits, ids_N, mask_N, temperature, entropy):

@@ -4,7 +4,7 @@ import torch
 
 from strop.ops.logp.triton import logp_triton
 from strop.ops.ratio_kl.reference import check_ratio_kl, composed, ratio_kl
-from strop.ops.rows import on_gpu, on_gpu_or_interpreted
+from strop.ops.registry import on_gpu, on_gpu_or_interpreted
 
 
 @ratio_kl.backend("triton", when=on_gpu, by_name=on_gpu_or_interpreted)

@@ -6,16 +6,10 @@ by name.
 
 import functools
 import importlib
-import importlib.util
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-from strop.ops.library import constant_when_compiled
-
-_DECIDING = ("logits", "policy_logits", "hidden")  # an operator's first argument
-_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 class PolicyTerms(NamedTuple):
@@ -77,44 +71,3 @@ def check_in_place(logits: torch.Tensor) -> None:
             f"in_place needs logits whose rows lie in memory one after another, found strides {list(logits.stride())} "
             f"of shape {list(logits.shape)}"
         )
-
-
-def on_gpu(*args: Any, **kwargs: Any) -> bool | str:
-    """Whether the kernels can take an operator's arguments, judged by the logits or hidden states; or why not."""
-    tensor = _first_floats(args, kwargs)
-    if tensor is None:
-        return True  # and raises, as every backend does
-    if not tensor.is_cuda:
-        return f"the tensors are on {tensor.device}, it needs a GPU"
-    return _cannot_take(tensor) or True
-
-
-def on_gpu_or_interpreted(*args: Any, **kwargs: Any) -> bool | str:
-    """The same where the backend is asked for by name: then Triton's interpreter will do too."""
-    tensor = _first_floats(args, kwargs)
-    if tensor is None or tensor.device.type != "cpu":
-        return on_gpu(*args, **kwargs)
-    if reason := _cannot_take(tensor):
-        return reason
-    if _interpreted():
-        return True
-    return "the tensors are on the CPU, where it runs only through Triton's interpreter (TRITON_INTERPRET=1)"
-
-
-@constant_when_compiled
-def _interpreted() -> bool:
-    return implementation("triton").INTERPRETED
-
-
-def _first_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
-        return args[0]  # as it nearly always is
-    # by keyword in any order: the logits or hidden states decide, not log-probs in float64 that were written before them
-    values = (*args, *(kwargs.get(name) for name in _DECIDING), *kwargs.values())
-    return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
-
-
-def _cannot_take(tensor: torch.Tensor) -> str:
-    if not _TRITON_INSTALLED:
-        return "Triton is not installed"
-    return "float64 is computed by the reference" if tensor.dtype == torch.float64 else ""

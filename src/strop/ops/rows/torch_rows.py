@@ -5,10 +5,7 @@ What they take is passes over [N, V], so those are few and, where the logits may
 
 import torch
 
-from strop._tensors import can_look
-from strop.losses import kl_estimate
-from strop.losses.policy import tokens_of
-from strop.losses.rules import NLL, TokenRule
+from strop.losses.rules import TokenRule, token_terms
 from strop.ops.rows import PolicyTerms
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -145,56 +142,9 @@ def sums(terms_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return terms_3N[0].sum(), terms_3N[1:].sum(-1)
 
 
-def token_terms(
-    logps_N: torch.Tensor,
-    old_logps_N: torch.Tensor | None,
-    ref_logps_N: torch.Tensor | None,
-    advantages_N: torch.Tensor,
-    weights_N: torch.Tensor,
-    rule: TokenRule,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The terms, their policy's and their KL's parts [3, N], and d sum of the terms / d logp of every token."""
-    loss_N = rule.token_loss(tokens_of(logps_N, old_logps_N, advantages_N))
-    kl_N = torch.zeros_like(logps_N)
-    if ref_logps_N is not None:
-        kl_N = kl_estimate(logps_N, ref_logps_N, rule.kl_estimator)
-    total_N = loss_N + rule.beta * kl_N if rule.beta else loss_N  # 0·inf is NaN
-    terms_3N = torch.stack([total_N, loss_N, kl_N]) * weights_N
-    return terms_3N, weights_N * _d_terms(logps_N, old_logps_N, ref_logps_N, advantages_N, rule)
-
-
-def _d_terms(
-    logps_N: torch.Tensor,
-    old_logps_N: torch.Tensor | None,
-    ref_logps_N: torch.Tensor | None,
-    advantages_N: torch.Tensor,
-    rule: TokenRule,
-) -> torch.Tensor:
-    """d (loss + beta·kl) / d logp of every token. Not by autograd, which is switched off inside an operator of torch.ops."""
-    if isinstance(rule, NLL):  # −1, but NaN where there is no log-prob
-        return torch.where(logps_N == logps_N, -1.0, logps_N)
-    bounds = rule.bounds
-    ratio_N = torch.ones_like(logps_N) if old_logps_N is None else (logps_N - old_logps_N).exp()
-    if rule.loss_type == "cispo":  # −min(r, high)·A
-        d_N = -advantages_N * ratio_N.clamp(max=bounds.high)
-    else:  # −A·r, 0 where the ratio is cut
-        bounded_N = torch.where(
-            advantages_N < 0, ratio_N.clamp(bounds.low, bounds.delta), ratio_N.clamp(max=bounds.high)
-        )
-        cut_N = (bounded_N < ratio_N) | (bounded_N > ratio_N)  # a NaN is not
-        d_N = (-advantages_N * ratio_N).masked_fill(cut_N, 0.0)
-    if rule.beta and ref_logps_N is not None:
-        below_N = ref_logps_N - logps_N
-        if rule.kl_estimator == "k1":  # 1
-            return d_N + rule.beta
-        d_N = d_N - rule.beta * (below_N if rule.kl_estimator == "k2" else below_N.expm1())  # −d or 1 − exp(d)
-    return d_N
-
-
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
-    """gradient · factor in place. Where the factor is seen to be 1, nothing is read or written."""
-    if not can_look(factor) or factor != 1:
-        gradient.mul_(factor)
+    """gradient · factor in place."""
+    gradient.mul_(factor)
 
 
 # ---- passes over the logits: as few as can be, and where they lie ---------------------------------------------------
