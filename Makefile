@@ -15,7 +15,7 @@ help:
 	@echo "make test-portable   the tests on other CPUs, threads, locales, without a home folder: an hour on 2 cores"
 	@echo "make lint       style and types            make docs       tables and figures from benchmarks/results"
 	@echo "make bench      measure the CPU suites     make test-gpu   tests that need a GPU, with the python3 at hand"
-	@echo "make bench-gpu  measure the operators and a GRPO step on a GPU, with the python3 at hand"
+	@echo "make bench-gpu  measure the operators, a GRPO step and rollouts on a GPU, with the python3 at hand"
 	@echo "make sanitize   AddressSanitizer over the compiled module's tests; sanitize-threads: ThreadSanitizer"
 	@echo "make dist       sdist and wheel, installed into an empty environment"
 
@@ -61,6 +61,7 @@ bench: $(INSTALLED)
 bench-gpu:
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} python3 -m strop bench losses
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} python3 -m strop bench step
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} python3 -m strop bench generation
 
 docs: $(INSTALLED)
 	$(BIN)/python -m benchmarks.report

@@ -6,7 +6,7 @@ A document marks a block by a renderer and a result file; what stands between th
     <!-- end generated -->
 
 `python -m benchmarks.report` writes all blocks and figures, `--check` fails where one differs from its JSON. A block whose
-result is not there yet says so, and its figure is not asked for.
+result is not there yet is empty, and its figure is not asked for.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.pages import convergence, demo, engines, learning, losses, primitives, step
+from benchmarks.pages import convergence, demo, engines, generation, learning, losses, primitives, step
 from benchmarks.text import Result
 from strop.bench.harness import load
 
@@ -46,6 +46,8 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         losses.losses_targets,
         losses.losses_accuracy,
         *losses.OPERATOR_BLOCKS,
+        generation.generation_table,
+        generation.generation_summary,
         step.step_table,
         step.step_summary,
         learning.learning_summary,
@@ -80,12 +82,10 @@ def filled(text: str, root: Path) -> str:
     """The document with every block made anew."""
 
     def fill(match: re.Match[str]) -> str:
-        name, source = match["renderer"], match["source"]
+        name, path = match["renderer"], root / match["source"]
         if name not in RENDERERS:
             raise ValueError(f"unknown renderer {name!r}; there are {', '.join(sorted(RENDERERS))}")
-        path = root / source
-        text = RENDERERS[name](load(path)) if path.exists() else f"Not measured yet: there is no `{source}`.\n"
-        return match[1] + text + match[5]
+        return match[1] + (RENDERERS[name](load(path)) if path.exists() else "") + match[5]
 
     if len(re.findall(r"<!--\s*generated", text, re.IGNORECASE)) != len(BLOCK.findall(text)):
         raise ValueError("a generated block is not closed by <!-- end generated -->, or its mark is misspelt")

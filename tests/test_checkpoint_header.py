@@ -38,7 +38,7 @@ BAD_HEADERS = [
     ("state", None, "state must be an object, found None"),
     ("config.optim.learning_rate", "1e-4", "config.optim.learning_rate must be written as 0.0001, found '1e-4'"),
     ("config.optim.learning_rate", "x", "config: .*learning_rate must be a number in plain decimal digits.*found 'x'"),
-    ("config.optim.learning_rate", -1.0, "config: learning_rate must be at least 0, found -1.0"),
+    ("config.optim.learning_rate", -1.0, "config: learning_rate must be finite and at least 0, found -1.0"),
     ("config.optim.learning_rate", True, "config"),
     ("config.run.batch_size", 0, "config: batch_size must be at least 1, found 0"),
     ("config.run.nonsense", 1, "config: .*nonsense"),

@@ -91,5 +91,5 @@ def test_bad_input():
         BestOfN(model=moe(), reward_fn=count_low, seed="x")
     with pytest.raises(ValueError, match=r"seed must be at least 0 and below 2\*\*63, found 1180591620717411303424"):
         BestOfN(model=moe(), reward_fn=count_low, seed=2**70)
-    with pytest.raises(ValueError, match="reward_timeout must be above 0 seconds, found -1"):
+    with pytest.raises(ValueError, match="reward_timeout must be finite and above 0, found -1"):
         BestOfN(model=moe(), reward_fn=count_low, reward_timeout=-1)

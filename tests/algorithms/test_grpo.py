@@ -544,7 +544,7 @@ def test_field_names_are_pinned():
     assert names[GRPOConfig] == [
         "optim", "run", "lora", "group_size", "kl_coef", "inner_epochs", "minibatch_size", "advantage_scale",
         "advantage_ddof", "advantage_eps", "mask_truncated", "resample_rounds", "importance_cap", "old_logps",
-        "reward_weights", "reward_timeout", "pad_id", "sampling", "loss",
+        "reward_weights", "reward_timeout", "find_failing", "pad_id", "sampling", "loss",
     ]  # fmt: skip
     assert names[PolicyRule] == [
         "loss_type", "importance_level", "clip_eps", "delta", "beta", "kl_estimator", "entropy_coef",
@@ -568,15 +568,15 @@ def test_config_round_trips():
     [
         ({"group_size": 1}, "group_size must be at least 2"),
         ({"groupsize": 4}, "'groupsize' is no option.*did you mean 'group_size'"),
-        ({"kl_coef": -1.0}, "kl_coef must be at least 0"),
+        ({"kl_coef": -1.0}, "kl_coef must be finite and at least 0"),
         ({"loss_type": "dapoo"}, "loss_type must be one of.*did you mean 'dapo'"),
         ({"advantage_scale": "std"}, "advantage_scale must be one of"),
         ({"advantage_ddof": 8}, "advantage_ddof must be below group_size=8"),
         ({"temperature": 0.0}, "temperature must be above 0: greedy completions"),
         ({"old_logps": "vllm"}, "old_logps must be one of"),
-        ({"reward_timeout": -1.0}, "timeout must be above 0"),
+        ({"reward_timeout": -1.0}, "reward_timeout must be finite and above 0"),
         ({"clip_eps": 0.2, "loss_type": "cispo"}, "clip_eps must be a pair"),
-        ({"importance_cap": 0.5}, "importance_cap must be at least 1"),
+        ({"importance_cap": 0.5}, "importance_cap must be finite and at least 1"),
         (
             {"importance_cap": 2.0, "old_logps": "rollout"},
             'old_logps must be "auto" or "recompute" with importance_cap',

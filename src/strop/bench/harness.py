@@ -419,7 +419,7 @@ def blas_threads() -> int | None:
 
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"python": platform.python_version(), "strop": strop.__version__}
-    for package in ("numpy", "torch", "triton", "transformers", "trl", "liger-kernel", "rlox"):
+    for package in ("numpy", "torch", "triton", "transformers", "trl", "vllm", "liger-kernel", "rlox"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -1,0 +1,147 @@
+"""Rollouts alone: strop's engine against transformers' `generate` and vLLM, where that is installed.
+
+On a GPU in bfloat16 with the shapes of Qwen2-0.5B, SmolLM2-135M and Qwen2-7B and random weights: 8 prompts × 8 samples, full and
+varied lengths; 512 completions of very different lengths; prompts of 4,096 tokens. Without one a tiny Qwen2.
+
+Each contender is a process of its own, and they take turns. The limit that a rollout is held against: every weight read once for each
+token of the longest completion, at the bandwidth that a copy reaches here. The first rollout of a process is told apart: with
+nothing compiled before, and once more with the kernels of the first process on disk.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from strop.bench import generation_contenders as contenders
+from strop.bench.generation_contenders import Failed, Made, Side, Workload
+from strop.bench.harness import Method, ratio, statistics
+from strop.bench.text import duration
+
+ON_GPU = True
+ROUNDS = 7  # at most
+STARTED = ("vLLM",)  # engines whose start takes a minute: one fresh process is enough
+
+
+def cases(workloads: Sequence[Workload] | None = None) -> list["GenerationCase"]:
+    """Those of one model next to each other share its processes."""
+    if workloads is None:
+        workloads = contenders.ON_A_GPU if torch.cuda.is_available() else contenders.ON_A_CPU
+    sides = Sides()
+    return [GenerationCase(workload=workload, sides=sides) for workload in workloads]
+
+
+class Sides:
+    """The processes of the model at hand. A contender that cannot start is left out, and why is kept; strop's failure is an error."""
+
+    def __init__(self) -> None:
+        self.asked_first: Workload | None = None  # of this model
+        self.running: dict[str, Side] = {}
+        self.left_out: dict[str, str] = {}
+        self.first: dict[str, dict[str, float]] = {}
+
+    def of(self, workload: Workload) -> dict[str, Side]:
+        if self.asked_first is None or self.asked_first.model != workload.model:
+            self.close()
+            self.asked_first = workload
+            self.bytes_per_second = contenders.bandwidth(workload.model.device)
+            self.left_out = contenders.left_out(workload.model)
+            for name in contenders.CONTENDERS:
+                if name not in self.left_out:
+                    self._start(name, workload)
+        return self.running
+
+    def _start(self, name: str, workload: Workload) -> None:
+        with tempfile.TemporaryDirectory() as cache:
+            try:
+                side = Side(name, workload.model, cache)
+                found = {"first_seconds": side.start_seconds + side.rollout(workload, 0).seconds}
+                if name not in STARTED:
+                    again = Side(name, workload.model, cache)
+                    found["first_seconds_cached"] = again.rollout(workload, 0).seconds
+                    again.close()
+            except Failed as error:
+                self.leave_out(name, error)
+                return
+        self.running[name], self.first[name] = side, {key: round(value, 3) for key, value in found.items()}
+
+    def leave_out(self, name: str, error: Failed) -> None:
+        if name == "strop":
+            raise error
+        self.left_out[name] = str(error)
+
+    def close(self) -> None:
+        for side in self.running.values():
+            side.close()
+        self.running, self.first = {}, {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationCase:
+    workload: Workload
+    sides: Sides
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        return self.workload.labels()
+
+    @property
+    def work(self) -> str:
+        found = self.labels
+        about = "at most " if self.workload.varied else ""
+        return f"generation, {found['model']}, {found['completions']} × {about}{found['new_tokens']:,} after {found['prompt_tokens']:,}"
+
+    def measure(self, method: Method) -> dict[str, Any]:
+        """A sample is one rollout. The first one of each contender at this workload is not counted."""
+        workload, running = self.workload, dict(self.sides.of(self.workload))
+        left_out = dict(self.sides.left_out)
+        made: dict[str, list[Made]] = {name: [] for name in running}
+        for round_ in range(1 + min(ROUNDS, method.rounds)):
+            for name in list(running):
+                try:
+                    rollout = running[name].rollout(workload, seed=round_)
+                except Failed as error:
+                    if name == "strop":
+                        raise
+                    left_out[name] = str(error)
+                    del running[name], made[name]
+                    continue
+                made[name] += [rollout] if round_ else []
+        bytes_read, speed = contenders.weight_bytes(workload.model), self.sides.bytes_per_second
+        samples = {name: [round(1e9 * one.seconds, 1) for one in found] for name, found in made.items()}
+        facts = {name: _facts(found, bytes_read / speed) for name, found in made.items()}
+        first = self.sides.first if self.sides.asked_first == workload else {}
+        about = {"weight_bytes": bytes_read, "bytes_per_second": round(speed), "left_out": left_out}
+        return {
+            "work": self.work,
+            "labels": {**self.labels, **about},
+            "contenders": {n: statistics(samples[n]) | facts[n] | first.get(n, {}) for n in made},
+            "ratios": {name: ratio(samples[name], samples["strop"]) for name in samples if name != "strop"},
+        }
+
+
+def _facts(made: Sequence[Made], seconds_a_step: float) -> dict[str, Any]:
+    """Medians: tokens of a rollout, its longest completion, tokens a second, and the share that the limit is of its time."""
+    tokens, longest = ([float(number(one.lengths)) for one in made] for number in (sum, max))
+    rates = [count / one.seconds for count, one in zip(tokens, made, strict=True)]
+    shares = [steps * seconds_a_step / one.seconds for steps, one in zip(longest, made, strict=True)]
+    return {
+        "generated_tokens": float(np.median(tokens)),
+        "longest": float(np.median(longest)),
+        "tokens_per_second": round(float(np.median(rates)), 1),
+        "share_of_limit": round(float(np.median(shares)), 4),
+    }
+
+
+def summary(measured: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for case in measured:
+        for name, facts in case["contenders"].items():
+            times = case["ratios"].get(name, {}).get("value")
+            first = f"{facts['first_seconds']:.3g} s" if "first_seconds" in facts else ""
+            rows.append([case["work"], name, duration(facts["median_ns"]), f"{times:.3g}×" if times else "",
+                         f"{facts['tokens_per_second']:,.0f}", f"{facts['share_of_limit']:.1%}", first])  # fmt: skip
+    return ["work", "by", "a rollout", "takes", "tokens/s", "of the limit", "first rollout"], rows
