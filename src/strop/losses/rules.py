@@ -62,7 +62,7 @@ def clip_bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipB
         raise ValueError(f"clip_eps must be one number or a pair (low, high), found {len(pair)} numbers")
     for value in pair:
         check_number(value, "clip_eps", 0, open_low=True, finite=False)
-    low, high = map(float, pair)
+    high = float(pair[1])
     if loss_type == "cispo":
         if high < 1:
             raise ValueError(
@@ -71,12 +71,18 @@ def clip_bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipB
             )
         if delta is not None:
             raise ValueError(f"delta must be None for 'cispo', whose ratio clip_eps bounds already, found {delta}")
-        return ClipBounds(0.0, high, math.inf)
-    if delta is not None:
+    elif delta is not None:
         check_number(delta, "delta", finite=False)
         if not delta >= 1 + high:
             raise ValueError(f"delta must be at least 1 + clip_eps = {1 + high}, found {delta}")
-    return ClipBounds(1 - low, 1 + high, math.inf if delta is None else float(delta))
+    return _bounds(clip_eps, delta, loss_type)
+
+
+def _bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipBounds:
+    low, high = clip_eps if isinstance(clip_eps, (tuple, list)) else (clip_eps, clip_eps)
+    if loss_type == "cispo":
+        return ClipBounds(0.0, float(high), math.inf)
+    return ClipBounds(1 - float(low), 1 + float(high), math.inf if delta is None else float(delta))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +110,6 @@ class PolicyRule:
     entropy_coef: float = 0.0
     max_completion_length: int | None = field(default=None, metadata={"set_by": "max_new_tokens"})
     row_suffices: ClassVar[bool]  # whether a token's loss needs its own row of logits alone: no sequence, no entropy
-    bounds: ClassVar[ClipBounds]
-    text: ClassVar[str]  # what a row needs, for operators of torch.ops, which take no objects; see `from_text`
 
     def __post_init__(self) -> None:
         check_choice(self.importance_level, "importance_level", IMPORTANCE_LEVELS)
@@ -116,18 +120,24 @@ class PolicyRule:
             check_number(getattr(self, name), name, 0)
         if self.max_completion_length is not None:
             check_count(self.max_completion_length, "max_completion_length", 1)
-        # set once, not asked for again and again: a rule goes into every call of an operator
         object.__setattr__(self, "row_suffices", self.importance_level == "token" and not self.entropy_coef)
-        object.__setattr__(self, "bounds", clip_bounds(self.clip, self.delta, self.loss_type))
-        low, high = self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
-        text = f"{self.loss_type} {low} {high} {self.delta} {self.beta} {self.kl_estimator}"
-        object.__setattr__(self, "text", text)
+        clip_bounds(self.clip, self.delta, self.loss_type)  # checks them
 
     @property
     def clip(self) -> ClipEps:
         if self.clip_eps is not None:
             return self.clip_eps
         return (0.2, 5.0) if self.loss_type == "cispo" else 0.2
+
+    @property
+    def bounds(self) -> ClipBounds:
+        return _bounds(self.clip, self.delta, self.loss_type)
+
+    @property
+    def text(self) -> str:
+        """What a row needs, for operators of torch.ops, which take no objects; `from_text` is the way back."""
+        low, high = self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
+        return f"{self.loss_type} {low} {high} {self.delta} {self.beta} {self.kl_estimator}"
 
     def weight(self, length: int, num_tokens: int, num_sequences: int) -> float:
         """Of each token of a sequence with so many, in a batch with so many tokens and sequences in all."""
