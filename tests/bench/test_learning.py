@@ -30,7 +30,7 @@ def config(tmp_path):
     return tmp_path / "tiny.yaml"
 
 
-def test_every_metric_of_every_step_is_kept(config, capsys):
+def test_every_metric_of_every_step_is_kept(config, capfd):
     found = learning.Learning(path=config, settings=("num_steps=3",)).measure(Method())
     assert found["training"]["steps"] == [1, 2, 3]
     assert found["evaluations"]["steps"] == [0, 2, 3]
@@ -43,7 +43,7 @@ def test_every_metric_of_every_step_is_kept(config, capsys):
     assert found["config"]["run"]["num_steps"] == 3
     assert found["config"]["task_options"] == {"digits": 1}
     assert "gguf_file" not in found["config"]  # nothing was said of it
-    assert "step      2  eval/reward/mean" in capsys.readouterr().err
+    assert "step      2  eval/reward/mean" in capfd.readouterr().err
     header, rows = learning.summary([found])
     assert header == ["step", "held-out problems solved"]
     assert [row[0] for row in rows] == ["0", "2", "3"]

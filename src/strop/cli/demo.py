@@ -284,7 +284,8 @@ class Demo:
         if figure is not None:
             demo_report.draw(results, figure)
         about = json.loads((self.folder / MARK).read_text(encoding="utf-8"))
-        found = {"before": asdict(before), "after": asdict(after), "seconds": self.seconds}
+        task = {"digits": LENGTH, "num_held_out": NUM_TEST, "best_of": SAMPLES}
+        found = {"task": task, "before": asdict(before), "after": asdict(after), "seconds": self.seconds}
         write_json(self.folder / MARK, {**about, "finished": True, **found})
 
 

@@ -131,6 +131,7 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
         raise ValueError(f"{output} holds a run already: --resume goes on with it, --output names another folder")
     trainer, rows, eval_rows = build(command, job, config)
     trainer.loggers = _loggers(job, config, output, quiet)
+    trainer.run.about = {"job": told(job)}
     if not quiet:
         print(f"{command}: {len(rows):,} rows, {_size(trainer)}; run folder {output}", file=sys.stderr)
     history = trainer.train(
@@ -158,6 +159,12 @@ def build(command: str, job: JobConfig, config: Any) -> tuple[Any, Sequence[Any]
         rows,
         eval_rows,
     )
+
+
+def told(job: JobConfig) -> dict[str, Any]:
+    """What the job says beyond its defaults."""
+    plain, default = job.to_dict(), JobConfig().to_dict()
+    return {name: value for name, value in plain.items() if value != default[name]}
 
 
 def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:

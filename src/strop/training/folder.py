@@ -61,11 +61,13 @@ class RunFolder:
         before = _read_about(path) if path.exists() else {}
         versions = {"strop": __version__, "torch": torch.__version__, "python": platform.python_version()}
         about = {
+            **trainer.run.about,
             "algorithm": trainer.name,
             "config": trainer.config.to_dict(),
             "model": {
                 "class": type(trainer.module).__name__,
                 "num_parameters": sum(param.numel() for param in trainer.module.parameters()),
+                "device": str(trainer.policy.device),
             },
             "num_rows": trainer.run.state.num_rows,
             "total_steps": trainer.run.state.total_steps,

@@ -28,6 +28,7 @@ class Run:
     history       what was measured
     callbacks, loggers   who is told
     stop_reason   why train() is to end after the present step
+    about         what run.json says besides what the trainer knows: the command line puts its job there
     goes_on       whether the next train() continues: after from_checkpoint, or an interruption
     """
 
@@ -42,6 +43,7 @@ class Run:
         self.state = TrainState()
         self.history = History()
         self.stop_reason: str | None = None
+        self.about: dict[str, Any] = {}
         self.goes_on = False
 
     # ---- a step ----

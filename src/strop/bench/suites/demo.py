@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from strop.bench.harness import Method
-from strop.bench.suites.learning import columns
-from strop.cli.demo import LENGTH, MARK, NUM_TEST, SAMPLES, Demo, claim_folder
-from strop.cli.demo_report import grpo_run
-from strop.models import one_thread
+from strop.bench.suites.learning import columns, run_command
+from strop.training.logging import read_metrics
 
 SEEDS = (0, 1, 2)
 CURVES = ("step", "eval/accuracy", "reward/mean", "kl", "entropy", "completion/length")
@@ -37,15 +33,19 @@ class DemoRun:
         return f"strop demo --seed {self.seed}"
 
     def measure(self, method: Method) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as parent, one_thread():
+        with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent) / "demo"
-            claim_folder(folder, {})
-            Demo(Console(quiet=True), folder, self.seed, self.steps, self.sft_steps).run(None)
-            found = json.loads((folder / MARK).read_text(encoding="utf-8"))
-            metrics = [{name: row[name] for name in CURVES if name in row} for row in grpo_run(folder).metrics]
+            steps = f"--steps={self.steps}", f"--sft-steps={self.sft_steps}"
+            run_command("demo", f"--output={folder}", f"--seed={self.seed}", *steps)
+            found = json.loads((folder / "demo.json").read_text(encoding="utf-8"))
+            metrics = read_metrics(folder / "grpo" / "metrics.jsonl")
+        for row in metrics:  # the reward is 1 for a right answer and 0 for any other
+            if "eval/reward/mean" in row:
+                row["eval/accuracy"] = row["eval/reward/mean"]
+        metrics = [{name: row[name] for name in CURVES if name in row} for row in metrics]
         return {
             "work": self.work,
-            "labels": {"seed": self.seed, "digits": LENGTH, "num_held_out": NUM_TEST, "best_of": SAMPLES},
+            "labels": {"seed": self.seed, **found["task"]},
             "before": {name: found["before"][name] for name in SCORES},
             "after": {name: found["after"][name] for name in SCORES},
             "seconds": {name: round(seconds, 2) for name, seconds in found["seconds"].items()},

@@ -1,22 +1,23 @@
 """A real model learns: SmolLM2-135M-Instruct with GRPO as `examples/smollm2_grpo.yaml` sets it up.
 
 The rewards are those of sampled completions, the accuracy that of greedy answers to problems that are never trained on. Every
-metric of every step is kept. Without a GPU it is a few small steps, which show that it works and little else. Nothing is
-saved but the result: `strop train grpo --config examples/smollm2_grpo.yaml` is the same run with a run folder.
+metric of every step is kept. Without a GPU it is a few small steps, which show that it works and little else. The command
+`strop train grpo --config examples/smollm2_grpo.yaml` runs as a user runs it, and the result is read from its run folder.
 """
 
+import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from strop.bench.harness import Method
-from strop.cli.job import JobConfig
-from strop.cli.train import algorithm_class, build, gather
-from strop.logging import ConsoleLogger
+from strop.training.logging import read_metrics
 
 ON_GPU = True
 ACCURACY = "eval/reward/right_number"
@@ -44,31 +45,32 @@ class Learning:
         return f"GRPO as {self.path.as_posix()}"
 
     def measure(self, method: Method) -> dict[str, Any]:
-        job, config = gather(algorithm_class("grpo").Config, self.path, self.settings)
-        trainer, rows, eval_rows = build("grpo", job, config)
-        if eval_rows is None:
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(parent) / "run"
+            settings = [f"--set={setting}" for setting in self.settings]
+            run_command("train", "grpo", f"--config={self.path}", f"--output={folder}", *settings)
+            about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            rows = read_metrics(folder / "metrics.jsonl")
+        evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
+        if not evaluations:
             raise ValueError(f"{self.path} must have held-out rows: num_eval_rows above 0")
-        trainer.loggers = [ConsoleLogger(10, file=sys.stderr)]
-        history = trainer.train(rows, eval_dataset=eval_rows, progress=False)
-        if history.interrupted:
-            raise KeyboardInterrupt
+        job = about["job"]
         return {
             "work": self.work,
             "labels": {
-                "algorithm": "grpo", "model": job.model, "task": job.task, "num_rows": len(rows),
-                "num_eval_rows": len(eval_rows), "device": str(trainer.policy.device),
+                "algorithm": "grpo", "model": job["model"], "task": job["task"], "num_rows": about["num_rows"],
+                "num_eval_rows": job["num_eval_rows"], "device": about["model"]["device"],
             },
             "settings": list(self.settings),
-            "config": _told(job) | config.to_dict(),
-            "training": columns(history.steps),
-            "evaluations": columns(history.evaluations),
+            "config": {name: value for name, value in job.items() if name != "output"} | about["config"],
+            "training": columns([row for row in rows if row not in evaluations]),
+            "evaluations": columns(evaluations),
         }  # fmt: skip
 
 
-def _told(job: JobConfig) -> dict[str, Any]:
-    """What the job says beyond its defaults."""
-    default = JobConfig()
-    return {f.name: asdict(job)[f.name] for f in fields(job) if getattr(job, f.name) != getattr(default, f.name)}
+def run_command(*arguments: str) -> None:
+    """`strop …` in a process of its own; what it says goes where this process's errors go."""
+    subprocess.run([sys.executable, "-m", "strop", *arguments], check=True, stdout=sys.stderr.fileno())
 
 
 def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
