@@ -36,6 +36,7 @@ HEAVY = ["torch._dynamo", "torch", "transformers", "triton", "scipy", "matplotli
 LAYERS = {
     # layer: what importing it may bring along
     "strop": [],
+    "strop._checks": [],
     "strop.primitives": [],
     "strop.moe": [],
     "strop.moe.engine": [],

@@ -143,12 +143,13 @@ def test_processes_are_shared_by_the_workloads_of_a_model_and_closed_after_them(
     started, _ = in_this_process
     other = dataclasses.replace(TINY, name="another")
     cases = generation.cases([FULL, VARIED, dataclasses.replace(FULL, model=other)])
-    for case in cases[:2]:
-        case.measure(Method(rounds=3))
-    kept = [side.open for side in started]
-    assert kept == [True, False, True, False]  # the second of each was for the kernels on disk
+    cases[0].measure(Method(rounds=3))
+    assert [side.open for side in started] == [True, False, True, False]  # two of each: one for the kernels on disk
+    cases[1].measure(Method(rounds=3))
+    assert [side.open for side in started] == [False] * 4
     cases[2].measure(Method(rounds=3))
-    assert [side.open for side in started] == [False] * 4 + [True, False, True, False]
+    assert len(started) == 8
+    assert not any(side.open for side in started)
 
 
 def test_a_peer_that_fails_is_left_out_and_why_is_told(in_this_process):

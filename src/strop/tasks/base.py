@@ -64,7 +64,7 @@ class Task(ABC):
 
         limit   None: 1000, or all that are found where there are fewer
         """
-        check_split(split)
+        check_choice(split, "split", SPLITS)
         wanted = DEFAULT_ROWS if limit is None else as_count(limit, "limit", 1)
         rng = np.random.default_rng([as_count(seed, "seed", 0), SPLITS.index(split)])
         found: dict[str, str] = {}
@@ -82,10 +82,6 @@ class Task(ABC):
     def reward(self, completions: Sequence[str], answer: Sequence[str]) -> list[float]:
         """1 for the answer and nothing else (spaces around it do not count), 0 for everything else."""
         return exact_match(completions, answer)
-
-
-def check_split(split: str) -> None:
-    check_choice(split, "split", SPLITS)
 
 
 def split_of(key: str) -> str:

@@ -8,8 +8,8 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from strop._checks import as_count
-from strop.tasks.base import DEFAULT_ROWS, SPLITS, check_split, split_of
+from strop._checks import as_count, check_choice
+from strop.tasks.base import DEFAULT_ROWS, SPLITS, split_of
 
 ROUNDS = 50  # of drawing, each of at least as many problems as are wanted
 
@@ -37,7 +37,7 @@ class ReasoningGym:
 
         A problem belongs to the split its text hashes to: train and test never meet, whatever the seeds.
         """
-        check_split(split)
+        check_choice(split, "split", SPLITS)
         wanted = DEFAULT_ROWS if limit is None else as_count(limit, "limit", 1)
         first_seed = ROUNDS * (len(SPLITS) * as_count(seed, "seed", 0) + SPLITS.index(split))
         found: dict[str, dict[str, Any]] = {}

@@ -30,8 +30,9 @@ def cases(workloads: Sequence[Workload] | None = None) -> list["GenerationCase"]
     """Those of one model next to each other share its processes."""
     if workloads is None:
         workloads = contenders.ON_A_GPU if torch.cuda.is_available() else contenders.ON_A_CPU
-    sides = Sides()
-    return [GenerationCase(workload=workload, sides=sides) for workload in workloads]
+    sides, models = Sides(), [workload.model for workload in workloads]
+    last = [model != after for model, after in zip(models, [*models[1:], None], strict=True)]
+    return [GenerationCase(workload=w, sides=sides, last=is_last) for w, is_last in zip(workloads, last, strict=True)]
 
 
 class Sides:
@@ -42,6 +43,7 @@ class Sides:
         self.running: dict[str, Side] = {}
         self.left_out: dict[str, str] = {}
         self.first: dict[str, dict[str, float]] = {}
+        self.caches: list[tempfile.TemporaryDirectory[str]] = []  # of compiled kernels, one a contender
 
     def of(self, workload: Workload) -> dict[str, Side]:
         if self.asked_first is None or self.asked_first.model != workload.model:
@@ -55,34 +57,37 @@ class Sides:
         return self.running
 
     def _start(self, name: str, workload: Workload) -> None:
-        with tempfile.TemporaryDirectory() as cache:
-            try:
-                side = Side(name, workload.model, cache)
-                found = {"first_seconds": side.start_seconds + side.rollout(workload, 0).seconds}
-                if name not in STARTED:
-                    again = Side(name, workload.model, cache)
-                    found["first_seconds_cached"] = again.rollout(workload, 0).seconds
-                    again.close()
-            except Failed as error:
-                self.leave_out(name, error)
-                return
+        self.caches.append(tempfile.TemporaryDirectory())
+        cache = self.caches[-1].name
+        try:
+            side = Side(name, workload.model, cache)
+            found = {"first_seconds": side.start_seconds + side.rollout(workload, 0).seconds}
+            if name not in STARTED:
+                again = Side(name, workload.model, cache)
+                found["first_seconds_cached"] = again.rollout(workload, 0).seconds
+                again.close()
+        except Failed as error:
+            if name == "strop":
+                raise
+            self.left_out[name] = str(error)
+            return
         self.running[name], self.first[name] = side, {key: round(value, 3) for key, value in found.items()}
-
-    def leave_out(self, name: str, error: Failed) -> None:
-        if name == "strop":
-            raise error
-        self.left_out[name] = str(error)
 
     def close(self) -> None:
         for side in self.running.values():
             side.close()
-        self.running, self.first = {}, {}
+        for cache in self.caches:
+            cache.cleanup()
+        self.running, self.first, self.caches, self.asked_first = {}, {}, [], None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationCase:
+    """last: of its model, whose processes end with it"""
+
     workload: Workload
     sides: Sides
+    last: bool = False
 
     @property
     def labels(self) -> dict[str, Any]:
@@ -115,6 +120,8 @@ class GenerationCase:
         facts = {name: _facts(found, bytes_read / speed) for name, found in made.items()}
         first = self.sides.first if self.sides.asked_first == workload else {}
         about = {"weight_bytes": bytes_read, "bytes_per_second": round(speed), "left_out": left_out}
+        if self.last:
+            self.sides.close()
         return {
             "work": self.work,
             "labels": {**self.labels, **about},
