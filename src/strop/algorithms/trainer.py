@@ -195,13 +195,14 @@ class Trainer:
             return contextlib.nullcontext()
         return torch.autocast(self.policy.device.type, torch.bfloat16)
 
-    def micro_batches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[list[Row]]:
-        """The rows in parts of at most micro_batch_size rows and micro_batch_tokens tokens.
+    def micro_batches(self, rows: Sequence[Row], lengths: Sequence[int], *, times: int = 1) -> list[list[Row]]:
+        """The rows in parts of at most micro_batch_size rows and micro_batch_tokens tokens, or `times` as many.
 
         lengths   tokens of each row; of a pair those of both its completions
         """
         run = self.config.run
-        return split(rows, lengths, run.micro_batch_size, run.micro_batch_tokens, padded=self.policy.pads)
+        size, num_tokens = times * run.micro_batch_size, times * run.micro_batch_tokens
+        return split(rows, lengths, size, num_tokens, padded=self.policy.pads)
 
     def eval_batches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[list[Row]]:
         """The rows of a dataset, however many, in parts no larger than training has them."""

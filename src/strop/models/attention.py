@@ -11,7 +11,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,14 +47,15 @@ class Packed(Pass):
 
     lengths      of the sequences, known to the host
     cu_seqlens   where they begin and end, on the device
+    rules        of the layers that have attended
     """
 
     lengths: Sequence[int]
     cu_seqlens: torch.Tensor
-    layers_seen: int = 0
+    rules: dict[int, Rule] = field(default_factory=dict)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
-        self.layers_seen += 1
+        self.rules[layer] = rule
         q, k, v = in_one_dtype(q, k, v)
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not rule.softcap and not rule.dropout:
             return self._by_kernel(q, k, v, rule)
@@ -212,22 +213,23 @@ def attending(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(model: Any, pass_: Pass) -> Iterator[None]:
-    """Within, the model attends as this pass does; also where a layer is computed again in the backward to save memory."""
+def reading(model: Any, pass_: Pass, within: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """The model attends as this pass does, `within` what else is wanted; also where a layer is computed again in the
+    backward to save memory."""
     checkpointed = [m for m in model.modules() if "_gradient_checkpointing_func" in vars(m)]
     before = [module._gradient_checkpointing_func for module in checkpointed]
 
     def again(checkpoint: Callable[..., Any], layer: Callable[..., Any], *arguments: Any) -> Any:
-        def within(*arguments: Any) -> Any:
-            with attending(model), current(pass_):
+        def once_more(*arguments: Any) -> Any:
+            with attending(model), current(pass_), within():
                 return layer(*arguments)
 
-        return checkpoint(within, *arguments)
+        return checkpoint(once_more, *arguments)
 
     for module, checkpoint in zip(checkpointed, before, strict=True):
         module._gradient_checkpointing_func = functools.partial(again, checkpoint)
     try:
-        with attending(model), current(pass_):
+        with attending(model), current(pass_), within():
             yield
     finally:
         for module, checkpoint in zip(checkpointed, before, strict=True):
