@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from strop._tensors import in_dtype
-from strop.algorithms.metrics import PolicyMeter, on_host, reward_metrics
+from strop.algorithms.metrics import PolicyMeter, reward_metrics
 from strop.algorithms.online import (
     Prompt,
     as_prompts,
@@ -313,7 +313,7 @@ class GRPO(Trainer):
 
     # ---- learning ----
 
-    def _learn(self, experience: Experience) -> dict[str, float]:
+    def _learn(self, experience: Experience) -> dict[str, Any]:
         """The updates on a rollout, and the means of what they measured."""
         meter, updates = PolicyMeter(), []
         for number, indices in enumerate(self._minibatches(len(experience))):
@@ -323,7 +323,12 @@ class GRPO(Trainer):
                 meter.add(result.metrics, num_tokens, first=number == 0)
         names = updates[0].keys()
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in names}
-        return metrics | meter.metrics() | self._entropy(experience, meter) | self._mismatch(experience, meter)
+        metrics |= meter.metrics()
+        if (
+            "entropy" not in metrics
+        ):  # the loss has it not: estimated by the samples, the mean of −log π of the tokens drawn
+            metrics["entropy"] = -torch.cat(experience.rollout.logps).double().mean().item()
+        return metrics | self._mismatch(experience, meter)
 
     def _minibatches(self, num_completions: int) -> Iterator[list[int]]:
         """Indices of the completions of each update. The order is drawn from the run's seed, the step and the pass."""
@@ -394,13 +399,7 @@ class GRPO(Trainer):
 
     # ---- metrics ----
 
-    def _entropy(self, experience: Experience, meter: PolicyMeter) -> dict[str, float]:
-        """Exact where the loss has it; else estimated by the samples: the mean of −log π over the tokens drawn."""
-        if "entropy" in meter.metrics():
-            return {}
-        return {"entropy": -torch.cat(experience.rollout.logps).double().mean().item()}
-
-    def _mismatch(self, experience: Experience, meter: PolicyMeter) -> dict[str, float]:
+    def _mismatch(self, experience: Experience, meter: PolicyMeter) -> dict[str, Any]:
         """How far the log-probs of sampling are from those of training with the same weights; 0 if they are the same."""
         if not self.config.recomputes:
             return meter.first()
@@ -411,7 +410,7 @@ class GRPO(Trainer):
             weights_N = torch.cat(experience.weights)
             found["importance/mean"] = weights_N.mean()
             found["importance/capped_fraction"] = (weights_N < ratios_N).to(ratios_N.dtype).mean()
-        return dict(zip(found, on_host(list(found.values())), strict=True))
+        return found
 
 
 def without_signal(rewards_B: torch.Tensor, group_size: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What an algorithm measured, from the device's numbers to plain ones."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,45 +16,44 @@ def on_host(values: Sequence[torch.Tensor]) -> list[float]:
 
 
 class PolicyMeter:
-    """Means over tokens, and extremes, of what `PolicyLoss.metrics` tells of micro-batches."""
+    """Means over tokens, and extremes, of what `PolicyLoss.metrics` tells of micro-batches. Stays on the device."""
 
     NAMES: ClassVar = {"kl": "kl", "entropy": "entropy", "clip_fraction": "clip_fraction", "ratio_mean": "ratio/mean"}
 
     def __init__(self) -> None:
-        self._added: list[tuple[dict[str, torch.Tensor], int, bool]] = []
-        self._read: list[tuple[dict[str, float], int, bool]] = []
+        self._parts: list[tuple[dict[str, torch.Tensor], int, bool]] = []
 
     def add(self, metrics: dict[str, torch.Tensor], num_tokens: int, first: bool) -> None:
         """Of a micro-batch with so many tokens that count; `first`: of the first update, before any weight has changed."""
         if num_tokens:
-            self._added.append((metrics, num_tokens, first))
+            self._parts.append((metrics, num_tokens, first))
 
-    def metrics(self) -> dict[str, float]:
-        parts = [(values, weight) for values, weight, _ in self._parts()]
+    def metrics(self) -> dict[str, Any]:
+        parts = [(values, weight) for values, weight, _ in self._parts]
         known = [name for name in self.NAMES if parts and name in parts[0][0]]
-        found = {self.NAMES[name]: _mean(parts, name) for name in known}
-        found["ratio/max"] = max((values["ratio_max"] for values, _ in parts), default=1.0)
-        return found
+        found = dict(zip((self.NAMES[name] for name in known), _means(parts, known), strict=True))
+        return found | {"ratio/max": _largest(parts) if parts else 1.0}
 
-    def first(self) -> dict[str, float]:
+    def first(self) -> dict[str, Any]:
         """Of the first update alone."""
-        parts = [(values, weight) for values, weight, first in self._parts() if first]
+        parts = [(values, weight) for values, weight, first in self._parts if first]
         if not parts:
             return {}
-        largest = max(values["ratio_max"] for values, _ in parts)
-        return {"mismatch_kl": _mean(parts, "approx_kl"), "mismatch_ratio_max": largest}
-
-    def _parts(self) -> list[tuple[dict[str, float], int, bool]]:
-        """What was added, as numbers: one transfer for all of it."""
-        numbers = iter(on_host([value for metrics, _, _ in self._added for value in metrics.values()]))
-        for metrics, num_tokens, first in self._added:
-            self._read.append(({name: next(numbers) for name in metrics}, num_tokens, first))
-        self._added = []
-        return self._read
+        return {"mismatch_kl": _means(parts, ["approx_kl"])[0], "mismatch_ratio_max": _largest(parts)}
 
 
-def _mean(parts: list[tuple[dict[str, float], int]], name: str) -> float:
-    return sum(values[name] * weight for values, weight in parts) / sum(weight for _, weight in parts)
+Parts = Sequence[tuple[dict[str, torch.Tensor], int]]
+
+
+def _means(parts: Parts, names: Sequence[str]) -> Sequence[torch.Tensor]:
+    if not names:
+        return []
+    total = sum(weight for _, weight in parts)
+    return sum(torch.stack([values[name] for name in names]) * (weight / total) for values, weight in parts).unbind()  # type: ignore[union-attr]
+
+
+def _largest(parts: Parts) -> torch.Tensor:
+    return torch.stack([values["ratio_max"] for values, _ in parts]).max()
 
 
 def reward_metrics(rewards: Rewards) -> dict[str, float]:

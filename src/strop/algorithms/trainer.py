@@ -25,7 +25,7 @@ from strop.algorithms import loop
 from strop.algorithms.inputs import check_tokenizer
 from strop.algorithms.memory import explained
 from strop.algorithms.metrics import on_host
-from strop.algorithms.optim import MakeOptimizer, learning_rate_at, make_optimizer
+from strop.algorithms.optim import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
 from strop.algorithms.state import History, Phases, TrainState
 from strop.callbacks import Callback
 from strop.config import TrainerConfig, option_names, unknown_option
@@ -90,6 +90,7 @@ class Trainer:
         self.history = History()
         self._phases = Phases(self.policy.device)
         self._step_tokens = 0
+        self._unfit: list[torch.Tensor] = []  # of the step's updates: 1 from the one on whose numbers are not finite
         self.setup(ref_model)
 
     # ---- for subclasses ----
@@ -120,8 +121,12 @@ class Trainer:
     def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         """Take back what `extra_state` gave."""
 
-    def update(self, losses: Iterable[Callable[[], torch.Tensor]]) -> dict[str, float]:
-        """One optimiser step on the sum of the losses, each made by its function just before its backward."""
+    def update(self, losses: Iterable[Callable[[], torch.Tensor]]) -> dict[str, Any]:
+        """One optimiser step on the sum of the losses, each made by its function just before its backward.
+
+        What is not finite never reaches the weights. On a GPU the optimiser is told so there, and the step's end, which
+        waits for the device anyway, raises; until then loss and norm are tensors.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         parts = []
         for loss_of in losses:
@@ -134,29 +139,48 @@ class Trainer:
         with self.phase("update"):
             params = [param for group in self.optimizer.param_groups for param in group["params"]]
             limit = self.config.optim.max_grad_norm or float("inf")
-            # the one wait for the device in an update: what is not finite must not reach the weights
-            *values, grad_norm = on_host([*parts, torch.nn.utils.clip_grad_norm_(params, limit)])
-            total = sum(values)
-            if not (abs(total) < float("inf") and grad_norm < float("inf")):
-                raise FloatingPointError(
-                    f"loss {total} and gradient norm {grad_norm} must be finite; the weights are those of step "
-                    f"{self.state.step}, before this update"
-                )
+            grad_norm = torch.nn.utils.clip_grad_norm_(params, limit)
+            found: dict[str, Any] = {"loss": torch.stack(parts).sum(), "grad_norm": grad_norm}
+            if can_skip(self.optimizer):
+                unfit = (~(found["loss"] + grad_norm).isfinite()).float()
+                self._unfit.append(torch.maximum(self._unfit[-1], unfit) if self._unfit else unfit)
+                self.optimizer.found_inf = self._unfit[-1]  # type: ignore[attr-defined]
+            else:
+                found = dict(zip(found, on_host(list(found.values())), strict=True))
+                if not all(abs(value) < float("inf") for value in found.values()):
+                    raise self._not_finite(found)
             learning_rate = self._set_learning_rate()
             self.state.updates += 1  # before it: one that fails halfway has changed weights
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)  # a rollout that follows has their memory
-        return {"loss": total, "grad_norm": grad_norm, "learning_rate": learning_rate}
+        return {**found, "learning_rate": learning_rate}
 
-    def run_step(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def _on_host(self, metrics: dict[str, Any]) -> dict[str, float]:
+        """The metrics as numbers, in the one wait for the device that a step has; raises where an update was skipped."""
+        tensors = {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
+        values = on_host([*tensors.values(), *self._unfit])
+        skipped, self._unfit = values[len(tensors) :], []
+        metrics = {**metrics, **dict(zip(tensors, values, strict=False))}
+        if any(skipped):
+            self.state.updates -= int(sum(skipped))
+            raise self._not_finite(metrics)
+        return metrics
+
+    def _not_finite(self, found: dict[str, Any]) -> FloatingPointError:
+        return FloatingPointError(
+            f"loss {found.get('loss')} and gradient norm {found.get('grad_norm')} must be finite; the weights are those of "
+            f"step {self.state.step}, before this update"
+        )
+
+    def run_step(self, work: Callable[[], dict[str, Any]]) -> dict[str, float]:
         """Do `work` as one training step: events, phase times, tokens per second, loggers."""
         start = time.perf_counter()
-        self._phases, self._step_tokens = Phases(self.policy.device), 0
+        self._phases, self._step_tokens, self._unfit = Phases(self.policy.device), 0, []
         self.fire("on_step_begin")
         self.policy.model.train()
         with explained(self):
-            metrics = dict(work())
-        times = self._phases.metrics()  # waits for the device
+            metrics = self._on_host(work())
+        times = self._phases.metrics()
         seconds = time.perf_counter() - start
         self.state.step += 1
         self.state.seconds += seconds
@@ -201,7 +225,10 @@ class Trainer:
         lengths   tokens of each row; of a pair those of both its completions
         """
         run = self.config.run
-        size, num_tokens = times * run.micro_batch_size, times * run.micro_batch_tokens
+        size, num_tokens = (
+            times * run.micro_batch_size,
+            times * run.micro_batch_tokens * (2 if self.policy.fuses else 1),
+        )
         return split(rows, lengths, size, num_tokens, padded=self.policy.pads)
 
     def eval_batches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[list[Row]]:

@@ -107,7 +107,8 @@ def hugging_face_model(workload: Workload) -> Any:
 
     torch.manual_seed(SEED)
     kind = transformers.AutoConfig.for_model(workload.model_type, eos_token_id=1, pad_token_id=0, **workload.shape)
-    return transformers.AutoModelForCausalLM.from_config(kind, dtype=workload.dtype).to(workload.device)
+    with torch.device(workload.device):  # half a billion random numbers take a CPU half a minute
+        return transformers.AutoModelForCausalLM.from_config(kind, dtype=workload.dtype)
 
 
 def moe_model(workload: Workload) -> Any:

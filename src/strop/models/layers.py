@@ -1,24 +1,30 @@
 """Decoder layers of the common kind with few kernels: RMSNorm, rotary attention, gated MLP (Llama, Qwen2 and 3, Mistral …).
 
-On a GPU a layer of transformers is some 60 kernels forward, most of them smaller than their launch. Within `Fused.used` the
-same layer is its products, attention, and one kernel each for residual + norm, rotation and gate. The projections are
-called as the modules they are, so adapters and quantised weights stay what they are. Only numbers tell whether a layer is
-of that kind: `fused` holds output and gradients of each against the layer's own.
+A layer of transformers is some 60 kernels forward, most of them smaller than their launch, and keeps 60 kB a token for its
+backward at hidden 896. Within `Fused.used` it is one node of autograd: four products, attention, and a kernel each for
+residual + norm, rotation and gate; it keeps less than half, as norms and gate are computed again. Only numbers tell
+whether a layer is of that kind: `Fused.differs` holds output and gradients of each against the layer's own.
+
+Shapes: N tokens, H hidden, F the width of the gate; Q query heads, K key heads, D numbers a head, W = (Q + 2·K)·D.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
-from strop.models.attention import Rule, attention
+from strop.models import layer_kernels as kernels
+from strop.models.attention import Packed, Rule, current_pass, has_kernel
 from strop.models.kinds import base_model
+from strop.ops.autograd import first_order
+from strop.ops.head import product
 
-# names of the modules that make up a layer and its parts; those in brackets may be missing
+# names of the modules that make up a layer and its parts
 LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
@@ -30,17 +36,21 @@ class Fused:
     """A model's layers and last norm, to be used in this way.
 
     rules   of attention, by layer
+    parts   of the layers, which are not called
     """
 
     layers: list[Any]
     rules: list[Rule]
     norm: Any
+    parts: list[nn.Module]
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Within, the layers compute so, unless somebody wants to hear of a part that is not called then."""
-        parts = {} if any(map(_has_hooks, self._unheard())) else self._forwards()
-        with _replaced(parts):
+        """Within, the layers compute so, unless somebody listens to a part that is not called then, or it drops out."""
+        as_they_are = any(map(_has_hooks, self.parts)) or any(
+            layer.self_attn.attention_dropout for layer in self.layers
+        )
+        with _replaced({} if as_they_are else self._forwards()):
             yield
 
     def differs(self, read: Callable[[], Any], alike: dict[torch.dtype, float]) -> str | None:
@@ -61,41 +71,57 @@ class Fused:
         return found[0] if found else None
 
     def _forwards(self) -> dict[nn.Module, Callable[..., Any]]:
-        layers = {layer: functools.partial(_layer, layer, rule) for layer, rule in zip(self.layers, self.rules, strict=True)}
-        return layers | {self.norm: lambda x: _norm(self.norm, x)[1]}
-
-    def _unheard(self) -> Iterator[nn.Module]:
-        for layer in self.layers:
-            attn = layer.self_attn
-            yield from (layer.input_layernorm, attn, layer.post_attention_layernorm, layer.mlp, layer.mlp.act_fn)
-            yield from (getattr(attn, name) for name in HEAD_NORMS if hasattr(attn, name))
+        layers = {
+            layer: functools.partial(_layer, layer, rule) for layer, rule in zip(self.layers, self.rules, strict=True)
+        }
+        return layers | {self.norm: lambda x: LastNorm.apply(x, self.norm.weight, _eps(self.norm))}
 
 
 def fused(model: Any, rules: dict[int, Rule]) -> Fused | str:
     """The model's layers, or why they are not of the kind. `rules` are what its attention was asked for, by layer."""
     decoder = base_model(model).get_decoder()
     layers, norm = list(getattr(decoder, "layers", [])), getattr(decoder, "norm", None)
-    for module in (*layers, norm):
-        if why := _unlike(module) if module in layers else _no_norm(norm):
-            return why
-    return Fused(layers, [rules[layer.self_attn.layer_idx] for layer in layers], norm)
+    if why := next(filter(None, map(_unlike, layers)), None) or _no_norm(norm):
+        return why
+    parts = [part for layer in layers for part in layer.modules() if part is not layer]
+    return Fused(layers, [rules[layer.self_attn.layer_idx] for layer in layers], norm, parts)
 
 
-def _unlike(layer: nn.Module) -> str | None:
+def _unlike(layer: Any) -> str | None:
     """Why the layer is not of the kind, judged by its parts."""
     if "forward" in vars(layer):
         return f"the forward of its {type(layer).__name__} has been replaced"
-    names = {name: dict(part.named_children()) for name, part in [("", layer), *layer.named_children()]}
     for name, wanted in (("", LAYER), ("self_attn", ATTENTION), ("mlp", MLP)):
-        found = names.get(name, {}).keys() - (HEAD_NORMS if name == "self_attn" else set())
-        if found != wanted:
-            return f"its {name or 'layers'} have {', '.join(sorted(found ^ wanted))} in other ways"
-    act = names["mlp"]["act_fn"]
-    if type(act).__name__ not in ("SiLU", "SiLUActivation"):
-        return f"its activation is {type(act).__name__}"
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [part for name, part in names["self_attn"].items() if name in HEAD_NORMS]
+        part = layer.get_submodule(name)
+        if odd := (dict(part.named_children()).keys() - HEAD_NORMS) ^ wanted:
+            return f"its {type(part).__name__} has other parts: {', '.join(sorted(odd))}"
+    attn, mlp = layer.self_attn, layer.mlp
+    if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+        return f"its activation is {type(mlp.act_fn).__name__}"
+    if not _is_plain(layer):
+        return "its projections are more than products"
+    if attn.o_proj.bias is not None or any(
+        part.bias is not None for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    ):
+        return "its products have biases in other places than before attention"
+    if any(size % 8 for one in _projections(layer) for size in one.weight.shape):
+        return "its sizes are no multiples of 8"
+    norms = [
+        layer.input_layernorm,
+        layer.post_attention_layernorm,
+        *(getattr(attn, n) for n in HEAD_NORMS if hasattr(attn, n)),
+    ]
     return next(filter(None, map(_no_norm, norms)), None)
+
+
+def _projections(layer: Any) -> tuple[Any, ...]:
+    attn, mlp = layer.self_attn, layer.mlp
+    return attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+
+def _is_plain(layer: Any) -> bool:
+    """An adapter or a quantised weight is another class."""
+    return all(type(one) is nn.Linear for one in _projections(layer))
 
 
 def _no_norm(norm: Any) -> str | None:
@@ -117,24 +143,25 @@ def _has_hooks(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def _replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Within, these modules compute so. Around one another: the inner one's forwards count, and the outer's come back."""
-    before = {module: vars(module).get("forward") for module in forwards}
+    before: dict[nn.Module, Any] = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         vars(module)["forward"] = forward
     try:
         yield
     finally:
-        for module, forward in before.items():
-            if forward is None:
+        for module, own in before.items():
+            if own is None:
                 del vars(module)["forward"]
             else:
-                vars(module)["forward"] = forward
+                vars(module)["forward"] = own
 
 
 def _with_gradients(
     module: nn.Module, forward: Callable[..., Any], x: torch.Tensor, known: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """The output, and for a given gradient of it those of the input and of the norms' weights."""
-    norms = [part.weight for part in module.modules() if _eps(part) is not None and part.weight.requires_grad]
+    parts: list[Any] = [part for part in module.modules() if _eps(part) is not None]
+    norms = [part.weight for part in parts if part.weight.requires_grad]
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         out = forward(x, **known)
@@ -147,37 +174,201 @@ def _with_gradients(
 # ---- a layer ----
 
 
-def _layer(layer: Any, rule: Rule, hidden_states: torch.Tensor, position_embeddings: Any, **_: Any) -> torch.Tensor:
-    from strop.models.layer_kernels import Gate
-
-    attn, mlp = layer.self_attn, layer.mlp
-    x, n = _norm(layer.input_layernorm, hidden_states)
-    x, n = _norm(layer.post_attention_layernorm, x, _attend(attn, rule, n, *position_embeddings))
-    return x + mlp.down_proj(Gate.apply(mlp.gate_proj(n), mlp.up_proj(n)))
-
-
-def _attend(attn: Any, rule: Rule, n: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    from strop.models.layer_kernels import Rotate
-
-    D = cos.shape[-1]
-    q, k, v = (projection(n).unflatten(-1, (-1, D)) for projection in (attn.q_proj, attn.k_proj, attn.v_proj))
-    if hasattr(attn, "q_norm"):
-        q, k = _norm(attn.q_norm, q)[1], _norm(attn.k_norm, k)[1]
-    q, k = Rotate.apply(q, k, cos, sin)
-    q, k, v = (states.transpose(1, 2) for states in (q, k, v))
-    dropout = attn.attention_dropout if attn.training else 0.0
-    out, _ = attention(attn, q, k, v, None, rule.scaling, rule.window, rule.softcap, dropout)
-    return attn.o_proj(out.flatten(2))
+def _layer(
+    layer: Any,
+    rule: Rule,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    **others: Any,
+) -> torch.Tensor:
+    if not _is_plain(layer):  # it was when it was tried
+        return type(layer).forward(layer, hidden_states, position_embeddings=position_embeddings, **others)
+    attn, (q, k, v, *rest) = layer.self_attn, _projections(layer)
+    head_norms = getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)
+    norms = layer.input_layernorm, layer.post_attention_layernorm, *head_norms
+    return Layer.apply(
+        hidden_states, position_embeddings, Attention(current_pass(), rule), [_eps(norm) for norm in norms],
+        *(None if norm is None else norm.weight for norm in norms), q.weight, k.weight, v.weight, q.bias, k.bias, v.bias,
+        *(one.weight for one in rest),
+    )  # fmt: skip
 
 
-def _norm(norm: Any, x: torch.Tensor, a: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + a, its norm); the norm in the dtype that products take it in."""
-    from strop.models.layer_kernels import AddNorm
+class Layer(torch.autograd.Function):
+    """x + attention(norm x), and to that the MLP of its norm."""
 
-    return AddNorm.apply(x, a, norm.weight, _eps(norm), _computed_in(x))
+    @staticmethod
+    def forward(
+        ctx: Any, x, angles, attend, eps, w_1, w_2, w_q, w_k, q, k, v, bias_q, bias_k, bias_v, o, gate, up, down
+    ):
+        dtype = _computed_in(x)
+        x_NH, cos_ND, sin_ND = (whole(one[0]) for one in (x, *angles))
+        heads = [len(one) // cos_ND.shape[1] for one in (q, k, v)]
+
+        _, n1_NH, r1_N = kernels.norm(x_NH, w_1, eps[0], dtype)
+        qkv_NW = linear(
+            n1_NH, _joined((q, k, v), dtype), None if bias_q is None else _joined((bias_q, bias_k, bias_v), dtype)
+        )
+        raw_NW, r_q, r_k = qkv_NW, None, None
+        if w_q is not None:
+            qkv_NW = torch.empty_like(raw_NW)
+            (q_raw, k_raw, v_raw), (q_new, k_new, v_new) = (_apart(one, heads) for one in (raw_NW, qkv_NW))
+            _, _, r_q = kernels.norm(q_raw, w_q, eps[2], dtype, n=q_new)
+            _, _, r_k = kernels.norm(k_raw, w_k, eps[3], dtype, n=k_new)
+            v_new.copy_(v_raw)
+        q_NQD, k_NKD, v_NKD = _apart(qkv_NW, heads)
+        kernels.rotate(q_NQD, k_NKD, cos_ND, sin_ND, into=(q_NQD, k_NKD))
+        out_NQD, saved = attend.forward(q_NQD, k_NKD, v_NKD)
+        a_NH = linear(out_NQD.flatten(1), o.to(dtype))
+        h_NH, n2_NH, r2_N = kernels.norm(x_NH, w_2, eps[1], dtype, a=a_NH)
+        gu_N2F = linear(n2_NH, _joined((gate, up), dtype))
+        m_NF = kernels.gate(gu_N2F)
+        y_NH = (
+            torch.addmm(h_NH, m_NF, down.T)
+            if h_NH.dtype == down.dtype == dtype
+            else h_NH + linear(m_NF, down.to(dtype))
+        )
+
+        ctx.save_for_backward(
+            x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos_ND, sin_ND, out_NQD, h_NH, r2_N, gu_N2F, *saved,
+            w_1, w_2, w_q, w_k, q, k, v, o, gate, up, down,
+        )  # fmt: skip
+        ctx.attend, ctx.heads, ctx.dtype, ctx.num_saved = attend, heads, dtype, len(saved)
+        return y_NH[None]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor):
+        x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos_ND, sin_ND, out_NQD, h_NH, r2_N, gu_N2F, *rest = ctx.saved_tensors
+        saved, (w_1, w_2, w_q, w_k, q, k, v, o, gate, up, down) = rest[: ctx.num_saved], rest[ctx.num_saved :]
+        wants, dtype, heads = ctx.needs_input_grad[4:], ctx.dtype, ctx.heads
+        dy_NH = whole(dy[0])
+        d_NH = dy_NH.to(dtype)
+
+        d_gu_N2F, m_NF = kernels.gate_bwd(d_NH @ down.to(dtype), gu_N2F)
+        d_down = _of_weight(wants[13], d_NH, m_NF, down)
+        dh_NH, n2_NH = torch.empty_like(h_NH), torch.empty_like(d_NH)
+        d_n2_NH = d_gu_N2F @ _joined((gate, up), dtype)
+        d_w2 = kernels.norm_bwd(d_n2_NH, h_NH, w_2, r2_N, dh_NH, past=dy_NH, n=n2_NH)
+        d_gate, d_up = _of_weights(wants[11:13], d_gu_N2F, n2_NH, (gate, up))
+
+        d_NH = dh_NH.to(dtype)
+        d_o = _of_weight(wants[10], d_NH, out_NQD.flatten(1), o)
+        d_out_NQD = (d_NH @ o.to(dtype)).view_as(out_NQD)
+        dq_NQD, dk_NKD, dv_NKD = ctx.attend.backward(d_out_NQD, *_apart(qkv_NW, heads), out_NQD, saved)
+        d_qkv_NW = torch.empty_like(qkv_NW)
+        into = _apart(d_qkv_NW, heads)
+        into[2].copy_(dv_NKD)
+        kernels.rotate(
+            dq_NQD, dk_NKD, cos_ND, sin_ND, into=into[:2] if w_q is None else (dq_NQD, dk_NKD), backward=True
+        )
+        d_wq = d_wk = None
+        if w_q is not None:
+            q_raw, k_raw, _ = _apart(raw_NW, heads)
+            d_wq = kernels.norm_bwd(dq_NQD, q_raw, w_q, r_q, into[0])
+            d_wk = kernels.norm_bwd(dk_NKD, k_raw, w_k, r_k, into[1])
+        dx_NH, n1_NH = torch.empty_like(x_NH), n2_NH
+        d_n1_NH = d_qkv_NW @ _joined((q, k, v), dtype)
+        d_w1 = kernels.norm_bwd(d_n1_NH, x_NH, w_1, r1_N, dx_NH, past=dh_NH, n=n1_NH)
+        d_q, d_k, d_v = _of_weights(wants[4:7], d_qkv_NW, n1_NH, (q, k, v))
+        d_biases = [None] * 3
+        if any(wants[7:10]):
+            d_biases = d_qkv_NW.sum(0, dtype=torch.float32).split([len(q), len(k), len(v)])
+        return (
+            dx_NH[None],
+            None,
+            None,
+            None,
+            d_w1,
+            d_w2,
+            d_wq,
+            d_wk,
+            d_q,
+            d_k,
+            d_v,
+            *d_biases,
+            d_o,
+            d_gate,
+            d_up,
+            d_down,
+        )
+
+
+@dataclass
+class Attention:
+    """A layer's attention, forward and backward, outside of autograd. Where there is no kernel it is computed again."""
+
+    pass_: Packed
+    rule: Rule
+
+    def forward(self, q_NQD, k_NKD, v_NKD) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """[N, Q, D], and what the backward needs besides."""
+        if has_kernel(q_NQD, self.rule):
+            out_NQD, *saved = self.pass_.flash(q_NQD, k_NKD, v_NKD, self.rule)
+            return out_NQD, saved
+        return self._by_sequence(q_NQD, k_NKD, v_NKD), []
+
+    def backward(self, d_out_NQD, q_NQD, k_NKD, v_NKD, out_NQD, saved) -> Sequence[torch.Tensor]:
+        if saved:
+            return self.pass_.flash_bwd(d_out_NQD, q_NQD, k_NKD, v_NKD, out_NQD, *saved, rule=self.rule)
+        with torch.enable_grad():
+            states = [one.detach().requires_grad_() for one in (q_NQD, k_NKD, v_NKD)]
+            return [whole(one) for one in torch.autograd.grad(self._by_sequence(*states), states, d_out_NQD)]
+
+    def _by_sequence(self, *states: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one.transpose(0, 1)[None] for one in states)
+        return self.pass_.attend(q, k, v, 0, self.rule)[0]
+
+
+class LastNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, eps: float):
+        x_NH = whole(x[0])
+        _, n_NH, r_N = kernels.norm(x_NH, w, eps, _computed_in(x))
+        ctx.save_for_backward(x_NH, w, r_N)
+        return n_NH[None]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dn: torch.Tensor):
+        x_NH, w, r_N = ctx.saved_tensors
+        dx_NH = torch.empty_like(x_NH)
+        dw = kernels.norm_bwd(whole(dn[0]), x_NH, w, r_N, dx_NH)
+        return dx_NH[None], dw, None
 
 
 def _computed_in(x: torch.Tensor) -> torch.dtype:
     """The dtype of products with x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as the kernels read it: without gaps, on a boundary of 16 bytes."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _joined(parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+    """One below the other: one product is quicker than several, and its inputs' gradient is one sum."""
+    out = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=dtype)
+    return torch.cat(parts, out=out)
+
+
+def _apart(row_NW: torch.Tensor, heads: list[int]) -> list[torch.Tensor]:
+    """q [N, Q, D], k [N, K, D] and v [N, K, D] of a row."""
+    return list(row_NW.view(len(row_NW), sum(heads), -1).split(heads, 1))
+
+
+def _of_weight(wanted: bool, dy_NO: torch.Tensor, x_NI: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    return _of_weights([wanted], dy_NO, x_NI, [weight])[0]
+
+
+def _of_weights(
+    wanted: Sequence[bool], dy_NO: torch.Tensor, x_NI: torch.Tensor, weights: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    """dL/dW = dyᵀ·x in the weights' dtype, of those that lie one below the other."""
+    if not any(wanted):
+        return [None] * len(weights)
+    d_OI = torch.empty(dy_NO.shape[1], x_NI.shape[1], dtype=weights[0].dtype, device=dy_NO.device)
+    product(dy_NO.T, x_NI, d_OI)
+    return d_OI.split([len(weight) for weight in weights])

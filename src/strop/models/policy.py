@@ -34,7 +34,6 @@ from strop.models.kinds import (
     of_config,
     unwrapped,
 )
-from strop.models.layers import fused
 from strop.models.loading import check_moe_device, chosen_device, load_model
 from strop.ops import linear_logp, logp
 from strop.ops.rows import on_gpu
@@ -288,6 +287,11 @@ class Policy:
         return self.kind != "moe" and not self.packs
 
     @property
+    def fuses(self) -> bool:
+        """Whether the decoder layers compute as `models.layers` has them; they keep less than half for the backward."""
+        return self.packs and self._fused is not None
+
+    @property
     def scores_leanly(self) -> bool:
         """Whether a forward without gradient holds little: no padding, and never the logits of all tokens."""
         return self.packs and self.no_hidden_because is None
@@ -346,6 +350,8 @@ class Policy:
             return f"it does not read packed sequences: {rules}"
         if (reason := on_gpu(next(inner.parameters()))) is not True:
             return reason
+        from strop.models.layers import fused  # imports Triton
+
         found = fused(inner, rules)
         if isinstance(found, str):
             return found
