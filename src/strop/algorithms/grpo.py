@@ -42,7 +42,6 @@ from strop.rewards import RewardFunctions, Rewards, check_timeout
 from strop.rollout import Rollout, Sampling, generate
 
 OLD_LOGPS = ("auto", "rollout", "recompute")
-SCORED_AT_ONCE = 4  # micro-batches of training: scoring keeps the activations of one layer at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +282,8 @@ class GRPO(Trainer):
         """Micro-batches: which of the completions, and their tokens. Without activations to keep they may be larger."""
         lines = rollout.trajectories
         scorers = [self.policy, *([] if self.reference is None else [self.reference.policy])]
-        times = SCORED_AT_ONCE if all(scorer.scores_leanly for scorer in scorers) else 1
-        parts = self.micro_batches(range(len(lines)), [len(line) for line in lines], times=times)
+        lean = all(scorer.scores_leanly for scorer in scorers)
+        parts = self.micro_batches(range(len(lines)), [len(line) for line in lines], lean=lean)
         return [(part, TokenBatch.of([lines[i] for i in part], self.policy.device)) for part in parts]
 
     def _logps_by(self, scorer: Any, batches: Sequence[tuple[Sequence[int], TokenBatch]]) -> list[torch.Tensor]:

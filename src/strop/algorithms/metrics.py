@@ -48,8 +48,8 @@ Parts = Sequence[tuple[dict[str, torch.Tensor], int]]
 def _means(parts: Parts, names: Sequence[str]) -> Sequence[torch.Tensor]:
     if not names:
         return []
-    total = sum(weight for _, weight in parts)
-    return sum(torch.stack([values[name] for name in names]) * (weight / total) for values, weight in parts).unbind()  # type: ignore[union-attr]
+    sums: Any = sum(torch.stack([values[name] for name in names]).double() * weight for values, weight in parts)
+    return (sums / sum(weight for _, weight in parts)).unbind()
 
 
 def _largest(parts: Parts) -> torch.Tensor:

@@ -32,6 +32,7 @@ from strop.config import TrainerConfig, option_names, unknown_option
 from strop.data.batching import split
 
 Row = TypeVar("Row")
+LEAN_TOKENS = 4  # times micro_batch_tokens, where a token takes a fraction of the memory: see `models.layers`
 USERS_PHASES = ("reward",)  # functions of the user's run in them, with all of torch's threads
 
 
@@ -219,17 +220,15 @@ class Trainer:
             return contextlib.nullcontext()
         return torch.autocast(self.policy.device.type, torch.bfloat16)
 
-    def micro_batches(self, rows: Sequence[Row], lengths: Sequence[int], *, times: int = 1) -> list[list[Row]]:
-        """The rows in parts of at most micro_batch_size rows and micro_batch_tokens tokens, or `times` as many.
+    def micro_batches(self, rows: Sequence[Row], lengths: Sequence[int], *, lean: bool = False) -> list[list[Row]]:
+        """The rows in parts of at most micro_batch_size rows and micro_batch_tokens tokens.
 
         lengths   tokens of each row; of a pair those of both its completions
+        lean      nothing is kept for a backward, so that more tokens have room
         """
         run = self.config.run
-        size, num_tokens = (
-            times * run.micro_batch_size,
-            times * run.micro_batch_tokens * (2 if self.policy.fuses else 1),
-        )
-        return split(rows, lengths, size, num_tokens, padded=self.policy.pads)
+        num_tokens = run.micro_batch_tokens * (LEAN_TOKENS if lean or self.policy.fuses else 1)
+        return split(rows, lengths, run.micro_batch_size, num_tokens, padded=self.policy.pads)
 
     def eval_batches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[list[Row]]:
         """The rows of a dataset, however many, in parts no larger than training has them."""

@@ -176,7 +176,7 @@ def trl_steps(workload: Workload, folder: str, at_a_time: int | None = None) -> 
     texts = [" ".join(f"t{i}" for i in row) for row in workload.prompts().tolist()]
     lengths: list[int] = []
 
-    def counted_reward(completion_ids: Any, **columns: Any) -> list[float]:
+    def counted_reward(completion_ids: Any, **columns: Any) -> list[Any]:
         lengths.append(sum(map(len, completion_ids)))
         return reward(completion_ids)
 

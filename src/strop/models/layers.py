@@ -2,8 +2,9 @@
 
 A layer of transformers is some 60 kernels forward, most of them smaller than their launch, and keeps 60 kB a token for its
 backward at hidden 896. Within `Fused.used` it is one node of autograd: four products, attention, and a kernel each for
-residual + norm, rotation and gate; it keeps less than half, as norms and gate are computed again. Only numbers tell
-whether a layer is of that kind: `Fused.differs` holds output and gradients of each against the layer's own.
+residual + norm, rotation and gate. It keeps 10 kB, for norms and the MLP are computed again: a product of seven more, and
+micro-batches of four times the tokens in less memory. Only numbers tell whether a layer is of that kind:
+`Fused.differs` holds output and gradients of each against the layer's own.
 
 Shapes: N tokens, H hidden, F the width of the gate; Q query heads, K key heads, D numbers a head, W = (Q + 2·K)·D.
 """
@@ -114,9 +115,12 @@ def _unlike(layer: Any) -> str | None:
     return next(filter(None, map(_no_norm, norms)), None)
 
 
-def _projections(layer: Any) -> tuple[Any, ...]:
-    attn, mlp = layer.self_attn, layer.mlp
-    return attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+def _projections(layer: Any) -> list[Any]:
+    parts = layer._modules  # past __getattr__, which takes a tenth of a layer's time here
+    attn, mlp = parts["self_attn"]._modules, parts["mlp"]._modules
+    return [attn[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")] + [
+        mlp[name] for name in ("gate_proj", "up_proj", "down_proj")
+    ]
 
 
 def _is_plain(layer: Any) -> bool:
@@ -183,13 +187,13 @@ def _layer(
 ) -> torch.Tensor:
     if not _is_plain(layer):  # it was when it was tried
         return type(layer).forward(layer, hidden_states, position_embeddings=position_embeddings, **others)
-    attn, (q, k, v, *rest) = layer.self_attn, _projections(layer)
-    head_norms = getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)
-    norms = layer.input_layernorm, layer.post_attention_layernorm, *head_norms
+    parts, (q, k, v, *rest) = layer._modules, [one._parameters for one in _projections(layer)]
+    attn = parts["self_attn"]._modules
+    norms = parts["input_layernorm"], parts["post_attention_layernorm"], attn.get("q_norm"), attn.get("k_norm")
     return Layer.apply(
         hidden_states, position_embeddings, Attention(current_pass(), rule), [_eps(norm) for norm in norms],
-        *(None if norm is None else norm.weight for norm in norms), q.weight, k.weight, v.weight, q.bias, k.bias, v.bias,
-        *(one.weight for one in rest),
+        *(None if norm is None else norm._parameters["weight"] for norm in norms), q["weight"], k["weight"], v["weight"],
+        q["bias"], k["bias"], v["bias"], *(one["weight"] for one in rest),
     )  # fmt: skip
 
 
@@ -197,18 +201,14 @@ class Layer(torch.autograd.Function):
     """x + attention(norm x), and to that the MLP of its norm."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x, angles, attend, eps, w_1, w_2, w_q, w_k, q, k, v, bias_q, bias_k, bias_v, o, gate, up, down
-    ):
-        dtype = _computed_in(x)
+    def forward(ctx: Any, x, angles, attend, eps, w_1, w_2, w_q, w_k, *projections):
         x_NH, cos_ND, sin_ND = (whole(one[0]) for one in (x, *angles))
-        heads = [len(one) // cos_ND.shape[1] for one in (q, k, v)]
+        dtype, heads = _computed_in(x), [len(one) // cos_ND.shape[1] for one in projections[:3]]
+        qkv, o, gate_up, down, bias = _copied(projections, dtype)
 
         _, n1_NH, r1_N = kernels.norm(x_NH, w_1, eps[0], dtype)
-        qkv_NW = linear(
-            n1_NH, _joined((q, k, v), dtype), None if bias_q is None else _joined((bias_q, bias_k, bias_v), dtype)
-        )
-        raw_NW, r_q, r_k = qkv_NW, None, None
+        raw_NW = qkv_NW = linear(n1_NH, qkv, bias)
+        r_q = r_k = None
         if w_q is not None:
             qkv_NW = torch.empty_like(raw_NW)
             (q_raw, k_raw, v_raw), (q_new, k_new, v_new) = (_apart(one, heads) for one in (raw_NW, qkv_NW))
@@ -218,79 +218,61 @@ class Layer(torch.autograd.Function):
         q_NQD, k_NKD, v_NKD = _apart(qkv_NW, heads)
         kernels.rotate(q_NQD, k_NKD, cos_ND, sin_ND, into=(q_NQD, k_NKD))
         out_NQD, saved = attend.forward(q_NQD, k_NKD, v_NKD)
-        a_NH = linear(out_NQD.flatten(1), o.to(dtype))
-        h_NH, n2_NH, r2_N = kernels.norm(x_NH, w_2, eps[1], dtype, a=a_NH)
-        gu_N2F = linear(n2_NH, _joined((gate, up), dtype))
-        m_NF = kernels.gate(gu_N2F)
-        y_NH = (
-            torch.addmm(h_NH, m_NF, down.T)
-            if h_NH.dtype == down.dtype == dtype
-            else h_NH + linear(m_NF, down.to(dtype))
-        )
+        h_NH, n2_NH, _ = kernels.norm(x_NH, w_2, eps[1], dtype, a=linear(out_NQD.flatten(1), o))
+        m_NF = kernels.gate(linear(n2_NH, gate_up))
+        y_NH = torch.addmm(h_NH, m_NF, down.T) if h_NH.dtype == dtype else h_NH + linear(m_NF, down)
 
-        ctx.save_for_backward(
-            x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos_ND, sin_ND, out_NQD, h_NH, r2_N, gu_N2F, *saved,
-            w_1, w_2, w_q, w_k, q, k, v, o, gate, up, down,
-        )  # fmt: skip
-        ctx.attend, ctx.heads, ctx.dtype, ctx.num_saved = attend, heads, dtype, len(saved)
+        kept = x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos_ND, sin_ND, out_NQD, h_NH, w_1, w_2, w_q, w_k
+        ctx.save_for_backward(*kept, *projections, *saved)
+        ctx.attend, ctx.heads, ctx.dtype, ctx.eps_2, ctx.num_kept = attend, heads, dtype, eps[1], len(kept)
         return y_NH[None]
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor):
-        x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos_ND, sin_ND, out_NQD, h_NH, r2_N, gu_N2F, *rest = ctx.saved_tensors
-        saved, (w_1, w_2, w_q, w_k, q, k, v, o, gate, up, down) = rest[: ctx.num_saved], rest[ctx.num_saved :]
-        wants, dtype, heads = ctx.needs_input_grad[4:], ctx.dtype, ctx.heads
+        saved = ctx.saved_tensors  # asked for once: gradient checkpointing gives them once
+        kept, projections, saved = saved[: ctx.num_kept], saved[ctx.num_kept :][:10], saved[ctx.num_kept + 10 :]
+        x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos_ND, sin_ND, out_NQD, h_NH, w_1, w_2, w_q, w_k = kept
+        dtype, heads, wants = ctx.dtype, ctx.heads, ctx.needs_input_grad[8:]
+        qkv, o, gate_up, down, _ = _copied(projections, dtype)
         dy_NH = whole(dy[0])
+
+        # y = h + m·downᵀ,  m = gate(n₂·gate_upᵀ),  n₂ = norm h
         d_NH = dy_NH.to(dtype)
+        _, n2_NH, r2_N = kernels.norm(h_NH, w_2, ctx.eps_2, dtype)
+        d_gu_N2F, m_NF = kernels.gate_bwd(d_NH @ down, linear(n2_NH, gate_up))
+        (d_down,) = _of_weights(wants[9:], d_NH, m_NF, projections[9:])
+        d_gate, d_up = _of_weights(wants[7:9], d_gu_N2F, n2_NH, projections[7:9])
+        dh_NH = torch.empty_like(h_NH)
+        d_w2 = kernels.norm_bwd(d_gu_N2F @ gate_up, h_NH, w_2, r2_N, dh_NH, past=dy_NH)
 
-        d_gu_N2F, m_NF = kernels.gate_bwd(d_NH @ down.to(dtype), gu_N2F)
-        d_down = _of_weight(wants[13], d_NH, m_NF, down)
-        dh_NH, n2_NH = torch.empty_like(h_NH), torch.empty_like(d_NH)
-        d_n2_NH = d_gu_N2F @ _joined((gate, up), dtype)
-        d_w2 = kernels.norm_bwd(d_n2_NH, h_NH, w_2, r2_N, dh_NH, past=dy_NH, n=n2_NH)
-        d_gate, d_up = _of_weights(wants[11:13], d_gu_N2F, n2_NH, (gate, up))
-
+        # h = x + out·oᵀ,  out = attention(q, k, v)
         d_NH = dh_NH.to(dtype)
-        d_o = _of_weight(wants[10], d_NH, out_NQD.flatten(1), o)
-        d_out_NQD = (d_NH @ o.to(dtype)).view_as(out_NQD)
-        dq_NQD, dk_NKD, dv_NKD = ctx.attend.backward(d_out_NQD, *_apart(qkv_NW, heads), out_NQD, saved)
+        (d_o,) = _of_weights(wants[6:7], d_NH, out_NQD.flatten(1), projections[6:7])
+        dq_NQD, dk_NKD, dv_NKD = ctx.attend.backward(
+            (d_NH @ o).view_as(out_NQD), *_apart(qkv_NW, heads), out_NQD, saved
+        )
+
+        # q, k, v = rotated and normed of n₁·qkvᵀ + bias,  n₁ = norm x
         d_qkv_NW = torch.empty_like(qkv_NW)
         into = _apart(d_qkv_NW, heads)
         into[2].copy_(dv_NKD)
-        kernels.rotate(
-            dq_NQD, dk_NKD, cos_ND, sin_ND, into=into[:2] if w_q is None else (dq_NQD, dk_NKD), backward=True
-        )
+        turned = into[:2] if w_q is None else (dq_NQD, dk_NKD)
+        kernels.rotate(dq_NQD, dk_NKD, cos_ND, sin_ND, into=turned, backward=True)
         d_wq = d_wk = None
         if w_q is not None:
             q_raw, k_raw, _ = _apart(raw_NW, heads)
             d_wq = kernels.norm_bwd(dq_NQD, q_raw, w_q, r_q, into[0])
             d_wk = kernels.norm_bwd(dk_NKD, k_raw, w_k, r_k, into[1])
         dx_NH, n1_NH = torch.empty_like(x_NH), n2_NH
-        d_n1_NH = d_qkv_NW @ _joined((q, k, v), dtype)
-        d_w1 = kernels.norm_bwd(d_n1_NH, x_NH, w_1, r1_N, dx_NH, past=dh_NH, n=n1_NH)
-        d_q, d_k, d_v = _of_weights(wants[4:7], d_qkv_NW, n1_NH, (q, k, v))
-        d_biases = [None] * 3
-        if any(wants[7:10]):
-            d_biases = d_qkv_NW.sum(0, dtype=torch.float32).split([len(q), len(k), len(v)])
+        d_w1 = kernels.norm_bwd(d_qkv_NW @ qkv, x_NH, w_1, r1_N, dx_NH, past=dh_NH, n=n1_NH)
+        d_qkv = _of_weights(wants[:3], d_qkv_NW, n1_NH, projections[:3])
+        d_biases: Any = [None] * 3
+        if any(wants[3:6]):
+            d_biases = d_qkv_NW.sum(0, dtype=torch.float32).split([len(one) for one in projections[:3]])
         return (
-            dx_NH[None],
-            None,
-            None,
-            None,
-            d_w1,
-            d_w2,
-            d_wq,
-            d_wk,
-            d_q,
-            d_k,
-            d_v,
-            *d_biases,
-            d_o,
-            d_gate,
-            d_up,
-            d_down,
-        )
+            dx_NH[None], None, None, None, d_w1, d_w2, d_wq, d_wk, *d_qkv, *d_biases, d_o, d_gate, d_up, d_down
+        )  # fmt: skip
 
 
 @dataclass
@@ -348,19 +330,27 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _joined(parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
-    """One below the other: one product is quicker than several, and its inputs' gradient is one sum."""
-    out = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=dtype)
-    return torch.cat(parts, out=out)
+def _copied(projections: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """(qkv, o, gate_up, down, bias or None) in the dtype of the products: one copy of a layer's weights, in one kernel.
+
+    A joined product is quicker than several, and the gradient of what goes into it is one sum.
+    """
+    q, k, v, bias_q, bias_k, bias_v, o, gate, up, down = projections
+    groups = [(q, k, v), (o,), (gate, up), (down,), () if bias_q is None else (bias_q, bias_k, bias_v)]
+    sources = [one for group in groups for one in group]
+    memory = torch.empty(sum(one.numel() for one in sources), dtype=dtype, device=q.device)
+    copies = [
+        part.view(one.shape) for part, one in zip(memory.split([s.numel() for s in sources]), sources, strict=True)
+    ]
+    torch._foreach_copy_(copies, sources)
+    together = memory.split([sum(one.numel() for one in group) for group in groups])
+    matrices = (part.view(-1, group[0].shape[1]) for part, group in zip(together, groups[:4], strict=False))
+    return *matrices, None if bias_q is None else together[4]
 
 
 def _apart(row_NW: torch.Tensor, heads: list[int]) -> list[torch.Tensor]:
     """q [N, Q, D], k [N, K, D] and v [N, K, D] of a row."""
     return list(row_NW.view(len(row_NW), sum(heads), -1).split(heads, 1))
-
-
-def _of_weight(wanted: bool, dy_NO: torch.Tensor, x_NI: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    return _of_weights([wanted], dy_NO, x_NI, [weight])[0]
 
 
 def _of_weights(
