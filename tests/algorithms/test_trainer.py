@@ -11,10 +11,10 @@ import torch
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, tiny_moe, weights_of
 
-from strop.algorithms import trainer as trainer_module
 from strop.algorithms.dpo import DPO
 from strop.algorithms.sft import SFT
 from strop.config import OptimConfig
+from strop.training import trainer as trainer_module
 from strop.training.optimiser import learning_rate_at
 from strop.training.run import epoch_order
 from strop.training.state import Phases

@@ -22,8 +22,8 @@ from torch.nn.functional import linear
 from strop.models import layer_kernels as kernels
 from strop.models.attention import Packed, Rule, current_pass, has_kernel
 from strop.models.kinds import base_model
-from strop.ops.autograd import first_order
 from strop.ops.head import product
+from strop.ops.library import first_order
 
 # names of the modules that make up a layer and its parts
 LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -228,8 +228,13 @@ class Layer(torch.autograd.Function):
         return y_NH[None]
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: torch.Tensor):
+        with torch.no_grad():
+            gradients = Layer._gradients(ctx, dy)
+        return first_order(*gradients)
+
+    @staticmethod
+    def _gradients(ctx: Any, dy: torch.Tensor):
         saved = ctx.saved_tensors  # asked for once: gradient checkpointing gives them once
         kept, projections, saved = saved[: ctx.num_kept], saved[ctx.num_kept :][:10], saved[ctx.num_kept + 10 :]
         x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos_ND, sin_ND, out_NQD, h_NH, w_1, w_2, w_q, w_k = kept
@@ -310,12 +315,12 @@ class LastNorm(torch.autograd.Function):
         return n_NH[None]
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dn: torch.Tensor):
         x_NH, w, r_N = ctx.saved_tensors
-        dx_NH = torch.empty_like(x_NH)
-        dw = kernels.norm_bwd(whole(dn[0]), x_NH, w, r_N, dx_NH)
-        return dx_NH[None], dw, None
+        with torch.no_grad():
+            dx_NH = torch.empty_like(x_NH)
+            dw = kernels.norm_bwd(whole(dn[0]), x_NH, w, r_N, dx_NH)
+        return first_order(dx_NH[None], dw, None)
 
 
 def _computed_in(x: torch.Tensor) -> torch.dtype:
