@@ -141,9 +141,10 @@ class Trainer:
             params = [param for group in self.optimizer.param_groups for param in group["params"]]
             limit = self.config.optim.max_grad_norm or float("inf")
             grad_norm = torch.nn.utils.clip_grad_norm_(params, limit)
-            found: dict[str, Any] = {"loss": torch.stack(parts).sum(), "grad_norm": grad_norm}
+            total = sum(parts, torch.zeros((), device=self.policy.device))
+            found: dict[str, Any] = {"loss": total, "grad_norm": grad_norm}
             if can_skip(self.optimizer):
-                unfit = (~(found["loss"] + grad_norm).isfinite()).float()
+                unfit = (~(total + grad_norm).isfinite()).float()
                 self._unfit.append(torch.maximum(self._unfit[-1], unfit) if self._unfit else unfit)
                 self.optimizer.found_inf = self._unfit[-1]  # type: ignore[attr-defined]
             else:

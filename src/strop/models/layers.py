@@ -2,7 +2,7 @@
 
 A layer of transformers is some 60 kernels forward, most of them smaller than their launch, and keeps 60 kB a token for its
 backward at hidden 896. Within `Fused.used` it is one node of autograd: four products, attention, and a kernel each for
-residual + norm, rotation and gate. It keeps 10 kB, for norms and the MLP are computed again: a product of seven more, and
+residual + norm, rotation and gate. It keeps 8 kB, for norms and the MLP are computed again: one product more, and
 micro-batches of four times the tokens in less memory. Only numbers tell whether a layer is of that kind:
 `Fused.differs` holds output and gradients of each against the layer's own.
 

@@ -288,7 +288,7 @@ class Policy:
 
     @property
     def fuses(self) -> bool:
-        """Whether the decoder layers compute as `models.layers` has them; they keep less than half for the backward."""
+        """Whether the decoder layers compute as `models.layers` has them; they keep an eighth for the backward."""
         return self.packs and self._fused is not None
 
     @property
