@@ -168,6 +168,19 @@ def test_an_adapter_that_comes_later_counts(interpreted):
     torch.testing.assert_close(policy.logps(batch_of()), wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_attention_that_drops_out_stays_the_models_own(interpreted):
+    model = model_of("llama")
+    policy = fused_policy(model)
+    wanted = numbers(policy)
+    model.train()
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    torch.manual_seed(0)
+    first = numbers(policy)
+    assert apart(first, wanted)["logps"] > 1e-3
+    torch.manual_seed(1)
+    assert apart(numbers(policy), first)["logps"] > 1e-3
+
+
 def test_gradient_checkpointing_gives_the_same(interpreted):
     model = model_of("qwen3")
     policy = fused_policy(model)

@@ -48,9 +48,8 @@ class Fused:
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Within, the layers compute so, unless somebody listens to a part that is not called then, or it drops out."""
-        as_they_are = any(map(_has_hooks, self.parts)) or any(
-            layer.self_attn.attention_dropout for layer in self.layers
-        )
+        drops = any(getattr(layer.self_attn, "attention_dropout", 0.0) for layer in self.layers)
+        as_they_are = drops or any(map(_has_hooks, self.parts))
         with _replaced({} if as_they_are else self._forwards()):
             yield
 
@@ -82,6 +81,8 @@ def fused(model: Any, rules: dict[int, Rule]) -> Fused | str:
     """The model's layers, or why they are not of the kind. `rules` are what its attention was asked for, by layer."""
     decoder = base_model(model).get_decoder()
     layers, norm = list(getattr(decoder, "layers", [])), getattr(decoder, "norm", None)
+    if not layers:
+        return f"its {type(decoder).__name__} has no 'layers'"
     if why := next(filter(None, map(_unlike, layers)), None) or _no_norm(norm):
         return why
     parts = [part for layer in layers for part in layer.modules() if part is not layer]
@@ -101,26 +102,20 @@ def _unlike(layer: Any) -> str | None:
         return f"its activation is {type(mlp.act_fn).__name__}"
     if not _is_plain(layer):
         return "its projections are more than products"
-    if attn.o_proj.bias is not None or any(
-        part.bias is not None for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    ):
+    if any(one.bias is not None for one in _projections(layer)[3:]):
         return "its products have biases in other places than before attention"
     if any(size % 8 for one in _projections(layer) for size in one.weight.shape):
         return "its sizes are no multiples of 8"
-    norms = [
-        layer.input_layernorm,
-        layer.post_attention_layernorm,
-        *(getattr(attn, n) for n in HEAD_NORMS if hasattr(attn, n)),
-    ]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attn, name) for name in HEAD_NORMS if hasattr(attn, name)]
     return next(filter(None, map(_no_norm, norms)), None)
 
 
 def _projections(layer: Any) -> list[Any]:
-    parts = layer._modules  # past __getattr__, which takes a tenth of a layer's time here
+    parts = layer._modules  # and not as attributes: of a module these are looked up in Python, one by one
     attn, mlp = parts["self_attn"]._modules, parts["mlp"]._modules
-    return [attn[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")] + [
-        mlp[name] for name in ("gate_proj", "up_proj", "down_proj")
-    ]
+    of_mlp = [mlp[name] for name in ("gate_proj", "up_proj", "down_proj")]
+    return [attn[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")] + of_mlp
 
 
 def _is_plain(layer: Any) -> bool:

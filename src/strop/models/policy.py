@@ -352,10 +352,10 @@ class Policy:
             return reason
         from strop.models.layers import fused  # imports Triton
 
-        found = fused(inner, rules)
-        if isinstance(found, str):
-            return found
         try:
+            found = fused(inner, rules)
+            if isinstance(found, str):
+                return found
             return found.differs(lambda: _read_packed(inner, inner, batch, _logits), ALIKE) or found
         except Exception as error:  # as above
             return f"its layers fail in that way ({type(error).__name__}: {error})"
