@@ -325,7 +325,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _copied(projections: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _copied(projections: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
     """(qkv, o, gate_up, down, bias or None) in the dtype of the products: one copy of a layer's weights, in one kernel.
 
     A joined product is quicker than several, and the gradient of what goes into it is one sum.
@@ -335,17 +335,18 @@ def _copied(projections: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tenso
     sources = [one for group in groups for one in group]
     memory = torch.empty(sum(one.numel() for one in sources), dtype=dtype, device=q.device)
     copies = [
-        part.view(one.shape) for part, one in zip(memory.split([s.numel() for s in sources]), sources, strict=True)
+        part.view(one.shape)
+        for part, one in zip(memory.split_with_sizes([s.numel() for s in sources]), sources, strict=True)
     ]
     torch._foreach_copy_(copies, sources)
-    together = memory.split([sum(one.numel() for one in group) for group in groups])
+    together = memory.split_with_sizes([sum(one.numel() for one in group) for group in groups])
     matrices = (part.view(-1, group[0].shape[1]) for part, group in zip(together, groups[:4], strict=False))
     return *matrices, None if bias_q is None else together[4]
 
 
 def _apart(row_NW: torch.Tensor, heads: list[int]) -> list[torch.Tensor]:
     """q [N, Q, D], k [N, K, D] and v [N, K, D] of a row."""
-    return list(row_NW.view(len(row_NW), sum(heads), -1).split(heads, 1))
+    return list(row_NW.view(row_NW.shape[0], sum(heads), -1).split_with_sizes(heads, 1))
 
 
 def _of_weights(
