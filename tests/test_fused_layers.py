@@ -21,7 +21,7 @@ def model_of(kind, dtype=torch.float32, **changes):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE, **changes), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SHAPE, **changes}), dtype=dtype)
     with torch.no_grad():
         for param in model.parameters():
             param += 0.2 * torch.randn_like(param)
@@ -111,16 +111,9 @@ def test_layers_of_another_kind_stay_as_they_are_and_say_why(interpreted):
     assert reason(model_of("gemma")) == "its activation is GELUTanh"
     assert "other parts: input_layernorm, post_feedforward_layernorm" in reason(model_of("olmo2"))
     assert reason(model_of("llama", mlp_bias=True)) == "its products have biases in other places than before attention"
-    assert reason(_odd()) == "its sizes are no multiples of 8"
+    assert reason(model_of("llama", intermediate_size=90)) == "its sizes are no multiples of 8"
     granite = model_of("granite", residual_multiplier=0.5)
     assert "the output of its GraniteDecoderLayer is another (relative error" in reason(granite)
-
-
-def _odd():
-    shape = SHAPE | {"intermediate_size": 90}
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**shape))
 
 
 def test_only_a_gpu_has_them():
@@ -166,6 +159,19 @@ def test_an_adapter_that_comes_later_counts(interpreted):
     assert with_adapter.no_fusing_because == "its projections are more than products"
     wanted = with_adapter.logps(batch_of())
     torch.testing.assert_close(policy.logps(batch_of()), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_that_drops_out_stays_the_models_own(interpreted):
+    model = model_of("llama")
+    policy = fused_policy(model)
+    wanted = numbers(policy)
+    model.train()
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    torch.manual_seed(0)
+    first = numbers(policy)
+    assert apart(first, wanted)["logps"] > 1e-3
+    torch.manual_seed(1)
+    assert apart(numbers(policy), first)["logps"] > 1e-3
 
 
 def test_gradient_checkpointing_gives_the_same(interpreted):

@@ -215,12 +215,13 @@ def _(
 
 
 @contextlib.contextmanager
-def attending(model: Any) -> Iterator[None]:
-    """Within, the model's attention layers call `attention`, and it makes no masks."""
+def attending(model: Any, modules: Sequence[Any] | None = None) -> Iterator[None]:
+    """Within, the model's attention layers call `attention`, and it makes no masks. `modules`: the model's, if known."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    known = [vars(module) for module in (model.modules() if modules is None else modules)]
+    configs = {id(found["config"]): found["config"] for found in known if "config" in found}.values()
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
         config._attn_implementation_internal = NAME
@@ -232,15 +233,17 @@ def attending(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(model: Any, pass_: Pass, within: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
-    """The model attends as this pass does, `within` what else is wanted; also where a layer is computed again in the
-    backward to save memory."""
-    checkpointed = [m for m in model.modules() if "_gradient_checkpointing_func" in vars(m)]
+def reading(
+    modules: Sequence[Any], pass_: Pass, within: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> Iterator[None]:
+    """The model of these modules attends as this pass does, `within` what else is wanted; also where a layer is computed
+    again in the backward to save memory. Walking through a model takes as long as a few of its layers."""
+    checkpointed = [module for module in modules if "_gradient_checkpointing_func" in vars(module)]
     before = [module._gradient_checkpointing_func for module in checkpointed]
 
     def again(checkpoint: Callable[..., Any], layer: Callable[..., Any], *arguments: Any) -> Any:
         def once_more(*arguments: Any) -> Any:
-            with attending(model), current(pass_), within():
+            with attending(modules[0], modules), current(pass_), within():
                 return layer(*arguments)
 
         return checkpoint(once_more, *arguments)
@@ -248,7 +251,7 @@ def reading(model: Any, pass_: Pass, within: Callable[[], contextlib.AbstractCon
     for module, checkpoint in zip(checkpointed, before, strict=True):
         module._gradient_checkpointing_func = functools.partial(again, checkpoint)
     try:
-        with attending(model), current(pass_), within():
+        with attending(modules[0], modules), current(pass_), within():
             yield
     finally:
         for module, checkpoint in zip(checkpointed, before, strict=True):

@@ -127,8 +127,13 @@ def _heads(x) -> tuple[int, int]:
 
 
 def _norm_tile(H: int) -> tuple[int, int]:
-    block = triton.next_power_of_2(H)
+    block = _power_of_2(H)
     return max(1, NORM_TILE // block), block
+
+
+def _power_of_2(number: int) -> int:
+    """At least the number. Triton's own takes as long as a launch."""
+    return 1 << (number - 1).bit_length()
 
 
 def _warps(numbers: int) -> int:
@@ -180,7 +185,7 @@ def rotate(q, k, cos, sin, into, backward=False):
         N, q, k, cos, sin, *into, num_warps=4, BACKWARD=backward, Q=Q, K=K, D=D,
         Q_STRIDE=q.stride(0), K_STRIDE=k.stride(0),
         Q_OUT_STRIDE=into[0].stride(0), K_OUT_STRIDE=into[1].stride(0),
-        Q_BLOCK=triton.next_power_of_2(Q), K_BLOCK=triton.next_power_of_2(K), BLOCK=triton.next_power_of_2(D // 2),
+        Q_BLOCK=_power_of_2(Q), K_BLOCK=_power_of_2(K), BLOCK=_power_of_2(D // 2),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 A layer of transformers is some 60 kernels forward, most of them smaller than their launch, and keeps 60 kB a token for its
 backward at hidden 896. Within `Fused.used` it is one node of autograd: four products, attention, and a kernel each for
-residual + norm, rotation and gate. It keeps 10 kB, for norms and the MLP are computed again: a product of seven more, and
+residual + norm, rotation and gate. It keeps 8 kB, for norms and the MLP are computed again: one product more, and
 micro-batches of four times the tokens in less memory. Only numbers tell whether a layer is of that kind:
 `Fused.differs` holds output and gradients of each against the layer's own.
 
@@ -48,9 +48,8 @@ class Fused:
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Within, the layers compute so, unless somebody listens to a part that is not called then, or it drops out."""
-        as_they_are = any(map(_has_hooks, self.parts)) or any(
-            layer.self_attn.attention_dropout for layer in self.layers
-        )
+        drops = any(getattr(layer.self_attn, "attention_dropout", 0.0) for layer in self.layers)
+        as_they_are = drops or any(map(_has_hooks, self.parts))
         with _replaced({} if as_they_are else self._forwards()):
             yield
 
@@ -82,6 +81,8 @@ def fused(model: Any, rules: dict[int, Rule]) -> Fused | str:
     """The model's layers, or why they are not of the kind. `rules` are what its attention was asked for, by layer."""
     decoder = base_model(model).get_decoder()
     layers, norm = list(getattr(decoder, "layers", [])), getattr(decoder, "norm", None)
+    if not layers:
+        return f"its {type(decoder).__name__} has no 'layers'"
     if why := next(filter(None, map(_unlike, layers)), None) or _no_norm(norm):
         return why
     parts = [part for layer in layers for part in layer.modules() if part is not layer]
@@ -101,26 +102,20 @@ def _unlike(layer: Any) -> str | None:
         return f"its activation is {type(mlp.act_fn).__name__}"
     if not _is_plain(layer):
         return "its projections are more than products"
-    if attn.o_proj.bias is not None or any(
-        part.bias is not None for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    ):
+    if any(one.bias is not None for one in _projections(layer)[3:]):
         return "its products have biases in other places than before attention"
     if any(size % 8 for one in _projections(layer) for size in one.weight.shape):
         return "its sizes are no multiples of 8"
-    norms = [
-        layer.input_layernorm,
-        layer.post_attention_layernorm,
-        *(getattr(attn, n) for n in HEAD_NORMS if hasattr(attn, n)),
-    ]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attn, name) for name in HEAD_NORMS if hasattr(attn, name)]
     return next(filter(None, map(_no_norm, norms)), None)
 
 
 def _projections(layer: Any) -> list[Any]:
-    parts = layer._modules  # past __getattr__, which takes a tenth of a layer's time here
+    parts = layer._modules  # and not as attributes: of a module these are looked up in Python, one by one
     attn, mlp = parts["self_attn"]._modules, parts["mlp"]._modules
-    return [attn[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")] + [
-        mlp[name] for name in ("gate_proj", "up_proj", "down_proj")
-    ]
+    of_mlp = [mlp[name] for name in ("gate_proj", "up_proj", "down_proj")]
+    return [attn[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")] + of_mlp
 
 
 def _is_plain(layer: Any) -> bool:
@@ -335,7 +330,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _copied(projections: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _copied(projections: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
     """(qkv, o, gate_up, down, bias or None) in the dtype of the products: one copy of a layer's weights, in one kernel.
 
     A joined product is quicker than several, and the gradient of what goes into it is one sum.
@@ -345,17 +340,18 @@ def _copied(projections: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tenso
     sources = [one for group in groups for one in group]
     memory = torch.empty(sum(one.numel() for one in sources), dtype=dtype, device=q.device)
     copies = [
-        part.view(one.shape) for part, one in zip(memory.split([s.numel() for s in sources]), sources, strict=True)
+        part.view(one.shape)
+        for part, one in zip(memory.split_with_sizes([s.numel() for s in sources]), sources, strict=True)
     ]
     torch._foreach_copy_(copies, sources)
-    together = memory.split([sum(one.numel() for one in group) for group in groups])
+    together = memory.split_with_sizes([sum(one.numel() for one in group) for group in groups])
     matrices = (part.view(-1, group[0].shape[1]) for part, group in zip(together, groups[:4], strict=False))
     return *matrices, None if bias_q is None else together[4]
 
 
 def _apart(row_NW: torch.Tensor, heads: list[int]) -> list[torch.Tensor]:
     """q [N, Q, D], k [N, K, D] and v [N, K, D] of a row."""
-    return list(row_NW.view(len(row_NW), sum(heads), -1).split(heads, 1))
+    return list(row_NW.view(row_NW.shape[0], sum(heads), -1).split_with_sizes(heads, 1))
 
 
 def _of_weights(

@@ -10,7 +10,7 @@ Shapes: N tokens of S sequences, n of them that count; T tokens of a padded row;
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -82,6 +82,7 @@ class Policy:
         self.no_fusing_because: str | None = None
         """Why the decoder layers compute in their own way and not in that of `models.layers`, once a batch was read."""
         self._fused: Any = None
+        self._modules: list[nn.Module] = []
         self.rollout_engine: tuple[Any, Any] | None = None
         """For `strop.rollout`: what it keeps between rollouts, and for which state of the model."""
 
@@ -271,7 +272,7 @@ class Policy:
         """[n, ..] of what the module gives, at the tokens that predict one that counts."""
         if self.packs:
             within = contextlib.nullcontext if self._fused is None else self._fused.used
-            read_N, _ = _read_packed(unwrapped(self.model), module, batch, part, within)
+            read_N, _ = _read_packed(self._modules, module, batch, part, within)
             return read_N.index_select(0, batch.places_n)
         rows = batch.rows(self.pad_id)
         found = part(self._call_rows(module, rows))
@@ -328,7 +329,7 @@ class Policy:
 
     @property
     def fuses(self) -> bool:
-        """Whether the decoder layers compute as `models.layers` has them; they keep less than half for the backward."""
+        """Whether the decoder layers compute as `models.layers` has them; they keep an eighth for the backward."""
         return self.packs and self._fused is not None
 
     @property
@@ -344,6 +345,7 @@ class Policy:
         if self.kind != "hf":
             return
         inner = unwrapped(self.model)
+        self._modules = list(inner.modules())
         ids = torch.arange(1, 13) % (self.vocab_size or 13)
         batch = TokenBatch.of([Trajectory.of(ids[:1], ids[1:5]), Trajectory.of(ids[5:6], ids[6:])], self.device)
         with trial.tried(inner, self.device):
@@ -371,7 +373,7 @@ class Policy:
         if "position_ids" not in self._arguments:
             return "its forward takes no position_ids"
         try:
-            found_NV, rules = _read_packed(inner, inner, batch, _logits)
+            found_NV, rules = _read_packed(self._modules, inner, batch, _logits)
         except Unsupported as error:
             return str(error)
         except Exception as error:  # whatever a foreign forward raises, it is not to be read so
@@ -392,11 +394,11 @@ class Policy:
             return reason
         from strop.models.layers import fused  # imports Triton
 
-        found = fused(inner, rules)
-        if isinstance(found, str):
-            return found
         try:
-            return found.differs(lambda: _read_packed(inner, inner, batch, _logits), ALIKE) or found
+            found = fused(inner, rules)
+            if isinstance(found, str):
+                return found
+            return found.differs(lambda: _read_packed(self._modules, inner, batch, _logits), ALIKE) or found
         except Exception as error:  # as above
             return f"its layers fail in that way ({type(error).__name__}: {error})"
 
@@ -469,15 +471,15 @@ class Reference:
 
 
 def _read_packed(
-    model: Any,
+    modules: Sequence[nn.Module],
     module: nn.Module,
     batch: TokenBatch,
     part: Callable[[Any], torch.Tensor],
     within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> tuple[torch.Tensor, dict[int, Rule]]:
-    """[N, ..] of what the module, the model or a part of it, gives for the batch as one row; what its layers' attention is."""
+    """[N, ..] of what the module, one of a model's, gives for the batch as one row; what its layers' attention is."""
     pass_ = Packed(batch.lengths, batch.cu_seqlens)
-    with reading(model, pass_, within):
+    with reading(modules, pass_, within):
         output = module(input_ids=batch.ids_N[None], position_ids=batch.positions_N[None], use_cache=False)
     return part(output)[0], pass_.rules
 
