@@ -123,6 +123,10 @@ def current(pass_: Pass) -> Iterator[None]:
         _current.reset(token)
 
 
+def current_pass() -> Pass:
+    return _current.get()
+
+
 class Unsupported(Exception):
     """The model's attention asks for something that is not here."""
 
@@ -172,7 +176,7 @@ def _attend(
     softcap: float,
     dropout: float,
 ) -> torch.Tensor:
-    return _current.get().attend(query, key, value, layer, Rule(scaling, window, softcap, dropout))
+    return current_pass().attend(query, key, value, layer, Rule(scaling, window, softcap, dropout))
 
 
 _attend_opaque = torch.library.custom_op("strop::attend", _attend, mutates_args=())

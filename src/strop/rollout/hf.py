@@ -8,8 +8,9 @@ import torch
 from strop.models import Policy
 from strop.models.attention import Unsupported
 from strop.rollout import transformers_generate
-from strop.rollout.decoding import Engine, signature
+from strop.rollout.decoding import Engine
 from strop.rollout.sampling import Sampling
+from strop.rollout.weights import signature
 
 _turn = threading.RLock()
 """Held during a rollout: it changes the model's attention, and a graph being captured bears no other thread's work beside it."""

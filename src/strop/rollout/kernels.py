@@ -1,11 +1,13 @@
-"""Triton kernels of a decode step: attention of one new token over the slots of its row, and drawing the next token.
+"""Triton kernels of a decode step: what lies between the products of a layer, attention of one new token over the slots of
+its row, and drawing the next token.
 
 What changes from rollout to rollout (where the cache is, how long completions may be) is read from a `table` in the GPU's
 memory and not passed: a captured step stays right when the cache is freed and made anew, and for any lengths.
 
-    table   address of kv, slots of kv; addresses of uniforms_BT, tokens_BT, logps_BT, and their T
+    table   address of kv, slots of kv; addresses of uniforms_BT, tokens_BT, logps_BT, and their T; of the rotation's [T, 2, D]
 
-Names: N rows of the step, R query heads of a key head, D head dimension, V vocabulary. kv is [layer, 2, slot, head, D].
+Names: N rows of the step, H hidden, F width of the MLP, R query heads of a key head, D head dimension, V vocabulary.
+kv is [layer, 2, slot, head, D].
 """
 
 import triton
@@ -14,6 +16,93 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NO_SCORE = tl.constexpr(-1e30)  # below every real score; finite, for −inf − (−inf) is NaN
+
+
+# ---- between the products ----
+
+
+@triton.jit
+def add_norm_kernel(
+    x_ptr, update_ptr, weight_ptr, y_ptr, H, eps, offset, ADD: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """x ← x + update;  y = x / √(mean x² + eps) · (weight + offset), of one row. Rounded where transformers rounds."""
+    n = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    here = h < H
+    x = tl.load(x_ptr + n * H + h, mask=here, other=0.0)
+    weight = tl.load(weight_ptr + h, mask=here, other=0.0).to(tl.float32)
+    if ADD:
+        update = tl.load(update_ptr + n * H + h, mask=here, other=0.0)
+        x = (x.to(tl.float32) + update.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + n * H + h, x, mask=here)
+    x = x.to(tl.float32)
+
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    if OFFSET:
+        weight += offset
+    else:
+        normed = normed.to(x_ptr.dtype.element_ty).to(tl.float32)
+
+    tl.store(y_ptr + n * H + h, (normed * weight).to(y_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def rotate_kernel(
+    qkv_ptr, position_ptr, table_ptr, q_weight_ptr, k_weight_ptr, eps, offset, ALL: tl.constexpr, Q: tl.constexpr,
+    QK: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Queries and keys of one token, in place: norm of each head where the model has it, then a·cos − b·sin, b·cos + a·sin.
+
+    ALL heads are Q of queries, the keys' up to QK, and the values'. a and b are the halves of a head.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    e, i = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK)
+    HALF: tl.constexpr = D // 2
+    kind = qkv_ptr.dtype.element_ty
+    here = (e[:, None] < QK) & (i[None, :] < HALF)
+    at = n * (ALL * D) + e[:, None] * D + i[None, :]
+    a = tl.load(qkv_ptr + at, mask=here, other=0.0).to(tl.float32)
+    b = tl.load(qkv_ptr + at + HALF, mask=here, other=0.0).to(tl.float32)
+    rotation_ptr = tl.load(table_ptr + 6).to(tl.pointer_type(tl.float32)) + tl.load(position_ptr + n) * (2 * D)
+    cos_a = tl.load(rotation_ptr + i, mask=i < HALF, other=0.0)[None, :]
+    cos_b = tl.load(rotation_ptr + HALF + i, mask=i < HALF, other=0.0)[None, :]
+    sin_a = tl.load(rotation_ptr + D + i, mask=i < HALF, other=0.0)[None, :]
+    sin_b = tl.load(rotation_ptr + D + HALF + i, mask=i < HALF, other=0.0)[None, :]
+
+    if NORM:
+        r = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+        is_q = e[:, None] < Q
+        w = i[None, :] + tl.zeros([BLOCK_E, 1], tl.int32)
+        w_a = tl.where(is_q, tl.load(q_weight_ptr + w, mask=here, other=0.0), tl.load(k_weight_ptr + w, mask=here, other=0.0))
+        w += HALF
+        w_b = tl.where(is_q, tl.load(q_weight_ptr + w, mask=here, other=0.0), tl.load(k_weight_ptr + w, mask=here, other=0.0))
+        a = (a * r).to(kind).to(tl.float32) * (w_a.to(tl.float32) + offset)
+        b = (b * r).to(kind).to(tl.float32) * (w_b.to(tl.float32) + offset)
+
+    tl.store(qkv_ptr + at, (a * cos_a - b * sin_a).to(kind), mask=here)
+    tl.store(qkv_ptr + at + HALF, (b * cos_b + a * sin_b).to(kind), mask=here)
+
+
+@triton.jit
+def gate_kernel(gate_up_ptr, out_ptr, F, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """activation(gate)·up, of one block of a row."""
+    n = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kind = out_ptr.dtype.element_ty
+    x = tl.load(gate_up_ptr + n * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + n * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+
+    if ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:  # gelu_tanh: ½·x·(1 + tanh z) = x·sigmoid(2·z)
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+    tl.store(out_ptr + n * F + f, (x.to(kind).to(tl.float32) * up).to(kind), mask=f < F)
+
+
+# ---- attention ----
 
 
 @triton.jit
@@ -39,7 +128,7 @@ def attend_kernel(
     n, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, d, s = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     kind = out_ptr.dtype.element_ty
-    step = tl.load(step_ptr)
+    step = tl.load(step_ptr + n)
     prefix = tl.load(prefix_length_ptr + n)
     prefix_start, suffix_start = tl.load(prefix_start_ptr + n), tl.load(suffix_start_ptr + n)
     total = prefix + step
@@ -112,6 +201,9 @@ def join_kernel(partial_ptr, stats_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.con
     tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
+# ---- the draw ----
+
+
 @triton.jit
 def sums_kernel(logits_ptr, row_stride, V, scale, max_ptr, sum_ptr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
     """Of one chunk of a row: its maximum, and Σ exp((x − maximum)·scale)."""
@@ -131,14 +223,16 @@ def pick_kernel(
 ):  # fmt: skip
     """Draw a row's token: the first whose cumulative probability exceeds the row's uniform; greedy: the first maximum.
 
-    The chunk first, from the chunks' sums, then the token in it. Writes token and log-prob to (row, step) of the outputs.
+    The chunk first, from the chunks' sums, then the token in it. Writes token and log-prob to (row, step) of the outputs,
+    and goes to the next step, unless the row has ended: by an EOS, or for its length.
     """
     n = tl.program_id(0)
-    row, step = tl.load(row_ptr + n), tl.load(step_ptr)
+    row, step = tl.load(row_ptr + n), tl.load(step_ptr + n)
+    length = tl.load(table_ptr + 5)
     uniforms_ptr = tl.load(table_ptr + 2).to(tl.pointer_type(tl.float32))
     tokens_ptr = tl.load(table_ptr + 3).to(tl.pointer_type(tl.int64))
     logps_ptr = tl.load(table_ptr + 4).to(tl.pointer_type(tl.float32))
-    at = row * tl.load(table_ptr + 5) + step
+    at = row * length + step
 
     c, i = tl.arange(0, CHUNKS_PADDED), tl.arange(0, CHUNK)
     m = tl.load(max_ptr + n * CHUNKS + c, mask=c < CHUNKS, other=NO_SCORE)
@@ -169,8 +263,11 @@ def pick_kernel(
     chosen = tl.sum(tl.where(i == token, x, 0.0), 0)
     token = (chunk * CHUNK + token).to(tl.int64)
 
+    going = tl.load(finished_ptr + n) == 0  # a row that ended before stays where it is
     is_end = tl.sum((tl.load(eos_ptr + tl.arange(0, NUM_EOS)) == token).to(tl.int32), 0) > 0
+    goes_on = going & (is_end == 0) & (step + 1 < length)
     tl.store(token_ptr + n, token)
-    tl.store(finished_ptr + n, tl.load(finished_ptr + n) | is_end.to(tl.int8))
-    tl.store(tokens_ptr + at, token)
-    tl.store(logps_ptr + at, (chosen - top) * scale - tl.log2(total) * LN2)
+    tl.store(finished_ptr + n, (goes_on == 0).to(tl.int8))
+    tl.store(step_ptr + n, step + goes_on.to(tl.int32))
+    tl.store(tokens_ptr + at, token, mask=going)
+    tl.store(logps_ptr + at, (chosen - top) * scale - tl.log2(total) * LN2, mask=going)

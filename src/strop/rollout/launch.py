@@ -1,6 +1,7 @@
 """The kernels of a decode step, launched."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +13,50 @@ from strop.rollout.slots import CacheShape, Rows
 CHUNK = 4096  # logits one program looks at
 PROGRAMS = 264  # wanted at least: two for each of an H200's 132 multiprocessors
 MAX_SPLITS = 8
+GATE_BLOCK = 1024  # elements of a row one program multiplies
+
+
+# ---- between the products of a layer: the kernels of `steps.FusedLayers` ----
+
+
+def add_norm(x_NH: torch.Tensor, update_NH: torch.Tensor | None, norm: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The norm of x + update; the sum is written over x."""
+    N, H = x_NH.shape
+    y_NH = torch.empty(N, H, dtype=dtype, device=x_NH.device)
+    block = triton.next_power_of_2(H)
+    kernels.add_norm_kernel[(N,)](
+        x_NH, x_NH if update_NH is None else update_NH, norm.weight, y_NH, H, norm.eps, norm.offset,
+        ADD=update_NH is not None, OFFSET=norm.offset != 0, BLOCK=block, num_warps=warps_for(block),
+    )  # fmt: skip
+    return y_NH
+
+
+def rotate(
+    qkv_NED: torch.Tensor, positions_N: torch.Tensor, table: torch.Tensor, num_key_heads: int, norms: Any
+) -> None:
+    N, E, D = qkv_NED.shape
+    q_norm, k_norm = norms or (None, None)
+    weights = (q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset) if norms else (qkv_NED, qkv_NED, 0.0, 0)
+    block_e, block = triton.next_power_of_2(E - num_key_heads), triton.next_power_of_2(D // 2)
+    kernels.rotate_kernel[(N,)](
+        qkv_NED, positions_N, table, *weights, ALL=E, Q=E - 2 * num_key_heads, QK=E - num_key_heads, D=D,
+        NORM=norms is not None, BLOCK_E=block_e, BLOCK=block, num_warps=warps_for(block_e * block),
+    )  # fmt: skip
+
+
+def gated(gate_up_NF: torch.Tensor, activation: str) -> torch.Tensor:
+    N, F = gate_up_NF.shape[0], gate_up_NF.shape[1] // 2
+    out_NF = torch.empty(N, F, dtype=gate_up_NF.dtype, device=gate_up_NF.device)
+    grid = N, triton.cdiv(F, GATE_BLOCK)
+    kernels.gate_kernel[grid](gate_up_NF, out_NF, F, ACTIVATION=activation, BLOCK=GATE_BLOCK, num_warps=4)
+    return out_NF
+
+
+def warps_for(elements: int) -> int:
+    return min(max(elements // 256, 1), 16)
+
+
+# ---- attention and the draw ----
 
 
 @dataclass
@@ -35,7 +80,7 @@ class KernelDecode(Pass):
         q, k, v = (states if states.stride(3) == 1 else states.contiguous() for states in (q, k, v))
         block_d = triton.next_power_of_2(max(D, 16))
         kernels.attend_kernel[(N, shape.num_heads, splits)](
-            q, k, v, out_NTHD, partial, stats, rows.prefix_start_N, rows.prefix_length_N, rows.suffix_start_N, rows.step,
+            q, k, v, out_NTHD, partial, stats, rows.prefix_start_N, rows.prefix_length_N, rows.suffix_start_N, rows.step_N,
             self.table, layer, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             rule.scaling, rule.softcap, rule.window,
             HEADS=shape.num_heads, R=per_head, D=D, SPLITS=splits,
@@ -67,7 +112,7 @@ def pick(
     shared = (logits_NV, logits_NV.stride(0), V, scale, max_NC, sum_NC)
     kernels.sums_kernel[(N, chunks)](*shared, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8)
     kernels.pick_kernel[(N,)](
-        *shared, rows.token_N, rows.finished_N, rows.row_N, rows.step, eos, table,
+        *shared, rows.token_N, rows.finished_N, rows.row_N, rows.step_N, eos, table,
         CHUNKS=chunks, CHUNKS_PADDED=triton.next_power_of_2(chunks), CHUNK=CHUNK, NUM_EOS=len(eos), GREEDY=greedy,
         num_warps=8,
     )  # fmt: skip
