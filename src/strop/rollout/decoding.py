@@ -8,7 +8,7 @@ A rollout: the prompts are read once each into slots that all their samples shar
 which rows have ended. Rows that wait take their places; when none waits, the others go on alone as soon as they fit into
 half of the step's rows. The cache is freed at the end.
 
-A graph is captured for a number of rows (see BUCKETS) and a way of sampling, with the addresses of the weights: training
+A graph is captured for a number of rows (see BUCKETS), parts of long rows and a way of sampling, with the addresses of the weights: training
 changes these in place and the next rollout computes with what is there. Everything that differs between rollouts is read
 from memory by the kernels, so lengths do not matter. Weights that moved make a new engine.
 """
@@ -44,6 +44,7 @@ class Round:
     """What the B rows of some prompts need: slots for those decoded together, random numbers, and room for what they say.
 
     token_B, prefix_start_B, prefix_length_B   what a row begins with
+    longest                                    the most tokens of a row, its prompt included
     """
 
     kv: torch.Tensor
@@ -55,6 +56,7 @@ class Round:
     prefix_start_B: torch.Tensor
     prefix_length_B: torch.Tensor
     prefix_starts: list[int]
+    longest: int
 
     def table(self) -> list[int]:
         """Where all that is, for the kernels: see kernels.py."""
@@ -88,10 +90,11 @@ class Engine:
         self.device = policy.device
         if devices := {param.device for param in self.model.parameters()} - {self.device}:
             raise Unsupported(f"its weights lie on several devices, {self.device} and {min(map(str, devices))}")
-        self._graphs: dict[Any, dict[int, Any]] = {}
+        self._graphs: dict[Any, dict[tuple[int, int], Any]] = {}
         self._rows: Rows | None = None
         self._table = torch.zeros(7, dtype=torch.int64, device=self.device)
         self._eos = torch.full((16,), -1, dtype=torch.int64, device=self.device)
+        self._flags = torch.empty(BUCKETS[-1], dtype=torch.int8, pin_memory=True) if policy.device.type == "cuda" else None
         compiled = policy.model is not unwrapped(policy.model)  # the user wants it so
         own = OwnLayers(self.model, self.device, autocast_dtype(self.device), compiled)
         ids = checks.probe(policy)[0]
@@ -189,7 +192,7 @@ class Engine:
             logps_BT=torch.zeros(B, T, dtype=logps_dtype, device=device),
             eos=torch.tensor(eos_ids, dtype=torch.int64, device=device),
             token_B=token_B, prefix_start_B=prefix_start_B, prefix_length_B=prefix_length_B,
-            prefix_starts=starts_P.tolist(),
+            prefix_starts=starts_P.tolist(), longest=int(lengths_P.max()) + T,
         )  # fmt: skip
         rows = self._rows_for(lanes)
         rows.suffix_start_N[:lanes] = num_prefix + T * torch.arange(lanes, device=device)
@@ -230,7 +233,9 @@ class Engine:
                 slots_.append(torch.arange(length) + round_.prefix_starts[i])
             moved = [torch.cat(one).to(self.device) for one in (tokens, slots_)]
             positions_PT = torch.arange(longest, device=self.device).expand(len(part), -1)
-            with current(Prefill(round_.kv, *moved)):
+            ends = torch.arange(len(part) + 1, dtype=torch.int32, device=self.device) * longest
+            by_kernel = self.on_gpu and self.shape.dtype.itemsize == 2
+            with current(Prefill(round_.kv, *moved, ends if by_kernel else None)):
                 self.layers(ids_PT.to(self.device), positions_PT, with_logits=False)
 
     def _decode(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
@@ -239,11 +244,10 @@ class Engine:
         live = entered = int((rows.finished_N == 0).sum())
         begun, oldest, done = torch.zeros(live, dtype=torch.int64), 0, 0
         while True:
-            num_steps = min(ASK_EVERY, oldest + T - done)
-            for _ in range(num_steps):
-                self._step(rows, round_, sampling)
+            left = oldest + T - done  # steps of the row that began first
+            num_steps = min(ASK_EVERY, left)
+            goes_on = self._steps(num_steps, rows, round_, sampling, wait=num_steps == left)[:live] == 0
             done += num_steps
-            goes_on = rows.finished_N[:live].cpu() == 0
             free = (~goes_on).nonzero().flatten()[: B - entered]
             if len(free):
                 round_.enter(rows, free.to(self.device), entered)
@@ -260,33 +264,47 @@ class Engine:
                 going = torch.arange(live)
             oldest = int(begun[going].min())
 
+    def _steps(self, num_steps: int, rows: Rows, round_: Round, sampling: Sampling, *, wait: bool) -> torch.Tensor:
+        """So many steps, and which rows have ended; without `wait` before the last of them, so that the device has work
+        while the host looks."""
+        for _ in range(num_steps - 1):
+            self._step(rows, round_, sampling)
+        if wait or self._flags is None:
+            self._step(rows, round_, sampling)
+            return rows.finished_N.cpu()
+        flags = self._flags[: len(rows)].copy_(rows.finished_N, non_blocking=True)
+        copied = torch.cuda.current_stream(self.device).record_event()
+        self._step(rows, round_, sampling)
+        copied.synchronize()
+        return flags
+
     # ---- a step ----
 
     def _step(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         if self.why_no_graphs is None:
-            self._replay(rows, sampling)
+            self._replay(rows, round_, sampling)
         elif self.on_gpu:
-            self._step_on_gpu(rows, sampling)
+            self._step_on_gpu(rows, round_, sampling)
         else:
             self._draw(self._decode_logits(rows, round_), rows, round_, sampling)
 
     def _decode_logits(self, rows: Rows, round_: Round) -> torch.Tensor:
         """[N, V] of the rows' next tokens."""
         if self.on_gpu:
-            return self._logits_on_gpu(rows)
+            return self._logits_on_gpu(rows, round_)
         with current(Decode(round_.kv, rows, int((rows.prefix_length_N + rows.step_N).max()) + 1)):
             return self._logits(rows)
 
-    def _logits_on_gpu(self, rows: Rows) -> torch.Tensor:
+    def _logits_on_gpu(self, rows: Rows, round_: Round) -> torch.Tensor:
         from strop.rollout.launch import KernelDecode
 
-        with current(KernelDecode(self._table, rows, self.shape)):
+        with current(KernelDecode(self._table, rows, self.shape, round_.longest)):
             return self._logits(rows)
 
-    def _step_on_gpu(self, rows: Rows, sampling: Sampling) -> None:
+    def _step_on_gpu(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         from strop.rollout.launch import pick
 
-        logits_NV = self._logits_on_gpu(rows)
+        logits_NV = self._logits_on_gpu(rows, round_)
         if sampling.cuts:
             logits_NV, scale = sampling_logps(logits_NV, sampling), 1.0
         else:
@@ -311,27 +329,30 @@ class Engine:
 
     # ---- graphs ----
 
-    def _replay(self, rows: Rows, sampling: Sampling) -> None:
+    def _replay(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         """A step as a graph; the first of its kind is taken step by step, which compiles its kernels, and then captured."""
+        from strop.rollout.launch import num_splits
+
         graphs = self._graphs_of(sampling)
-        if len(rows) in graphs:
-            graphs[len(rows)].replay()
+        kind = len(rows), num_splits(len(rows) * self.shape.num_heads, round_.longest)
+        if kind in graphs:
+            graphs[kind].replay()
             return
-        self._step_on_gpu(rows, sampling)
+        self._step_on_gpu(rows, round_, sampling)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
-                self._step_on_gpu(rows, sampling)
+                self._step_on_gpu(rows, round_, sampling)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # it looks at values on the host, or allocates as capturing does not allow
             self.why_no_graphs = str(error).splitlines()[0]
             warnings.warn(f"decode steps cannot be captured as CUDA graphs: {self.why_no_graphs}", stacklevel=2)
         else:
-            graphs[len(rows)] = graph
+            graphs[kind] = graph
 
-    def _graphs_of(self, sampling: Sampling) -> dict[int, Any]:
+    def _graphs_of(self, sampling: Sampling) -> dict[tuple[int, int], Any]:
         rule = (sampling.temperature, sampling.top_k, sampling.top_p)
         graphs = self._graphs.pop(rule, {})
         self._graphs[rule] = graphs  # the latest used is the last

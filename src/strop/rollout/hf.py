@@ -50,7 +50,6 @@ def engine_of(policy: Policy) -> Engine | str:
 
 
 def description(policy: Policy) -> str:
-    """What the rollouts of this model run on."""
-    with _turn:
-        engine = engine_of(policy)
+    """What the latest rollout of this model ran on."""
+    _, engine = policy.rollout_engine or (None, "none yet")
     return f"hf, {engine.name}" if isinstance(engine, Engine) else f"hf, transformers' generate: {engine}"

@@ -21,17 +21,15 @@ NO_SCORE = tl.constexpr(-1e30)  # below every real score; finite, for −inf −
 # ---- between the products ----
 
 
-@triton.jit
-def add_norm_kernel(
-    x_ptr, update_ptr, weight_ptr, y_ptr, H, eps, offset, ADD: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+@triton.jit(do_not_specialize=["add"])
+def add_norm_kernel(x_ptr, update_ptr, weight_ptr, y_ptr, H, eps, offset, add, OFFSET: tl.constexpr, BLOCK: tl.constexpr):
     """x ← x + update;  y = x / √(mean x² + eps) · (weight + offset), of one row. Rounded where transformers rounds."""
     n = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     here = h < H
     x = tl.load(x_ptr + n * H + h, mask=here, other=0.0)
     weight = tl.load(weight_ptr + h, mask=here, other=0.0).to(tl.float32)
-    if ADD:
+    if add != 0:
         update = tl.load(update_ptr + n * H + h, mask=here, other=0.0)
         x = (x.to(tl.float32) + update.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + n * H + h, x, mask=here)
@@ -112,18 +110,34 @@ def _capped(scores, softcap, SOFTCAP: tl.constexpr):
     return scores
 
 
+@triton.jit
+def _rotated(at, x, here, rotation_ptr, weight_ptr, eps, offset, d, D: tl.constexpr, NORM: tl.constexpr):
+    """x·cos ∓ (its other half)·sin of heads [.., D] at addresses `at`, normed before where the model does so."""
+    other = tl.where(d < D // 2, d + D // 2, d - D // 2)
+    y = tl.load(at - d + other, mask=here, other=0.0).to(tl.float32)
+    if NORM:
+        r = tl.rsqrt(tl.sum(x * x, -1, keep_dims=True) / D + eps)
+        x = x * r * (tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32) + offset)
+        y = y * r * (tl.load(weight_ptr + other, mask=d < D, other=0.0).to(tl.float32) + offset)
+    cos = tl.load(rotation_ptr + d, mask=d < D, other=0.0)
+    sin = tl.load(rotation_ptr + D + d, mask=d < D, other=0.0)
+    return x * cos + y * tl.where(d < D // 2, -sin, sin)
+
+
 @triton.jit(do_not_specialize=["layer", "window"])
 def attend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, prefix_start_ptr, prefix_length_ptr, suffix_start_ptr,
     step_ptr, table_ptr, layer, q_row, q_head, k_row, k_head, v_row, v_head, scale, softcap, window,
+    q_weight_ptr, k_weight_ptr, eps, offset,
     HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROTATE: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """softmax(q·Kᵀ·scale)·V of a row's new token, for the R query heads of one key head and one part of the keys.
 
     The row's keys lie in two runs of slots: the prompt's, which its group shares, and its own. The new token's key and
-    value come from k_ptr and v_ptr and are written to the row's next slot by the last part.
+    value come from k_ptr and v_ptr and are written to the row's next slot by the last part. ROTATE: query and key come
+    straight from the product, and are normed and rotated here.
     """
     n, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, d, s = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
@@ -144,7 +158,12 @@ def attend_kernel(
     keys_ptr = tl.multiple_of(keys_ptr + layer.to(tl.int64) * 2 * num_slots * HEADS * D, 16)
     values_ptr = tl.multiple_of(keys_ptr + num_slots * HEADS * D, 16)
     here = (r[:, None] < R) & (d[None, :] < D)
-    q = tl.load(q_ptr + n * q_row + (head * R + r[:, None]) * q_head + d[None, :], mask=here, other=0.0).to(kind)
+    q_at = q_ptr + n * q_row + (head * R + r[:, None]) * q_head + d[None, :]
+    q = tl.load(q_at, mask=here, other=0.0)
+    rotation_ptr = tl.load(table_ptr + 6).to(tl.pointer_type(tl.float32)) + total.to(tl.int64) * (2 * D)
+    if ROTATE:
+        q = _rotated(q_at, q.to(tl.float32), here, rotation_ptr, q_weight_ptr, eps, offset, d[None, :], D, NORM)
+    q = q.to(kind)
 
     m = tl.full([BLOCK_R], NO_SCORE, tl.float32)
     total_weight = tl.zeros([BLOCK_R], tl.float32)
@@ -166,7 +185,11 @@ def attend_kernel(
         m = new_m
 
     if split == SPLITS - 1:  # the new token
-        k = tl.load(k_ptr + n * k_row + head * k_head + d, mask=d < D, other=0.0).to(kind)
+        k_at = k_ptr + n * k_row + head * k_head + d
+        k = tl.load(k_at, mask=d < D, other=0.0)
+        if ROTATE:
+            k = _rotated(k_at, k.to(tl.float32), d < D, rotation_ptr, k_weight_ptr, eps, offset, d, D, NORM)
+        k = k.to(kind)
         v = tl.load(v_ptr + n * v_row + head * v_head + d, mask=d < D, other=0.0).to(kind)
         mine = (suffix_start + step).to(tl.int64) * (HEADS * D) + head * D + d
         tl.store(keys_ptr + mine, k, mask=d < D)

@@ -13,6 +13,7 @@ from strop.rollout.slots import CacheShape, Rows
 CHUNK = 4096  # logits one program looks at
 PROGRAMS = 264  # wanted at least: two for each of an H200's 132 multiprocessors
 MAX_SPLITS = 8
+KEYS_OF_A_PART = 512  # at least, where a row's keys are split: joining the parts is one more kernel
 GATE_BLOCK = 1024  # elements of a row one program multiplies
 
 
@@ -25,8 +26,8 @@ def add_norm(x_NH: torch.Tensor, update_NH: torch.Tensor | None, norm: Any, dtyp
     y_NH = torch.empty(N, H, dtype=dtype, device=x_NH.device)
     block = triton.next_power_of_2(H)
     kernels.add_norm_kernel[(N,)](
-        x_NH, x_NH if update_NH is None else update_NH, norm.weight, y_NH, H, norm.eps, norm.offset,
-        ADD=update_NH is not None, OFFSET=norm.offset != 0, BLOCK=block, num_warps=warps_for(block),
+        x_NH, x_NH if update_NH is None else update_NH, norm.weight, y_NH, H, norm.eps, float(norm.offset),
+        int(update_NH is not None), OFFSET=norm.offset != 0, BLOCK=block, num_warps=warps_for(block),
     )  # fmt: skip
     return y_NH
 
@@ -35,13 +36,16 @@ def rotate(
     qkv_NED: torch.Tensor, positions_N: torch.Tensor, table: torch.Tensor, num_key_heads: int, norms: Any
 ) -> None:
     N, E, D = qkv_NED.shape
-    q_norm, k_norm = norms or (None, None)
-    weights = (q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset) if norms else (qkv_NED, qkv_NED, 0.0, 0)
     block_e, block = triton.next_power_of_2(E - num_key_heads), triton.next_power_of_2(D // 2)
     kernels.rotate_kernel[(N,)](
-        qkv_NED, positions_N, table, *weights, ALL=E, Q=E - 2 * num_key_heads, QK=E - num_key_heads, D=D,
+        qkv_NED, positions_N, table, *head_norms(norms, table), ALL=E, Q=E - 2 * num_key_heads, QK=E - num_key_heads, D=D,
         NORM=norms is not None, BLOCK_E=block_e, BLOCK=block, num_warps=warps_for(block_e * block),
     )  # fmt: skip
+
+
+def head_norms(norms: Any, nothing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+    """Weights of the norms of q and k, their eps and offset, as arguments of a kernel."""
+    return (norms[0].weight, norms[1].weight, norms[0].eps, float(norms[0].offset)) if norms else (nothing, nothing, 0.0, 0.0)
 
 
 def gated(gate_up_NF: torch.Tensor, activation: str) -> torch.Tensor:
@@ -61,17 +65,32 @@ def warps_for(elements: int) -> int:
 
 @dataclass
 class KernelDecode(Pass):
-    """`slots.Decode` by a kernel. Where the cache is, the kernel reads from the table."""
+    """`slots.Decode` by a kernel. Where the cache is, the kernel reads from the table.
+
+    longest   the most keys a row may have
+    """
 
     table: torch.Tensor
     rows: Rows
     shape: CacheShape
+    longest: int
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
+        return self._attend(q, k, v, layer, rule, None, rotate=False)
+
+    def attend_unrotated(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule, norms: Any
+    ) -> torch.Tensor:
+        """Query and key as the product gave them."""
+        return self._attend(q, k, v, layer, rule, norms, rotate=True)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule, norms: Any, *, rotate: bool
+    ) -> torch.Tensor:
         rows, shape = self.rows, self.shape
         N, H, _, D = q.shape
         per_head = H // shape.num_heads
-        splits = num_splits(N * shape.num_heads)
+        splits = num_splits(N * shape.num_heads, self.longest)
         out_NTHD = torch.empty(N, 1, H, D, dtype=shape.dtype, device=q.device)
         partial = stats = out_NTHD
         if splits > 1:
@@ -82,10 +101,10 @@ class KernelDecode(Pass):
         kernels.attend_kernel[(N, shape.num_heads, splits)](
             q, k, v, out_NTHD, partial, stats, rows.prefix_start_N, rows.prefix_length_N, rows.suffix_start_N, rows.step_N,
             self.table, layer, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            rule.scaling, rule.softcap, rule.window,
+            rule.scaling, rule.softcap, rule.window, *head_norms(norms, self.table),
             HEADS=shape.num_heads, R=per_head, D=D, SPLITS=splits,
             BLOCK_R=triton.next_power_of_2(max(per_head, 16)), BLOCK_D=block_d, BLOCK_S=64 if block_d <= 128 else 32,
-            WINDOW=rule.window > 0, SOFTCAP=rule.softcap > 0,
+            WINDOW=rule.window > 0, SOFTCAP=rule.softcap > 0, ROTATE=rotate, NORM=norms is not None,
             PRECISION="ieee" if shape.dtype == torch.float32 else "tf32", num_warps=4,
         )  # fmt: skip
         if splits > 1:
@@ -93,10 +112,10 @@ class KernelDecode(Pass):
         return out_NTHD
 
 
-def num_splits(num_programs: int) -> int:
-    """A power of two: parts of each row's keys, so that there are programs for the whole GPU."""
+def num_splits(num_programs: int, longest: int) -> int:
+    """A power of two: parts of each row's keys, so that there are programs for the whole GPU; none for a few keys."""
     splits = 1
-    while splits < MAX_SPLITS and num_programs * splits < PROGRAMS:
+    while splits < MAX_SPLITS and num_programs * splits < PROGRAMS and longest > KEYS_OF_A_PART * splits:
         splits *= 2
     return splits
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from strop.models.attention import Pass, Rule, Unsupported, attention_of_rows, in_one_dtype, masked_attention
+from strop.models.attention import Packed, Pass, Rule, Unsupported, attention_of_rows, in_one_dtype, masked_attention
 
 
 @dataclass(frozen=True)
@@ -104,18 +104,23 @@ class Prefill(Pass):
     """Prompts, right-padded, read into their slots.
 
     tokens_M, slots_M   which of the P·T tokens are none of the padding, and where they go
+    cu_seqlens          where rows begin and end, for the kernel that needs no time for plans of every new shape
     """
 
     kv: torch.Tensor
     tokens_M: torch.Tensor
     slots_M: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         q, k, v = in_one_dtype(q, k, v)
-        for side, states in enumerate((k, v)):
-            flat = states.transpose(1, 2).reshape(-1, *self.kv.shape[3:])
-            self.kv[layer, side].index_copy_(0, self.slots_M, flat[self.tokens_M])
-        return attention_of_rows(q, k, v, rule)
+        both = torch.stack((k, v)).transpose(2, 3).flatten(1, 2)
+        self.kv[layer].index_copy_(1, self.slots_M, both[:, self.tokens_M])
+        P, T, D = q.shape[0], q.shape[2], q.shape[3]
+        if self.cu_seqlens is None or D % 8 or D > 256:
+            return attention_of_rows(q, k, v, rule)
+        in_one_row = (states.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for states in (q, k, v))
+        return Packed([T] * P, self.cu_seqlens).attend(*in_one_row, layer, rule).unflatten(1, (P, T))[0]
 
 
 @dataclass

@@ -145,11 +145,7 @@ class FusedLayers:
         for index, layer in enumerate(self.layers):
             x_NH, y_NH = self._add_norm(x_NH, update_NH, layer.attention_norm)
             qkv_NED = linear(y_NH, *layer.qkv).unflatten(1, (-1, self.head_dim))  # Q + 2·K heads
-            self._rotate(qkv_NED, positions_PT.flatten(), layer)
-            heads_PETD = qkv_NED.unflatten(0, (P, T)).transpose(1, 2)
-            K = self.num_heads
-            q, k, v = heads_PETD[:, : -2 * K], heads_PETD[:, -2 * K : -K], heads_PETD[:, -K:]
-            attended = current_pass().attend(q, k, v, index, layer.rule)
+            attended = self._attend(qkv_NED, positions_PT, index, layer)
             if index + 1 == len(self.layers) and not with_logits:
                 return attended
             update_NH = linear(attended.reshape(P * T, -1), *layer.out)
@@ -168,6 +164,15 @@ class FusedLayers:
         if update_NH is not None:
             x_NH = x_NH + update_NH
         return x_NH, rms_norm_(x_NH, norm).to(self.dtype)
+
+    def _attend(self, qkv_NED: torch.Tensor, positions_PT: torch.Tensor, index: int, layer: Layer) -> torch.Tensor:
+        K, pass_ = self.num_heads, current_pass()
+        heads_PETD = qkv_NED.unflatten(0, positions_PT.shape).transpose(1, 2)
+        qkv = heads_PETD[:, : -2 * K], heads_PETD[:, -2 * K : -K], heads_PETD[:, -K:]
+        if hasattr(pass_, "attend_unrotated"):  # the decode kernel, which rotates by itself
+            return pass_.attend_unrotated(*qkv, index, layer.rule, layer.head_norms)
+        self._rotate(qkv_NED, positions_PT.flatten(), layer)
+        return pass_.attend(*qkv, index, layer.rule)
 
     def _rotate(self, qkv_NED: torch.Tensor, positions_N: torch.Tensor, layer: Layer) -> None:
         """Norms, where the model has them, and rotation of queries and keys, in place."""

@@ -133,15 +133,16 @@ def signature(policy: Policy) -> Any:
     """Changes when an engine made before cannot be used any more: weights or buffers elsewhere, other adapters or another
     scaling of theirs, which a graph has as a number, other autocast, hooks.
     """
-    model = unwrapped(policy.model)
-    adapters, altered = [], []
-    for index, module in enumerate(model.modules()):
+    adapters, altered, tensors = [], [], []
+    for index, module in enumerate(unwrapped(policy.model).modules()):
         if hasattr(module, "merged_adapters") and hasattr(module, "active_adapters"):
             adapters.append((module.disable_adapters, *map(tuple, (module.merged_adapters, module.active_adapters)),
                              _scaling(module)))  # fmt: skip
         if is_altered(module):
             altered.append(index)
-    tensors = [(one.data_ptr(), one.dtype, one.shape) for one in (*model.parameters(), *model.buffers())]
+        for one in (*module._parameters.values(), *module._buffers.values()):
+            if one is not None:
+                tensors.append((one.data_ptr(), one.dtype, one.shape))
     return autocast_dtype(policy.device), adapters, altered, tensors
 
 
