@@ -275,6 +275,7 @@ def test_an_interrupted_rollout_leaves_the_model_as_it_was():
         hook = model.model.layers[1].register_forward_hook(lambda *_: None if next(calls, None) is not None else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             generate(policy, PROMPTS, GREEDY)
+        assert "own layers" in engine_of(policy).name, "fused layers call no hooks"
         hook.remove()
         assert model.training
         assert model.config._attn_implementation == "sdpa"
@@ -363,6 +364,31 @@ def test_adapters_are_part_of_the_model():
     assert texts[1] == [generated_alone(model.merge_and_unload(), prompt, GREEDY) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize(("options", "fused"), [({}, True), ({"use_rslora": True}, True), ({"use_dora": True}, False)])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_adapters_are_added_to_copies_alone(options, fused, autocast):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(model_of("llama"), lora)
+    policy = as_policy(model)
+    for std in (0.0, 0.5):
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "lora_B" in name:
+                    param.normal_(std=std, generator=torch.Generator().manual_seed(0))
+        before = [param.clone() for param in model.parameters()]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = generate(policy, PROMPTS, Sampling(max_new_tokens=8), num_samples=2, seed=0)
+            assert ("fused layers" in found.engine) == fused
+            for prompt, completion, logps in zip(found.prompt_ids, found.completion_ids, found.logps, strict=True):
+                with torch.no_grad():
+                    logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+                wanted = logits.float().log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+                error = 0.1 if autocast else 1e-4
+                torch.testing.assert_close(logps, wanted, rtol=error, atol=error)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 # ---- with kernels ----
 
 
@@ -375,6 +401,29 @@ def test_the_engine_with_kernels_equals_generate(kind, monkeypatch):
     sampling = dataclasses.replace(GREEDY, max_new_tokens=9)
     found = generate(policy, PROMPTS, sampling)
     assert [c.tolist() for c in found.completion_ids] == [generated_alone(model, p, sampling) for p in PROMPTS]
+
+
+@interpreted
+def test_prompts_read_together_with_kernels(monkeypatch):
+    """From 2 tokens on; rows that end and rows that enter change who is beside whom."""
+    from strop.rollout import launch
+
+    model = model_of("qwen2", eos_token_id=list(range(20)), num_hidden_layers=2)
+    policy, sampling = as_policy(model), Sampling(max_new_tokens=20)
+    wanted = generate(policy, PROMPTS, sampling, num_samples=3, seed=1)
+    assert len({len(c) for c in wanted.completion_ids}) > 3
+    engine = with_kernels(policy, monkeypatch)
+    monkeypatch.setattr(launch, "SHARED_FROM", 2)
+    monkeypatch.setattr(engine, "_num_slots", lambda: 5 * 20 + 20)
+    tiles = []
+    monkeypatch.setattr(
+        launch, "tiles_of", lambda *given, before=launch.tiles_of: tiles.append(before(*given)) or tiles[-1]
+    )
+    found = generate(policy, PROMPTS, sampling, num_samples=3, seed=1)
+    assert len(tiles) > 2
+    assert max(count for one in tiles for _, count in one) == 3
+    same = [a.tolist() == b.tolist() for a, b in zip(wanted.completion_ids, found.completion_ids, strict=True)]
+    assert sum(same) >= 11  # of 12: a number on the border of two tokens may fall to either
 
 
 @interpreted
@@ -452,7 +501,9 @@ def test_completions_do_not_depend_on_how_many_are_decoded_together(monkeypatch)
     for slots in (200, 40, 20):  # 4, 1 and 1 rows at a time; prompts in one round, and in several
         monkeypatch.setattr(Engine, "_num_slots", lambda engine, slots=slots: slots)
         some = generate(policy, PROMPTS, sampling, num_samples=8, seed=2)
-        assert sum(a.tolist() != b.tolist() for a, b in zip(whole.completion_ids, some.completion_ids, strict=True)) <= 1
+        assert (
+            sum(a.tolist() != b.tolist() for a, b in zip(whole.completion_ids, some.completion_ids, strict=True)) <= 1
+        )
         for a, b in zip(whole.completion_ids, some.completion_ids, strict=True):
             assert a[0] == b[0]
 

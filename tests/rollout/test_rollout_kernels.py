@@ -16,6 +16,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+NO_TILES = torch.zeros(2, 0, dtype=torch.int32)
+
+
 def random_rows(N, prefix_lengths, step, T):
     rows = Rows.empty(N, torch.device("cpu"))
     prefix = torch.tensor(prefix_lengths)
@@ -34,15 +37,14 @@ def random_rows(N, prefix_lengths, step, T):
         (2, 2, 8, Rule(0.5, softcap=1.5)), (1, 20, 16, Rule(0.2, window=3, softcap=2.0)),
     ],
 )  # fmt: skip
-def test_attention_kernel_is_attention(monkeypatch, heads, per_head, dim, rule, splits):
+def test_attention_kernel_is_attention(heads, per_head, dim, rule, splits):
     """Rows without prefix, with a short and a long one; garbage in slots that are not theirs changes nothing."""
     from strop.rollout import launch
 
-    monkeypatch.setattr(launch, "num_splits", lambda programs, longest: splits)
     generator = torch.Generator().manual_seed(0)
     T, step = 12, 5
     rows, num_slots = random_rows(3, [0, 4, 150], step, T)
-    shape = CacheShape(2, heads, dim, torch.float32)
+    shape = CacheShape(2, heads, per_head, dim, torch.float32)
     kv = torch.randn(2, 2, num_slots, heads, dim, generator=generator)
     for n in range(3):  # not written yet
         kv[:, :, rows.suffix_start_N[n] + step : rows.suffix_start_N[n] + T] = torch.nan
@@ -51,7 +53,7 @@ def test_attention_kernel_is_attention(monkeypatch, heads, per_head, dim, rule, 
     kernel_kv, table = kv.clone(), torch.zeros(7, dtype=torch.int64)
     table[:2] = torch.tensor([kernel_kv.data_ptr(), num_slots])
     wanted = Decode(kv, rows, longest=150 + step + 1).attend(q, k, v, 1, rule)
-    found = launch.KernelDecode(table, rows, shape, 0).attend(
+    found = launch.KernelDecode(table, rows, shape, launch.Parts(splits), NO_TILES).attend(
         q, k.transpose(1, 2).contiguous().transpose(1, 2), v, 1, rule
     )
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -163,7 +165,7 @@ def test_rotate_kernel(Q, K, D, norms):
     qkv = torch.randn(3, Q + 2 * K, D, generator=torch.Generator().manual_seed(0))
     positions, rotation, before = torch.tensor([0, 5, 3]), rotation_of(6, D), qkv.clone()
     table = torch.tensor([0] * 6 + [rotation.data_ptr()])
-    launch.rotate(qkv, positions, table, K, norms)
+    launch.rotate(qkv, positions, table, K, norms, False)
     q_norm, k_norm = norms or (None, None)
     wanted = torch.cat([rotated(before[:, :Q], positions, rotation, q_norm),
                         rotated(before[:, Q:-K], positions, rotation, k_norm), before[:, -K:]], 1)  # fmt: skip
@@ -172,11 +174,10 @@ def test_rotate_kernel(Q, K, D, norms):
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("normed", [False, True])
-def test_attention_kernel_norms_and_rotates(monkeypatch, splits, normed):
+def test_attention_kernel_norms_and_rotates(splits, normed):
     """Query and key straight from the product: the same as with those rotated before, in output and cache."""
     from strop.rollout import launch
 
-    monkeypatch.setattr(launch, "num_splits", lambda programs, longest: splits)
     K, R, D, T, step = 2, 3, 20, 12, 5
     rows, num_slots = random_rows(3, [0, 4, 150], step, T)
     generator = torch.Generator().manual_seed(1)
@@ -190,11 +191,53 @@ def test_attention_kernel_norms_and_rotates(monkeypatch, splits, normed):
     table[:2], table[6] = torch.tensor([kernel_kv.data_ptr(), num_slots]), rotation.data_ptr()
     rule = Rule(0.3)
     wanted = Decode(kv, rows, 156).attend(*(one[:, :, None] for one in turned), 0, rule)
-    found = launch.KernelDecode(table, rows, CacheShape(1, K, D, torch.float32), 0).attend_unrotated(
-        *(one[:, :, None] for one in (q, k, v)), 0, rule, norms if normed else None
-    )
+    pass_ = launch.KernelDecode(table, rows, CacheShape(1, K, R, D, torch.float32), launch.Parts(splits), NO_TILES)
+    found = pass_.attend_unrotated(*(one[:, :, None] for one in (q, k, v)), 0, rule, norms if normed else None, False)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(kernel_kv, kv, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize(("K", "R", "D", "rule"), [(2, 3, 20, Rule(0.3)), (1, 1, 16, Rule(0.25, softcap=1.5))])
+def test_prompts_read_together_are_those_read_by_each_row(splits, turns, K, R, D, rule):
+    """Rows of three prompts at different steps, one prompt empty, in tiles of two rows; a spare row is in none."""
+    from strop.rollout import launch
+
+    T, lengths = 12, [0, 4, 4, 4, 150, 150]
+    rows, num_slots = random_rows(6, lengths, 0, T)
+    rows.step_N.copy_(torch.tensor([5, 0, 3, 7, 1, 5]))
+    rows.prefix_start_N.copy_(torch.tensor([0, 0, 0, 0, 4, 4]))
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(1, 2, num_slots, K, D, generator=generator)
+    q = torch.randn(6, K * R, 1, D, generator=generator)
+    k, v = torch.randn(2, 6, K, 1, D, generator=generator)
+    rotation, table = rotation_of(200, D), torch.zeros(7, dtype=torch.int64)
+    tiles = launch.tiles_of([0, 1, 1, 1, 2, 2], 2)
+    assert tiles == [(0, 1), (1, 2), (3, 1), (4, 2)]
+    tiles_CN = torch.zeros(2, 6, dtype=torch.int32)
+    tiles_CN[:, :4] = torch.tensor(tiles).T
+    shape, caches, outs = CacheShape(1, K, R, D, torch.float32), [], []
+    for parts in (launch.Parts(1), launch.Parts(splits, 16)):
+        caches.append(kv.clone())
+        table[:2], table[6] = torch.tensor([caches[-1].data_ptr(), num_slots]), rotation.data_ptr()
+        pass_ = launch.KernelDecode(table, rows, shape, parts, tiles_CN)
+        outs.append(pass_.attend_unrotated(q, k, v, 0, rule, None, False) if turns else pass_.attend(q, k, v, 0, rule))
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(caches[1], caches[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest", "prefix", "samples", "wanted"),
+    [(64, 320, 64, 8, (1, 0)), (64, 4608, 4096, 1, (4, 0)), (64, 4608, 4096, 8, (16, 64)), (1, 320, 64, 8, (1, 0)),
+     (1, 4608, 4096, 1, (16, 0)), (1024, 4608, 4096, 8, (2, 64))],
+)  # fmt: skip
+def test_parts_of_a_step(rows, longest, prefix, samples, wanted):
+    from strop.rollout import launch
+
+    assert launch.parts_of(rows, CacheShape(24, 2, 7, 64, torch.bfloat16), longest, prefix, samples) == launch.Parts(
+        *wanted
+    )
 
 
 @pytest.mark.parametrize("found", [torch.nan, -torch.inf])

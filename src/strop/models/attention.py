@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 NAME = "strop"  # of this attention among transformers' implementations
@@ -97,6 +98,11 @@ def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
     scores = rule.softcap * torch.tanh(q @ k.transpose(2, 3) * (rule.scaling / rule.softcap))
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
     return dropout(weights.to(q.dtype), rule.dropout) @ v
+
+
+def sdpa_without_plans() -> Any:
+    """Within, torch's attention is not cuDNN's, which takes a second to load and makes a plan for every new shape."""
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def in_one_dtype(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:

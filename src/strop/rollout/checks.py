@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from strop.models import Policy
-from strop.models.attention import Unsupported, current
+from strop.models.attention import Unsupported, current, sdpa_without_plans
 from strop.models.kinds import of_config
 from strop.rollout.sampling import Sampling
 from strop.rollout.slots import CacheShape, Seen
@@ -46,7 +46,10 @@ def cache_shape(model: Any, seen: Seen) -> CacheShape:
     if key_dim != value_dim:
         raise Unsupported("its keys and values have different sizes")
     _check_windows(model, seen)
-    return CacheShape(len(seen.shapes), num_heads, key_dim, dtype)
+    num_query_heads = {q.shape[1] for q, _, _ in seen.states.values()}
+    if len(num_query_heads) > 1:
+        raise Unsupported("its layers have different numbers of heads")
+    return CacheShape(len(seen.shapes), num_heads, num_query_heads.pop() // num_heads, key_dim, dtype)
 
 
 def _check_windows(model: Any, seen: Seen) -> None:
@@ -89,7 +92,7 @@ def check_against_forward(engine: Any, policy: Policy) -> None:
             engine._draw(logits_NV, rows, round_, sampling)
     for i, prompt in enumerate(prompts):
         read = torch.cat([prompt, round_.tokens_BT[i, :1].cpu()]).to(engine.device)
-        with torch.no_grad():
+        with torch.no_grad(), sdpa_without_plans():
             wanted_TV = engine.model(input_ids=read[None], use_cache=False).logits[0, -2:].float()
         found_TV = torch.stack([one[i] for one in found])
         error = ((found_TV - wanted_TV).norm() / wanted_TV.norm()).item()

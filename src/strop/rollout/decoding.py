@@ -56,6 +56,7 @@ class Round:
     prefix_start_B: torch.Tensor
     prefix_length_B: torch.Tensor
     prefix_starts: list[int]
+    num_samples: int
     longest: int
 
     def table(self) -> list[int]:
@@ -90,11 +91,14 @@ class Engine:
         self.device = policy.device
         if devices := {param.device for param in self.model.parameters()} - {self.device}:
             raise Unsupported(f"its weights lie on several devices, {self.device} and {min(map(str, devices))}")
-        self._graphs: dict[Any, dict[tuple[int, int], Any]] = {}
+        self._graphs: dict[Any, dict[Any, Any]] = {}
         self._rows: Rows | None = None
         self._table = torch.zeros(7, dtype=torch.int64, device=self.device)
         self._eos = torch.full((16,), -1, dtype=torch.int64, device=self.device)
-        self._flags = torch.empty(BUCKETS[-1], dtype=torch.int8, pin_memory=True) if policy.device.type == "cuda" else None
+        self._tiles_CN = torch.zeros(2, BUCKETS[-1], dtype=torch.int32, device=self.device)
+        self._flags = (
+            torch.empty(BUCKETS[-1], dtype=torch.int8, pin_memory=True) if policy.device.type == "cuda" else None
+        )
         compiled = policy.model is not unwrapped(policy.model)  # the user wants it so
         own = OwnLayers(self.model, self.device, autocast_dtype(self.device), compiled)
         ids = checks.probe(policy)[0]
@@ -109,11 +113,31 @@ class Engine:
         try:
             self.layers = FusedLayers(self.model, self.shape, seen.rules, self._table, self.on_gpu)
             self.layers.refresh(len(ids))
+            self._compile(self.layers, ids)
             checks.check_states(checks.states_of(self.layers, ids, self.device), seen)
             checks.check_against_forward(self, policy)
         except Unsupported as error:
             self.layers, self.why_own = own, str(error)
             checks.check_against_forward(self, policy)
+
+    def _compile(self, layers: FusedLayers, prompt: torch.Tensor) -> None:
+        """The kernels of a step, all at once: one after the other they take seconds where no cache on disk has them."""
+        if not self.on_gpu:
+            return
+        from strop.rollout.launch import KernelDecode, compile_together, pick
+
+        sampling = Sampling(max_new_tokens=1)
+        round_, rows = self._begin([prompt], 1, 1, sampling, torch.zeros(1, 1), ())
+        layer = layers.layers[0]
+        qkv = layers.heads(torch.zeros(len(rows), len(layer.qkv[0]), dtype=layers.dtype, device=self.device))
+        logits_NV = torch.zeros(len(rows), len(layers.head[0]), dtype=layers.dtype, device=self.device)
+        attention = KernelDecode(self._table, rows, self.shape, self._parts(rows, round_), self._tiles_CN)
+        compile_together(self.device, [
+            lambda: attention.attend_unrotated(*qkv, 0, layer.rule, layer.head_norms, layers.rounds),
+            lambda: pick(logits_NV, rows, self._eos, self._table, 1.0, False),
+            *layers.launches(),
+        ])  # fmt: skip
+        torch.cuda.synchronize(self.device)
 
     @property
     def name(self) -> str:
@@ -192,7 +216,7 @@ class Engine:
             logps_BT=torch.zeros(B, T, dtype=logps_dtype, device=device),
             eos=torch.tensor(eos_ids, dtype=torch.int64, device=device),
             token_B=token_B, prefix_start_B=prefix_start_B, prefix_length_B=prefix_length_B,
-            prefix_starts=starts_P.tolist(), longest=int(lengths_P.max()) + T,
+            prefix_starts=starts_P.tolist(), num_samples=num_samples, longest=int(lengths_P.max()) + T,
         )  # fmt: skip
         rows = self._rows_for(lanes)
         rows.suffix_start_N[:lanes] = num_prefix + T * torch.arange(lanes, device=device)
@@ -231,38 +255,62 @@ class Engine:
                 ids_PT[p, :length] = prompts[i][:-1]
                 tokens.append(torch.arange(length) + p * longest)
                 slots_.append(torch.arange(length) + round_.prefix_starts[i])
-            moved = [torch.cat(one).to(self.device) for one in (tokens, slots_)]
+            tokens_M, slots_M = (torch.cat(one).to(self.device) for one in (tokens, slots_))
             positions_PT = torch.arange(longest, device=self.device).expand(len(part), -1)
             ends = torch.arange(len(part) + 1, dtype=torch.int32, device=self.device) * longest
             by_kernel = self.on_gpu and self.shape.dtype.itemsize == 2
-            with current(Prefill(round_.kv, *moved, ends if by_kernel else None)):
+            with current(Prefill(round_.kv, tokens_M, slots_M, ends if by_kernel else None)):
                 self.layers(ids_PT.to(self.device), positions_PT, with_logits=False)
 
     def _decode(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
-        """Steps until all rows have ended. The first `live` rows are real ones, begun at step `begun` of the round."""
+        """Steps until all rows have ended. The first `live` places are of real rows: which, and since which step."""
         B, T = round_.tokens_BT.shape
         live = entered = int((rows.finished_N == 0).sum())
-        begun, oldest, done = torch.zeros(live, dtype=torch.int64), 0, 0
+        row_L, begun_L = torch.arange(live), torch.zeros(live, dtype=torch.int64)
+        self._tile(rows, round_, row_L)
+        oldest = done = 0
         while True:
             left = oldest + T - done  # steps of the row that began first
             num_steps = min(ASK_EVERY, left)
-            goes_on = self._steps(num_steps, rows, round_, sampling, wait=num_steps == left)[:live] == 0
+            goes_on_L = self._steps(num_steps, rows, round_, sampling, wait=num_steps == left)[:live] == 0
             done += num_steps
-            free = (~goes_on).nonzero().flatten()[: B - entered]
+            free = (~goes_on_L).nonzero().flatten()[: B - entered]
             if len(free):
                 round_.enter(rows, free.to(self.device), entered)
+                row_L[free] = torch.arange(entered, entered + len(free))
+                begun_L[free], goes_on_L[free] = done, True
                 entered += len(free)
-                begun[free], goes_on[free] = done, True
-            going = goes_on.nonzero().flatten()
-            if not len(going):
+            kept = goes_on_L.nonzero().flatten()
+            if not len(kept):
                 return
-            smaller = bucket_of(len(going)) if self.on_gpu else len(going)
-            if smaller <= len(rows) // 2:
-                rows.keep(going.to(self.device))
-                rows, live, begun = rows.first(smaller), len(going), begun[going]
+            smaller = bucket_of(len(kept)) if self.on_gpu else len(kept)
+            if smaller <= len(rows) // 2 or len(free):
+                if smaller > len(rows) // 2:
+                    kept, smaller = torch.arange(live), len(rows)
+                kept = kept[(row_L[kept] // round_.num_samples).argsort(stable=True)]  # a prompt's rows are neighbours
+                rows.keep(kept.to(self.device))
+                rows, live = rows.first(smaller), len(kept)
                 round_.make_spare(rows.after(live))
-                going = torch.arange(live)
-            oldest = int(begun[going].min())
+                row_L, begun_L, goes_on_L = row_L[kept], begun_L[kept], goes_on_L[kept]
+                self._tile(rows, round_, row_L)
+            oldest = int(begun_L[goes_on_L].min())
+
+    def _tile(self, rows: Rows, round_: Round, row_L: torch.Tensor) -> None:
+        """Tell the kernels which rows read their prompt together."""
+        if not self.on_gpu or not (parts := self._parts(rows, round_)).tile:
+            return
+        from strop.rollout.launch import tiles_of
+
+        tiles = tiles_of((row_L // round_.num_samples).tolist(), parts.tile // self.shape.per_head)
+        tiles_CN = torch.zeros(self._tiles_CN.shape, dtype=torch.int32)
+        tiles_CN[:, : len(tiles)] = torch.tensor(tiles).T
+        self._tiles_CN.copy_(tiles_CN)
+
+    def _parts(self, rows: Rows, round_: Round) -> Any:
+        from strop.rollout.launch import parts_of
+
+        T = round_.tokens_BT.shape[1]
+        return parts_of(len(rows), self.shape, round_.longest, round_.longest - T, round_.num_samples)
 
     def _steps(self, num_steps: int, rows: Rows, round_: Round, sampling: Sampling, *, wait: bool) -> torch.Tensor:
         """So many steps, and which rows have ended; without `wait` before the last of them, so that the device has work
@@ -298,7 +346,7 @@ class Engine:
     def _logits_on_gpu(self, rows: Rows, round_: Round) -> torch.Tensor:
         from strop.rollout.launch import KernelDecode
 
-        with current(KernelDecode(self._table, rows, self.shape, round_.longest)):
+        with current(KernelDecode(self._table, rows, self.shape, self._parts(rows, round_), self._tiles_CN)):
             return self._logits(rows)
 
     def _step_on_gpu(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
@@ -331,10 +379,8 @@ class Engine:
 
     def _replay(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         """A step as a graph; the first of its kind is taken step by step, which compiles its kernels, and then captured."""
-        from strop.rollout.launch import num_splits
-
         graphs = self._graphs_of(sampling)
-        kind = len(rows), num_splits(len(rows) * self.shape.num_heads, round_.longest)
+        kind = len(rows), self._parts(rows, round_)
         if kind in graphs:
             graphs[kind].replay()
             return
@@ -352,7 +398,7 @@ class Engine:
         else:
             graphs[kind] = graph
 
-    def _graphs_of(self, sampling: Sampling) -> dict[tuple[int, int], Any]:
+    def _graphs_of(self, sampling: Sampling) -> dict[Any, Any]:
         rule = (sampling.temperature, sampling.top_k, sampling.top_p)
         graphs = self._graphs.pop(rule, {})
         self._graphs[rule] = graphs  # the latest used is the last

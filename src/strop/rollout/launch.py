@@ -1,5 +1,7 @@
 """The kernels of a decode step, launched."""
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +14,23 @@ from strop.rollout.slots import CacheShape, Rows
 
 CHUNK = 4096  # logits one program looks at
 PROGRAMS = 264  # wanted at least: two for each of an H200's 132 multiprocessors
-MAX_SPLITS = 8
+MAX_SPLITS = 16
+TILE = 64  # query heads that read a shared prompt's keys together
+SHARED_FROM = 512  # tokens of a prompt; below, one kernel more costs more than keys read again
+KEYS_AT_ONCE, ATTENTION_WARPS = 64, 4
 KEYS_OF_A_PART = 512  # at least, where a row's keys are split: joining the parts is one more kernel
 GATE_BLOCK = 1024  # elements of a row one program multiplies
+
+
+def compile_together(device: torch.device, launches: Sequence[Callable[[], object]]) -> None:
+    """Each launch in a thread: most of the time to compile a kernel goes by waiting for other programs."""
+
+    def run(launch: Callable[[], object]) -> None:
+        torch.cuda.set_device(device)
+        launch()
+
+    with ThreadPoolExecutor(len(launches)) as threads:
+        list(threads.map(run, launches))
 
 
 # ---- between the products of a layer: the kernels of `steps.FusedLayers` ----
@@ -33,19 +49,24 @@ def add_norm(x_NH: torch.Tensor, update_NH: torch.Tensor | None, norm: Any, dtyp
 
 
 def rotate(
-    qkv_NED: torch.Tensor, positions_N: torch.Tensor, table: torch.Tensor, num_key_heads: int, norms: Any
+    qkv_NED: torch.Tensor, positions_N: torch.Tensor, table: torch.Tensor, num_key_heads: int, norms: Any, rounds: bool
 ) -> None:
+    """rounds: to the dtype of qkv between operations, as a model in 16 bits does"""
     N, E, D = qkv_NED.shape
-    block_e, block = triton.next_power_of_2(E - num_key_heads), triton.next_power_of_2(D // 2)
+    block_e, block_d = triton.next_power_of_2(E - num_key_heads), triton.next_power_of_2(D)
     kernels.rotate_kernel[(N,)](
         qkv_NED, positions_N, table, *head_norms(norms, table), ALL=E, Q=E - 2 * num_key_heads, QK=E - num_key_heads, D=D,
-        NORM=norms is not None, BLOCK_E=block_e, BLOCK=block, num_warps=warps_for(block_e * block),
+        NORM=norms is not None, ROUND=rounds, BLOCK_E=block_e, BLOCK_D=block_d, num_warps=warps_for(block_e * block_d),
     )  # fmt: skip
 
 
 def head_norms(norms: Any, nothing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, float]:
     """Weights of the norms of q and k, their eps and offset, as arguments of a kernel."""
-    return (norms[0].weight, norms[1].weight, norms[0].eps, float(norms[0].offset)) if norms else (nothing, nothing, 0.0, 0.0)
+    return (
+        (norms[0].weight, norms[1].weight, norms[0].eps, float(norms[0].offset))
+        if norms
+        else (nothing, nothing, 0.0, 0.0)
+    )
 
 
 def gated(gate_up_NF: torch.Tensor, activation: str) -> torch.Tensor:
@@ -63,61 +84,115 @@ def warps_for(elements: int) -> int:
 # ---- attention and the draw ----
 
 
+@dataclass(frozen=True)
+class Parts:
+    """How a step's attention is divided; each way is a graph of its own.
+
+    splits   of each row's keys, or of each prompt's where rows share them
+    tile     query heads of one tile over a shared prompt; 0: every row reads its prompt by itself
+    """
+
+    splits: int = 1
+    tile: int = 0
+
+
+def parts_of(num_rows: int, shape: CacheShape, longest: int, longest_prefix: int, num_samples: int) -> Parts:
+    """Powers of two, so that there are programs for the whole GPU, but not for a few keys: joining is one more kernel.
+
+    longest, longest_prefix   the most keys of a row, and of a prompt, which num_samples rows share
+    """
+    group = min(num_samples, max(1, TILE // shape.per_head)) if longest_prefix >= SHARED_FROM else 1
+    splits = 1
+    while (
+        splits < MAX_SPLITS
+        and longest > KEYS_OF_A_PART * splits
+        and num_rows * shape.num_heads * splits < PROGRAMS * group
+    ):
+        splits *= 2
+    return Parts(splits, triton.next_power_of_2(max(group * shape.per_head, 16)) if group > 1 else 0)
+
+
+def tiles_of(prompt_N: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """(first row, number of rows) of tiles: neighbours of one prompt, at most so many."""
+    tiles: list[tuple[int, int]] = []
+    for n, prompt in enumerate(prompt_N):
+        first, count = tiles[-1] if tiles else (0, most)
+        if count < most and prompt == prompt_N[first]:
+            tiles[-1] = first, count + 1
+        else:
+            tiles.append((n, 1))
+    return tiles
+
+
 @dataclass
 class KernelDecode(Pass):
-    """`slots.Decode` by a kernel. Where the cache is, the kernel reads from the table.
+    """`slots.Decode` by kernels. Where the cache is, they read from the table.
 
-    longest   the most keys a row may have
+    tiles_CN   first row and number of rows of each tile, of no rows behind the last
     """
 
     table: torch.Tensor
     rows: Rows
     shape: CacheShape
-    longest: int
+    parts: Parts
+    tiles_CN: torch.Tensor
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
-        return self._attend(q, k, v, layer, rule, None, rotate=False)
+        return self._attend(q, k, v, layer, rule, {"ROTATE": False, "NORM": False, "ROUND": False}, None)
 
     def attend_unrotated(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule, norms: Any
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule, norms: Any, rounds: bool
     ) -> torch.Tensor:
         """Query and key as the product gave them."""
-        return self._attend(q, k, v, layer, rule, norms, rotate=True)
+        how = {"ROTATE": True, "NORM": norms is not None, "ROUND": rounds}
+        return self._attend(q, k, v, layer, rule, how, norms)
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule, norms: Any, *, rotate: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: int,
+        rule: Rule,
+        how: dict[str, bool],
+        norms: Any,
     ) -> torch.Tensor:
-        rows, shape = self.rows, self.shape
+        rows, shape, splits = self.rows, self.shape, self.parts.splits
         N, H, _, D = q.shape
-        per_head = H // shape.num_heads
-        splits = num_splits(N * shape.num_heads, self.longest)
+        shares = self.parts.tile > 0 and not rule.window
+        num_parts = splits + 1 if shares else splits
         out_NTHD = torch.empty(N, 1, H, D, dtype=shape.dtype, device=q.device)
         partial = stats = out_NTHD
-        if splits > 1:
-            partial = torch.empty(N * H * splits, D, dtype=torch.float32, device=q.device)
-            stats = torch.empty(N * H * splits, 2, dtype=torch.float32, device=q.device)
+        if num_parts > 1:
+            partial = torch.empty(N * H * num_parts, D, dtype=torch.float32, device=q.device)
+            stats = torch.empty(N * H * num_parts, 2, dtype=torch.float32, device=q.device)
+        q = q.to(shape.dtype)
         q, k, v = (states if states.stride(3) == 1 else states.contiguous() for states in (q, k, v))
+        q_weight, k_weight, eps, offset = head_norms(norms, self.table)
         block_d = triton.next_power_of_2(max(D, 16))
-        kernels.attend_kernel[(N, shape.num_heads, splits)](
+        shared = {
+            "HEADS": shape.num_heads, "R": shape.per_head, "D": D, "PARTS": num_parts, "BLOCK_D": block_d,
+            "BLOCK_S": KEYS_AT_ONCE if block_d <= 128 else KEYS_AT_ONCE // 2, "SOFTCAP": rule.softcap > 0, **how,
+            "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32", "num_warps": ATTENTION_WARPS,
+        }  # fmt: skip
+        if shares:
+            kernels.prefix_kernel[(N, shape.num_heads, splits)](
+                q, partial, stats, *self.tiles_CN, rows.prefix_start_N, rows.prefix_length_N, rows.step_N,
+                self.table, layer, q.stride(0), q.stride(1), rule.scaling, rule.softcap, q_weight, eps, offset,
+                SPLITS=splits, BLOCK_M=self.parts.tile, **shared,
+            )  # fmt: skip
+        kernels.attend_kernel[(N, shape.num_heads, 1 if shares else splits)](
             q, k, v, out_NTHD, partial, stats, rows.prefix_start_N, rows.prefix_length_N, rows.suffix_start_N, rows.step_N,
             self.table, layer, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            rule.scaling, rule.softcap, rule.window, *head_norms(norms, self.table),
-            HEADS=shape.num_heads, R=per_head, D=D, SPLITS=splits,
-            BLOCK_R=triton.next_power_of_2(max(per_head, 16)), BLOCK_D=block_d, BLOCK_S=64 if block_d <= 128 else 32,
-            WINDOW=rule.window > 0, SOFTCAP=rule.softcap > 0, ROTATE=rotate, NORM=norms is not None,
-            PRECISION="ieee" if shape.dtype == torch.float32 else "tf32", num_warps=4,
+            rule.scaling, rule.softcap, rule.window, q_weight, k_weight, eps, offset, SPLITS=1 if shares else splits,
+            BLOCK_R=triton.next_power_of_2(max(shape.per_head, 16)), WINDOW=rule.window > 0, **shared,
         )  # fmt: skip
-        if splits > 1:
-            kernels.join_kernel[(N * H,)](partial, stats, out_NTHD, D=D, SPLITS=splits, BLOCK_D=block_d, num_warps=1)
+        if num_parts > 1:
+            block_p = triton.next_power_of_2(num_parts)
+            kernels.join_kernel[(N * H,)](
+                partial, stats, out_NTHD, D=D, PARTS=num_parts, BLOCK_P=block_p, BLOCK_D=block_d, num_warps=1
+            )
         return out_NTHD
-
-
-def num_splits(num_programs: int, longest: int) -> int:
-    """A power of two: parts of each row's keys, so that there are programs for the whole GPU; none for a few keys."""
-    splits = 1
-    while splits < MAX_SPLITS and num_programs * splits < PROGRAMS and longest > KEYS_OF_A_PART * splits:
-        splits *= 2
-    return splits
 
 
 def pick(

@@ -22,10 +22,11 @@ from strop.models.attention import Packed, Pass, Rule, Unsupported, attention_of
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one slot holds."""
+    """What one slot holds: `num_heads` of keys, with `per_head` query heads each."""
 
     num_layers: int
     num_heads: int
+    per_head: int
     head_dim: int
     dtype: torch.dtype
 
@@ -119,8 +120,8 @@ class Prefill(Pass):
         P, T, D = q.shape[0], q.shape[2], q.shape[3]
         if self.cu_seqlens is None or D % 8 or D > 256:
             return attention_of_rows(q, k, v, rule)
-        in_one_row = (states.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for states in (q, k, v))
-        return Packed([T] * P, self.cu_seqlens).attend(*in_one_row, layer, rule).unflatten(1, (P, T))[0]
+        q, k, v = (states.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for states in (q, k, v))
+        return Packed([T] * P, self.cu_seqlens).attend(q, k, v, layer, rule).unflatten(1, (P, T))[0]
 
 
 @dataclass

@@ -9,7 +9,7 @@ Shapes: P rows of T tokens, N = P·T; H hidden, Q query heads, K key heads, D he
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, linear, rms_norm, silu
 
-from strop.models.attention import Rule, Unsupported, attending, current_pass
+from strop.models.attention import Rule, Unsupported, attending, current_pass, sdpa_without_plans
 from strop.models.policy import decoder_and_head
 from strop.rollout import slots
 from strop.rollout.slots import CacheShape
@@ -25,7 +25,11 @@ from strop.rollout.weights import Copies, converted, is_altered
 
 Product = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
 
-ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+}
 
 
 class OwnLayers:
@@ -65,7 +69,7 @@ class OwnLayers:
         cast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
         copies = contextlib.nullcontext() if self.copies is None else self.copies.in_place()
         try:
-            with torch.no_grad(), cast, attending(self.model), copies:
+            with torch.no_grad(), cast, attending(self.model), copies, sdpa_without_plans():
                 yield
         finally:
             self.model._compiled_call_impl = compiled
@@ -135,29 +139,45 @@ class FusedLayers:
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
         device = self.embed.weight.device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.no_grad(), torch.autocast(device, enabled=False), sdpa_without_plans():
             yield
 
     def __call__(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True) -> torch.Tensor:
         """[P, V] of the last column."""
         P, T = ids_PT.shape
-        x_NH, update_NH = self.embed(ids_PT).flatten(0, 1), None
+        x_NH: Any = self.embed(ids_PT).flatten(0, 1)
+        update_NH: Any = None
         for index, layer in enumerate(self.layers):
             x_NH, y_NH = self._add_norm(x_NH, update_NH, layer.attention_norm)
-            qkv_NED = linear(y_NH, *layer.qkv).unflatten(1, (-1, self.head_dim))  # Q + 2·K heads
-            attended = self._attend(qkv_NED, positions_PT, index, layer)
+            attended = self._attend(linear(y_NH, *layer.qkv), positions_PT, index, layer)
             if index + 1 == len(self.layers) and not with_logits:
                 return attended
             update_NH = linear(attended.reshape(P * T, -1), *layer.out)
             x_NH, y_NH = self._add_norm(x_NH, update_NH, layer.mlp_norm)
             update_NH = linear(self._gated(linear(y_NH, *layer.gate_up)), *layer.down)
         if T > 1:
-            x_NH, update_NH = (one.unflatten(0, (P, T))[:, -1] for one in (x_NH, update_NH))
+            x_NH, update_NH = (one.unflatten(0, (P, T))[:, -1].contiguous() for one in (x_NH, update_NH))
         return linear(self._add_norm(x_NH, update_NH, self.norm)[1], *self.head)
+
+    def launches(self) -> list[Callable[[], object]]:
+        """One of each kernel between the products, on a row of its own."""
+        layer, weight = self.layers[0], self.embed.weight
+        x_NH, gate_up_NF = (weight.new_zeros(1, size) for size in (weight.shape[1], len(layer.gate_up[0])))
+        qkv_NED = torch.zeros(1, len(layer.qkv[0]), dtype=self.dtype, device=weight.device).unflatten(
+            1, (-1, self.head_dim)
+        )
+        first = torch.zeros(1, dtype=torch.int64, device=weight.device)
+        return [
+            lambda: self._add_norm(x_NH, None, layer.attention_norm),
+            lambda: self._gated(gate_up_NF.to(self.dtype)),
+            lambda: self._rotate(qkv_NED, first, layer),
+        ]
 
     # ---- between the products ----
 
-    def _add_norm(self, x_NH: torch.Tensor, update_NH: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    def _add_norm(
+        self, x_NH: torch.Tensor, update_NH: torch.Tensor | None, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """x + update, and its norm. The kernel writes the sum over x."""
         if self.kernels:
             return x_NH, self.kernels.add_norm(x_NH, update_NH, norm, self.dtype)
@@ -165,32 +185,37 @@ class FusedLayers:
             x_NH = x_NH + update_NH
         return x_NH, rms_norm_(x_NH, norm).to(self.dtype)
 
-    def _attend(self, qkv_NED: torch.Tensor, positions_PT: torch.Tensor, index: int, layer: Layer) -> torch.Tensor:
-        K, pass_ = self.num_heads, current_pass()
-        heads_PETD = qkv_NED.unflatten(0, positions_PT.shape).transpose(1, 2)
-        qkv = heads_PETD[:, : -2 * K], heads_PETD[:, -2 * K : -K], heads_PETD[:, -K:]
+    def _attend(self, qkv_NE: torch.Tensor, positions_PT: torch.Tensor, index: int, layer: Layer) -> torch.Tensor:
+        pass_, qkv = current_pass(), self.heads(qkv_NE, positions_PT.shape[1])
         if hasattr(pass_, "attend_unrotated"):  # the decode kernel, which rotates by itself
-            return pass_.attend_unrotated(*qkv, index, layer.rule, layer.head_norms)
-        self._rotate(qkv_NED, positions_PT.flatten(), layer)
+            return pass_.attend_unrotated(*qkv, index, layer.rule, layer.head_norms, self.rounds)
+        self._rotate(qkv_NE.unflatten(1, (-1, self.head_dim)), positions_PT.flatten(), layer)
         return pass_.attend(*qkv, index, layer.rule)
+
+    def heads(self, qkv_NE: torch.Tensor, num_tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of queries [P, Q, T, D], keys and values [P, K, T, D]."""
+        K = self.num_heads
+        heads_PETD = qkv_NE.view(-1, num_tokens, qkv_NE.shape[1] // self.head_dim, self.head_dim).transpose(1, 2)
+        return heads_PETD[:, : -2 * K], heads_PETD[:, -2 * K : -K], heads_PETD[:, -K:]
 
     def _rotate(self, qkv_NED: torch.Tensor, positions_N: torch.Tensor, layer: Layer) -> None:
         """Norms, where the model has them, and rotation of queries and keys, in place."""
         K, D = self.num_heads, self.head_dim
         if self.kernels:
-            return self.kernels.rotate(qkv_NED, positions_N, self.table, K, layer.head_norms)
+            return self.kernels.rotate(qkv_NED, positions_N, self.table, K, layer.head_norms, self.rounds)
         if layer.head_norms:
             for part, norm in zip((qkv_NED[:, : -2 * K], qkv_NED[:, -2 * K : -K]), layer.head_norms, strict=True):
                 part.copy_(rms_norm_(part, norm))
-        cos_N1D, sin_N1D = self.rotation_TCD[positions_N].to(self._rotation_dtype).split(1, 1)
+        cos_N1D, sin_N1D = self.rotation_TCD[positions_N].to(self.embed.weight.dtype).split(1, 1)
         turned = qkv_NED[:, :-K]
         half = torch.cat([-turned[..., D // 2 :], turned[..., : D // 2]], -1)
         turned.copy_(turned * cos_N1D + half * sin_N1D)
         return None
 
     @property
-    def _rotation_dtype(self) -> torch.dtype:
-        return self.embed.weight.dtype
+    def rounds(self) -> bool:
+        """Whether the model rounds to 16 bits between operations; under autocast it does not."""
+        return self.embed.weight.dtype == self.dtype and self.dtype.itemsize == 2
 
     def _gated(self, gate_up_NF: torch.Tensor) -> torch.Tensor:
         if self.kernels:
@@ -221,7 +246,8 @@ def _parts(model: Any) -> tuple[Any, nn.Linear]:
     found = decoder_and_head(model)
     if isinstance(found, str):
         raise Unsupported(found)
-    decoder, head = found
+    decoder: Any = found[0]
+    head = found[1]
     _expect(decoder, {"embed_tokens", "layers", "norm", "rotary_emb"})
     for layer in decoder.layers:
         _expect(layer, LAYER)

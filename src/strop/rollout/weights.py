@@ -39,8 +39,8 @@ class Copies:
         if any((linear.bias is None) != (linears[0].bias is None) for linear in linears):
             raise Unsupported("only some of its joined layers have a bias")
         if len(layers) == 1 and not adapted and linears[0].weight.dtype == dtype:
-            bias = linears[0].bias
-            return linears[0].weight.detach(), None if bias is None else bias.detach()
+            only = linears[0]
+            return only.weight.detach(), None if only.bias is None else only.bias.detach()
         parts = [linear.weight for linear in linears]
         weight = torch.empty(sum(map(len, parts)), parts[0].shape[1], dtype=dtype, device=parts[0].device)
         bias = weight.new_empty(len(weight)) if linears[0].bias is not None else None
