@@ -145,6 +145,38 @@ def test_completions_do_not_depend_on_how_many_are_decoded_together(kind, monkey
     assert same >= 195  # of 200: products of other sizes round otherwise, and a number on a border falls to either
 
 
+@pytest.mark.parametrize("windowed", [False, True])
+def test_long_prompts_read_together(windowed, monkeypatch):
+    """Groups of rows that end and enter at all times, over prompts of one token and of hundreds."""
+    from strop.rollout import launch
+
+    model = model_of("mistral", eos_token_id=list(range(300)), sliding_window=700 if windowed else None,
+                     max_position_embeddings=2048, vocab_size=8003)  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(300, 8003, (length,), generator=generator) for length in (900, 1, 600, 30, 800)]
+    policy, sampling, found = as_policy(model), Sampling(max_new_tokens=100), []
+    for shared_from in (10**9, 512):
+        monkeypatch.setattr(launch, "SHARED_FROM", shared_from)
+        monkeypatch.setattr(Engine, "_num_slots", lambda engine: 2 * 2400)
+        found.append(generate(policy, prompts, sampling, num_samples=8, seed=1))
+        assert found[-1].engine == "hf, fused layers, cuda graphs"
+    texts = [[c.tolist() for c in one.completion_ids] for one in found]
+    same = [a == b for a, b in zip(*texts, strict=True)]
+    assert sum(same) >= 38  # of 40
+    for i, is_same in enumerate(same):
+        if is_same:
+            torch.testing.assert_close(found[0].logps[i], found[1].logps[i], rtol=1e-4, atol=1e-4)
+
+
+def test_more_stop_ids_than_before_are_captured_too():
+    policy = as_policy(model_of("llama"))
+    generate(policy, PROMPTS, Sampling(max_new_tokens=20))
+    found = generate(policy, PROMPTS, Sampling(max_new_tokens=20, stop_ids=tuple(range(40))), num_samples=8)
+    assert found.engine == "hf, fused layers, cuda graphs"
+    engine = engine_of(policy)
+    assert engine.num_graphs >= 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_are_added_for_the_rollout_alone(dtype):
     peft = pytest.importorskip("peft")

@@ -197,7 +197,7 @@ def test_attention_kernel_norms_and_rotates(splits, normed):
     torch.testing.assert_close(kernel_kv, kv, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("splits", [(1, 1), (2, 4)])
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize(("K", "R", "D", "rule"), [(2, 3, 20, Rule(0.3)), (1, 1, 16, Rule(0.25, softcap=1.5))])
 def test_prompts_read_together_are_those_read_by_each_row(splits, turns, K, R, D, rule):
@@ -218,7 +218,7 @@ def test_prompts_read_together_are_those_read_by_each_row(splits, turns, K, R, D
     tiles_CN = torch.zeros(2, 6, dtype=torch.int32)
     tiles_CN[:, :4] = torch.tensor(tiles).T
     shape, caches, outs = CacheShape(1, K, R, D, torch.float32), [], []
-    for parts in (launch.Parts(1), launch.Parts(splits, 16)):
+    for parts in (launch.Parts(1), launch.Parts(*splits, 16, 5)):
         caches.append(kv.clone())
         table[:2], table[6] = torch.tensor([caches[-1].data_ptr(), num_slots]), rotation.data_ptr()
         pass_ = launch.KernelDecode(table, rows, shape, parts, tiles_CN)
@@ -228,16 +228,18 @@ def test_prompts_read_together_are_those_read_by_each_row(splits, turns, K, R, D
 
 
 @pytest.mark.parametrize(
-    ("rows", "longest", "prefix", "samples", "wanted"),
-    [(64, 320, 64, 8, (1, 0)), (64, 4608, 4096, 1, (4, 0)), (64, 4608, 4096, 8, (16, 64)), (1, 320, 64, 8, (1, 0)),
-     (1, 4608, 4096, 1, (16, 0)), (1024, 4608, 4096, 8, (2, 64))],
+    ("rows", "prefix", "new", "prompts", "samples", "wanted"),
+    [
+        (64, 63, 256, 8, 8, (1, 0, 16, 0)),  # short: nothing to join
+        (64, 4095, 512, 64, 1, (4, 0, 16, 0)), (1, 4095, 512, 1, 1, (16, 0, 16, 0)), (1, 63, 256, 8, 8, (1, 0, 16, 0)),
+        (64, 4095, 512, 8, 8, (4, 16, 64, 16)), (512, 4095, 512, 64, 8, (1, 4, 64, 128)), (2, 4095, 64, 8, 8, (1, 16, 64, 2)),
+    ],
 )  # fmt: skip
-def test_parts_of_a_step(rows, longest, prefix, samples, wanted):
+def test_parts_of_a_step(rows, prefix, new, prompts, samples, wanted):
     from strop.rollout import launch
 
-    assert launch.parts_of(rows, CacheShape(24, 2, 7, 64, torch.bfloat16), longest, prefix, samples) == launch.Parts(
-        *wanted
-    )
+    shape = CacheShape(24, 2, 7, 64, torch.bfloat16)
+    assert launch.parts_of(rows, shape, prefix, new, prompts, samples) == launch.Parts(*wanted)
 
 
 @pytest.mark.parametrize("found", [torch.nan, -torch.inf])

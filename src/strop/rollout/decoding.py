@@ -13,8 +13,9 @@ changes these in place and the next rollout computes with what is there. Everyth
 from memory by the kernels, so lengths do not matter. Weights that moved make a new engine.
 """
 
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,7 @@ class Engine:
         self.device = policy.device
         if devices := {param.device for param in self.model.parameters()} - {self.device}:
             raise Unsupported(f"its weights lie on several devices, {self.device} and {min(map(str, devices))}")
+        getting_ready = _get_ready(self.device)
         self._graphs: dict[Any, dict[Any, Any]] = {}
         self._rows: Rows | None = None
         self._table = torch.zeros(7, dtype=torch.int64, device=self.device)
@@ -108,6 +110,7 @@ class Engine:
         self.on_gpu = self.device.type == "cuda" and self.shape.dtype.itemsize <= 4
         self.why_no_graphs = None if self.on_gpu else f"{self.shape.dtype} on {self.device.type}"
         self._pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
+        getting_ready()
         self.layers: FusedLayers | OwnLayers = own
         self.why_own: str | None = None
         try:
@@ -239,6 +242,7 @@ class Engine:
         if len(eos_ids) > len(self._eos):  # another place: the graphs are not valid any more
             self._eos = torch.full((1 << len(eos_ids).bit_length(),), -1, dtype=torch.int64, device=self.device)
             self._graphs.clear()
+            self._pool = torch.cuda.graph_pool_handle()  # with its last graph a pool is gone
         self._eos.fill_(-1)
         self._eos[: len(eos_ids)] = torch.tensor(eos_ids, dtype=torch.int64)
 
@@ -297,7 +301,7 @@ class Engine:
 
     def _tile(self, rows: Rows, round_: Round, row_L: torch.Tensor) -> None:
         """Tell the kernels which rows read their prompt together."""
-        if not self.on_gpu or not (parts := self._parts(rows, round_)).tile:
+        if not self.on_gpu or not (parts := self._parts(rows, round_)).of_prompt:
             return
         from strop.rollout.launch import tiles_of
 
@@ -310,7 +314,7 @@ class Engine:
         from strop.rollout.launch import parts_of
 
         T = round_.tokens_BT.shape[1]
-        return parts_of(len(rows), self.shape, round_.longest, round_.longest - T, round_.num_samples)
+        return parts_of(len(rows), self.shape, round_.longest - T, T, len(round_.prefix_starts), round_.num_samples)
 
     def _steps(self, num_steps: int, rows: Rows, round_: Round, sampling: Sampling, *, wait: bool) -> torch.Tensor:
         """So many steps, and which rows have ended; without `wait` before the last of them, so that the device has work
@@ -405,3 +409,18 @@ class Engine:
         for old in list(self._graphs)[:-MAX_SAMPLINGS]:
             del self._graphs[old]
         return graphs
+
+
+def _get_ready(device: torch.device) -> Callable[[], None]:
+    """Triton's start, which takes a second, in a thread beside the model's first forward; call what comes back to wait."""
+    if device.type != "cuda":
+        return lambda: None
+
+    def start() -> None:
+        from strop.rollout.launch import compile_together, gated
+
+        compile_together(device, [lambda: gated(torch.zeros(1, 2, device=device), "silu")])
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    return thread.join

@@ -19,6 +19,7 @@ TILE = 64  # query heads that read a shared prompt's keys together
 SHARED_FROM = 512  # tokens of a prompt; below, one kernel more costs more than keys read again
 KEYS_AT_ONCE, ATTENTION_WARPS = 64, 4
 KEYS_OF_A_PART = 512  # at least, where a row's keys are split: joining the parts is one more kernel
+KEYS_OF_A_JOINED_PART = 128  # where they are joined anyway
 GATE_BLOCK = 1024  # elements of a row one program multiplies
 
 
@@ -88,28 +89,41 @@ def warps_for(elements: int) -> int:
 class Parts:
     """How a step's attention is divided; each way is a graph of its own.
 
-    splits   of each row's keys, or of each prompt's where rows share them
-    tile     query heads of one tile over a shared prompt; 0: every row reads its prompt by itself
+    splits      of each row's keys; where rows share their prompt's, of its own ones
+    of_prompt   splits of a shared prompt; 0: every row reads its prompt by itself
+    tile        query heads of one tile over a shared prompt
+    num_tiles   at most
     """
 
     splits: int = 1
-    tile: int = 0
+    of_prompt: int = 0
+    tile: int = 16
+    num_tiles: int = 0
 
 
-def parts_of(num_rows: int, shape: CacheShape, longest: int, longest_prefix: int, num_samples: int) -> Parts:
-    """Powers of two, so that there are programs for the whole GPU, but not for a few keys: joining is one more kernel.
+def parts_of(
+    num_rows: int, shape: CacheShape, longest_prefix: int, max_new_tokens: int, num_prompts: int, num_samples: int
+) -> Parts:
+    """Powers of two, so that there are programs for the whole GPU, but not for a few keys: joining is one more kernel."""
+    programs, group = num_rows * shape.num_heads, min(num_samples, max(1, TILE // shape.per_head))
+    if group == 1 or longest_prefix < SHARED_FROM:
+        return Parts(num_splits(programs, longest_prefix + max_new_tokens, KEYS_OF_A_PART))
+    tile = triton.next_power_of_2(max(group * shape.per_head, 16))
+    num_tiles = triton.next_power_of_2(min(num_rows, num_prompts + num_rows // (tile // shape.per_head)))
+    return Parts(
+        splits=num_splits(programs, max_new_tokens, KEYS_OF_A_JOINED_PART),
+        of_prompt=num_splits(programs // group, longest_prefix, KEYS_OF_A_JOINED_PART),
+        tile=tile,
+        num_tiles=min(num_rows, num_tiles),
+    )
 
-    longest, longest_prefix   the most keys of a row, and of a prompt, which num_samples rows share
-    """
-    group = min(num_samples, max(1, TILE // shape.per_head)) if longest_prefix >= SHARED_FROM else 1
+
+def num_splits(num_programs: int, num_keys: int, least: int) -> int:
+    """Parts of at least so many keys."""
     splits = 1
-    while (
-        splits < MAX_SPLITS
-        and longest > KEYS_OF_A_PART * splits
-        and num_rows * shape.num_heads * splits < PROGRAMS * group
-    ):
+    while splits < MAX_SPLITS and num_programs * splits < PROGRAMS and num_keys > least * splits:
         splits *= 2
-    return Parts(splits, triton.next_power_of_2(max(group * shape.per_head, 16)) if group > 1 else 0)
+    return splits
 
 
 def tiles_of(prompt_N: Sequence[int], most: int) -> list[tuple[int, int]]:
@@ -157,10 +171,10 @@ class KernelDecode(Pass):
         how: dict[str, bool],
         norms: Any,
     ) -> torch.Tensor:
-        rows, shape, splits = self.rows, self.shape, self.parts.splits
+        rows, shape, parts = self.rows, self.shape, self.parts
         N, H, _, D = q.shape
-        shares = self.parts.tile > 0 and not rule.window
-        num_parts = splits + 1 if shares else splits
+        shares = parts.of_prompt > 0 and not rule.window
+        num_parts = parts.splits + (parts.of_prompt if shares else 0)
         out_NTHD = torch.empty(N, 1, H, D, dtype=shape.dtype, device=q.device)
         partial = stats = out_NTHD
         if num_parts > 1:
@@ -176,15 +190,15 @@ class KernelDecode(Pass):
             "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32", "num_warps": ATTENTION_WARPS,
         }  # fmt: skip
         if shares:
-            kernels.prefix_kernel[(N, shape.num_heads, splits)](
+            kernels.prefix_kernel[(parts.num_tiles, shape.num_heads, parts.of_prompt)](
                 q, partial, stats, *self.tiles_CN, rows.prefix_start_N, rows.prefix_length_N, rows.step_N,
                 self.table, layer, q.stride(0), q.stride(1), rule.scaling, rule.softcap, q_weight, eps, offset,
-                SPLITS=splits, BLOCK_M=self.parts.tile, **shared,
+                SPLITS=parts.of_prompt, BLOCK_M=parts.tile, **shared,
             )  # fmt: skip
-        kernels.attend_kernel[(N, shape.num_heads, 1 if shares else splits)](
+        kernels.attend_kernel[(N, shape.num_heads, parts.splits)](
             q, k, v, out_NTHD, partial, stats, rows.prefix_start_N, rows.prefix_length_N, rows.suffix_start_N, rows.step_N,
             self.table, layer, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            rule.scaling, rule.softcap, rule.window, q_weight, k_weight, eps, offset, SPLITS=1 if shares else splits,
+            rule.scaling, rule.softcap, rule.window, q_weight, k_weight, eps, offset, SPLITS=parts.splits,
             BLOCK_R=triton.next_power_of_2(max(shape.per_head, 16)), WINDOW=rule.window > 0, **shared,
         )  # fmt: skip
         if num_parts > 1:
