@@ -218,7 +218,7 @@ def test_prompts_read_together_are_those_read_by_each_row(splits, turns, K, R, D
     tiles_CN = torch.zeros(2, 6, dtype=torch.int32)
     tiles_CN[:, :4] = torch.tensor(tiles).T
     shape, caches, outs = CacheShape(1, K, R, D, torch.float32), [], []
-    for parts in (launch.Parts(1), launch.Parts(*splits, 16, 5)):
+    for parts in (launch.Parts(1), launch.Parts(1, *splits, 16, 5)):
         caches.append(kv.clone())
         table[:2], table[6] = torch.tensor([caches[-1].data_ptr(), num_slots]), rotation.data_ptr()
         pass_ = launch.KernelDecode(table, rows, shape, parts, tiles_CN)
@@ -230,9 +230,10 @@ def test_prompts_read_together_are_those_read_by_each_row(splits, turns, K, R, D
 @pytest.mark.parametrize(
     ("rows", "prefix", "new", "prompts", "samples", "wanted"),
     [
-        (64, 63, 256, 8, 8, (1, 0, 16, 0)),  # short: nothing to join
-        (64, 4095, 512, 64, 1, (4, 0, 16, 0)), (1, 4095, 512, 1, 1, (16, 0, 16, 0)), (1, 63, 256, 8, 8, (1, 0, 16, 0)),
-        (64, 4095, 512, 8, 8, (4, 16, 64, 16)), (512, 4095, 512, 64, 8, (1, 4, 64, 128)), (2, 4095, 64, 8, 8, (1, 16, 64, 2)),
+        (64, 63, 256, 8, 8, (1,)), (1, 63, 256, 8, 8, (1,)),  # short: nothing to join
+        (64, 4095, 512, 64, 1, (4,)), (1, 4095, 512, 1, 1, (16,)),  # nothing to share
+        (64, 4095, 512, 8, 8, (4, 4, 16, 64, 16)), (512, 4095, 512, 64, 8, (1, 1, 4, 64, 128)),
+        (2, 4095, 64, 8, 8, (16, 1, 16, 64, 2)),
     ],
 )  # fmt: skip
 def test_parts_of_a_step(rows, prefix, new, prompts, samples, wanted):

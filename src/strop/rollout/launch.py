@@ -63,11 +63,10 @@ def rotate(
 
 def head_norms(norms: Any, nothing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, float]:
     """Weights of the norms of q and k, their eps and offset, as arguments of a kernel."""
-    return (
-        (norms[0].weight, norms[1].weight, norms[0].eps, float(norms[0].offset))
-        if norms
-        else (nothing, nothing, 0.0, 0.0)
-    )
+    if norms is None:
+        return nothing, nothing, 0.0, 0.0
+    q_norm, k_norm = norms
+    return q_norm.weight, k_norm.weight, q_norm.eps, float(q_norm.offset)
 
 
 def gated(gate_up_NF: torch.Tensor, activation: str) -> torch.Tensor:
@@ -89,15 +88,15 @@ def warps_for(elements: int) -> int:
 class Parts:
     """How a step's attention is divided; each way is a graph of its own.
 
-    splits      of each row's keys; where rows share their prompt's, of its own ones
-    of_prompt   splits of a shared prompt; 0: every row reads its prompt by itself
-    tile        query heads of one tile over a shared prompt
-    num_tiles   at most
+    splits              of the keys of a row that reads its prompt by itself
+    own, of_prompt      of a row's own keys and of a prompt's, where rows share it; 0: they do not
+    tile, num_tiles     query heads of one tile over a shared prompt, and tiles at most
     """
 
     splits: int = 1
+    own: int = 0
     of_prompt: int = 0
-    tile: int = 16
+    tile: int = 0
     num_tiles: int = 0
 
 
@@ -106,16 +105,16 @@ def parts_of(
 ) -> Parts:
     """Powers of two, so that there are programs for the whole GPU, but not for a few keys: joining is one more kernel."""
     programs, group = num_rows * shape.num_heads, min(num_samples, max(1, TILE // shape.per_head))
+    splits = num_splits(programs, longest_prefix + max_new_tokens, KEYS_OF_A_PART)
     if group == 1 or longest_prefix < SHARED_FROM:
-        return Parts(num_splits(programs, longest_prefix + max_new_tokens, KEYS_OF_A_PART))
+        return Parts(splits)
+    own = num_splits(programs, max_new_tokens, KEYS_OF_A_JOINED_PART)
+    of_prompt = num_splits(programs // group, longest_prefix, KEYS_OF_A_JOINED_PART)
     tile = triton.next_power_of_2(max(group * shape.per_head, 16))
-    num_tiles = triton.next_power_of_2(min(num_rows, num_prompts + num_rows // (tile // shape.per_head)))
-    return Parts(
-        splits=num_splits(programs, max_new_tokens, KEYS_OF_A_JOINED_PART),
-        of_prompt=num_splits(programs // group, longest_prefix, KEYS_OF_A_JOINED_PART),
-        tile=tile,
-        num_tiles=min(num_rows, num_tiles),
-    )
+    num_tiles = triton.next_power_of_2(
+        num_prompts + num_rows // (tile // shape.per_head)
+    )  # or more; one not full a prompt
+    return Parts(splits, own, of_prompt, tile, min(num_rows, num_tiles))
 
 
 def num_splits(num_programs: int, num_keys: int, least: int) -> int:
@@ -152,29 +151,24 @@ class KernelDecode(Pass):
     tiles_CN: torch.Tensor
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
-        return self._attend(q, k, v, layer, rule, {"ROTATE": False, "NORM": False, "ROUND": False}, None)
+        return self._attend((q, k, v), layer, rule, None, {"ROTATE": False, "NORM": False, "ROUND": False})
 
     def attend_unrotated(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule, norms: Any, rounds: bool
     ) -> torch.Tensor:
         """Query and key as the product gave them."""
         how = {"ROTATE": True, "NORM": norms is not None, "ROUND": rounds}
-        return self._attend(q, k, v, layer, rule, how, norms)
+        return self._attend((q, k, v), layer, rule, norms, how)
 
     def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: int,
-        rule: Rule,
-        how: dict[str, bool],
-        norms: Any,
+        self, qkv: tuple[torch.Tensor, ...], layer: int, rule: Rule, norms: Any, how: dict[str, bool]
     ) -> torch.Tensor:
+        q, k, v = qkv
         rows, shape, parts = self.rows, self.shape, self.parts
         N, H, _, D = q.shape
         shares = parts.of_prompt > 0 and not rule.window
-        num_parts = parts.splits + (parts.of_prompt if shares else 0)
+        splits = parts.own if shares else parts.splits
+        num_parts = splits + (parts.of_prompt if shares else 0)
         out_NTHD = torch.empty(N, 1, H, D, dtype=shape.dtype, device=q.device)
         partial = stats = out_NTHD
         if num_parts > 1:
@@ -195,10 +189,10 @@ class KernelDecode(Pass):
                 self.table, layer, q.stride(0), q.stride(1), rule.scaling, rule.softcap, q_weight, eps, offset,
                 SPLITS=parts.of_prompt, BLOCK_M=parts.tile, **shared,
             )  # fmt: skip
-        kernels.attend_kernel[(N, shape.num_heads, parts.splits)](
+        kernels.attend_kernel[(N, shape.num_heads, splits)](
             q, k, v, out_NTHD, partial, stats, rows.prefix_start_N, rows.prefix_length_N, rows.suffix_start_N, rows.step_N,
             self.table, layer, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            rule.scaling, rule.softcap, rule.window, q_weight, k_weight, eps, offset, SPLITS=parts.splits,
+            rule.scaling, rule.softcap, rule.window, q_weight, k_weight, eps, offset, SPLITS=splits,
             BLOCK_R=triton.next_power_of_2(max(shape.per_head, 16)), WINDOW=rule.window > 0, **shared,
         )  # fmt: skip
         if num_parts > 1:

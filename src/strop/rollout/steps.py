@@ -1,7 +1,7 @@
 """The two ways through a model's layers, `(ids, positions) → logits`; attention is the current pass's in both.
 
 `FusedLayers`: decoder layers of the common kind (RMSNorm, rotary attention with or without bias and norms of q and k,
-gated MLP) in nine kernels each: products of joined weights by cuBLAS, all between them by one kernel (kernels.py) or, on
+gated MLP) in eight kernels each: four products of joined weights by cuBLAS, and one between two (kernels.py) or, on
 a CPU, by torch. `OwnLayers`: transformers' modules, for every other model.
 
 Shapes: P rows of T tokens, N = P·T; H hidden, Q query heads, K key heads, D head dimension, V vocabulary.
@@ -107,7 +107,7 @@ class FusedLayers:
         decoder, head = _parts(model)
         self.dtype, self.num_heads, self.head_dim = shape.dtype, shape.num_heads, shape.head_dim
         self.copies, self.table = Copies(), table
-        self.kernels = kernels_() if on_gpu else None
+        self.kernels = _kernels() if on_gpu else None
         self.embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
         self.layers = [self._layer(layer, rules[index]) for index, layer in enumerate(decoder.layers)]
         self.activation = _same_activation(decoder.layers[0].mlp.act_fn)
@@ -134,6 +134,8 @@ class FusedLayers:
         kind = torch.float64 if self.dtype == torch.float64 else torch.float32
         with torch.no_grad():
             self.rotation_TCD = torch.stack([one[0].to(kind) for one in self._rotary(x, positions_1T)], 1)
+        if self.rotation_TCD.shape != (num_positions, 2, self.head_dim):
+            raise Unsupported("its rotation is of a part of each head")
         self.table[6] = self.rotation_TCD.data_ptr()
 
     @contextlib.contextmanager
@@ -224,7 +226,7 @@ class FusedLayers:
         return ACTIVATIONS[self.activation](gate_NF) * up_NF
 
 
-def kernels_() -> Any:
+def _kernels() -> Any:
     from strop.rollout import launch  # Triton, which is there with a GPU
 
     return launch
@@ -254,6 +256,8 @@ def _parts(model: Any) -> tuple[Any, nn.Linear]:
         _expect(layer.self_attn, ATTENTION, ATTENTION | {"q_norm", "k_norm"})
         _expect(layer.mlp, MLP)
     bypassed = [model, decoder, head, *decoder.norm.modules(), *decoder.layers.modules(), decoder.rotary_emb]
+    if not isinstance(decoder.embed_tokens, nn.Embedding):
+        raise Unsupported(f"its embedding is a {type(decoder.embed_tokens).__name__}")
     if any(map(is_altered, bypassed)):
         raise Unsupported("its modules have hooks")
     if getattr(decoder.rotary_emb, "rope_type", "default") in ("dynamic", "longrope"):
