@@ -109,7 +109,7 @@ class Engine:
         # by our kernels; else attention and draw are torch's
         self.on_gpu = self.device.type == "cuda" and self.shape.dtype.itemsize <= 4
         self.why_no_graphs = None if self.on_gpu else f"{self.shape.dtype} on {self.device.type}"
-        self._pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
+        self._pool: Any = None  # memory the graphs share
         getting_ready()
         self.layers: FusedLayers | OwnLayers = own
         self.why_own: str | None = None
@@ -242,7 +242,6 @@ class Engine:
         if len(eos_ids) > len(self._eos):  # another place: the graphs are not valid any more
             self._eos = torch.full((1 << len(eos_ids).bit_length(),), -1, dtype=torch.int64, device=self.device)
             self._graphs.clear()
-            self._pool = torch.cuda.graph_pool_handle()  # with its last graph a pool is gone
         self._eos.fill_(-1)
         self._eos[: len(eos_ids)] = torch.tensor(eos_ids, dtype=torch.int64)
 
@@ -390,6 +389,8 @@ class Engine:
             return
         self._step_on_gpu(rows, round_, sampling)
         torch.cuda.synchronize(self.device)
+        if not self.num_graphs:  # with its last graph a pool is gone
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
