@@ -22,8 +22,9 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 20, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None,
     "pad_token_id": None,
 }  # fmt: skip
+FUSED = {"llama", "qwen2", "qwen3", "mistral", "gemma"}
 KINDS = {
-    "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": 5}, "mixtral": {"num_local_experts": 4},
+    "llama": {}, "qwen2": {}, "qwen3": {}, "gemma": {}, "mistral": {"sliding_window": 5}, "mixtral": {"num_local_experts": 4},
     "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},
 }  # fmt: skip
 
@@ -63,8 +64,10 @@ def test_greedy_equals_generate(kind):
     wanted = [alone(model, prompt, 40) for prompt in PROMPTS]
     assert [c.tolist() for c in found.completion_ids] == wanted
     assert "generate" not in found.engine
+    layers = "fused layers" if kind in FUSED else "its own layers"
+    assert found.engine.startswith(f"hf, {layers}, ")
     if kind != "mixtral":
-        assert found.engine == "hf, cuda graphs"
+        assert found.engine == f"hf, {layers}, cuda graphs"
 
 
 @pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=1), Sampling(max_new_tokens=1, temperature=0.7, top_k=9)])
@@ -109,7 +112,7 @@ def test_the_next_rollout_computes_with_the_new_weights(autocast):
     for _ in range(3):
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             found = generate(policy, PROMPTS, sampling)
-            assert found.engine == "hf, cuda graphs"
+            assert found.engine == "hf, fused layers, cuda graphs"
             for (prompt, completion), logps in zip(
                 zip(found.prompt_ids, found.completion_ids, strict=True), found.logps, strict=True
             ):
@@ -124,6 +127,81 @@ def test_the_next_rollout_computes_with_the_new_weights(autocast):
         with torch.no_grad():
             for param in policy.model.parameters():
                 param.add_(0.1 * torch.randn_like(param))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_completions_do_not_depend_on_how_many_are_decoded_together(kind, monkeypatch):
+    """200 rows of very different lengths, all at once and 40 at a time, rows that wait entering as others end."""
+    model = model_of(kind, eos_token_id=list(range(300)))
+    policy, sampling = as_policy(model), Sampling(max_new_tokens=100)
+    found = []
+    for slots in (10**6, 40 * 100 + 40):
+        monkeypatch.setattr(Engine, "_num_slots", lambda engine, slots=slots: slots)
+        found.append([c.tolist() for c in generate(policy, PROMPTS, sampling, num_samples=50, seed=3).completion_ids])
+    lengths = [len(one) for one in found[0]]
+    assert min(lengths) < 5
+    assert max(lengths) > 60
+    same = sum(a == b for a, b in zip(*found, strict=True))
+    assert same >= 195  # of 200: products of other sizes round otherwise, and a number on a border falls to either
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_long_prompts_read_together(windowed, monkeypatch):
+    """Groups of rows that end and enter at all times, over prompts of one token and of hundreds."""
+    from strop.rollout import launch
+
+    model = model_of("mistral", eos_token_id=list(range(300)), sliding_window=700 if windowed else None,
+                     max_position_embeddings=2048, vocab_size=8003)  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(300, 8003, (length,), generator=generator) for length in (900, 1, 600, 30, 800)]
+    policy, sampling, found = as_policy(model), Sampling(max_new_tokens=100), []
+    for shared_from in (10**9, 512):
+        monkeypatch.setattr(launch, "SHARED_FROM", shared_from)
+        monkeypatch.setattr(Engine, "_num_slots", lambda engine: 2 * 2400)
+        found.append(generate(policy, prompts, sampling, num_samples=8, seed=1))
+        assert found[-1].engine == "hf, fused layers, cuda graphs"
+    texts = [[c.tolist() for c in one.completion_ids] for one in found]
+    same = [a == b for a, b in zip(*texts, strict=True)]
+    assert sum(same) >= 38  # of 40
+    for i, is_same in enumerate(same):
+        if is_same:
+            torch.testing.assert_close(found[0].logps[i], found[1].logps[i], rtol=1e-4, atol=1e-4)
+
+
+def test_more_stop_ids_than_before_are_captured_too():
+    policy = as_policy(model_of("llama"))
+    generate(policy, PROMPTS, Sampling(max_new_tokens=20))
+    found = generate(policy, PROMPTS, Sampling(max_new_tokens=20, stop_ids=tuple(range(40))), num_samples=8)
+    assert found.engine == "hf, fused layers, cuda graphs"
+    engine = engine_of(policy)
+    assert engine.num_graphs >= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_added_for_the_rollout_alone(dtype):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model_of("qwen2", dtype=dtype), lora)
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    policy, sampling = as_policy(model), Sampling(max_new_tokens=24)
+    texts = []
+    for std in (0.0, 0.3, 0.3):
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "lora_B" in name:
+                    before[name] = param.normal_(std=std).clone()
+        found = generate(policy, PROMPTS, sampling, num_samples=2, seed=0)
+        assert found.engine == "hf, fused layers, cuda graphs"
+        texts.append([c.tolist() for c in found.completion_ids])
+        for name, param in model.named_parameters():
+            assert torch.equal(param, before[name]), name
+        error = 1e-4 if dtype == torch.float32 else 0.2
+        for prompt, completion, logps in zip(found.prompt_ids, found.completion_ids, found.logps, strict=True):
+            with torch.no_grad():
+                logits = model(torch.cat([prompt, completion])[None].cuda()).logits[0, len(prompt) - 1 : -1].float()
+            wanted = logits.log_softmax(-1).gather(-1, completion[:, None].cuda())[:, 0].cpu()
+            torch.testing.assert_close(logps, wanted, rtol=error, atol=error)
+    assert texts[0] != texts[1] != texts[2]
 
 
 def test_long_run_of_varying_lengths_grows_neither_memory_nor_graphs():

@@ -28,11 +28,13 @@ interpreted = pytest.mark.skipif(
 ARCHITECTURES = {
     "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 12}, "mistral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 4}, "phi3": {"pad_token_id": 0}, "gpt2": {}, "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gemma": {"head_dim": 16}, "smollm3": {"no_rope_layers": [1, 0, 1]},
     "gemma2": {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0,
                "final_logit_softcapping": 3.0},
     "gemma3_text": {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16},
     "granite": {"tie_word_embeddings": True}, "olmo2": {}, "cohere": {},
 }  # fmt: skip
+FUSED = {"llama", "qwen2", "qwen3", "mistral", "gemma", "granite"}
 
 
 def model_of(kind, eos_token_id=None, **changes):
@@ -74,6 +76,10 @@ def with_kernels(policy, monkeypatch=None):
     engine = engine_of(policy)
     assert isinstance(engine, Engine)
     engine.on_gpu, engine.why_no_graphs = True, "the interpreter has none"
+    if engine.why_own is None:
+        from strop.rollout import launch
+
+        engine.layers.kernels = launch
     return engine
 
 
@@ -86,6 +92,7 @@ def test_greedy_equals_generate(kind):
     policy = as_policy(model)
     assert isinstance(engine_of(policy), Engine), "not through generate itself"
     found = generate(policy, PROMPTS, GREEDY)
+    assert ("fused layers" in found.engine) == (kind in FUSED), engine_of(policy).why_own
     wanted = [generated_alone(model, prompt, GREEDY) for prompt in PROMPTS]
     assert [c.tolist() for c in found.completion_ids] == wanted
     assert model.config._attn_implementation in ("sdpa", "eager"), "as it was"
@@ -197,7 +204,7 @@ def test_a_model_of_few_positions_is_not_asked_for_more(kind):
 
 def test_a_compiled_model_has_compiled_steps(monkeypatch):
     """Without graph breaks, for several numbers of rows. (The backend only traces: compiling is inductor's part.)"""
-    model = model_of("qwen2", num_hidden_layers=2)
+    model = model_of("olmo2", num_hidden_layers=2)  # no fused layers, which need no compiler
     compile = torch.compile
     policy = as_policy(compile(model, backend="aot_eager"))
     monkeypatch.setattr(
@@ -268,6 +275,7 @@ def test_an_interrupted_rollout_leaves_the_model_as_it_was():
         hook = model.model.layers[1].register_forward_hook(lambda *_: None if next(calls, None) is not None else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             generate(policy, PROMPTS, GREEDY)
+        assert "own layers" in engine_of(policy).name, "fused layers call no hooks"
         hook.remove()
         assert model.training
         assert model.config._attn_implementation == "sdpa"
@@ -356,11 +364,36 @@ def test_adapters_are_part_of_the_model():
     assert texts[1] == [generated_alone(model.merge_and_unload(), prompt, GREEDY) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize(("options", "fused"), [({}, True), ({"use_rslora": True}, True), ({"use_dora": True}, False)])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_adapters_are_added_to_copies_alone(options, fused, autocast):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(model_of("llama"), lora)
+    policy = as_policy(model)
+    for std in (0.0, 0.5):
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "lora_B" in name:
+                    param.normal_(std=std, generator=torch.Generator().manual_seed(0))
+        before = [param.clone() for param in model.parameters()]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = generate(policy, PROMPTS, Sampling(max_new_tokens=8), num_samples=2, seed=0)
+            assert ("fused layers" in found.engine) == fused
+            for prompt, completion, logps in zip(found.prompt_ids, found.completion_ids, found.logps, strict=True):
+                with torch.no_grad():
+                    logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+                wanted = logits.float().log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+                error = 0.1 if autocast else 1e-4
+                torch.testing.assert_close(logps, wanted, rtol=error, atol=error)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 # ---- with kernels ----
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["qwen2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma", "gemma2", "mixtral"])
 def test_the_engine_with_kernels_equals_generate(kind, monkeypatch):
     model = model_of(kind, eos_token_id=9, num_hidden_layers=2)
     policy = as_policy(model)
@@ -368,6 +401,29 @@ def test_the_engine_with_kernels_equals_generate(kind, monkeypatch):
     sampling = dataclasses.replace(GREEDY, max_new_tokens=9)
     found = generate(policy, PROMPTS, sampling)
     assert [c.tolist() for c in found.completion_ids] == [generated_alone(model, p, sampling) for p in PROMPTS]
+
+
+@interpreted
+def test_prompts_read_together_with_kernels(monkeypatch):
+    """From 2 tokens on; rows that end and rows that enter change who is beside whom."""
+    from strop.rollout import launch
+
+    model = model_of("qwen2", eos_token_id=list(range(20)), num_hidden_layers=2)
+    policy, sampling = as_policy(model), Sampling(max_new_tokens=20)
+    wanted = generate(policy, PROMPTS, sampling, num_samples=3, seed=1)
+    assert len({len(c) for c in wanted.completion_ids}) > 3
+    engine = with_kernels(policy, monkeypatch)
+    monkeypatch.setattr(launch, "SHARED_FROM", 2)
+    monkeypatch.setattr(engine, "_num_slots", lambda: 5 * 20 + 20)
+    tiles = []
+    monkeypatch.setattr(
+        launch, "tiles_of", lambda *given, before=launch.tiles_of: tiles.append(before(*given)) or tiles[-1]
+    )
+    found = generate(policy, PROMPTS, sampling, num_samples=3, seed=1)
+    assert len(tiles) > 2
+    assert max(count for one in tiles for _, count in one) == 3
+    same = [a.tolist() == b.tolist() for a, b in zip(wanted.completion_ids, found.completion_ids, strict=True)]
+    assert sum(same) >= 11  # of 12: a number on the border of two tokens may fall to either
 
 
 @interpreted
@@ -384,24 +440,81 @@ def test_the_engine_with_kernels_draws_as_torch_does(sampling, monkeypatch):
     assert same >= 7  # of 8: a number on the border of two tokens may fall to either
 
 
+def scripted(engine, monkeypatch, lengths):
+    """Steps that only count: row i ends after lengths[i] tokens. The sizes of the steps, and each row's number of steps."""
+    sizes, steps = [], [0] * len(lengths)
+
+    def step(rows, round_, sampling):
+        sizes.append(len(rows))
+        going = rows.finished_N == 0
+        assert len(rows.row_N[going].unique()) == int(going.sum()), "a row is decoded once"
+        last_slot = round_.kv.shape[2] - 1
+        assert (rows.suffix_start_N[going] + rows.step_N[going] < last_slot).all()
+        assert len(rows.suffix_start_N[going].unique()) == int(going.sum()), "in slots of its own"
+        for n in going.nonzero().flatten().tolist():
+            row = int(rows.row_N[n])
+            assert int(rows.step_N[n]) == steps[row]
+            steps[row] += 1
+            ends = steps[row] == lengths[row]
+            rows.finished_N[n] = int(ends)
+            rows.step_N[n] += int(not ends)
+
+    monkeypatch.setattr(engine, "_step", step)
+    return sizes, steps
+
+
 def test_spare_rows_neither_write_to_others_nor_keep_a_step_large(monkeypatch):
     """9 rows in steps of 16, and so on: sizes follow from the completions' lengths alone, also where the first is long."""
     engine = with_kernels(as_policy(model_of("llama")))
-    lengths, sizes = [30, 3, 5, 9, 20, 2, 2, 2, 17], []
-
-    def step(rows, round_, sampling, done):
-        sizes.append(len(rows))
-        mine = rows.row_N < len(lengths)
-        assert len(rows.row_N[mine].unique()) == int(mine.sum()), "a row is decoded once"
-        assert rows.suffix_start_N[~mine].eq(2 + 9 * 40).all(), "behind everyone's slots"
-        for n in mine.nonzero().flatten():
-            rows.finished_N[n] |= lengths[rows.row_N[n]] == done + 1
-
-    monkeypatch.setattr(engine, "_step", step)
+    lengths = [30, 3, 5, 9, 20, 2, 2, 2, 17]
+    sizes, steps = scripted(engine, monkeypatch, lengths)
     sampling = Sampling(max_new_tokens=40)
-    round_, rows = engine._begin([torch.tensor([1, 2, 3])], [0] * 9, sampling, torch.zeros(9, 40), ())
+    round_, rows = engine._begin([torch.tensor([1, 2, 3])], 9, 9, sampling, torch.zeros(9, 40), ())
+    assert rows.suffix_start_N[9:].eq(2 + 9 * 40).all(), "behind everyone's slots"
     engine._decode(rows, round_, sampling)
     assert sizes == [16] * 8 + [4] * 8 + [4] * 8 + [1] * 8
+    assert steps == lengths
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_rows_that_wait_enter_the_places_of_those_that_ended(on_gpu, monkeypatch):
+    """24 rows, 8 at a time: with lengths from 1 to 40 it takes the time of their tokens, not of the longest of each eight."""
+    policy = as_policy(model_of("llama"))
+    engine = with_kernels(policy) if on_gpu else engine_of(policy)
+    lengths = [40, 1, 2, 3, 4, 5, 6, 7] * 3
+    sizes, steps = scripted(engine, monkeypatch, lengths)
+    sampling = Sampling(max_new_tokens=40)
+    prompts = [torch.tensor([1, 2, 3]), torch.tensor([7]), torch.tensor([5, 6])]
+    round_, rows = engine._begin(prompts, 8, 8, sampling, torch.zeros(24, 40), ())
+    engine._decode(rows, round_, sampling)
+    assert steps == lengths
+    assert len(sizes) <= 56, "three rounds would take 120 steps"
+
+
+def test_completions_do_not_depend_on_how_many_are_decoded_together(monkeypatch):
+    """A row's random numbers are those of its row and position, wherever and whenever it is decoded."""
+    policy = as_policy(model_of("llama", eos_token_id=[3, 9, 11, 30, 40, 50]))
+    sampling = Sampling(max_new_tokens=40)
+    whole = generate(policy, PROMPTS, sampling, num_samples=8, seed=2)
+    lengths = [len(c) for c in whole.completion_ids]
+    assert min(lengths) < ASK_EVERY < 2 * ASK_EVERY < max(lengths)
+    for slots in (200, 40, 20):  # 4, 1 and 1 rows at a time; prompts in one round, and in several
+        monkeypatch.setattr(Engine, "_num_slots", lambda engine, slots=slots: slots)
+        some = generate(policy, PROMPTS, sampling, num_samples=8, seed=2)
+        assert (
+            sum(a.tolist() != b.tolist() for a, b in zip(whole.completion_ids, some.completion_ids, strict=True)) <= 1
+        )
+        for a, b in zip(whole.completion_ids, some.completion_ids, strict=True):
+            assert a[0] == b[0]
+
+
+def test_rounds_of_prompts_that_do_not_fit_together(monkeypatch):
+    engine = engine_of(as_policy(model_of("llama")))
+    prompts = [torch.zeros(length) for length in (30, 30, 30, 90)]
+    monkeypatch.setattr(engine, "_num_slots", lambda: 120)
+    assert list(engine._rounds(prompts, 4, 10)) == [(0, 2, 6), (2, 3, 4), (3, 4, 3)]
+    monkeypatch.setattr(engine, "_num_slots", lambda: 10**6)
+    assert list(engine._rounds(prompts, 4, 10)) == [(0, 4, 16)]
 
 
 def test_buckets():

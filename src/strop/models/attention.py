@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 NAME = "strop"  # of this attention among transformers' implementations
@@ -115,6 +116,11 @@ def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
     return dropout(weights.to(q.dtype), rule.dropout) @ v
 
 
+def sdpa_without_plans() -> Any:
+    """Within, torch's attention is not cuDNN's, which takes a second to load and makes a plan for every new shape."""
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
 def in_one_dtype(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As scaled_dot_product_attention gets them: under autocast in its dtype, rotated keys being float32 else."""
     kind = states[0].device.type
@@ -192,7 +198,7 @@ def _attend(
     softcap: float,
     dropout: float,
 ) -> torch.Tensor:
-    return _current.get().attend(query, key, value, layer, Rule(scaling, window, softcap, dropout))
+    return current_pass().attend(query, key, value, layer, Rule(scaling, window, softcap, dropout))
 
 
 _attend_opaque = torch.library.custom_op("strop::attend", _attend, mutates_args=())

@@ -39,13 +39,14 @@ def adapter_off(model: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """eval mode; afterwards every module is in the mode it was in, a part that was kept in eval mode too."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    training = [module for module in model.modules() if module.training]
+    if training:
+        model.eval()
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module in training:
+            module.training = True
 
 
 def as_module(model: Any) -> nn.Module:

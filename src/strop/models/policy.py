@@ -351,7 +351,7 @@ class Policy:
         with trial.tried(inner, self.device):
             rows = batch.rows(self.pad_id)
             wanted_NV = self._call_rows(inner, rows).logits.flatten(0, 1).index_select(0, rows.index_N)
-            found = _decoder_and_head(inner)
+            found = decoder_and_head(inner)
             if not isinstance(found, str) and not self._head_gives_logits(*found, rows, wanted_NV):
                 found = "its logits are not its hidden states times the head's weight"
             rules = self._try_packing(inner, batch, wanted_NV)
@@ -500,7 +500,7 @@ def _last_hidden_state(output: Any) -> torch.Tensor:
     return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
 
 
-def _decoder_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | str:
+def decoder_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | str:
     """The two parts of a Hugging Face model that give its logits, or why there are none to use."""
     if is_peft(model):
         if any(config.is_prompt_learning for config in model.peft_config.values()):

@@ -3,20 +3,17 @@
     engine = Engine(policy)                     # Unsupported, with the reason, where the model's attention cannot be ours
     tokens, logps = engine.complete(prompts, sampling, num_samples, seed, eos_ids)
 
-A rollout: the prompts are read once each into slots that all their samples share (slots.py). Then steps: the model on one
-token of every row, attention over its slots, the draw, all on the device; the host asks now and then which rows have ended
-and goes on with the rest as soon as they fit into half of the step's rows. The cache is freed at the end.
+A rollout: the prompts are read once each into slots that all their samples share (slots.py). Then steps: the layers
+(steps.py) on one token of every row, attention over its slots, the draw, all on the device. The host asks now and then
+which rows have ended. Rows that wait take their places; when none waits, the others go on alone as soon as they fit into
+half of the step's rows. The cache is freed at the end.
 
-A graph is captured for a number of rows (see BUCKETS) and a way of sampling, with the addresses of the weights: training
+A graph is captured for a number of rows (see BUCKETS), parts of long rows and a way of sampling, with the addresses of the weights: training
 changes these in place and the next rollout computes with what is there. Everything that differs between rollouts is read
 from memory by the kernels, so lengths do not matter. Weights that moved make a new engine.
-
-Under autocast over float32 weights the steps read 16-bit copies of the matrices, made anew for every rollout; else a step
-would read twice the bytes and convert them, every time. Everything else is used in place.
 """
 
-import contextlib
-import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,16 +22,17 @@ from typing import Any
 import torch
 
 from strop.models import Policy, base_model, unwrapped
-from strop.models.attention import Unsupported, attending, current
-from strop.models.kinds import of_config
-from strop.rollout import slots
+from strop.models.attention import Unsupported, current
+from strop.rollout import checks
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
-from strop.rollout.slots import CacheShape, Decode, Prefill, Rows, Shapes
+from strop.rollout.slots import Decode, Prefill, Rows
+from strop.rollout.steps import FusedLayers, OwnLayers
+from strop.rollout.weights import autocast_dtype
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows of a step; larger batches in several rounds
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows of a step; of more the others wait
 ASK_EVERY = 8  # steps between two looks at which rows have ended
 PREFILL_TOKENS = 16384  # of prompts read together, padding included
-SHARE_OF_MEMORY = 0.8  # of what is free, for a round's cache
+SHARE_OF_MEMORY = 0.8  # of what is free, for the cache
 MAX_SAMPLINGS = 2  # ways of sampling (training's, an evaluation's) whose graphs are kept
 
 
@@ -44,12 +42,10 @@ def bucket_of(num_rows: int) -> int:
 
 @dataclass
 class Round:
-    """What the B rows decoded together need: their slots, their random numbers, and room for what they say.
+    """What the B rows of some prompts need: slots for those decoded together, random numbers, and room for what they say.
 
-    Each has room for one row more, the last, where the spare rows of a step write: nobody reads it.
-
-    prefix_starts   the first slot of each prompt
-    table           where all that is, for the kernels: see kernels.py
+    token_B, prefix_start_B, prefix_length_B   what a row begins with
+    longest                                    the most tokens of a row, its prompt included
     """
 
     kv: torch.Tensor
@@ -57,19 +53,35 @@ class Round:
     tokens_BT: torch.Tensor
     logps_BT: torch.Tensor
     eos: torch.Tensor
+    token_B: torch.Tensor
+    prefix_start_B: torch.Tensor
+    prefix_length_B: torch.Tensor
     prefix_starts: list[int]
-    longest_prefix: int
+    num_samples: int
+    longest: int
 
     def table(self) -> list[int]:
+        """Where all that is, for the kernels: see kernels.py."""
         addresses = [one.data_ptr() for one in (self.uniforms_BT, self.tokens_BT, self.logps_BT)]
         return [self.kv.data_ptr(), self.kv.shape[2], *addresses, self.tokens_BT.shape[1]]
 
+    def enter(self, rows: Rows, places: torch.Tensor, first: int) -> None:
+        """The rows of the round from `first` on begin at these places of the step, in the slots that are there."""
+        row_M = torch.arange(first, first + len(places), device=rows.row_N.device)
+        rows.row_N[places] = row_M
+        for name in ("token", "prefix_start", "prefix_length"):
+            column_N = getattr(rows, f"{name}_N")
+            column_N[places] = getattr(self, f"{name}_B")[row_M].to(column_N.dtype)
+        rows.step_N[places] = 0
+        rows.finished_N[places] = 0
+
     def make_spare(self, rows: Rows) -> None:
-        """These rows only fill up a step: they are copies of one that goes on, and count as ended."""
-        B, T = len(self.tokens_BT) - 1, self.tokens_BT.shape[1]
-        rows.row_N[:] = B
-        rows.suffix_start_N[:] = self.kv.shape[2] - T
+        """These rows only fill up a step: of one token, in the last slot, and ended."""
+        rows.token_N[:] = self.token_B[0]
+        rows.suffix_start_N[:] = self.kv.shape[2] - 1
         rows.finished_N[:] = 1
+        for column in (rows.row_N, rows.prefix_start_N, rows.prefix_length_N, rows.step_N):
+            column[:] = 0
 
 
 class Engine:
@@ -80,30 +92,61 @@ class Engine:
         self.device = policy.device
         if devices := {param.device for param in self.model.parameters()} - {self.device}:
             raise Unsupported(f"its weights lie on several devices, {self.device} and {min(map(str, devices))}")
-        self.autocast = _autocast_dtype(self.device)
-        self.matrices = Matrices(self.model, self.autocast)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
-        self._cache = slots.slot_cache()
-        # None and not `_forward` itself: an engine that holds itself is not freed when it is let go
-        self._compiled: Any = None
-        if policy.model is not unwrapped(policy.model):  # the user wants it compiled
-            self._compiled = torch.compile(self._forward)
-        self.matrices.refresh()
-        with self._ready():
-            self.shape = _cache_shape(self.model, self.device, self._forward)
+        getting_ready = _get_ready(self.device)
+        self._graphs: dict[Any, dict[Any, Any]] = {}
+        self._rows: Rows | None = None
+        self._table = torch.zeros(7, dtype=torch.int64, device=self.device)
+        self._eos = torch.full((16,), -1, dtype=torch.int64, device=self.device)
+        self._tiles_CN = torch.zeros(2, BUCKETS[-1], dtype=torch.int32, device=self.device)
+        self._flags = (
+            torch.empty(BUCKETS[-1], dtype=torch.int8, pin_memory=True) if policy.device.type == "cuda" else None
+        )
+        compiled = policy.model is not unwrapped(policy.model)  # the user wants it so
+        own = OwnLayers(self.model, self.device, autocast_dtype(self.device), compiled)
+        ids = checks.probe(policy)[0]
+        seen = checks.states_of(own, ids, self.device)
+        self.shape = checks.cache_shape(self.model, seen)
         # by our kernels; else attention and draw are torch's
         self.on_gpu = self.device.type == "cuda" and self.shape.dtype.itemsize <= 4
         self.why_no_graphs = None if self.on_gpu else f"{self.shape.dtype} on {self.device.type}"
-        self._graphs: dict[Any, dict[int, Any]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
-        self._rows: Rows | None = None
-        self._table = torch.zeros(6, dtype=torch.int64, device=self.device)
-        self._eos = torch.full((16,), -1, dtype=torch.int64, device=self.device)
-        _check_against_forward(self, policy)
+        self._pool: Any = None  # memory the graphs share
+        getting_ready()
+        self.layers: FusedLayers | OwnLayers = own
+        self.why_own: str | None = None
+        try:
+            self.layers = FusedLayers(self.model, self.shape, seen.rules, self._table, self.on_gpu)
+            self.layers.refresh(len(ids))
+            self._compile(self.layers, ids)
+            checks.check_states(checks.states_of(self.layers, ids, self.device), seen)
+            checks.check_against_forward(self, policy)
+        except Unsupported as error:
+            self.layers, self.why_own = own, str(error)
+            checks.check_against_forward(self, policy)
+
+    def _compile(self, layers: FusedLayers, prompt: torch.Tensor) -> None:
+        """The kernels of a step, all at once: one after the other they take seconds where no cache on disk has them."""
+        if not self.on_gpu:
+            return
+        from strop.rollout.launch import KernelDecode, compile_together, pick
+
+        sampling = Sampling(max_new_tokens=1)
+        round_, rows = self._begin([prompt], 1, 1, sampling, torch.zeros(1, 1), ())
+        layer = layers.layers[0]
+        qkv = layers.heads(torch.zeros(len(rows), len(layer.qkv[0]), dtype=layers.dtype, device=self.device))
+        logits_NV = torch.zeros(len(rows), len(layers.head[0]), dtype=layers.dtype, device=self.device)
+        attention = KernelDecode(self._table, rows, self.shape, self._parts(rows, round_), self._tiles_CN)
+        compile_together(self.device, [
+            lambda: attention.attend_unrotated(*qkv, 0, layer.rule, layer.head_norms, layers.rounds),
+            lambda: pick(logits_NV, rows, self._eos, self._table, 1.0, False),
+            *layers.launches(),
+        ])  # fmt: skip
+        torch.cuda.synchronize(self.device)
 
     @property
     def name(self) -> str:
-        return "cuda graphs" if self.why_no_graphs is None else f"no cuda graphs: {self.why_no_graphs}"
+        layers = "fused layers" if self.why_own is None else "its own layers"
+        graphs = "cuda graphs" if self.why_no_graphs is None else f"no cuda graphs: {self.why_no_graphs}"
+        return f"{layers}, {graphs}"
 
     @property
     def num_graphs(self) -> int:
@@ -113,88 +156,77 @@ class Engine:
         self, prompts: list[torch.Tensor], sampling: Sampling, num_samples: int, seed: int, eos_ids: tuple[int, ...]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Tokens and log-probs of every completion, as `strop.rollout.generate` wants them."""
-        generator = torch.Generator().manual_seed(seed)
-        total = len(prompts) * num_samples
-        uniforms_BT = torch.rand(total, sampling.max_new_tokens, generator=generator)
+        T = sampling.max_new_tokens
+        uniforms_BT = torch.rand(len(prompts) * num_samples, T, generator=torch.Generator().manual_seed(seed))
         tokens: list[torch.Tensor] = []
         logps: list[torch.Tensor] = []
-        rows = [index // num_samples for index in range(total)]
-        self.matrices.refresh()
-        with self._ready():
-            for start in range(0, total, size := self._rows_of_a_round(prompts, sampling, total)):
-                part = rows[start : start + size]
-                made = self._round([prompts[i] for i in sorted(set(part))], part, sampling,
-                                   uniforms_BT[start : start + size], eos_ids)  # fmt: skip
-                for found_BT, out in zip(made, (tokens, logps), strict=True):
-                    out += [row.clone() for row in found_BT]
+        self.layers.refresh(max(map(len, prompts)) + T)
+        with self.layers.ready():
+            for first, end, lanes in self._rounds(prompts, num_samples, T):
+                some = prompts[first:end], num_samples, lanes, sampling
+                uniforms = uniforms_BT[first * num_samples : end * num_samples]
+                round_, rows = self._begin(*some, uniforms, eos_ids)
+                self._prefill(prompts[first:end], round_)
+                self._decode(rows, round_, sampling)
+                tokens_BT, logps_BT = round_.tokens_BT.cpu(), round_.logps_BT.cpu()
+                del round_  # before the next one's cache
+                lengths = completion_lengths(tokens_BT, eos_ids).tolist()
+                tokens += [row[:length].clone() for row, length in zip(tokens_BT, lengths, strict=True)]
+                logps += [row[:length].clone() for row, length in zip(logps_BT, lengths, strict=True)]
         return tokens, logps
 
     # ---- a round ----
 
-    def _rows_of_a_round(self, prompts: list[torch.Tensor], sampling: Sampling, total: int) -> int:
+    def _rounds(self, prompts: list[torch.Tensor], num_samples: int, T: int) -> Iterator[tuple[int, int, int]]:
+        """(first prompt, behind the last, rows decoded together): mostly one round. Prompts take at most half of the
+        memory, and rows that do not fit into the rest wait for others to end."""
+        num_slots = self._num_slots()
+        first = 0
+        while first < len(prompts):
+            end, prefix = first, 0
+            while end < len(prompts) and (end == first or prefix + len(prompts[end]) <= num_slots // 2):
+                prefix += len(prompts[end])
+                end += 1
+            lanes = min((end - first) * num_samples, BUCKETS[-1], (num_slots - prefix) // T)
+            yield first, end, max(1, lanes)
+            first = end
+
+    def _num_slots(self) -> int:
+        """Slots there is memory for."""
         if self.device.type != "cuda":
-            return min(total, BUCKETS[-1])
+            return 2**62
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         free = torch.cuda.mem_get_info(self.device)[0] + cached
-        slots_there = int(SHARE_OF_MEMORY * free) // self.shape.bytes_per_slot - sum(map(len, prompts))
-        return max(1, min(total, BUCKETS[-1], slots_there // sampling.max_new_tokens - 1))
-
-    def _round(
-        self, prompts: list[torch.Tensor], owners: list[int], sampling: Sampling, uniforms_BT: torch.Tensor,
-        eos_ids: tuple[int, ...],
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:  # fmt: skip
-        """Rows decoded together: each belongs to a prompt, `owners` being numbers in the whole rollout, adjacent."""
-        first = owners[0]
-        owners = [owner - first for owner in owners]
-        round_, rows = self._begin(prompts, owners, sampling, uniforms_BT, eos_ids)
-        self._prefill(prompts, round_)
-        self._decode(rows, round_, sampling)
-        tokens_BT, logps_BT = round_.tokens_BT[:-1].cpu(), round_.logps_BT[:-1].cpu()
-        lengths = completion_lengths(tokens_BT, eos_ids).tolist()
-        return (
-            [row[:length] for row, length in zip(tokens_BT, lengths, strict=True)],
-            [row[:length] for row, length in zip(logps_BT, lengths, strict=True)],
-        )
+        return int(SHARE_OF_MEMORY * free) // self.shape.bytes_per_slot
 
     def _begin(
-        self, prompts: list[torch.Tensor], owners: list[int], sampling: Sampling, uniforms_BT: torch.Tensor,
+        self, prompts: list[torch.Tensor], num_samples: int, lanes: int, sampling: Sampling, uniforms_BT: torch.Tensor,
         eos_ids: tuple[int, ...],
     ) -> tuple[Round, Rows]:  # fmt: skip
-        device, T, B = self.device, sampling.max_new_tokens, len(owners)
+        """The round, and the first `lanes` of its rows, ready to decode."""
+        device, T, B, shape = self.device, sampling.max_new_tokens, len(uniforms_BT), self.shape
         lengths_P = torch.tensor([len(prompt) - 1 for prompt in prompts])
         starts_P = lengths_P.cumsum(0) - lengths_P
         num_prefix = int(lengths_P.sum())
-        shape = self.shape
+        columns_B = torch.stack([torch.stack([prompt[-1] for prompt in prompts]), starts_P, lengths_P])
+        token_B, prefix_start_B, prefix_length_B = columns_B.repeat_interleave(num_samples, 1).to(device)
         logps_dtype = torch.float64 if shape.dtype == torch.float64 else torch.float32
         round_ = Round(
-            kv=torch.empty(shape.num_layers, 2, num_prefix + (B + 1) * T, shape.num_heads, shape.head_dim,
+            kv=torch.empty(shape.num_layers, 2, num_prefix + lanes * T + 1, shape.num_heads, shape.head_dim,
                            dtype=shape.dtype, device=device),
-            uniforms_BT=torch.nn.functional.pad(uniforms_BT, (0, 0, 0, 1)).to(device),
-            tokens_BT=torch.zeros(B + 1, T, dtype=torch.int64, device=device),
-            logps_BT=torch.zeros(B + 1, T, dtype=logps_dtype, device=device),
+            uniforms_BT=uniforms_BT.to(device),
+            tokens_BT=torch.zeros(B, T, dtype=torch.int64, device=device),
+            logps_BT=torch.zeros(B, T, dtype=logps_dtype, device=device),
             eos=torch.tensor(eos_ids, dtype=torch.int64, device=device),
-            prefix_starts=starts_P.tolist(),
-            longest_prefix=int(lengths_P.max()),
+            token_B=token_B, prefix_start_B=prefix_start_B, prefix_length_B=prefix_length_B,
+            prefix_starts=starts_P.tolist(), num_samples=num_samples, longest=int(lengths_P.max()) + T,
         )  # fmt: skip
-        round_.kv[:, :, -T:] = 0.0  # a spare row made later reads there what none has written
-        rows = self._rows_for(B)
-        owners_B = torch.tensor(owners)
-        columns = {
-            "token_N": torch.stack([prompt[-1] for prompt in prompts])[owners_B],
-            "row_N": torch.arange(B),
-            "finished_N": torch.zeros(B),
-            "prefix_start_N": starts_P[owners_B],
-            "prefix_length_N": lengths_P[owners_B],
-            "suffix_start_N": num_prefix + T * torch.arange(B),
-        }
-        for name, column in columns.items():
-            target = getattr(rows, name)
-            target[:B].copy_(column)
-            target[B:] = target[:1]
-        round_.make_spare(rows.after(B))
-        rows.step.zero_()
+        rows = self._rows_for(lanes)
+        rows.suffix_start_N[:lanes] = num_prefix + T * torch.arange(lanes, device=device)
+        round_.enter(rows, torch.arange(lanes, device=device), 0)
+        round_.make_spare(rows.after(lanes))
         if self.on_gpu:
-            self._table.copy_(torch.tensor(round_.table()))
+            self._table[:6] = torch.tensor(round_.table())
             self._use_eos(eos_ids)
         return round_, rows
 
@@ -226,105 +258,152 @@ class Engine:
                 ids_PT[p, :length] = prompts[i][:-1]
                 tokens.append(torch.arange(length) + p * longest)
                 slots_.append(torch.arange(length) + round_.prefix_starts[i])
-            moved = [torch.cat(one).to(self.device) for one in (tokens, slots_)]
+            tokens_M, slots_M = (torch.cat(one).to(self.device) for one in (tokens, slots_))
             positions_PT = torch.arange(longest, device=self.device).expand(len(part), -1)
-            with current(Prefill(round_.kv, *moved)):
-                self._forward(ids_PT.to(self.device), positions_PT)
+            ends = torch.arange(len(part) + 1, dtype=torch.int32, device=self.device) * longest
+            by_kernel = self.on_gpu and self.shape.dtype.itemsize == 2
+            with current(Prefill(round_.kv, tokens_M, slots_M, ends if by_kernel else None)):
+                self.layers(ids_PT.to(self.device), positions_PT, with_logits=False)
 
     def _decode(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
-        num_steps = sampling.max_new_tokens
-        for done in range(num_steps):
-            self._step(rows, round_, sampling, done)
-            if (done + 1) % ASK_EVERY or done + 1 == num_steps:
-                continue
-            going = (rows.finished_N == 0).nonzero().flatten()
-            if not len(going):
+        """Steps until all rows have ended. The first `live` places are of real rows: which, and since which step."""
+        B, T = round_.tokens_BT.shape
+        live = entered = int((rows.finished_N == 0).sum())
+        row_L, begun_L = torch.arange(live), torch.zeros(live, dtype=torch.int64)
+        self._tile(rows, round_, row_L)
+        oldest = done = 0
+        while True:
+            left = oldest + T - done  # steps of the row that began first
+            num_steps = min(ASK_EVERY, left)
+            goes_on_L = self._steps(num_steps, rows, round_, sampling, wait=num_steps == left)[:live] == 0
+            done += num_steps
+            free = (~goes_on_L).nonzero().flatten()[: B - entered]
+            if len(free):
+                round_.enter(rows, free.to(self.device), entered)
+                row_L[free] = torch.arange(entered, entered + len(free))
+                begun_L[free], goes_on_L[free] = done, True
+                entered += len(free)
+            kept = goes_on_L.nonzero().flatten()
+            if not len(kept):
                 return
-            smaller = bucket_of(len(going)) if self.on_gpu else len(going)
-            if smaller <= len(rows) // 2:
-                rows.keep(torch.cat([going, going[:1].expand(smaller - len(going))]))
-                rows = rows.first(smaller)
-                round_.make_spare(rows.after(len(going)))
+            smaller = bucket_of(len(kept)) if self.on_gpu else len(kept)
+            if smaller <= len(rows) // 2 or len(free):
+                if smaller > len(rows) // 2:
+                    kept, smaller = torch.arange(live), len(rows)
+                kept = kept[(row_L[kept] // round_.num_samples).argsort(stable=True)]  # a prompt's rows are neighbours
+                rows.keep(kept.to(self.device))
+                rows, live = rows.first(smaller), len(kept)
+                round_.make_spare(rows.after(live))
+                row_L, begun_L, goes_on_L = row_L[kept], begun_L[kept], goes_on_L[kept]
+                self._tile(rows, round_, row_L)
+            oldest = int(begun_L[goes_on_L].min())
+
+    def _tile(self, rows: Rows, round_: Round, row_L: torch.Tensor) -> None:
+        """Tell the kernels which rows read their prompt together."""
+        if not self.on_gpu or not (parts := self._parts(rows, round_)).of_prompt:
+            return
+        from strop.rollout.launch import tiles_of
+
+        tiles = tiles_of((row_L // round_.num_samples).tolist(), parts.tile // self.shape.per_head)
+        tiles_CN = torch.zeros(self._tiles_CN.shape, dtype=torch.int32)
+        tiles_CN[:, : len(tiles)] = torch.tensor(tiles).T
+        self._tiles_CN.copy_(tiles_CN)
+
+    def _parts(self, rows: Rows, round_: Round) -> Any:
+        from strop.rollout.launch import parts_of
+
+        T = round_.tokens_BT.shape[1]
+        return parts_of(len(rows), self.shape, round_.longest - T, T, len(round_.prefix_starts), round_.num_samples)
+
+    def _steps(self, num_steps: int, rows: Rows, round_: Round, sampling: Sampling, *, wait: bool) -> torch.Tensor:
+        """So many steps, and which rows have ended; without `wait` before the last of them, so that the device has work
+        while the host looks."""
+        for _ in range(num_steps - 1):
+            self._step(rows, round_, sampling)
+        if wait or self._flags is None:
+            self._step(rows, round_, sampling)
+            return rows.finished_N.cpu()
+        flags = self._flags[: len(rows)].copy_(rows.finished_N, non_blocking=True)
+        copied = torch.cuda.current_stream(self.device).record_event()
+        self._step(rows, round_, sampling)
+        copied.synchronize()
+        return flags
 
     # ---- a step ----
 
-    def _step(self, rows: Rows, round_: Round, sampling: Sampling, done: int) -> None:
+    def _step(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         if self.why_no_graphs is None:
-            self._replay(rows, sampling)
+            self._replay(rows, round_, sampling)
         elif self.on_gpu:
-            self._step_on_gpu(rows, sampling)
+            self._step_on_gpu(rows, round_, sampling)
         else:
-            self._draw(self._decode_logits(rows, round_, done), rows, round_, sampling)
-            rows.step += 1
+            self._draw(self._decode_logits(rows, round_), rows, round_, sampling)
 
-    def _decode_logits(self, rows: Rows, round_: Round, done: int) -> torch.Tensor:
-        """[N, V] of the rows' next tokens; `done` is their step, known to the host."""
+    def _decode_logits(self, rows: Rows, round_: Round) -> torch.Tensor:
+        """[N, V] of the rows' next tokens."""
         if self.on_gpu:
-            return self._logits_on_gpu(rows)
-        with current(Decode(round_.kv, rows, round_.longest_prefix + done + 1)):
+            return self._logits_on_gpu(rows, round_)
+        with current(Decode(round_.kv, rows, int((rows.prefix_length_N + rows.step_N).max()) + 1)):
             return self._logits(rows)
 
-    def _logits_on_gpu(self, rows: Rows) -> torch.Tensor:
+    def _logits_on_gpu(self, rows: Rows, round_: Round) -> torch.Tensor:
         from strop.rollout.launch import KernelDecode
 
-        with current(KernelDecode(self._table, rows, self.shape)):
+        with current(KernelDecode(self._table, rows, self.shape, self._parts(rows, round_), self._tiles_CN)):
             return self._logits(rows)
 
-    def _step_on_gpu(self, rows: Rows, sampling: Sampling) -> None:
+    def _step_on_gpu(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         from strop.rollout.launch import pick
 
-        logits_NV = self._logits_on_gpu(rows)
+        logits_NV = self._logits_on_gpu(rows, round_)
         if sampling.cuts:
             logits_NV, scale = sampling_logps(logits_NV, sampling), 1.0
         else:
             scale = 1.0 if sampling.greedy else 1 / sampling.temperature
         pick(logits_NV, rows, self._eos, self._table, scale, sampling.greedy)
-        rows.step += 1
 
     def _logits(self, rows: Rows) -> torch.Tensor:
-        positions_N = rows.prefix_length_N + rows.step
-        forward = self._compiled or self._forward
-        return forward(rows.token_N[:, None], positions_N[:, None].long())[:, -1]
+        positions_N = (rows.prefix_length_N + rows.step_N).long()
+        return self.layers(rows.token_N[:, None], positions_N[:, None])
 
     def _draw(self, logits_NV: torch.Tensor, rows: Rows, round_: Round, sampling: Sampling) -> None:
-        step = int(rows.step)
-        tokens_N, logps_N = draw(logits_NV, round_.uniforms_BT[rows.row_N, step], sampling)
-        round_.tokens_BT[rows.row_N, step] = tokens_N
-        round_.logps_BT[rows.row_N, step] = logps_N.to(round_.logps_BT.dtype)
+        """As `launch.pick`, in torch."""
+        tokens_N, logps_N = draw(logits_NV, round_.uniforms_BT[rows.row_N, rows.step_N], sampling)
+        going_N = rows.finished_N == 0
+        at = rows.row_N[going_N], rows.step_N[going_N]
+        round_.tokens_BT[at] = tokens_N[going_N]
+        round_.logps_BT[at] = logps_N[going_N].to(round_.logps_BT.dtype)
+        goes_on_N = going_N & ~torch.isin(tokens_N, round_.eos) & (rows.step_N + 1 < round_.tokens_BT.shape[1])
         rows.token_N.copy_(tokens_N)
-        rows.finished_N |= torch.isin(tokens_N, round_.eos).to(torch.int8)
-
-    def _forward(self, ids_NT: torch.Tensor, positions_NT: torch.Tensor) -> torch.Tensor:
-        """Logits of at least the last column."""
-        options = {"logits_to_keep": 1} if self._keeps_logits else {}
-        output = self.model(
-            input_ids=ids_NT, position_ids=positions_NT, past_key_values=self._cache, use_cache=True, **options
-        )
-        return output.logits
+        rows.finished_N.copy_(~goes_on_N)
+        rows.step_N += goes_on_N
 
     # ---- graphs ----
 
-    def _replay(self, rows: Rows, sampling: Sampling) -> None:
+    def _replay(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         """A step as a graph; the first of its kind is taken step by step, which compiles its kernels, and then captured."""
         graphs = self._graphs_of(sampling)
-        if len(rows) in graphs:
-            graphs[len(rows)].replay()
+        kind = len(rows), self._parts(rows, round_)
+        if kind in graphs:
+            graphs[kind].replay()
             return
-        self._step_on_gpu(rows, sampling)
+        self._step_on_gpu(rows, round_, sampling)
         torch.cuda.synchronize(self.device)
+        if not self.num_graphs:  # with its last graph a pool is gone
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
-                self._step_on_gpu(rows, sampling)
+                self._step_on_gpu(rows, round_, sampling)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # it looks at values on the host, or allocates as capturing does not allow
             self.why_no_graphs = str(error).splitlines()[0]
             warnings.warn(f"decode steps cannot be captured as CUDA graphs: {self.why_no_graphs}", stacklevel=2)
         else:
-            graphs[len(rows)] = graph
+            graphs[kind] = graph
 
-    def _graphs_of(self, sampling: Sampling) -> dict[int, Any]:
+    def _graphs_of(self, sampling: Sampling) -> dict[Any, Any]:
         rule = (sampling.temperature, sampling.top_k, sampling.top_p)
         graphs = self._graphs.pop(rule, {})
         self._graphs[rule] = graphs  # the latest used is the last
@@ -332,147 +411,17 @@ class Engine:
             del self._graphs[old]
         return graphs
 
-    @contextlib.contextmanager
-    def _ready(self) -> Iterator[None]:
-        """The model as the engine calls it: attention by slots, 16-bit matrices, no compiled forward, no gradient.
 
-        Autocast must not remember a converted weight: a graph would go on with it when the weight has changed.
-        """
-        compiled, self.model._compiled_call_impl = self.model._compiled_call_impl, None
-        cast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
-        try:
-            with torch.no_grad(), cast, attending(self.model), self.matrices.in_place():
-                yield
-        finally:
-            self.model._compiled_call_impl = compiled
+def _get_ready(device: torch.device) -> Callable[[], None]:
+    """Triton's start, which takes a second, in a thread beside the model's first forward; call what comes back to wait."""
+    if device.type != "cuda":
+        return lambda: None
 
+    def start() -> None:
+        from strop.rollout.launch import compile_together, gated
 
-class Matrices:
-    """16-bit copies of what autocast would convert in every step: the parameters of linear layers and of experts."""
+        compile_together(device, [lambda: gated(torch.zeros(1, 2, device=device), "silu")])
 
-    def __init__(self, model: Any, dtype: torch.dtype | None):
-        self.places: list[tuple[dict[str, Any], str]] = []
-        if dtype is not None:
-            for module in model.modules():
-                for name, param in module._parameters.items():
-                    if param is not None and param.dtype == torch.float32 and _is_converted(module, param):
-                        self.places.append((module._parameters, name))
-        self.copies = [torch.empty_like(param, dtype=dtype, requires_grad=False) for param in self.originals]
-
-    @property
-    def originals(self) -> list[torch.Tensor]:
-        """Asked for each time: a parameter may be another object over the same memory by now."""
-        return [owner[name] for owner, name in self.places]
-
-    def refresh(self) -> None:
-        """Outside of `in_place`."""
-        if self.copies:
-            torch._foreach_copy_(self.copies, [param.detach() for param in self.originals])
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within, the model computes with the copies."""
-        originals = self.originals
-        for (owner, name), copy in zip(self.places, self.copies, strict=True):
-            owner[name] = copy
-        try:
-            yield
-        finally:
-            for (owner, name), original in zip(self.places, originals, strict=True):
-                owner[name] = original
-
-
-def _is_converted(module: Any, param: torch.Tensor) -> bool:
-    return isinstance(module, torch.nn.Linear) or (param.ndim >= 2 and not isinstance(module, torch.nn.Embedding))
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
-def signature(policy: Policy) -> Any:
-    """Changes when an engine made before cannot be used any more: weights or buffers elsewhere, other adapters or another
-    scaling of theirs, which a graph has as a number, other autocast.
-    """
-    model = unwrapped(policy.model)
-    adapters = [
-        (module.disable_adapters, tuple(module.merged_adapters), tuple(module.active_adapters), _scaling(module))
-        for module in model.modules()
-        if hasattr(module, "merged_adapters") and hasattr(module, "active_adapters")
-    ]
-    tensors = [(one.data_ptr(), one.dtype, one.shape) for one in (*model.parameters(), *model.buffers())]
-    return _autocast_dtype(policy.device), adapters, tensors
-
-
-def _scaling(adapted: Any) -> list[float]:
-    scaling = getattr(adapted, "scaling", None)
-    return [v for v in scaling.values() if isinstance(v, (int, float))] if isinstance(scaling, dict) else []
-
-
-# ---- whether a model can be run so ----
-
-
-def _cache_shape(model: Any, device: torch.device, forward: Callable[..., Any]) -> CacheShape:
-    """From a forward of two tokens. What is not as it should be is a reason not to use the engine."""
-    seen = Shapes()
-    try:
-        with current(seen):
-            forward(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.arange(2, device=device)[None])
-    except (Unsupported, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever a model does with a cache or with arguments it does not know
-        raise Unsupported(f"its forward fails with a cache of slots ({type(error).__name__}: {error})") from error
-    shapes = set(seen.seen.values())
-    if sorted(seen.seen) != list(range(len(seen.seen))) or not shapes:
-        raise Unsupported("its attention layers do not go through transformers' attention interface")
-    if len(shapes) > 1:
-        raise Unsupported("its layers have keys of different shapes")
-    num_heads, key_dim, value_dim, dtype = shapes.pop()
-    if key_dim != value_dim:
-        raise Unsupported("its keys and values have different sizes")
-    _check_windows(model, seen.windows)
-    return CacheShape(len(seen.seen), num_heads, key_dim, dtype)
-
-
-def _check_windows(model: Any, windows: dict[int, int]) -> None:
-    """Some models have a window in their mask alone, which is not made here; a few tokens do not show it."""
-    types = of_config(model.config, "layer_types") or ["sliding_attention"] * len(windows)
-    if "chunked_attention" in types:
-        raise Unsupported("its attention is in chunks")
-    wanted = of_config(model.config, "sliding_window") or 0
-    for layer, found in windows.items():
-        if wanted and types[layer] == "sliding_attention" and not found:
-            raise Unsupported("its attention is not told of its window")
-
-
-PROBE = ([1, 2, 3, 4, 5], [3, 1], [2])
-ERROR_ALLOWED = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-3,
-}  # relative; 0.1 in 16 bits, where experts may be chosen differently
-
-
-def _check_against_forward(engine: "Engine", policy: Policy) -> None:
-    """Two greedy steps of a few ragged prompts against plain forwards: the only way to know what a model does with positions."""
-    size, longest = policy.vocab_size or 2, (policy.max_length or len(PROBE[0]) + 1) - 1
-    prompts = [torch.tensor([i % size for i in prompt[:longest]]) for prompt in PROBE]
-    sampling = Sampling(max_new_tokens=2, temperature=0.0)
-    with engine._ready():
-        round_, rows = engine._begin(prompts, list(range(len(prompts))), sampling, torch.zeros(len(prompts), 2), ())
-        engine._prefill(prompts, round_)
-        found = []
-        for done in range(2):
-            logits_NV = engine._decode_logits(rows, round_, done)
-            found.append(logits_NV[: len(prompts)].float())
-            engine._draw(logits_NV, rows, round_, sampling)
-            rows.step += 1
-    for i, prompt in enumerate(prompts):
-        read = torch.cat([prompt, round_.tokens_BT[i, :1].cpu()]).to(engine.device)
-        with torch.no_grad():
-            wanted_TV = engine.model(input_ids=read[None], use_cache=False).logits[0, -2:].float()
-        found_TV = torch.stack([one[i] for one in found])
-        error = ((found_TV - wanted_TV).norm() / wanted_TV.norm()).item()
-        if error > ERROR_ALLOWED.get(engine.shape.dtype, 0.1):
-            raise Unsupported(
-                f"its logits with a cache of slots are not those of its forward (relative error {error:.1e})"
-            )
+    thread = threading.Thread(target=start)
+    thread.start()
+    return thread.join

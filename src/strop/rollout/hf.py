@@ -8,8 +8,9 @@ import torch
 from strop.models import Policy
 from strop.models.attention import Unsupported
 from strop.rollout import transformers_generate
-from strop.rollout.decoding import Engine, signature
+from strop.rollout.decoding import Engine
 from strop.rollout.sampling import Sampling
+from strop.rollout.weights import signature
 
 _turn = threading.RLock()
 """Held during a rollout: it changes the model's attention, and a graph being captured bears no other thread's work beside it."""
@@ -49,7 +50,6 @@ def engine_of(policy: Policy) -> Engine | str:
 
 
 def description(policy: Policy) -> str:
-    """What the rollouts of this model run on."""
-    with _turn:
-        engine = engine_of(policy)
+    """What the latest rollout of this model ran on."""
+    _, engine = policy.rollout_engine or (None, "none yet")
     return f"hf, {engine.name}" if isinstance(engine, Engine) else f"hf, transformers' generate: {engine}"

@@ -1,6 +1,9 @@
 """The kernels of a decode step, launched."""
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -11,49 +14,193 @@ from strop.rollout.slots import CacheShape, Rows
 
 CHUNK = 4096  # logits one program looks at
 PROGRAMS = 264  # wanted at least: two for each of an H200's 132 multiprocessors
-MAX_SPLITS = 8
+MAX_SPLITS = 16
+TILE = 64  # query heads that read a shared prompt's keys together
+SHARED_FROM = 512  # tokens of a prompt; below, one kernel more costs more than keys read again
+KEYS_AT_ONCE, ATTENTION_WARPS = 64, 4
+KEYS_OF_A_PART = 512  # at least, where a row's keys are split: joining the parts is one more kernel
+KEYS_OF_A_JOINED_PART = 128  # where they are joined anyway
+GATE_BLOCK = 1024  # elements of a row one program multiplies
+
+
+def compile_together(device: torch.device, launches: Sequence[Callable[[], object]]) -> None:
+    """Each launch in a thread: most of the time to compile a kernel goes by waiting for other programs."""
+
+    def run(launch: Callable[[], object]) -> None:
+        torch.cuda.set_device(device)
+        launch()
+
+    with ThreadPoolExecutor(len(launches)) as threads:
+        list(threads.map(run, launches))
+
+
+# ---- between the products of a layer: the kernels of `steps.FusedLayers` ----
+
+
+def add_norm(x_NH: torch.Tensor, update_NH: torch.Tensor | None, norm: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The norm of x + update; the sum is written over x."""
+    N, H = x_NH.shape
+    y_NH = torch.empty(N, H, dtype=dtype, device=x_NH.device)
+    block = triton.next_power_of_2(H)
+    kernels.add_norm_kernel[(N,)](
+        x_NH, x_NH if update_NH is None else update_NH, norm.weight, y_NH, H, norm.eps, float(norm.offset),
+        int(update_NH is not None), OFFSET=norm.offset != 0, BLOCK=block, num_warps=warps_for(block),
+    )  # fmt: skip
+    return y_NH
+
+
+def rotate(
+    qkv_NED: torch.Tensor, positions_N: torch.Tensor, table: torch.Tensor, num_key_heads: int, norms: Any, rounds: bool
+) -> None:
+    """rounds: to the dtype of qkv between operations, as a model in 16 bits does"""
+    N, E, D = qkv_NED.shape
+    block_e, block_d = triton.next_power_of_2(E - num_key_heads), triton.next_power_of_2(D)
+    kernels.rotate_kernel[(N,)](
+        qkv_NED, positions_N, table, *head_norms(norms, table), ALL=E, Q=E - 2 * num_key_heads, QK=E - num_key_heads, D=D,
+        NORM=norms is not None, ROUND=rounds, BLOCK_E=block_e, BLOCK_D=block_d, num_warps=warps_for(block_e * block_d),
+    )  # fmt: skip
+
+
+def head_norms(norms: Any, nothing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+    """Weights of the norms of q and k, their eps and offset, as arguments of a kernel."""
+    if norms is None:
+        return nothing, nothing, 0.0, 0.0
+    q_norm, k_norm = norms
+    return q_norm.weight, k_norm.weight, q_norm.eps, float(q_norm.offset)
+
+
+def gated(gate_up_NF: torch.Tensor, activation: str) -> torch.Tensor:
+    N, F = gate_up_NF.shape[0], gate_up_NF.shape[1] // 2
+    out_NF = torch.empty(N, F, dtype=gate_up_NF.dtype, device=gate_up_NF.device)
+    grid = N, triton.cdiv(F, GATE_BLOCK)
+    kernels.gate_kernel[grid](gate_up_NF, out_NF, F, ACTIVATION=activation, BLOCK=GATE_BLOCK, num_warps=4)
+    return out_NF
+
+
+def warps_for(elements: int) -> int:
+    return min(max(elements // 256, 1), 16)
+
+
+# ---- attention and the draw ----
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a step's attention is divided; each way is a graph of its own.
+
+    splits              of the keys of a row that reads its prompt by itself
+    own, of_prompt      of a row's own keys and of a prompt's, where rows share it; 0: they do not
+    tile, num_tiles     query heads of one tile over a shared prompt, and tiles at most
+    """
+
+    splits: int = 1
+    own: int = 0
+    of_prompt: int = 0
+    tile: int = 0
+    num_tiles: int = 0
+
+
+def parts_of(
+    num_rows: int, shape: CacheShape, longest_prefix: int, max_new_tokens: int, num_prompts: int, num_samples: int
+) -> Parts:
+    """Powers of two, so that there are programs for the whole GPU, but not for a few keys: joining is one more kernel."""
+    programs, group = num_rows * shape.num_heads, min(num_samples, max(1, TILE // shape.per_head))
+    splits = num_splits(programs, longest_prefix + max_new_tokens, KEYS_OF_A_PART)
+    if group == 1 or longest_prefix < SHARED_FROM:
+        return Parts(splits)
+    own = num_splits(programs, max_new_tokens, KEYS_OF_A_JOINED_PART)
+    of_prompt = num_splits(programs // group, longest_prefix, KEYS_OF_A_JOINED_PART)
+    tile = triton.next_power_of_2(max(group * shape.per_head, 16))
+    num_tiles = triton.next_power_of_2(
+        num_prompts + num_rows // (tile // shape.per_head)
+    )  # or more; one not full a prompt
+    return Parts(splits, own, of_prompt, tile, min(num_rows, num_tiles))
+
+
+def num_splits(num_programs: int, num_keys: int, least: int) -> int:
+    """Parts of at least so many keys."""
+    splits = 1
+    while splits < MAX_SPLITS and num_programs * splits < PROGRAMS and num_keys > least * splits:
+        splits *= 2
+    return splits
+
+
+def tiles_of(prompt_N: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """(first row, number of rows) of tiles: neighbours of one prompt, at most so many."""
+    tiles: list[tuple[int, int]] = []
+    for n, prompt in enumerate(prompt_N):
+        first, count = tiles[-1] if tiles else (0, most)
+        if count < most and prompt == prompt_N[first]:
+            tiles[-1] = first, count + 1
+        else:
+            tiles.append((n, 1))
+    return tiles
 
 
 @dataclass
 class KernelDecode(Pass):
-    """`slots.Decode` by a kernel. Where the cache is, the kernel reads from the table."""
+    """`slots.Decode` by kernels. Where the cache is, they read from the table.
+
+    tiles_CN   first row and number of rows of each tile, of no rows behind the last
+    """
 
     table: torch.Tensor
     rows: Rows
     shape: CacheShape
+    parts: Parts
+    tiles_CN: torch.Tensor
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
-        rows, shape = self.rows, self.shape
+        return self._attend((q, k, v), layer, rule, None, {"ROTATE": False, "NORM": False, "ROUND": False})
+
+    def attend_unrotated(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule, norms: Any, rounds: bool
+    ) -> torch.Tensor:
+        """Query and key as the product gave them."""
+        how = {"ROTATE": True, "NORM": norms is not None, "ROUND": rounds}
+        return self._attend((q, k, v), layer, rule, norms, how)
+
+    def _attend(
+        self, qkv: tuple[torch.Tensor, ...], layer: int, rule: Rule, norms: Any, how: dict[str, bool]
+    ) -> torch.Tensor:
+        q, k, v = qkv
+        rows, shape, parts = self.rows, self.shape, self.parts
         N, H, _, D = q.shape
-        per_head = H // shape.num_heads
-        splits = num_splits(N * shape.num_heads)
+        shares = parts.of_prompt > 0 and not rule.window
+        splits = parts.own if shares else parts.splits
+        num_parts = splits + (parts.of_prompt if shares else 0)
         out_NTHD = torch.empty(N, 1, H, D, dtype=shape.dtype, device=q.device)
         partial = stats = out_NTHD
-        if splits > 1:
-            partial = torch.empty(N * H * splits, D, dtype=torch.float32, device=q.device)
-            stats = torch.empty(N * H * splits, 2, dtype=torch.float32, device=q.device)
+        if num_parts > 1:
+            partial = torch.empty(N * H * num_parts, D, dtype=torch.float32, device=q.device)
+            stats = torch.empty(N * H * num_parts, 2, dtype=torch.float32, device=q.device)
+        q = q.to(shape.dtype)
         q, k, v = (states if states.stride(3) == 1 else states.contiguous() for states in (q, k, v))
+        q_weight, k_weight, eps, offset = head_norms(norms, self.table)
         block_d = triton.next_power_of_2(max(D, 16))
+        shared = {
+            "HEADS": shape.num_heads, "R": shape.per_head, "D": D, "PARTS": num_parts, "BLOCK_D": block_d,
+            "BLOCK_S": KEYS_AT_ONCE if block_d <= 128 else KEYS_AT_ONCE // 2, "SOFTCAP": rule.softcap > 0, **how,
+            "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32", "num_warps": ATTENTION_WARPS,
+        }  # fmt: skip
+        if shares:
+            kernels.prefix_kernel[(parts.num_tiles, shape.num_heads, parts.of_prompt)](
+                q, partial, stats, *self.tiles_CN, rows.prefix_start_N, rows.prefix_length_N, rows.step_N,
+                self.table, layer, q.stride(0), q.stride(1), rule.scaling, rule.softcap, q_weight, eps, offset,
+                SPLITS=parts.of_prompt, BLOCK_M=parts.tile, **shared,
+            )  # fmt: skip
         kernels.attend_kernel[(N, shape.num_heads, splits)](
-            q, k, v, out_NTHD, partial, stats, rows.prefix_start_N, rows.prefix_length_N, rows.suffix_start_N, rows.step,
+            q, k, v, out_NTHD, partial, stats, rows.prefix_start_N, rows.prefix_length_N, rows.suffix_start_N, rows.step_N,
             self.table, layer, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            rule.scaling, rule.softcap, rule.window,
-            HEADS=shape.num_heads, R=per_head, D=D, SPLITS=splits,
-            BLOCK_R=triton.next_power_of_2(max(per_head, 16)), BLOCK_D=block_d, BLOCK_S=64 if block_d <= 128 else 32,
-            WINDOW=rule.window > 0, SOFTCAP=rule.softcap > 0,
-            PRECISION="ieee" if shape.dtype == torch.float32 else "tf32", num_warps=4,
+            rule.scaling, rule.softcap, rule.window, q_weight, k_weight, eps, offset, SPLITS=splits,
+            BLOCK_R=triton.next_power_of_2(max(shape.per_head, 16)), WINDOW=rule.window > 0, **shared,
         )  # fmt: skip
-        if splits > 1:
-            kernels.join_kernel[(N * H,)](partial, stats, out_NTHD, D=D, SPLITS=splits, BLOCK_D=block_d, num_warps=1)
+        if num_parts > 1:
+            block_p = triton.next_power_of_2(num_parts)
+            kernels.join_kernel[(N * H,)](
+                partial, stats, out_NTHD, D=D, PARTS=num_parts, BLOCK_P=block_p, BLOCK_D=block_d, num_warps=1
+            )
         return out_NTHD
-
-
-def num_splits(num_programs: int) -> int:
-    """A power of two: parts of each row's keys, so that there are programs for the whole GPU."""
-    splits = 1
-    while splits < MAX_SPLITS and num_programs * splits < PROGRAMS:
-        splits *= 2
-    return splits
 
 
 def pick(
@@ -67,7 +214,7 @@ def pick(
     shared = (logits_NV, logits_NV.stride(0), V, scale, max_NC, sum_NC)
     kernels.sums_kernel[(N, chunks)](*shared, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8)
     kernels.pick_kernel[(N,)](
-        *shared, rows.token_N, rows.finished_N, rows.row_N, rows.step, eos, table,
+        *shared, rows.token_N, rows.finished_N, rows.row_N, rows.step_N, eos, table,
         CHUNKS=chunks, CHUNKS_PADDED=triton.next_power_of_2(chunks), CHUNK=CHUNK, NUM_EOS=len(eos), GREEDY=greedy,
         num_warps=8,
     )  # fmt: skip

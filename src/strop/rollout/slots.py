@@ -9,7 +9,7 @@ moving a key.
 The last token of a prompt is not among the prompt's: it is the first token a row decodes, so that reading the prompts
 needs no logits and every token is drawn by the same step.
 
-Shapes: N rows of a step, P prompts read together, T tokens, H query heads, K key heads, D head dimension, S slots.
+Seen: N rows of a step, P prompts read together, T tokens, H query heads, K key heads, D head dimension, S slots.
 """
 
 from dataclasses import dataclass, field
@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 
-from strop.models.attention import Pass, Rule, Unsupported, attention_of_rows, in_one_dtype, masked_attention
+from strop.models.attention import Packed, Pass, Rule, Unsupported, attention_of_rows, in_one_dtype, masked_attention
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one slot holds."""
+    """What one slot holds: `num_heads` of keys, with `per_head` query heads each."""
 
     num_layers: int
     num_heads: int
+    per_head: int
     head_dim: int
     dtype: torch.dtype
 
@@ -36,10 +37,10 @@ class CacheShape:
 
 @dataclass
 class Rows:
-    """Where the rows of a decode step stand; tensors on the device, [N] each but for `step`.
+    """Where the rows of a decode step stand; tensors on the device, [N] each.
 
     token          read next              row        whose completion it is: its row in the outputs
-    finished       1 after an EOS         step       tokens the rows have decoded, the same for all
+    finished       1 after its end        step       tokens it has decoded
     prefix_start, prefix_length, suffix_start   its slots
     """
 
@@ -49,9 +50,9 @@ class Rows:
     prefix_start_N: torch.Tensor
     prefix_length_N: torch.Tensor
     suffix_start_N: torch.Tensor
-    step: torch.Tensor
+    step_N: torch.Tensor
 
-    PER_ROW = ("token_N", "row_N", "finished_N", "prefix_start_N", "prefix_length_N", "suffix_start_N")
+    PER_ROW = ("token_N", "row_N", "finished_N", "prefix_start_N", "prefix_length_N", "suffix_start_N", "step_N")
 
     @classmethod
     def empty(cls, size: int, device: torch.device) -> "Rows":
@@ -62,7 +63,7 @@ class Rows:
         return cls(
             token_N=new(long, size), row_N=new(long, size), finished_N=new(torch.int8, size),
             prefix_start_N=new(int32, size), prefix_length_N=new(int32, size), suffix_start_N=new(int32, size),
-            step=new(int32, 1),
+            step_N=new(int32, size),
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -70,11 +71,11 @@ class Rows:
 
     def first(self, size: int) -> "Rows":
         """The first so many, in the same memory."""
-        return Rows(**{name: getattr(self, name)[:size] for name in self.PER_ROW}, step=self.step)
+        return Rows(**{name: getattr(self, name)[:size] for name in self.PER_ROW})
 
     def after(self, size: int) -> "Rows":
         """Those behind the first so many, in the same memory."""
-        return Rows(**{name: getattr(self, name)[size:] for name in self.PER_ROW}, step=self.step)
+        return Rows(**{name: getattr(self, name)[size:] for name in self.PER_ROW})
 
     def keep(self, indices_M: torch.Tensor) -> None:
         """These rows come to the front, in this order."""
@@ -84,16 +85,18 @@ class Rows:
 
 
 @dataclass
-class Shapes(Pass):
-    """Attention of whole rows that keeps nothing but what it saw: {layer: shape and dtype of its keys}, {layer: window}."""
+class Seen(Pass):
+    """Attention of whole rows that keeps nothing but what it saw: of each layer shape and dtype of the keys, the rule, and
+    queries, keys and values."""
 
-    seen: dict[int, tuple[int, int, int, torch.dtype]] = field(default_factory=dict)
-    windows: dict[int, int] = field(default_factory=dict)
+    shapes: dict[int, tuple[int, int, int, torch.dtype]] = field(default_factory=dict)
+    rules: dict[int, Rule] = field(default_factory=dict)
+    states: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         q, k, v = in_one_dtype(q, k, v)
-        self.seen[layer] = k.shape[1], k.shape[3], v.shape[3], k.dtype
-        self.windows[layer] = rule.window
+        self.shapes[layer] = k.shape[1], k.shape[3], v.shape[3], k.dtype
+        self.rules[layer], self.states[layer] = rule, (q, k, v)
         return attention_of_rows(q, k, v, rule)
 
 
@@ -102,18 +105,23 @@ class Prefill(Pass):
     """Prompts, right-padded, read into their slots.
 
     tokens_M, slots_M   which of the P·T tokens are none of the padding, and where they go
+    cu_seqlens          where rows begin and end, for the kernel that needs no time for plans of every new shape
     """
 
     kv: torch.Tensor
     tokens_M: torch.Tensor
     slots_M: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         q, k, v = in_one_dtype(q, k, v)
-        for side, states in enumerate((k, v)):
-            flat = states.transpose(1, 2).reshape(-1, *self.kv.shape[3:])
-            self.kv[layer, side].index_copy_(0, self.slots_M, flat[self.tokens_M])
-        return attention_of_rows(q, k, v, rule)
+        both = torch.stack((k, v)).transpose(2, 3).flatten(1, 2)
+        self.kv[layer].index_copy_(1, self.slots_M, both[:, self.tokens_M])
+        P, T, D = q.shape[0], q.shape[2], q.shape[3]
+        if self.cu_seqlens is None or D % 8 or D > 256:
+            return attention_of_rows(q, k, v, rule)
+        q, k, v = (states.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for states in (q, k, v))
+        return Packed([T] * P, self.cu_seqlens).attend(q, k, v, layer, rule).unflatten(1, (P, T))[0]
 
 
 @dataclass
@@ -131,13 +139,13 @@ class Decode(Pass):
         q, k, v = in_one_dtype(q, k, v)
         rows, kv = self.rows, self.kv[layer]
         for side, states in enumerate((k, v)):
-            kv[side].index_copy_(0, (rows.suffix_start_N + rows.step).long(), states[:, :, 0])
+            kv[side].index_copy_(0, (rows.suffix_start_N + rows.step_N).long(), states[:, :, 0])
         i_T = torch.arange(self.longest, device=q.device)
         prefix_N1 = rows.prefix_length_N[:, None]
         slots_NT = torch.where(
             i_T < prefix_N1, rows.prefix_start_N[:, None] + i_T, rows.suffix_start_N[:, None] + i_T - prefix_N1
         )
-        position_N1 = prefix_N1 + rows.step
+        position_N1 = prefix_N1 + rows.step_N[:, None]
         mask_NT = i_T <= position_N1
         if rule.window:
             mask_NT &= i_T > position_N1 - rule.window

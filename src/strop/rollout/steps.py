@@ -1,0 +1,296 @@
+"""The two ways through a model's layers, `(ids, positions) → logits`; attention is the current pass's in both.
+
+`FusedLayers`: decoder layers of the common kind (RMSNorm, rotary attention with or without bias and norms of q and k,
+gated MLP) in eight kernels each: four products of joined weights by cuBLAS, and one between two (kernels.py) or, on
+a CPU, by torch. `OwnLayers`: transformers' modules, for every other model.
+
+Shapes: P rows of T tokens, N = P·T; H hidden, Q query heads, K key heads, D head dimension, V vocabulary.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import gelu, linear, rms_norm, silu
+
+from strop.models.attention import Rule, Unsupported, attending, current_pass, sdpa_without_plans
+from strop.models.policy import decoder_and_head
+from strop.rollout import slots
+from strop.rollout.slots import CacheShape
+from strop.rollout.weights import Copies, converted, is_altered
+
+Product = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+}
+
+
+class OwnLayers:
+    """The model's forward, with 16-bit copies of its matrices under autocast."""
+
+    def __init__(self, model: Any, device: torch.device, autocast: torch.dtype | None, compiled: bool):
+        self.model, self.device, self.autocast = model, device, autocast
+        self.copies: Copies | None = None
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._cache = slots.slot_cache()
+        self._compiled: Any = torch.compile(self._forward) if compiled else None
+
+    def refresh(self, num_positions: int) -> None:
+        if self.copies is None:  # not before they are needed: most models have fused layers
+            self.copies = converted(self.model, self.autocast)
+        self.copies.refresh()
+
+    def __call__(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True) -> torch.Tensor:
+        """[P, V] of the last column."""
+        forward = self._compiled if self._compiled is not None and with_logits else self._forward
+        return forward(ids_PT, positions_PT)[:, -1]
+
+    def _forward(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor) -> torch.Tensor:
+        options = {"logits_to_keep": 1} if self._keeps_logits else {}
+        output = self.model(
+            input_ids=ids_PT, position_ids=positions_PT, past_key_values=self._cache, use_cache=True, **options
+        )
+        return output.logits
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """The model as it is called here: attention by slots, 16-bit matrices, no compiled forward, no gradient.
+
+        Autocast must not remember a converted weight: a graph would go on with it when the weight has changed.
+        """
+        compiled, self.model._compiled_call_impl = self.model._compiled_call_impl, None
+        cast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
+        copies = contextlib.nullcontext() if self.copies is None else self.copies.in_place()
+        try:
+            with torch.no_grad(), cast, attending(self.model), copies, sdpa_without_plans():
+                yield
+        finally:
+            self.model._compiled_call_impl = compiled
+
+
+# ---- layers of the common kind ----
+
+
+@dataclass
+class Norm:
+    """y = x / rms(x) · (weight + offset)"""
+
+    weight: torch.Tensor
+    eps: float
+    offset: int
+
+
+@dataclass
+class Layer:
+    attention_norm: Norm
+    qkv: Product
+    head_norms: tuple[Norm, Norm] | None  # of q and of k
+    rule: Rule
+    out: Product
+    mlp_norm: Norm
+    gate_up: Product
+    down: Product
+
+
+class FusedLayers:
+    """A decoder of such layers, over joined weights. Unsupported, with the reason, where the model is another kind."""
+
+    def __init__(self, model: Any, shape: CacheShape, rules: dict[int, Rule], table: torch.Tensor, on_gpu: bool):
+        """table: where the kernels read that the rotation is; without a GPU torch computes all"""
+        decoder, head = _parts(model)
+        self.dtype, self.num_heads, self.head_dim = shape.dtype, shape.num_heads, shape.head_dim
+        self.copies, self.table = Copies(), table
+        self.kernels = _kernels() if on_gpu else None
+        self.embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
+        self.layers = [self._layer(layer, rules[index]) for index, layer in enumerate(decoder.layers)]
+        self.activation = _same_activation(decoder.layers[0].mlp.act_fn)
+        self.norm = _norm(decoder.norm)
+        self.head = self.copies.joined([head], self.dtype)
+        self.rotation_TCD = torch.empty(0, 2, shape.head_dim)  # cos and sin of every position
+
+    def _layer(self, layer: Any, rule: Rule) -> Layer:
+        attention, mlp, joined = layer.self_attn, layer.mlp, self.copies.joined
+        qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj], self.dtype)
+        norms = (_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
+        return Layer(
+            _norm(layer.input_layernorm), qkv, norms, replace(rule, dropout=0.0), joined([attention.o_proj], self.dtype),
+            _norm(layer.post_attention_layernorm), joined([mlp.gate_proj, mlp.up_proj], self.dtype),
+            joined([mlp.down_proj], self.dtype),
+        )  # fmt: skip
+
+    def refresh(self, num_positions: int) -> None:
+        """Weights as they are now, and the rotation of so many positions, by the model's own module."""
+        self.copies.refresh()
+        device, residual = self.embed.weight.device, self.embed.weight.dtype
+        positions_1T = torch.arange(num_positions, device=device)[None]
+        x = torch.empty(1, 1, 1, dtype=residual, device=device)
+        kind = torch.float64 if self.dtype == torch.float64 else torch.float32
+        with torch.no_grad():
+            self.rotation_TCD = torch.stack([one[0].to(kind) for one in self._rotary(x, positions_1T)], 1)
+        if self.rotation_TCD.shape != (num_positions, 2, self.head_dim):
+            raise Unsupported("its rotation is of a part of each head")
+        self.table[6] = self.rotation_TCD.data_ptr()
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        device = self.embed.weight.device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False), sdpa_without_plans():
+            yield
+
+    def __call__(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True) -> torch.Tensor:
+        """[P, V] of the last column."""
+        P, T = ids_PT.shape
+        x_NH: Any = self.embed(ids_PT).flatten(0, 1)
+        update_NH: Any = None
+        for index, layer in enumerate(self.layers):
+            x_NH, y_NH = self._add_norm(x_NH, update_NH, layer.attention_norm)
+            attended = self._attend(linear(y_NH, *layer.qkv), positions_PT, index, layer)
+            if index + 1 == len(self.layers) and not with_logits:
+                return attended
+            update_NH = linear(attended.reshape(P * T, -1), *layer.out)
+            x_NH, y_NH = self._add_norm(x_NH, update_NH, layer.mlp_norm)
+            update_NH = linear(self._gated(linear(y_NH, *layer.gate_up)), *layer.down)
+        if T > 1:
+            x_NH, update_NH = (one.unflatten(0, (P, T))[:, -1].contiguous() for one in (x_NH, update_NH))
+        return linear(self._add_norm(x_NH, update_NH, self.norm)[1], *self.head)
+
+    def launches(self) -> list[Callable[[], object]]:
+        """One of each kernel between the products, on a row of its own."""
+        layer, weight = self.layers[0], self.embed.weight
+        x_NH, gate_up_NF = (weight.new_zeros(1, size) for size in (weight.shape[1], len(layer.gate_up[0])))
+        qkv_NED = torch.zeros(1, len(layer.qkv[0]), dtype=self.dtype, device=weight.device).unflatten(
+            1, (-1, self.head_dim)
+        )
+        first = torch.zeros(1, dtype=torch.int64, device=weight.device)
+        return [
+            lambda: self._add_norm(x_NH, None, layer.attention_norm),
+            lambda: self._gated(gate_up_NF.to(self.dtype)),
+            lambda: self._rotate(qkv_NED, first, layer),
+        ]
+
+    # ---- between the products ----
+
+    def _add_norm(
+        self, x_NH: torch.Tensor, update_NH: torch.Tensor | None, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + update, and its norm. The kernel writes the sum over x."""
+        if self.kernels:
+            return x_NH, self.kernels.add_norm(x_NH, update_NH, norm, self.dtype)
+        if update_NH is not None:
+            x_NH = x_NH + update_NH
+        return x_NH, rms_norm_(x_NH, norm).to(self.dtype)
+
+    def _attend(self, qkv_NE: torch.Tensor, positions_PT: torch.Tensor, index: int, layer: Layer) -> torch.Tensor:
+        pass_, qkv = current_pass(), self.heads(qkv_NE, positions_PT.shape[1])
+        if hasattr(pass_, "attend_unrotated"):  # the decode kernel, which rotates by itself
+            return pass_.attend_unrotated(*qkv, index, layer.rule, layer.head_norms, self.rounds)
+        self._rotate(qkv_NE.unflatten(1, (-1, self.head_dim)), positions_PT.flatten(), layer)
+        return pass_.attend(*qkv, index, layer.rule)
+
+    def heads(self, qkv_NE: torch.Tensor, num_tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of queries [P, Q, T, D], keys and values [P, K, T, D]."""
+        K = self.num_heads
+        heads_PETD = qkv_NE.view(-1, num_tokens, qkv_NE.shape[1] // self.head_dim, self.head_dim).transpose(1, 2)
+        return heads_PETD[:, : -2 * K], heads_PETD[:, -2 * K : -K], heads_PETD[:, -K:]
+
+    def _rotate(self, qkv_NED: torch.Tensor, positions_N: torch.Tensor, layer: Layer) -> None:
+        """Norms, where the model has them, and rotation of queries and keys, in place."""
+        K, D = self.num_heads, self.head_dim
+        if self.kernels:
+            return self.kernels.rotate(qkv_NED, positions_N, self.table, K, layer.head_norms, self.rounds)
+        if layer.head_norms:
+            for part, norm in zip((qkv_NED[:, : -2 * K], qkv_NED[:, -2 * K : -K]), layer.head_norms, strict=True):
+                part.copy_(rms_norm_(part, norm))
+        cos_N1D, sin_N1D = self.rotation_TCD[positions_N].to(self.embed.weight.dtype).split(1, 1)
+        turned = qkv_NED[:, :-K]
+        half = torch.cat([-turned[..., D // 2 :], turned[..., : D // 2]], -1)
+        turned.copy_(turned * cos_N1D + half * sin_N1D)
+        return None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the model rounds to 16 bits between operations; under autocast it does not."""
+        return self.embed.weight.dtype == self.dtype and self.dtype.itemsize == 2
+
+    def _gated(self, gate_up_NF: torch.Tensor) -> torch.Tensor:
+        if self.kernels:
+            return self.kernels.gated(gate_up_NF, self.activation)
+        gate_NF, up_NF = gate_up_NF.chunk(2, -1)
+        return ACTIVATIONS[self.activation](gate_NF) * up_NF
+
+
+def _kernels() -> Any:
+    from strop.rollout import launch  # Triton, which is there with a GPU
+
+    return launch
+
+
+def rms_norm_(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    weight = norm.weight + norm.offset if norm.offset else norm.weight
+    return rms_norm(x, weight.shape, weight.to(x.dtype), norm.eps)
+
+
+# ---- whether a model is of this kind: its parts here, its numbers in checks.py ----
+
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+def _parts(model: Any) -> tuple[Any, nn.Linear]:
+    found = decoder_and_head(model)
+    if isinstance(found, str):
+        raise Unsupported(found)
+    decoder: Any = found[0]
+    head = found[1]
+    _expect(decoder, {"embed_tokens", "layers", "norm", "rotary_emb"})
+    for layer in decoder.layers:
+        _expect(layer, LAYER)
+        _expect(layer.self_attn, ATTENTION, ATTENTION | {"q_norm", "k_norm"})
+        _expect(layer.mlp, MLP)
+    bypassed = [model, decoder, head, *decoder.norm.modules(), *decoder.layers.modules(), decoder.rotary_emb]
+    if not isinstance(decoder.embed_tokens, nn.Embedding):
+        raise Unsupported(f"its embedding is a {type(decoder.embed_tokens).__name__}")
+    if any(map(is_altered, bypassed)):
+        raise Unsupported("its modules have hooks")
+    if getattr(decoder.rotary_emb, "rope_type", "default") in ("dynamic", "longrope"):
+        raise Unsupported("its rotation depends on the longest row")
+    return decoder, head
+
+
+def _expect(module: Any, *wanted: set[str]) -> None:
+    found = {name for name, _ in module.named_children()}
+    if found not in wanted or module._parameters:
+        other = ", ".join(sorted(found ^ wanted[0])) or "parameters"
+        raise Unsupported(f"its {type(module).__name__} is of another kind ({other})")
+
+
+def _norm(module: Any) -> Norm:
+    """Its weight, eps and offset; RMSNorm of ones is weight + offset."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(eps, float) or set(module._parameters) != {"weight"}:
+        raise Unsupported(f"its {type(module).__name__} is no RMSNorm")
+    weight = module.weight.detach()
+    with torch.no_grad():
+        found = module(torch.ones_like(weight))
+    for offset in (0, 1):
+        if torch.allclose(found.float(), weight.float() + offset, rtol=1e-2, atol=1e-2):
+            return Norm(weight, eps, offset)
+    raise Unsupported(f"its {type(module).__name__} is no RMSNorm")
+
+
+def _same_activation(function: Any) -> str:
+    x = torch.linspace(-4, 4, 33)
+    with torch.no_grad():
+        found = function(x)
+    for name, known in ACTIVATIONS.items():
+        if torch.allclose(found, known(x), rtol=1e-5, atol=1e-6):
+            return name
+    raise Unsupported(f"its activation is {type(function).__name__}")
