@@ -11,6 +11,7 @@ from trained_models import Bigram, tiny_moe, weights_of
 from yardstick import needs_compiler
 
 from strop.algorithms.sft import SFT, SFTConfig
+from strop.losses import NLL
 
 MAKES = {"qwen2": tiny_qwen2, "moe": tiny_moe, "plain": Bigram}
 
@@ -79,7 +80,7 @@ def test_a_gradient_made_on_the_way_is_that_of_the_log_probs(packs):
     if not packs:
         read_padded(sft.policy)
     batch = sft._batch(sft._examples(*columns(random_examples(4)), None), 5)
-    for loss_of in (lambda: sft._loss(batch), lambda: -sft.policy.logps(batch).sum() / 5):
+    for loss_of in (lambda: sft.policy.loss(batch, NLL()).loss, lambda: -sft.policy.logps(batch).sum() / 5):
         sft.policy.model.zero_grad()
         loss = loss_of()
         (loss / 3).backward()
