@@ -360,7 +360,9 @@ class GRPO(Trainer):
             for part, result in zip(parts, updates[-1].parts, strict=True):
                 meter.add(result.metrics, experience.num_tokens(part), first=number == 0)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        return metrics | meter.metrics() | self._entropy(experience, meter) | self._mismatch(experience, meter)
+        drawn_N = torch.cat(experience.rollout.logps).double()
+        metrics |= meter.metrics() | {"entropy_estimate": -drawn_N.mean().item()}
+        return metrics | self._mismatch(experience, meter)
 
     def _parts(self, experience: Experience, indices: list[int]) -> list[list[int]]:
         """Micro-batches of those of these completions that count."""
@@ -402,12 +404,6 @@ class GRPO(Trainer):
         return batch
 
     # ---- metrics ----
-
-    def _entropy(self, experience: Experience, meter: PolicyMeter) -> dict[str, float]:
-        """Exact where the loss has it; else estimated by the samples: the mean of −log π over the tokens drawn."""
-        if "entropy" in meter.metrics():
-            return {}
-        return {"entropy": -torch.cat(experience.rollout.logps).double().mean().item()}
 
     def _mismatch(self, experience: Experience, meter: PolicyMeter) -> dict[str, float]:
         """How far the log-probs of sampling are from those of training with the same weights; 0 if they are the same."""
