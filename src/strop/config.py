@@ -140,7 +140,8 @@ class RunConfig(Config):
 
     batch_size              rows of the dataset in a step
     micro_batch_size        at most so many sequences (for pairs: pairs) in one forward pass; 0 is no limit
-    micro_batch_tokens      at most so many tokens in one, padding included; 0 is no limit. The result is the same.
+    micro_batch_tokens      at most so many tokens in one, padding included; 0 is no limit. Four times as many where they
+                            take little memory: in scoring, and in fused layers. The result is the same.
     num_steps, num_epochs   where train() ends; num_steps counts if above 0
     autocast                "bf16" or None
     dropout                 False turns the model's dropout off: policy and reference are then the same function

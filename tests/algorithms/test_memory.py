@@ -253,7 +253,7 @@ def test_the_rewards_of_a_step_come_after_its_scores_unless_it_samples_again():
 )
 def test_a_lack_of_memory_on_a_cpu_is_told_alike(error, told):
     sft = SFT(model=PlainModel(), micro_batch_tokens=7)
-    sft.policy.logps = lambda batch: (_ for _ in ()).throw(error)
+    sft.policy.logps = lambda batch, **__: (_ for _ in ()).throw(error)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         sft.train_step([[1, 2]], [[3]])
     assert str(caught.value).startswith(
@@ -263,13 +263,13 @@ def test_a_lack_of_memory_on_a_cpu_is_told_alike(error, told):
 
 def test_another_error_stays_as_it_is():
     sft = SFT(model=PlainModel())
-    sft.policy.logps = lambda batch: (_ for _ in ()).throw(RuntimeError("something else"))
+    sft.policy.logps = lambda batch, **__: (_ for _ in ()).throw(RuntimeError("something else"))
     with pytest.raises(RuntimeError, match=r"^something else$"):
         sft.train_step([[1, 2]], [[3]])
 
 
 def test_the_real_thing_on_a_cpu():
     sft = SFT(model=PlainModel())
-    sft.policy.logps = lambda batch: torch.empty(2**60, dtype=torch.uint8)
+    sft.policy.logps = lambda batch, **__: torch.empty(2**60, dtype=torch.uint8)
     with pytest.raises(torch.OutOfMemoryError, match=f": {2**60} bytes asked for; lower "):
         sft.train_step([[1, 2]], [[3]])

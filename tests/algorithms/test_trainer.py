@@ -14,6 +14,7 @@ from trained_models import Bigram, tiny_moe, weights_of
 from strop.algorithms.dpo import DPO
 from strop.algorithms.sft import SFT
 from strop.config import OptimConfig
+from strop.training import trainer as trainer_module
 from strop.training.optimiser import learning_rate_at
 from strop.training.run import epoch_order
 from strop.training.state import Phases
@@ -57,6 +58,32 @@ def test_no_update_on_a_loss_that_is_not_finite():
         trainer.update([lambda: trainer.model.table_VV.sum() * float("nan")])
     assert torch.equal(weights_of(trainer), before)
     assert trainer.state.updates == 0
+
+
+def test_an_optimiser_that_can_is_told_to_skip_and_the_step_raises(monkeypatch):
+    """As on a GPU, where nobody waits for the loss before the update; those after an unfit one are skipped too."""
+    monkeypatch.setattr(trainer_module, "can_skip", lambda optimizer: True)
+    trainer = Recording(model=Bigram(3))
+    table, seen = trainer.model.table_VV, []
+
+    def updates():
+        for factor in (1.0, float("nan"), 1.0):
+            trainer.update([lambda factor=factor: table.square().sum() * factor])
+            seen.append(weights_of(trainer).clone())
+        return trainer.update([lambda: table.square().sum()])
+
+    before = weights_of(trainer).clone()
+    with pytest.raises(FloatingPointError, match=r"must be finite; the weights are those of step 0"):
+        trainer.run_step(updates)
+    assert not torch.equal(seen[0], before)
+    assert torch.equal(seen[2], seen[0])
+    assert torch.equal(weights_of(trainer), seen[0])
+    assert trainer.state.updates == 1
+    metrics = trainer.run_step(lambda: trainer.update([lambda: table.square().sum()]))
+    assert metrics["loss"] == pytest.approx(seen[0].square().sum().item())
+    assert isinstance(metrics["grad_norm"], float)
+    assert not torch.equal(weights_of(trainer), seen[0])
+    assert trainer.state.updates == 2
 
 
 @pytest.mark.parametrize("make", [tiny_qwen2, tiny_moe], ids=["qwen2", "moe"])

@@ -9,7 +9,9 @@ from benchmarks.pages import step as page  # noqa: E402 (after the skip)
 from strop.bench import step_contenders  # noqa: E402
 from strop.bench.harness import Method  # noqa: E402
 from strop.bench.step_contenders import Workload  # noqa: E402
+from strop.bench.step_profile import after_generation, busy  # noqa: E402
 from strop.bench.suites import step  # noqa: E402
+from strop.rollout import generate  # noqa: E402
 
 TINY = Workload(
     name="tiny", model_type="moe", num_prompts=2, group_size=3, prompt_tokens=4, new_tokens=5,
@@ -68,3 +70,40 @@ def test_the_page(measured, tmp_path):
     pytest.importorskip("matplotlib")
     page.step_figure(result, tmp_path / "step.png", {})
     assert (tmp_path / "step.png").stat().st_size > 5000
+
+
+def test_lengths_that_vary_have_the_mean_that_was_asked_for():
+    """The chance of an end is that of the mean, at every token alike, and lengths follow from it."""
+    workload = Workload(
+        name="tiny", model_type="qwen2", num_prompts=16, group_size=32, prompt_tokens=4, new_tokens=32, mean_tokens=12,
+        shape=step_contenders.TINY_QWEN2,
+    )  # fmt: skip
+    grpo = step_contenders.strop_trainer(workload)
+    lengths = [len(ids) for ids in generate(grpo.policy, list(workload.prompts()), grpo.config.sampling, num_samples=32,
+                                            seed=0).completion_ids]  # fmt: skip
+    assert sum(lengths) / len(lengths) == pytest.approx(12, abs=1.6)  # four deviations of the mean of 512
+    assert max(lengths) == 32
+    assert len(set(lengths)) == 32
+
+
+def test_the_workloads_that_are_measured():
+    full, varied, _, short = step_contenders.ON_A_GPU
+    assert (varied.mean_tokens, varied.new_tokens, varied.shape) == (96, 256, full.shape)
+    assert (short.num_completions, short.new_tokens, short.dtype, short.autocast) == (128, 16, torch.float32, True)
+    assert full.dtype == torch.bfloat16
+    assert [workload.name for workload in step_contenders.ON_A_CPU] == ["tiny MoE", "tiny Qwen2"]
+
+
+def test_what_spans_cover_together():
+    assert busy([(5, 9), (0, 2), (1, 3), (6, 7)]) == 7
+    assert busy([]) == 0
+
+
+def test_something_is_done_between_generation_and_the_rest():
+    grpo = step_contenders.strop_trainer(TINY)
+    seen = []
+    with after_generation(grpo, lambda: seen.append(grpo.state.updates)):
+        grpo.train_step(TINY.prompts())
+    assert seen == [0]
+    assert grpo.state.updates == 1
+    assert "_generate" not in vars(grpo)

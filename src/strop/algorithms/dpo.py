@@ -174,14 +174,13 @@ def _lengths(pairs: Sequence[Pair]) -> list[int]:
     return [len(chosen) + len(rejected) for chosen, rejected in pairs]
 
 
-def _metrics(results: Sequence[PreferenceLoss]) -> dict[str, float]:
-    """Means over all pairs of the micro-batches."""
+def _metrics(results: Sequence[PreferenceLoss]) -> dict[str, Any]:
+    """Means over all pairs of the micro-batches, on the device."""
     chosen_B = torch.cat([result.chosen_rewards for result in results])
     rejected_B = torch.cat([result.rejected_rewards for result in results])
-    found = {
+    return {
         "preference/accuracy": (chosen_B > rejected_B).double().mean(),
         "preference/margin": (chosen_B.double() - rejected_B.double()).mean(),
         "rewards/chosen": chosen_B.double().mean(),
         "rewards/rejected": rejected_B.double().mean(),
     }
-    return dict(zip(found, on_host(list(found.values())), strict=True))

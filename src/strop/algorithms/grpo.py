@@ -20,7 +20,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from strop._checks import check_choice, check_count, check_number
-from strop._tensors import on_host
 from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.inputs import Prompt, as_prompts, prompts_of_dataset, repeated, reward_rows
@@ -146,45 +145,44 @@ class Scores(NamedTuple):
 
 
 class PolicyMeter:
-    """Means over tokens, and extremes, of what `PolicyLoss.metrics` tells of micro-batches."""
+    """Means over tokens, and extremes, of what `PolicyLoss.metrics` tells of micro-batches. Stays on the device."""
 
     NAMES: ClassVar = {"kl": "kl", "entropy": "entropy", "clip_fraction": "clip_fraction", "ratio_mean": "ratio/mean"}
 
     def __init__(self) -> None:
-        self._added: list[tuple[dict[str, torch.Tensor], int, bool]] = []
-        self._read: list[tuple[dict[str, float], int, bool]] = []
+        self._parts: list[tuple[dict[str, torch.Tensor], int, bool]] = []
 
     def add(self, metrics: dict[str, torch.Tensor], num_tokens: int, first: bool) -> None:
         """Of a micro-batch with so many tokens that count; `first`: of the first update, before any weight has changed."""
         if num_tokens:
-            self._added.append((metrics, num_tokens, first))
+            self._parts.append((metrics, num_tokens, first))
 
-    def metrics(self) -> dict[str, float]:
-        parts = [(values, weight) for values, weight, _ in self._parts()]
+    def metrics(self) -> dict[str, Any]:
+        parts = [(values, weight) for values, weight, _ in self._parts]
         known = [name for name in self.NAMES if parts and name in parts[0][0]]
-        found = {self.NAMES[name]: _mean(parts, name) for name in known}
-        found["ratio/max"] = max((values["ratio_max"] for values, _ in parts), default=1.0)
-        return found
+        found = dict(zip((self.NAMES[name] for name in known), _means(parts, known), strict=True))
+        return found | {"ratio/max": _largest(parts) if parts else 1.0}
 
-    def first(self) -> dict[str, float]:
+    def first(self) -> dict[str, Any]:
         """Of the first update alone."""
-        parts = [(values, weight) for values, weight, first in self._parts() if first]
+        parts = [(values, weight) for values, weight, first in self._parts if first]
         if not parts:
             return {}
-        largest = max(values["ratio_max"] for values, _ in parts)
-        return {"mismatch_kl": _mean(parts, "approx_kl"), "mismatch_ratio_max": largest}
-
-    def _parts(self) -> list[tuple[dict[str, float], int, bool]]:
-        """What was added, as numbers: one transfer for all of it."""
-        numbers = iter(on_host([value for metrics, _, _ in self._added for value in metrics.values()]))
-        for metrics, num_tokens, first in self._added:
-            self._read.append(({name: next(numbers) for name in metrics}, num_tokens, first))
-        self._added = []
-        return self._read
+        return {"mismatch_kl": _means(parts, ["approx_kl"])[0], "mismatch_ratio_max": _largest(parts)}
 
 
-def _mean(parts: list[tuple[dict[str, float], int]], name: str) -> float:
-    return sum(values[name] * weight for values, weight in parts) / sum(weight for _, weight in parts)
+Parts = Sequence[tuple[dict[str, torch.Tensor], int]]
+
+
+def _means(parts: Parts, names: Sequence[str]) -> Sequence[torch.Tensor]:
+    if not names:
+        return []
+    sums: Any = sum(torch.stack([values[name] for name in names]).double() * weight for values, weight in parts)
+    return (sums / sum(weight for _, weight in parts)).unbind()
+
+
+def _largest(parts: Parts) -> torch.Tensor:
+    return torch.stack([values["ratio_max"] for values, _ in parts]).max()
 
 
 class GRPO(Trainer):
@@ -315,9 +313,11 @@ class GRPO(Trainer):
         return Scores(old_logps, ref_logps)
 
     def _batches(self, rollout: Rollout) -> list[tuple[list[int], TokenBatch]]:
-        """Micro-batches: which of the completions, and their tokens."""
+        """Micro-batches: which of the completions, and their tokens. Without activations to keep they may be larger."""
         lines = rollout.trajectories
-        parts = self.micro_batches(range(len(lines)), [len(line) for line in lines])
+        scorers = [self.policy, *([] if self.reference is None else [self.reference.policy])]
+        lean = all(scorer.scores_leanly for scorer in scorers)
+        parts = self.micro_batches(range(len(lines)), [len(line) for line in lines], lean=lean)
         return [(part, TokenBatch.of([lines[i] for i in part], self.policy.device)) for part in parts]
 
     def _logps_by(self, scorer: Any, batches: Sequence[tuple[Sequence[int], TokenBatch]]) -> list[torch.Tensor]:
@@ -346,7 +346,7 @@ class GRPO(Trainer):
 
     # ---- learning ----
 
-    def _learn(self, experience: Experience) -> dict[str, float]:
+    def _learn(self, experience: Experience) -> dict[str, Any]:
         """The updates on a rollout, and the means of what they measured."""
         meter, updates = PolicyMeter(), []
         for number, indices in enumerate(self._minibatches(len(experience))):
@@ -405,7 +405,7 @@ class GRPO(Trainer):
 
     # ---- metrics ----
 
-    def _mismatch(self, experience: Experience, meter: PolicyMeter) -> dict[str, float]:
+    def _mismatch(self, experience: Experience, meter: PolicyMeter) -> dict[str, Any]:
         """How far the log-probs of sampling are from those of training with the same weights; 0 if they are the same."""
         if not self.config.recomputes:
             return meter.first()
@@ -416,7 +416,7 @@ class GRPO(Trainer):
             weights_N = torch.cat(experience.weights)
             found["importance/mean"] = weights_N.mean()
             found["importance/capped_fraction"] = (weights_N < ratios_N).to(ratios_N.dtype).mean()
-        return dict(zip(found, on_host(list(found.values())), strict=True))
+        return found
 
 
 def without_signal(rewards_B: torch.Tensor, group_size: int) -> torch.Tensor:

@@ -2,7 +2,11 @@
 
 Fairness, where it is a choice: TRL runs as its users run it on one device, with transformers' generation, its loss set to strop's
 (grpo), without gradient checkpointing, its AdamW being torch's fused one; once with all completions in one micro-batch, its quickest,
-and for one model once with eight at a time, its default and leaner. Both have their weights in the workload's dtype.
+and for one model once with eight at a time, its default and leaner. Both have their weights in the workload's dtype, and
+its autocast.
+
+Random weights draw the end once in a vocabulary, so all completions are full. Where a workload has `mean_tokens`, the end is
+made likelier in the weights that both sides get (`raise_the_end`): lengths are then drawn, and no side knows them before.
 """
 
 import dataclasses
@@ -33,6 +37,8 @@ class Step:
 class Workload:
     """num_prompts · group_size completions of new_tokens each; shape: a transformers config by model type, or "moe"
 
+    mean_tokens         completions have so many on average, and end by themselves; None: all have new_tokens
+    autocast            float32 weights under autocast to bfloat16
     trl_micro_batches   TRL's: completions in one, None is all
     """
 
@@ -43,6 +49,8 @@ class Workload:
     group_size: int = 8
     prompt_tokens: int = 16
     new_tokens: int = 32
+    mean_tokens: int | None = None
+    autocast: bool = False
     kl_coef: float = 0.04
     device: str = "cpu"
     trl_micro_batches: tuple[int | None, ...] = (None,)
@@ -57,13 +65,13 @@ class Workload:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device == "cuda" else torch.float32
+        return torch.bfloat16 if self.device == "cuda" and not self.autocast else torch.float32
 
     def labels(self) -> dict[str, Any]:
         return {
             "model": self.name, "completions": self.num_completions, "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens, "kl_coef": self.kl_coef, "device": self.device,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": str(self.dtype).removeprefix("torch."), "mean_tokens": self.mean_tokens, "autocast": self.autocast,
         }  # fmt: skip
 
     def prompts(self) -> torch.Tensor:
@@ -80,21 +88,24 @@ SMOLLM2 = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
+TINY_QWEN2 = {
+    "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": True,
+}  # fmt: skip
+LONG: dict[str, Any] = {"prompt_tokens": 64, "new_tokens": 256, "device": "cuda"}
 ON_A_GPU = [
+    Workload(name="Qwen2-0.5B shape", model_type="qwen2", shape=QWEN2, trl_micro_batches=(None, 8), **LONG),
+    Workload(name="Qwen2-0.5B shape, lengths vary", model_type="qwen2", shape=QWEN2, mean_tokens=96, **LONG),
+    Workload(name="SmolLM2-135M shape", model_type="llama", shape=SMOLLM2, **LONG),
     Workload(
-        name="Qwen2-0.5B shape",
-        model_type="qwen2",
-        shape=QWEN2,
-        prompt_tokens=64,
-        new_tokens=256,
-        device="cuda",
-        trl_micro_batches=(None, 8),
+        name="SmolLM2-135M shape, short", model_type="llama", shape=SMOLLM2, num_prompts=16, prompt_tokens=64,
+        new_tokens=16, autocast=True, device="cuda",
     ),
-    Workload(
-        name="SmolLM2-135M shape", model_type="llama", shape=SMOLLM2, prompt_tokens=64, new_tokens=256, device="cuda"
-    ),
+]  # fmt: skip
+ON_A_CPU = [
+    Workload(name="tiny MoE", model_type="moe", shape={"vocab_size": 1000, "intermediate_dim": 256}),
+    Workload(name="tiny Qwen2", model_type="qwen2", shape=TINY_QWEN2),
 ]
-ON_A_CPU = [Workload(name="tiny MoE", model_type="moe", shape={"vocab_size": 1000, "intermediate_dim": 256})]
 
 
 def reward(completion_ids: Any, **columns: Any) -> list[float]:
@@ -107,7 +118,38 @@ def hugging_face_model(workload: Workload) -> Any:
 
     torch.manual_seed(SEED)
     kind = transformers.AutoConfig.for_model(workload.model_type, eos_token_id=1, pad_token_id=0, **workload.shape)
-    return transformers.AutoModelForCausalLM.from_config(kind, dtype=workload.dtype).to(workload.device)
+    with torch.device(workload.device):  # half a billion random numbers take a CPU half a minute
+        model = transformers.AutoModelForCausalLM.from_config(kind, dtype=workload.dtype)
+    if workload.mean_tokens is not None:
+        raise_the_end(model, workload)
+    return model
+
+
+@torch.no_grad()
+def raise_the_end(model: Any, workload: Workload) -> None:
+    """Make the end so likely that completions have mean_tokens on average: T tokens at most, a chance p at each, are
+    (1 − (1 − p)^T)/p.
+
+    One coordinate of every embedding is 1, so that a part of each hidden state is the same whatever was read. Input and
+    output share their embeddings, and the end's has more of that coordinate: as much as gives p on the prompts.
+    """
+    assert model.config.tie_word_embeddings
+    weight_VH, T, mean = model.get_input_embeddings().weight, workload.new_tokens, workload.mean_tokens or 0
+    chance = _solved(lambda p: (1 - (1 - p) ** T) / p - mean, 1.0, 1e-6)
+    weight_VH[:, 0] = 1
+    hidden_NH = model.get_decoder()(workload.prompts().to(weight_VH.device)).last_hidden_state.flatten(0, 1)
+    logits_NV = hidden_NH.float() @ weight_VH.float().T
+    odds_N = logits_NV[:, 1] - logits_NV.logsumexp(1)
+    always_N = hidden_NH[:, 0].float()
+    weight_VH[1, 0] += _solved(lambda more: (odds_N + more * always_N).sigmoid().mean() - chance, 0.0, 8.0)
+
+
+def _solved(rises: Callable[[float], Any], low: float, high: float) -> float:
+    """Where the function, negative at `low` and positive at `high`, is 0."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rises(middle) < 0 else (low, middle)
+    return (low + high) / 2
 
 
 def moe_model(workload: Workload) -> Any:
@@ -117,16 +159,20 @@ def moe_model(workload: Workload) -> Any:
     return MoETransformer(config, seed=SEED)
 
 
-def strop_steps(workload: Workload) -> Steps:
+def strop_trainer(workload: Workload) -> Any:
     from strop.algorithms.grpo import GRPO
 
     model = moe_model(workload) if workload.model_type == "moe" else hugging_face_model(workload)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*bfloat16")  # weights of 16 bits are the workload's
-        grpo = GRPO(
+        return GRPO(
             model=model, reward_fn=_strop_reward, group_size=workload.group_size, kl_coef=workload.kl_coef,
             max_new_tokens=workload.new_tokens, learning_rate=LEARNING_RATE,
+            autocast="bf16" if workload.autocast else None,
         )  # fmt: skip
+
+
+def strop_steps(workload: Workload, grpo: Any) -> Steps:
     prompts = workload.prompts()
 
     def steps(number: int) -> list[Step]:
@@ -169,13 +215,13 @@ def trl_steps(workload: Workload, folder: str, at_a_time: int | None = None) -> 
         gradient_accumulation_steps=workload.num_completions // at_a_time,
         model_init_kwargs={"dtype": workload.dtype},
         max_completion_length=workload.new_tokens, beta=workload.kl_coef, loss_type="grpo", learning_rate=LEARNING_RATE,
-        use_cpu=not on_gpu, bf16=on_gpu, gradient_checkpointing=False, report_to=[], save_strategy="no",
+        use_cpu=not on_gpu, bf16=on_gpu or workload.autocast, gradient_checkpointing=False, report_to=[], save_strategy="no",
         logging_strategy="no", disable_tqdm=True, shuffle_dataset=False, max_steps=1, seed=SEED,
     )  # fmt: skip
     texts = [" ".join(f"t{i}" for i in row) for row in workload.prompts().tolist()]
     lengths: list[int] = []
 
-    def counted_reward(completion_ids: Any, **columns: Any) -> list[float]:
+    def counted_reward(completion_ids: Any, **columns: Any) -> list[Any]:
         lengths.append(sum(map(len, completion_ids)))
         return reward(completion_ids)
 

@@ -11,7 +11,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,16 +47,17 @@ class Packed(Pass):
 
     lengths      of the sequences, known to the host
     cu_seqlens   where they begin and end, on the device
+    rules        of the layers that have attended
     """
 
     lengths: Sequence[int]
     cu_seqlens: torch.Tensor
-    layers_seen: int = 0
+    rules: dict[int, Rule] = field(default_factory=dict)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
-        self.layers_seen += 1
+        self.rules[layer] = rule
         q, k, v = in_one_dtype(q, k, v)
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not rule.softcap and not rule.dropout:
+        if has_kernel(q, rule) and not rule.dropout:
             return self._by_kernel(q, k, v, rule)
         apart = zip(*(states.split(list(self.lengths), 2) for states in (q, k, v)), strict=True)
         return torch.cat([attention_of_rows(a_q, a_k, a_v, rule) for a_q, a_k, a_v in apart], 1)
@@ -64,13 +65,28 @@ class Packed(Pass):
     def _by_kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         """By what `torch.nn.attention.varlen` calls; through that a step takes a quarter longer (its operator is Python)."""
         q_NHD, k_NKD, v_NKD = (states[0].transpose(0, 1) for states in (q, k, v))
+        out_NHD, *_ = self.flash(q_NHD, k_NKD, v_NKD, rule)
+        return out_NHD[None]
+
+    def flash(self, q_NHD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, rule: Rule) -> list[torch.Tensor]:
+        """The output, and what the backward needs besides."""
+        limits, options = self._for_flash(rule)
+        return list(torch.ops.aten._flash_attention_forward(q_NHD, k_NKD, v_NKD, *limits, False, **options)[:4])
+
+    def flash_bwd(self, d_out: torch.Tensor, *forward: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, ...]:
+        """Of q, k and v. `forward`: those, and what `flash` gave."""
+        *states, rng_state, unused = forward
+        limits, options = self._for_flash(rule)
+        return torch.ops.aten._flash_attention_backward(d_out, *states, *limits, rng_state, unused, **options)
+
+    def _for_flash(self, rule: Rule) -> tuple[tuple[Any, ...], dict[str, Any]]:
         longest = max(self.lengths)
         window = {"window_size_left": rule.window - 1, "window_size_right": 0} if rule.window else {}
-        out_NHD, *_ = torch.ops.aten._flash_attention_forward(
-            q_NHD, k_NKD, v_NKD, self.cu_seqlens, self.cu_seqlens, longest, longest, 0.0, True, False,
-            scale=rule.scaling, **window,
-        )  # fmt: skip
-        return out_NHD[None]
+        return (self.cu_seqlens, self.cu_seqlens, longest, longest, 0.0, True), {"scale": rule.scaling, **window}
+
+
+def has_kernel(q: torch.Tensor, rule: Rule) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not rule.softcap
 
 
 def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
@@ -111,6 +127,10 @@ def in_one_dtype(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 # ---- as an attention of transformers ----
 
 _current: ContextVar[Pass] = ContextVar("_current")  # of this thread: another may call a model of its own
+
+
+def current_pass() -> Any:
+    return _current.get()
 
 
 @contextlib.contextmanager
@@ -212,22 +232,23 @@ def attending(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(model: Any, pass_: Pass) -> Iterator[None]:
-    """Within, the model attends as this pass does; also where a layer is computed again in the backward to save memory."""
+def reading(model: Any, pass_: Pass, within: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """The model attends as this pass does, `within` what else is wanted; also where a layer is computed again in the
+    backward to save memory."""
     checkpointed = [m for m in model.modules() if "_gradient_checkpointing_func" in vars(m)]
     before = [module._gradient_checkpointing_func for module in checkpointed]
 
     def again(checkpoint: Callable[..., Any], layer: Callable[..., Any], *arguments: Any) -> Any:
-        def within(*arguments: Any) -> Any:
-            with attending(model), current(pass_):
+        def once_more(*arguments: Any) -> Any:
+            with attending(model), current(pass_), within():
                 return layer(*arguments)
 
-        return checkpoint(within, *arguments)
+        return checkpoint(once_more, *arguments)
 
     for module, checkpoint in zip(checkpointed, before, strict=True):
         module._gradient_checkpointing_func = functools.partial(again, checkpoint)
     try:
-        with attending(model), current(pass_):
+        with attending(model), current(pass_), within():
             yield
     finally:
         for module, checkpoint in zip(checkpointed, before, strict=True):

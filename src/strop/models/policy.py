@@ -23,7 +23,7 @@ from strop.data.batch import Rows, TokenBatch, Trajectory
 from strop.losses.policy import PolicyLoss, nll_of, tokens_loss
 from strop.losses.rules import NLL, TokenRule, tokens_of
 from strop.models import trial
-from strop.models.attention import Packed, Unsupported, reading
+from strop.models.attention import Packed, Rule, Unsupported, reading
 from strop.models.kinds import (
     adapter_off,
     as_module,
@@ -39,6 +39,7 @@ from strop.models.kinds import (
 )
 from strop.models.loading import check_moe_device, chosen_device, load_model
 from strop.ops import linear_logp, linear_token_loss, logp
+from strop.ops.registry import on_gpu
 
 # config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "logit_soft_cap")
@@ -78,6 +79,9 @@ class Policy:
         """Why `hidden` is None, once it was asked for."""
         self.no_packing_because: str | None = None
         """Why batches are read as padded rows, once one was read."""
+        self.no_fusing_because: str | None = None
+        """Why the decoder layers compute in their own way and not in that of `models.layers`, once a batch was read."""
+        self._fused: Any = None
         self.rollout_engine: tuple[Any, Any] | None = None
         """For `strop.rollout`: what it keeps between rollouts, and for which state of the model."""
 
@@ -266,7 +270,9 @@ class Policy:
     def _at_places(self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any]) -> torch.Tensor:
         """[n, ..] of what the module gives, at the tokens that predict one that counts."""
         if self.packs:
-            return _read_packed(unwrapped(self.model), module, batch, part).index_select(0, batch.places_n)
+            within = contextlib.nullcontext if self._fused is None else self._fused.used
+            read_N, _ = _read_packed(unwrapped(self.model), module, batch, part, within)
+            return read_N.index_select(0, batch.places_n)
         rows = batch.rows(self.pad_id)
         found = part(self._call_rows(module, rows))
         if not isinstance(found, torch.Tensor) or found.ndim != 3 or found.shape[:2] != rows.ids_ST.shape:
@@ -320,11 +326,21 @@ class Policy:
         """Whether padding takes its time and memory: the MoE's engine takes it out of its rows."""
         return self.kind != "moe" and not self.packs
 
+    @property
+    def fuses(self) -> bool:
+        """Whether the decoder layers compute as `models.layers` has them; they keep less than half for the backward."""
+        return self.packs and self._fused is not None
+
+    @property
+    def scores_leanly(self) -> bool:
+        """Whether a forward without gradient holds little: no padding, and never the logits of all tokens."""
+        return self.packs and self.no_hidden_because is None
+
     def _try(self) -> None:
         """On two short sequences: whether hidden states times the head are the logits, and whether the model keeps
         sequences apart. Only its numbers tell what a forward does."""
         self._tried = True
-        self.no_hidden_because = self.no_packing_because = f"it is a {self.kind!r} model"
+        self.no_hidden_because = self.no_packing_because = self.no_fusing_because = f"it is a {self.kind!r} model"
         if self.kind != "hf":
             return
         inner = unwrapped(self.model)
@@ -336,7 +352,11 @@ class Policy:
             found = _decoder_and_head(inner)
             if not isinstance(found, str) and not self._head_gives_logits(*found, rows, wanted_NV):
                 found = "its logits are not its hidden states times the head's weight"
-            self.no_packing_because = self._try_packing(inner, batch, wanted_NV)
+            rules = self._try_packing(inner, batch, wanted_NV)
+            self.no_packing_because = rules if isinstance(rules, str) else None
+            fused = self._try_fusing(inner, batch, rules)
+        self.no_fusing_because = fused if isinstance(fused, str) else None
+        self._fused = None if isinstance(fused, str) else fused
         self.no_hidden_because = found if isinstance(found, str) else None
         if not isinstance(found, str):
             decoder, head = found
@@ -344,22 +364,41 @@ class Policy:
                 decoder = self.model.dynamo_ctx(decoder)  # type: ignore[operator]
             self._head = decoder, head
 
-    def _try_packing(self, inner: Any, batch: TokenBatch, wanted_NV: torch.Tensor) -> str | None:
-        """Why the model cannot read packed sequences; None if it can."""
+    def _try_packing(self, inner: Any, batch: TokenBatch, wanted_NV: torch.Tensor) -> dict[int, Rule] | str:
+        """What each layer asks of attention, or why the model cannot read packed sequences."""
         if self.model is not inner:
             return "it is compiled, for shapes that do not change"
         if "position_ids" not in self._arguments:
             return "its forward takes no position_ids"
         try:
-            found_NV = _read_packed(inner, inner, batch, _logits, layers=of_config(self.config, "num_hidden_layers"))
+            found_NV, rules = _read_packed(inner, inner, batch, _logits)
         except Unsupported as error:
             return str(error)
         except Exception as error:  # whatever a foreign forward raises, it is not to be read so
             return f"its forward fails on packed sequences ({type(error).__name__}: {error})"
+        # one that did not attend here has mixed the sequences
+        if (missing := (of_config(self.config, "num_hidden_layers") or 0) - len(rules)) > 0:
+            return f"{missing} of its layers do not attend through transformers' interface"
         apart = (found_NV.double() - wanted_NV.double()).norm() / wanted_NV.double().norm()
         if apart <= ALIKE[wanted_NV.dtype]:
-            return None
+            return rules
         return f"its logits of packed sequences are not those of its rows (relative error {apart:.1e})"
+
+    def _try_fusing(self, inner: Any, batch: TokenBatch, rules: dict[int, Rule] | str) -> Any:
+        """The decoder layers in few kernels, or why they stay as they are."""
+        if isinstance(rules, str):
+            return f"it does not read packed sequences: {rules}"
+        if (reason := on_gpu(next(inner.parameters()))) is not True:
+            return reason
+        from strop.models.layers import fused  # imports Triton
+
+        found = fused(inner, rules)
+        if isinstance(found, str):
+            return found
+        try:
+            return found.differs(lambda: _read_packed(inner, inner, batch, _logits), ALIKE) or found
+        except Exception as error:  # as above
+            return f"its layers fail in that way ({type(error).__name__}: {error})"
 
     def _head_gives_logits(self, decoder: nn.Module, head: nn.Linear, rows: Rows, wanted_NV: torch.Tensor) -> bool:
         states_STH = _last_hidden_state(self._call_rows(decoder, rows))
@@ -430,18 +469,17 @@ class Reference:
 
 
 def _read_packed(
-    model: Any, module: nn.Module, batch: TokenBatch, part: Callable[[Any], torch.Tensor], layers: int = 0
-) -> torch.Tensor:
-    """[N, ..] of what the module, the model or a part of it, gives for the batch as one row.
-
-    layers   so many must have attended through `strop.models.attention`: one that did not has mixed the sequences
-    """
+    model: Any,
+    module: nn.Module,
+    batch: TokenBatch,
+    part: Callable[[Any], torch.Tensor],
+    within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> tuple[torch.Tensor, dict[int, Rule]]:
+    """[N, ..] of what the module, the model or a part of it, gives for the batch as one row; what its layers' attention is."""
     pass_ = Packed(batch.lengths, batch.cu_seqlens)
-    with reading(model, pass_):
+    with reading(model, pass_, within):
         output = module(input_ids=batch.ids_N[None], position_ids=batch.positions_N[None], use_cache=False)
-    if pass_.layers_seen < layers:
-        raise Unsupported(f"{layers - pass_.layers_seen} of its layers do not attend through transformers' interface")
-    return part(output)[0]
+    return part(output)[0], pass_.rules
 
 
 def _forward_arguments(model: nn.Module) -> set[str]:

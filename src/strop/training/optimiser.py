@@ -42,6 +42,12 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
 
 
+def can_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimiser's kernel leaves everything as it is where `found_inf` on the device is 1, as AMP has it do."""
+    on_gpu = all(param.is_cuda for group in optimizer.param_groups for param in group["params"])
+    return on_gpu and type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
+
+
 def learning_rate_at(step: int, total_steps: int, config: OptimConfig) -> float:
     """The learning rate of step `step`, counted from 0.
 

@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from strop._checks import check_count
+from strop._tensors import on_host
 from strop.config import RunConfig
 from strop.data.formats import prepared
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
 from strop.training.folder import Rescue, RunFolder
 from strop.training.memory import LACKS, raise_explained
-from strop.training.state import History, TrainState, seed_everything
+from strop.training.state import History, Phases, TrainState, not_finite, seed_everything
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
@@ -56,10 +59,10 @@ class Run:
         self.fire(trainer, "on_step_begin")
         trainer.policy.model.train()
         try:
-            metrics = dict(work())
+            metrics = self._on_host(work(), phases)
         except LACKS as error:
             raise_explained(error, trainer)
-        times = phases.metrics()  # waits for the device
+        times = phases.metrics()
         seconds = time.perf_counter() - start
         state.step += 1
         state.seconds += seconds
@@ -72,6 +75,17 @@ class Run:
         if log_every and state.step % log_every == 0:
             self.log(metrics)
         self.fire(trainer, "on_step_end", metrics)
+        return metrics
+
+    def _on_host(self, metrics: dict[str, Any], phases: Phases) -> dict[str, float]:
+        """The metrics as numbers, in the one wait for the device that a step has; raises where an update was skipped."""
+        tensors = {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
+        values = on_host([*tensors.values(), *phases.unfit])
+        skipped = values[len(tensors) :]
+        metrics = {**metrics, **dict(zip(tensors, values, strict=False))}
+        if any(skipped):
+            self.state.updates -= int(sum(skipped))
+            raise not_finite(metrics, self.state.step)
         return metrics
 
     def log(self, metrics: dict[str, float]) -> None:

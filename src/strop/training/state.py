@@ -66,6 +66,7 @@ class Phases:
     def __init__(self, device: torch.device | None = None) -> None:
         self.failed: str | None = None  # the innermost phase an error came from
         self.num_tokens = 0  # that the step has read
+        self.unfit: list[torch.Tensor] = []  # of its updates: 1 from the one on whose numbers are not finite
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._spans: list[tuple[str, str | None, Any, Any]] = []  # name, the phase around it, begin, end
         self._open: list[str] = []
@@ -102,6 +103,12 @@ class Phases:
         found = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         return found if self._gpu is None else found | {"memory": float(torch.cuda.max_memory_allocated(self._gpu))}
 
+    def note_unfit(self, value: torch.Tensor) -> torch.Tensor:
+        """1 if this value, or one before it in this step, is not finite, else 0; the device is not waited for."""
+        unfit = (~value.isfinite()).float()
+        self.unfit.append(torch.maximum(self.unfit[-1], unfit) if self.unfit else unfit)
+        return self.unfit[-1]
+
     def anew(self) -> "Phases":
         """For the next step, on the same device."""
         return Phases(self._gpu)
@@ -112,6 +119,13 @@ class Phases:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._gpu))
         return event
+
+
+def not_finite(found: dict[str, Any], step: int) -> FloatingPointError:
+    return FloatingPointError(
+        f"loss {found.get('loss')} and gradient norm {found.get('grad_norm')} must be finite; the weights are those of "
+        f"step {step}, before this update"
+    )
 
 
 # ---- random numbers ----

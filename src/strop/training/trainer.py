@@ -27,16 +27,17 @@ from strop.models import as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import prepared_model, warn_of_half_precision
 from strop.training import checkpoint
 from strop.training.memory import LACKS, raise_explained
-from strop.training.optimiser import MakeOptimizer, learning_rate_at, make_optimizer
+from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
 from strop.training.run import Run
-from strop.training.state import History, Phases, TrainState, rng_kept
+from strop.training.state import History, Phases, TrainState, not_finite, rng_kept
 
 Row = TypeVar("Row")
+LEAN_TOKENS = 4  # times micro_batch_tokens, where a token takes a fraction of the memory: see `models.layers`
 USERS_PHASES = ("reward",)  # functions of the user's run in them, with all of torch's threads
 
 
-class Update(dict[str, float]):
-    """The metrics of an optimiser step; `parts` is what its loss functions returned, one each."""
+class Update(dict[str, Any]):
+    """The metrics of an optimiser step, numbers or tensors; `parts` is what its loss functions returned, one each."""
 
     parts: list[Any]
 
@@ -121,7 +122,9 @@ class Trainer:
     def update(self, losses: Iterable[Callable[[], Any]]) -> Update:
         """One optimiser step on the sum of the losses, each made by its function just before its backward.
 
-        A function returns the loss, or a tuple with the loss first, as those of strop.losses do.
+        A function returns the loss, or a tuple with the loss first, as those of strop.losses do. What is not finite never
+        reaches the weights. On a GPU the optimiser is told so there, and the step's end, which waits for the device anyway,
+        raises; until then loss and norm are tensors.
         """
         self.optimizer.zero_grad(set_to_none=True)
         parts, values = [], []
@@ -136,23 +139,23 @@ class Trainer:
         with self.phase("update"):
             params = [param for group in self.optimizer.param_groups for param in group["params"]]
             limit = self.config.optim.max_grad_norm or float("inf")
-            # the one wait for the device in an update: what is not finite must not reach the weights
-            *losses_found, grad_norm = on_host([*values, torch.nn.utils.clip_grad_norm_(params, limit)])
-            total = sum(losses_found)
-            if not (abs(total) < float("inf") and grad_norm < float("inf")):
-                raise FloatingPointError(
-                    f"loss {total} and gradient norm {grad_norm} must be finite; the weights are those of step "
-                    f"{self.state.step}, before this update"
-                )
+            grad_norm = torch.nn.utils.clip_grad_norm_(params, limit)
+            loss = torch.stack(values).sum() if values else torch.zeros_like(grad_norm)
+            update = Update(loss=loss, grad_norm=grad_norm)
+            if can_skip(self.optimizer):
+                self.optimizer.found_inf = self.phases.note_unfit(loss + grad_norm)  # type: ignore[attr-defined]
+            else:
+                update.update(zip(update, on_host(list(update.values())), strict=True))
+                if not all(abs(value) < float("inf") for value in update.values()):
+                    raise not_finite(update, self.state.step)
             learning_rate = self._set_learning_rate()
             self.state.updates += 1  # before it: one that fails halfway has changed weights
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)  # a rollout that follows has their memory
-        update = Update(loss=total, grad_norm=grad_norm, learning_rate=learning_rate)
-        update.parts = parts
+        update.parts, update["learning_rate"] = parts, learning_rate
         return update
 
-    def run_step(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def run_step(self, work: Callable[[], dict[str, Any]]) -> dict[str, float]:
         """Do `work` as one training step: events, phase times, tokens per second, loggers."""
         return self.run.step(self, work)
 
@@ -176,13 +179,15 @@ class Trainer:
             return contextlib.nullcontext()
         return torch.autocast(self.policy.device.type, torch.bfloat16)
 
-    def micro_batches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[list[Row]]:
+    def micro_batches(self, rows: Sequence[Row], lengths: Sequence[int], *, lean: bool = False) -> list[list[Row]]:
         """The rows in parts of at most micro_batch_size rows and micro_batch_tokens tokens.
 
         lengths   tokens of each row; of a pair those of both its completions
+        lean      nothing is kept for a backward, so that more tokens have room
         """
         run = self.config.run
-        return split(rows, lengths, run.micro_batch_size, run.micro_batch_tokens, padded=self.policy.pads)
+        num_tokens = run.micro_batch_tokens * (LEAN_TOKENS if lean or self.policy.fuses else 1)
+        return split(rows, lengths, run.micro_batch_size, num_tokens, padded=self.policy.pads)
 
     def eval_batches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[list[Row]]:
         """The rows of a dataset, however many, in parts no larger than training has them."""

@@ -1,11 +1,13 @@
 """A whole GRPO step: strop against TRL with the same model, weights, prompts, lengths and β.
 
-On a GPU in bfloat16 with the shapes of Qwen2-0.5B and SmolLM2-135M, without one the tiny MoE: strop on its native engine, TRL on
-transformers' Mixtral. Weights are random, so completions rarely end before max_new_tokens; the tokens each side made are recorded.
+On a GPU with the shapes of Qwen2-0.5B and SmolLM2-135M in bfloat16: full completions of 256 tokens, lengths that vary (96 on
+average, see `step_contenders.raise_the_end`), and short ones with float32 weights under autocast. Without a GPU the tiny
+MoE, strop on its native engine and TRL on transformers' Mixtral, and a tiny Qwen2. The tokens each side made are recorded.
 
 Both sides take turns, a few steps at a time; the first of each turn is not counted. A step is from prompts to updated
 weights: generation, rewards, log-probs of the reference, forward, backward, AdamW. TRL's own phases are not told apart but for
-generation, which is timed where it calls the model's `generate`.
+generation, which is timed where it calls the model's `generate`. On a GPU strop's step is profiled too, from the end of
+generation on (`strop.bench.step_profile`).
 """
 
 import dataclasses
@@ -19,6 +21,7 @@ import torch
 from strop.bench import step_contenders as contenders
 from strop.bench.harness import Method, ratio, statistics
 from strop.bench.step_contenders import Step, Workload
+from strop.bench.step_profile import training_profile
 from strop.bench.text import duration, size
 
 ON_GPU = True
@@ -45,10 +48,10 @@ class StepCase:
     def labels(self) -> dict[str, Any]:
         return {"operator": "step", **self.workload.labels()}
 
-    def _sides(self, folder: str) -> dict[str, Callable[[], Callable[[int], list[Step]]]]:
+    def _sides(self, folder: str, trainer: Callable[[], Any]) -> dict[str, Callable[[], Callable[[int], list[Step]]]]:
         """What makes each side; the first is the one others are compared with."""
         workload = self.workload
-        sides: dict[str, Callable[[], Any]] = {"strop": lambda: contenders.strop_steps(workload)}
+        sides: dict[str, Callable[[], Any]] = {"strop": lambda: contenders.strop_steps(workload, trainer())}
         for count in workload.trl_micro_batches if contenders.trl_installed() else ():
             name = f"TRL, {count} at a time" if count else "TRL"
             sides[name] = lambda count=count: contenders.trl_steps(workload, f"{folder}/{count}", at_a_time=count)  # type: ignore[misc]
@@ -59,8 +62,14 @@ class StepCase:
         labels, peaks, sides = self.labels, {}, {}
         if not contenders.trl_installed():
             labels["left_out"] = {"TRL": "it is not installed"}
+        made: list[Any] = []
+
+        def trainer() -> Any:
+            made.append(contenders.strop_trainer(self.workload))
+            return made[0]
+
         with tempfile.TemporaryDirectory() as folder:
-            for name, make in self._sides(folder).items():
+            for name, make in self._sides(folder, trainer).items():
                 before = contenders.memory_in_use(self.workload)  # of the sides made already, which keep theirs
                 sides[name] = make()
                 warm = [step.peak_bytes for step in sides[name](WARM_UP)]
@@ -70,10 +79,13 @@ class StepCase:
                 for name, run in sides.items():
                     steps[name] += run(STEPS_PER_TURN)[1:]
         seconds = {name: [round(1e9 * step.seconds, 1) for step in found] for name, found in steps.items()}
+        facts = {name: statistics(seconds[name]) | _facts(found, peaks[name]) for name, found in steps.items()}
+        if self.workload.device == "cuda":
+            facts["strop"]["training"] = _training(steps["strop"], training_profile(made[0], self.workload.prompts()))
         return {
             "work": self.work,
             "labels": labels,
-            "contenders": {n: statistics(seconds[n]) | _facts(found, peaks[n]) for n, found in steps.items()},
+            "contenders": facts,
             "ratios": {name: ratio(seconds[name], seconds["strop"]) for name in seconds if name != "strop"},
         }
 
@@ -88,6 +100,16 @@ def _facts(steps: Sequence[Step], peaks: Sequence[int]) -> dict[str, Any]:
         "tokens_per_second": round(tokens / float(np.median([step.seconds for step in steps])), 1),
     }
     return found | ({"peak_bytes": max(peaks)} if peaks else {})
+
+
+def _training(steps: Sequence[Step], profile: dict[str, Any]) -> dict[str, Any]:
+    """From the end of generation to the end of the update: the time without the profiler, and what it saw."""
+    seconds = float(np.median([step.seconds - step.phases["generate"] for step in steps]))
+    return {
+        "median_ns": round(1e9 * seconds, 1),
+        "busy_share": round(1e-9 * profile["busy_ns"] / seconds, 3),
+        **profile,
+    }
 
 
 def summary(measured: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -1,0 +1,89 @@
+"""What a GPU does in a training step from the end of generation on: how long kernels run, which, and what waits for them."""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+KERNELS = 12  # of the longest that are told by name
+
+
+def training_profile(grpo: Any, prompts: torch.Tensor) -> dict[str, Any]:
+    """One step of the trainer, from the end of generation to the end of the update.
+
+    The profiler slows the host down, and on a small model the host is the limit: `busy_ns` is to be held against the
+    time of a step without it.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    recorder = profile(activities=[ProfilerActivity.CUDA])
+    started: list[float] = []
+
+    def begin() -> None:
+        torch.cuda.synchronize()
+        recorder.start()
+        started.append(time.perf_counter())
+
+    with after_generation(grpo, begin):
+        grpo.train_step(prompts)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started[0]
+    recorder.stop()
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in recorder.events() or []
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    by_name: dict[str, list[float]] = {}
+    for name, start, end in spans:
+        by_name.setdefault(name[:80], []).append(end - start)
+    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:KERNELS]
+    return {
+        "busy_ns": round(1e3 * busy((start, end) for _, start, end in spans)),
+        "profiled_ns": round(1e9 * seconds),
+        "kernels": len(spans),
+        "waits": waits(grpo, prompts),
+        "longest": [{"kernel": name, "count": len(us), "ns": round(1e3 * sum(us))} for name, us in longest],
+    }
+
+
+def waits(grpo: Any, prompts: torch.Tensor) -> int:
+    """How often a step waits for the device from the end of generation on, as far as torch knows of it."""
+    found: list[Any] = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            with after_generation(grpo, lambda: torch.cuda.set_sync_debug_mode("warn")):
+                grpo.train_step(prompts)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found += [one for one in told if "synchronizing" in str(one.message)]
+    return len(found)
+
+
+@contextlib.contextmanager
+def after_generation(grpo: Any, then: Callable[[], None]) -> Iterator[None]:
+    """Within, `then` is called whenever a rollout is done."""
+
+    def generate(*arguments: Any) -> Any:
+        rollout = type(grpo)._generate(grpo, *arguments)
+        then()
+        return rollout
+
+    grpo._generate = generate
+    try:
+        yield
+    finally:
+        del grpo._generate
+
+
+def busy(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of what the spans cover together."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return total

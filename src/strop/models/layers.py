@@ -1,0 +1,369 @@
+"""Decoder layers of the common kind with few kernels: RMSNorm, rotary attention, gated MLP (Llama, Qwen2 and 3, Mistral …).
+
+A layer of transformers is some 60 kernels forward, most of them smaller than their launch, and keeps 60 kB a token for its
+backward at hidden 896. Within `Fused.used` it is one node of autograd: four products, attention, and a kernel each for
+residual + norm, rotation and gate. It keeps 10 kB, for norms and the MLP are computed again: a product of seven more, and
+micro-batches of four times the tokens in less memory. Only numbers tell whether a layer is of that kind:
+`Fused.differs` holds output and gradients of each against the layer's own.
+
+Shapes: N tokens, H hidden, F the width of the gate; Q query heads, K key heads, D numbers a head, W = (Q + 2·K)·D.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from strop.models import layer_kernels as kernels
+from strop.models.attention import Packed, Rule, current_pass, has_kernel
+from strop.models.kinds import base_model
+from strop.ops.head import product
+from strop.ops.library import first_order
+
+# names of the modules that make up a layer and its parts
+LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+@dataclass
+class Fused:
+    """A model's layers and last norm, to be used in this way.
+
+    rules   of attention, by layer
+    parts   of the layers, which are not called
+    """
+
+    layers: list[Any]
+    rules: list[Rule]
+    norm: Any
+    parts: list[nn.Module]
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Within, the layers compute so, unless somebody listens to a part that is not called then, or it drops out."""
+        as_they_are = any(map(_has_hooks, self.parts)) or any(
+            layer.self_attn.attention_dropout for layer in self.layers
+        )
+        with _replaced({} if as_they_are else self._forwards()):
+            yield
+
+    def differs(self, read: Callable[[], Any], alike: dict[torch.dtype, float]) -> str | None:
+        """Where a layer computes something else than its own forward does when `read` runs the model; None if nowhere."""
+        found: list[str] = []
+
+        def compared(module: nn.Module, forward: Callable[..., Any], x: torch.Tensor, **known: Any) -> Any:
+            own = functools.partial(type(module).forward, module)
+            wanted, ours = (_with_gradients(module, one, x, known) for one in (own, forward))
+            for what, values in wanted.items():
+                apart = float((ours[what].double() - values.double()).norm() / values.double().norm())
+                if not apart <= alike[_computed_in(x)]:
+                    found.append(f"the {what} of its {type(module).__name__} is another (relative error {apart:.1e})")
+            return wanted["output"]
+
+        with _replaced({module: functools.partial(compared, module, f) for module, f in self._forwards().items()}):
+            read()
+        return found[0] if found else None
+
+    def _forwards(self) -> dict[nn.Module, Callable[..., Any]]:
+        layers = {
+            layer: functools.partial(_layer, layer, rule) for layer, rule in zip(self.layers, self.rules, strict=True)
+        }
+        return layers | {self.norm: lambda x: LastNorm.apply(x, self.norm.weight, _eps(self.norm))}
+
+
+def fused(model: Any, rules: dict[int, Rule]) -> Fused | str:
+    """The model's layers, or why they are not of the kind. `rules` are what its attention was asked for, by layer."""
+    decoder = base_model(model).get_decoder()
+    layers, norm = list(getattr(decoder, "layers", [])), getattr(decoder, "norm", None)
+    if why := next(filter(None, map(_unlike, layers)), None) or _no_norm(norm):
+        return why
+    parts = [part for layer in layers for part in layer.modules() if part is not layer]
+    return Fused(layers, [rules[layer.self_attn.layer_idx] for layer in layers], norm, parts)
+
+
+def _unlike(layer: Any) -> str | None:
+    """Why the layer is not of the kind, judged by its parts."""
+    if "forward" in vars(layer):
+        return f"the forward of its {type(layer).__name__} has been replaced"
+    for name, wanted in (("", LAYER), ("self_attn", ATTENTION), ("mlp", MLP)):
+        part = layer.get_submodule(name)
+        if odd := (dict(part.named_children()).keys() - HEAD_NORMS) ^ wanted:
+            return f"its {type(part).__name__} has other parts: {', '.join(sorted(odd))}"
+    attn, mlp = layer.self_attn, layer.mlp
+    if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+        return f"its activation is {type(mlp.act_fn).__name__}"
+    if not _is_plain(layer):
+        return "its projections are more than products"
+    if attn.o_proj.bias is not None or any(
+        part.bias is not None for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    ):
+        return "its products have biases in other places than before attention"
+    if any(size % 8 for one in _projections(layer) for size in one.weight.shape):
+        return "its sizes are no multiples of 8"
+    norms = [
+        layer.input_layernorm,
+        layer.post_attention_layernorm,
+        *(getattr(attn, n) for n in HEAD_NORMS if hasattr(attn, n)),
+    ]
+    return next(filter(None, map(_no_norm, norms)), None)
+
+
+def _projections(layer: Any) -> list[Any]:
+    parts = layer._modules  # past __getattr__, which takes a tenth of a layer's time here
+    attn, mlp = parts["self_attn"]._modules, parts["mlp"]._modules
+    return [attn[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")] + [
+        mlp[name] for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+
+
+def _is_plain(layer: Any) -> bool:
+    """An adapter or a quantised weight is another class."""
+    return all(type(one) is nn.Linear for one in _projections(layer))
+
+
+def _no_norm(norm: Any) -> str | None:
+    if _eps(norm) is None or set(dict(norm.named_parameters())) != {"weight"}:
+        return f"its norm is a {type(norm).__name__}"
+    return None
+
+
+def _eps(norm: Any) -> float | None:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+@contextlib.contextmanager
+def _replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Within, these modules compute so. Around one another: the inner one's forwards count, and the outer's come back."""
+    before: dict[nn.Module, Any] = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            if own is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = own
+
+
+def _with_gradients(
+    module: nn.Module, forward: Callable[..., Any], x: torch.Tensor, known: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The output, and for a given gradient of it those of the input and of the norms' weights."""
+    parts: list[Any] = [part for part in module.modules() if _eps(part) is not None]
+    norms = [part.weight for part in parts if part.weight.requires_grad]
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        out = forward(x, **known)
+        d_out = torch.linspace(-9, 9, out.numel(), device=out.device).sin().view_as(out).to(out.dtype)
+        dx, *d_norms = torch.autograd.grad(out, [x, *norms], d_out)
+    found = {"output": out.detach(), "gradient": dx}
+    return found | ({"norms' gradient": torch.cat(d_norms)} if norms else {})
+
+
+# ---- a layer ----
+
+
+def _layer(
+    layer: Any,
+    rule: Rule,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    **others: Any,
+) -> torch.Tensor:
+    if not _is_plain(layer):  # it was when it was tried
+        return type(layer).forward(layer, hidden_states, position_embeddings=position_embeddings, **others)
+    parts, (q, k, v, *rest) = layer._modules, [one._parameters for one in _projections(layer)]
+    attn = parts["self_attn"]._modules
+    norms = parts["input_layernorm"], parts["post_attention_layernorm"], attn.get("q_norm"), attn.get("k_norm")
+    return Layer.apply(
+        hidden_states, position_embeddings, Attention(current_pass(), rule), [_eps(norm) for norm in norms],
+        *(None if norm is None else norm._parameters["weight"] for norm in norms), q["weight"], k["weight"], v["weight"],
+        q["bias"], k["bias"], v["bias"], *(one["weight"] for one in rest),
+    )  # fmt: skip
+
+
+class Layer(torch.autograd.Function):
+    """x + attention(norm x), and to that the MLP of its norm."""
+
+    @staticmethod
+    def forward(ctx: Any, x, angles, attend, eps, w_1, w_2, w_q, w_k, *projections):
+        x_NH, cos_ND, sin_ND = (whole(one[0]) for one in (x, *angles))
+        dtype, heads = _computed_in(x), [len(one) // cos_ND.shape[1] for one in projections[:3]]
+        qkv, o, gate_up, down, bias = _copied(projections, dtype)
+
+        _, n1_NH, r1_N = kernels.norm(x_NH, w_1, eps[0], dtype)
+        raw_NW = qkv_NW = linear(n1_NH, qkv, bias)
+        r_q = r_k = None
+        if w_q is not None:
+            qkv_NW = torch.empty_like(raw_NW)
+            (q_raw, k_raw, v_raw), (q_new, k_new, v_new) = (_apart(one, heads) for one in (raw_NW, qkv_NW))
+            _, _, r_q = kernels.norm(q_raw, w_q, eps[2], dtype, n=q_new)
+            _, _, r_k = kernels.norm(k_raw, w_k, eps[3], dtype, n=k_new)
+            v_new.copy_(v_raw)
+        q_NQD, k_NKD, v_NKD = _apart(qkv_NW, heads)
+        kernels.rotate(q_NQD, k_NKD, cos_ND, sin_ND, into=(q_NQD, k_NKD))
+        out_NQD, saved = attend.forward(q_NQD, k_NKD, v_NKD)
+        h_NH, n2_NH, _ = kernels.norm(x_NH, w_2, eps[1], dtype, a=linear(out_NQD.flatten(1), o))
+        m_NF = kernels.gate(linear(n2_NH, gate_up))
+        y_NH = torch.addmm(h_NH, m_NF, down.T) if h_NH.dtype == dtype else h_NH + linear(m_NF, down)
+
+        kept = x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos_ND, sin_ND, out_NQD, h_NH, w_1, w_2, w_q, w_k
+        ctx.save_for_backward(*kept, *projections, *saved)
+        ctx.attend, ctx.heads, ctx.dtype, ctx.eps_2, ctx.num_kept = attend, heads, dtype, eps[1], len(kept)
+        return y_NH[None]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor):
+        with torch.no_grad():
+            gradients = Layer._gradients(ctx, dy)
+        return first_order(*gradients)
+
+    @staticmethod
+    def _gradients(ctx: Any, dy: torch.Tensor):
+        saved = ctx.saved_tensors  # asked for once: gradient checkpointing gives them once
+        kept, projections, saved = saved[: ctx.num_kept], saved[ctx.num_kept :][:10], saved[ctx.num_kept + 10 :]
+        x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos_ND, sin_ND, out_NQD, h_NH, w_1, w_2, w_q, w_k = kept
+        dtype, heads, wants = ctx.dtype, ctx.heads, ctx.needs_input_grad[8:]
+        qkv, o, gate_up, down, _ = _copied(projections, dtype)
+        dy_NH = whole(dy[0])
+
+        # y = h + m·downᵀ,  m = gate(n₂·gate_upᵀ),  n₂ = norm h
+        d_NH = dy_NH.to(dtype)
+        _, n2_NH, r2_N = kernels.norm(h_NH, w_2, ctx.eps_2, dtype)
+        d_gu_N2F, m_NF = kernels.gate_bwd(d_NH @ down, linear(n2_NH, gate_up))
+        (d_down,) = _of_weights(wants[9:], d_NH, m_NF, projections[9:])
+        d_gate, d_up = _of_weights(wants[7:9], d_gu_N2F, n2_NH, projections[7:9])
+        dh_NH = torch.empty_like(h_NH)
+        d_w2 = kernels.norm_bwd(d_gu_N2F @ gate_up, h_NH, w_2, r2_N, dh_NH, past=dy_NH)
+
+        # h = x + out·oᵀ,  out = attention(q, k, v)
+        d_NH = dh_NH.to(dtype)
+        (d_o,) = _of_weights(wants[6:7], d_NH, out_NQD.flatten(1), projections[6:7])
+        dq_NQD, dk_NKD, dv_NKD = ctx.attend.backward(
+            (d_NH @ o).view_as(out_NQD), *_apart(qkv_NW, heads), out_NQD, saved
+        )
+
+        # q, k, v = rotated and normed of n₁·qkvᵀ + bias,  n₁ = norm x
+        d_qkv_NW = torch.empty_like(qkv_NW)
+        into = _apart(d_qkv_NW, heads)
+        into[2].copy_(dv_NKD)
+        turned = into[:2] if w_q is None else (dq_NQD, dk_NKD)
+        kernels.rotate(dq_NQD, dk_NKD, cos_ND, sin_ND, into=turned, backward=True)
+        d_wq = d_wk = None
+        if w_q is not None:
+            q_raw, k_raw, _ = _apart(raw_NW, heads)
+            d_wq = kernels.norm_bwd(dq_NQD, q_raw, w_q, r_q, into[0])
+            d_wk = kernels.norm_bwd(dk_NKD, k_raw, w_k, r_k, into[1])
+        dx_NH, n1_NH = torch.empty_like(x_NH), n2_NH
+        d_w1 = kernels.norm_bwd(d_qkv_NW @ qkv, x_NH, w_1, r1_N, dx_NH, past=dh_NH, n=n1_NH)
+        d_qkv = _of_weights(wants[:3], d_qkv_NW, n1_NH, projections[:3])
+        d_biases: Any = [None] * 3
+        if any(wants[3:6]):
+            d_biases = d_qkv_NW.sum(0, dtype=torch.float32).split([len(one) for one in projections[:3]])
+        return (
+            dx_NH[None], None, None, None, d_w1, d_w2, d_wq, d_wk, *d_qkv, *d_biases, d_o, d_gate, d_up, d_down
+        )  # fmt: skip
+
+
+@dataclass
+class Attention:
+    """A layer's attention, forward and backward, outside of autograd. Where there is no kernel it is computed again."""
+
+    pass_: Packed
+    rule: Rule
+
+    def forward(self, q_NQD, k_NKD, v_NKD) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """[N, Q, D], and what the backward needs besides."""
+        if has_kernel(q_NQD, self.rule):
+            out_NQD, *saved = self.pass_.flash(q_NQD, k_NKD, v_NKD, self.rule)
+            return out_NQD, saved
+        return self._by_sequence(q_NQD, k_NKD, v_NKD), []
+
+    def backward(self, d_out_NQD, q_NQD, k_NKD, v_NKD, out_NQD, saved) -> Sequence[torch.Tensor]:
+        if saved:
+            return self.pass_.flash_bwd(d_out_NQD, q_NQD, k_NKD, v_NKD, out_NQD, *saved, rule=self.rule)
+        with torch.enable_grad():
+            states = [one.detach().requires_grad_() for one in (q_NQD, k_NKD, v_NKD)]
+            return [whole(one) for one in torch.autograd.grad(self._by_sequence(*states), states, d_out_NQD)]
+
+    def _by_sequence(self, *states: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one.transpose(0, 1)[None] for one in states)
+        return self.pass_.attend(q, k, v, 0, self.rule)[0]
+
+
+class LastNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, eps: float):
+        x_NH = whole(x[0])
+        _, n_NH, r_N = kernels.norm(x_NH, w, eps, _computed_in(x))
+        ctx.save_for_backward(x_NH, w, r_N)
+        return n_NH[None]
+
+    @staticmethod
+    def backward(ctx: Any, dn: torch.Tensor):
+        x_NH, w, r_N = ctx.saved_tensors
+        with torch.no_grad():
+            dx_NH = torch.empty_like(x_NH)
+            dw = kernels.norm_bwd(whole(dn[0]), x_NH, w, r_N, dx_NH)
+        return first_order(dx_NH[None], dw, None)
+
+
+def _computed_in(x: torch.Tensor) -> torch.dtype:
+    """The dtype of products with x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as the kernels read it: without gaps, on a boundary of 16 bytes."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _copied(projections: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """(qkv, o, gate_up, down, bias or None) in the dtype of the products: one copy of a layer's weights, in one kernel.
+
+    A joined product is quicker than several, and the gradient of what goes into it is one sum.
+    """
+    q, k, v, bias_q, bias_k, bias_v, o, gate, up, down = projections
+    groups = [(q, k, v), (o,), (gate, up), (down,), () if bias_q is None else (bias_q, bias_k, bias_v)]
+    sources = [one for group in groups for one in group]
+    memory = torch.empty(sum(one.numel() for one in sources), dtype=dtype, device=q.device)
+    copies = [
+        part.view(one.shape) for part, one in zip(memory.split([s.numel() for s in sources]), sources, strict=True)
+    ]
+    torch._foreach_copy_(copies, sources)
+    together = memory.split([sum(one.numel() for one in group) for group in groups])
+    matrices = (part.view(-1, group[0].shape[1]) for part, group in zip(together, groups[:4], strict=False))
+    return *matrices, None if bias_q is None else together[4]
+
+
+def _apart(row_NW: torch.Tensor, heads: list[int]) -> list[torch.Tensor]:
+    """q [N, Q, D], k [N, K, D] and v [N, K, D] of a row."""
+    return list(row_NW.view(len(row_NW), sum(heads), -1).split(heads, 1))
+
+
+def _of_weights(
+    wanted: Sequence[bool], dy_NO: torch.Tensor, x_NI: torch.Tensor, weights: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    """dL/dW = dyᵀ·x in the weights' dtype, of those that lie one below the other."""
+    if not any(wanted):
+        return [None] * len(weights)
+    d_OI = torch.empty(dy_NO.shape[1], x_NI.shape[1], dtype=weights[0].dtype, device=dy_NO.device)
+    product(dy_NO.T, x_NI, d_OI)
+    return d_OI.split([len(weight) for weight in weights])
