@@ -55,6 +55,7 @@ SAMPLED = (
     ("reward/zero_std_fraction", "groups whose answers are all right or all wrong", "{:.1%}"),
     ("kl", "KL to the model before training, a token", "{:.4f}"),
     ("entropy", "entropy, a token", "{:.3f}"),
+    ("entropy_estimate", "entropy, a token, estimated from the tokens drawn", "{:.3f}"),
     ("completion/truncated_fraction", "answers without an end", "{:.1%}"),
 )
 

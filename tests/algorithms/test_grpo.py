@@ -335,6 +335,38 @@ def test_entropy_bonus_raises_the_entropy():
     assert found[1] > 0.4
 
 
+class ThreeTokens(torch.nn.Module):
+    """Draws tokens 0, 1, 2 with probabilities 1/2, 1/4, 1/4 whatever it has read."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits_V = torch.nn.Parameter(torch.tensor([0.5, 0.25, 0.25]).log())
+
+    def forward(self, ids):
+        return self.logits_V.expand(*ids.shape, 3)
+
+
+def test_entropy_and_its_estimate_by_hand():
+    drawn = []
+
+    def keep(completions):
+        drawn.extend(int(token) for ids in completions for token in ids)
+        return [0.0] * len(completions)
+
+    metrics = make_grpo(ThreeTokens(), reward_fn=keep, kl_coef=0.0).train_step([[0, 1]])
+    bits = [1 if token == 0 else 2 for token in drawn]
+    assert metrics["entropy"] == pytest.approx(1.5 * math.log(2), rel=1e-6)
+    assert metrics["entropy_estimate"] == pytest.approx(math.log(2) * sum(bits) / len(bits), rel=1e-6)
+    assert metrics["entropy_estimate"] != pytest.approx(metrics["entropy"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("make", "coefficient", "exact"), [(moe, 0.0, True), (llama, 0.0, False), (llama, 0.1, True)])
+def test_entropy_is_there_only_where_it_is_exact(make, coefficient, exact):
+    metrics = make_grpo(make(), entropy_coef=coefficient).train_step(PROMPTS)
+    assert ("entropy" in metrics) is exact
+    assert 0 < metrics["entropy_estimate"] < 2 * math.log(VOCAB)
+
+
 def test_without_a_coefficient_there_is_no_reference():
     grpo = make_grpo(moe(), kl_coef=0.0)
     assert grpo.reference is None

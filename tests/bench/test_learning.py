@@ -36,7 +36,7 @@ def test_every_metric_of_every_step_is_kept(config, capfd):
     assert found["evaluations"]["steps"] == [0, 2, 3]
     assert len(found["evaluations"][page.ACCURACY]) == 3
     assert {len(column) for column in found["training"].values()} == {3}
-    assert {"reward/mean", "kl", "entropy", "completion/length", "time/step", "time/generate"} <= found[
+    assert {"reward/mean", "kl", "entropy_estimate", "completion/length", "time/step", "time/generate"} <= found[
         "training"
     ].keys()
     assert found["labels"]["num_eval_rows"] == 5

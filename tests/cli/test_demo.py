@@ -70,7 +70,7 @@ def test_the_runs_and_the_numbers_are_there(finished):
     steps = lines_of(folder / "grpo" / "metrics.jsonl")
     assert [row["step"] for row in steps if "loss" in row] == [1, 2, 3]
     assert all(
-        {"reward/mean", "kl", "entropy", "completion/length", "time/generate"} <= row.keys()
+        {"reward/mean", "kl", "entropy", "entropy_estimate", "completion/length", "time/generate"} <= row.keys()
         for row in steps
         if "loss" in row
     )

@@ -145,7 +145,7 @@ def test_out_of_memory_is_told_and_freed():
     sft.train_step(torch.tensor([[3, 4]]), torch.tensor([[5]]))
     before = torch.cuda.memory_allocated()
 
-    def logps(batch):
+    def logps(batch, **_):
         hidden = model.model(batch.ids_N[None]).last_hidden_state
         activations = hidden.sum() * torch.ones(2**24, device="cuda")  # 64 MiB of the step's own
         return activations.sum() * torch.empty(2**40, device="cuda")

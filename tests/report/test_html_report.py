@@ -22,6 +22,7 @@ from strop.report.curves import (
     tick_label,
     value_axis,
 )
+from strop.report.page import summary_tiles
 from strop.report.svg import step_axis
 
 
@@ -108,6 +109,25 @@ def test_a_run_has_every_section_and_curve(tmp_path):
     assert len(polylines(text)) == 8
     assert "60 steps in 30" in text
     assert "GRPO" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "charts", "tiles"),
+    [
+        ({"entropy": None, "entropy_estimate": 0.7}, ["Entropy, estimated"], ["Entropy, estimated"]),
+        ({"entropy": 0.6, "entropy_estimate": 0.7}, ["Entropy", "Entropy, estimated"], ["Entropy"]),
+        ({"entropy": 0.6}, ["Entropy"], ["Entropy"]),  # as older runs have it
+    ],
+)
+def test_entropy_and_its_estimate(tmp_path, given, charts, tiles):
+    """Both are drawn where both are there; the exact one is the main number."""
+    folder = make_run(tmp_path / "run", num_steps=3)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{name: value for name, value in (row | given).items() if value is not None} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [title for title in parse(build_report([folder])).headings(3) if "Entropy" in title] == charts
+    found = summary_tiles(load_runs([folder])[0])
+    assert [tile.label for tile in found if "Entropy" in tile.label] == tiles
 
 
 def test_points_lie_where_their_values_are(tmp_path):

@@ -1,1 +1,1 @@
-"""The algorithms, one small file each: `strop.algorithms.dpo.DPO` and so on. `trainer.Trainer` is what they share."""
+"""The algorithms, one small file each: `strop.algorithms.dpo.DPO` and so on. `strop.training.trainer.Trainer` is what they share."""

@@ -1,4 +1,4 @@
-"""DPO: learn from pairs which of two answers is the better one (arXiv 2305.18290), and its relatives.
+"""DPO: learn from pairs which of two completions is the better one (arXiv 2305.18290), and its relatives.
 
     loss = preference_loss(log π(chosen), log π(rejected), log π_ref(chosen), log π_ref(rejected))
 

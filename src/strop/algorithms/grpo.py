@@ -360,9 +360,8 @@ class GRPO(Trainer):
             for part, result in zip(parts, updates[-1].parts, strict=True):
                 meter.add(result.metrics, experience.num_tokens(part), first=number == 0)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        metrics |= meter.metrics()
-        if "entropy" not in metrics:  # the loss has none: estimated by the mean of −log π of the tokens drawn
-            metrics["entropy"] = -torch.cat(experience.rollout.logps).double().mean().item()
+        drawn_N = torch.cat(experience.rollout.logps).double()
+        metrics |= meter.metrics() | {"entropy_estimate": -drawn_N.mean().item()}
         return metrics | self._mismatch(experience, meter)
 
     def _parts(self, experience: Experience, indices: list[int]) -> list[list[int]]:

@@ -26,7 +26,7 @@ from strop.config import option_names, unknown_option
 ALGORITHMS = {
     # command: module, class, what it does
     "sft": ("sft", "SFT", "Imitate given completions."),
-    "dpo": ("dpo", "DPO", "Learn from pairs which of two answers is the better one."),
+    "dpo": ("dpo", "DPO", "Learn from pairs which of two completions is the better one."),
     "grpo": ("grpo", "GRPO", "Reinforcement learning from rewards compared within a group."),
     "online-dpo": (
         "online_dpo",

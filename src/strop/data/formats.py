@@ -263,7 +263,7 @@ def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str 
 
 
 def _also(found: str, wanted: Sequence[str]) -> str | None:
-    """A row that answers its prompt is also one with a prompt: what it has beyond is an extra column."""
+    """A row with a completion is also one with a prompt: what it has beyond is an extra column."""
     return "prompt_only" if "prompt_only" in wanted and found in ("prompt_completion", "preference") else None
 
 

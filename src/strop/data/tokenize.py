@@ -20,7 +20,7 @@ Ids = list[int]
 
 
 def encode_prompt(prompt: Any, tokenizer: Any = None, row: Mapping[str, Any] | None = None) -> Ids:
-    """Ids of a prompt a model is to go on from: text, messages (with the template's opening of the answer) or ids."""
+    """Ids of a prompt a model is to go on from: text, messages (with the template's opening of the assistant's turn) or ids."""
     if isinstance(prompt, str):
         return _encode(prompt, tokenizer, special_tokens=True)
     if is_conversation(prompt):
@@ -29,7 +29,7 @@ def encode_prompt(prompt: Any, tokenizer: Any = None, row: Mapping[str, Any] | N
 
 
 def encode_completion(prompt: Any, completion: Any, tokenizer: Any = None, row: Mapping[str, Any] | None = None) -> Ids:
-    """Ids of what answers the prompt, to the end of the turn.
+    """Ids of what follows the prompt, to the end of the turn.
 
     Text ends with EOS. A conversation's completion is what the template renders beyond the prompt, up to and with the
     token that ends the turn; EOS is added only where the template ends it with nothing. Ids are taken as they are.

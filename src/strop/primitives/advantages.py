@@ -9,7 +9,7 @@ Libraries differ in two conventions, so both are arguments:
 
 A group whose rewards are all equal has advantages of exactly 0, and so has a group of one.
 
-Shapes: P prompts, G samples for each.
+Shapes: P prompts, G completions of each.
 """
 
 import math

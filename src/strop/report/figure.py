@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from strop.report.curves import smooth, smoothing_window
-from strop.report.metrics import Metric, describe
+from strop.report.metrics import SECOND_TO, Metric, describe
 from strop.report.runs import Run
 
 COLOURS = ["#1f66c9", "#d3541a", "#16875b", "#9333b0", "#b07a08", "#0d7f92", "#c22755", "#596375"]
 INK, SOFT, RULE = "#211d18", "#6b6257", "#e6dfd4"
-PANELS = ("eval/accuracy", "reward/mean", "preference/accuracy", "loss", "kl", "entropy", "completion/length")
+PANELS = (
+    "eval/accuracy", "reward/mean", "preference/accuracy", "loss", "kl", "entropy", "entropy_estimate", "completion/length",
+)  # fmt: skip
 
 
 def draw(
@@ -36,7 +38,7 @@ def draw(
 
     there = [name for name in panels or PANELS if any(len(run.series(name)) for run in runs)]
     if panels is None:
-        there = [n for n in there if n != "loss" or "reward/mean" not in there][: 4 - bool(bars)]
+        there = [name for name in there if SECOND_TO.get(name) not in there][: 4 - bool(bars)]
     count = len(there) + bool(bars)
     if not count:
         raise ValueError(f"the runs hold none of {', '.join(panels or PANELS)}; found {', '.join(runs[0].names)}")

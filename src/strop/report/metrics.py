@@ -43,6 +43,9 @@ METRICS = {
     "reward/zero_std_fraction": Metric("Groups without signal", "all rewards equal", "outcome", 8, fraction=True),
     "kl": Metric("KL to the reference", "nats per token", "policy", 10, from_zero=True, in_summary=True),
     "entropy": Metric("Entropy", "nats per token", "policy", 11, from_zero=True, in_summary=True),
+    "entropy_estimate": Metric(
+        "Entropy, estimated", "−log π of the tokens drawn", "policy", 11.5, from_zero=True, in_summary=True
+    ),
     "completion/length": Metric("Completion length", "tokens", "policy", 12, from_zero=True, in_summary=True),
     "completion/truncated_fraction": Metric("Cut off at the limit", "of completions", "policy", 13, fraction=True),
     "clip_fraction": Metric("Clipped", "of tokens", "policy", 14, fraction=True),
@@ -55,6 +58,8 @@ METRICS = {
     "tokens_per_second": Metric("Throughput", "tokens per second", "optimiser", 30, from_zero=True, in_summary=True),
     "memory": Metric("GPU memory", "peak, GiB", "optimiser", 31, from_zero=True, smoothed=False, scale=2.0**-30),
 }
+# not among a run's main numbers where the other is there: a policy gradient's loss hovers about 0, an estimate is a substitute
+SECOND_TO = {"loss": "reward/mean", "eval/loss": "reward/mean", "entropy_estimate": "entropy"}
 ALSO_CALLED = {"mean_reward": "reward/mean", "mean_kl": "kl"}  # the words train_step returns beside
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import strop
 from strop.data.formats import as_text
 from strop.report.curves import duration, percent, short, smoothing_window
-from strop.report.metrics import GROUPS, Metric, describe
+from strop.report.metrics import GROUPS, SECOND_TO, Metric, describe
 from strop.report.runs import Run, Series
 from strop.report.svg import Chart, Curve, bars, colour, escape, legend_of, line_chart, share_bar, stacked_bars
 
@@ -351,8 +351,8 @@ def summary_tiles(run: Run, most: int = 6) -> list[Tile]:
 
 
 def _is_main(name: str, run: Run) -> bool:
-    """Whether the number says how a run went. The loss of a policy gradient hovers about 0 and does not."""
-    return describe(name).in_summary and not (name.endswith("loss") and "reward/mean" in run.names)
+    """Whether the number says how a run went."""
+    return describe(name).in_summary and SECOND_TO.get(name) not in run.names
 
 
 def summary_table(runs: Sequence[Run]) -> str:

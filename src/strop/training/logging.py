@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 CONSOLE_METRICS = (
-    "loss", "reward/mean", "preference/accuracy", "preference/margin", "kl", "entropy", "completion/length",
+    "loss", "reward/mean", "preference/accuracy", "preference/margin", "kl", "entropy_estimate", "completion/length",
     "grad_norm", "learning_rate", "tokens_per_second",
 )  # fmt: skip
 
