@@ -47,7 +47,11 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """num_samples completions of each prompt, of exactly new_tokens tokens; varied: of at most so many"""
+    """num_samples completions of each prompt, of exactly new_tokens tokens
+
+    varied         of at most so many
+    transformers   whether its `generate` is measured: at some sizes it takes minutes of a GPU's time
+    """
 
     model: Model
     num_prompts: int = 8
@@ -55,6 +59,7 @@ class Workload:
     prompt_tokens: int = 64
     new_tokens: int = 256
     varied: bool = False
+    transformers: bool = True
 
     @property
     def stop_ids(self) -> list[int]:
@@ -86,12 +91,12 @@ LARGE = Model(name="Qwen2-7B shape", model_type="qwen2", shape=QWEN2_7B | LONG)
 ON_A_GPU = [
     Workload(model=SMALL),
     Workload(model=SMALL, varied=True),
-    Workload(model=SMALL, varied=True, num_prompts=64, new_tokens=1024),
-    Workload(model=SMALL, prompt_tokens=4096, new_tokens=512),
+    Workload(model=SMALL, varied=True, num_prompts=64, new_tokens=1024, transformers=False),
+    Workload(model=SMALL, prompt_tokens=4096, new_tokens=512, transformers=False),
     Workload(model=SMALLEST),
-    Workload(model=SMALLEST, varied=True),
-    Workload(model=LARGE),
-    Workload(model=LARGE, varied=True),
+    Workload(model=SMALLEST, varied=True, transformers=False),
+    Workload(model=LARGE, transformers=False),
+    Workload(model=LARGE, varied=True, transformers=False),
 ]
 TINY = Model(
     name="tiny Qwen2", model_type="qwen2", device="cpu", once_in=20,

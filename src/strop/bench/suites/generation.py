@@ -23,6 +23,7 @@ from strop.bench.text import duration
 
 ON_GPU = True
 ROUNDS = 7  # at most
+TOO_LONG = "it would take minutes"
 STARTED = ("vLLM",)  # engines whose start takes a minute: one fresh process is enough
 
 
@@ -51,6 +52,8 @@ class Sides:
             self.asked_first = workload
             self.bytes_per_second = contenders.bandwidth(workload.model.device)
             self.left_out = contenders.left_out(workload.model)
+            if not workload.transformers:
+                self.left_out["transformers"] = TOO_LONG
             for name in contenders.CONTENDERS:
                 if name not in self.left_out:
                     self._start(name, workload)
@@ -103,6 +106,9 @@ class GenerationCase:
         """A sample is one rollout. The first one of each contender at this workload is not counted."""
         workload, running = self.workload, dict(self.sides.of(self.workload))
         left_out = dict(self.sides.left_out)
+        if not workload.transformers:
+            left_out["transformers"] = TOO_LONG
+            running.pop("transformers", None)
         made: dict[str, list[Made]] = {name: [] for name in running}
         for round_ in range(1 + min(ROUNDS, method.rounds)):
             for name in list(running):

@@ -26,7 +26,7 @@ from strop.bench.text import duration, size
 
 ON_GPU = True
 WARM_UP = 2
-STEPS_PER_TURN = 4
+STEPS_PER_TURN = 3
 ROUNDS = 7  # at most
 
 
