@@ -7,8 +7,7 @@ import torch
 
 from strop.algorithms.sft import SFT
 from strop.data.batch import TokenBatch, Trajectory
-from strop.models import Policy, layer_kernels
-from strop.models import policy as policy_module
+from strop.models import Policy, layer_kernels, trial
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -37,7 +36,7 @@ def batch_of(lengths=(9, 1, 14, 5)):
 @pytest.fixture
 def interpreted(monkeypatch):
     """The kernels run on the CPU, through Triton's interpreter."""
-    monkeypatch.setattr(policy_module, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(trial, "on_gpu", lambda tensor: True)
 
 
 def fused_policy(model):

@@ -47,7 +47,6 @@ LAYERS = {
     "strop.tasks": [],
     "strop.checksums": [],
     "strop.losses": ["torch"],
-    "strop.losses.kl": ["torch"],
     "strop.losses.policy": ["torch"],
     "strop.losses.advantages": ["torch"],
     "strop.losses.preference": ["torch"],

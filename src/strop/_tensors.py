@@ -134,6 +134,8 @@ def check_ids_in_range(
 
 
 def check_temperature(temperature: Any) -> None:
+    if type(temperature) is float and COLDEST <= temperature < float("inf"):
+        return
     check_number(temperature, "temperature", 0, open_low=True)
     if temperature < COLDEST:
         raise ValueError(

@@ -12,8 +12,12 @@ pytest.importorskip("transformers")
 from strop.algorithms.grpo import GRPO  # noqa: E402 (after the skip)
 from strop.models import as_policy  # noqa: E402
 from strop.rollout import Sampling, generate, sampling_logps  # noqa: E402
-from strop.rollout.decoding import BUCKETS, MAX_SAMPLINGS, Engine  # noqa: E402
-from strop.rollout.hf import engine_of  # noqa: E402
+from strop.rollout.decoding import (  # noqa: E402
+    BUCKETS,
+    MAX_SAMPLINGS,
+    Engine,
+    engine_of,
+)
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10, 11, 12], [4, 4]]

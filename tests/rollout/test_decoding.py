@@ -15,8 +15,7 @@ from yardstick import clearly_greedy
 
 from strop.models import as_policy, attention
 from strop.rollout import Sampling, generate
-from strop.rollout.decoding import ASK_EVERY, Engine, bucket_of
-from strop.rollout.hf import engine_of
+from strop.rollout.decoding import ASK_EVERY, Engine, bucket_of, engine_of
 
 PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10, 11, 12], [4, 4]]
 GREEDY = Sampling(max_new_tokens=3 * ASK_EVERY, temperature=0)

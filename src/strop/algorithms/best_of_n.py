@@ -88,10 +88,12 @@ class BestOfN:
         if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer returns
             prompt_mask = prompts.get("attention_mask") if prompt_mask is None else prompt_mask
             prompts = prompts["input_ids"]
-        batch = as_prompts(prompts, self.policy, mask=prompt_mask, pad_id=self.pad_id, columns=columns)
+        batch = as_prompts(
+            prompts, self.policy.tokenizer, self.policy.padding(self.pad_id), mask=prompt_mask, columns=columns
+        )
         seed = None if self._seeds is None else int(torch.randint(2**62, (), generator=self._seeds))
         rollout = generate(self.policy, [p.ids for p in batch], self.sampling, num_samples=self.n, seed=seed)
-        rows = reward_rows(repeated(batch, self.n), rollout, self.policy)
+        rows = reward_rows(repeated(batch, self.n), rollout, self.policy.tokenizer)
         self.all_rewards = self.score(rows).total_B.view(-1, self.n)
         self.rewards, best_B = self.all_rewards.max(1)
         chosen = [row * self.n + int(index) for row, index in enumerate(best_B)]

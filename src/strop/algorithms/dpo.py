@@ -142,8 +142,7 @@ class DPO(Trainer):
     def _pairs(self, prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any) -> list[Pair]:
         if is_written(prompt, "prompt", prompt_mask):
             return self.prepare(as_dicts({"prompt": prompt, "chosen": chosen, "rejected": rejected}), "pairs")
-        pad_id = self.policy.declared_pad_id if self.config.pad_id is None else self.config.pad_id
-        padding = pad_id, self.policy.eos_ids
+        padding = self.policy.padding(self.config.pad_id)
         prompts = prompt_rows(prompt, "prompt", prompt_mask, *padding)
         better = completion_rows(chosen, "chosen", len(prompts), *padding)
         worse = completion_rows(rejected, "rejected", len(prompts), *padding)

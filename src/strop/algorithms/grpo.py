@@ -217,11 +217,15 @@ class GRPO(Trainer):
         prompt_mask   (B, P), 0 at padding; without it padding is what equals the pad id at a prompt's sides
         columns       for reward functions, each with one entry a prompt: train_step(prompts, answer=answers)
         """
-        batch = as_prompts(prompts, self.policy, mask=prompt_mask, pad_id=self.config.pad_id, columns=columns)
+        batch = as_prompts(
+            prompts, self.policy.tokenizer, self.policy.padding(self.config.pad_id), mask=prompt_mask, columns=columns
+        )
         return self.run_step(lambda: self._step(batch))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:
-        prompts = prompts_of_dataset(rows, self.policy, self.config.pad_id, name, self.name)
+        prompts = prompts_of_dataset(
+            rows, self.policy.tokenizer, self.policy.padding(self.config.pad_id), name, self.name
+        )
         checked_prompts(self.policy, [prompt.ids for prompt in prompts], self.config.sampling, name)
         return prompts
 
@@ -258,7 +262,7 @@ class GRPO(Trainer):
         if self.config.resample_rounds:
             metrics["reward/resampled_fraction"] = self._share_without_signal(rewards)
             rollout, rewards = self._sampled_again(prompts, rollout, rewards)
-            rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy)
+            rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy.tokenizer)
         self.samples = sample_table(rows, reward=rewards.total_B.tolist())
         metrics |= rewards.metrics | rollout.metrics
         metrics["reward/zero_std_fraction"] = self._share_without_signal(rewards)
@@ -278,7 +282,7 @@ class GRPO(Trainer):
     def _reward(self, prompts: list[Prompt], rollout: Rollout) -> tuple[dict[str, list[Any]], Rewards]:
         """What the reward functions are given, and what they give."""
         with self.phase("reward"):
-            rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy)
+            rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy.tokenizer)
             return rows, self.rewards(rows)
 
     def _sampled_again(self, prompts: list[Prompt], rollout: Rollout, rewards: Rewards) -> tuple[Rollout, Rewards]:

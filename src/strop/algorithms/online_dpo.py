@@ -67,12 +67,16 @@ class OnlineDPO(DPO):
 
     def train_step(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them."""
-        batch = as_prompts(prompts, self.policy, mask=prompt_mask, pad_id=self.config.pad_id, columns=columns)
+        batch = as_prompts(
+            prompts, self.policy.tokenizer, self.policy.padding(self.config.pad_id), mask=prompt_mask, columns=columns
+        )
         check_below(self.config.max_length, batch, "prompts")
         return self.run_step(lambda: self._online_step(batch))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:  # type: ignore[override]
-        prompts = prompts_of_dataset(rows, self.policy, self.config.pad_id, name, self.name)
+        prompts = prompts_of_dataset(
+            rows, self.policy.tokenizer, self.policy.padding(self.config.pad_id), name, self.name
+        )
         checked_prompts(self.policy, [prompt.ids for prompt in prompts], self.config.sampling, name)
         check_below(self.config.max_length, prompts, name)
         return prompts
@@ -130,7 +134,7 @@ class OnlineDPO(DPO):
         self, prompts: list[Prompt], rollout: Rollout
     ) -> tuple[list[int | None], dict[str, float], list[dict[str, Any]]]:
         """Which of each two is the better (None: neither), metrics, and the table of samples."""
-        rows = reward_rows(repeated(prompts, 2), rollout, self.policy)
+        rows = reward_rows(repeated(prompts, 2), rollout, self.policy.tokenizer)
         if self.rewards is not None:
             rewards: Rewards = self.rewards(rows)
             first_P, second_P = rewards.total_B.view(-1, 2).unbind(1)

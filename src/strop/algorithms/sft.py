@@ -95,8 +95,7 @@ class SFT(Trainer):
             alone = "messages" if is_conversation(prompt[0]) else "text"
             names = {alone if completion is None else "prompt": prompt, "completion": completion}
             return self.prepare(as_dicts({name: value for name, value in names.items() if value is not None}), "rows")
-        pad_id = self.policy.declared_pad_id if self.config.pad_id is None else self.config.pad_id
-        padding = pad_id, self.policy.eos_ids
+        padding = self.policy.padding(self.config.pad_id)
         prompts = prompt_rows(prompt, "prompt", prompt_mask, *padding)
         if completion is None:
             return [self._checked(row[:0], row, f"row {i}") for i, row in enumerate(prompts)]

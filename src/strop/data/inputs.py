@@ -16,10 +16,10 @@ from strop.data.formats import check_rows
 from strop.data.tokenize import encode_prompt, row_named
 
 if TYPE_CHECKING:
-    from strop.models import Policy
     from strop.rollout import Rollout
 
 Ids = torch.Tensor
+Padding = tuple[int | None, Sequence[int]]  # the pad id, and those that end a text
 RESERVED = ("prompt", "prompts", "completions", "completion_ids", "prompt_ids")  # what reward functions get from here
 
 
@@ -143,17 +143,17 @@ class Prompt:
 
 def as_prompts(
     prompts: Any,
-    policy: "Policy",
+    tokenizer: Any,
+    padding: Padding,
     *,
     mask: Any = None,
-    pad_id: int | None = None,
     columns: Mapping[str, Any] | None = None,
     name: str = "prompts",
 ) -> list[Prompt]:
     """A batch of prompts: ids (B, P) or lists of ids; with a tokenizer texts or conversations; or rows with a "prompt".
 
     mask      (B, P), 0 at padding; without it padding of ids is what equals the pad id at their sides
-    pad_id    None is what tokenizer or model declare
+    padding   as `Policy.padding` gives it
     columns   further columns for reward functions, each with one entry a prompt
     name      of the batch or dataset in errors
     """
@@ -179,9 +179,9 @@ def as_prompts(
     ):
         if mask is not None:
             raise ValueError("prompt_mask must be None for prompts that are not ids, found one: texts have no padding")
-        found = [_of_row(row, policy, f"{name}[{i}]") for i, row in enumerate(prompts)]
+        found = [_of_row(row, tokenizer, f"{name}[{i}]") for i, row in enumerate(prompts)]
     else:
-        found = _of_ids(prompts, policy, mask, policy.declared_pad_id if pad_id is None else pad_id)
+        found = _of_ids(prompts, tokenizer, mask, padding)
     for name, values in (columns or {}).items():
         if name in RESERVED:
             raise ValueError(f"{name} must not be a column: reward functions get their own under this name")
@@ -193,10 +193,10 @@ def as_prompts(
     return found
 
 
-def prompts_of_dataset(rows: Sequence[Any], policy: "Policy", pad_id: int | None, name: str, what: str) -> list[Prompt]:
+def prompts_of_dataset(rows: Sequence[Any], tokenizer: Any, padding: Padding, name: str, what: str) -> list[Prompt]:
     """A dataset's prompts. A column that some rows lack is None there, whichever rows share a batch."""
     check_rows(rows, ["prompt_only"], where=name, what=what)
-    prompts = as_prompts(list(rows), policy, pad_id=pad_id, name=name)
+    prompts = as_prompts(list(rows), tokenizer, padding, name=name)
     names = dict.fromkeys(column for prompt in prompts for column in prompt.columns)
     for prompt in prompts:
         prompt.columns = {column: prompt.columns.get(column) for column in names}
@@ -213,7 +213,7 @@ def _is_one_prompt_of_many(first: Any) -> bool:
     return isinstance(first, (str, Mapping)) or is_conversation(first)
 
 
-def _of_row(row: Any, policy: "Policy", name: str) -> Prompt:
+def _of_row(row: Any, tokenizer: Any, name: str) -> Prompt:
     """A text, a conversation, or a row of a dataset."""
     columns: dict[str, Any] = {}
     prompt = row
@@ -224,39 +224,39 @@ def _of_row(row: Any, policy: "Policy", name: str) -> Prompt:
             raise TypeError(f"{name}['prompt'] must be a text, a list of messages or token ids, found null")
         columns = {column: value for column, value in row.items() if column not in RESERVED}
     with row_named(name):
-        ids = torch.tensor(encode_prompt(prompt, policy.tokenizer, row if isinstance(row, Mapping) else None)).long()
+        ids = torch.tensor(encode_prompt(prompt, tokenizer, row if isinstance(row, Mapping) else None)).long()
     if not len(ids):
         raise ValueError(f"{name} must hold at least one token, found none in {prompt!r:.60}")
     is_ids = not isinstance(prompt, str) and not is_conversation(prompt)
-    return Prompt(ids, shown_ids(ids, policy) if is_ids else prompt, columns)
+    return Prompt(ids, shown_ids(ids, tokenizer) if is_ids else prompt, columns)
 
 
-def _of_ids(prompts: Any, policy: "Policy", mask: Any, pad_id: int | None) -> list[Prompt]:
-    rows = prompt_rows(prompts, "prompts", mask, pad_id, policy.eos_ids)
+def _of_ids(prompts: Any, tokenizer: Any, mask: Any, padding: Padding) -> list[Prompt]:
+    rows = prompt_rows(prompts, "prompts", mask, *padding)
     for index, row in enumerate(rows):
         if not len(row):
             raise ValueError(f"prompts[{index}] must hold at least one token besides padding, found none")
-    return [Prompt(row, shown_ids(row, policy)) for row in rows]
+    return [Prompt(row, shown_ids(row, tokenizer)) for row in rows]
 
 
-def shown_ids(ids: torch.Tensor, policy: "Policy") -> Any:
+def shown_ids(ids: torch.Tensor, tokenizer: Any) -> Any:
     """Ids as reward functions see them: text with a tokenizer, else as they are."""
-    if policy.tokenizer is None:
+    if tokenizer is None:
         return ids
-    return policy.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
 
 def repeated(prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:
     return [prompt for prompt in prompts for _ in range(num_samples)]
 
 
-def reward_rows(prompts: Sequence[Prompt], rollout: "Rollout", policy: "Policy") -> dict[str, list[Any]]:
+def reward_rows(prompts: Sequence[Prompt], rollout: "Rollout", tokenizer: Any) -> dict[str, list[Any]]:
     """The columns for reward functions, one entry a completion; `prompts` are already one a completion.
 
     Ids are copies: a function that changes them in place does not change what is trained on.
     """
     given = {
-        "completions": [shown_ids(ids, policy) for ids in rollout.completion_ids],
+        "completions": [shown_ids(ids, tokenizer) for ids in rollout.completion_ids],
         "prompts": [prompt.shown for prompt in prompts],
         "completion_ids": rollout.completion_ids,
         "prompt_ids": rollout.prompt_ids,

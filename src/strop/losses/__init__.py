@@ -1,7 +1,6 @@
 """Policy and preference losses as pure torch functions of log-probs."""
 
 from strop.losses.advantages import ADVANTAGE_SCALES, group_advantages, rloo_advantages
-from strop.losses.kl import KL_ESTIMATORS, kl_estimate
 from strop.losses.policy import PolicyLoss, policy_loss, policy_metrics, rloo_loss, token_policy_loss, token_weights
 from strop.losses.preference import (
     PREFERENCE_LOSS_TYPES,
@@ -11,7 +10,15 @@ from strop.losses.preference import (
     preference_loss,
     sequence_logps,
 )
-from strop.losses.rules import IMPORTANCE_LEVELS, NLL, POLICY_LOSS_TYPES, PolicyRule, clip_bounds
+from strop.losses.rules import (
+    IMPORTANCE_LEVELS,
+    KL_ESTIMATORS,
+    NLL,
+    POLICY_LOSS_TYPES,
+    PolicyRule,
+    clip_bounds,
+    kl_estimate,
+)
 
 __all__ = [
     "ADVANTAGE_SCALES",

@@ -41,7 +41,6 @@ from strop._tensors import (
     check_total,
     in_float,
 )
-from strop.losses.kl import kl_of
 from strop.losses.rules import (
     NLL,
     OVER_TOKENS,
@@ -51,6 +50,7 @@ from strop.losses.rules import (
     TokenRule,
     Tokens,
     cut,
+    kl_of,
     tokens_of,
 )
 

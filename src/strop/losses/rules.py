@@ -1,4 +1,4 @@
-"""Rules: which loss, as one value that checks itself and goes unchanged from a config to a kernel.
+"""Rules: which loss, as one value that checks itself and goes unchanged from a config to a kernel; and the KL.
 
 A rule knows the formula of one token and the weight of a token in its batch; nothing else of a loss depends on it.
 
@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 import torch
 
 from strop._checks import check_choice, check_count, check_number
-from strop.losses.kl import KL_ESTIMATORS, kl_of
+from strop._tensors import check_floats, check_like, in_float
 
 POLICY_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+KL_ESTIMATORS = ("k1", "k2", "k3")
 IMPORTANCE_LEVELS = ("token", "sequence")
 OVER_TOKENS = ("bnpo", "dapo", "cispo")  # means over the tokens of the batch; the others are over sequences first
 
@@ -302,3 +303,65 @@ def _d_terms(
             return d_N + rule.beta
         d_N = d_N - rule.beta * (below_N if rule.kl_estimator == "k2" else below_N.expm1())  # −d or 1 − exp(d)
     return d_N
+
+
+# ---- the KL ----
+
+# k3 = d²·(1/2! + d/3! + … + d¹³/15!) inside |d| < ½: what is left out is 6e-18 of the value
+_SERIES_BELOW = 0.5
+_SERIES = [1 / math.factorial(n) for n in range(15, 1, -1)]
+
+
+def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str = "k3") -> torch.Tensor:
+    """An estimate of KL(policy ‖ reference) at every sampled token, unreduced (Schulman 2020, "Approximating KL").
+
+    With d = log π_ref − log π_θ, reference minus policy as in TRL, verl and strop's primitives:
+
+        k1 = −d                 unbiased, of both signs
+        k2 = d²/2               biased, never negative; its gradient is the one whose mean is the KL's
+        k3 = exp(d) − d − 1     unbiased, never negative; what GRPO adds to its loss
+
+    logps       [..] log-probs of the policy, any floating dtype
+    ref_logps   [..] those of the reference; no gradient flows into them
+    estimator   "k1", "k2" or "k3"
+
+    returns     [..] float32 (float64 for float64)
+
+    Right to the dtype's precision, gradient included, however near the two policies are:
+        d k1 / d logp = 1        d k2 / d logp = −d        d k3 / d logp = 1 − exp(d)
+    """
+    check_floats(logps, "logps")
+    check_like(ref_logps, "ref_logps", logps, "logps")
+    check_choice(estimator, "estimator", KL_ESTIMATORS)
+    return kl_of(in_float(logps), in_float(ref_logps.detach()), estimator)
+
+
+def kl_of(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
+    """`kl_estimate` of what is known to fit."""
+    d = ref_logps - logps
+    if estimator == "k1":
+        return -d
+    return d.square() / 2 if estimator == "k2" else _K3.apply(d)
+
+
+class _K3(torch.autograd.Function):
+    """exp(d) − d − 1. A function of its own, because its exact gradient is one call: expm1(d)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(d: torch.Tensor) -> torch.Tensor:
+        series = torch.full_like(d, _SERIES[0])
+        for coefficient in _SERIES[1:]:
+            series = series * d + coefficient
+        # outside the series expm1(d) is at least 0.39 away from 0 and not near d: the subtraction costs two bits
+        return torch.where(d.abs() < _SERIES_BELOW, series * d.square(), torch.expm1(d) - d)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (d,) = ctx.saved_tensors
+        return grads[0] * torch.expm1(d)  # d k3 / d d = exp(d) − 1

@@ -16,14 +16,13 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 from strop._tensors import in_dtype
 from strop.data.batch import Rows, TokenBatch, Trajectory
 from strop.losses.policy import PolicyLoss, nll_of, tokens_loss
 from strop.losses.rules import NLL, TokenRule, tokens_of
 from strop.models import trial
-from strop.models.attention import Packed, Rule, Unsupported, reading
+from strop.models.attention import Packed, Rule, reading
 from strop.models.kinds import (
     adapter_off,
     as_module,
@@ -32,20 +31,12 @@ from strop.models.kinds import (
     has_adapter,
     is_hugging_face,
     is_moe,
-    is_peft,
     listed_ids,
     of_config,
     unwrapped,
 )
 from strop.models.loading import check_moe_device, chosen_device, load_model
 from strop.ops import linear_logp, linear_token_loss, logp
-from strop.ops.registry import on_gpu
-
-# config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
-LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "logit_soft_cap")
-
-# relative errors of logits that two ways of attention make in these dtypes; another function is far beyond
-ALIKE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 Head = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -129,11 +120,14 @@ class Policy:
         told = getattr(self.tokenizer, "pad_token_id", None), of_config(self.config, "pad_token_id"), *self.eos_ids
         return next(iter(self._in_vocabulary(*told)), 0)
 
-    @property
-    def declared_pad_id(self) -> int | None:
-        """The pad id that tokenizer or model name; None where neither does, and then no id is padding."""
+    def padding(self, pad_id: int | None = None) -> tuple[int | None, tuple[int, ...]]:
+        """The id that is padding in what a user gives, and those that end a text.
+
+        pad_id   None is what tokenizer or model name; where neither does, no id is padding
+        """
         told = (getattr(holder, "pad_token_id", None) for holder in (self.tokenizer, self.config))
-        return next((pad_id for pad_id in told if isinstance(pad_id, int) and pad_id >= 0), None)
+        declared = next((one for one in told if isinstance(one, int) and one >= 0), None)
+        return declared if pad_id is None else pad_id, self.eos_ids
 
     @property
     def vocab_size(self) -> int | None:
@@ -351,12 +345,18 @@ class Policy:
         with trial.tried(inner, self.device):
             rows = batch.rows(self.pad_id)
             wanted_NV = self._call_rows(inner, rows).logits.flatten(0, 1).index_select(0, rows.index_N)
-            found = decoder_and_head(inner)
-            if not isinstance(found, str) and not self._head_gives_logits(*found, rows, wanted_NV):
-                found = "its logits are not its hidden states times the head's weight"
-            rules = self._try_packing(inner, batch, wanted_NV)
+            found = trial.decoder_and_head(inner)
+            if not isinstance(found, str):
+                states_NH = _last_hidden_state(self._call_rows(found[0], rows)).flatten(0, 1)
+                if not trial.gives_logits(found[1], states_NH.index_select(0, rows.index_N), wanted_NV):
+                    found = "its logits are not its hidden states times the head's weight"
+
+            def read() -> tuple[torch.Tensor, dict[int, Rule]]:
+                return _read_packed(self._modules, inner, batch, _logits)
+
+            rules = self._no_packing() or trial.packing(read, of_config(self.config, "num_hidden_layers"), wanted_NV)
             self.no_packing_because = rules if isinstance(rules, str) else None
-            fused = self._try_fusing(inner, batch, rules)
+            fused = trial.fusing(inner, rules, read)
         self.no_fusing_because = fused if isinstance(fused, str) else None
         self._fused = None if isinstance(fused, str) else fused
         self.no_hidden_because = found if isinstance(found, str) else None
@@ -366,51 +366,11 @@ class Policy:
                 decoder = self.model.dynamo_ctx(decoder)  # type: ignore[operator]
             self._head = decoder, head
 
-    def _try_packing(self, inner: Any, batch: TokenBatch, wanted_NV: torch.Tensor) -> dict[int, Rule] | str:
-        """What each layer asks of attention, or why the model cannot read packed sequences."""
-        if self.model is not inner:
+    def _no_packing(self) -> str | None:
+        """Why it is not even tried."""
+        if self.model is not unwrapped(self.model):
             return "it is compiled, for shapes that do not change"
-        if "position_ids" not in self._arguments:
-            return "its forward takes no position_ids"
-        try:
-            found_NV, rules = _read_packed(self._modules, inner, batch, _logits)
-        except Unsupported as error:
-            return str(error)
-        except Exception as error:  # whatever a foreign forward raises, it is not to be read so
-            return f"its forward fails on packed sequences ({type(error).__name__}: {error})"
-        # one that did not attend here has mixed the sequences
-        if (missing := (of_config(self.config, "num_hidden_layers") or 0) - len(rules)) > 0:
-            return f"{missing} of its layers do not attend through transformers' interface"
-        apart = (found_NV.double() - wanted_NV.double()).norm() / wanted_NV.double().norm()
-        if apart <= ALIKE[wanted_NV.dtype]:
-            return rules
-        return f"its logits of packed sequences are not those of its rows (relative error {apart:.1e})"
-
-    def _try_fusing(self, inner: Any, batch: TokenBatch, rules: dict[int, Rule] | str) -> Any:
-        """The decoder layers in few kernels, or why they stay as they are."""
-        if isinstance(rules, str):
-            return f"it does not read packed sequences: {rules}"
-        if (reason := on_gpu(next(inner.parameters()))) is not True:
-            return reason
-        from strop.models.layers import fused  # imports Triton
-
-        try:
-            found = fused(inner, rules)
-            if isinstance(found, str):
-                return found
-            return found.differs(lambda: _read_packed(self._modules, inner, batch, _logits), ALIKE) or found
-        except Exception as error:  # as above
-            return f"its layers fail in that way ({type(error).__name__}: {error})"
-
-    def _head_gives_logits(self, decoder: nn.Module, head: nn.Linear, rows: Rows, wanted_NV: torch.Tensor) -> bool:
-        states_STH = _last_hidden_state(self._call_rows(decoder, rows))
-        if states_STH.shape[-1] != head.in_features:
-            return False
-        found_NV = linear(states_STH.flatten(0, 1).index_select(0, rows.index_N), head.weight, head.bias)
-        if wanted_NV.shape != found_NV.shape:
-            return False
-        eps = max(torch.finfo(wanted_NV.dtype).eps, torch.finfo(found_NV.dtype).eps)
-        return bool((wanted_NV.float() - found_NV.float()).abs().max() <= 8 * eps * wanted_NV.float().abs().max())
+        return None if "position_ids" in self._arguments else "its forward takes no position_ids"
 
     # ---- the reference ----
 
@@ -498,22 +458,3 @@ def _logits(output: Any) -> Any:
 
 def _last_hidden_state(output: Any) -> torch.Tensor:
     return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
-
-
-def decoder_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | str:
-    """The two parts of a Hugging Face model that give its logits, or why there are none to use."""
-    if is_peft(model):
-        if any(config.is_prompt_learning for config in model.peft_config.values()):
-            return "its adapter adds tokens to the prompt"
-        model = base_model(model)
-    for key in LOGITS_CHANGED_BY:
-        if of_config(model.config, key) not in (None, 1, 1.0, False):
-            return f"its config has {key}"
-    head, decoder = model.get_output_embeddings(), model.get_decoder() if hasattr(model, "get_decoder") else None
-    if decoder is None or decoder is model:
-        return "it has no decoder apart from its head"
-    if type(head) is not nn.Linear:  # a subclass (LoRA on the head, quantised) does more than a product
-        return f"its head is a {type(head).__name__}, not a torch.nn.Linear"
-    if head._forward_hooks or head._forward_pre_hooks:
-        return "its head has hooks"
-    return decoder, head

@@ -1,4 +1,4 @@
-"""What only a trial tells of a module: which ids it takes, and whether it looks ahead. Leaves no trace in it.
+"""What only a trial tells of a module: which ids it takes, whether it looks ahead, how it can be read. Leaves no trace in it.
 
 N tokens of S sequences, n of them that count; T tokens of a row; V vocabulary.
 """
@@ -10,9 +10,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from strop.data.batch import TokenBatch
-from strop.models.kinds import evaluating
+from strop.models.attention import Rule, Unsupported
+from strop.models.kinds import base_model, evaluating, is_peft, of_config
+from strop.ops.registry import on_gpu
+
+# config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
+LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "logit_soft_cap")
+
+# relative errors of logits that two ways of attention make in these dtypes; another function is far beyond
+ALIKE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 TRIED = (1, 0, 1)  # ids that every vocabulary has, and that are no positions and no kinds of tokens
 
@@ -93,3 +102,72 @@ def tried(module: nn.Module, device: torch.device) -> Iterator[None]:
     """In eval mode, without gradient, and with the random numbers put back."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), evaluating(module):
         yield
+
+
+# ---- how a Hugging Face model can be read ----
+
+
+def decoder_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | str:
+    """The two parts of a Hugging Face model that give its logits, or why there are none to use."""
+    if is_peft(model):
+        if any(config.is_prompt_learning for config in model.peft_config.values()):
+            return "its adapter adds tokens to the prompt"
+        model = base_model(model)
+    for key in LOGITS_CHANGED_BY:
+        if of_config(model.config, key) not in (None, 1, 1.0, False):
+            return f"its config has {key}"
+    head, decoder = model.get_output_embeddings(), model.get_decoder() if hasattr(model, "get_decoder") else None
+    if decoder is None or decoder is model:
+        return "it has no decoder apart from its head"
+    if type(head) is not nn.Linear:  # a subclass (LoRA on the head, quantised) does more than a product
+        return f"its head is a {type(head).__name__}, not a torch.nn.Linear"
+    if head._forward_hooks or head._forward_pre_hooks:
+        return "its head has hooks"
+    return decoder, head
+
+
+def gives_logits(head: nn.Linear, states_NH: torch.Tensor, wanted_NV: torch.Tensor) -> bool:
+    if states_NH.shape[-1] != head.in_features:
+        return False
+    found_NV = linear(states_NH, head.weight, head.bias)
+    if wanted_NV.shape != found_NV.shape:
+        return False
+    eps = max(torch.finfo(wanted_NV.dtype).eps, torch.finfo(found_NV.dtype).eps)
+    return bool((wanted_NV.float() - found_NV.float()).abs().max() <= 8 * eps * wanted_NV.float().abs().max())
+
+
+Read = Callable[
+    [], tuple[torch.Tensor, dict[int, Rule]]
+]  # logits of packed sequences, and what each layer asked of attention
+
+
+def packing(read: Read, num_layers: int | None, wanted_NV: torch.Tensor) -> dict[int, Rule] | str:
+    """What each layer asks of attention, or why the model cannot read packed sequences."""
+    try:
+        found_NV, rules = read()
+    except Unsupported as error:
+        return str(error)
+    except Exception as error:  # whatever a foreign forward raises, it is not to be read so
+        return f"its forward fails on packed sequences ({type(error).__name__}: {error})"
+    # one that did not attend here has mixed the sequences
+    if (missing := (num_layers or 0) - len(rules)) > 0:
+        return f"{missing} of its layers do not attend through transformers' interface"
+    apart = (found_NV.double() - wanted_NV.double()).norm() / wanted_NV.double().norm()
+    if apart <= ALIKE[wanted_NV.dtype]:
+        return rules
+    return f"its logits of packed sequences are not those of its rows (relative error {apart:.1e})"
+
+
+def fusing(model: Any, rules: dict[int, Rule] | str, read: Read) -> Any:
+    """The decoder layers in few kernels, or why they stay as they are."""
+    if isinstance(rules, str):
+        return f"it does not read packed sequences: {rules}"
+    if (reason := on_gpu(next(model.parameters()))) is not True:
+        return reason
+    from strop.models.layers import fused  # imports Triton
+
+    try:
+        found = fused(model, rules)
+        return found if isinstance(found, str) else found.differs(read, ALIKE) or found
+    except Exception as error:  # as above
+        return f"its layers fail in that way ({type(error).__name__}: {error})"

@@ -15,7 +15,7 @@ import torch
 
 from strop.data.batch import Trajectory, as_ids
 from strop.models import Policy
-from strop.rollout import hf, native, plain
+from strop.rollout import decoding, native, plain
 from strop.rollout.sampling import Sampling, draw, sampling_logps
 
 __all__ = ["Rollout", "Sampling", "draw", "generate", "sampling_logps"]
@@ -25,7 +25,7 @@ __all__ = ["Rollout", "Sampling", "draw", "generate", "sampling_logps"]
 Completions = tuple[list[torch.Tensor], list[torch.Tensor]]
 ENGINES: dict[str, Callable[..., Completions]] = {
     "moe": native.complete,
-    "hf": hf.complete,
+    "hf": decoding.complete,
     "plain": plain.complete,
 }
 
@@ -105,7 +105,7 @@ def generate(
     _check_not_nan(logps)
     reasons = ["eos" if c.numel() and c[-1].item() in eos_ids else "length" for c in completion_ids]
     prompt_ids = [prompt for prompt in ids for _ in range(num_samples)]
-    engine = hf.description(policy) if policy.kind == "hf" else policy.kind
+    engine = decoding.description(policy) if policy.kind == "hf" else policy.kind
     return Rollout(prompt_ids, completion_ids, logps, reasons, seconds, engine)
 
 

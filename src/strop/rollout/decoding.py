@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 from strop.models import Policy, base_model, unwrapped
-from strop.models.attention import Unsupported, current
-from strop.rollout import checks
+from strop.models.attention import Pass, Unsupported
+from strop.rollout import checks, transformers_generate
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
 from strop.rollout.slots import Decode, Prefill, Rows
-from strop.rollout.steps import FusedLayers, OwnLayers
-from strop.rollout.weights import autocast_dtype
+from strop.rollout.steps import FusedLayers, OwnLayers, autocast_dtype, read, signature
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows of a step; of more the others wait
 ASK_EVERY = 8  # steps between two looks at which rows have ended
@@ -262,8 +261,8 @@ class Engine:
             positions_PT = torch.arange(longest, device=self.device).expand(len(part), -1)
             ends = torch.arange(len(part) + 1, dtype=torch.int32, device=self.device) * longest
             by_kernel = self.on_gpu and self.shape.dtype.itemsize == 2
-            with current(Prefill(round_.kv, tokens_M, slots_M, ends if by_kernel else None)):
-                self.layers(ids_PT.to(self.device), positions_PT, with_logits=False)
+            prefill = Prefill(round_.kv, tokens_M, slots_M, ends if by_kernel else None)
+            read(self.layers, prefill, ids_PT.to(self.device), positions_PT, with_logits=False)
 
     def _decode(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         """Steps until all rows have ended. The first `live` places are of real rows: which, and since which step."""
@@ -343,14 +342,13 @@ class Engine:
         """[N, V] of the rows' next tokens."""
         if self.on_gpu:
             return self._logits_on_gpu(rows, round_)
-        with current(Decode(round_.kv, rows, int((rows.prefix_length_N + rows.step_N).max()) + 1)):
-            return self._logits(rows)
+        return self._logits(rows, Decode(round_.kv, rows, int((rows.prefix_length_N + rows.step_N).max()) + 1))
 
     def _logits_on_gpu(self, rows: Rows, round_: Round) -> torch.Tensor:
         from strop.rollout.launch import KernelDecode
 
-        with current(KernelDecode(self._table, rows, self.shape, self._parts(rows, round_), self._tiles_CN)):
-            return self._logits(rows)
+        parts = self._parts(rows, round_)
+        return self._logits(rows, KernelDecode(self._table, rows, self.shape, parts, self._tiles_CN))
 
     def _step_on_gpu(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         from strop.rollout.launch import pick
@@ -362,9 +360,9 @@ class Engine:
             scale = 1.0 if sampling.greedy else 1 / sampling.temperature
         pick(logits_NV, rows, self._eos, self._table, scale, sampling.greedy)
 
-    def _logits(self, rows: Rows) -> torch.Tensor:
+    def _logits(self, rows: Rows, pass_: Pass) -> torch.Tensor:
         positions_N = (rows.prefix_length_N + rows.step_N).long()
-        return self.layers(rows.token_N[:, None], positions_N[:, None])
+        return read(self.layers, pass_, rows.token_N[:, None], positions_N[:, None])
 
     def _draw(self, logits_NV: torch.Tensor, rows: Rows, round_: Round, sampling: Sampling) -> None:
         """As `launch.pick`, in torch."""
@@ -425,3 +423,48 @@ def _get_ready(device: torch.device) -> Callable[[], None]:
     thread = threading.Thread(target=start)
     thread.start()
     return thread.join
+
+
+# ---- the engine of a policy ----
+
+_turn = threading.RLock()
+"""Held during a rollout: it changes the model's attention, and a graph being captured bears no other thread's work beside it."""
+
+
+def complete(
+    policy: Policy,
+    prompts: list[torch.Tensor],
+    sampling: Sampling,
+    num_samples: int,
+    seed: int,
+    eos_ids: tuple[int, ...],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    with _turn:
+        engine = engine_of(policy)
+        if isinstance(engine, Engine):
+            return engine.complete(prompts, sampling, num_samples, seed, eos_ids)
+        return transformers_generate.complete(policy, prompts, sampling, num_samples, seed, eos_ids)
+
+
+def engine_of(policy: Policy) -> Engine | str:
+    """The engine over the weights where they are now, or why the model has none; told once, as a warning."""
+    now = signature(policy.model)
+    if policy.rollout_engine is None or policy.rollout_engine[0] != now:
+        policy.rollout_engine = None  # first, for its memory
+        engine: Engine | str
+        try:
+            engine = Engine(policy)
+        except Unsupported as error:
+            engine = str(error)
+            warnings.warn(
+                f"rollouts of this {type(policy.model).__name__} go through transformers' generate, which is slower: {error}",
+                stacklevel=2,
+            )
+        policy.rollout_engine = now, engine
+    return policy.rollout_engine[1]
+
+
+def description(policy: Policy) -> str:
+    """What the latest rollout of this model ran on."""
+    _, engine = policy.rollout_engine or (None, "none yet")
+    return f"hf, {engine.name}" if isinstance(engine, Engine) else f"hf, transformers' generate: {engine}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from strop._checks import check_count, check_number
-from strop._tensors import COLDEST, in_float
+from strop._tensors import COLDEST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def sampling_logps(logits_NV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     Greedy: those of softmax(logits), since under a distribution of one token every log-prob would be 0.
     Of equally probable tokens the lower id counts as the more probable.
     """
-    logits_NV = in_float(logits_NV)
+    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     if sampling.greedy:
         return logits_NV.log_softmax(-1)
     top = logits_NV.amax(-1, keepdim=True)
