@@ -83,20 +83,27 @@ class Rollout:
 
 
 def generate(
-    policy: Policy, prompts: Sequence[Any], sampling: Sampling, *, num_samples: int = 1, seed: int | None = None
+    policy: Policy,
+    prompts: Sequence[Any],
+    sampling: Sampling,
+    *,
+    num_samples: int = 1,
+    seed: int | None = None,
+    ignore_eos: bool = False,
 ) -> Rollout:
     """num_samples completions of each prompt, with the weights as they are now.
 
-    prompts   rows of token ids of any lengths, at least one token each
-    seed      the same seed gives the same completions; None draws one from torch's generator. The generators of the
-              caller are as before, but for that one draw.
+    prompts      rows of token ids of any lengths, at least one token each
+    seed         the same seed gives the same completions; None draws one from torch's generator. The generators of the
+                 caller are as before, but for that one draw.
+    ignore_eos   only sampling.stop_ids end a completion
     """
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, found {num_samples}")
     ids = checked_prompts(policy, prompts, sampling)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
-    eos_ids = tuple(dict.fromkeys((*policy.eos_ids, *sampling.stop_ids)))
+    eos_ids = tuple(dict.fromkeys((*(() if ignore_eos else policy.eos_ids), *sampling.stop_ids)))
     start = time.perf_counter()
     # never in inference mode, whose tensors neither a later rollout nor a training step could use
     with torch.inference_mode(False), torch.no_grad(), policy.evaluating():

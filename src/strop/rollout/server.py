@@ -1,7 +1,7 @@
 """Rollouts by servers that speak OpenAI's `/v1/completions`: a stock vLLM, or `strop serve`. Ids in, ids out, never text.
 
     served = Served(policy, ServerConfig(rollout_server="http://127.0.0.1:8000"), save=trainer.save_pretrained)
-    rollout = served(prompts, sampling, num_samples=8, seed=0)
+    rollout = served(prompts, sampling, num_samples=8, seed=0)        # as `strop.rollout.generate`
 
 Before a rollout the weights, if they have changed, are written once, and every server is told to load them and then asked
 for the log-probs of a fixed probe, which must be the trainer's. A server that fails is asked again, with the weights
@@ -96,11 +96,6 @@ class ServerError(RuntimeError):
 
 class Unreachable(ServerError):
     """It may answer better in a while."""
-
-
-def sampler(policy: Policy, config: ServerConfig, save: Callable[[Path], None]) -> Callable[..., Rollout]:
-    """`generate` for this policy, here or by the servers."""
-    return Served(policy, config, save) if config.urls else functools.partial(generate, policy)
 
 
 # ---- weights ----
@@ -332,16 +327,16 @@ def _shown(value: Any) -> str:
 class Pending:
     """Requests on their way. Every server has threads that take the next prompt; one that failed goes back to be taken."""
 
-    def __init__(self, served: "Served", weights: Weights, requests: list[dict[str, Any]]):
-        self._requests, self._weights, self._policy = requests, weights, served.policy
+    def __init__(self, servers: list[Server], weights: Weights, requests: list[dict[str, Any]], policy: Policy):
+        self._requests, self._weights, self._policy = requests, weights, policy
         self._todo = collections.deque(range(len(requests)))
         self._found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._failures: dict[str, str] = {}
         self._error: BaseException | None = None
         self._turn = threading.Condition()
-        for server in served.servers:
+        jobs = [server for server in servers for _ in range(min(server.config.server_requests, len(requests)))]
+        for server in servers:
             server.failing_since = None
-        jobs = [server for server in served.servers for _ in range(min(served.config.server_requests, len(requests)))]
         self._working = len(jobs)
         for server in jobs:
             threading.Thread(target=self._work, args=(server,), daemon=True).start()
@@ -408,37 +403,74 @@ class Pending:
         return late
 
 
-class Served:
-    """`strop.rollout.generate` by servers, with the policy's weights as they are at the call.
+class Sampler:
+    """`generate` for a trainer: the policy is known, and a rollout may be begun before it is asked for."""
 
-    save   writes the model into a folder that servers can read
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self._ahead: tuple[int, Callable[[], Rollout]] | None = None
+
+    def __call__(self, prompts: Sequence[Any], sampling: Sampling, *, seed: int, num_samples: int = 1) -> Rollout:
+        if self._ahead is not None:
+            begun, finish = self._ahead
+            rollout = finish()  # also of another seed: what follows may need other weights
+            if begun == seed:
+                self._ahead = None
+                return rollout
+        return self._begin(prompts, sampling, num_samples, seed)()
+
+    def _begin(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> Callable[[], Rollout]:
+        """A rollout with the weights as they are now; the function returned waits for it."""
+        return functools.partial(generate, self.policy, prompts, sampling, num_samples=num_samples, seed=seed)
+
+    def ahead(self, prompts: Sequence[Any], sampling: Sampling, *, seed: int, num_samples: int = 1) -> None:
+        """Begin the rollout that will be asked for with this seed."""
+        self._ahead = seed, functools.cache(self._begin(prompts, sampling, num_samples, seed))
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What a checkpoint needs: the rollout that was begun, when it is done."""
+        if self._ahead is None:
+            return {}, {}
+        seed, rollout = self._ahead[0], self._ahead[1]()
+        tensors = {}
+        for name in ("prompt_ids", "completion_ids", "logps"):
+            rows = getattr(rollout, name)
+            tensors |= {f"ahead/{name}": torch.cat(rows), f"ahead/{name}_lengths": torch.tensor([len(r) for r in rows])}
+        return tensors, {"seed": seed, "finish_reasons": rollout.finish_reasons, "engine": rollout.engine}
+
+    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        if not tensors:
+            return
+        names = ("prompt_ids", "completion_ids", "logps")
+        lists = {n: list(tensors[f"ahead/{n}"].split(tensors[f"ahead/{n}_lengths"].tolist())) for n in names}
+        rollout = Rollout(**lists, finish_reasons=values["finish_reasons"], engine=values["engine"])
+        self._ahead = values["seed"], lambda: rollout
+
+
+class Served(Sampler):
+    """The same by servers, with the policy's weights as they are when a rollout is begun.
+
+    save      writes the model into a folder that servers can read
+    updates   how many the weights have had
     """
 
-    def __init__(self, policy: Policy, config: ServerConfig, save: Callable[[Path], None]):
+    def __init__(
+        self, policy: Policy, config: ServerConfig, save: Callable[[Path], None], updates: Callable[[], int] = int
+    ):
+        super().__init__(policy)
         if config.sync == "lora" and not is_peft(unwrapped(policy.model)):
             raise ValueError('sync must be "disk" for a model without a peft adapter, found "lora"')
         if policy.vocab_size is None:
-            raise ValueError(
-                f"rollout_server must be None for a {type(policy.model).__name__}, which names no vocab_size"
-            )
-        self.policy, self.config, self._save = policy, config, save
+            raise ValueError(f"rollout_server must be None: {type(policy.model).__name__} names no vocab_size")
+        self.config, self._save, self._updates = config, save, updates
         self.servers = [Server(url, config) for url in config.urls]
         self.weights: Weights | None = None
         self._temporary = None if config.sync_folder else tempfile.TemporaryDirectory(prefix="strop-sync-")
         self._folder = Path(config.sync_folder or self._temporary.name)  # type: ignore[union-attr]
-        self._run, self._number, self._state = secrets.token_hex(4), 0, -1
+        self._run, self._number, self._published = secrets.token_hex(4), 0, -1
 
-    def __call__(
-        self, prompts: Sequence[Any], sampling: Sampling, *, num_samples: int = 1, seed: int | None = None
-    ) -> Rollout:
-        return self.start(prompts, sampling, num_samples=num_samples, seed=seed)()
-
-    def start(
-        self, prompts: Sequence[Any], sampling: Sampling, *, num_samples: int = 1, seed: int | None = None
-    ) -> Callable[[], Rollout]:
-        """The same, begun with the weights as they are now; the function returned waits for it."""
+    def _begin(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> Callable[[], Rollout]:
         ids = checked_prompts(self.policy, prompts, sampling)
-        seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         start = time.perf_counter()
         weights = self._publish()
         ends = list(dict.fromkeys((*self.policy.eos_ids, *sampling.stop_ids)))
@@ -448,7 +480,7 @@ class Served:
              "seed": random.Random(f"{seed}/{index}").getrandbits(48)}
             for index, prompt in enumerate(ids)
         ]  # fmt: skip
-        pending = Pending(self, weights, requests)
+        pending = Pending(self.servers, weights, requests, self.policy)
 
         def finish() -> Rollout:
             pairs = pending.result()
@@ -464,9 +496,10 @@ class Served:
 
     def _publish(self) -> Weights:
         """Write the weights under a new name, if they are not those of the last time."""
-        state = sum(param._version for param in self.policy.model.parameters())
-        if self.weights is not None and state == self._state:
-            return self.weights
+        probe, updates, before = self._probe(), self._updates(), self.weights
+        logps = self._logps(probe)
+        if before is not None and updates == self._published and logps.equal(before.logps):
+            return before
         self._number += 1
         name = f"strop-{self._run}-{self._number}"
         folder = (self._folder / name).absolute()
@@ -477,10 +510,8 @@ class Served:
         else:
             self._save(unfinished)
         unfinished.rename(folder)
-        before = self.weights
-        probe = self._probe()
-        self.weights = Weights(name, folder, probe, self._logps(probe), None if before is None else before.baseline)
-        self._state = state
+        self.weights = Weights(name, folder, probe, logps, None if before is None else before.baseline)
+        self._published = updates
         if before is not None:
             shutil.rmtree(before.folder, ignore_errors=True)
         return self.weights
@@ -496,3 +527,10 @@ class Served:
         with self.policy.evaluating():
             batch = TokenBatch.of([Trajectory.of(probe[:1], probe[1:])], self.policy.device)
             return self.policy.logps(batch).cpu().double()
+
+
+def sampler(trainer: Any, config: ServerConfig) -> Sampler:
+    """Of a trainer: here, or by the servers its config names."""
+    if not config.urls:
+        return Sampler(trainer.policy)
+    return Served(trainer.policy, config, trainer.save_pretrained, lambda: trainer.state.updates)
