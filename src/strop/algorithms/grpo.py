@@ -28,7 +28,8 @@ from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, kl_estimate
 from strop.primitives import compute_batch_group_advantages
 from strop.rewards import RewardFunctions, Rewards, check_timeout, sample_table
 from strop.rollout import Rollout, Sampling, checked_prompts
-from strop.rollout.server import ServerConfig, sampler
+from strop.rollout.sampler import sampler
+from strop.rollout.server import ServerConfig
 from strop.training.trainer import Trainer
 
 OLD_LOGPS = ("auto", "rollout", "recompute")
@@ -242,7 +243,7 @@ class GRPO(Trainer):
         for start in range(0, len(rows), size):
             prompts = rows[start : start + size]
             with self.autocast():
-                rollouts.append(self.sampler([p.ids for p in prompts], sampling, seed=0))
+                rollouts.append(self.sampler([p.ids for p in prompts], sampling, 1, 0))
             rewards = self.rewards(reward_rows(prompts, rollouts[-1], self.policy))
             totals.append(rewards.total_B)
             columns.append(rewards.columns)
@@ -279,11 +280,11 @@ class GRPO(Trainer):
         return metrics | {"mean_reward": metrics["reward/mean"], "mean_kl": metrics.get("kl", 0.0)}
 
     def _generate(self, prompts: list[Prompt], attempt: int) -> Rollout:
-        step, how = self.state.step, {"sampling": self.config.sampling, "num_samples": self.config.group_size}
+        step, how = self.state.step, (self.config.sampling, self.config.group_size)
         with self.phase("generate"), self.autocast():
-            rollout = self.sampler([p.ids for p in prompts], **how, seed=self.seed_of(step, attempt))
+            rollout = self.sampler([p.ids for p in prompts], *how, self.seed_of(step, attempt))
             if self.config.server.max_staleness and not attempt and (rows := self.run.upcoming(self.config.run)):
-                self.sampler.ahead([p.ids for p in rows], **how, seed=self.seed_of(step + 1, 0))
+                self.sampler.ahead([p.ids for p in rows], *how, self.seed_of(step + 1, 0))
             return rollout
 
     def _reward(self, prompts: list[Prompt], rollout: Rollout) -> tuple[dict[str, list[Any]], Rewards]:

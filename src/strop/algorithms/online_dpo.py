@@ -13,7 +13,8 @@ from strop.data.batch import on_device
 from strop.data.inputs import Prompt, as_prompts, check_below, prompts_of_dataset, repeated, reward_rows
 from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout, sample_table
 from strop.rollout import Rollout, Sampling, checked_prompts
-from strop.rollout.server import ServerConfig, sampler
+from strop.rollout.sampler import sampler
+from strop.rollout.server import ServerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +117,15 @@ class OnlineDPO(DPO):
 
     def _sample(self, prompts: list[Prompt], step: Any) -> Rollout:
         """Two completions of each; of a dataset's prompts so many at a time as training samples."""
-        size, how = len(prompts), {"sampling": self.config.sampling, "num_samples": 2}
+        size, how = len(prompts), (self.config.sampling, 2)
         if step == "evaluation":
             size = self.config.run.batch_size
         rollouts = []
         for start in range(0, len(prompts), size):
             seed = self.seed_of(step, *([start] if start else []))
-            rollouts.append(self.sampler([p.ids for p in prompts[start : start + size]], **how, seed=seed))
+            rollouts.append(self.sampler([p.ids for p in prompts[start : start + size]], *how, seed))
         if step != "evaluation" and self.config.server.max_staleness and (rows := self.run.upcoming(self.config.run)):
-            self.sampler.ahead([p.ids for p in rows], **how, seed=self.seed_of(step + 1))
+            self.sampler.ahead([p.ids for p in rows], *how, self.seed_of(step + 1))
         return functools.reduce(Rollout.joined, rollouts)
 
     def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

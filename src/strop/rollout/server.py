@@ -1,27 +1,18 @@
 """Rollouts by servers that speak OpenAI's `/v1/completions`: a stock vLLM, or `strop serve`. Ids in, ids out, never text.
 
-    served = Served(policy, ServerConfig(rollout_server="http://127.0.0.1:8000"), save=trainer.save_pretrained)
-    rollout = served(prompts, sampling, num_samples=8, seed=0)        # as `strop.rollout.generate`
-
 Before a rollout the weights, if they have changed, are written once, and every server is told to load them and then asked
 for the log-probs of a fixed probe, which must be the trainer's. A server that fails is asked again, with the weights
 brought to it anew, since it may have been started anew; meanwhile the others take its requests.
 """
 
 import collections
-import functools
 import http.client
 import json
 import math
-import random
-import secrets
-import shutil
-import tempfile
 import threading
 import time
 import urllib.parse
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +21,7 @@ import torch
 
 from strop._checks import check_choice, check_count, check_number
 from strop.config import Config
-from strop.data.batch import TokenBatch, Trajectory
-from strop.models import Policy, unwrapped
-from strop.models.kinds import is_peft
-from strop.rollout import Rollout, Sampling, checked_prompts, generate
+from strop.models import Policy
 
 SYNCS = ("disk", "lora")
 NEEDS = {  # what a server must be started with to have these
@@ -42,7 +30,6 @@ NEEDS = {  # what a server must be started with to have these
     "/v1/load_lora_adapter": "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
 }
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # a server that answers so may answer better in a while
-PROBE_LENGTH = 64
 SIGMAS = 8  # two sets of weights are told apart where their log-probs differ by so many standard errors of a server's
 
 
@@ -401,136 +388,3 @@ class Pending:
                 self._error = ServerError(f"{causes}; given up after {server.config.server_timeout:g} s")
             self._turn.notify_all()
         return late
-
-
-class Sampler:
-    """`generate` for a trainer: the policy is known, and a rollout may be begun before it is asked for."""
-
-    def __init__(self, policy: Policy):
-        self.policy = policy
-        self._ahead: tuple[int, Callable[[], Rollout]] | None = None
-
-    def __call__(self, prompts: Sequence[Any], sampling: Sampling, *, seed: int, num_samples: int = 1) -> Rollout:
-        if self._ahead is not None:
-            begun, finish = self._ahead
-            rollout = finish()  # also of another seed: what follows may need other weights
-            if begun == seed:
-                self._ahead = None
-                return rollout
-        return self._begin(prompts, sampling, num_samples, seed)()
-
-    def _begin(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> Callable[[], Rollout]:
-        """A rollout with the weights as they are now; the function returned waits for it."""
-        return functools.partial(generate, self.policy, prompts, sampling, num_samples=num_samples, seed=seed)
-
-    def ahead(self, prompts: Sequence[Any], sampling: Sampling, *, seed: int, num_samples: int = 1) -> None:
-        """Begin the rollout that will be asked for with this seed."""
-        self._ahead = seed, functools.cache(self._begin(prompts, sampling, num_samples, seed))
-
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What a checkpoint needs: the rollout that was begun, when it is done."""
-        if self._ahead is None:
-            return {}, {}
-        seed, rollout = self._ahead[0], self._ahead[1]()
-        tensors = {}
-        for name in ("prompt_ids", "completion_ids", "logps"):
-            rows = getattr(rollout, name)
-            tensors |= {f"ahead/{name}": torch.cat(rows), f"ahead/{name}_lengths": torch.tensor([len(r) for r in rows])}
-        return tensors, {"seed": seed, "finish_reasons": rollout.finish_reasons, "engine": rollout.engine}
-
-    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        if not tensors:
-            return
-        names = ("prompt_ids", "completion_ids", "logps")
-        lists = {n: list(tensors[f"ahead/{n}"].split(tensors[f"ahead/{n}_lengths"].tolist())) for n in names}
-        rollout = Rollout(**lists, finish_reasons=values["finish_reasons"], engine=values["engine"])
-        self._ahead = values["seed"], lambda: rollout
-
-
-class Served(Sampler):
-    """The same by servers, with the policy's weights as they are when a rollout is begun.
-
-    save      writes the model into a folder that servers can read
-    updates   how many the weights have had
-    """
-
-    def __init__(
-        self, policy: Policy, config: ServerConfig, save: Callable[[Path], None], updates: Callable[[], int] = int
-    ):
-        super().__init__(policy)
-        if config.sync == "lora" and not is_peft(unwrapped(policy.model)):
-            raise ValueError('sync must be "disk" for a model without a peft adapter, found "lora"')
-        if policy.vocab_size is None:
-            raise ValueError(f"rollout_server must be None: {type(policy.model).__name__} names no vocab_size")
-        self.config, self._save, self._updates = config, save, updates
-        self.servers = [Server(url, config) for url in config.urls]
-        self.weights: Weights | None = None
-        self._temporary = None if config.sync_folder else tempfile.TemporaryDirectory(prefix="strop-sync-")
-        self._folder = Path(config.sync_folder or self._temporary.name)  # type: ignore[union-attr]
-        self._run, self._number, self._published = secrets.token_hex(4), 0, -1
-
-    def _begin(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> Callable[[], Rollout]:
-        ids = checked_prompts(self.policy, prompts, sampling)
-        start = time.perf_counter()
-        weights = self._publish()
-        ends = list(dict.fromkeys((*self.policy.eos_ids, *sampling.stop_ids)))
-        requests = [
-            {"prompt": prompt.tolist(), "n": 1 if sampling.greedy else num_samples, "max_tokens": sampling.max_new_tokens,
-             "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "stop_token_ids": ends,
-             "seed": random.Random(f"{seed}/{index}").getrandbits(48)}
-            for index, prompt in enumerate(ids)
-        ]  # fmt: skip
-        pending = Pending(self.servers, weights, requests, self.policy)
-
-        def finish() -> Rollout:
-            pairs = pending.result()
-            if sampling.greedy:  # servers refuse several of them, which are all the same
-                pairs = [pair for pair in pairs for _ in range(num_samples)]
-            completion_ids, logps = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            reasons = ["eos" if tokens[-1].item() in ends else "length" for tokens in completion_ids]
-            prompt_ids = [prompt for prompt in ids for _ in range(num_samples)]
-            urls = ", ".join(server.url for server in self.servers)
-            return Rollout(prompt_ids, completion_ids, logps, reasons, time.perf_counter() - start, f"server {urls}")
-
-        return finish
-
-    def _publish(self) -> Weights:
-        """Write the weights under a new name, if they are not those of the last time."""
-        probe, updates, before = self._probe(), self._updates(), self.weights
-        logps = self._logps(probe)
-        if before is not None and updates == self._published and logps.equal(before.logps):
-            return before
-        self._number += 1
-        name = f"strop-{self._run}-{self._number}"
-        folder = (self._folder / name).absolute()
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = folder.with_name(f".{name}")
-        if self.config.sync == "lora":
-            unwrapped(self.policy.model).save_pretrained(unfinished, save_embedding_layers=False)
-        else:
-            self._save(unfinished)
-        unfinished.rename(folder)
-        self.weights = Weights(name, folder, probe, logps, None if before is None else before.baseline)
-        self._published = updates
-        if before is not None:
-            shutil.rmtree(before.folder, ignore_errors=True)
-        return self.weights
-
-    def _probe(self) -> list[int]:
-        """Tokens that no text has: their log-probs are far from 0, where a change of the weights shows."""
-        longest = self.policy.max_length
-        length = PROBE_LENGTH if longest is None else min(PROBE_LENGTH, longest - 1)
-        return random.Random(0).choices(range(self.policy.vocab_size or 1), k=length)
-
-    @torch.no_grad()
-    def _logps(self, probe: list[int]) -> torch.Tensor:
-        with self.policy.evaluating():
-            batch = TokenBatch.of([Trajectory.of(probe[:1], probe[1:])], self.policy.device)
-            return self.policy.logps(batch).cpu().double()
-
-
-def sampler(trainer: Any, config: ServerConfig) -> Sampler:
-    """Of a trainer: here, or by the servers its config names."""
-    if not config.urls:
-        return Sampler(trainer.policy)
-    return Served(trainer.policy, config, trainer.save_pretrained, lambda: trainer.state.updates)

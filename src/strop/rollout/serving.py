@@ -195,8 +195,8 @@ class Asked:
             if body.get(name) not in (None, only):
                 raise RequestError(f"{name} must be {json.dumps(only)}, found {json.dumps(body[name])}")
         for name in ("logprobs", "prompt_logprobs"):
-            if body.get(name) not in (None, False, True, 0):
-                raise RequestError(f"{name} must be 0, the log-probs of the tokens that are there, found {body[name]}")
+            if (value := body.get(name)) is not None and not isinstance(value, bool) and value != 0:
+                raise RequestError(f"{name} must be 0, the log-probs of the tokens that are there, found {value!r:.80}")
         sampling = Sampling(
             max_new_tokens=_whole(body, ("max_tokens", "max_completion_tokens"), max_tokens),
             temperature=_number(body, "temperature", 1.0),
@@ -212,9 +212,14 @@ class Asked:
         if n < 1 or (stream and n > 1):
             raise RequestError(f"n must be {'1 in a stream' if stream else 'at least 1'}, found {n}")
         seed = _whole(body, ("seed",), secrets.randbits(48)) % 2**62
-        flags = (body.get("ignore_eos"), body.get("prompt_logprobs") is not None)
-        shown = (body.get("logprobs") not in (None, False), body.get("return_token_ids"), stream)
+        flags = (body.get("ignore_eos"), _wanted(body, "prompt_logprobs"))
+        shown = (_wanted(body, "logprobs"), body.get("return_token_ids"), stream)
         return cls(body.get("model"), sampling, n, seed, stop, *map(bool, flags + shown))
+
+
+def _wanted(body: dict[str, Any], name: str) -> bool:
+    """0 asks for log-probs, without any of other tokens; False for none."""
+    return body.get(name) is not None and body[name] is not False
 
 
 def _whole(body: dict[str, Any], names: Sequence[str], default: int) -> int:
