@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import json
 import threading
@@ -15,7 +16,7 @@ from tiny_models import llama
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.online_dpo import OnlineDPO
 from strop.models import as_policy
-from strop.rollout import Sampling, generate
+from strop.rollout import Rollout, Sampling, generate
 from strop.rollout.sampler import Sampler, Served
 from strop.rollout.server import Server, ServerConfig, ServerError, Weights
 from strop.rollout.serving import Handler, make_server
@@ -26,7 +27,7 @@ GREEDY, WARM = Sampling(max_new_tokens=10, temperature=0.0), Sampling(max_new_to
 
 
 def make_model(seed=0):
-    return llama(eos_token_id=1, seed=seed, vocab_size=40, scale=2.0)
+    return llama(eos_token_id=1, seed=seed, vocab_size=40, scale=4.0)
 
 
 class Running:
@@ -101,6 +102,12 @@ def change(model, by=0.02):
             param.add_(by * torch.randn(param.shape, generator=torch.Generator().manual_seed(number)))
 
 
+def alone(model, prompts, sampling, num_samples=1):
+    """By this process's engine, a prompt at a time, as the servers do: a product over more rows may sum in another order."""
+    each = [generate(as_policy(model), [prompt], sampling, num_samples=num_samples) for prompt in prompts]
+    return functools.reduce(Rollout.joined, each)
+
+
 def check_same(rollout, other):
     assert [c.tolist() for c in rollout.completion_ids] == [c.tolist() for c in other.completion_ids]
     for logps, wanted in zip(rollout.logps, other.logps, strict=True):
@@ -115,7 +122,7 @@ def test_greedy_is_the_engines(start):
     model = make_model()
     running = start(model)
     rollout = served(model, running)(PROMPTS, GREEDY, 2, 0)
-    local = generate(as_policy(model), PROMPTS, GREEDY, num_samples=2)
+    local = alone(model, PROMPTS, GREEDY, 2)
     check_same(rollout, local)
     assert set(local.finish_reasons) == {"eos", "length"}
     assert [p.tolist() for p in rollout.prompt_ids] == [p for p in PROMPTS for _ in range(2)]
@@ -123,22 +130,22 @@ def test_greedy_is_the_engines(start):
     assert rollout.logps[0].dtype == torch.float32
     # the ids of stop_ids end a completion too, and are no others than those sent
     stop = Sampling(max_new_tokens=10, temperature=0.0, stop_ids=(local.completion_ids[0][1].item(),))
-    check_same(served(model, running)(PROMPTS, stop, 1, 0), generate(as_policy(model), PROMPTS, stop))
+    check_same(served(model, running)(PROMPTS, stop, 1, 0), alone(model, PROMPTS, stop))
 
 
 def test_draws_do_not_depend_on_how_requests_are_spread(start):
     model = make_model()
     servers = [start(model) for _ in range(3)]
-    alone = served(model, servers[0], server_requests=1)(PROMPTS, WARM, 4, 7)
-    check_same(served(model, *servers, server_requests=2)(PROMPTS, WARM, 4, 7), alone)
-    check_same(served(model, servers[1])(PROMPTS[:2], WARM, 4, 7), alone.select(range(8)))
+    one = served(model, servers[0], server_requests=1)(PROMPTS, WARM, 4, 7)
+    check_same(served(model, *servers, server_requests=2)(PROMPTS, WARM, 4, 7), one)
+    check_same(served(model, servers[1])(PROMPTS[:2], WARM, 4, 7), one.select(range(8)))
     other = served(model, servers[0])(PROMPTS, WARM, 4, 8)
-    assert [c.tolist() for c in other.completion_ids] != [c.tolist() for c in alone.completion_ids]
-    assert len({tuple(c.tolist()) for c in alone.completion_ids[:4]}) > 1
+    assert [c.tolist() for c in other.completion_ids] != [c.tolist() for c in one.completion_ids]
+    assert len({tuple(c.tolist()) for c in one.completion_ids[:4]}) > 1
     # and are drawn by the engine from each prompt's own seed
     seed = next(b["seed"] for b in servers[0].bodies if b.get("prompt") == PROMPTS[0] and b["n"] == 4)
     local = generate(as_policy(model), PROMPTS[:1], WARM, num_samples=4, seed=seed)
-    check_same(alone.select(range(4)), local)
+    check_same(one.select(range(4)), local)
 
 
 def test_no_more_requests_than_allowed(start):
@@ -168,7 +175,7 @@ def test_disk_sync(start, tmp_path):
     folders = []
     for number in range(3):
         for _ in range(2):
-            check_same(rollouts(PROMPTS, GREEDY, 1, 0), generate(as_policy(model), PROMPTS, GREEDY))
+            check_same(rollouts(PROMPTS, GREEDY, 1, 0), alone(model, PROMPTS, GREEDY))
         folders += [path.name for path in (tmp_path / "weights").iterdir()]  # one is left of each version
         assert len(folders) == number + 1
         change(model)
@@ -184,10 +191,10 @@ def test_lora_sync(start):
     model = peft.get_peft_model(copy.deepcopy(base), config)
     rollouts = served(model, running, sync="lora")
     before = rollouts(PROMPTS, GREEDY, 1, 0)
-    check_same(before, generate(as_policy(base), PROMPTS, GREEDY))
+    check_same(before, alone(base, PROMPTS, GREEDY))
     for _ in range(2):
         change(model, 0.3)
-        check_same(rollouts(PROMPTS, GREEDY, 1, 0), generate(as_policy(model), PROMPTS, GREEDY))
+        check_same(rollouts(PROMPTS, GREEDY, 1, 0), alone(model, PROMPTS, GREEDY))
     assert [c.tolist() for c in before.completion_ids] != [
         c.tolist() for c in rollouts(PROMPTS, GREEDY, 1, 0).completion_ids
     ]
@@ -311,7 +318,7 @@ def test_requests_that_fail_are_asked_again(start, how):
     running.spoil = failing(3, how)
     with pytest.warns(UserWarning, match=rf"{running.url} .*; it is asked again"):
         rollout = served(model, running)(PROMPTS, GREEDY, 1, 0)
-    check_same(rollout, generate(as_policy(model), PROMPTS, GREEDY))
+    check_same(rollout, alone(model, PROMPTS, GREEDY))
     assert running.paths.count("/collective_rpc") > 1  # the weights were brought anew
 
 
@@ -376,7 +383,7 @@ def test_a_server_started_anew_gets_the_weights_again(start):
     with pytest.warns(UserWarning, match="asked again"):
         rollout = client(PROMPTS, GREEDY, 1, 0)
     assert again
-    check_same(rollout, generate(as_policy(model), PROMPTS, GREEDY))
+    check_same(rollout, alone(model, PROMPTS, GREEDY))
 
 
 def choice(**changes):
