@@ -23,11 +23,12 @@ from strop.rollout.serving import Handler, make_server
 from strop.rollout.serving import Served as Serving
 
 PROMPTS = [[5, 6, 7], [8, 9], [10] * 9, [11], [12, 13]]
+EOS = 14  # which greedy completions of some of the prompts reach
 GREEDY, WARM = Sampling(max_new_tokens=10, temperature=0.0), Sampling(max_new_tokens=10, temperature=0.9, top_k=12)
 
 
 def make_model(seed=0):
-    return llama(eos_token_id=1, seed=seed, vocab_size=40, scale=4.0)
+    return llama(eos_token_id=EOS, seed=seed, vocab_size=40, scale=4.0)
 
 
 class Running:
@@ -102,9 +103,9 @@ def change(model, by=0.02):
             param.add_(by * torch.randn(param.shape, generator=torch.Generator().manual_seed(number)))
 
 
-def alone(model, prompts, sampling, num_samples=1):
+def alone(model, prompts, sampling):
     """By this process's engine, a prompt at a time, as the servers do: a product over more rows may sum in another order."""
-    each = [generate(as_policy(model), [prompt], sampling, num_samples=num_samples) for prompt in prompts]
+    each = [generate(as_policy(model), [prompt], sampling) for prompt in prompts]
     return functools.reduce(Rollout.joined, each)
 
 
@@ -122,8 +123,9 @@ def test_greedy_is_the_engines(start):
     model = make_model()
     running = start(model)
     rollout = served(model, running)(PROMPTS, GREEDY, 2, 0)
-    local = alone(model, PROMPTS, GREEDY, 2)
-    check_same(rollout, local)
+    local = alone(model, PROMPTS, GREEDY)
+    check_same(rollout.select(range(0, 10, 2)), local)
+    check_same(rollout.select(range(1, 10, 2)), local)
     assert set(local.finish_reasons) == {"eos", "length"}
     assert [p.tolist() for p in rollout.prompt_ids] == [p for p in PROMPTS for _ in range(2)]
     assert rollout.engine == f"server {running.url}"
@@ -161,17 +163,19 @@ def test_what_generation_configs_would_change_is_said(start):
     served(make_model(), running)(PROMPTS[:1], WARM, 2, 0)
     body = running.bodies[-1]
     wanted = {"temperature": 0.9, "top_k": 12, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "n": 2,
-              "logprobs": 0, "return_token_ids": True, "ignore_eos": True, "stop_token_ids": [1], "max_tokens": 10}  # fmt: skip
+              "logprobs": 0, "return_token_ids": True, "ignore_eos": True, "stop_token_ids": [EOS], "max_tokens": 10}  # fmt: skip
     assert {name: body[name] for name in wanted} == wanted
 
 
 # ---- weights ----
 
 
-def test_disk_sync(start, tmp_path):
+@pytest.mark.parametrize("seed", [0, 5])
+def test_disk_sync(start, tmp_path, seed):
+    """Whatever weights the server began with."""
     model = make_model()
-    servers = [start(make_model(seed=5)), start(model)]  # one began with other weights
-    rollouts = served(model, *servers, sync_folder=str(tmp_path / "weights"))
+    running = start(make_model(seed))
+    rollouts = served(model, running, sync_folder=str(tmp_path / "weights"))
     folders = []
     for number in range(3):
         for _ in range(2):
@@ -180,8 +184,8 @@ def test_disk_sync(start, tmp_path):
         assert len(folders) == number + 1
         change(model)
     assert len(set(folders)) == 3
-    for running in servers:  # once for every version, not for every rollout
-        assert running.paths.count("/collective_rpc") == running.paths.count("/reset_prefix_cache") == 3
+    # once for every version, not for every rollout
+    assert running.paths.count("/collective_rpc") == running.paths.count("/reset_prefix_cache") == 3
 
 
 def test_lora_sync(start):
@@ -202,7 +206,7 @@ def test_lora_sync(start):
     assert len(set(names)) == 3
     assert running.serving.adapters == names[-1:]  # the old ones are gone
     # the model below is as it was
-    asked = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 10, "temperature": 0, "stop_token_ids": [1], "n": 1}
+    asked = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 10, "temperature": 0, "stop_token_ids": [EOS], "n": 1}
     found = Server(running.url, ServerConfig()).completions(asked, as_policy(base))
     assert found[0][0].tolist() == before.completion_ids[0].tolist()
 
@@ -225,6 +229,10 @@ def test_old_weights_are_noticed(start, sync, monkeypatch):
     change(model, 0.1 if sync == "lora" else 1e-3)
     with pytest.raises(ServerError, match=rf"{running.url} must serve the weights of strop-.*-3, found the old ones"):
         rollouts(PROMPTS, GREEDY, 1, 0)
+    asked = len(running.paths)
+    with pytest.raises(ServerError, match="found the old ones"):  # those weights are offered to no server any more
+        rollouts(PROMPTS, GREEDY, 1, 0)
+    assert len(running.paths) == asked
 
 
 @contextlib.contextmanager
@@ -340,9 +348,10 @@ def test_a_server_that_dies_leaves_its_work_to_the_others(start):
 def test_a_server_that_is_gone_is_an_error_that_names_it_and_why(start):
     model = make_model()
     running = start(model)
-    client = served(model, running, timeout=0.5)
+    client = served(model, running)
     client(PROMPTS, GREEDY, 1, 0)
     running.stop()
+    client.servers[0].config = ServerConfig(server_timeout=0.5)
     began = time.monotonic()
     with pytest.warns(UserWarning, match="ConnectionRefusedError"), pytest.raises(
         ServerError, match=rf"{running.url} does not answer .*ConnectionRefusedError.*; given up after 0.5 s"
@@ -387,7 +396,7 @@ def test_a_server_started_anew_gets_the_weights_again(start):
 
 
 def choice(**changes):
-    one = {"index": 0, "token_ids": [3, 1], "prompt_token_ids": [5, 6, 7], "finish_reason": "stop",
+    one = {"index": 0, "token_ids": [3, EOS], "prompt_token_ids": [5, 6, 7], "finish_reason": "stop",
            "logprobs": {"token_logprobs": [-0.5, -0.25]}, **changes}  # fmt: skip
     return json.dumps({"choices": [one]})
 
@@ -403,14 +412,14 @@ def choice(**changes):
         (choice(token_ids=None), r"must give token_ids of every choice \(return_token_ids\), found null"),
         (choice(token_ids=[]), r"must give token_ids of every choice"),
         (choice(token_ids=["3", "1"]), r"must give token_ids of every choice"),
-        (choice(token_ids=[99, 1]), r"token_ids of http.* must hold ids from 0 to 39, found 99"),
+        (choice(token_ids=[99, EOS]), r"token_ids of http.* must hold ids from 0 to 39, found 99"),
         (choice(prompt_token_ids=[5, 6]), r"must give the prompt's ids back as they were sent, found \[5, 6\]"),
         (choice(logprobs=None), r"must give token_logprobs of the 2 tokens, found null"),
         (choice(logprobs={"token_logprobs": [-1.0]}), r"must give token_logprobs of the 2 tokens, found \[-1.0\]"),
         (choice(logprobs={"token_logprobs": [-1.0, float("nan")]}), r"that are finite numbers, found \[-1.0, NaN\]"),
         (choice(logprobs={"token_logprobs": [-1.0, None]}), r"that are finite numbers, found \[-1.0, null\]"),
-        (choice(token_ids=[1, 3]), r"must give tokens up to one of \[1\] or 10 of them"),
-        (choice(token_ids=[3, 4]), r"must give tokens up to one of \[1\] or 10 of them"),
+        (choice(token_ids=[EOS, 3]), r"must give tokens up to one of \[14\] or 10 of them"),
+        (choice(token_ids=[3, 4]), r"must give tokens up to one of \[14\] or 10 of them"),
     ],
 )  # fmt: skip
 def test_wrong_answers_are_errors_at_once(start, text, told):
@@ -430,7 +439,7 @@ def test_a_good_answer_is_taken(start):
     running = start(model)
     running.spoil = lambda path, body: (200, choice()) if "stop_token_ids" in body else None
     rollout = served(model, running)(PROMPTS[:1], WARM, 1, 0)
-    assert rollout.completion_ids[0].tolist() == [3, 1]
+    assert rollout.completion_ids[0].tolist() == [3, EOS]
     assert rollout.logps[0].tolist() == [-0.5, -0.25]
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import http.client
-import json
 import os
 import socket
 import subprocess
@@ -233,9 +232,8 @@ def test_raw_log_probs_are_noticed(vllm):
         served(make_model(), vllm)(PROMPTS, WARM, 1, 0)
 
 
-def test_a_folder_it_does_not_see(vllm, tmp_path):
+def test_a_folder_it_does_not_see(vllm):
     client = served(make_model(), vllm)
     client._save = lambda folder: folder.mkdir()
     with pytest.raises(ServerError, match=f"{vllm.url} answers /collective_rpc with 500"):
         client(PROMPTS, GREEDY, 1, 0)
-    assert json.dumps(client.config.to_dict())

@@ -94,6 +94,7 @@ class Weights:
 
     logps     of the probe's tokens by the trainer; `old` those of an earlier version that is to be told from this one
     apart     how far from `logps` the servers' are, at most
+    refused   why a server could not be brought to have them: they are offered to none any more
     """
 
     name: str
@@ -102,6 +103,7 @@ class Weights:
     logps: torch.Tensor
     old: torch.Tensor | None
     apart: float = 0.0
+    refused: ServerError | None = None
 
     def check(self, found: torch.Tensor, url: str, tolerance: float) -> None:
         """Raise where these log-probs, which a server gave after it was told to load the weights, are not theirs."""
@@ -160,10 +162,18 @@ class Server:
         with self._turn:
             if self._weights is weights:
                 return
-            if self.late:  # found out by the request before this one
+            if weights.refused is not None:  # by the request before this one
+                raise weights.refused
+            if self.late:
                 raise Unreachable(f"{self.url} does not answer")
-            self._load(weights)
-            weights.check(self._probe(weights), self.url, self.config.sync_tolerance)
+            try:
+                self._load(weights)
+                weights.check(self._probe(weights), self.url, self.config.sync_tolerance)
+            except Unreachable:
+                raise
+            except ServerError as error:
+                weights.refused = error
+                raise
             self._weights = weights
 
     def _load(self, weights: Weights) -> None:

@@ -409,8 +409,11 @@ def _usage(prompts: list[list[int]], answers: list[dict[str, Any]]) -> dict[str,
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-def make_server(served: Served, host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
+class Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024  # connections that wait for their thread; 5 by default, and a rollout has more at once
+
+
+def make_server(served: Served, host: str = "127.0.0.1", port: int = 0) -> Listener:
     """A server that `serve_forever()` starts; port 0 is any that is free."""
-    server = ThreadingHTTPServer((host, port), type("Handler", (Handler,), {"served": served}))
-    server.daemon_threads = True
-    return server
+    return Listener((host, port), type("Handler", (Handler,), {"served": served}))
