@@ -28,8 +28,10 @@ NEEDS = {  # what a server must be started with to have these
     "/collective_rpc": "VLLM_SERVER_DEV_MODE=1",
     "/reset_prefix_cache": "VLLM_SERVER_DEV_MODE=1",
     "/v1/load_lora_adapter": "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+    "/v1/unload_lora_adapter": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
 }
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # a server that answers so may answer better in a while
+PROBE = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "seed": 0, "prompt_logprobs": 0}
 SIGMAS = 8  # two sets of weights are told apart where their log-probs differ by so many standard errors of a server's
 
 
@@ -144,8 +146,7 @@ class Server:
         self.url, self.config = url.rstrip("/").removesuffix("/v1"), config
         self.failing_since: float | None = None
         self._weights: Weights | None = None  # that it has; None after a failure
-        self._adapter: str | None = None
-        self._model = ""
+        self._model = ""  # what it is asked for: the model's name there, or the adapter's
         self._turn = threading.Lock()
 
     @property
@@ -153,9 +154,11 @@ class Server:
         """Whether it fails, and has done so for too long."""
         return self.failing_since is not None and time.monotonic() - self.failing_since > self.config.server_timeout
 
-    def failed(self, since: float) -> None:
-        """The server may be another one now, with other weights."""
-        self._weights, self.failing_since = None, self.failing_since or since
+    def failed(self, since: float, error: ServerError) -> None:
+        """One that broke off may have been started anew, with other weights."""
+        self.failing_since = self.failing_since or since
+        if error.status in (None, 500):
+            self._weights = None
 
     def hold(self, weights: Weights) -> None:
         """Bring these weights to the server, unless it has them."""
@@ -179,30 +182,26 @@ class Server:
     def _load(self, weights: Weights) -> None:
         if self.config.sync == "disk":
             self._model = self._base_model()
-            path = str(weights.folder)
-            self._told_to("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
-            if not _of(self._told_to("/reset_prefix_cache", {}), "success", True):
-                raise ServerError(f"{self.url} must empty its prefix cache after a sync, found that it did not")
+            self._told_to("/collective_rpc", method="reload_weights", kwargs={"weights_path": str(weights.folder)})
+            if not _of(self._told_to("/reset_prefix_cache"), "success", True):
+                raise Unreachable(f"{self.url} does not empty its prefix cache after a sync")
             return
-        if self._adapter is not None:
-            try:
-                self.post("/v1/unload_lora_adapter", {"lora_name": self._adapter})
-            except ServerError as error:
-                if error.status != 404:  # it was started anew
-                    raise
-        self._told_to("/v1/load_lora_adapter", {"lora_name": weights.name, "lora_path": str(weights.folder)})
-        self._model = self._adapter = weights.name
+        if self._model and self._model != weights.name:
+            self._told_to("/v1/unload_lora_adapter", 404, lora_name=self._model)  # 404: it was started anew
+        again = 400 if self._model == weights.name else None  # then it may have it still
+        self._told_to("/v1/load_lora_adapter", again, lora_name=weights.name, lora_path=str(weights.folder))
+        self._model = weights.name
 
-    def _told_to(self, path: str, body: dict[str, Any]) -> Any:
-        """Of a request that changes the server only silence is worth a second try."""
+    def _told_to(self, path: str, fine: int | None = None, **body: Any) -> Any:
+        """A request that changes the server. An error it answers with is final, but for `fine`, which is none."""
         try:
             return self.post(path, body)
         except ServerError as error:
-            if error.status is None:
+            if error.status == fine is not None:
+                return None
+            if error.status not in (404, 500):
                 raise
-            needs = (
-                f"; it must be started with {NEEDS[path]} (strop serve: --allow-sync)" if error.status == 404 else ""
-            )
+            needs = f"; start it with {NEEDS[path]} (strop serve: --allow-sync)" if error.status == 404 else ""
             raise ServerError(f"{error}{needs}") from None
 
     def _base_model(self) -> str:
@@ -214,16 +213,7 @@ class Server:
 
     def _probe(self, weights: Weights) -> torch.Tensor:
         """Log-probs of the probe. Of the only token that top_k=1 leaves the processed log-prob is 0."""
-        asked = {
-            "prompt": weights.probe,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "top_k": 1,
-            "seed": 0,
-            "prompt_logprobs": 0,
-        }
-        answer = self.complete(asked)
-        choice = self._choices(answer, 1)[0]
+        choice = self._choices(self.complete(PROBE | {"prompt": weights.probe}), 1)[0]
         try:
             entries = zip(weights.probe[1:], choice["prompt_logprobs"][1:], strict=True)
             found = torch.tensor([float(entry[str(token)]["logprob"]) for token, entry in entries], dtype=torch.float64)
@@ -370,7 +360,7 @@ class Pending:
                 server.hold(self._weights)
                 found = server.completions(self._requests[index], self._policy)
             except Unreachable as error:
-                server.failed(start)
+                server.failed(start, error)
                 if self._failed(server, index, error):
                     return
                 time.sleep(wait)
