@@ -1,6 +1,9 @@
 """`strop serve`: OpenAI's protocol over strop's engine. Answers are held against `generate`, number by number."""
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -191,3 +194,19 @@ def test_requests_of_several_threads_take_turns(url, policy):
     for seed in range(6):
         rollout = generate(policy, [PROMPT], Sampling(max_new_tokens=8), seed=seed)
         assert answers[seed] == rollout.completion_ids[0].tolist()
+
+
+def test_the_command_serves_a_folder(tmp_path, policy):
+    policy.model.save_pretrained(tmp_path)
+    policy.tokenizer.save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "strop", "serve", str(tmp_path), "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        line = next(line for line in process.stderr if "serving" in line)
+        url = line.split(" at ")[1].strip()
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        found = ask(url, "/v1/completions", body)[1]["choices"][0]["token_ids"]
+        assert ask(url, "/collective_rpc", {"method": "reload_weights"})[0] == 404
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    rollout = generate(policy, [PROMPT], Sampling(max_new_tokens=8, temperature=0.0))
+    assert found == rollout.completion_ids[0].tolist()
