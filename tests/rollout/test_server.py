@@ -16,11 +16,11 @@ from tiny_models import llama
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.online_dpo import OnlineDPO
 from strop.models import as_policy
+from strop.rewards import RewardError
 from strop.rollout import Rollout, Sampling, generate
 from strop.rollout.sampler import Sampler, Served
 from strop.rollout.server import Server, ServerConfig, ServerError, Weights
-from strop.rollout.serving import Handler, make_server
-from strop.rollout.serving import Served as Serving
+from strop.rollout.serving import Handler, Serving, make_server
 
 PROMPTS = [[5, 6, 7], [8, 9], [10] * 9, [11], [12, 13]]
 EOS = 14  # which greedy completions of some of the prompts reach
@@ -66,7 +66,7 @@ class Running:
                 self.wfile.write(text.encode())
 
         self.server = make_server(self.serving, port=port)
-        self.server.RequestHandlerClass = type("Bound", (Spoiled,), {"served": self.serving})
+        self.server.RequestHandlerClass = type("Bound", (Spoiled,), {"serving": self.serving})
         self.server.handle_error = lambda *_: None
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
@@ -535,13 +535,13 @@ def test_online_dpo_trains_on_what_a_server_samples(start):
 # ---- one step ahead ----
 
 
-def stale_run(start, algorithm, folder=None, **options):
-    """A trainer on four steps of two prompts, and which weights each step's completions were drawn with."""
+def stale_run(start, algorithm, **options):
+    """A trainer of four steps of two prompts, one step ahead, and its server."""
     model = make_model()
     running = start(model)
     made = algorithm(
         model=model, reward_fn=reward, learning_rate=1e-2, max_new_tokens=6, batch_size=2, num_steps=4, save_every=2,
-        keep_checkpoints=0, rollout_server=running.url, max_staleness=1, shuffle=True, **options,
+        keep_checkpoints=0, rollout_server=running.url, max_staleness=1, **options,
     )  # fmt: skip
     return made, running
 
@@ -583,17 +583,51 @@ def check_logps(rollout, policy, sampling):
 
 
 @pytest.mark.parametrize("algorithm", [GRPO, OnlineDPO])
-def test_resuming_one_step_ahead_is_exact(start, tmp_path, algorithm):
-    """The checkpoint has the completions that were under way: drawn with weights that are no more."""
+@pytest.mark.parametrize("how", ["killed", "failed"])
+def test_resuming_one_step_ahead_is_exact(start, tmp_path, algorithm, how):
+    """The checkpoint has the completions that were under way, or in a step that failed: of weights that are no more."""
     options = {"group_size": 4, "importance_cap": 2.0} if algorithm is GRPO else {}
     whole, _ = stale_run(start, algorithm, **options)
     whole.train(ROWS, output_dir=tmp_path / "whole")
-    running = start(make_model())
-    checkpoint = next(path for path in sorted((tmp_path / "whole").rglob("*2*.safetensors")))
-    resumed = algorithm.from_checkpoint(checkpoint, reward_fn=reward)
+    folder = tmp_path / "whole"
+    if how == "failed":
+        folder = tmp_path / "failed"
+        made, _ = stale_run(start, algorithm, **options)
+        calls = []
+
+        def fails(completions):
+            calls.append(1)
+            if len(calls) == 3:
+                raise OSError("the judge is out")
+            return reward(completions)
+
+        made.rewards = type(made.rewards)(fails)
+        with pytest.raises(RewardError, match="the judge is out"):
+            made.train(ROWS, output_dir=folder)
+    resumed = algorithm.from_checkpoint(folder / "checkpoints/step-00000002.safetensors", reward_fn=reward)
     assert resumed.state.step == 2
-    resumed.sampler.servers = [Server(running.url, resumed.config.server)]
+    resumed.sampler.servers = [Server(start(make_model()).url, resumed.config.server)]
     resumed.train(ROWS)
     assert resumed.state.step == 4
     for name, value in whole.module.state_dict().items():
         assert value.equal(resumed.module.state_dict()[name]), name
+
+
+def test_a_server_that_dies_one_step_ahead_leaves_a_checkpoint(start, tmp_path):
+    grpo, running = stale_run(start, GRPO, group_size=4)
+    kept = grpo._learn
+
+    def learn(experience):
+        if grpo.state.step == 1:
+            grpo.sampler.servers[0].config = ServerConfig(server_timeout=0.5)
+            running.stop()
+        return kept(experience)
+
+    grpo._learn = learn
+    running.spoil = lambda path, body: "dies" if grpo.state.step == 1 and body.get("n") == 4 else None
+    with pytest.warns(UserWarning, match="asked again"), pytest.raises(ServerError, match="given up after") as raised:
+        grpo.train(ROWS, output_dir=tmp_path)
+    assert "the run up to step 2 is in" in raised.value.__notes__[0]
+    resumed = GRPO.from_checkpoint(tmp_path / "checkpoints/step-00000002.safetensors", reward_fn=reward)
+    resumed.sampler.servers = [Server(start(make_model()).url, resumed.config.server)]
+    assert len(resumed.train(ROWS).steps) == 2

@@ -15,7 +15,7 @@ from tiny_tokenizers import hugging_face
 
 from strop.models import as_policy
 from strop.rollout import Sampling, generate
-from strop.rollout.serving import Served, make_server
+from strop.rollout.serving import Serving, make_server
 
 PROMPT = [5, 6, 7]
 
@@ -32,7 +32,7 @@ def policy(tokenizer):
 
 @pytest.fixture(scope="module")
 def url(policy):
-    server = make_server(Served(policy, "tiny"))
+    server = make_server(Serving(policy, "tiny"))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

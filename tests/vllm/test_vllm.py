@@ -204,6 +204,19 @@ def test_grpo(vllm, sync):
         assert metrics["grad_norm"] > 0
 
 
+def test_one_step_ahead(vllm):
+    def reward(completions):
+        return [float((ids < 30).float().mean()) for ids in completions]
+
+    grpo = GRPO(
+        model=make_model(), reward_fn=reward, group_size=4, kl_coef=0.0, learning_rate=1e-3, max_new_tokens=16,
+        importance_cap=2.0, batch_size=2, num_steps=4, rollout_server=vllm.url, max_staleness=1,
+    )  # fmt: skip
+    mismatch = [step["mismatch_kl"] for step in grpo.train([{"prompt": prompt} for prompt in PROMPTS]).steps]
+    assert mismatch[0] < 1e-8
+    assert min(mismatch[1:]) > 1e-6
+
+
 # ---- the last ones end the server ----
 
 

@@ -1,5 +1,7 @@
 """Who samples for a trainer: this process, or servers, which are brought the weights first."""
 
+import contextlib
+import copy
 import functools
 import random
 import secrets
@@ -17,26 +19,28 @@ from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy, unwrapped
 from strop.models.kinds import is_peft
 from strop.rollout import Rollout, Sampling, checked_prompts, generate
-from strop.rollout.server import Pending, Server, ServerConfig, Weights
+from strop.rollout.server import Pending, Server, ServerConfig, ServerError, Weights
 
 PROBE_LENGTH = 64
 ROWS = ("prompt_ids", "completion_ids", "logps")
 
 
 class Sampler:
-    """`generate` for a trainer: the policy is known, and a rollout may be begun before it is asked for."""
+    """`generate` for a trainer: the policy is known, and a rollout may be begun before it is asked for.
+
+    What was begun is known by its seed, and kept until the next such rollout is asked for: a step that failed asks again.
+    """
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        self._ahead: tuple[int, Callable[[], Rollout]] | None = None
+        self._begun: dict[int, Callable[[], Rollout]] = {}
 
     def __call__(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> Rollout:
-        if self._ahead is not None:
-            begun, finish = self._ahead
-            rollout = finish()  # also of another seed: what follows may need other weights
-            if begun == seed:
-                self._ahead = None
-                return rollout
+        if seed in self._begun:
+            self._begun = {seed: self._begun[seed]}
+            return self._begun[seed]()
+        for finish in self._begun.values():  # first: what follows may be with other weights
+            finish()
         return self._begin(prompts, sampling, num_samples, seed)()
 
     def _begin(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> Callable[[], Rollout]:
@@ -45,24 +49,29 @@ class Sampler:
 
     def ahead(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> None:
         """Begin the rollout that will be asked for with this seed."""
-        self._ahead = seed, functools.cache(self._begin(prompts, sampling, num_samples, seed))
+        if seed not in self._begun:
+            self._begun[seed] = functools.cache(self._begin(prompts, sampling, num_samples, seed))
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What a checkpoint needs: the rollout that was begun, when it is done."""
-        if self._ahead is None:
-            return {}, {}
-        seed, rollout = self._ahead[0], self._ahead[1]()
+        """For a checkpoint: the rollouts that were begun. Waits for them; one that failed is begun anew by who resumes."""
         tensors: dict[str, torch.Tensor] = {}
-        for name in ROWS:
-            rows = getattr(rollout, name)
-            tensors |= {name: torch.cat(rows), f"{name}_lengths": torch.tensor([len(row) for row in rows])}
-        return tensors, {"seed": seed, "finish_reasons": rollout.finish_reasons, "engine": rollout.engine}
+        values: dict[str, Any] = {}
+        for seed, finish in self._begun.items():
+            with contextlib.suppress(ServerError):
+                rollout = finish()
+                for name in ROWS:
+                    rows = getattr(rollout, name)
+                    lengths = torch.tensor([len(row) for row in rows])
+                    tensors |= {f"{seed}/{name}": torch.cat(rows), f"{seed}/{name}_lengths": lengths}
+                values[str(seed)] = {"finish_reasons": rollout.finish_reasons, "engine": rollout.engine}
+        return tensors, values
 
     def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        if tensors:
-            rows = [list(tensors[name].split(tensors[f"{name}_lengths"].tolist())) for name in ROWS]
-            rollout = Rollout(rows[0], rows[1], rows[2], values["finish_reasons"], engine=values["engine"])
-            self._ahead = values["seed"], lambda: rollout
+        for seed, about in values.items():
+            rows = [tensors[f"{seed}/{name}"].split(tensors[f"{seed}/{name}_lengths"].tolist()) for name in ROWS]
+            prompt_ids, completion_ids, logps = map(list, rows)
+            rollout = Rollout(prompt_ids, completion_ids, logps, about["finish_reasons"], engine=about["engine"])
+            self._begun[int(seed)] = functools.partial(copy.copy, rollout)
 
 
 class Served(Sampler):

@@ -1,6 +1,6 @@
 """`strop serve`: an OpenAI-compatible server over strop's own engine, with the requests by which weights are exchanged.
 
-    make_server(Served(policy, "my-model"), port=8000).serve_forever()
+    make_server(Serving(policy, "my-model"), port=8000).serve_forever()
 
 It speaks what `strop.rollout.server` asks of a vLLM (ids in and out, log-probs of the tokens drawn and of the prompt), and
 what chat programs ask. A thread for every request, and one model: requests take turns.
@@ -42,7 +42,7 @@ class RequestError(ValueError):
 
 
 @dataclass
-class Served:
+class Serving:
     """A model, its adapters, and whose turn it is. Methods are what the requests do, on parsed JSON."""
 
     policy: Policy
@@ -238,25 +238,25 @@ def _number(body: dict[str, Any], name: str, default: float) -> float:
     return default if value is None else float(value)
 
 
-def _texts(body: dict[str, Any], served: Served) -> list[list[int]]:
+def _texts(body: dict[str, Any], serving: Serving) -> list[list[int]]:
     """The prompts of a request of completions as ids."""
     prompt = body.get("prompt")
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise RequestError(f"prompt must be a text, ids, or a list of these, found {prompt!r:.80}")
-    return [encode_prompt(one, served.policy.tokenizer) for one in prompt]
+    return [encode_prompt(one, serving.policy.tokenizer) for one in prompt]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """HTTP around `Served`: JSON in, JSON or a stream of events out, errors in OpenAI's form."""
+    """HTTP around `Serving`: JSON in, JSON or a stream of events out, errors in OpenAI's form."""
 
     protocol_version = "HTTP/1.1"
-    served: Served
+    serving: Serving
     streaming = False
 
     def do_GET(self) -> None:
-        pages: dict[str, Callable[[], Any]] = {"/health": dict, "/v1/models": self.served.models}
+        pages: dict[str, Callable[[], Any]] = {"/health": dict, "/v1/models": self.serving.models}
         self._answered(pages.get(self.path.partition("?")[0]))
 
     def do_POST(self) -> None:
@@ -268,14 +268,14 @@ class Handler(BaseHTTPRequestHandler):
         pages: dict[str, Callable[[dict[str, Any]], Any]] = {
             "/v1/completions": self._completions, "/v1/chat/completions": self._chat,
         }  # fmt: skip
-        if self.served.allow_sync:
+        if self.serving.allow_sync:
             pages |= {
                 "/collective_rpc": self._collective_rpc,
                 "/reset_prefix_cache": lambda _: {"success": True},  # there is none
-                "/v1/load_lora_adapter": lambda b: self.served.load_adapter(
+                "/v1/load_lora_adapter": lambda b: self.serving.load_adapter(
                     _text(b, "lora_name"), _text(b, "lora_path")
                 ),
-                "/v1/unload_lora_adapter": lambda b: self.served.unload_adapter(_text(b, "lora_name")),
+                "/v1/unload_lora_adapter": lambda b: self.serving.unload_adapter(_text(b, "lora_name")),
             }
         page = pages.get(self.path.partition("?")[0])
         return self._answered(None if page is None else lambda: page(_parsed(text)))
@@ -312,17 +312,17 @@ class Handler(BaseHTTPRequestHandler):
             raise RequestError(f"method must be 'reload_weights', found {body.get('method')!r:.80}")
         arguments = body.get("kwargs") or {}
         try:
-            self.served.reload_weights(_text(arguments, "weights_path"))
+            self.serving.reload_weights(_text(arguments, "weights_path"))
         except (OSError, RuntimeError) as error:
             raise RequestError(f"reload_weights failed: {error}", 500) from None
         return {"results": [None]}
 
     def _completions(self, body: dict[str, Any]) -> Any:
-        prompts, asked = _texts(body, self.served), Asked.of(body, 16)
+        prompts, asked = _texts(body, self.serving), Asked.of(body, 16)
 
         def choice(index: int, prompt: list[int], one: dict[str, Any]) -> dict[str, Any]:
             ids = {"token_ids": one["ids"], "prompt_token_ids": prompt} if asked.token_ids else {}
-            words = [self.served.text([token]) for token in one["ids"]] if asked.logprobs else []
+            words = [self.serving.text([token]) for token in one["ids"]] if asked.logprobs else []
             logprobs = (
                 {"tokens": words, "token_logprobs": one["logps"], "top_logprobs": None} if asked.logprobs else None
             )
@@ -331,7 +331,7 @@ class Handler(BaseHTTPRequestHandler):
 
         if asked.stream:
             return self._stream(prompts, asked, "text_completion", lambda new, ids: {"text": new, "token_ids": ids})
-        pairs = [(prompt, one) for prompt in prompts for one in self.served.complete(asked, prompt)]
+        pairs = [(prompt, one) for prompt in prompts for one in self.serving.complete(asked, prompt)]
         choices = [choice(index, *pair) for index, pair in enumerate(pairs)]
         return self._body("text_completion", asked, choices, _usage(prompts, [one for _, one in pairs]))
 
@@ -339,17 +339,17 @@ class Handler(BaseHTTPRequestHandler):
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
             raise RequestError(f"messages must be a list of messages, found {messages!r:.80}")
-        prompt = encode_prompt(messages, self.served.policy.tokenizer)
-        longest = self.served.policy.max_length
+        prompt = encode_prompt(messages, self.serving.policy.tokenizer)
+        longest = self.serving.policy.max_length
         asked = Asked.of(body, 1024 if longest is None else max(1, min(1024, longest - len(prompt))))
         if asked.stream:
             role = iter([{"role": "assistant"}])
             return self._stream([prompt], asked, "chat.completion.chunk",
                                 lambda new, ids: {"delta": {**next(role, {}), "content": new}})  # fmt: skip
-        answers = self.served.complete(asked, prompt)
+        answers = self.serving.complete(asked, prompt)
         choices = [
             {"index": index, "message": {"role": "assistant", "content": one["text"]}, "finish_reason": one["finish_reason"],
-             "logprobs": {"content": [{"token": self.served.text([token]), "logprob": logp} for token, logp in
+             "logprobs": {"content": [{"token": self.serving.text([token]), "logprob": logp} for token, logp in
                                       zip(one["ids"], one["logps"], strict=True)]} if asked.logprobs else None}
             for index, one in enumerate(answers)
         ]  # fmt: skip
@@ -357,7 +357,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _body(self, kind: str, asked: Asked, choices: list[Any], usage: Any = None) -> dict[str, Any]:
         about = {"id": f"strop-{secrets.token_hex(8)}", "object": kind, "created": int(time.time())}
-        return about | {"model": asked.model or self.served.name, "choices": choices, "usage": usage}
+        return about | {"model": asked.model or self.serving.name, "choices": choices, "usage": usage}
 
     def _stream(
         self, prompts: list[list[int]], asked: Asked, kind: str, piece: Callable[..., dict[str, Any]]
@@ -365,7 +365,7 @@ class Handler(BaseHTTPRequestHandler):
         """Events as pieces come. The answer's length is not known before, so the connection ends with it."""
         if len(prompts) > 1:
             raise RequestError(f"prompt must be one in a stream, found {len(prompts)}")
-        pieces = self.served.stream(asked, prompts[0])
+        pieces = self.serving.stream(asked, prompts[0])
         first = next(pieces)  # an error of the request is still told as one
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -414,6 +414,6 @@ class Listener(ThreadingHTTPServer):
     request_queue_size = 1024  # connections that wait for their thread; 5 by default, and a rollout has more at once
 
 
-def make_server(served: Served, host: str = "127.0.0.1", port: int = 0) -> Listener:
+def make_server(serving: Serving, host: str = "127.0.0.1", port: int = 0) -> Listener:
     """A server that `serve_forever()` starts; port 0 is any that is free."""
-    return Listener((host, port), type("Handler", (Handler,), {"served": served}))
+    return Listener((host, port), type("Handler", (Handler,), {"serving": serving}))
