@@ -15,7 +15,7 @@ help:
 	@echo "make test-portable   the tests on other CPUs, threads, locales, without a home folder: an hour on 2 cores"
 	@echo "make lint       style and types            make docs       tables and figures from benchmarks/results"
 	@echo "make bench      measure the CPU suites     make test-gpu   tests that need a GPU, with the python3 at hand"
-	@echo "make test-vllm  rollouts by a stock vLLM on the CPU, in an environment of its own: 3.5 GB, ten minutes"
+	@echo "make test-vllm  rollouts by a stock vLLM on the CPU, in an environment of its own: 3.5 GB, six minutes"
 	@echo "make bench-gpu  measure the operators, a GRPO step and rollouts on a GPU, with the python3 at hand"
 	@echo "make sanitize   AddressSanitizer over the compiled module's tests; sanitize-threads: ThreadSanitizer"
 	@echo "make dist       sdist and wheel, installed into an empty environment"
