@@ -144,6 +144,8 @@ def test_draws_do_not_depend_on_how_requests_are_spread(start):
     other = served(model, servers[0])(PROMPTS, WARM, 4, 8)
     assert [c.tolist() for c in other.completion_ids] != [c.tolist() for c in one.completion_ids]
     assert len({tuple(c.tolist()) for c in one.completion_ids[:4]}) > 1
+    twice = [c.tolist() for c in served(model, servers[0])(PROMPTS[:1] * 2, WARM, 4, 7).completion_ids]
+    assert twice[:4] != twice[4:]  # a prompt that is there twice has two seeds
     # and are drawn by the engine from each prompt's own seed
     seed = next(b["seed"] for b in servers[0].bodies if b.get("prompt") == PROMPTS[0] and b["n"] == 4)
     local = generate(as_policy(model), PROMPTS[:1], WARM, num_samples=4, seed=seed)
