@@ -18,6 +18,7 @@ from strop.config import LoRAConfig, OptimConfig, RunConfig, option_names, optio
 from strop.losses import PolicyRule, PreferenceRule
 from strop.moe import MoEConfig, MoETransformer
 from strop.rollout import Sampling
+from strop.rollout.server import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs/algorithms"
@@ -33,6 +34,7 @@ CONFIGS = [
     RunConfig,
     LoRAConfig,
     Sampling,
+    ServerConfig,
 ]
 
 
@@ -72,7 +74,7 @@ def option_table(page, config):
     [
         ("sft.md", SFTConfig), ("dpo.md", DPOConfig), ("grpo.md", GRPOConfig), ("online_dpo.md", OnlineDPOConfig),
         ("grpo.md", PolicyRule), ("dpo.md", PreferenceRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
-        ("common.md", Sampling), ("../command_line.md", JobConfig),
+        ("common.md", Sampling), ("../command_line.md", JobConfig), ("../rollouts.md", ServerConfig),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )  # fmt: skip

@@ -58,6 +58,8 @@ LAYERS = {
     "strop.algorithms.dpo": ["torch"],
     "strop.models": ["torch"],
     "strop.rollout": ["torch"],
+    "strop.rollout.server": ["torch"],
+    "strop.rollout.serving": ["torch"],
     "strop.rewards": ["torch"],
     "strop.algorithms.grpo": ["torch"],
     "strop.training.checkpoint": ["torch"],

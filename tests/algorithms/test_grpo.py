@@ -12,6 +12,7 @@ from strop.algorithms.grpo import GRPO, Experience, GRPOConfig
 from strop.losses import PolicyRule, group_advantages
 from strop.rewards import RewardError
 from strop.rollout import Rollout, Sampling
+from strop.rollout.server import ServerConfig
 
 PROMPTS = [[1, 2, 3], [4], [7, 8, 9, 10, 11], [12, 13]]
 
@@ -572,15 +573,21 @@ def test_a_bad_reward_stops_the_step_and_leaves_the_weights():
 
 def test_field_names_are_pinned():
     """A new option is a decision."""
-    names = {config: [f.name for f in dataclasses.fields(config)] for config in (GRPOConfig, PolicyRule, Sampling)}
+    names = {
+        config: [f.name for f in dataclasses.fields(config)]
+        for config in (GRPOConfig, PolicyRule, Sampling, ServerConfig)
+    }
     assert names[GRPOConfig] == [
         "optim", "run", "lora", "group_size", "kl_coef", "inner_epochs", "minibatch_size", "advantage_scale",
         "advantage_ddof", "advantage_eps", "mask_truncated", "resample_rounds", "importance_cap", "old_logps",
-        "reward_weights", "reward_timeout", "find_failing", "pad_id", "sampling", "loss",
+        "reward_weights", "reward_timeout", "find_failing", "pad_id", "sampling", "server", "loss",
     ]  # fmt: skip
     assert names[PolicyRule] == [
         "loss_type", "importance_level", "clip_eps", "delta", "beta", "kl_estimator", "entropy_coef",
         "max_completion_length",
+    ]  # fmt: skip
+    assert names[ServerConfig] == [
+        "rollout_server", "sync", "sync_folder", "sync_tolerance", "max_staleness", "server_requests", "server_timeout",
     ]  # fmt: skip
     assert names[Sampling] == ["max_new_tokens", "temperature", "top_k", "top_p", "stop_ids"]
 

@@ -402,6 +402,8 @@ def test_the_engine_with_kernels_equals_generate(kind, monkeypatch):
     assert [c.tolist() for c in found.completion_ids] == [generated_alone(model, p, sampling) for p in PROMPTS]
 
 
+# spare rows of a step read parts that none has written, and nobody reads what they give
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @interpreted
 def test_prompts_read_together_with_kernels(monkeypatch):
     """From 2 tokens on; rows that end and rows that enter change who is beside whom."""

@@ -26,7 +26,9 @@ from strop.data.inputs import Prompt, as_prompts, prompts_of_dataset, repeated, 
 from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, kl_estimate
 from strop.primitives import compute_batch_group_advantages
 from strop.rewards import RewardFunctions, Rewards, check_timeout, sample_table
-from strop.rollout import Rollout, Sampling, checked_prompts, generate
+from strop.rollout import Rollout, Sampling, checked_prompts
+from strop.rollout.sampler import sampler
+from strop.rollout.server import ServerConfig
 from strop.training.trainer import Trainer
 
 OLD_LOGPS = ("auto", "rollout", "recompute")
@@ -71,6 +73,7 @@ class GRPOConfig(TrainerConfig):
     find_failing: bool = False
     pad_id: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    server: ServerConfig = field(default_factory=ServerConfig)
     loss: PolicyRule = field(default_factory=PolicyRule)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
@@ -203,6 +206,7 @@ class GRPO(Trainer):
         super().__init__(**arguments)
         config = self.config
         self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
+        self.sampler = sampler(self, config.server)
 
     def setup(self, ref_model: Any) -> None:
         if self.config.kl_coef:
@@ -241,8 +245,8 @@ class GRPO(Trainer):
         for start in range(0, len(rows), size):
             prompts = rows[start : start + size]
             with self.autocast():
-                rollouts.append(generate(self.policy, [p.ids for p in prompts], sampling, seed=0))
-            rewards = self.rewards(reward_rows(prompts, rollouts[-1], self.policy))
+                rollouts.append(self.sampler([p.ids for p in prompts], sampling, 1, 0))
+            rewards = self.rewards(reward_rows(prompts, rollouts[-1], self.policy.tokenizer))
             totals.append(rewards.total_B)
             columns.append(rewards.columns)
         joined = {name: torch.cat([part[name] for part in columns]) for name in self.rewards.names}
@@ -250,6 +254,12 @@ class GRPO(Trainer):
         for other in rollouts[1:]:
             rollout = rollout.joined(other)
         return Rewards(torch.cat(totals), joined).metrics | rollout.metrics
+
+    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return self.sampler.state()
+
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        self.sampler.load_state(tensors, values)
 
     # ---- a step ----
 
@@ -272,12 +282,12 @@ class GRPO(Trainer):
         return metrics | {"mean_reward": metrics["reward/mean"], "mean_kl": metrics.get("kl", 0.0)}
 
     def _generate(self, prompts: list[Prompt], attempt: int) -> Rollout:
-        config = self.config
-        seed = self.seed_of(self.state.step, attempt)
+        step, how = self.state.step, (self.config.sampling, self.config.group_size)
         with self.phase("generate"), self.autocast():
-            return generate(
-                self.policy, [p.ids for p in prompts], config.sampling, num_samples=config.group_size, seed=seed
-            )
+            rollout = self.sampler([p.ids for p in prompts], *how, self.seed_of(step, attempt))
+            if self.config.server.max_staleness and not attempt and (rows := self.run.upcoming(self.config.run)):
+                self.sampler.ahead([p.ids for p in rows], *how, self.seed_of(step + 1, 0))
+            return rollout
 
     def _reward(self, prompts: list[Prompt], rollout: Rollout) -> tuple[dict[str, list[Any]], Rewards]:
         """What the reward functions are given, and what they give."""

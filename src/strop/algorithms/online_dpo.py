@@ -12,7 +12,9 @@ from strop.algorithms.dpo import DPO, DPOConfig, Pair
 from strop.data.batch import on_device
 from strop.data.inputs import Prompt, as_prompts, check_below, prompts_of_dataset, repeated, reward_rows
 from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout, sample_table
-from strop.rollout import Rollout, Sampling, checked_prompts, generate
+from strop.rollout import Rollout, Sampling, checked_prompts
+from strop.rollout.sampler import sampler
+from strop.rollout.server import ServerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class OnlineDPOConfig(DPOConfig):
     reward_timeout: float | None = None
     find_failing: bool = False
     sampling: Sampling = field(default_factory=Sampling)
+    server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +59,7 @@ class OnlineDPO(DPO):
             raise ValueError(f"OnlineDPO needs a preference_fn or a reward_fn, found {found}")
         super().__init__(**arguments)
         config = self.config
+        self.sampler = sampler(self, config.server)
         self.preference: PreferenceFunction | None = None
         self.rewards: RewardFunctions | None = None
         if reward_fn is not None:
@@ -117,18 +121,22 @@ class OnlineDPO(DPO):
 
     def _sample(self, prompts: list[Prompt], step: Any) -> Rollout:
         """Two completions of each; of a dataset's prompts so many at a time as training samples."""
-        size = self.config.run.batch_size if step == "evaluation" else len(prompts)
-        rollouts = [
-            generate(
-                self.policy,
-                [prompt.ids for prompt in prompts[start : start + size]],
-                self.config.sampling,
-                num_samples=2,
-                seed=self.seed_of(step, *([start] if start else [])),
-            )
-            for start in range(0, len(prompts), size)
-        ]
+        size, how = len(prompts), (self.config.sampling, 2)
+        if step == "evaluation":
+            size = self.config.run.batch_size
+        rollouts = []
+        for start in range(0, len(prompts), size):
+            seed = self.seed_of(step, *([start] if start else []))
+            rollouts.append(self.sampler([p.ids for p in prompts[start : start + size]], *how, seed))
+        if step != "evaluation" and self.config.server.max_staleness and (rows := self.run.upcoming(self.config.run)):
+            self.sampler.ahead([p.ids for p in rows], *how, self.seed_of(step + 1))
         return functools.reduce(Rollout.joined, rollouts)
+
+    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return self.sampler.state()
+
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        self.sampler.load_state(tensors, values)
 
     def _judge(
         self, prompts: list[Prompt], rollout: Rollout

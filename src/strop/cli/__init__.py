@@ -11,7 +11,7 @@ import typer
 
 import strop
 from strop._processes import refuse_several_processes
-from strop.cli import bench, demo, doctor, generate, report, train
+from strop.cli import bench, demo, doctor, generate, report, serve, train
 
 app = typer.Typer(
     name="strop",
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.add_typer(train.app, name="train")
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
 app.command("report")(report.report)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)

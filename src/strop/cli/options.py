@@ -19,6 +19,7 @@ PANELS = {
     "optim": "Optimiser",
     "run": "Run",
     "sampling": "Sampling",
+    "server": "Rollout server (off unless an address is given)",
     "loss": "Loss",
     "lora": "LoRA (off unless one of these is given)",
 }

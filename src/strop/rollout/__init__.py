@@ -6,10 +6,13 @@ One function for every model. What computes is chosen by the policy's kind: `nat
 (a cache of slots and CUDA graphs, else transformers' generate) or `plain` (a module that only returns logits).
 """
 
+import contextlib
+import copy
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,7 +21,7 @@ from strop.models import Policy
 from strop.rollout import decoding, native, plain
 from strop.rollout.sampling import Sampling, draw, sampling_logps
 
-__all__ = ["Rollout", "Sampling", "draw", "generate", "sampling_logps"]
+__all__ = ["Rollout", "Sampler", "Sampling", "draw", "generate", "sampling_logps"]
 
 # (policy, prompts, sampling, num_samples, seed, eos_ids) → tokens and log-probs of every completion, EOS the last token
 # of one that ended so
@@ -29,6 +32,7 @@ ENGINES: dict[str, Callable[..., Completions]] = {
     "plain": plain.complete,
 }
 
+ROWS = ("prompt_ids", "completion_ids", "logps")
 LISTS = ("prompt_ids", "completion_ids", "logps", "finish_reasons")
 
 
@@ -83,20 +87,27 @@ class Rollout:
 
 
 def generate(
-    policy: Policy, prompts: Sequence[Any], sampling: Sampling, *, num_samples: int = 1, seed: int | None = None
+    policy: Policy,
+    prompts: Sequence[Any],
+    sampling: Sampling,
+    *,
+    num_samples: int = 1,
+    seed: int | None = None,
+    ignore_eos: bool = False,
 ) -> Rollout:
     """num_samples completions of each prompt, with the weights as they are now.
 
-    prompts   rows of token ids of any lengths, at least one token each
-    seed      the same seed gives the same completions; None draws one from torch's generator. The generators of the
-              caller are as before, but for that one draw.
+    prompts      rows of token ids of any lengths, at least one token each
+    seed         the same seed gives the same completions; None draws one from torch's generator. The generators of the
+                 caller are as before, but for that one draw.
+    ignore_eos   only sampling.stop_ids end a completion
     """
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, found {num_samples}")
     ids = checked_prompts(policy, prompts, sampling)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
-    eos_ids = tuple(dict.fromkeys((*policy.eos_ids, *sampling.stop_ids)))
+    eos_ids = tuple(dict.fromkeys((*(() if ignore_eos else policy.eos_ids), *sampling.stop_ids)))
     start = time.perf_counter()
     # never in inference mode, whose tensors neither a later rollout nor a training step could use
     with torch.inference_mode(False), torch.no_grad(), policy.evaluating():
@@ -136,3 +147,54 @@ def checked_prompts(
             )
         policy.check_ids(prompt, f"{name}[{index}]")
     return ids
+
+
+class Sampler:
+    """`generate` for a trainer: the policy is known, and a rollout may be begun before it is asked for.
+
+    What was begun is known by its seed, and kept until the next such rollout is asked for: a step that failed asks again.
+    """
+
+    FAILURES: ClassVar[tuple[type[Exception], ...]] = ()  # of a rollout that was begun, which may be begun again
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self._begun: dict[int, Callable[[], Rollout]] = {}
+
+    def __call__(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> Rollout:
+        if seed in self._begun:
+            self._begun = {seed: self._begun[seed]}
+            return self._begun[seed]()
+        for finish in self._begun.values():  # first: what follows may be with other weights
+            finish()
+        return self._begin(prompts, sampling, num_samples, seed)()
+
+    def _begin(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> Callable[[], Rollout]:
+        """A rollout with the weights as they are now; the function returned waits for it."""
+        return functools.partial(generate, self.policy, prompts, sampling, num_samples=num_samples, seed=seed)
+
+    def ahead(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> None:
+        """Begin the rollout that will be asked for with this seed."""
+        if seed not in self._begun:
+            self._begun[seed] = functools.cache(self._begin(prompts, sampling, num_samples, seed))
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """For a checkpoint: the rollouts that were begun. Waits for them; one that failed is begun anew by who resumes."""
+        tensors: dict[str, torch.Tensor] = {}
+        values: dict[str, Any] = {}
+        for seed, finish in self._begun.items():
+            with contextlib.suppress(*self.FAILURES):
+                rollout = finish()
+                for name in ROWS:
+                    rows = getattr(rollout, name)
+                    lengths = torch.tensor([len(row) for row in rows])
+                    tensors |= {f"{seed}/{name}": torch.cat(rows), f"{seed}/{name}_lengths": lengths}
+                values[str(seed)] = {"finish_reasons": rollout.finish_reasons, "engine": rollout.engine}
+        return tensors, values
+
+    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        for seed, about in values.items():
+            rows = [tensors[f"{seed}/{name}"].split(tensors[f"{seed}/{name}_lengths"].tolist()) for name in ROWS]
+            prompt_ids, completion_ids, logps = map(list, rows)
+            rollout = Rollout(prompt_ids, completion_ids, logps, about["finish_reasons"], engine=about["engine"])
+            self._begun[int(seed)] = functools.partial(copy.copy, rollout)

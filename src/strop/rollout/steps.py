@@ -430,7 +430,8 @@ def signature(model: nn.Module) -> Any:
             if one is not None:
                 tensors.append((one.data_ptr(), one.dtype, one.shape))
                 devices.add(one.device)
-    return [autocast_dtype(device) for device in devices], adapters, altered, tensors
+    kinds = sorted({device.type for device in devices} - {"meta"})  # of which torch knows no autocast
+    return [autocast_dtype(torch.device(kind)) for kind in kinds], adapters, altered, tensors
 
 
 def is_altered(module: nn.Module) -> bool:

@@ -48,6 +48,7 @@ class Run:
         self.stop_reason: str | None = None
         self.about: dict[str, Any] = {}
         self.goes_on = False
+        self._rows: Sequence[Any] = ()  # of train(), while it runs
 
     # ---- a step ----
 
@@ -177,6 +178,7 @@ class Run:
             self.goes_on = True
             self.fire(trainer, "on_train_begin")
             try:
+                self._rows = rows
                 stream = self._batches(rows, trainer.config.run)
                 while state.step < state.total_steps and not self.stop_reason and not interruption.signal:
                     with Rescue(trainer, folder):
@@ -188,6 +190,7 @@ class Run:
                 if evaluation is not None and not history.interrupted:
                     evaluation.evaluate(trainer)
             finally:
+                self._rows = ()
                 self.fire(trainer, "on_train_end", history)
             if folder is not None:
                 history.checkpoint = str(folder.close(trainer, history.interrupted))
@@ -208,6 +211,16 @@ class Run:
                 state.position += len(batch)
                 yield batch
             state.epoch, state.position = state.epoch + 1, 0
+
+    def upcoming(self, config: RunConfig) -> list[Any]:
+        """During a step of train(): the rows of the next one; none where there is no next."""
+        state, rows = self.state, self._rows
+        if not rows or state.step + 1 >= state.total_steps:
+            return []
+        ended = state.position >= len(rows)
+        epoch, position = (state.epoch + 1, 0) if ended else (state.epoch, state.position)
+        order = epoch_order(len(rows), config.seed, epoch, config.shuffle)
+        return [rows[index] for index in order[position : position + config.batch_size]]
 
 
 def _own_callbacks(

@@ -1,0 +1,390 @@
+"""Rollouts by servers that speak OpenAI's `/v1/completions`: a stock vLLM, or `strop serve`. Ids in, ids out, never text.
+
+Before a rollout the weights, if they have changed, are written once, and every server is told to load them and then asked
+for the log-probs of a fixed probe, which must be the trainer's. A server that fails is asked again, with the weights
+brought to it anew, since it may have been started anew; meanwhile the others take its requests.
+"""
+
+import collections
+import http.client
+import json
+import math
+import threading
+import time
+import urllib.parse
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strop._checks import check_choice, check_count, check_number
+from strop.config import Config
+from strop.models import Policy
+
+SYNCS = ("disk", "lora")
+NEEDS = {  # what a server must be started with to have these
+    "/collective_rpc": "VLLM_SERVER_DEV_MODE=1",
+    "/reset_prefix_cache": "VLLM_SERVER_DEV_MODE=1",
+    "/v1/load_lora_adapter": "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+    "/v1/unload_lora_adapter": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+}
+PASSING = (408, 425, 429, 500, 502, 503, 504)  # a server that answers so may answer better in a while
+PROBE = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "seed": 0, "prompt_logprobs": 0}
+SIGMAS = 8  # two sets of weights are told apart where their log-probs differ by so many standard errors of a server's
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(Config):
+    """Who samples, where it is not this process.
+
+    rollout_server    address of an OpenAI-compatible server, or of several with the same model; None samples here
+    sync              how weights reach it: "disk" writes them into a folder it sees, "lora" the adapter alone
+    sync_folder       that folder; None is one of this machine's for temporary files
+    sync_tolerance    how far a server's log-probs may be from the trainer's after a sync, root mean square
+    max_staleness     1 samples the next step's completions while this one trains: they are one step older; 0 waits
+    server_requests   prompts that are on their way to one server at a time
+    server_timeout    seconds after which a server that fails or is silent is given up
+    """
+
+    rollout_server: str | tuple[str, ...] | None = None
+    sync: str = "disk"
+    sync_folder: str | None = None
+    sync_tolerance: float = 0.3
+    max_staleness: int = 0
+    server_requests: int = 32
+    server_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for url in self.urls:
+            if urllib.parse.urlsplit(url).scheme not in ("http", "https") or not urllib.parse.urlsplit(url).hostname:
+                raise ValueError(f"rollout_server must be like http://127.0.0.1:8000, found {url!r}")
+        check_choice(self.sync, "sync", SYNCS)
+        check_number(self.sync_tolerance, "sync_tolerance", low=0.0, open_low=True)
+        check_count(self.max_staleness, "max_staleness")
+        if self.max_staleness > 1:
+            raise ValueError(f"max_staleness must be 0 or 1, found {self.max_staleness}")
+        if self.max_staleness and not self.urls:
+            raise ValueError("max_staleness must be 0 without a rollout_server, found 1")
+        check_count(self.server_requests, "server_requests", low=1)
+        check_number(self.server_timeout, "server_timeout", low=0.0, open_low=True)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        given = self.rollout_server or ()
+        return (given,) if isinstance(given, str) else tuple(given)
+
+
+class ServerError(RuntimeError):
+    """A server said what it must not; the message begins with its address."""
+
+    status: int | None = None
+
+
+class Unreachable(ServerError):
+    """It may answer better in a while."""
+
+
+# ---- weights ----
+
+
+@dataclass
+class Weights:
+    """A version of the weights that servers are to have.
+
+    logps     of the probe's tokens by the trainer; `old` those of an earlier version that is to be told from this one
+    apart     how far from `logps` the servers' are, at most
+    refused   why a server could not be brought to have them: they are offered to none any more
+    """
+
+    name: str
+    folder: Path
+    probe: list[int]
+    logps: torch.Tensor
+    old: torch.Tensor | None
+    apart: float = 0.0
+    refused: ServerError | None = None
+
+    def check(self, found: torch.Tensor, url: str, tolerance: float) -> None:
+        """Raise where these log-probs, which a server gave after it was told to load the weights, are not theirs."""
+        apart, stale = _rms(found - self.logps), math.inf if self.old is None else _rms(found - self.old)
+        if stale < apart and self._differ(min(stale, apart)):
+            raise ServerError(
+                f"{url} must serve the weights of {self.name}, found the old ones: its log-probs of a probe are "
+                f"{stale:.3g} from theirs and {apart:.3g} from the new ones' (root mean square)"
+            )
+        if not apart <= tolerance:
+            raise ServerError(
+                f"{url} must serve the weights of {self.name}, found others: its log-probs of a probe are {apart:.3g} from "
+                f"the trainer's (root mean square), sync_tolerance={tolerance:g}; is it started with the same model?"
+            )
+        self.apart = max(self.apart, apart)
+
+    def _differ(self, noise: float) -> bool:
+        """Whether a server whose log-probs have this error can tell these weights from the old ones."""
+        return self.old is not None and _rms(self.logps - self.old) * len(self.logps) ** 0.5 > SIGMAS * noise
+
+    @property
+    def baseline(self) -> torch.Tensor:
+        """What the next version is to be told from: these weights if the servers were seen to have them and not the old."""
+        return self.logps if self.old is None or self._differ(self.apart) else self.old
+
+
+def _rms(difference: torch.Tensor) -> float:
+    return difference.square().mean().sqrt().item()
+
+
+# ---- one server ----
+
+
+class Server:
+    """Requests to one address, and which weights it has."""
+
+    def __init__(self, url: str, config: ServerConfig):
+        self.url, self.config = url.rstrip("/").removesuffix("/v1"), config
+        self.failing_since: float | None = None
+        self._weights: Weights | None = None  # that it has; None after a failure
+        self._model = ""  # what it is asked for: the model's name there, or the adapter's
+        self._turn = threading.Lock()
+
+    @property
+    def late(self) -> bool:
+        """Whether it fails, and has done so for too long."""
+        return self.failing_since is not None and time.monotonic() - self.failing_since > self.config.server_timeout
+
+    def failed(self, since: float, error: ServerError) -> None:
+        """One that broke off may have been started anew, with other weights."""
+        self.failing_since = self.failing_since or since
+        if error.status in (None, 500):
+            self._weights = None
+
+    def hold(self, weights: Weights) -> None:
+        """Bring these weights to the server, unless it has them."""
+        with self._turn:
+            if self._weights is weights:
+                return
+            if weights.refused is not None:  # by the request before this one
+                raise weights.refused
+            if self.late:
+                raise Unreachable(f"{self.url} does not answer")
+            try:
+                self._load(weights)
+                weights.check(self._probe(weights), self.url, self.config.sync_tolerance)
+            except Unreachable:
+                raise
+            except ServerError as error:
+                weights.refused = error
+                raise
+            self._weights = weights
+
+    def _load(self, weights: Weights) -> None:
+        if self.config.sync == "disk":
+            self._model = self._base_model()
+            self._told_to("/collective_rpc", method="reload_weights", kwargs={"weights_path": str(weights.folder)})
+            if not _of(self._told_to("/reset_prefix_cache"), "success", True):
+                raise Unreachable(f"{self.url} does not empty its prefix cache after a sync")
+            return
+        if self._model and self._model != weights.name:
+            self._told_to("/v1/unload_lora_adapter", 404, lora_name=self._model)  # 404: it was started anew
+        again = 400 if self._model == weights.name else None  # then it may have it still
+        self._told_to("/v1/load_lora_adapter", again, lora_name=weights.name, lora_path=str(weights.folder))
+        self._model = weights.name
+
+    def _told_to(self, path: str, fine: int | None = None, **body: Any) -> Any:
+        """A request that changes the server. An error it answers with is final, but for `fine`, which is none."""
+        try:
+            return self.post(path, body)
+        except ServerError as error:
+            if error.status == fine is not None:
+                return None
+            if error.status not in (404, 500):
+                raise
+            needs = f"; start it with {NEEDS[path]} (strop serve: --allow-sync)" if error.status == 404 else ""
+            raise ServerError(f"{error}{needs}") from None
+
+    def _base_model(self) -> str:
+        answer = self._call("GET", "/v1/models")
+        for model in _of(answer, "data", []):
+            if _of(model, "parent") is None and isinstance(_of(model, "id"), str):
+                return model["id"]
+        raise ServerError(f"{self.url} must list its model at /v1/models, found {_shown(answer)}")
+
+    def _probe(self, weights: Weights) -> torch.Tensor:
+        """Log-probs of the probe. Of the only token that top_k=1 leaves the processed log-prob is 0."""
+        choice = self._choices(self.complete(PROBE | {"prompt": weights.probe}), 1)[0]
+        try:
+            entries = zip(weights.probe[1:], choice["prompt_logprobs"][1:], strict=True)
+            found = torch.tensor([float(entry[str(token)]["logprob"]) for token, entry in entries], dtype=torch.float64)
+            drawn = float(choice["logprobs"]["token_logprobs"][0])
+        except (KeyError, TypeError, ValueError, IndexError):
+            raise ServerError(f"{self.url} must give prompt_logprobs and logprobs, found {_shown(choice)}") from None
+        if not drawn > -1e-3:
+            raise ServerError(
+                f"{self.url} must give log-probs of the distribution it draws from, found others: start it with "
+                f"--logprobs-mode processed_logprobs"
+            )
+        return found
+
+    def complete(self, asked: dict[str, Any]) -> Any:
+        """Everything is said, since a server takes what is not said from the model's generation_config."""
+        told = {"model": self._model, "n": 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+                "frequency_penalty": 0.0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}  # fmt: skip
+        return self.post("/v1/completions", told | asked)
+
+    def completions(self, asked: dict[str, Any], policy: Policy) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Ids and log-probs of each completion; an answer that cannot be one is an error."""
+        choices = self._choices(self.complete(asked), asked["n"])
+        return [self._checked(choice, asked, policy) for choice in choices]
+
+    def _choices(self, answer: Any, num: int) -> list[Any]:
+        choices = _of(answer, "choices")
+        if not isinstance(choices, list) or sorted(_of(one, "index", -1) for one in choices) != list(range(num)):
+            raise ServerError(f"{self.url} must give {num} choices, found {_shown(answer)}")
+        return sorted(choices, key=lambda choice: choice["index"])
+
+    def _checked(self, choice: Any, asked: dict[str, Any], policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+        def wrong(wanted: str, found: Any) -> ServerError:
+            return ServerError(f"{self.url} must give {wanted}, found {_shown(found)}")
+
+        ids, logps = _of(choice, "token_ids"), _of(_of(choice, "logprobs"), "token_logprobs")
+        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+            raise wrong("token_ids of every choice (return_token_ids)", ids)
+        if _of(choice, "prompt_token_ids", asked["prompt"]) not in (None, asked["prompt"]):
+            raise wrong("the prompt's ids back as they were sent", choice["prompt_token_ids"])
+        if not isinstance(logps, list) or len(logps) != len(ids):
+            raise wrong(f"token_logprobs of the {len(ids)} tokens", logps)
+        if not all(isinstance(one, float | int) and math.isfinite(one) for one in logps):
+            raise wrong("token_logprobs that are finite numbers", logps)
+        ends = asked["stop_token_ids"]
+        if any(one in ends for one in ids[:-1]) or not (ids[-1] in ends or len(ids) == asked["max_tokens"]):
+            why = {"finish_reason": _of(choice, "finish_reason"), "token_ids": ids}
+            raise wrong(f"tokens up to one of {ends} or {asked['max_tokens']} of them", why)
+        found = torch.tensor(ids)
+        policy.check_ids(found, f"token_ids of {self.url}")
+        return found, torch.tensor(logps, dtype=policy.loss_dtype)
+
+    # ---- HTTP ----
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        return self._call("POST", path, json.dumps(body))
+
+    def _call(self, method: str, path: str, body: str | None = None) -> Any:
+        """The answer's JSON, or as text what is none."""
+        address = urllib.parse.urlsplit(self.url)
+        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        connection = kind(address.hostname or "", address.port, timeout=self.config.server_timeout)
+        try:
+            connection.request(method, address.path + path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            status, text = answer.status, answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            said = f"no answer in {self.config.server_timeout:g} s" if isinstance(error, TimeoutError) else error
+            raise Unreachable(f"{self.url} does not answer {path}: {type(error).__name__}: {said}") from None
+        finally:
+            connection.close()
+        try:
+            found = json.loads(text) if text else {}
+        except ValueError:
+            found = text
+        if status != 200:
+            said = _of(_of(found, "error"), "message") or _of(found, "detail") or _shown(found)
+            raised = (Unreachable if status in PASSING else ServerError)(
+                f"{self.url} answers {path} with {status}: {said}"
+            )
+            raised.status = status
+            raise raised
+        return found
+
+
+def _of(value: Any, key: str, default: Any = None) -> Any:
+    """A key of what should be an object."""
+    return value.get(key, default) if isinstance(value, dict) else default
+
+
+def _shown(value: Any) -> str:
+    text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
+    return text if len(text) < 160 else f"{text[:160]}…"
+
+
+# ---- all of them ----
+
+
+class Pending:
+    """Requests on their way. Every server has threads that take the next prompt; one that failed goes back to be taken."""
+
+    def __init__(self, servers: list[Server], weights: Weights, requests: list[dict[str, Any]], policy: Policy):
+        self._requests, self._weights, self._policy = requests, weights, policy
+        self._todo = collections.deque(range(len(requests)))
+        self._found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._failures: dict[str, str] = {}
+        self._error: BaseException | None = None
+        self._turn = threading.Condition()
+        jobs = [server for server in servers for _ in range(min(server.config.server_requests, len(requests)))]
+        for server in servers:
+            server.failing_since = None
+        self._working = len(jobs)
+        for server in jobs:
+            threading.Thread(target=self._work, args=(server,), daemon=True).start()
+
+    def result(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Ids and log-probs of all completions, in the order of the requests. Waits."""
+        told: set[str] = set()
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: self._over or self._failures.keys() - told, timeout=1)
+                failures, over = dict(self._failures), self._over
+            for url in failures.keys() - told:
+                told.add(url)
+                warnings.warn(f"{failures[url]}; it is asked again, with the weights brought to it anew", stacklevel=4)
+            if self._error is not None:
+                raise self._error
+            if over:
+                return [pair for index in range(len(self._requests)) for pair in self._found[index]]
+
+    @property
+    def _over(self) -> bool:
+        return self._error is not None or len(self._found) == len(self._requests)
+
+    def _work(self, server: Server) -> None:
+        wait = 0.1
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: self._over or self._todo)
+                if self._over:
+                    return
+                index = self._todo.popleft()
+            start = time.monotonic()
+            try:
+                server.hold(self._weights)
+                found = server.completions(self._requests[index], self._policy)
+            except Unreachable as error:
+                server.failed(start, error)
+                if self._failed(server, index, error):
+                    return
+                time.sleep(wait)
+                wait = min(2 * wait, 5.0)
+            except BaseException as error:
+                with self._turn:
+                    self._error = error
+                    self._turn.notify_all()
+                return
+            else:
+                wait, server.failing_since = 0.1, None
+                with self._turn:
+                    self._found[index] = found
+                    self._turn.notify_all()
+
+    def _failed(self, server: Server, index: int, error: Unreachable) -> bool:
+        """The prompt is for another to take. Whether the server has had its time; the last one's end is that of all."""
+        late = server.late
+        with self._turn:
+            self._todo.append(index)
+            self._failures.setdefault(server.url, str(error))
+            self._working -= late
+            if not self._working:
+                causes = "; ".join(self._failures.values())
+                self._error = ServerError(f"{causes}; given up after {server.config.server_timeout:g} s")
+            self._turn.notify_all()
+        return late
