@@ -49,7 +49,7 @@ def test_it_errs_no_more_than_the_models_own_layers(kind, how):
     ratios = sorted(error / own[name] for name, error in found.items())
     assert 0 < found["logps"] < (1e-5 if how == "float32" else 0.05), (found, own)
     assert ratios[len(ratios) // 2] < 1.25
-    assert ratios[-1] < 3, (found, own)
+    assert ratios[-1] < 4, (found, own)
 
 
 def test_it_keeps_less():
