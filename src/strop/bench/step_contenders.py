@@ -12,6 +12,7 @@ made likelier in the weights that both sides get (`raise_the_end`): lengths are 
 import dataclasses
 import gc
 import importlib.util
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 LEARNING_RATE, SEED = 1e-6, 0
+TRIALS = 4  # rollouts that set how likely the end is
 Steps = Callable[[int], "list[Step]"]
 
 
@@ -131,8 +133,12 @@ def raise_the_end(model: Any, workload: Workload) -> None:
     (1 − (1 − p)^T)/p.
 
     One coordinate of every embedding is 1, so that a part of each hidden state is the same whatever was read. Input and
-    output share their embeddings, and the end's has more of that coordinate: as much as gives p on the prompts.
+    output share their embeddings, and the end's has more of that coordinate: as much as gives p on the prompts, and then
+    as rollouts show, since far behind a prompt the hidden states are others.
     """
+    from strop.models import as_policy
+    from strop.rollout import Sampling, generate
+
     assert model.config.tie_word_embeddings
     weight_VH, T, mean = model.get_input_embeddings().weight, workload.new_tokens, workload.mean_tokens or 0
     chance = _solved(lambda p: (1 - (1 - p) ** T) / p - mean, 1.0, 1e-6)
@@ -142,6 +148,11 @@ def raise_the_end(model: Any, workload: Workload) -> None:
     odds_N = logits_NV[:, 1] - logits_NV.logsumexp(1)
     always_N = hidden_NH[:, 0].float()
     weight_VH[1, 0] += _solved(lambda more: (odds_N + more * always_N).sigmoid().mean() - chance, 0.0, 8.0)
+    policy, sampling = as_policy(model), Sampling(max_new_tokens=T)
+    for seed in range(TRIALS):
+        rollout = generate(policy, list(workload.prompts()), sampling, num_samples=workload.group_size, seed=seed)
+        ended = max(rollout.finish_reasons.count("eos"), 1)
+        weight_VH[1, 0] += math.log(chance * rollout.num_tokens / ended) / float(always_N.mean())
 
 
 def _solved(rises: Callable[[float], Any], low: float, high: float) -> float:

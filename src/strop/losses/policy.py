@@ -10,9 +10,9 @@ where kl and entropy are reduced with the same weights. Fused kernels compute th
     loss_type   token                                       weight of a token that counts
     grpo        −min(r·A, clip(r)·A)                        1 / (length of its sequence · sequences)    arXiv 2402.03300
     bnpo        the same                                    1 / tokens
-    dapo        the same                                    1 / tokens of the whole step                arXiv 2503.14476
+    dapo        the same                                    1 / tokens of the whole update              arXiv 2503.14476
     dr_grpo     the same                                    1 / (max_completion_length · sequences)     arXiv 2503.20783
-    cispo       −stop_gradient(min(r, high))·A·log π        1 / tokens of the whole step                arXiv 2506.13585
+    cispo       −stop_gradient(min(r, high))·A·log π        1 / tokens of the whole update              arXiv 2506.13585
 
 r is the ratio π/π_old of the token, or with importance_level="sequence" the geometric mean over its sequence
 (GSPO, arXiv 2507.18071).

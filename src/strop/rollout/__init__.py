@@ -2,7 +2,7 @@
 
     rollout = generate(policy, prompts, Sampling(max_new_tokens=64), num_samples=8, seed=0)
 
-One function for every model. What computes is chosen by the policy's kind: `native` (strop's MoE engine), `hf`
+One function for every model. What computes is chosen by the policy's kind: `moe` (strop's own engine), `hf`
 (a cache of slots and CUDA graphs, else transformers' generate) or `plain` (a module that only returns logits).
 """
 
