@@ -293,3 +293,37 @@ def test_ten_kills(tmp_path):
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     steps = [entry["step"] for entry in read_metrics(tmp_path / "killed" / "metrics.jsonl")]
     assert steps == list(range(1, killed_run.NUM_STEPS + 1))
+
+
+class FailsOnce(Callback):
+    """In its third step, before anything is changed."""
+
+    def __init__(self):
+        self.failed = False
+
+    def on_step_begin(self, trainer):
+        if trainer.state.step == 2 and not self.failed:
+            self.failed = True
+            raise RuntimeError("a judge is down")
+
+
+def test_a_step_that_failed_is_taken_again_without_a_folder_too():
+    whole, broken = (SFT(model=tiny_moe(), **OPTIONS) for _ in range(2))
+    broken.callbacks = FailsOnce()
+    whole.train(ROWS, num_steps=5)
+    with pytest.raises(RuntimeError, match="a judge is down"):
+        broken.train(ROWS, num_steps=5)
+    broken.train(ROWS, num_steps=5)
+    assert torch.equal(weights_of(whole), weights_of(broken))
+
+
+def test_callbacks_and_loggers_put_in_later_are_checked():
+    sft = SFT(model=tiny_moe(), **OPTIONS)
+    sft.loggers, sft.callbacks = None, [FailsOnce()]
+    assert sft.loggers == []
+    with pytest.raises(TypeError, match=r"logger must have log\(metrics, step\), found a str"):
+        sft.loggers = "wandb"
+    with pytest.raises(TypeError, match=r"callbacks must be of strop\.callbacks\.Callback, found int"):
+        sft.callbacks = 5
+    sft.goes_on = True
+    assert sft.run.goes_on

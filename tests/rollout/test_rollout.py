@@ -270,3 +270,19 @@ def test_select_and_join():
     assert [p.item() for p in both.prompt_ids] == [2, 0, 1]
     assert both.finish_reasons == ["eos", "eos", "length"]
     assert both.seconds == 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"num_samples": 1.5}, TypeError, "num_samples must be an int, found float"),
+        ({"num_samples": True}, TypeError, "num_samples must be an int, found bool"),
+        ({"num_samples": 0}, ValueError, "num_samples must be at least 1, found 0"),
+        ({"seed": "x"}, TypeError, "seed must be an int, found str"),
+        ({"seed": -1}, ValueError, "seed must be at least 0, found -1"),
+        ({"seed": 2**80}, ValueError, "seed must be at least 0 and below 2\\*\\*63"),
+    ],
+)
+def test_how_many_and_which_are_checked(options, error, says):
+    with pytest.raises(error, match=says):
+        generate(as_policy(plain()), [[1, 2]], Sampling(max_new_tokens=1), **options)

@@ -633,3 +633,9 @@ def test_a_server_that_dies_one_step_ahead_leaves_a_checkpoint(start, tmp_path):
     resumed = GRPO.from_checkpoint(tmp_path / "checkpoints/step-00000002.safetensors", reward_fn=reward)
     resumed.sampler.servers = [Server(start(make_model()).url, resumed.config.server)]
     assert len(resumed.train(ROWS).steps) == 2
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:x", "http://a:99999", 5, "ftp://a"])
+def test_an_address_that_is_none_is_told_at_once(url):
+    with pytest.raises((ValueError, TypeError), match="rollout_server must be"):
+        ServerConfig(rollout_server=url)

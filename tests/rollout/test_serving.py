@@ -15,7 +15,7 @@ from tiny_tokenizers import hugging_face
 
 from strop.models import as_policy
 from strop.rollout import Sampling, generate
-from strop.rollout.serving import Serving, make_server
+from strop.rollout.serving import RequestError, Serving, make_server
 
 PROMPT = [5, 6, 7]
 
@@ -201,12 +201,72 @@ def test_the_command_serves_a_folder(tmp_path, policy):
     policy.tokenizer.save_pretrained(tmp_path)
     command = [sys.executable, "-m", "strop", "serve", str(tmp_path), "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        line = next(line for line in process.stderr if "serving" in line)
-        url = line.split(" at ")[1].strip()
-        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
-        found = ask(url, "/v1/completions", body)[1]["choices"][0]["token_ids"]
-        assert ask(url, "/collective_rpc", {"method": "reload_weights"})[0] == 404
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        try:
+            line = next(line for line in process.stderr if "serving" in line)
+            url = line.split(" at ")[1].strip()
+            body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+            found = ask(url, "/v1/completions", body)[1]["choices"][0]["token_ids"]
+            assert ask(url, "/collective_rpc", {"method": "reload_weights"})[0] == 404
+            process.terminate()  # not SIGINT, which programs started in the background ignore
+            assert process.wait(timeout=60) == -signal.SIGTERM
+        finally:
+            process.kill()
     rollout = generate(policy, [PROMPT], Sampling(max_new_tokens=8, temperature=0.0))
     assert found == rollout.completion_ids[0].tolist()
+
+
+def weights_of(serving):
+    return [one.clone() for one in serving.policy.model.state_dict().values()]
+
+
+def test_refused_weights_change_nothing(tmp_path):
+    llama(num_hidden_layers=3, scale=2.0).save_pretrained(tmp_path)
+    serving = Serving(as_policy(llama()), "tiny", True)
+    before = weights_of(serving)
+    with pytest.raises(
+        RequestError, match=r"weights_path must hold the weights of tiny, found other ones at model\.layers\.2"
+    ):
+        serving.reload_weights(str(tmp_path))
+    assert all(map(torch.equal, before, weights_of(serving)))
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("fault", ["no weights", "other layers"])
+def test_an_adapter_that_does_not_load_leaves_the_model_as_it_was(fault, others, tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def saved(name, model, **options):
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+        peft.get_peft_model(model, config).save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    good, bad = saved("good", llama()), saved("bad", llama(num_hidden_layers=3))
+    llama().save_pretrained(tmp_path / "base")
+    if fault == "no weights":
+        (tmp_path / "bad" / "adapter_model.safetensors").unlink()
+    serving = Serving(as_policy(llama()), "tiny", True)
+    if others:
+        serving.load_adapter("good", good)
+    before = weights_of(serving)
+    with pytest.raises(RequestError, match="Loading lora bad failed: ") as caught:
+        serving.load_adapter("bad", bad)
+    assert caught.value.status == 404
+    assert all(map(torch.equal, before, weights_of(serving)))
+    if others:
+        serving.unload_adapter("good")
+    serving.reload_weights(str(tmp_path / "base"))
+    serving.load_adapter("good", good)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt": PROMPT, "stop_token_ids": 5}, "stop_token_ids must be a list, found 5"),
+        ({"prompt": PROMPT, "stop": 5}, "stop must be a list, found 5"),
+        ({"prompt": [3, True]}, "prompt must hold ids that are whole numbers"),
+    ],
+)
+def test_requests_of_the_wrong_kind_name_what_is_wrong(url, body, says):
+    status, answer = ask(url, "/v1/completions", body)
+    assert status == 400
+    assert says in answer["error"]["message"]

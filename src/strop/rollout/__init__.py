@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from strop._checks import check_count
 from strop.data.batch import Trajectory, as_ids
 from strop.models import Policy
 from strop.rollout import decoding, native, plain
@@ -102,8 +103,9 @@ def generate(
                  caller are as before, but for that one draw.
     ignore_eos   only sampling.stop_ids end a completion
     """
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1, found {num_samples}")
+    check_count(num_samples, "num_samples", 1)
+    if seed is not None:
+        check_count(seed, "seed")
     ids = checked_prompts(policy, prompts, sampling)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))

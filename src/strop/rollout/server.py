@@ -59,7 +59,7 @@ class ServerConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         for url in self.urls:
-            if urllib.parse.urlsplit(url).scheme not in ("http", "https") or not urllib.parse.urlsplit(url).hostname:
+            if not _is_address(url):
                 raise ValueError(f"rollout_server must be like http://127.0.0.1:8000, found {url!r}")
         check_choice(self.sync, "sync", SYNCS)
         check_number(self.sync_tolerance, "sync_tolerance", low=0.0, open_low=True)
@@ -73,8 +73,16 @@ class ServerConfig(Config):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        given = self.rollout_server or ()
-        return (given,) if isinstance(given, str) else tuple(given)
+        given: Any = self.rollout_server or ()
+        return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+def _is_address(url: Any) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url if isinstance(url, str) else "")
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False
 
 
 class ServerError(RuntimeError):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from strop.data.tokenize import encode_prompt
 from strop.models import Policy, load_model, unwrapped
 from strop.models.kinds import adapter_off, is_peft
 from strop.rollout import Sampling, generate
+
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # files of an adapter that peft saved
 
 MAX_BODY = 64 << 20
 FIRST_PIECE, LONGEST_PIECE = 4, 64  # tokens of a streamed answer that are sent together
@@ -66,6 +69,11 @@ class Serving:
             base = unwrapped(self.policy.model)
             if is_peft(base):
                 raise RequestError("weights must be loaded before any adapter, found one")
+            own_shapes, new_shapes = ({k: w.shape for k, w in m.state_dict().items()} for m in (base, new))
+            if odd := sorted(
+                {name for name, _ in own_shapes.items() ^ new_shapes.items()}
+            ):  # before anything is changed
+                raise RequestError(f"weights_path must hold the weights of {self.name}, found other ones at {odd[0]}")
             base.load_state_dict(new.state_dict())
 
     def load_adapter(self, name: str, path: str) -> None:
@@ -74,15 +82,27 @@ class Serving:
         with self.turn:
             if name in (self.name, *self.adapters):
                 raise RequestError(f"lora_name must be a new one, found {name!r}")
-            model = unwrapped(self.policy.model)
-            try:
-                if is_peft(model):
-                    model.load_adapter(path, adapter_name=name)
+            if missing := [one for one in ADAPTER if not (Path(path) / one).is_file()]:
+                raise RequestError(f"Loading lora {name} failed: there is no {missing[0]} in {path}", 404)
+            model: Any = unwrapped(self.policy.model)
+            had_others = is_peft(model)
+            try:  # the configuration first: what does not fit is then found before a layer is exchanged
+                config = peft.PeftConfig.from_pretrained(path)
+                weights = peft.load_peft_weights(path, device=str(self.policy.device))
+                if had_others:
+                    model.add_adapter(name, config)
                 else:
-                    model = peft.PeftModel.from_pretrained(model, path, adapter_name=name)
-                    self.policy = Policy(model.eval(), self.policy.tokenizer)
-            except (OSError, ValueError) as error:
+                    model = peft.get_peft_model(model, config, adapter_name=name)
+                result: Any = peft.set_peft_model_state_dict(model, weights, adapter_name=name)
+                if result.unexpected_keys:
+                    raise ValueError(f"it has weights of other layers, {result.unexpected_keys[0]}")
+            except Exception as error:  # peft raises errors of every kind
+                if had_others and name in model.peft_config:
+                    model.delete_adapter(name)
+                elif not had_others and is_peft(model):
+                    self.policy = Policy(model.unload(), self.policy.tokenizer)
                 raise RequestError(f"Loading lora {name} failed: {error}", 404) from None
+            self.policy = Policy(model.eval(), self.policy.tokenizer)
             self.adapters.append(name)
 
     def unload_adapter(self, name: str) -> None:
@@ -202,10 +222,9 @@ class Asked:
             temperature=_number(body, "temperature", 1.0),
             top_k=max(_whole(body, ("top_k",), 0), 0),
             top_p=_number(body, "top_p", 1.0),
-            stop_ids=tuple(body.get("stop_token_ids") or ()),
+            stop_ids=tuple(_listed(body, "stop_token_ids")),
         )
-        stop = body.get("stop") or ()
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        stop = (body["stop"],) if isinstance(body.get("stop"), str) else tuple(_listed(body, "stop"))
         if not all(isinstance(one, str) and one for one in stop):
             raise RequestError(f"stop must be a text or several, found {body['stop']!r:.80}")
         n, stream = _whole(body, ("n",), 1), bool(body.get("stream"))
@@ -215,6 +234,12 @@ class Asked:
         flags = (body.get("ignore_eos"), _wanted(body, "prompt_logprobs"))
         shown = (_wanted(body, "logprobs"), body.get("return_token_ids"), stream)
         return cls(body.get("model"), sampling, n, seed, stop, *map(bool, flags + shown))
+
+
+def _listed(body: dict[str, Any], name: str) -> list[Any]:
+    if not isinstance(found := body.get(name) or [], list):
+        raise RequestError(f"{name} must be a list, found {found!r:.80}")
+    return found
 
 
 def _wanted(body: dict[str, Any], name: str) -> bool:
@@ -245,6 +270,9 @@ def _texts(body: dict[str, Any], serving: Serving) -> list[list[int]]:
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise RequestError(f"prompt must be a text, ids, or a list of these, found {prompt!r:.80}")
+    for one in prompt:
+        if isinstance(one, list) and any(type(token) is not int for token in one):
+            raise RequestError(f"prompt must hold ids that are whole numbers, found {one!r:.80}")
     return [encode_prompt(one, serving.policy.tokenizer) for one in prompt]
 
 
@@ -310,7 +338,8 @@ class Handler(BaseHTTPRequestHandler):
     def _collective_rpc(self, body: dict[str, Any]) -> Any:
         if body.get("method") != "reload_weights":
             raise RequestError(f"method must be 'reload_weights', found {body.get('method')!r:.80}")
-        arguments = body.get("kwargs") or {}
+        if not isinstance(arguments := body.get("kwargs") or {}, dict):
+            raise RequestError(f"kwargs must be an object, found {arguments!r:.80}")
         try:
             self.serving.reload_weights(_text(arguments, "weights_path"))
         except (OSError, RuntimeError) as error:

@@ -31,6 +31,7 @@ class RunFolder:
 
     def __init__(self, path: Path, save_every: int, keep: int):
         self.path = path
+        self.logger: JSONLLogger | None = None  # once it is open
         self.checkpoints = CheckpointCallback(path / "checkpoints", save_every or sys.maxsize, keep)
 
     def open(self, trainer: "Trainer", resume: bool) -> None:
@@ -51,7 +52,8 @@ class RunFolder:
         for entry in kept:
             evaluated = any(name.startswith("eval/") for name in entry)
             (run.history.evaluations if evaluated else run.history.steps).append(entry)
-        run.loggers = [*run.loggers, JSONLLogger(metrics)]
+        self.logger = JSONLLogger(metrics)
+        run.loggers = [*run.loggers, self.logger]
 
     def describe(self, trainer: "Trainer") -> None:
         """Write run.json."""
@@ -103,16 +105,19 @@ class Rescue:
         self.rng = get_rng()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not isinstance(error, Exception) or self.folder is None:  # not for Ctrl-C: a second one means at once
+        if not isinstance(error, Exception):  # not for Ctrl-C: a second one means at once
             return
         state = self.state
         step, updates, epoch, position = self.before
-        if state.step == step:
-            if state.updates != updates:
-                error.add_note(self._of_newest("the step may have changed weights, so it has no checkpoint"))
-                return
+        halfway = state.step == step and state.updates != updates
+        if state.step == step and not halfway:
             state.epoch, state.position = epoch, position
             set_rng(*self.rng)
+        if self.folder is None:
+            return
+        if halfway:
+            error.add_note(self._of_newest("the step may have changed weights, so it has no checkpoint"))
+            return
         try:
             path = self.folder.checkpoints.save(self.trainer)
         except Exception as second:  # the first error is the one to tell; a full disk's would be the same again

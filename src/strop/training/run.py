@@ -36,13 +36,7 @@ class Run:
     """
 
     def __init__(self, loggers: Any = None, callbacks: Any = None):
-        self.loggers, self.callbacks = _as_list(loggers), _as_list(callbacks)
-        for logger in self.loggers:
-            if not callable(getattr(logger, "log", None)):
-                raise TypeError(f"logger must have log(metrics, step), found a {type(logger).__name__}")
-        for callback in self.callbacks:
-            if not isinstance(callback, Callback):
-                raise TypeError(f"callbacks must be of strop.callbacks.Callback, found {type(callback).__name__}")
+        self.loggers, self.callbacks = checked_loggers(loggers), checked_callbacks(callbacks)
         self.state = TrainState()
         self.history = History()
         self.stop_reason: str | None = None
@@ -139,9 +133,8 @@ class Run:
             self._steps(trainer, rows, evaluation, folder)
             return self.history
         finally:
-            for logger in self.loggers:
-                if logger not in loggers:
-                    logger.close()
+            if folder is not None and folder.logger is not None:
+                folder.logger.close()
             self.loggers, self.callbacks = loggers, callbacks
 
     def _begin(
@@ -156,7 +149,7 @@ class Run:
         if self.goes_on and num_rows != (state.num_rows or num_rows):
             raise ValueError(
                 f"dataset must have {state.num_rows} rows as when the run began, found {num_rows}; "
-                f"trainer.run.goes_on = False begins a new run with the weights as they are"
+                f"trainer.goes_on = False begins a new run with the weights as they are"
             )
         if not self.goes_on:
             state.first_step, state.epoch, state.position = state.step, 0, 0
@@ -243,8 +236,24 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> list[int
     return order
 
 
-def _as_list(given: Any) -> list[Any]:
+def checked_loggers(given: Any) -> list[Any]:
     """None, one or several as a list."""
+    loggers = _as_list(given)
+    for logger in loggers:
+        if not callable(getattr(logger, "log", None)):
+            raise TypeError(f"logger must have log(metrics, step), found a {type(logger).__name__}")
+    return loggers
+
+
+def checked_callbacks(given: Any) -> list[Any]:
+    callbacks = _as_list(given)
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise TypeError(f"callbacks must be of strop.callbacks.Callback, found {type(callback).__name__}")
+    return callbacks
+
+
+def _as_list(given: Any) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
 
 

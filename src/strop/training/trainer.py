@@ -28,7 +28,7 @@ from strop.models.prepare import prepared_model, warn_of_half_precision
 from strop.training import checkpoint
 from strop.training.memory import LACKS, raise_explained
 from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
-from strop.training.run import Run
+from strop.training.run import Run, checked_callbacks, checked_loggers
 from strop.training.state import History, Phases, TrainState, not_finite, rng_kept
 
 Row = TypeVar("Row")
@@ -274,13 +274,26 @@ class Trainer:
     def callbacks(self) -> list[Any]:
         return self.run.callbacks
 
+    @callbacks.setter
+    def callbacks(self, callbacks: Any) -> None:
+        self.run.callbacks = checked_callbacks(callbacks)
+
     @property
     def loggers(self) -> list[Any]:
         return self.run.loggers
 
     @loggers.setter
-    def loggers(self, loggers: list[Any]) -> None:
-        self.run.loggers = loggers
+    def loggers(self, loggers: Any) -> None:
+        self.run.loggers = checked_loggers(loggers)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next train() continues the run; False begins a new one with the weights as they are."""
+        return self.run.goes_on
+
+    @goes_on.setter
+    def goes_on(self, goes_on: bool) -> None:
+        self.run.goes_on = goes_on
 
     def log(self, metrics: dict[str, float]) -> None:
         """Give metrics to every logger. A logger that fails stops the run."""
