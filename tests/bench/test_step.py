@@ -66,7 +66,7 @@ def test_the_page(measured, tmp_path):
     short = page.step_summary(result)
     assert "| tiny, 6 × 5 tokens, float32 | TRL |" in short
     assert "| 5× [4, 6] | 3 GB |" in short
-    assert "Medians of 9 steps of each side" in short
+    assert "Medians of 6 steps of each side" in short
     pytest.importorskip("matplotlib")
     page.step_figure(result, tmp_path / "step.png", {})
     assert (tmp_path / "step.png").stat().st_size > 5000

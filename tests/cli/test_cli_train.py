@@ -506,9 +506,9 @@ def test_help_lists_the_algorithms_without_torch(strop):
 def test_out_of_memory_is_one_line_that_says_what_to_lower(strop, monkeypatch):
     import torch
 
-    from strop.rollout import sampler
+    from strop import rollout
 
-    generate, calls = sampler.generate, []
+    generate, calls = rollout.generate, []
 
     def hungry(*arguments, **options):
         calls.append(1)
@@ -516,7 +516,7 @@ def test_out_of_memory_is_one_line_that_says_what_to_lower(strop, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity")
         return generate(*arguments, **options)
 
-    monkeypatch.setattr(sampler, "generate", hungry)
+    monkeypatch.setattr(rollout, "generate", hungry)
     command = ["train", "grpo", *TINY, "--max-new-tokens", "3", "--group-size", "2", "--num-steps", "4",
                "--num-eval-rows", "0", "--output", "run"]  # fmt: skip
     code, _, err = strop(*command, "--quiet")
