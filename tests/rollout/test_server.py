@@ -66,6 +66,7 @@ class Running:
                 self.wfile.write(text.encode())
 
         self.server = make_server(self.serving, port=port)
+        self.server.daemon_threads = False  # stop() waits for them: loading a model changes globals of transformers
         self.server.RequestHandlerClass = type("Bound", (Spoiled,), {"serving": self.serving})
         self.server.handle_error = lambda *_: None
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
