@@ -62,7 +62,7 @@ class Rewards:
 
     def over(self, world: World) -> "Rewards":
         """Those of all processes."""
-        return Rewards.joined(world.gathered(self), list(self.columns))
+        return self if world.size == 1 else Rewards.joined(world.gathered(self), list(self.columns))
 
     @property
     def metrics(self) -> dict[str, float]:

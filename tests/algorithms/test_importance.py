@@ -9,7 +9,7 @@ from tiny_models import moe
 
 from strop.algorithms.grpo import Experience
 from strop.rollout import Rollout
-from strop.training.metrics import told
+from strop.training.state import told
 
 
 def make_case(trained_BT, sampled_BT, lengths, **options):

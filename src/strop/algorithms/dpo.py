@@ -24,7 +24,7 @@ from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, p
 from strop.data.tokenize import encode_preference, row_named
 from strop.losses import PreferenceLoss, PreferenceRule
 from strop.losses.preference import pairs_loss
-from strop.training.metrics import Mean, Sum
+from strop.training.state import Mean, Sum
 from strop.training.trainer import Trainer
 
 Pair = tuple[Trajectory, Trajectory]  # chosen, rejected; in OnlineDPO first and second, before it is known
@@ -85,7 +85,7 @@ class DPO(Trainer):
         return self._step(rows if isinstance(rows[0], tuple) else self.prepare(rows, "rows"))
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
-        mine = self.world.share(len(rows))
+        mine = self.share(len(rows))
         return self._evaluate(rows[mine.start : mine.stop], len(rows))
 
     def _evaluate(self, own: list[Pair], num_pairs: int) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class DPO(Trainer):
     # ---- inside ----
 
     def _step(self, pairs: list[Pair]) -> dict[str, float]:
-        mine = self.world.share(len(pairs))
+        mine = self.share(len(pairs))
         return self._learn(pairs[mine.start : mine.stop], len(pairs))
 
     def _learn(self, pairs: list[Pair], num_pairs: int, ref_logps_P2: torch.Tensor | None = None) -> dict[str, float]:

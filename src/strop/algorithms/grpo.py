@@ -29,7 +29,7 @@ from strop.rewards import RewardFunctions, Rewards, check_timeout, sample_table
 from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics
 from strop.rollout.sampler import sampler
 from strop.rollout.server import ServerConfig
-from strop.training.metrics import Largest, Mean
+from strop.training.state import Largest, Mean
 from strop.training.trainer import Trainer
 
 OLD_LOGPS = ("auto", "rollout", "recompute")
@@ -249,7 +249,7 @@ class GRPO(Trainer):
         sampling = Sampling(max_new_tokens=self.config.sampling.max_new_tokens, temperature=0.0,
                             stop_ids=self.config.sampling.stop_ids)  # fmt: skip
         size = self.config.run.batch_size * self.config.group_size
-        mine = self.world.share(len(rows))
+        mine = self.share(len(rows))
         ends: list[tuple[int, str]] = []
         rewards: list[Rewards] = []
         with self.sampler.ready():
@@ -260,7 +260,7 @@ class GRPO(Trainer):
                 ends += rollout.ends
                 rewards.append(self.rewards(reward_rows(prompts, rollout, self.policy.tokenizer)))
         found = Rewards.joined(rewards, self.rewards.names).over(self.world)
-        return found.metrics | completion_metrics(self.world.concat(ends))
+        return found.metrics | completion_metrics(self.of_all(ends))
 
     def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return self.sampler.state()
@@ -271,7 +271,7 @@ class GRPO(Trainer):
     # ---- a step ----
 
     def _step(self, prompts: list[Prompt]) -> dict[str, float]:
-        mine = self.world.share(len(prompts))
+        mine = self.share(len(prompts))
         prompts, scores = prompts[mine.start : mine.stop], None
         metrics: dict[str, Any] = {}
         with self.sampler.ready():
@@ -286,7 +286,7 @@ class GRPO(Trainer):
             scores = self._score(rollout)  # on a GPU while the host, which does not wait for it, runs the rewards
             rows, rewards = self._reward(prompts, rollout)
         self.samples = sample_table(rows, reward=rewards.total_B.tolist())
-        ends, everyones = self.world.concat(rollout.ends), rewards.over(self.world)
+        ends, everyones = self.of_all(rollout.ends), rewards.over(self.world)
         metrics |= everyones.metrics | completion_metrics(ends)
         metrics["reward/zero_std_fraction"] = self._share_without_signal(rewards.total_B)
         first = mine.start * self.config.group_size
@@ -301,7 +301,7 @@ class GRPO(Trainer):
         with self.phase("generate"), self.autocast():
             rollout = self.sampler([p.ids for p in prompts], *how, self.seed_of(step, attempt), addresses)
             if self.config.server.max_staleness and not attempt and (rows := self.run.upcoming(self.config.run)):
-                ahead = self.world.share(len(rows))
+                ahead = self.share(len(rows))
                 self.sampler.ahead([rows[i].ids for i in ahead], *how, self.seed_of(step + 1, 0), ahead)
             return rollout
 

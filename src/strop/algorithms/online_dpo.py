@@ -15,7 +15,7 @@ from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_ti
 from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics
 from strop.rollout.sampler import sampler
 from strop.rollout.server import ServerConfig
-from strop.training.metrics import Mean
+from strop.training.state import Mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,26 +91,26 @@ class OnlineDPO(DPO):
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         """DPO's metrics, on pairs sampled from the policy as it is."""
-        mine = self.world.share(len(rows))
+        mine = self.share(len(rows))
         rows = rows[mine.start : mine.stop]
         rollout, pairs = self._sampled_pairs(rows, mine, "evaluation")
         better, metrics, _ = self._judge(rows, rollout)
         told = [_ordered(pair, index) for pair, index in zip(pairs, better, strict=True) if index is not None]
-        metrics |= completion_metrics(self.world.concat(rollout.ends)) | _ties(better)
+        metrics |= completion_metrics(self.of_all(rollout.ends)) | _ties(better)
         num_pairs = int(self.world.total(len(told)))
         return metrics | (self._evaluate(told, num_pairs) if num_pairs else {})
 
     # ---- inside ----
 
     def _online_step(self, prompts: list[Prompt]) -> dict[str, float]:
-        mine = self.world.share(len(prompts))
+        mine = self.share(len(prompts))
         prompts = prompts[mine.start : mine.stop]
         rollout, pairs = self._sampled_pairs(prompts, mine, self.state.step)
         # on a GPU while the host, which does not wait for it, judges the pairs; those that tie are scored in vain
         ref_logps_P2 = self._reference_logps(self._batches(pairs))
         with self.phase("reward"):
             better, metrics, self.samples = self._judge(prompts, rollout)
-        metrics |= completion_metrics(self.world.concat(rollout.ends)) | _ties(better)
+        metrics |= completion_metrics(self.of_all(rollout.ends)) | _ties(better)
         told = [(i, index) for i, index in enumerate(better) if index is not None]
         num_pairs = int(self.world.total(len(told)))
         if not num_pairs:  # every pair a tie: nothing to learn from
@@ -136,7 +136,7 @@ class OnlineDPO(DPO):
             ids = [p.ids for p in prompts[start : start + size]]
             rollouts.append(self.sampler(ids, *how, self.seed_of(step), addresses[start : start + size]))
         if step != "evaluation" and self.config.server.max_staleness and (rows := self.run.upcoming(self.config.run)):
-            ahead = self.world.share(len(rows))
+            ahead = self.share(len(rows))
             self.sampler.ahead([rows[i].ids for i in ahead], *how, self.seed_of(step + 1), ahead)
         return functools.reduce(Rollout.joined, rollouts, Rollout([], [], [], []))
 

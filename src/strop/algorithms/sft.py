@@ -69,7 +69,7 @@ class SFT(Trainer):
         return self._step(rows if isinstance(rows[0], Trajectory) else self.prepare(rows, "rows"))
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
-        num_tokens, mine = sum(row.num_counted for row in rows), self.world.share(len(rows))
+        num_tokens, mine = sum(row.num_counted for row in rows), self.share(len(rows))
         own, loss = rows[mine.start : mine.stop], 0.0
         for part in self.eval_batches(own, [len(row) for row in own]):
             with self.autocast():
@@ -80,7 +80,7 @@ class SFT(Trainer):
     # ---- inside ----
 
     def _step(self, examples: list[Trajectory]) -> dict[str, float]:
-        num_tokens, mine = sum(one.num_counted for one in examples), self.world.share(len(examples))
+        num_tokens, mine = sum(one.num_counted for one in examples), self.share(len(examples))
         own = examples[mine.start : mine.stop]
         lengths = [len(one) for one in own]
         batches = [self._batch(part, num_tokens) for part in self.micro_batches(own, lengths)]

@@ -15,8 +15,7 @@ from strop.data.formats import prepared
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
 from strop.training.folder import Rescue, RunFolder
 from strop.training.memory import LACKS, raise_explained
-from strop.training.metrics import Sum, told
-from strop.training.state import History, TrainState, not_finite, seed_everything
+from strop.training.state import History, Sum, TrainState, not_finite, seed_everything, told
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
-from strop._tensors import on_host
 from strop.config import TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import prepared
@@ -27,10 +26,9 @@ from strop.models import as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import prepared_model, warn_of_half_precision
 from strop.training import checkpoint
 from strop.training.memory import LACKS, raise_explained
-from strop.training.metrics import told
 from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
 from strop.training.run import Run, checked_callbacks, checked_loggers
-from strop.training.state import History, Phases, TrainState, not_finite, rng_kept
+from strop.training.state import History, Phases, TrainState, not_finite, rng_kept, told
 
 Row = TypeVar("Row")
 LEAN_TOKENS = 4  # times micro_batch_tokens, where a token takes a fraction of the memory: see `models.layers`
@@ -147,16 +145,21 @@ class Trainer:
             values.append(loss.detach())
         with self.phase("update"):
             params = [param for group in self.optimizer.param_groups for param in group["params"]]
-            if self.policy.shards is None:
+            if self.policy.shards is None and self.world.size > 1:
                 self.world.sum_gradients(params)
             limit = self.config.optim.max_grad_norm or float("inf")
-            grad_norm = whole(torch.nn.utils.clip_grad_norm_(params, limit))
-            loss = self.world.summed(torch.stack(values).sum() if values else torch.zeros_like(grad_norm))
+            grad_norm = torch.nn.utils.clip_grad_norm_(params, limit)
+            if self.policy.shards is not None:
+                grad_norm = whole(grad_norm)
+            loss = torch.stack(values).sum() if values else torch.zeros_like(grad_norm)
+            if self.world.size > 1:
+                loss = self.world.summed(loss)
             update = Update(loss=loss, grad_norm=grad_norm)
             if can_skip(self.optimizer):
                 self.optimizer.found_inf = self.phases.note_unfit(loss + grad_norm)  # type: ignore[attr-defined]
             else:
-                update.update(zip(update, on_host(list(update.values())), strict=True))
+                loss_and_norm = torch.stack([value.double() for value in update.values()])
+                update.update(zip(update, loss_and_norm.tolist(), strict=True))
                 if not all(abs(value) < float("inf") for value in update.values()):
                     raise not_finite(update, self.state.step)
             learning_rate = self._set_learning_rate()
@@ -180,6 +183,14 @@ class Trainer:
     def seed_of(self, *parts: Any) -> int:
         """A seed from the run's, the step and whatever else: a resumed run draws what the other would have."""
         return random.Random("/".join(map(str, (self.config.run.seed, *parts)))).getrandbits(62)
+
+    def share(self, num_rows: int) -> range:
+        """Which of a batch's rows this process takes; alone all of them."""
+        return range(num_rows) if self.world.size == 1 else self.world.share(num_rows)
+
+    def of_all(self, items: list[Row]) -> list[Row]:
+        """The items of all processes, in the order of the batch's rows."""
+        return items if self.world.size == 1 else self.world.concat(items)
 
     def count_tokens(self, num_tokens: int) -> None:
         """So many more tokens in this step; gives tokens_per_second."""
