@@ -8,7 +8,6 @@ update. Numbers of the host go through `concat`. Without torchrun there is one p
 imported. Nothing else in strop knows it.
 """
 
-import contextlib
 import functools
 import os
 import types
@@ -171,6 +170,7 @@ class Shards:
         for part in [*layers, module]:
             fully_shard(part, mp_policy=policy)
             part.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # losses are shares of one: a sum
+            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         # a method that FSDP knows: within it the embedding and the head are whole too
         module.strop_read = types.MethodType(lambda _, call: call(), module)  # type: ignore[assignment]
         register_fsdp_forward_method(module, "strop_read")
@@ -195,22 +195,25 @@ class Shards:
         self.module.set_requires_gradient_sync(is_last)  # type: ignore[operator]
         self.module.set_is_last_backward(is_last)  # type: ignore[operator]
 
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Within, `twin` has all weights, each gathered on its own; afterwards their memory is free again."""
-        try:
-            for name, param in self.module.named_parameters():
-                full = whole(param.detach())
-                full = nn.Parameter(full.clone() if self.dtype is None else full.to(self.dtype), requires_grad=False)
-                for part, leaf in self._places[name]:
-                    part._parameters[leaf] = full
-            for ours, theirs in zip(self.twin.buffers(), self.module.buffers(), strict=True):
-                ours.copy_(theirs)
-            yield
-        finally:
-            for name, param in self.module.named_parameters():
-                for part, leaf in self._places[name]:
-                    part._parameters[leaf] = _hollow(param)
+    def gather(self) -> None:
+        """Give `twin` all weights, each gathered on its own, in the memory of the last time if it still has that."""
+        for name, param in self.module.named_parameters():
+            full, (part, leaf) = whole(param.detach()), self._places[name][0]
+            if part._parameters[leaf].is_meta:  # type: ignore[union-attr]
+                self._put(name, torch.empty_like(full, dtype=self.dtype))
+            part._parameters[leaf].data.copy_(full)  # type: ignore[union-attr]
+        for ours, theirs in zip(self.twin.buffers(), self.module.buffers(), strict=True):
+            ours.copy_(theirs)
+
+    def free(self) -> None:
+        """Give the memory of `twin`'s weights back."""
+        for name, param in self.module.named_parameters():
+            self._put(name, torch.empty(param.shape, dtype=param.dtype, device="meta"))
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        param = nn.Parameter(tensor, requires_grad=False)
+        for part, leaf in self._places[name]:
+            part._parameters[leaf] = param
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
