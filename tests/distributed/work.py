@@ -71,8 +71,7 @@ def online(**options):
 
 def served(**options):
     """The same model as the test's server has."""
-    made = grpo(lambda: llama(eos_token_id=EOS), rollout_server=os.environ.get("STROP_TEST_SERVER"), **options)
-    return made
+    return grpo(lambda: llama(eos_token_id=EOS), rollout_server=os.environ.get("STROP_TEST_SERVER"), **options)
 
 
 CASES = {

@@ -10,7 +10,6 @@ Shapes: N tokens of S sequences, n of them that count; T tokens of a padded row;
 import contextlib
 import copy
 import inspect
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -41,7 +40,6 @@ from strop.models.kinds import (
 from strop.models.loading import check_moe_device, chosen_device, load_model
 from strop.ops import linear_logp, linear_token_loss, logp
 
-KEEP = bool(os.environ.get("STROP_KEEP"))
 Head = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
@@ -406,7 +404,7 @@ class Policy:
         try:
             yield self._twin
         finally:
-            if not KEEP:
+            if self.device.type != "cuda":
                 self.shards.free()
                 self._twin.rollout_engine = None
 
