@@ -72,3 +72,18 @@ def test_sharding_needs_torchrun():
     assert "TORCHELASTIC_RUN_ID" not in os.environ
     with pytest.raises(ValueError, match="shard must be 'none' without torchrun"):
         SFT(model=PlainModel(), shard="full")
+
+
+def test_a_copy_that_stays_is_filled_anew(alone_in_a_group):
+    """As on a GPU, where graphs hold its addresses."""
+    policy = as_policy(qwen2())
+    policy.shard(None)
+    policy.shards.gather()
+    addresses = [param.data_ptr() for param in policy.shards.twin.parameters()]
+    with torch.no_grad():
+        for param in policy.model.parameters():
+            param.add_(0.25)
+    policy.shards.gather()
+    assert addresses == [param.data_ptr() for param in policy.shards.twin.parameters()]
+    for ours, theirs in zip(policy.shards.twin.parameters(), policy.model.parameters(), strict=True):
+        assert ours.equal(whole(theirs))
