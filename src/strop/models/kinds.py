@@ -38,15 +38,18 @@ def adapter_off(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """eval mode; afterwards every module is in the mode it was in, a part that was kept in eval mode too."""
-    training = [module for module in model.modules() if module.training]
-    if training:
-        model.eval()
+    """eval mode; afterwards every module is in the mode it was in, a part that was kept in eval mode too.
+
+    By their flags: `eval()` of a few hundred modules takes milliseconds.
+    """
+    training = [vars(module) for module in model.modules() if module.training]
+    for flags in training:
+        flags["training"] = False
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for flags in training:
+            flags["training"] = True
 
 
 def as_module(model: Any) -> nn.Module:

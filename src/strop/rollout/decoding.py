@@ -169,9 +169,10 @@ class Engine:
                 self._decode(rows, round_, sampling)
                 tokens_BT, logps_BT = round_.tokens_BT.cpu(), round_.logps_BT.cpu()
                 del round_  # before the next one's cache
-                lengths = completion_lengths(tokens_BT, eos_ids).tolist()
-                tokens += [row[:length].clone() for row, length in zip(tokens_BT, lengths, strict=True)]
-                logps += [row[:length].clone() for row, length in zip(logps_BT, lengths, strict=True)]
+                lengths_B = completion_lengths(tokens_BT, eos_ids)
+                there_BT = torch.arange(T) < lengths_B[:, None]
+                tokens += tokens_BT[there_BT].split(lengths_B.tolist())
+                logps += logps_BT[there_BT].split(lengths_B.tolist())
         return tokens, logps
 
     # ---- a round ----
