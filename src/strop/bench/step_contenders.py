@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 LEARNING_RATE, SEED = 1e-6, 0
-TRIALS, TRIAL_SAMPLES = 11, 32  # rollouts that set how likely the end is, and completions of a prompt in each
+TRIALS = 11  # rollouts that set how likely the end is
 Steps = Callable[[int], "list[Step]"]
 
 
@@ -130,21 +130,26 @@ def hugging_face_model(workload: Workload) -> Any:
 def raise_the_end(model: Any, workload: Workload) -> None:
     """Make the end so likely that completions have mean_tokens on average.
 
-    One coordinate of every embedding is 1, so that a part of each hidden state is the same whatever was read. Input and
-    output share their embeddings, and the end's has more of that coordinate: as much as rollouts show to be right.
+    One coordinate of every embedding is 1, so that hidden states have a part in common whatever was read. Input and output
+    share their embeddings, and the end's gets more of that part: as much as rollouts show to be right.
     """
     from strop.models import as_policy
     from strop.rollout import Sampling, generate
 
     assert model.config.tie_word_embeddings
-    weight_VH, prompts = model.get_input_embeddings().weight, list(workload.prompts())
+    assert workload.mean_tokens is not None
+    weight_VH, prompts = model.get_input_embeddings().weight, workload.prompts()
     weight_VH[:, 0] = 1
+    common_H = model.get_decoder()(prompts.to(weight_VH.device)).last_hidden_state.flatten(0, 1).float().mean(0)
+    end_H, common_H = weight_VH[1].float().clone(), common_H / common_H.square().sum()
     policy, sampling = as_policy(model), Sampling(max_new_tokens=workload.new_tokens)
-    low, high = 1.0, 9.0
+    low, high = 0.0, 40.0  # more of the end's logit
     for _ in range(TRIALS):
-        weight_VH[1, 0] = (low + high) / 2
-        lengths = generate(policy, prompts, sampling, num_samples=TRIAL_SAMPLES, seed=0).metrics["completion/length"]
-        low, high = (float(weight_VH[1, 0]), high) if lengths > workload.mean_tokens else (low, float(weight_VH[1, 0]))
+        weight_VH[1] = end_H + (low + high) / 2 * common_H
+        lengths = generate(policy, list(prompts), sampling, num_samples=workload.group_size, seed=0).metrics
+        too_long = lengths["completion/length"] > workload.mean_tokens
+        low, high = ((low + high) / 2, high) if too_long else (low, (low + high) / 2)
+    policy.rollout_engine = None  # its memory is none of the trainer's
 
 
 def moe_model(workload: Workload) -> Any:

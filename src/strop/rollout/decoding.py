@@ -417,9 +417,11 @@ def _get_ready(device: torch.device) -> Callable[[], None]:
         return lambda: None
 
     def start() -> None:
-        from strop.rollout.launch import compile_together, gated
+        from triton.runtime import cache, driver
 
-        compile_together(device, [lambda: gated(torch.zeros(1, 2, device=device), "silu")])
+        torch.cuda.set_device(device)
+        driver.active.get_current_target()  # builds and loads what talks to CUDA
+        cache.triton_key()  # reads all of Triton, for the names of kernels on disk
 
     thread = threading.Thread(target=start)
     thread.start()

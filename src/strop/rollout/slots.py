@@ -139,14 +139,14 @@ class Decode(Pass):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         q, k, v = in_one_dtype(q, k, v)
         new_N, i_T, position_N1, slots_NT, mask_NT = self._slots
-        keys_and_values = []
+        read = []
         for side, states in zip(self.kv[layer], (k, v), strict=True):
             side.index_copy_(0, new_N, states[:, :, 0])
             found = side.index_select(0, slots_NT.view(-1)).view(*slots_NT.shape, *side.shape[1:])
-            keys_and_values.append(found.transpose(1, 2))
+            read.append(found.transpose(1, 2))
         if rule.window:
             mask_NT = mask_NT & (i_T > position_N1 - rule.window)
-        return masked_attention(q, *keys_and_values, mask_NT[:, None, None], rule).transpose(1, 2)
+        return masked_attention(q, read[0], read[1], mask_NT[:, None, None], rule).transpose(1, 2)
 
     @functools.cached_property
     def _slots(self) -> tuple[torch.Tensor, ...]:

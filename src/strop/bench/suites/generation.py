@@ -84,7 +84,8 @@ class Sides:
         for side in sides[1:]:
             side.close()
         found = {"first_seconds": sides[0].start() + seconds[0]}
-        found |= {"first_seconds_cached": one for one in seconds[1:]}
+        if len(seconds) > 1:
+            found["first_seconds_cached"] = seconds[1]
         self.first[name] = {key: round(value, 3) for key, value in found.items()}
 
     def close(self) -> None:
