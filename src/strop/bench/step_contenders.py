@@ -146,7 +146,7 @@ def raise_the_end(model: Any, workload: Workload) -> None:
     low, high = 0.0, 40.0  # more of the end's logit
     for _ in range(TRIALS):
         weight_VH[1] = end_H + (low + high) / 2 * common_H
-        lengths = generate(policy, list(prompts), sampling, num_samples=workload.group_size, seed=0).metrics
+        lengths = generate(policy, list(prompts), sampling, num_samples=4 * workload.group_size, seed=0).metrics
         too_long = lengths["completion/length"] > workload.mean_tokens
         low, high = ((low + high) / 2, high) if too_long else (low, (low + high) / 2)
     policy.rollout_engine = None  # its memory is none of the trainer's

@@ -92,7 +92,8 @@ def listed_ids(value: Any) -> list[int]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """torch on one thread. Beside the MoE's engine its tensors are small, and threads that wait for work spin on the engine's cores."""
+    """torch on one thread. Beside the MoE's engine or a GPU the host's tensors are small: threads that wait for work spin on the
+    engine's cores, and a GPU waits for the last of them, up to 40 ms on a shared machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
