@@ -50,6 +50,7 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         generation.generation_summary,
         step.step_table,
         step.step_summary,
+        step.step_training,
         learning.learning_summary,
         learning.learning_table,
         demo.demo_summary,
