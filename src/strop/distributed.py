@@ -13,12 +13,17 @@ import functools
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from strop import peers
+from strop.peers import PeerError
 
 Item = TypeVar("Item")
 BUCKET = 2**26  # bytes of gradients that are summed in one call
@@ -72,6 +77,31 @@ class World:
     def wait(self) -> None:
         """Until all are here."""
         self.gathered(None)
+
+    def together(self, call: Callable[[], Item], raises: type[Exception] | None = None) -> Item:
+        """What `call` returns here, once it has returned in every process. Where it fails in one, it fails in all.
+
+        raises   of the processes in which it did not fail; None: a PeerError
+        """
+        if self.size == 1:
+            return call()
+        try:
+            found, error = call(), None
+        except Exception as failure:
+            error = failure
+        told = [text for text in self.gathered(error and f"{type(error).__name__}: {error}") if text]
+        if error is not None:
+            raise error
+        if told:
+            raise (raises or PeerError)(told[0])
+        return found
+
+    def from_first(self, call: Callable[[], Item]) -> Item:
+        """What `call` returns in the first process, which alone calls it, told to all."""
+        if self.size == 1:
+            return call()
+        found = self.together(lambda: [call()] if self.is_first else [])
+        return self.gathered(found)[0][0]
 
     # ---- tensors ----
 
@@ -142,8 +172,57 @@ def world() -> World:
     if found.device is not None:
         torch.cuda.set_device(found.device)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if found.device is not None else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if found.device is not None else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=peers.timeout()))
+    if size > 1:
+        where = found.gathered((os.environ.get("GROUP_RANK"), os.getpid()))
+        peers.begin(rank, where, dist.distributed_c10d._get_default_store())
     return found
+
+
+# ---- checkpoints ----
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write tensors, whole or in shards, into one folder, all processes at once: each its shards, and its part of the rest.
+
+    A process may have tensors that others do not have. One that fails is an OSError in all.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _as_oserror(folder, "written"):
+        dcp.save(dict(tensors), storage_writer=writer)
+
+
+def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Fill these tensors from the folder, each process by itself. Safetensors are read, and no pickle."""
+    import torch.distributed.checkpoint as dcp
+
+    with _as_oserror(folder, "read"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is done by itself
+        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+@contextlib.contextmanager
+def _as_oserror(folder: Path, what: str) -> Iterator[None]:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:  # not an Exception in torch: of one process or of several
+        rank, (cause, *_) = next(iter(error.failures.items()))
+        raise OSError(f"{folder} could not be {what}: process {rank}: {type(cause).__name__}: {cause}") from None
+
+
+def put(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy a whole tensor into one that may lie in shards, where each process takes its own."""
+    if hasattr(target, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        target.copy_(full)
 
 
 # ---- weights in shards ----
@@ -198,10 +277,20 @@ class Shards:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Within, `twin` has all weights, each gathered on its own; afterwards their memory is free again."""
+        with self._filled(lambda full: full.clone() if self.dtype is None else full.to(self.dtype)):
+            yield
+
+    @contextlib.contextmanager
+    def on_host(self, is_wanted: bool) -> Iterator[None]:
+        """Within, `twin` has all weights as they are trained, in host memory; where they are not wanted it has none."""
+        with self._filled(lambda full: full.cpu() if is_wanted else _hollow(full)):
+            yield
+
+    @contextlib.contextmanager
+    def _filled(self, kept: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         try:
             for name, param in self.module.named_parameters():
-                full = whole(param.detach())
-                full = nn.Parameter(full.clone() if self.dtype is None else full.to(self.dtype), requires_grad=False)
+                full = nn.Parameter(kept(whole(param.detach())), requires_grad=False)
                 for part, leaf in self._places[name]:
                     part._parameters[leaf] = full
             for ours, theirs in zip(self.twin.buffers(), self.module.buffers(), strict=True):
@@ -216,6 +305,12 @@ class Shards:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that lies in shards, gathered; any other as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def class_of(module: nn.Module) -> type:
+    """The module's class; FSDP puts one of its own before it."""
+    kind = type(module)
+    return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
 
 
 def _without_weights(module: nn.Module) -> nn.Module:
