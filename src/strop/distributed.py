@@ -250,6 +250,7 @@ class Shards:
         for part in [*layers, module]:
             fully_shard(part, mp_policy=policy)
             part.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # losses are shares of one: a sum
+            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         # a method that FSDP knows: within it the embedding and the head are whole too
         module.strop_read = types.MethodType(lambda _, call: call(), module)  # type: ignore[assignment]
         register_fsdp_forward_method(module, "strop_read")
@@ -274,32 +275,32 @@ class Shards:
         self.module.set_requires_gradient_sync(is_last)  # type: ignore[operator]
         self.module.set_is_last_backward(is_last)  # type: ignore[operator]
 
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Within, `twin` has all weights, each gathered on its own; afterwards their memory is free again."""
-        with self._filled(lambda full: full.clone() if self.dtype is None else full.to(self.dtype)):
-            yield
+    def gather(self) -> None:
+        """Give `twin` all weights, each gathered on its own, in the memory of the last time if it still has that."""
+        for name, param in self.module.named_parameters():
+            full, (part, leaf) = whole(param.detach()), self._places[name][0]
+            if part._parameters[leaf].is_meta:  # type: ignore[union-attr]
+                _set(self._places[name], torch.empty_like(full, dtype=self.dtype))
+            part._parameters[leaf].data.copy_(full)  # type: ignore[union-attr]
+        for ours, theirs in zip(self.twin.buffers(), self.module.buffers(), strict=True):
+            ours.copy_(theirs)
 
-    @contextlib.contextmanager
-    def on_host(self, is_wanted: bool) -> Iterator[None]:
-        """Within, `twin` has all weights as they are trained, in host memory; where they are not wanted it has none."""
-        with self._filled(lambda full: full.cpu() if is_wanted else _hollow(full)):
-            yield
+    def free(self) -> None:
+        """Give the memory of `twin`'s weights back."""
+        for name, param in self.module.named_parameters():
+            _set(self._places[name], torch.empty(param.shape, dtype=param.dtype, device="meta"))
 
-    @contextlib.contextmanager
-    def _filled(self, kept: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-        try:
-            for name, param in self.module.named_parameters():
-                full = nn.Parameter(kept(whole(param.detach())), requires_grad=False)
-                for part, leaf in self._places[name]:
-                    part._parameters[leaf] = full
-            for ours, theirs in zip(self.twin.buffers(), self.module.buffers(), strict=True):
-                ours.copy_(theirs)
-            yield
-        finally:
-            for name, param in self.module.named_parameters():
-                for part, leaf in self._places[name]:
-                    part._parameters[leaf] = _hollow(param)
+    def on_host(self, is_wanted: bool) -> nn.Module | None:
+        """A copy of the model in host memory, with its weights as they are trained; None in processes that want none."""
+        made = _without_weights(self.twin)
+        places = _places(made)
+        for name, param in self.module.named_parameters():
+            full = whole(param.detach())  # by all processes together
+            if is_wanted:
+                _set(places[name], full.cpu())
+        for ours, theirs in zip(made.buffers(), self.module.buffers(), strict=True):
+            ours.copy_(theirs)
+        return made if is_wanted else None
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -322,6 +323,13 @@ def _without_weights(module: nn.Module) -> nn.Module:
 
 def _hollow(param: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=False)
+
+
+def _set(places: Iterable[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:
+    """Put a parameter into its places."""
+    param = nn.Parameter(tensor, requires_grad=False)
+    for part, leaf in places:
+        part._parameters[leaf] = param
 
 
 def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -11,6 +11,8 @@ from safetensors import safe_open
 
 WORK = Path(__file__).with_name("work.py")
 LAUNCH = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+# else float64; in bfloat16 layers compute with weights of 16 bits, where autocast converts them at every product
+APART = {"moe": 1e-5, "float32": 1e-5}
 FEW = ["sft-tied", "dpo", "grpo-bnpo", "grpo-sequence", "grpo-lora", "grpo-again", "online-ties"]
 WORLDS = {"2 replicas": (2, "none", []), "2 shards": (2, "full", []), "4 shards": (4, "full", FEW)}
 
@@ -44,7 +46,11 @@ def test_processes_compute_what_one_does(name, alone, tmp_path):
     for path in found:
         steps, weights = read(path)
         wanted_steps, wanted_weights = read(alone / path.name)
-        apart = 1e-5 if "moe" in path.name else 1e-9  # the MoE computes in float32
+        apart = next((bound for kind, bound in APART.items() if kind in path.name), 1e-9)
+        if "bf16" in path.name:  # its rounding, not its sums, is what differs: only the loss is compared
+            losses = [[step.get("loss", step.get("eval/loss")) for step in one] for one in (steps, wanted_steps)]
+            assert losses[0] == pytest.approx(losses[1], rel=5e-3), path.name
+            continue
         for step, wanted in zip(steps, wanted_steps, strict=True):
             assert step == pytest.approx(wanted, rel=0, abs=apart), path.name
         assert weights.keys() == wanted_weights.keys()

@@ -4,6 +4,7 @@ python work.py FOLDER SHARD [CASE …]
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -68,10 +69,19 @@ def online(**options):
     return lambda **more: (OnlineDPO(model=double(), **made, **more), [{"prompts": batch} for batch in BATCHES])
 
 
+def served(**options):
+    """The same model as the test's server has."""
+    return grpo(lambda: llama(eos_token_id=EOS), rollout_server=os.environ.get("STROP_TEST_SERVER"), **options)
+
+
 CASES = {
     "sft": sft(),
     "sft-tied": sft(lambda: double(tie_word_embeddings=True), gradient_checkpointing=True),
     "sft-plain": sft(lambda: double(PlainModel)),
+    "sft-float32": sft(lambda: qwen2(eos_token_id=EOS, tie_word_embeddings=True)),
+    "sft-bf16": sft(lambda: qwen2(eos_token_id=EOS), autocast="bf16", gradient_checkpointing=True),
+    "sft-lora-bf16": sft(lambda: llama(eos_token_id=EOS), autocast="bf16", lora={"r": 2}),
+    "grpo-float32": grpo(lambda: qwen2(eos_token_id=EOS)),
     "sft-lora": sft(lambda: double(llama), lora={"r": 2}),
     "dpo": dpo(),
     "dpo-ipo": dpo(loss_type="ipo"),
@@ -89,6 +99,12 @@ CASES = {
     "online-ties": online(reward_fn=seldom),
     "grpo-moe": grpo(lambda: moe(eos_token_id=EOS)),
 }
+# with the server that this variable names
+SERVED = {
+    "served": served(importance_cap=2.0, old_logps="auto"),
+    "served-again": served(reward_fn=rarely, resample_rounds=1),
+    "served-lora": served(lora={"r": 2}, sync="lora"),
+}
 
 
 def main(folder, shard, *names):
@@ -97,7 +113,7 @@ def main(folder, shard, *names):
     for name in names or CASES:
         if shard == "full" and name == "grpo-moe":
             continue
-        trainer, batches = CASES[name](shard=shard)
+        trainer, batches = (CASES | SERVED)[name](shard=shard)
         steps = [trainer.train_step(**batch) for batch in batches]
         steps.append(trainer.evaluate(evaluation_rows(trainer)))
         weights = {key: whole(param.detach()).clone() for key, param in trainer.module.named_parameters()}

@@ -253,7 +253,9 @@ class GRPO(Trainer):
         ends: list[tuple[int, str]] = []
         rewards: list[Rewards] = []
         with self.sampler.ready():
-            for start in range(mine.start, mine.stop, size):
+            for start in range(
+                mine.start, mine.start - (-len(rows) // self.world.size), size
+            ):  # alike in all processes
                 prompts = rows[start : min(start + size, mine.stop)]
                 with self.autocast():
                     rollout = self.sampler([p.ids for p in prompts], sampling, 1, 0)
@@ -323,7 +325,7 @@ class GRPO(Trainer):
         size = self.config.group_size
         for attempt in range(1, self.config.resample_rounds + 1):
             again = without_signal(rewards.total_B, size).nonzero().flatten().tolist()
-            if not again:
+            if not self.of_all(again):  # all processes go on while one has to: they may share a server
                 break
             chosen = [prompts[i] for i in again]
             new_rollout = self._generate(chosen, [addresses[i] for i in again], attempt)

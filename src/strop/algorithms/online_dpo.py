@@ -129,10 +129,11 @@ class OnlineDPO(DPO):
     def _sample(self, prompts: list[Prompt], addresses: Sequence[int], step: Any) -> Rollout:
         """Two completions of each; of a dataset's prompts so many at a time as training samples."""
         size, how = max(len(prompts), 1), (self.config.sampling, 2)
+        most = size
         if step == "evaluation":
-            size = self.config.run.batch_size
+            size, most = self.config.run.batch_size, max(self.world.gathered(len(prompts)))
         rollouts = []
-        for start in range(0, len(prompts), size):
+        for start in range(0, most, size):  # as often as in every other process
             ids = [p.ids for p in prompts[start : start + size]]
             rollouts.append(self.sampler(ids, *how, self.seed_of(step), addresses[start : start + size]))
         if step != "evaluation" and self.config.server.max_staleness and (rows := self.run.upcoming(self.config.run)):

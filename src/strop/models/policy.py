@@ -400,10 +400,12 @@ class Policy:
         if self.shards is None:
             yield self
             return
-        with self.shards.whole():
-            try:
-                yield self._twin
-            finally:
+        self.shards.gather()
+        try:
+            yield self._twin
+        finally:
+            if self.device.type != "cuda":
+                self.shards.free()
                 self._twin.rollout_engine = None
 
     # ---- the reference ----

@@ -193,8 +193,6 @@ class Sampler:
         self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None = None,
     ) -> Rollout:  # fmt: skip
-        if not len(prompts):  # the share of a process where there are fewer prompts than processes
-            return Rollout([], [], [], [])
         if seed in self._begun:
             self._begun = {seed: self._begun[seed]}
             return self._begun[seed]()
@@ -207,6 +205,8 @@ class Sampler:
         addresses: Sequence[int] | None,
     ) -> Callable[[], Rollout]:  # fmt: skip
         """A rollout with the weights as they are now; the function returned waits for it."""
+        if not len(prompts):  # the share of a process where there are fewer prompts than processes
+            return lambda: Rollout([], [], [], [])
         return functools.partial(
             generate,
             self._whole or self.policy,

@@ -11,7 +11,6 @@ held against their checksums, its header against a table (`checkpoint_header`), 
 describes against its tensors (`rebuild`), and all of that before anything is changed.
 """
 
-import contextlib
 import functools
 import math
 import os
@@ -402,17 +401,16 @@ def save_pretrained(trainer: "Trainer", folder: str | Path) -> None:
     Weights in shards are gathered one by one, in the host memory of the first process, which writes.
     """
     shards, world = trainer.policy.shards, trainer.world
-    with contextlib.nullcontext() if shards is None else shards.on_host(world.is_first):
-        module = trainer.module if shards is None else shards.twin
-        world.from_first(lambda: _write_pretrained(module, trainer.tokenizer, Path(folder)))
+    module = trainer.module if shards is None else shards.on_host(world.is_first)
+    world.from_first(lambda: _write_pretrained(module, shards is not None, trainer.tokenizer, Path(folder)))
 
 
-def _write_pretrained(module: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
+def _write_pretrained(module: Any, is_copy: bool, tokenizer: Any, folder: Path) -> None:
     """The checksums are put there first: a folder that a kill left half old and half new does not agree with them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:
         inner = Path(made) / "model"
-        rebuild.write_model(module, inner)
+        rebuild.write_model(module, inner, is_copy=is_copy)
         if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(inner)
         checksums.write(inner)

@@ -170,12 +170,15 @@ def _explained(about: dict[str, Any], path: Any, argument: str) -> Iterator[None
         ) from error
 
 
-def write_model(model: torch.nn.Module, folder: Path) -> None:
-    """The model in a folder, as `AutoModelForCausalLM.from_pretrained` reads it; a plain module as its weights."""
+def write_model(model: torch.nn.Module, folder: Path, *, is_copy: bool = False) -> None:
+    """The model in a folder, as `AutoModelForCausalLM.from_pretrained` reads it; a plain module as its weights.
+
+    is_copy   of which nothing is kept afterwards
+    """
     inner = unwrapped(model)
     if base_model(inner) is not inner:
         # of a copy: merging and taking apart again would change the weights in their last bits
-        inner = copy.deepcopy(inner).merge_and_unload()
+        inner = (inner if is_copy else copy.deepcopy(inner)).merge_and_unload()
     if hasattr(inner, "save_pretrained"):
         inner.save_pretrained(folder)
         return
