@@ -89,7 +89,7 @@ class World:
             found, error = call(), None
         except Exception as failure:
             error = failure
-        told = [text for text in self.gathered(error and f"{type(error).__name__}: {error}") if text]
+        told = [text for text in self.gathered(error and str(error)) if text is not None]
         if error is not None:
             raise error
         if told:

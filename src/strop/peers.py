@@ -36,6 +36,7 @@ class Peers:
 
     def __init__(self, rank: int, where: Sequence[tuple[Any, int]], store: Any):
         self.rank, self.size, self.store, self.is_first = rank, len(where), store, False
+        self.ended = threading.Event()
         machine = where[rank][0]
         self.beside = {other: pid for other, (at, pid) in enumerate(where) if at == machine and other != rank}
 
@@ -51,10 +52,24 @@ class Peers:
             return "torchrun is gone"
         return None
 
+    def begin(self) -> None:
+        thread = threading.Thread(target=self.watch, args=(self.store.clone(),), daemon=True)
+        thread.start()
+
+        def end() -> None:
+            self.ended.set()
+            thread.join()  # a thread that Python leaves behind within torch aborts the process
+            with contextlib.suppress(RuntimeError):
+                self.store.set(f"{DONE}/{self.rank}", "1")
+
+        atexit.register(end)
+
     def watch(self, store: Any) -> None:
         while (why := self.failed(store, own=True)) is None:  # its own too: it may hang at its end
-            time.sleep(0.5)
-        time.sleep(GRACE)
+            if self.ended.wait(0.5):
+                return
+        if self.ended.wait(GRACE):
+            return
         if not self.is_first:
             tell(lambda: print(f"strop: process {self.rank} of {self.size}: {why}", file=sys.stderr, flush=True))
         os._exit(1)
@@ -67,8 +82,7 @@ def begin(rank: int, where: Sequence[tuple[Any, int]], store: Any) -> None:
     """
     global _peers
     _peers = Peers(rank, where, store)
-    atexit.register(store.set, f"{DONE}/{rank}", "1")
-    threading.Thread(target=_peers.watch, args=(store.clone(),), daemon=True).start()
+    _peers.begin()
     before = sys.excepthook
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:

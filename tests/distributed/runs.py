@@ -64,7 +64,7 @@ MAKERS = {"sft": sft, "grpo": grpo, "lora": lora, "drop": drop}
 
 
 def train(case, shard, folder, num_steps, resume):
-    trainer = MAKERS[case](shard=shard, save_every=2)
+    trainer = MAKERS[case](shard=shard, save_every=1)
     held_out = ROWS[:4] if case == "sft" else None
     trainer.train(ROWS, eval_dataset=held_out, num_steps=num_steps, output_dir=folder, resume=resume, progress=False)
     return trainer

@@ -170,13 +170,20 @@ class Saved:
             raise CheckpointError(f"{path}: {error}") from None
         callbacks = _matched(trainer, header["callbacks"], path)
 
-        for part, module in modules.items():
-            self.fill(_under(part, own[part]))
-            module.load_state_dict(own[part])
         names = {param: name for name, param in trainer.module.named_parameters()}
+        targets = {
+            f"optim/{names[param]}/{key}": value
+            for _, _, states in groups
+            for param, state in states.items()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
+        for part in modules:
+            targets |= _under(part, own[part])
+        self.fill(targets)
+        for part, module in modules.items():
+            module.load_state_dict(own[part])
         for group, options, states in groups:
-            for param, state in states.items():
-                self.fill({f"optim/{names[param]}/{key}": v for key, v in state.items() if isinstance(v, torch.Tensor)})
             group.update(options)
             trainer.optimizer.state.update(states)
         trainer.run.state, trainer.run.goes_on = TrainState(**header["state"]), True
@@ -371,7 +378,8 @@ def newest_good(folder: Path, cls: type["Trainer"], world: World) -> Saved | Non
         try:
             found = _contents(path, world)
         except (CheckpointError, OSError) as error:
-            warnings.warn(f"{error}; taking the one before", stacklevel=2)
+            if world.is_first:
+                warnings.warn(f"{error}; taking the one before", stacklevel=2)
         else:
             return _of_class(cls, path, *found)
     if paths:  # to begin again would cut the run's metrics to nothing: for its owner to decide
