@@ -52,6 +52,17 @@ class Peers:
             return "torchrun is gone"
         return None
 
+    def told(self, error: BaseException) -> str:
+        """What became of the others, of an error that says no more than that something did."""
+        if isinstance(error, PeerError):
+            return str(error)
+        if "imed out" in str(error):
+            return f"another process did not answer for {timeout():g} s (STROP_TIMEOUT)"
+        until = time.monotonic() + 1
+        while (why := self.failed(self.store)) is None and time.monotonic() < until:
+            time.sleep(0.1)  # a killed process is there until torchrun has noticed
+        return why or "another process is gone"
+
     def begin(self) -> None:
         thread = threading.Thread(target=self.watch, args=(self.store.clone(),), daemon=True)
         thread.start()
@@ -120,28 +131,30 @@ def raise_if_failed() -> None:
 
 def is_of_peers(error: BaseException) -> bool:
     """Whether an error says no more than that another process is gone, or does not answer."""
-    if _peers is None or not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, PeerError) or any(word in str(error) for word in OF_PEERS)
+    return _of_peers(error) is not None
+
+
+def _of_peers(error: BaseException | None) -> BaseException | None:
+    """The error that says so: this one, or the one it came from, as in a reward function that was interrupted."""
+    while _peers is not None and error is not None:
+        if isinstance(error, RuntimeError) and (
+            isinstance(error, PeerError) or any(word in str(error) for word in OF_PEERS)
+        ):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def told(error: BaseException) -> str:
     """One line of an error and of its notes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     more = "" if len(lines) == 1 else " (--debug shows the rest)"
-    text = f"{type(error).__name__}: {lines[0]}{more}"
+    notes = getattr(error, "__notes__", ())
     if _peers is None:
-        return "; ".join([f"strop: {text}", *getattr(error, "__notes__", ())])
-    if isinstance(error, PeerError):
-        text = str(error)
-    elif is_of_peers(error) and "imed out" in str(error):
-        text = f"another process did not answer for {timeout():g} s (STROP_TIMEOUT)"
-    elif is_of_peers(error):
-        until, text = time.monotonic() + 1, "another process is gone"
-        while (why := _peers.failed(_peers.store)) is None and time.monotonic() < until:
-            time.sleep(0.1)  # a killed process is there until torchrun has noticed
-        text = why or text
-    return "; ".join([f"strop: process {_peers.rank} of {_peers.size}: {text}", *getattr(error, "__notes__", ())])
+        return "; ".join([f"strop: {type(error).__name__}: {lines[0]}{more}", *notes])
+    cause = _of_peers(error)
+    text = f"{type(error).__name__}: {lines[0]}{more}" if cause is None else _peers.told(cause)
+    return "; ".join([f"strop: process {_peers.rank} of {_peers.size}: {text}", *notes])
 
 
 def timeout() -> float:

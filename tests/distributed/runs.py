@@ -1,10 +1,12 @@
 """Runs of train() that end, go on and are read again, alone or under torchrun.
 
 python runs.py FOLDER PLAN     with PLAN a JSON list of [case, shard, run folder, number of steps, resume]
+                               or ["copy", from, to]
 """
 
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -87,10 +89,13 @@ def by_hand(folder, shard):
 def main(folder, plan):
     torch.set_num_threads(1)
     folder = Path(folder)
-    for case, shard, name, num_steps, resume in json.loads(plan):
+    for case, *arguments in json.loads(plan):
         if case == "by-hand":
-            by_hand(folder, shard)
+            by_hand(folder, arguments[0])
+        elif case == "copy":
+            world().from_first(lambda names=arguments: shutil.copytree(*(folder / name for name in names)))
         else:
+            shard, name, num_steps, resume = arguments
             train(case, shard, folder / name, num_steps, resume)
     if world().is_first:
         print("done")
