@@ -86,7 +86,7 @@ class Trainer:
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
         warn_of_half_precision(self.module)
         self.world.make_same(self.module)
-        self.run = Run(logger, callbacks)
+        self.run = Run(logger, callbacks, self.world)
         self.phases = Phases(self.policy.device)  # of the present step
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.reference: Any = None
@@ -273,7 +273,7 @@ class Trainer:
         return {f"eval/{name}": float(value) for name, value in metrics.items()}
 
     def save(self, path: str | Path) -> None:
-        """Write everything needed to go on into one file, atomically."""
+        """Write everything needed to go on into one file, atomically; several processes together write a folder."""
         checkpoint.save(self, path, self.extra_state())
         self.fire("on_save", str(path))
 
