@@ -26,6 +26,7 @@ from strop import peers
 from strop.peers import PeerError
 
 Item = TypeVar("Item")
+TOGETHER = 2**27  # weights in shards that are gathered in one call, or one layer where that has more
 BUCKET = 2**26  # bytes of gradients that are summed in one call
 
 
@@ -243,17 +244,27 @@ class Shards:
         self.twin = _without_weights(module)
         self.dtype = dtype
         self.are_whole = False  # at present, within `read`
+        self._copied: dict[int, Any] = {}  # of each part: the twin's weights, and the whole ones here
         self._places = _places(self.twin)
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32, cast_forward_inputs=False
         )
-        for part in [*layers, module]:
-            fully_shard(part, mp_policy=policy)
-            part.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # losses are shares of one: a sum
-            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        self._parts = _apart(module, [*_together(layers), [module]])
+        for modules, _ in self._parts:
+            fully_shard(modules, mp_policy=policy)
+            part: Any = modules[0]
+            part.set_gradient_divide_factor(1.0)  # losses are shares of one: a sum
+            part.set_force_sum_reduction_for_comms(True)
         # a method that FSDP knows: within it the embedding and the head are whole too
         module.strop_read = types.MethodType(lambda _, call: call(), module)  # type: ignore[assignment]
         register_fsdp_forward_method(module, "strop_read")
+
+    def clip(self, params: Sequence[nn.Parameter], limit: float, world: World) -> torch.Tensor:
+        """`clip_grad_norm_`, on what lies here of each gradient."""
+        grads = [param.grad.to_local() for param in params if param.grad is not None]  # type: ignore[attr-defined]
+        norm = world.summed(torch.nn.utils.get_total_norm(grads).square()).sqrt()
+        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def read(self, call: Callable[[], Any]) -> Any:
         """What `call` makes of the model, with its weights whole; a tensor or several."""
@@ -276,17 +287,24 @@ class Shards:
         self.module.set_is_last_backward(is_last)  # type: ignore[operator]
 
     def gather(self) -> None:
-        """Give `twin` all weights, each gathered on its own, in the memory of the last time if it still has that."""
-        for name, param in self.module.named_parameters():
-            full, (part, leaf) = whole(param.detach()), self._places[name][0]
-            if part._parameters[leaf].is_meta:  # type: ignore[union-attr]
-                _set(self._places[name], torch.empty_like(full, dtype=self.dtype))
-            part._parameters[leaf].data.copy_(full)  # type: ignore[union-attr]
-        for ours, theirs in zip(self.twin.buffers(), self.module.buffers(), strict=True):
-            ours.copy_(theirs)
+        """Give `twin` all weights, gathered part by part, in the memory of the last time if it still has that."""
+        for number, (modules, names) in enumerate(self._parts):
+            part: Any = modules[0]
+            part.unshard()
+            if number not in self._copied:  # the same tensors every time, until `free`
+                theirs = [self.module.get_parameter(name).detach() for name in names]
+                for name, param in zip(names, theirs, strict=True):
+                    _set(self._places[name], torch.empty_like(param))
+                self._copied[number] = [self.twin.get_parameter(name).detach() for name in names], theirs
+            if names:
+                torch._foreach_copy_(*self._copied[number])
+            part.reshard()
+        for ours, theirs_ in zip(self.twin.buffers(), self.module.buffers(), strict=True):
+            ours.copy_(theirs_)
 
     def free(self) -> None:
         """Give the memory of `twin`'s weights back."""
+        self._copied.clear()
         for name, param in self.module.named_parameters():
             _set(self._places[name], torch.empty(param.shape, dtype=param.dtype, device="meta"))
 
@@ -312,6 +330,25 @@ def class_of(module: nn.Module) -> type:
     """The module's class; FSDP puts one of its own before it."""
     kind = type(module)
     return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
+
+
+def _together(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Neighbouring layers whose weights are gathered at once, TOGETHER of them: a small layer takes less time than that."""
+    groups: list[list[nn.Module]] = []
+    room = 0
+    for layer in layers:
+        if room <= 0:
+            groups, room = [*groups, []], TOGETHER
+        groups[-1].append(layer)
+        room -= sum(param.numel() for param in layer.parameters())
+    return groups
+
+
+def _apart(module: nn.Module, parts: Sequence[list[nn.Module]]) -> list[tuple[list[nn.Module], list[str]]]:
+    """The parts with the names of their parameters; what an earlier part has, a later one around it has not."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    owned = [[names.pop(id(p), None) for one in part for p in one.parameters()] for part in parts]
+    return [(part, [name for name in own if name]) for part, own in zip(parts, owned, strict=True)]
 
 
 def _without_weights(module: nn.Module) -> nn.Module:

@@ -21,7 +21,7 @@ from strop.config import TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import prepared
 from strop.data.inputs import check_tokenizer
-from strop.distributed import whole, world
+from strop.distributed import world
 from strop.models import as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import prepared_model, warn_of_half_precision
 from strop.training import checkpoint
@@ -148,9 +148,10 @@ class Trainer:
             if self.policy.shards is None and self.world.size > 1:
                 self.world.sum_gradients(params)
             limit = self.config.optim.max_grad_norm or float("inf")
-            grad_norm = torch.nn.utils.clip_grad_norm_(params, limit)
             if self.policy.shards is not None:
-                grad_norm = whole(grad_norm)
+                grad_norm = self.policy.shards.clip(params, limit, self.world)
+            else:
+                grad_norm = torch.nn.utils.clip_grad_norm_(params, limit)
             loss = torch.stack(values).sum() if values else torch.zeros_like(grad_norm)
             if self.world.size > 1:
                 loss = self.world.summed(loss)
