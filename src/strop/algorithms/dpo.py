@@ -9,6 +9,7 @@ B pairs, 2B trajectories: the chosen completions, then the rejected ones.
 """
 
 import functools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +60,10 @@ class DPO(Trainer):
     config: DPOConfig
 
     def setup(self, ref_model: Any) -> None:
-        self.reference = self.policy.reference(ref_model)
+        if self.config.loss.needs_reference:
+            self.reference = self.policy.reference(ref_model)
+        elif ref_model is not None:
+            warnings.warn(f"ref_model has no effect: {self.config.loss.loss_type} has no reference", stacklevel=4)
 
     def train_step(self, prompt: Any, chosen: Any, rejected: Any, *, prompt_mask: Any = None) -> dict[str, float]:
         """One step on B pairs of token ids: (B, P), (B, C), (B, R), or lists of rows of unequal lengths.
@@ -84,27 +88,26 @@ class DPO(Trainer):
         return self._step(rows if isinstance(rows[0], tuple) else self.prepare(rows, "rows"))
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
-        results = []
+        results, counts = [], _counts(rows)
         for pairs in self.eval_batches(rows, _lengths(rows)):
             with self.autocast():
                 batch = self._batch(pairs)
-                ref_logps_B2 = _sums(self.reference.logps(batch), batch)
-                results.append(self._loss(batch, ref_logps_B2, len(rows)))
+                ref_logps_B2 = None if self.reference is None else _sums(self.reference.logps(batch), batch)
+                results.append(self._loss(batch, ref_logps_B2, counts))
         return {"loss": sum(on_host([result.loss for result in results])), **_metrics(results)}
 
     # ---- inside ----
 
     def _step(self, pairs: list[Pair], ref_logps_P2: torch.Tensor | None = None) -> dict[str, float]:
         """ref_logps_P2: of the pairs' (chosen, rejected), where the reference has scored them already."""
-        batches = self._batches(pairs)
+        batches, counts = self._batches(pairs), _counts(pairs)
         if ref_logps_P2 is None:
             ref_logps_P2 = self._reference_logps(batches)
-        update = self.update(
-            functools.partial(
-                self._loss, batch, ref_logps_P2[on_device(torch.tensor(part), ref_logps_P2.device)], len(pairs)
-            )
-            for part, batch in batches
-        )
+
+        def of_these(part: list[int]) -> torch.Tensor | None:
+            return None if ref_logps_P2 is None else ref_logps_P2[on_device(torch.tensor(part), ref_logps_P2.device)]
+
+        update = self.update(functools.partial(self._loss, batch, of_these(part), counts) for part, batch in batches)
         self.count_tokens(sum(_lengths(pairs)))
         return update | _metrics(update.parts)
 
@@ -113,27 +116,23 @@ class DPO(Trainer):
         parts = self.micro_batches(range(len(pairs)), _lengths(pairs))
         return [(part, self._batch([pairs[i] for i in part])) for part in parts]
 
-    def _reference_logps(self, batches: Sequence[tuple[list[int], TokenBatch]]) -> torch.Tensor:
-        """[P, 2] of each pair's two completions, in the order of the pairs. The device is not waited for."""
+    def _reference_logps(self, batches: Sequence[tuple[list[int], TokenBatch]]) -> torch.Tensor | None:
+        """[P, 2] of each pair's two completions, in the order of the pairs; None without a reference. The device is not
+        waited for."""
+        if self.reference is None:
+            return None
         with self.phase("score"), self.autocast():
             found = [_sums(self.reference.logps(batch), batch) for part, batch in batches]
             order = torch.tensor([i for part, _ in batches for i in part]).argsort()
             return torch.cat(found)[on_device(order, found[0].device)]
 
-    def _loss(self, batch: TokenBatch, ref_logps_B2: torch.Tensor, num_pairs: int) -> PreferenceLoss:
-        """Of a part of num_pairs pairs: the parts' losses add up to the batch's."""
+    def _loss(self, batch: TokenBatch, ref_logps_B2: torch.Tensor | None, counts: tuple[int, int]) -> PreferenceLoss:
+        """Of a part of a batch with so many pairs and chosen tokens: the parts' losses add up to the batch's."""
         logps_B2 = _sums(self.policy.logps(batch), batch)
-        lengths_2B = on_device(torch.tensor(batch.counts), batch.device).view(2, -1)
-        (chosen_B, rejected_B), (ref_chosen_B, ref_rejected_B) = logps_B2.unbind(1), ref_logps_B2.unbind(1)
+        lengths = on_device(torch.tensor(batch.counts), batch.device).chunk(2)
+        refs = (None, None) if ref_logps_B2 is None else ref_logps_B2.unbind(1)
         return pairs_loss(
-            self.config.loss,
-            chosen_B,
-            rejected_B,
-            ref_chosen_B,
-            ref_rejected_B,
-            lengths_2B[0],
-            lengths_2B[1],
-            num_pairs,
+            self.config.loss, logps_B2[:, 0], logps_B2[:, 1], refs[0], refs[1], lengths[0], lengths[1], *counts
         )
 
     def _batch(self, pairs: Sequence[Pair]) -> TokenBatch:
@@ -171,6 +170,11 @@ def _sums(logps_n: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 
 def _lengths(pairs: Sequence[Pair]) -> list[int]:
     return [len(chosen) + len(rejected) for chosen, rejected in pairs]
+
+
+def _counts(pairs: Sequence[Pair]) -> tuple[int, int]:
+    """Pairs, and tokens of chosen completions that count: what the losses of a batch are divided by."""
+    return len(pairs), sum(chosen.num_counted for chosen, _ in pairs)
 
 
 def _metrics(results: Sequence[PreferenceLoss]) -> dict[str, Any]:

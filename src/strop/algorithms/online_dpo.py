@@ -108,8 +108,9 @@ class OnlineDPO(DPO):
         told = [(i, index) for i, index in enumerate(better) if index is not None]
         if not told:  # every pair a tie: nothing to learn from
             return metrics | {"loss": 0.0}
-        rows, chosen = on_device(torch.tensor(told), ref_logps_P2.device).T
-        ref_logps_P2 = torch.stack([ref_logps_P2[rows, chosen], ref_logps_P2[rows, 1 - chosen]], 1)
+        if ref_logps_P2 is not None:
+            rows, chosen = on_device(torch.tensor(told), ref_logps_P2.device).T
+            ref_logps_P2 = torch.stack([ref_logps_P2[rows, chosen], ref_logps_P2[rows, 1 - chosen]], 1)
         return metrics | self._step([_ordered(pairs[i], index) for i, index in told], ref_logps_P2)
 
     def _sampled_pairs(self, prompts: list[Prompt], step: Any) -> tuple[Rollout, list[Pair]]:

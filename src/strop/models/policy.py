@@ -220,8 +220,7 @@ class Policy:
     def loss(self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0) -> PolicyLoss:
         """A rule's loss of the tokens that count; the batch has their weights and what else the rule reads."""
         assert batch.weights_n is not None
-        of_a_row = isinstance(rule, NLL) or rule.row_suffices
-        if of_a_row and (head := self.hidden(batch)) is not None:
+        if rule.row_suffices and (head := self.hidden(batch)) is not None:
             hidden_nH, weight, bias = head
             return linear_token_loss(
                 hidden_nH, weight, batch.targets_n, batch.weights_n, rule=rule, old_logps=batch.old_logps_n,
@@ -236,10 +235,7 @@ class Policy:
         old_n, ref_n, advantages_n, weights_n = in_dtype(
             logps_n.dtype, batch.old_logps_n, batch.ref_logps_n, batch.advantages_n, batch.weights_n
         )
-        tokens = tokens_of(
-            logps_n, old_n, advantages_n, importance_level=rule.importance_level, sequence_N=batch.sequence_n,
-            num_sequences=len(batch),
-        )  # fmt: skip
+        tokens = tokens_of(rule, logps_n, old_n, advantages_n, sequence_N=batch.sequence_n, num_sequences=len(batch))
         return tokens_loss(rule, tokens, weights_n, ref_n, entropy_n)
 
     def check_causality(self, batch: TokenBatch) -> None:

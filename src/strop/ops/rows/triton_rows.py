@@ -19,7 +19,11 @@ from strop.ops.rows import (
 from strop.ops.rows.kernels import LOG2E
 
 INTERPRETED = kernels.logp_kernel.interpreted
-TOKEN_LOSSES = {"cispo": kernels.clipped_weight, "nll": kernels.negative_logp}  # others are clipped surrogates
+TOKEN_LOSSES = {  # others are clipped surrogates
+    "cispo": kernels.clipped_weight,
+    "sapo": kernels.soft_gate,
+    "nll": kernels.negative_logp,
+}
 
 
 def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = False) -> int:
