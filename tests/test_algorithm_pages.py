@@ -11,11 +11,12 @@ import torch
 from strop.algorithms.best_of_n import BestOfN
 from strop.algorithms.dpo import DPO, DPOConfig
 from strop.algorithms.grpo import GRPO, GRPOConfig
+from strop.algorithms.kto import KTO, KTOConfig
 from strop.algorithms.online_dpo import OnlineDPO, OnlineDPOConfig
 from strop.algorithms.sft import SFT, SFTConfig
 from strop.cli.job import JobConfig
 from strop.config import LoRAConfig, OptimConfig, RunConfig, option_names, options_in
-from strop.losses import PolicyRule, PreferenceRule
+from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
 from strop.moe import MoEConfig, MoETransformer
 from strop.rollout import Sampling
 from strop.rollout.server import ServerConfig
@@ -27,9 +28,11 @@ CONFIGS = [
     SFTConfig,
     DPOConfig,
     GRPOConfig,
+    KTOConfig,
     OnlineDPOConfig,
     PolicyRule,
     PreferenceRule,
+    UnpairedRule,
     OptimConfig,
     RunConfig,
     LoRAConfig,
@@ -73,6 +76,7 @@ def option_table(page, config):
     ("page", "config"),
     [
         ("sft.md", SFTConfig), ("dpo.md", DPOConfig), ("grpo.md", GRPOConfig), ("online_dpo.md", OnlineDPOConfig),
+        ("kto.md", KTOConfig), ("kto.md", UnpairedRule),
         ("grpo.md", PolicyRule), ("dpo.md", PreferenceRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
         ("common.md", Sampling), ("../command_line.md", JobConfig), ("../rollouts.md", ServerConfig),
     ],
@@ -117,6 +121,10 @@ def step_of_dpo():
     return DPO(model=small_model()).train_step([[2, 3]], [[4, 1]], [[5, 1]])
 
 
+def step_of_kto():
+    return KTO(model=small_model()).train_step([[2, 3], [4, 5]], [[4, 1], [5, 1]], [True, False])
+
+
 def step_of_grpo():
     grpo = GRPO(model=small_model(), reward_fn=count, max_new_tokens=4, resample_rounds=1, importance_cap=2.0)
     return grpo.train_step([[2, 3], [4, 5]])
@@ -131,7 +139,7 @@ def documented_metrics(page):
     return {name.replace("<function>", "count") for row in table for name in code(row[0])}
 
 
-@pytest.mark.parametrize("step", [step_of_sft, step_of_dpo, step_of_grpo, step_of_online_dpo])
+@pytest.mark.parametrize("step", [step_of_sft, step_of_dpo, step_of_kto, step_of_grpo, step_of_online_dpo])
 def test_metric_tables_are_what_a_step_returns(step):
     torch.manual_seed(0)
     own = documented_metrics(f"{step.__name__.removeprefix('step_of_')}.md")
@@ -143,7 +151,11 @@ def test_metric_tables_are_what_a_step_returns(step):
 
 
 def test_trl_options_lead_to_options():
-    known = {name for config in (SFTConfig, DPOConfig, GRPOConfig, OnlineDPOConfig) for name in option_names(config)}
+    known = {
+        name
+        for config in (SFTConfig, DPOConfig, KTOConfig, GRPOConfig, OnlineDPOConfig)
+        for name in option_names(config)
+    }
     (table,) = tables(
         (ROOT / "docs/coming_from_trl.md").read_text(encoding="utf-8"), "TRL", "default", "strop", "default"
     )

@@ -40,7 +40,14 @@ __all__ = [
     "set_num_threads",
 ]
 
-_ALGORITHMS = {"BestOfN": "best_of_n", "DPO": "dpo", "GRPO": "grpo", "OnlineDPO": "online_dpo", "SFT": "sft"}
+_ALGORITHMS = {
+    "BestOfN": "best_of_n",
+    "DPO": "dpo",
+    "GRPO": "grpo",
+    "KTO": "kto",
+    "OnlineDPO": "online_dpo",
+    "SFT": "sft",
+}
 
 
 def __getattr__(name: str) -> Any:

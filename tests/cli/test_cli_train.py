@@ -306,6 +306,15 @@ def test_dpo_from_a_file(strop, tmp_path):
     assert json.loads(Path("runs/d/run.json").read_text())["config"]["loss"]["beta"] == 0.5
 
 
+def test_kto_from_a_file(strop, tmp_path):
+    rows = [{"prompt": f"{i}+1=", "completion": "9", "label": False} for i in range(8)]
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    data = ("--data", "labels.jsonl", "--undesirable-weight", 2)
+    code, _, err = strop("train", "kto", *TINY, *data, "--num-steps", 2, "--output", "runs/k")
+    assert code == 0, err
+    assert metrics("runs/k")[0]["loss"] == pytest.approx(2 * 0.5, abs=1e-3)
+
+
 def test_online_dpo_with_a_reward(strop, tmp_path):
     (tmp_path / "short.py").write_text("def short(completions):\n    return [-len(c) for c in completions]\n")
     code, _, err = strop("train", "online-dpo", *TINY, "--reward", "short.py:short", "--num-steps", 1, "--max-new-tokens", 3,

@@ -1,4 +1,4 @@
-"""`strop train sft|dpo|grpo|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
+"""`strop train sft|dpo|kto|grpo|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
 import importlib
 import sys
@@ -27,6 +27,7 @@ ALGORITHMS = {
     # command: module, class, what it does
     "sft": ("sft", "SFT", "Imitate given completions."),
     "dpo": ("dpo", "DPO", "Learn from pairs which of two completions is the better one."),
+    "kto": ("kto", "KTO", "Learn from single completions that are labelled desirable or not."),
     "grpo": ("grpo", "GRPO", "Reinforcement learning from rewards compared within a group."),
     "online-dpo": (
         "online_dpo",
@@ -34,7 +35,7 @@ ALGORITHMS = {
         "DPO on pairs the model itself makes, judged by a reward or a preference.",
     ),
 }
-app = typer.Typer(no_args_is_help=True, help="Train a model: sft, dpo, grpo or online-dpo.", rich_markup_mode="rich")
+app = typer.Typer(no_args_is_help=True, help=f"Train a model: {', '.join(ALGORITHMS)}.", rich_markup_mode="rich")
 
 
 def define_commands(arguments: Sequence[str]) -> None:
