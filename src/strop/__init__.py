@@ -46,6 +46,7 @@ _ALGORITHMS = {
     "GRPO": "grpo",
     "KTO": "kto",
     "OnlineDPO": "online_dpo",
+    "RewardModel": "reward_model",
     "SFT": "sft",
 }
 

@@ -1,5 +1,5 @@
-"""Record what TRL's DPOTrainer and KTOTrainer do in four steps: the batches they took and the loss of each, in
-trl_dpo_trajectory.json and trl_kto_trajectory.json.
+"""Record what TRL's DPOTrainer, KTOTrainer and RewardTrainer do in four steps: the batches they took and the loss of each,
+in trl_dpo_trajectory.json, trl_kto_trajectory.json and trl_reward_trajectory.json.
 
     PYTHONPATH=tests python tests/algorithms/make_trl_trajectory.py          # with trl==1.16 and its requirements installed
 
@@ -66,6 +66,27 @@ class RecordingKTO(trl.KTOTrainer):
         return loss
 
 
+def compared_rows():
+    """Whole texts; pairs of one prompt begin alike. Their first two tokens are what the test takes for the prompt."""
+    rows = [{name: f"t2 t3 {row[name]}" for name in ("chosen", "rejected")} for row in make_rows()]
+    return [{**row, "margin": 0.25 * (i % 4)} for i, row in enumerate(rows)]
+
+
+class RecordingReward(trl.RewardTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        rows = [
+            row[keep.bool()].tolist() for row, keep in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        ]
+        half, margins = len(rows) // 2, inputs["margin"].tolist()
+        batch = [
+            {"prompt": a[:2], "chosen": a[2:], "rejected": b[2:], "margin": margin}
+            for a, b, margin in zip(rows[:half], rows[half:], margins, strict=True)
+        ]
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self.recorded.append({"batch": batch, "loss": loss.item()})
+        return loss
+
+
 class Recording(trl.DPOTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         mask, ids, counted = inputs["attention_mask"].bool(), inputs["input_ids"], inputs["completion_mask"].bool()
@@ -83,18 +104,21 @@ class Recording(trl.DPOTrainer):
         return loss
 
 
-def record(config_class, trainer_class, rows, **options):
+def record(config_class, trainer_class, rows, models=None, **options):
+    models = models or {"model": tiny_qwen2(), "ref_model": tiny_qwen2()}
+    if config_class is not trl.RewardConfig:
+        options["beta"] = BETA
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         config = config_class(
-            folder, beta=BETA, learning_rate=LEARNING_RATE, per_device_train_batch_size=BATCH_SIZE, max_steps=NUM_STEPS,
+            folder, learning_rate=LEARNING_RATE, per_device_train_batch_size=BATCH_SIZE, max_steps=NUM_STEPS,
             lr_scheduler_type="linear", warmup_steps=0, max_grad_norm=1.0, weight_decay=0.0, seed=0, report_to=[],
             save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, logging_steps=1,
             adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, optim="adamw_torch", disable_tqdm=True,
             **options,
         )  # fmt: skip
         trainer = trainer_class(
-            tiny_qwen2(), ref_model=tiny_qwen2(), args=config, train_dataset=datasets.Dataset.from_list(rows),
+            **models, args=config, train_dataset=datasets.Dataset.from_list(rows),
             processing_class=make_tokenizer(),
         )  # fmt: skip
         trainer.recorded = []
@@ -122,7 +146,15 @@ def main():
         }
         for name, options in KTO_RUNS.items()
     }
-    for file, runs in (("trl_dpo_trajectory.json", dpo), ("trl_kto_trajectory.json", kto)):
+    options = {"center_rewards_coefficient": 0.05}
+    models = {"model": tiny_qwen2("ForSequenceClassification", num_labels=1)}
+    steps = record(trl.RewardConfig, RecordingReward, compared_rows(), models, **options)
+    reward = {"reward": {"options": options, "steps": steps}}
+    for file, runs in (
+        ("trl_reward_trajectory.json", reward),
+        ("trl_dpo_trajectory.json", dpo),
+        ("trl_kto_trajectory.json", kto),
+    ):
         Path(__file__).with_name(file).write_text(json.dumps({**shared, "runs": runs}) + "\n")
         for name, run in runs.items():
             print(name, [step["loss"] for step in run["steps"]])

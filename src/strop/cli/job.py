@@ -95,8 +95,11 @@ def job_part(job: JobConfig, options: Mapping[str, Any]) -> dict[str, Any]:
 # ---- model ----
 
 
-def load_model_and_tokenizer(job: JobConfig, task: Any) -> tuple[Any, Any]:
-    """The model on its device, with the tokenizer that is asked for, its own, or the task's."""
+def load_model_and_tokenizer(job: JobConfig, task: Any, scores: bool = False) -> tuple[Any, Any]:
+    """The model on its device, with the tokenizer that is asked for, its own, or the task's.
+
+    scores   a sequence classifier with one label
+    """
     from strop.models import load_model
 
     if not job.model:
@@ -111,7 +114,9 @@ def load_model_and_tokenizer(job: JobConfig, task: Any) -> tuple[Any, Any]:
             )
         ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
         options = {"vocab_size": len(tokenizer), **ids, **options}
-    model, own = load_model(job.model, dtype=job.dtype, gguf_file=job.gguf_file, device=job.device, **options)
+    model, own = load_model(
+        job.model, dtype=job.dtype, gguf_file=job.gguf_file, device=job.device, scores=scores, **options
+    )
     return model, tokenizer or own or getattr(task, "tokenizer", None)
 
 
@@ -210,8 +215,17 @@ def load_rewards(job: JobConfig, task: Any) -> list[Callable[..., Any]]:
     """The functions asked for, or the task's."""
     names = [job.reward] if isinstance(job.reward, str) else list(job.reward or ())
     if names:
-        return [load_function(name, "reward") for name in names]
+        return [_model_reward(name, job) or load_function(name, "reward") for name in names]
     return [task.reward] if task is not None else []
+
+
+def _model_reward(name: str, job: JobConfig) -> Any:
+    """Of model:FOLDER, a reward model; None for any other name."""
+    if not name.startswith("model:"):
+        return None
+    from strop.algorithms.reward_model import ModelReward
+
+    return ModelReward(name.removeprefix("model:"), device=job.device)
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:

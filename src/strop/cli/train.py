@@ -1,4 +1,4 @@
-"""`strop train sft|dpo|kto|grpo|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
+"""`strop train sft|dpo|kto|reward|grpo|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
 import importlib
 import sys
@@ -28,6 +28,7 @@ ALGORITHMS = {
     "sft": ("sft", "SFT", "Imitate given completions."),
     "dpo": ("dpo", "DPO", "Learn from pairs which of two completions is the better one."),
     "kto": ("kto", "KTO", "Learn from single completions that are labelled desirable or not."),
+    "reward": ("reward_model", "RewardModel", "Learn from pairs a number for completions, to be used as a reward."),
     "grpo": ("grpo", "GRPO", "Reinforcement learning from rewards compared within a group."),
     "online-dpo": (
         "online_dpo",
@@ -153,8 +154,8 @@ def build(command: str, job: JobConfig, config: Any) -> tuple[Any, Sequence[Any]
     task = load_task(job)
     rows, eval_rows = load_data(job, task), load_eval_data(job, task)
     functions = _functions(command, job, task)
-    model, tokenizer = load_model_and_tokenizer(job, task)
     make = algorithm_class(command)
+    model, tokenizer = load_model_and_tokenizer(job, task, scores=make.scores)
     return (
         make(model=model, ref_model=_ref_model(job), tokenizer=tokenizer, config=config, **functions),
         rows,

@@ -61,7 +61,7 @@ class Policy:
         self.tokenizer = tokenizer
         inner = unwrapped(self.model)
         self.kind = "moe" if is_moe(inner) else "hf" if is_hugging_face(inner) else "plain"
-        self._arguments = _forward_arguments(base_model(inner) if self.kind == "hf" else inner)
+        self._arguments = forward_arguments(base_model(inner) if self.kind == "hf" else inner)
         self._head: tuple[nn.Module, nn.Linear] | None = None
         self._tried = False
         self._known_ids: int | Literal["untried"] | None = "untried"
@@ -185,7 +185,7 @@ class Policy:
         if self._head is None:
             return None
         decoder, head = self._head
-        return self._at_places(decoder, batch, _last_hidden_state), head.weight, head.bias
+        return self._at_places(decoder, batch, last_hidden_state), head.weight, head.bias
 
     @overload
     def logps(self, batch: TokenBatch, *, temperature: float = 1.0) -> torch.Tensor: ...
@@ -262,7 +262,7 @@ class Policy:
         """[n, ..] of what the module gives, at the tokens that predict one that counts."""
         if self.packs:
             within = contextlib.nullcontext if self._fused is None else self._fused.used
-            read_N, _ = _read_packed(self._modules, module, batch, part, within)
+            read_N, _ = read_packed(self._modules, module, batch, part, within)
             return read_N.index_select(0, batch.places_n)
         rows = batch.rows(self.pad_id)
         found = part(self._call_rows(module, rows))
@@ -343,12 +343,12 @@ class Policy:
             wanted_NV = self._call_rows(inner, rows).logits.flatten(0, 1).index_select(0, rows.index_N)
             found = trial.decoder_and_head(inner)
             if not isinstance(found, str):
-                states_NH = _last_hidden_state(self._call_rows(found[0], rows)).flatten(0, 1)
+                states_NH = last_hidden_state(self._call_rows(found[0], rows)).flatten(0, 1)
                 if not trial.gives_logits(found[1], states_NH.index_select(0, rows.index_N), wanted_NV):
                     found = "its logits are not its hidden states times the head's weight"
 
             def read() -> tuple[torch.Tensor, dict[int, Rule]]:
-                return _read_packed(self._modules, inner, batch, _logits)
+                return read_packed(self._modules, inner, batch, _logits)
 
             rules = self._no_packing() or trial.packing(read, of_config(self.config, "num_hidden_layers"), wanted_NV)
             self.no_packing_because = rules if isinstance(rules, str) else None
@@ -426,7 +426,7 @@ class Reference:
             return self.policy.logps(batch, temperature=temperature)
 
 
-def _read_packed(
+def read_packed(
     modules: Sequence[nn.Module],
     module: nn.Module,
     batch: TokenBatch,
@@ -440,7 +440,7 @@ def _read_packed(
     return part(output)[0], pass_.rules
 
 
-def _forward_arguments(model: nn.Module) -> set[str]:
+def forward_arguments(model: nn.Module) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
@@ -452,5 +452,5 @@ def _logits(output: Any) -> Any:
     return logits[0] if isinstance(logits, (tuple, list)) else logits
 
 
-def _last_hidden_state(output: Any) -> torch.Tensor:
+def last_hidden_state(output: Any) -> torch.Tensor:
     return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]

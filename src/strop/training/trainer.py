@@ -25,6 +25,7 @@ from strop.data.formats import prepared
 from strop.data.inputs import check_tokenizer
 from strop.models import as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import prepared_model, warn_of_half_precision
+from strop.models.scorer import as_scorer
 from strop.training import checkpoint
 from strop.training.memory import LACKS, raise_explained
 from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
@@ -54,6 +55,7 @@ class Trainer:
     """
 
     Config: ClassVar[type[TrainerConfig]] = TrainerConfig
+    scores: ClassVar[bool] = False  # the model is a sequence classifier with one label
 
     def __init__(
         self,
@@ -75,12 +77,13 @@ class Trainer:
         if isinstance(model, (str, Path)):
             # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
             dtype = None if self.config.lora is not None else torch.float32
-            model, loaded = load_model(model, dtype=dtype, device=device)
+            model, loaded = load_model(model, dtype=dtype, device=device, scores=self.scores)
             tokenizer = loaded if tokenizer is None else tokenizer
-        given = as_policy(model)
+        read_as: Callable[..., Any] = as_scorer if self.scores else as_policy
+        given = read_as(model)
         if device is not None:
             given.to(device)
-        self.policy = as_policy(prepared_model(given, self.config.run, self.config.lora), tokenizer)
+        self.policy = read_as(prepared_model(given, self.config.run, self.config.lora), tokenizer)
         self.tokenizer = self.policy.tokenizer
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
         warn_of_half_precision(self.module)
