@@ -54,7 +54,7 @@ def load_model(
     place = chosen_device(device)
     _check_folder(folder, name, gguf_file)
     checksums.verify(folder)
-    with _loading, torch.random.fork_rng():
+    with _loading, torch.random.fork_rng([], enabled=scores):
         if scores:
             torch.manual_seed(0)  # of the new head
         return _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, place, options, scores)
