@@ -14,6 +14,7 @@ from strop.algorithms.dpo import DPO, DPOConfig
 from strop.algorithms.grpo import GRPO, GRPOConfig
 from strop.algorithms.kto import KTO, KTOConfig
 from strop.algorithms.online_dpo import OnlineDPO, OnlineDPOConfig
+from strop.algorithms.ppo import PPO, PPOConfig
 from strop.algorithms.reward_model import RewardModel, RewardModelConfig
 from strop.algorithms.sft import SFT, SFTConfig
 from strop.cli.job import JobConfig
@@ -32,6 +33,7 @@ CONFIGS = [
     GRPOConfig,
     KTOConfig,
     OnlineDPOConfig,
+    PPOConfig,
     RewardModelConfig,
     PolicyRule,
     PreferenceRule,
@@ -79,7 +81,7 @@ def option_table(page, config):
     ("page", "config"),
     [
         ("sft.md", SFTConfig), ("dpo.md", DPOConfig), ("grpo.md", GRPOConfig), ("online_dpo.md", OnlineDPOConfig),
-        ("kto.md", KTOConfig), ("reward_model.md", RewardModelConfig), ("kto.md", UnpairedRule),
+        ("kto.md", KTOConfig), ("reward_model.md", RewardModelConfig), ("ppo.md", PPOConfig), ("kto.md", UnpairedRule),
         ("grpo.md", PolicyRule), ("dpo.md", PreferenceRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
         ("common.md", Sampling), ("../command_line.md", JobConfig), ("../rollouts.md", ServerConfig),
     ],
@@ -138,6 +140,12 @@ def step_of_grpo():
     return grpo.train_step([[2, 3], [4, 5]])
 
 
+def step_of_ppo():
+    critic = tiny_qwen2("ForSequenceClassification", num_labels=1)
+    ppo = PPO(model=small_model(), critic=critic, reward_fn=count, max_new_tokens=4, entropy_coef=0.1)
+    return ppo.train_step([[2, 3], [4, 5]])
+
+
 def step_of_online_dpo():
     return OnlineDPO(model=small_model(), reward_fn=count, max_new_tokens=4).train_step([[i, 3] for i in range(2, 10)])
 
@@ -148,7 +156,7 @@ def documented_metrics(page):
 
 
 @pytest.mark.parametrize(
-    "step", [step_of_sft, step_of_dpo, step_of_kto, step_of_reward_model, step_of_grpo, step_of_online_dpo]
+    "step", [step_of_sft, step_of_dpo, step_of_kto, step_of_reward_model, step_of_grpo, step_of_ppo, step_of_online_dpo]
 )
 def test_metric_tables_are_what_a_step_returns(step):
     torch.manual_seed(0)

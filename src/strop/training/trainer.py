@@ -19,7 +19,7 @@ import torch
 
 from strop._processes import refuse_several_processes
 from strop._tensors import on_host
-from strop.config import TrainerConfig, option_names, unknown_option
+from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import prepared
 from strop.data.inputs import check_tokenizer
@@ -151,7 +151,7 @@ class Trainer:
                 update.update(zip(update, on_host(list(update.values())), strict=True))
                 if not all(abs(value) < float("inf") for value in update.values()):
                     raise not_finite(update, self.state.step)
-            learning_rate = self._set_learning_rate()
+            learning_rate = self.set_learning_rate(self.optimizer, self.config.optim)
             self.state.updates += 1  # before it: one that fails halfway has changed weights
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)  # a rollout that follows has their memory
@@ -325,10 +325,11 @@ class Trainer:
                 raise ValueError(unknown_option(option, [*known, *arguments], f" of {self.name}", self.Config))
         return (config if config is not None else self.Config()).changed(options)
 
-    def _set_learning_rate(self) -> float:
+    def set_learning_rate(self, optimizer: torch.optim.Optimizer, optim: OptimConfig) -> float:
+        """That of the present step, into every group."""
         state = self.state
         total_steps = (state.total_steps or self.config.run.num_steps) - state.first_step
-        learning_rate = learning_rate_at(state.step - state.first_step, total_steps, self.config.optim)
-        for group in self.optimizer.param_groups:
+        learning_rate = learning_rate_at(state.step - state.first_step, total_steps, optim)
+        for group in optimizer.param_groups:
             group["lr"] = learning_rate
         return learning_rate
