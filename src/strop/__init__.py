@@ -45,6 +45,7 @@ __all__ = [
 _ALGORITHMS = {
     "BestOfN": "best_of_n",
     "DPO": "dpo",
+    "Distill": "distill",
     "GRPO": "grpo",
     "KTO": "kto",
     "OnlineDPO": "online_dpo",

@@ -1,6 +1,6 @@
 """Compute what TRL 1.16 gives for the losses that tests/golden/trl-1.16.json lacks: trl-1.16-more.json, float64 on a CPU.
 
-    PYTHONPATH=tests python tests/golden/make_trl_losses.py          # with trl==1.16 and its requirements installed
+    python tests/golden/make_trl_losses.py          # with trl==1.16 and its requirements installed
 
 TRL's trainers are not built: a plain object with the few attributes a loss reads stands in for `self`, and a function
 that returns given log-probs for the model's forward.
@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 import torch
 import trl
 from trl.experimental.cpo.cpo_trainer import CPOTrainer
+from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 from trl.experimental.orpo import orpo_trainer
 
@@ -160,6 +161,33 @@ def preference_result(case, loss, logps, mask, ref_chosen, ref_rejected):
     }  # fmt: skip
 
 
+# ---- distillation ----
+
+
+def gkd_case(beta, temperature, generator):
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((5, 4), (13, 4), (13,)))
+    teacher_hidden, teacher_weight = (torch.randn(*shape, generator=generator) for shape in ((5, 6), (13, 6)))
+    weights = torch.rand(5, generator=generator)
+    hidden.requires_grad_()
+    logits = hidden @ weight.T + bias
+    teacher = teacher_hidden @ teacher_weight.T
+    # one token at a time: TRL sums over the vocabulary, and divides by the number of tokens
+    each = [
+        GKDTrainer.generalized_jsd_loss(
+            logits[i : i + 1, None], teacher[i : i + 1, None], beta=beta, temperature=temperature
+        )
+        for i in range(5)
+    ]
+    loss = (weights * torch.stack(each)).sum()
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    tensors = {
+        "hidden": hidden, "weight": weight, "bias": bias, "teacher_hidden": teacher_hidden,
+        "teacher_weight": teacher_weight, "weights": weights, "divergences": torch.stack(each), "grad": gradient,
+    }  # fmt: skip
+    found = {"beta": beta, "temperature": temperature, "loss": loss.item()}
+    return found | {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
 def main():
     generator = torch.Generator().manual_seed(0)
     importance = [("truncate", (0.0, 1.2)), ("truncate", (0.8, 1.2)), ("mask", (0.0, 1.2)), ("mask", (0.7, 1.5))]
@@ -170,6 +198,10 @@ def main():
         "importance": [policy_case(case, generator, mode) for mode, case in zip(importance, base, strict=True)],
         "preference": [preference_case(case, generator) for case in PREFERENCE],
         "without_reference": [reference_free_case(case, generator) for case in WITHOUT_REFERENCE],
+        "gkd": [
+            gkd_case(beta, temperature, generator)
+            for beta, temperature in ((0.0, 1.0), (0.1, 1.0), (0.5, 1.0), (0.9, 0.7), (1.0, 1.0), (1.0, 2.0))
+        ],
     }
     path = Path(__file__).with_name("trl-1.16-more.json")
     path.write_text(json.dumps(found) + "\n")

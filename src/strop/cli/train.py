@@ -1,4 +1,4 @@
-"""`strop train sft|dpo|kto|reward|grpo|ppo|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
+"""`strop train sft|dpo|kto|reward|grpo|ppo|distill|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
 import importlib
 import sys
@@ -31,6 +31,11 @@ ALGORITHMS = {
     "reward": ("reward_model", "RewardModel", "Learn from pairs a number for completions, to be used as a reward."),
     "grpo": ("grpo", "GRPO", "Reinforcement learning from rewards compared within a group."),
     "ppo": ("ppo", "PPO", "Reinforcement learning with a critic."),
+    "distill": (
+        "distill",
+        "Distill",
+        "Learn a teacher's distribution on what the model itself writes; --ref-model is the teacher.",
+    ),
     "online-dpo": (
         "online_dpo",
         "OnlineDPO",
