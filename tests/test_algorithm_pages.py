@@ -10,6 +10,7 @@ import torch
 from tiny_qwen2 import tiny_qwen2
 
 from strop.algorithms.best_of_n import BestOfN
+from strop.algorithms.distill import Distill, DistillConfig
 from strop.algorithms.dpo import DPO, DPOConfig
 from strop.algorithms.grpo import GRPO, GRPOConfig
 from strop.algorithms.kto import KTO, KTOConfig
@@ -35,6 +36,7 @@ CONFIGS = [
     OnlineDPOConfig,
     PPOConfig,
     RewardModelConfig,
+    DistillConfig,
     PolicyRule,
     PreferenceRule,
     UnpairedRule,
@@ -81,7 +83,7 @@ def option_table(page, config):
     ("page", "config"),
     [
         ("sft.md", SFTConfig), ("dpo.md", DPOConfig), ("grpo.md", GRPOConfig), ("online_dpo.md", OnlineDPOConfig),
-        ("kto.md", KTOConfig), ("reward_model.md", RewardModelConfig), ("ppo.md", PPOConfig), ("kto.md", UnpairedRule),
+        ("kto.md", KTOConfig), ("reward_model.md", RewardModelConfig), ("ppo.md", PPOConfig), ("distill.md", DistillConfig), ("kto.md", UnpairedRule),
         ("grpo.md", PolicyRule), ("dpo.md", PreferenceRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
         ("common.md", Sampling), ("../command_line.md", JobConfig), ("../rollouts.md", ServerConfig),
     ],
@@ -146,6 +148,10 @@ def step_of_ppo():
     return ppo.train_step([[2, 3], [4, 5]])
 
 
+def step_of_distill():
+    return Distill(model=small_model(), teacher=small_model(), max_new_tokens=4).train_step([[2, 3], [4, 5]])
+
+
 def step_of_online_dpo():
     return OnlineDPO(model=small_model(), reward_fn=count, max_new_tokens=4).train_step([[i, 3] for i in range(2, 10)])
 
@@ -156,7 +162,17 @@ def documented_metrics(page):
 
 
 @pytest.mark.parametrize(
-    "step", [step_of_sft, step_of_dpo, step_of_kto, step_of_reward_model, step_of_grpo, step_of_ppo, step_of_online_dpo]
+    "step",
+    [
+        step_of_sft,
+        step_of_dpo,
+        step_of_kto,
+        step_of_reward_model,
+        step_of_grpo,
+        step_of_ppo,
+        step_of_distill,
+        step_of_online_dpo,
+    ],
 )
 def test_metric_tables_are_what_a_step_returns(step):
     torch.manual_seed(0)

@@ -336,6 +336,32 @@ def test_reward_from_a_file_and_then_grpo(strop, tmp_path):
     assert metrics("runs/g")[0]["reward/reward_model"] == metrics("runs/g")[0]["reward/mean"] != 0
 
 
+def test_ppo_and_distill_by_folders(strop, tmp_path):
+    """A value head, then a critic of its own; a teacher as --ref-model."""
+    tokenizer = load_task("addition").tokenizer
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}
+    for folder, model in (
+        ("causal", tiny_qwen2(**ids)),
+        ("critic", tiny_qwen2("ForSequenceClassification", num_labels=1, **ids)),
+    ):
+        model.save_pretrained(tmp_path / folder)
+        tokenizer.save_pretrained(tmp_path / folder)
+    shared = ("--model", "causal", "--device", "cpu", "--task", "addition", "--max-new-tokens", 3, "--num-rows", 8,
+              "--num-eval-rows", 0, "--batch-size", 4, "--num-steps", 2, "--quiet")  # fmt: skip
+    for name, more in (("head", ()), ("own", ("--critic", "critic"))):
+        code, _, err = strop("train", "ppo", *shared, *more, "--output", f"runs/{name}")
+        assert code == 0, err
+        assert "value/explained_variance" in metrics(f"runs/{name}")[1]
+    code, _, err = strop(
+        "train", "distill", *shared, "--ref-model", "causal", "--divergence", "jsd", "--output", "runs/t"
+    )
+    assert code == 0, err
+    assert metrics("runs/t")[0]["distill/divergence"] == pytest.approx(0, abs=1e-5)  # the student is the teacher
+    code, _, err = strop("train", "distill", *shared, "--output", "runs/none")
+    assert code == 1
+    assert "Distill needs a teacher" in err
+
+
 def test_online_dpo_with_a_reward(strop, tmp_path):
     (tmp_path / "short.py").write_text("def short(completions):\n    return [-len(c) for c in completions]\n")
     code, _, err = strop("train", "online-dpo", *TINY, "--reward", "short.py:short", "--num-steps", 1, "--max-new-tokens", 3,
