@@ -59,7 +59,7 @@ def test_the_loss_and_its_gradient_are_those_of_plain_torch(divergence, packs):
         read_padded(distill.policy)
     lessons = distill.prepare(ROWS)
     lines, own = distill._lines(lessons, 0, 0)
-    assert own == 0.0
+    assert own == 0
     loss = distill._distance(lines, sum(line.num_counted for line in lines)).loss
     student, teacher = tiny_qwen2(), sharper(tiny_qwen2())
     wanted = plain_torch(student, teacher, lines, divergence, 0.3)
@@ -124,8 +124,8 @@ def test_mixing():
     lessons = distill.prepare(rows)
     lines, own = distill._lines(lessons, 0, 0)
     of_dataset = [line.ids_T[2:].tolist() == [30, 31, 30] and line.logps_t is None for line in lines]
-    assert 0.3 < own < 0.7
-    assert sum(of_dataset) == 64 - round(own * 64)
+    assert 20 < own < 44
+    assert sum(of_dataset) == 64 - own
     again, _ = distill._lines(lessons, 0, 0)
     assert all(torch.equal(a.ids_T, b.ids_T) for a, b in zip(lines, again, strict=True))
     other, _ = distill._lines(lessons, 1, 0)

@@ -112,9 +112,7 @@ def test_explained_variance_by_hand():
     ppo, rollout, _ = fixed(kl_coef=0.0, lam=1.0)
     experience = ppo._experience(rollout, torch.tensor([1.0, -1.0]))
     left = torch.tensor([0.8, 0.6, 0.9, -1.3], dtype=torch.float64).var(correction=0).item()
-    from strop.algorithms.ppo import _value_metrics
-
-    metrics = _value_metrics(experience)
+    metrics = ppo._value_metrics(experience)
     assert metrics["value/explained_variance"] == pytest.approx(1 - left / 0.75)
     assert metrics["value/mean"] == pytest.approx(0.25)
 
@@ -151,7 +149,7 @@ def test_ragged_completions_are_their_rows(critic):
     prompts = ppo.prepare([{"prompt": p} for p in PROMPTS])
     rollout = ppo._generate(prompts, range(4), 0)
     experience = ppo._experience(rollout, torch.tensor([1.0, 0.0, 0.5, -1.0]))
-    counts = {"num_tokens": experience.num_tokens(range(4)), "num_sequences": 4}
+    counts = {"num_tokens": sum(experience.counted), "num_sequences": 4}
     whole = ppo.loss_on(experience, range(4), **counts).loss
     alone = [ppo.loss_on(experience, [i], **counts).loss for i in range(4)]
     torch.testing.assert_close(whole, sum(alone), rtol=1e-5, atol=1e-6)

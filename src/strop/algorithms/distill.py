@@ -28,9 +28,10 @@ from strop.losses import PolicyRule
 from strop.losses.divergence import divergence
 from strop.ops import linear_divergence
 from strop.rewards import sample_table
-from strop.rollout import Rollout, Sampling, checked_prompts, generate
+from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics, generate
 from strop.rollout.sampler import sampler
 from strop.rollout.server import ServerConfig
+from strop.training.state import Mean
 from strop.training.trainer import Trainer
 
 BETAS = {"reverse_kl": 1.0, "forward_kl": 0.0}
@@ -104,6 +105,10 @@ class Distill(Trainer):
 
     def __init__(self, *, teacher: Any = None, **arguments: Any):
         super().__init__(**(arguments if teacher is None else {**arguments, "ref_model": teacher}))
+        if self.config.run.shard != "none":
+            raise ValueError(
+                f"shard must be 'none' for Distill, which reads two whole heads, found {self.config.run.shard!r}"
+            )
         self.sampler = sampler(self, self.config.server)
 
     def setup(self, ref_model: Any) -> None:
@@ -130,17 +135,18 @@ class Distill(Trainer):
     def step_on(self, rows: list[Any]) -> dict[str, float]:
         return self._step(rows if isinstance(rows[0], Lesson) else self.prepare(rows, "rows"))
 
-    def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
+    def evaluate_on(self, rows: list[Any]) -> dict[str, Any]:
         """The divergence on completions as a step has them."""
-        size, lines = self.config.run.batch_size, []
-        for start in range(0, len(rows), size):
-            found, _ = self._lines(rows[start : start + size], "evaluation", start)
-            lines += found
+        mine, size, lines = self.share(len(rows)), self.config.run.batch_size, []
+        with self.sampler.ready():
+            for start in range(mine.start, mine.stop, size):
+                found, _ = self._lines(rows[start : min(start + size, mine.stop)], "evaluation", start)
+                lines += found
         num_tokens, sums = sum(line.num_counted for line in lines), []
         for part in self.eval_batches(lines, [len(line) for line in lines]):
             with self.autocast():
                 sums.append(self._distance(part, num_tokens).divergences_n.double().sum())
-        return {"distill/divergence": sum(on_host(sums)) / max(num_tokens, 1), **_of_lines(lines)}
+        return {"distill/divergence": Mean(sum(on_host(sums)), num_tokens), **self._completions(lines)}
 
     def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return self.sampler.state()
@@ -151,18 +157,25 @@ class Distill(Trainer):
     # ---- inside ----
 
     def _step(self, lessons: list[Lesson]) -> dict[str, float]:
-        with self.phase("generate"):
-            lines, own = self._lines(lessons, self.state.step, 0)
-        num_tokens, lengths = sum(line.num_counted for line in lines), [len(line) for line in lines]
+        mine = self.share(len(lessons))
+        with self.phase("generate"), self.sampler.ready():
+            lines, num_own = self._lines(lessons[mine.start : mine.stop], self.state.step, mine.start)
+        here, lengths = sum(line.num_counted for line in lines), [len(line) for line in lines]
+        num_tokens = int(self.world.total(here))
         parts = self.micro_batches(lines, lengths)
         update = self.update(functools.partial(self._distance, part, num_tokens) for part in parts)
         self.count_tokens(sum(lengths))
-        total = torch.stack([part.divergences_n.double().sum() for part in update.parts]).sum()
-        metrics = {"distill/divergence": total / max(num_tokens, 1), "distill/on_policy_fraction": own}
-        return update | metrics | _of_lines(lines)
+        totals = [part.divergences_n.double().sum() for part in update.parts]
+        metrics = {"distill/divergence": Mean(torch.stack(totals).sum(), here)} if totals else {}
+        metrics |= {"distill/on_policy_fraction": Mean(num_own, len(lines))}
+        return update | metrics | self._completions(lines)
 
-    def _lines(self, lessons: Sequence[Lesson], step: Any, start: int) -> tuple[list[Trajectory], float]:
-        """A completion behind each prompt, and the share of the student's own. `start`: of the first in its dataset."""
+    def _completions(self, lines: Sequence[Trajectory]) -> dict[str, float]:
+        """Lengths of those of all processes, and how many were cut."""
+        return completion_metrics(self.of_all([(line.num_counted, str(line.finish)) for line in lines]))
+
+    def _lines(self, lessons: Sequence[Lesson], step: Any, start: int) -> tuple[list[Trajectory], int]:
+        """A completion behind each prompt, and how many are the student's own. `start`: of the first in its batch."""
         config, addresses = self.config, range(start, start + len(lessons))
         draw = [random.Random(self.seed_of(step, "mix", address)).random() for address in addresses]
         own = [i for i, share in enumerate(draw) if share < config.on_policy]
@@ -185,7 +198,7 @@ class Distill(Trainer):
             lesson = lessons[i]
             assert lesson.completion is not None
             found[i] = Trajectory.of(lesson.prompt.ids, lesson.completion)
-        return [found[i] for i in range(len(lessons))], len(own) / len(lessons)
+        return [found[i] for i in range(len(lessons))], len(own)
 
     def _table(self, prompts: list[Prompt], rollout: Rollout) -> list[dict[str, Any]]:
         return sample_table(reward_rows(prompts, rollout, self.policy.tokenizer))
@@ -248,9 +261,3 @@ class Distill(Trainer):
             raise ValueError(f"{where}: the completion must have at least one token, found none")
         self.policy.check_ids(ids, where)
         return Lesson(prompt, fit(prompt.ids, ids, None, self.policy.max_length, where))
-
-
-def _of_lines(lines: Sequence[Trajectory]) -> dict[str, float]:
-    cut = sum(line.finish == "length" for line in lines)
-    length = sum(line.num_counted for line in lines) / len(lines)
-    return {"completion/length": length, "completion/truncated_fraction": cut / len(lines)}

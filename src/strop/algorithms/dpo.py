@@ -25,6 +25,7 @@ from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, p
 from strop.data.tokenize import encode_preference, row_named
 from strop.losses import PreferenceLoss, PreferenceRule
 from strop.losses.preference import pairs_loss
+from strop.training.state import Mean, Sum
 from strop.training.trainer import Trainer
 
 Pair = tuple[Trajectory, Trajectory]  # chosen, rejected; in OnlineDPO first and second, before it is known
@@ -88,24 +89,40 @@ class DPO(Trainer):
         return self._step(rows if isinstance(rows[0], tuple) else self.prepare(rows, "rows"))
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
-        results, counts = [], _counts(rows)
-        for pairs in self.eval_batches(rows, _lengths(rows)):
+        mine = self.share(len(rows))
+        return self._evaluate(rows[mine.start : mine.stop], counts_of(rows))
+
+    def _evaluate(self, own: list[Pair], counts: tuple[int, int]) -> dict[str, Any]:
+        """Of this process's pairs, as their share of a dataset with so many pairs and chosen tokens."""
+        results = []
+        for pairs in self.eval_batches(own, _lengths(own)):
             with self.autocast():
                 batch = self._batch(pairs)
                 ref_logps_B2 = None if self.reference is None else _sums(self.reference.logps(batch), batch)
                 results.append(self._loss(batch, ref_logps_B2, counts))
-        return {"loss": sum(on_host([result.loss for result in results])), **_metrics(results)}
+        return {"loss": Sum(sum(on_host([result.loss for result in results]))), **_metrics(results)}
 
     # ---- inside ----
 
-    def _step(self, pairs: list[Pair], ref_logps_P2: torch.Tensor | None = None) -> dict[str, float]:
-        """ref_logps_P2: of the pairs' (chosen, rejected), where the reference has scored them already."""
-        batches, counts = self._batches(pairs), _counts(pairs)
+    def _step(self, pairs: list[Pair]) -> dict[str, float]:
+        mine = self.share(len(pairs))
+        return self._learn(pairs[mine.start : mine.stop], counts_of(pairs))
+
+    def _learn(
+        self, pairs: list[Pair], counts: tuple[int, int], ref_logps_P2: torch.Tensor | None = None
+    ) -> dict[str, float]:
+        """An update on this process's pairs of a batch with so many pairs and chosen tokens.
+
+        ref_logps_P2   of the pairs' (chosen, rejected), where the reference has scored them already
+        """
+        batches = self._batches(pairs)
         if ref_logps_P2 is None:
             ref_logps_P2 = self._reference_logps(batches)
 
         def of_these(part: list[int]) -> torch.Tensor | None:
-            return None if ref_logps_P2 is None else ref_logps_P2[on_device(torch.tensor(part), ref_logps_P2.device)]
+            if ref_logps_P2 is None:
+                return None
+            return ref_logps_P2[on_device(torch.tensor(part).long(), ref_logps_P2.device)]
 
         update = self.update(functools.partial(self._loss, batch, of_these(part), counts) for part, batch in batches)
         self.count_tokens(sum(_lengths(pairs)))
@@ -124,12 +141,12 @@ class DPO(Trainer):
         with self.phase("score"), self.autocast():
             found = [_sums(self.reference.logps(batch), batch) for part, batch in batches]
             order = torch.tensor([i for part, _ in batches for i in part]).argsort()
-            return torch.cat(found)[on_device(order, found[0].device)]
+            return torch.cat(found)[on_device(order, found[0].device)] if found else torch.zeros(0, 2)
 
     def _loss(self, batch: TokenBatch, ref_logps_B2: torch.Tensor | None, counts: tuple[int, int]) -> PreferenceLoss:
         """Of a part of a batch with so many pairs and chosen tokens: the parts' losses add up to the batch's."""
         logps_B2 = _sums(self.policy.logps(batch), batch)
-        lengths = on_device(torch.tensor(batch.counts), batch.device).chunk(2)
+        lengths = on_device(torch.tensor(batch.counts).long(), batch.device).view(2, -1)
         refs = (None, None) if ref_logps_B2 is None else ref_logps_B2.unbind(1)
         return pairs_loss(
             self.config.loss, logps_B2[:, 0], logps_B2[:, 1], refs[0], refs[1], lengths[0], lengths[1], *counts
@@ -172,18 +189,21 @@ def _lengths(pairs: Sequence[Pair]) -> list[int]:
     return [len(chosen) + len(rejected) for chosen, rejected in pairs]
 
 
-def _counts(pairs: Sequence[Pair]) -> tuple[int, int]:
+def counts_of(pairs: Sequence[Pair]) -> tuple[int, int]:
     """Pairs, and tokens of chosen completions that count: what the losses of a batch are divided by."""
     return len(pairs), sum(chosen.num_counted for chosen, _ in pairs)
 
 
 def _metrics(results: Sequence[PreferenceLoss]) -> dict[str, Any]:
     """Means over all pairs of the micro-batches, on the device."""
-    chosen_B = torch.cat([result.chosen_rewards for result in results])
-    rejected_B = torch.cat([result.rejected_rewards for result in results])
-    return {
-        "preference/accuracy": (chosen_B > rejected_B).double().mean(),
-        "preference/margin": (chosen_B.double() - rejected_B.double()).mean(),
-        "rewards/chosen": chosen_B.double().mean(),
-        "rewards/rejected": rejected_B.double().mean(),
+    if not results:
+        return {}
+    chosen_B = torch.cat([result.chosen_rewards for result in results]).double()
+    rejected_B = torch.cat([result.rejected_rewards for result in results]).double()
+    found = {
+        "preference/accuracy": chosen_B > rejected_B,
+        "preference/margin": chosen_B - rejected_B,
+        "rewards/chosen": chosen_B,
+        "rewards/rejected": rejected_B,
     }
+    return {name: Mean(values_B.sum(), len(values_B)) for name, values_B in found.items()}

@@ -23,6 +23,7 @@ from strop.data.formats import check_rows
 from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
 from strop.data.tokenize import encode_row, row_named
 from strop.losses import UnpairedRule, unpaired_loss
+from strop.training.state import Mean, Sum
 from strop.training.trainer import Trainer
 
 
@@ -88,13 +89,15 @@ class KTO(Trainer):
         return self._step(rows if isinstance(rows[0], Example) else self.prepare(rows, "rows"))
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
-        parts, batches = [], self._batches([row.line for row in rows], self.eval_batches)
+        mine, parts = self.share(len(rows)), []
+        own = rows[mine.start : mine.stop]
+        batches = self._batches([row.line for row in own], self.eval_batches)
         refs_B = self._scored(batches, self.reference)
-        shift = self._shift(rows, batches, refs_B, learns=False)
+        shift = self._shift(rows, mine, batches, refs_B, learns=False)
         for part, batch in batches:
             with self.autocast():
-                parts.append(self._loss(batch, rows, part, refs_B, shift))
-        return {"loss": sum(on_host([part[0] for part in parts])), **_metrics(parts, shift)}
+                parts.append(self._loss(batch, [own[i] for i in part], part, refs_B, shift, len(rows)))
+        return {"loss": Sum(sum(on_host([part[0] for part in parts]))), **_metrics(parts, shift)}
 
     def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return {"seen": self._seen}, {}
@@ -105,30 +108,38 @@ class KTO(Trainer):
     # ---- inside ----
 
     def _step(self, examples: list[Example]) -> dict[str, float]:
-        batches = self._batches([example.line for example in examples], self.micro_batches)
+        mine = self.share(len(examples))
+        own = examples[mine.start : mine.stop]
+        batches = self._batches([example.line for example in own], self.micro_batches)
         with self.phase("score"):
             refs_B = self._scored(batches, self.reference)
-            shift = self._shift(examples, batches, refs_B, learns=True)
+            shift = self._shift(examples, mine, batches, refs_B, learns=True)
         update = self.update(
-            functools.partial(self._loss, batch, examples, part, refs_B, shift) for part, batch in batches
+            functools.partial(self._loss, batch, [own[i] for i in part], part, refs_B, shift, len(examples))
+            for part, batch in batches
         )
-        self.count_tokens(sum(len(example.line) for example in examples))
+        self.count_tokens(sum(len(example.line) for example in own))
         return update | _metrics(update.parts, shift)
 
     def _shift(
-        self, examples: Sequence[Example], batches: Sequence[tuple[list[int], TokenBatch]], refs_B: torch.Tensor,
-        learns: bool,
+        self, examples: Sequence[Example], mine: range, batches: Sequence[tuple[list[int], TokenBatch]],
+        refs_B: torch.Tensor, learns: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """What rewards are compared with, 0-d. `learns`: these rows count for bco's mean."""
+        """What rewards are compared with, 0-d, in all processes the same.
+
+        examples   of the whole batch; `mine` are this process's, as are batches and refs_B
+        learns     these rows count for bco's mean
+        """
         rule = self.config.loss
         if rule.loss_type == "kto":
-            others = self._batches(self._mismatched([example.line for example in examples]), self.eval_batches)
+            lines = self._mismatched([example.line for example in examples])
+            others = self._batches(lines[mine.start : mine.stop], self.eval_batches)
             ratios_B = self._scored(others, self.policy) - self._scored(others, self.reference)
-            return rule.beta * ratios_B.mean().clamp(min=0)
+            return rule.beta * (self.world.summed(ratios_B.sum()) / len(examples)).clamp(min=0)
         if rule.loss_type == "bco":
             if learns:
                 rewards_B = rule.beta * (self._scored(batches, self.policy) - refs_B).double()
-                self._seen += torch.stack([rewards_B.sum(), torch.ones_like(rewards_B).sum()])
+                self._seen += self.world.summed(torch.stack([rewards_B.sum(), torch.ones_like(rewards_B).sum()]))
             return (self._seen[0] / self._seen[1].clamp(min=1)).to(refs_B.dtype)
         return refs_B.new_zeros(())
 
@@ -152,17 +163,20 @@ class KTO(Trainer):
         """[B] log-probs of the lines, in their order."""
         with self.autocast():
             found = [batch.sums(scorer.logps(batch)) for _, batch in batches]
-        order = torch.tensor([i for part, _ in batches for i in part]).argsort()
+        if not found:  # a process without rows
+            return torch.zeros(0, dtype=self.policy.loss_dtype, device=self.policy.device)
+        order = torch.tensor([i for part, _ in batches for i in part]).long().argsort()
         return torch.cat(found)[on_device(order, found[0].device)]
 
     def _loss(
-        self, batch: TokenBatch, examples: Sequence[Example], part: list[int], refs_B: torch.Tensor, shift: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The loss of these examples as their share of the batch's, their rewards and labels."""
-        labels = on_device(torch.tensor([examples[i].desirable for i in part]), batch.device)
-        refs = refs_B[on_device(torch.tensor(part), refs_B.device)]
+        self, batch: TokenBatch, examples: Sequence[Example], part: list[int], refs_B: torch.Tensor, shift: torch.Tensor,
+        num_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The loss of these examples, this process's `part`, as their share of num_rows; their rewards and labels."""
+        labels = on_device(torch.tensor([example.desirable for example in examples]).bool(), batch.device)
+        refs = refs_B[on_device(torch.tensor(part).long(), refs_B.device)]
         logps = batch.sums(self.policy.logps(batch))
-        return *unpaired_loss(self.config.loss, logps, refs, labels, shift, len(examples)), labels
+        return *unpaired_loss(self.config.loss, logps, refs, labels, shift, num_rows), labels
 
     def _examples(self, prompt: Any, completion: Any, label: Any, prompt_mask: Any) -> list[Example]:
         if is_written(prompt, "prompt", prompt_mask):
@@ -186,14 +200,9 @@ class KTO(Trainer):
 
 
 def _metrics(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], shift: torch.Tensor) -> dict[str, Any]:
-    """Means over the completions of each label, on the device; of a label without completions 0."""
+    """Means over the completions of each label, on the device; one that no completion has is left out."""
+    if not parts:
+        return {"rewards/shift": shift}
     rewards_B, labels_B = torch.cat([part[1] for part in parts]).double(), torch.cat([part[2] for part in parts])
-    chosen, rejected = (
-        rewards_B.masked_fill(~these, 0.0).sum() / these.sum().clamp(min=1) for these in (labels_B, ~labels_B)
-    )
-    return {
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/shift": shift,
-        "preference/margin": chosen - rejected,
-    }
+    found: list[Any] = [(rewards_B.masked_fill(~these, 0.0).sum(), these.sum()) for these in (labels_B, ~labels_B)]
+    return {"rewards/chosen": Mean(*found[0]), "rewards/rejected": Mean(*found[1]), "rewards/shift": shift}

@@ -28,10 +28,10 @@ from strop.losses import PolicyLoss, PolicyRule
 from strop.models.critic import Critic
 from strop.primitives import compute_gae
 from strop.rewards import check_timeout, sample_table
-from strop.rollout import Rollout, Sampling
+from strop.rollout import Rollout, Sampling, completion_metrics
 from strop.rollout.server import ServerConfig
 from strop.training.optimiser import can_skip, make_optimizer
-from strop.training.state import not_finite
+from strop.training.state import Sum, not_finite
 from strop.training.trainer import Update
 
 
@@ -125,7 +125,12 @@ class PPO(GRPO):
 
     def __init__(self, *, critic: Any = None, **arguments: Any):
         super().__init__(**arguments)
+        if self.config.run.shard != "none":
+            raise ValueError(
+                f"shard must be 'none' for PPO, whose critic reads whole weights, found {self.config.run.shard!r}"
+            )
         self.critic = Critic(self.policy, critic)
+        self.world.make_same(self.critic.module)
         self.critic_optim = replace(self.config.optim, learning_rate=self.config.critic_learning_rate)
         self.critic_optimizer = make_optimizer(self.critic.module.named_parameters(), self.critic_optim)
         self._value_losses: list[torch.Tensor] = []  # of the micro-batches of the step
@@ -158,21 +163,32 @@ class PPO(GRPO):
     # ---- a step ----
 
     def _step(self, prompts: list[Prompt]) -> dict[str, float]:
-        rollout = self._generate(prompts, range(len(prompts)), 0)
+        mine = self.share(len(prompts))
+        prompts = prompts[mine.start : mine.stop]
+        with self.sampler.ready():
+            rollout = self._generate(prompts, mine, 0)
         scores = self._score(rollout)
         rows, rewards = self._reward(prompts, rollout)
         self.samples = sample_table(rows, reward=rewards.total_B.tolist())
-        experience = self._experience(rollout, rewards.total_B, scores)
-        metrics = rewards.metrics | rollout.metrics | _value_metrics(experience) | self._learn(experience)
+        ends, everyones = self.of_all(rollout.ends), rewards.over(self.world)
+        first = mine.start * self.config.group_size
+        experience = self._experience(rollout, everyones.total_B, scores, ends, first)
+        metrics = everyones.metrics | completion_metrics(ends) | self._value_metrics(experience)
+        metrics |= self._learn(experience)
         self.count_tokens(sum(map(len, experience.trajectories)))
         return metrics | {"mean_reward": metrics["reward/mean"], "mean_kl": metrics.get("kl", 0.0)}
 
-    def _experience(self, rollout: Rollout, rewards_B: torch.Tensor, scores: Scores | None = None) -> Valued:
+    def _experience(
+        self, rollout: Rollout, rewards_B: torch.Tensor, scores: Scores | None = None,
+        ends: list[tuple[int, str]] | None = None, first: int = 0,
+    ) -> Valued:  # fmt: skip
+        """As GRPO's, with what the critic expects."""
         old_logps, ref_logps = scores or self._score(rollout)
-        ended_B = torch.tensor([reason == "eos" for reason in rollout.finish_reasons])
-        counts_B = ended_B if self.config.mask_truncated else torch.ones_like(ended_B)
-        found = Valued(rollout, torch.zeros(len(rollout)), counts_B, old_logps, ref_logps, values=self._values(rollout))
-        self._estimate(found, rewards_B)
+        masked = self.config.mask_truncated
+        counted = [length if why == "eos" or not masked else 0 for length, why in ends or rollout.ends]
+        none_B, values = torch.zeros(len(rollout)), self._values(rollout)
+        found = Valued(rollout, none_B, counted, old_logps, ref_logps, first=first, values=values)
+        self._estimate(found, rewards_B[first : first + len(rollout)])
         return found
 
     @torch.no_grad()
@@ -197,14 +213,16 @@ class PPO(GRPO):
         if experience.ref_logps is not None:
             rewards_BT -= config.kl_coef * (_padded(experience.old_logps) - _padded(experience.ref_logps))
         rewards_BT[range(len(lengths)), [length - 1 for length in lengths]] += rewards_B.double()
-        mask_BT = torch.arange(values_BT.shape[1]) < torch.tensor(lengths)[:, None]
+        mask_BT = torch.arange(values_BT.shape[1]) < torch.tensor(lengths).long()[:, None]
         advantages_BT = compute_gae(rewards_BT, values_BT, gamma=config.gamma, lam=config.lam, mask=mask_BT)
         returns_BT = advantages_BT + values_BT
-        if config.whiten:
-            counted_N = advantages_BT[mask_BT & experience.counts_B[:, None]]
-            mean = counted_N.sum() / max(len(counted_N), 1)
-            squares = (counted_N - mean).square().sum()
-            advantages_BT = (advantages_BT - mean) / ((squares / max(len(counted_N), 1)).sqrt() + 1e-8)
+        if config.whiten:  # by mean and std over the tokens of all processes
+            counts_B = torch.tensor([experience.num_tokens([i]) > 0 for i in range(len(lengths))]).bool()
+            counted_N = advantages_BT[mask_BT & counts_B[:, None]]
+            number = max(sum(experience.counted), 1)
+            mean = self.world.total(counted_N.sum().item()) / number
+            squares = self.world.total((counted_N - mean).square().sum().item())
+            advantages_BT = (advantages_BT - mean) / ((squares / number) ** 0.5 + 1e-8)
         dtype = self.policy.loss_dtype
         experience.advantages = [row[:n].to(dtype) for row, n in zip(advantages_BT, lengths, strict=True)]
         experience.returns = [row[:n].to(dtype) for row, n in zip(returns_BT, lengths, strict=True)]
@@ -214,9 +232,27 @@ class PPO(GRPO):
     def _learn(self, experience: Experience) -> dict[str, Any]:
         self._value_losses = []
         metrics = super()._learn(experience)
-        num_updates = self.config.inner_epochs * -(-len(experience) // (self.config.minibatch_size or len(experience)))
+        num_completions = len(experience.counted)
+        num_updates = self.config.inner_epochs * -(-num_completions // (self.config.minibatch_size or num_completions))
         losses = self._value_losses or [torch.zeros(())]
-        return metrics | {"value/loss": torch.stack(losses).double().sum() / num_updates}
+        return metrics | {"value/loss": Sum(torch.stack(losses).double().sum() / num_updates)}
+
+    def _value_metrics(self, experience: Valued) -> dict[str, float]:
+        """Before the updates: the mean value, and the share of the returns' variance that the values explain."""
+        pairs_N2 = torch.tensor(
+            self.of_all(
+                [
+                    pair
+                    for values, returns in zip(experience.values, experience.returns, strict=True)
+                    for pair in zip(values.tolist(), returns.tolist(), strict=True)
+                ]
+            ),
+            dtype=torch.float64,
+        )
+        values_N, returns_N = pairs_N2.unbind(1)
+        spread, left = returns_N.var(correction=0), (returns_N - values_N).var(correction=0)
+        explained = 0.0 if spread == 0 else 1 - (left / spread).item()
+        return {"value/mean": values_N.mean().item(), "value/explained_variance": explained}
 
     def loss_on(
         self, experience: Experience, indices: Sequence[int], *, num_tokens: int, num_sequences: int
@@ -250,6 +286,7 @@ class PPO(GRPO):
         with self.phase("update"):
             optimizer, limit = self.critic_optimizer, self.config.optim.max_grad_norm or float("inf")
             params = [param for group in optimizer.param_groups for param in group["params"]]
+            self.world.sum_gradients(params)
             norm = torch.nn.utils.clip_grad_norm_(params, limit)
             if can_skip(optimizer):
                 optimizer.found_inf = self.phases.note_unfit(norm)  # type: ignore[attr-defined]
@@ -263,12 +300,6 @@ class PPO(GRPO):
 
 def _padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """[B, T] float64 on the host."""
+    if not rows:  # a process without completions
+        return torch.zeros(0, 0, dtype=torch.float64)
     return pad_sequence([row.detach().double().cpu() for row in rows], batch_first=True)
-
-
-def _value_metrics(experience: Valued) -> dict[str, float]:
-    """Before the updates: the mean value, and the share of the returns' variance that the values explain."""
-    values_N, returns_N = torch.cat(experience.values).double().cpu(), torch.cat(experience.returns).double()
-    spread, left = returns_N.var(correction=0), (returns_N - values_N).var(correction=0)
-    explained = 0.0 if spread == 0 else 1 - (left / spread).item()
-    return {"value/mean": values_N.mean().item(), "value/explained_variance": explained}

@@ -25,6 +25,7 @@ from strop.data.batch import TokenBatch, Trajectory, on_device, split
 from strop.data.tokenize import encode_completion, encode_prompt
 from strop.models import load_model
 from strop.models.scorer import Scorer, as_scorer
+from strop.training.state import Sum
 
 NUM_BINS = 10  # of the calibration error
 
@@ -107,13 +108,15 @@ class RewardModel(DPO):
         ]
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
-        results = []
-        for part in self.eval_batches(rows, _lengths(rows)):
+        mine, results = self.share(len(rows)), []
+        own = rows[mine.start : mine.stop]
+        for part in self.eval_batches(own, _lengths(own)):
             with self.autocast():
                 results.append(self._pair_scores(part, len(rows)))
-        margins_B = torch.cat([result.chosen_B - result.rejected_B for result in results]).double()
-        loss = sum(on_host([result.loss for result in results]))
-        return {"loss": loss, **_metrics(results), "preference/calibration_error": calibration_error(margins_B)}
+        margins = [margin for result in results for margin in (result.chosen_B - result.rejected_B).tolist()]
+        metrics = {"loss": Sum(sum(on_host([result.loss for result in results]))), **self._metrics(results)}
+        error = calibration_error(torch.tensor(self.of_all(margins), dtype=torch.float64))
+        return metrics | {"preference/calibration_error": error}
 
     def reward_fn(self) -> "ModelReward":
         """The model as it is now, for GRPO and others: it is not copied, so train one of the two at a time."""
@@ -121,20 +124,35 @@ class RewardModel(DPO):
 
     # ---- inside ----
 
-    def _step(self, pairs: list[Any], ref_logps_P2: torch.Tensor | None = None) -> dict[str, float]:
-        parts = self.micro_batches(pairs, _lengths(pairs))
+    def _step(self, pairs: list[Any]) -> dict[str, float]:
+        mine = self.share(len(pairs))
+        own = pairs[mine.start : mine.stop]
+        parts = self.micro_batches(own, _lengths(own))
         update = self.update(functools.partial(self._pair_scores, part, len(pairs)) for part in parts)
-        self.count_tokens(sum(_lengths(pairs)))
-        return update | _metrics(update.parts)
+        self.count_tokens(sum(_lengths(own)))
+        return update | self._metrics(update.parts)
 
     def _pair_scores(self, pairs: Sequence[Compared], num_pairs: int) -> PairScores:
         lines = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-        chosen_B, rejected_B = self.policy.scores(TokenBatch.of(lines, self.policy.device)).chunk(2)
+        scores_2B = self.policy.scores(TokenBatch.of(lines, self.policy.device))[: len(lines)]  # of no line: none
+        chosen_B, rejected_B = scores_2B.view(2, -1)
         margin_B = on_device(torch.tensor([pair.margin for pair in pairs], dtype=chosen_B.dtype), chosen_B.device)
         losses_B = -logsigmoid(chosen_B - rejected_B - margin_B)
         if self.config.center_coef:
             losses_B = losses_B + self.config.center_coef * (chosen_B + rejected_B).square()
         return PairScores(losses_B.sum() / num_pairs, chosen_B.detach(), rejected_B.detach())
+
+    def _metrics(self, results: Sequence[PairScores]) -> dict[str, Any]:
+        """Over all pairs of the micro-batches. The std takes the mean of all processes, so the rewards go to the host."""
+        pairs = [pair for r in results for pair in zip(r.chosen_B.tolist(), r.rejected_B.tolist(), strict=True)]
+        pairs_B2 = torch.tensor(self.of_all(pairs), dtype=torch.float64)
+        chosen_B, rejected_B = pairs_B2.unbind(1)
+        return {
+            "preference/accuracy": (chosen_B > rejected_B).double().mean(),
+            "preference/margin": (chosen_B - rejected_B).mean(),
+            "reward/mean": pairs_B2.mean(),
+            "reward/std": pairs_B2.std(correction=0),
+        }
 
 
 class ModelReward:
@@ -185,19 +203,6 @@ def _compared(pair: Any, margin: Any, where: str) -> Compared:
 
 def _lengths(pairs: Sequence[Compared]) -> list[int]:
     return [len(pair.chosen) + len(pair.rejected) for pair in pairs]
-
-
-def _metrics(results: Sequence[PairScores]) -> dict[str, Any]:
-    """Means over all pairs of the micro-batches, on the device."""
-    chosen_B = torch.cat([result.chosen_B for result in results]).double()
-    rejected_B = torch.cat([result.rejected_B for result in results]).double()
-    both_2B = torch.cat([chosen_B, rejected_B])
-    return {
-        "preference/accuracy": (chosen_B > rejected_B).double().mean(),
-        "preference/margin": (chosen_B - rejected_B).mean(),
-        "reward/mean": both_2B.mean(),
-        "reward/std": both_2B.std(correction=0),
-    }
 
 
 def calibration_error(margins_B: torch.Tensor) -> float:

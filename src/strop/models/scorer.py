@@ -50,6 +50,8 @@ class Scorer(Policy):
 
     def token_scores(self, batch: TokenBatch) -> torch.Tensor:
         """[n] of the states that predict the tokens that count."""
+        if self.shards is not None and not self.shards.are_whole:
+            return self.shards.read(lambda: self.token_scores(batch))
         hidden_nH = self._at_places(self.decoder, batch, last_hidden_state)
         return base_model(unwrapped(self.model)).score(hidden_nH)[:, 0].to(self.loss_dtype)
 

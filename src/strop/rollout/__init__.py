@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -72,9 +72,12 @@ class Rollout:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the completions: their mean length, and how many max_new_tokens cut."""
-        cut = self.finish_reasons.count("length")
-        return {"completion/length": self.num_tokens / len(self), "completion/truncated_fraction": cut / len(self)}
+        return completion_metrics(self.ends)
+
+    @property
+    def ends(self) -> list[tuple[int, str]]:
+        """Length and finish reason of each."""
+        return [(len(ids), why) for ids, why in zip(self.completion_ids, self.finish_reasons, strict=True)]
 
     def select(self, indices: Sequence[int]) -> "Rollout":
         """These completions, in this order."""
@@ -85,6 +88,12 @@ class Rollout:
         """These completions, then the other's."""
         both = {name: getattr(self, name) + getattr(other, name) for name in LISTS}
         return Rollout(**both, seconds=self.seconds + other.seconds, engine=self.engine)
+
+
+def completion_metrics(ends: Sequence[tuple[int, str]]) -> dict[str, float]:
+    """Of completions: their mean length, and how many max_new_tokens cut."""
+    length, cut = sum(length for length, _ in ends), sum(why == "length" for _, why in ends)
+    return {"completion/length": length / len(ends), "completion/truncated_fraction": cut / len(ends)}
 
 
 def generate(
@@ -171,6 +180,14 @@ class Sampler:
     def __init__(self, policy: Policy):
         self.policy = policy
         self._begun: dict[int, Callable[[], Rollout]] = {}
+        self._whole: Policy | None = None
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Around rollouts: where the weights lie in shards, all processes gather them here and free them afterwards."""
+        with self.policy.whole() as self._whole:
+            yield
+        self._whole = None
 
     def __call__(
         self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
@@ -188,8 +205,16 @@ class Sampler:
         addresses: Sequence[int] | None,
     ) -> Callable[[], Rollout]:  # fmt: skip
         """A rollout with the weights as they are now; the function returned waits for it."""
+        if not len(prompts):  # the share of a process where there are fewer prompts than processes
+            return lambda: Rollout([], [], [], [])
         return functools.partial(
-            generate, self.policy, prompts, sampling, num_samples=num_samples, seed=seed, addresses=addresses
+            generate,
+            self._whole or self.policy,
+            prompts,
+            sampling,
+            num_samples=num_samples,
+            seed=seed,
+            addresses=addresses,
         )
 
     def ahead(
