@@ -8,18 +8,25 @@ update. Numbers of the host go through `concat`. Without torchrun there is one p
 imported. Nothing else in strop knows it.
 """
 
+import contextlib
 import functools
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from strop import peers
+from strop.peers import PeerError
+
 Item = TypeVar("Item")
+TOGETHER = 2**27  # weights in shards that are gathered in one call, or one layer where that has more
 BUCKET = 2**26  # bytes of gradients that are summed in one call
 
 
@@ -71,6 +78,31 @@ class World:
     def wait(self) -> None:
         """Until all are here."""
         self.gathered(None)
+
+    def together(self, call: Callable[[], Item], raises: type[Exception] | None = None) -> Item:
+        """What `call` returns here, once it has returned in every process. Where it fails in one, it fails in all.
+
+        raises   of the processes in which it did not fail; None: a PeerError
+        """
+        if self.size == 1:
+            return call()
+        try:
+            found, error = call(), None
+        except Exception as failure:
+            error = failure
+        told = [text for text in self.gathered(error and str(error)) if text is not None]
+        if error is not None:
+            raise error
+        if told:
+            raise (raises or PeerError)(told[0])
+        return found
+
+    def from_first(self, call: Callable[[], Item]) -> Item:
+        """What `call` returns in the first process, which alone calls it, told to all."""
+        if self.size == 1:
+            return call()
+        found = self.together(lambda: [call()] if self.is_first else [])
+        return self.gathered(found)[0][0]
 
     # ---- tensors ----
 
@@ -141,8 +173,57 @@ def world() -> World:
     if found.device is not None:
         torch.cuda.set_device(found.device)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if found.device is not None else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if found.device is not None else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=peers.timeout()))
+    if size > 1:
+        where = found.gathered((os.environ.get("GROUP_RANK"), os.getpid()))
+        peers.begin(rank, where, dist.distributed_c10d._get_default_store())
     return found
+
+
+# ---- checkpoints ----
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write tensors, whole or in shards, into one folder, all processes at once: each its shards, and its part of the rest.
+
+    A process may have tensors that others do not have. One that fails is an OSError in all.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _as_oserror(folder, "written"):
+        dcp.save(dict(tensors), storage_writer=writer)
+
+
+def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Fill these tensors from the folder, each process by itself. Safetensors are read, and no pickle."""
+    import torch.distributed.checkpoint as dcp
+
+    with _as_oserror(folder, "read"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is done by itself
+        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+@contextlib.contextmanager
+def _as_oserror(folder: Path, what: str) -> Iterator[None]:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:  # not an Exception in torch: of one process or of several
+        rank, (cause, *_) = next(iter(error.failures.items()))
+        raise OSError(f"{folder} could not be {what}: process {rank}: {type(cause).__name__}: {cause}") from None
+
+
+def put(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy a whole tensor into one that may lie in shards, where each process takes its own."""
+    if hasattr(target, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        target.copy_(full)
 
 
 # ---- weights in shards ----
@@ -163,17 +244,27 @@ class Shards:
         self.twin = _without_weights(module)
         self.dtype = dtype
         self.are_whole = False  # at present, within `read`
+        self._copied: dict[int, Any] = {}  # of each part: the twin's weights, and the whole ones here
         self._places = _places(self.twin)
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32, cast_forward_inputs=False
         )
-        for part in [*layers, module]:
-            fully_shard(part, mp_policy=policy)
-            part.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # losses are shares of one: a sum
-            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        self._parts = _apart(module, [*_together(layers), [module]])
+        for modules, _ in self._parts:
+            fully_shard(modules, mp_policy=policy)
+            part: Any = modules[0]
+            part.set_gradient_divide_factor(1.0)  # losses are shares of one: a sum
+            part.set_force_sum_reduction_for_comms(True)
         # a method that FSDP knows: within it the embedding and the head are whole too
         module.strop_read = types.MethodType(lambda _, call: call(), module)  # type: ignore[assignment]
         register_fsdp_forward_method(module, "strop_read")
+
+    def clip(self, params: Sequence[nn.Parameter], limit: float, world: World) -> torch.Tensor:
+        """`clip_grad_norm_`, on what lies here of each gradient."""
+        grads = [param.grad.to_local() for param in params if param.grad is not None]  # type: ignore[attr-defined]
+        norm = world.summed(torch.nn.utils.get_total_norm(grads).square()).sqrt()
+        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def read(self, call: Callable[[], Any]) -> Any:
         """What `call` makes of the model, with its weights whole; a tensor or several."""
@@ -196,29 +287,68 @@ class Shards:
         self.module.set_is_last_backward(is_last)  # type: ignore[operator]
 
     def gather(self) -> None:
-        """Give `twin` all weights, each gathered on its own, in the memory of the last time if it still has that."""
-        for name, param in self.module.named_parameters():
-            full, (part, leaf) = whole(param.detach()), self._places[name][0]
-            if part._parameters[leaf].is_meta:  # type: ignore[union-attr]
-                self._put(name, torch.empty_like(full, dtype=self.dtype))
-            part._parameters[leaf].data.copy_(full)  # type: ignore[union-attr]
-        for ours, theirs in zip(self.twin.buffers(), self.module.buffers(), strict=True):
-            ours.copy_(theirs)
+        """Give `twin` all weights, gathered part by part, in the memory of the last time if it still has that."""
+        for number, (modules, names) in enumerate(self._parts):
+            part: Any = modules[0]
+            part.unshard()
+            if number not in self._copied:  # the same tensors every time, until `free`
+                theirs = [self.module.get_parameter(name).detach() for name in names]
+                for name, param in zip(names, theirs, strict=True):
+                    _set(self._places[name], torch.empty_like(param))
+                self._copied[number] = [self.twin.get_parameter(name).detach() for name in names], theirs
+            if names:
+                torch._foreach_copy_(*self._copied[number])
+            part.reshard()
+        for ours, theirs_ in zip(self.twin.buffers(), self.module.buffers(), strict=True):
+            ours.copy_(theirs_)
 
     def free(self) -> None:
         """Give the memory of `twin`'s weights back."""
+        self._copied.clear()
         for name, param in self.module.named_parameters():
-            self._put(name, torch.empty(param.shape, dtype=param.dtype, device="meta"))
+            _set(self._places[name], torch.empty(param.shape, dtype=param.dtype, device="meta"))
 
-    def _put(self, name: str, tensor: torch.Tensor) -> None:
-        param = nn.Parameter(tensor, requires_grad=False)
-        for part, leaf in self._places[name]:
-            part._parameters[leaf] = param
+    def on_host(self, is_wanted: bool) -> nn.Module | None:
+        """A copy of the model in host memory, with its weights as they are trained; None in processes that want none."""
+        made = _without_weights(self.twin)
+        places = _places(made)
+        for name, param in self.module.named_parameters():
+            full = whole(param.detach())  # by all processes together
+            if is_wanted:
+                _set(places[name], full.cpu())
+        for ours, theirs in zip(made.buffers(), self.module.buffers(), strict=True):
+            ours.copy_(theirs)
+        return made if is_wanted else None
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that lies in shards, gathered; any other as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _together(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Neighbouring layers whose weights are gathered at once, TOGETHER of them: a small layer takes less time than that."""
+    groups: list[list[nn.Module]] = []
+    room = 0
+    for layer in layers:
+        if room <= 0:
+            groups, room = [*groups, []], TOGETHER
+        groups[-1].append(layer)
+        room -= sum(param.numel() for param in layer.parameters())
+    return groups
+
+
+def _apart(module: nn.Module, parts: Sequence[list[nn.Module]]) -> list[tuple[list[nn.Module], list[str]]]:
+    """The parts with the names of their parameters; what an earlier part has, a later one around it has not."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    owned = [[names.pop(id(p), None) for one in part for p in one.parameters()] for part in parts]
+    return [(part, [name for name in own if name]) for part, own in zip(parts, owned, strict=True)]
+
+
+def class_of(module: nn.Module) -> type:
+    """The module's class; FSDP puts one of its own before it."""
+    kind = type(module)
+    return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
 
 
 def _without_weights(module: nn.Module) -> nn.Module:
@@ -230,6 +360,13 @@ def _without_weights(module: nn.Module) -> nn.Module:
 
 def _hollow(param: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=False)
+
+
+def _set(places: Iterable[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:
+    """Put a parameter into its places."""
+    param = nn.Parameter(tensor, requires_grad=False)
+    for part, leaf in places:
+        part._parameters[leaf] = param
 
 
 def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

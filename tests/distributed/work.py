@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_models import PlainModel, llama, moe, qwen2
 from tiny_qwen2 import tiny_qwen2
 
+import strop.distributed
 from strop import DPO, GRPO, KTO, PPO, SFT, Distill, OnlineDPO, RewardModel
 from strop.distributed import whole, world
 
@@ -156,6 +157,8 @@ SERVED = {
 
 def main(folder, shard, *names):
     torch.set_num_threads(1)
+    if world().size == 4:  # two processes gather a model's layers together, four each on its own
+        strop.distributed.TOGETHER = 1
     folder = Path(folder)
     for name in names or CASES:
         if shard == "full" and name.startswith(WHOLE):

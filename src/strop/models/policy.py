@@ -406,7 +406,18 @@ class Policy:
         if self.shards is None:
             yield self
             return
-        self.shards.gather()
+        try:
+            self.shards.gather()
+        except torch.OutOfMemoryError as error:
+            self.shards.free()
+            num_bytes = (
+                sum(param.numel() for param in self.model.parameters())
+                * (self.shards.dtype or self.loss_dtype).itemsize
+            )
+            raise ValueError(
+                f"rollouts with shard='full' need room for a whole copy of the weights, {num_bytes / 1e9:.1f} GB, beside the "
+                f"shards, found too little; rollout_server samples on other GPUs"
+            ) from error
         try:
             yield self._twin
         finally:

@@ -21,7 +21,7 @@ from strop.config import OptimConfig, TrainerConfig, option_names, unknown_optio
 from strop.data.batch import split
 from strop.data.formats import prepared
 from strop.data.inputs import check_tokenizer
-from strop.distributed import whole, world
+from strop.distributed import world
 from strop.models import as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import prepared_model, warn_of_half_precision
 from strop.models.scorer import as_scorer
@@ -89,7 +89,7 @@ class Trainer:
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
         warn_of_half_precision(self.module)
         self.world.make_same(self.module)
-        self.run = Run(logger, callbacks)
+        self.run = Run(logger, callbacks, self.world)
         self.phases = Phases(self.policy.device)  # of the present step
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.reference: Any = None
@@ -151,9 +151,10 @@ class Trainer:
             if self.policy.shards is None and self.world.size > 1:
                 self.world.sum_gradients(params)
             limit = self.config.optim.max_grad_norm or float("inf")
-            grad_norm = torch.nn.utils.clip_grad_norm_(params, limit)
             if self.policy.shards is not None:
-                grad_norm = whole(grad_norm)
+                grad_norm = self.policy.shards.clip(params, limit, self.world)
+            else:
+                grad_norm = torch.nn.utils.clip_grad_norm_(params, limit)
             loss = torch.stack(values).sum() if values else torch.zeros_like(grad_norm)
             if self.world.size > 1:
                 loss = self.world.summed(loss)
@@ -179,7 +180,7 @@ class Trainer:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts the seconds within as the metric time/<name>."""
-        alone = self.policy.kind == "moe" and name not in USERS_PHASES
+        alone = (self.policy.kind == "moe" or self.policy.device.type == "cuda") and name not in USERS_PHASES
         with self.phases.phase(name), one_thread() if alone else contextlib.nullcontext():
             yield
 
@@ -275,7 +276,7 @@ class Trainer:
         return {f"eval/{name}": float(value) for name, value in metrics.items()}
 
     def save(self, path: str | Path) -> None:
-        """Write everything needed to go on into one file, atomically."""
+        """Write everything needed to go on into one file, atomically; several processes together write a folder."""
         checkpoint.save(self, path, self.extra_state())
         self.fire("on_save", str(path))
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from strop.bench import step_contenders as contenders
@@ -60,8 +61,15 @@ class ProcessesCase:
             "work": self.work,
             "labels": {"operator": "processes", **WORKLOADS[self.device].labels()},
             "contenders": {
-                name: statistics(samples[name]) | {"peak_bytes": max(run["peak_bytes"] for run in found[name])}
-                for name in sides
+                name: statistics(samples[name])
+                | {
+                    "phases_ns": {
+                        phase: float(np.median([ns for run in runs for ns in run["phases_ns"][phase]]))
+                        for phase in runs[0]["phases_ns"]
+                    },
+                    "peak_bytes": max(run["peak_bytes"] for run in runs),
+                }
+                for name, runs in found.items()
             },
             "ratios": {name: ratio(samples[name], samples[first]) for name in sides if name != first},
         }
@@ -91,7 +99,9 @@ def _worker(device: str, shard: str) -> None:
     peaks = [step.peak_bytes for step in found if step.peak_bytes is not None] or [int(peak_megabytes() * 2**20)]
     peak = max(world().gathered(max(peaks)))
     if world().is_first:
-        print(json.dumps({"step_ns": [round(1e9 * step.seconds, 1) for step in found], "peak_bytes": peak}))
+        phases = {name: [round(1e9 * step.phases[name], 1) for step in found] for name in found[0].phases}
+        times = [round(1e9 * step.seconds, 1) for step in found]
+        print(json.dumps({"step_ns": times, "phases_ns": phases, "peak_bytes": peak}))
 
 
 def summary(measured: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
