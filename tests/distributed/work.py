@@ -107,9 +107,10 @@ def distill(**options):
     return lambda **more: (Distill(model=double(), teacher=double(seed=1), **made, **more), rows)
 
 
-def served(**options):
-    """The same model as the test's server has."""
-    return grpo(lambda: llama(eos_token_id=EOS), rollout_server=os.environ.get("STROP_TEST_SERVER"), **options)
+def served(number, **options):
+    """The same model as the test's servers have, by the one of this number."""
+    servers = os.environ.get("STROP_TEST_SERVERS", "").split()
+    return grpo(lambda: llama(eos_token_id=EOS), rollout_server=servers[number] if servers else None, **options)
 
 
 CASES = {
@@ -147,11 +148,11 @@ CASES = {
     "grpo-moe": grpo(lambda: moe(eos_token_id=EOS)),
 }
 WHOLE = ("grpo-moe", "ppo", "distill")  # these have no shards
-# with the server that this variable names
+# each with a server of its own
 SERVED = {
-    "served": served(importance_cap=2.0, old_logps="auto"),
-    "served-again": served(reward_fn=rarely, resample_rounds=1),
-    "served-lora": served(lora={"r": 2}, sync="lora"),
+    "served": served(0, importance_cap=2.0, old_logps="auto"),
+    "served-again": served(1, reward_fn=rarely, resample_rounds=1),
+    "served-lora": served(2, lora={"r": 2}, sync="lora"),
 }
 
 
