@@ -512,9 +512,11 @@ def test_load_hugging_face_folder(tmp_path):
         load_model(tmp_path / "missing")
     with pytest.raises(NotADirectoryError, match="found the file"):
         load_model(tmp_path / "config.json")
-    (tmp_path / "run" / "final").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match=r"without config\.json; the model of this run is .*final"):
-        load_model(tmp_path / "run")
+    for place, file in (("final/adapter", "adapter_config.json"), ("final", "config.json")):
+        (tmp_path / "run" / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / place / file).touch()
+        with pytest.raises(FileNotFoundError, match=rf"without config\.json; the model of this run is .*{place}$"):
+            load_model(tmp_path / "run")
 
 
 def test_folder_of_a_foreign_mixtral_is_opened_by_transformers(tmp_path):

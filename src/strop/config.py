@@ -181,11 +181,13 @@ class LoRAConfig(Config):
     """Low-rank adapters through peft.
 
     target_modules   names of the linear layers to adapt, or "all-linear"
+    merge            a run's final/ is the whole model, adapters merged in, besides final/adapter
     """
 
     r: int = 16
     alpha: float = 32.0
     target_modules: str | tuple[str, ...] = "all-linear"
+    merge: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

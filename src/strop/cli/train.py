@@ -209,8 +209,10 @@ def _loggers(job: JobConfig, config: Any, output: Path, quiet: bool) -> list[Any
 
 
 def _size(trainer: Any) -> str:
-    count = sum(parameter.numel() for parameter in trainer.module.parameters())
-    return f"{type(trainer.module).__name__} of {count:,} parameters"
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.module.parameters()]
+    count, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
+    share = f", {trained:,} trained ({trained / count:.2%})" if trained < count else ""
+    return f"{type(trainer.module).__name__} of {count:,} parameters{share}"
 
 
 def _tell(history: Any, output: Path) -> None:
@@ -222,4 +224,6 @@ def _tell(history: Any, output: Path) -> None:
             print(f"{name}: {first.get(name, float('nan')):.4g} → {last[name]:.4g}", file=sys.stderr)
     if history.stop_reason:
         print(f"stopped: {history.stop_reason}", file=sys.stderr)
-    print(f"model: {output / 'final'}\nlook at it: strop report {output}", file=sys.stderr)
+    adapter = output / "final" / "adapter"
+    whole = (output / "final" / "config.json").exists() or not adapter.exists()
+    print(f"model: {output / 'final' if whole else adapter}\nlook at it: strop report {output}", file=sys.stderr)

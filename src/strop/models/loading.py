@@ -121,8 +121,9 @@ def _check_folder(folder: Path, name: str, gguf_file: str | None) -> None:
         raise NotADirectoryError(f"{wanted}, found the file {name}")
     configs = ("config.json", "adapter_config.json")
     if folder.is_dir() and gguf_file is None and not any((folder / config).is_file() for config in configs):
-        within = folder / "final"
-        hint = f"; the model of this run is {within}" if within.is_dir() else ""
+        places = [folder / place for place in ("final", "final/adapter", "adapter")]
+        within = next((place for place in places if any((place / config).is_file() for config in configs)), None)
+        hint = f"; the model of this run is {within}" if within else ""
         raise FileNotFoundError(f"{wanted}, found the folder {name} without config.json{hint}")
 
 

@@ -128,7 +128,7 @@ class CheckpointCallback(Callback):
     def save(self, trainer: "Trainer") -> Path:
         """Write the checkpoint of the present step, then remove those that are too old."""
         path = self.folder / f"step-{trainer.state.step:08d}.safetensors"
-        trainer.save(path)
+        trainer.save(path, base=False)
         if self.keep:
             for old in sorted(self.folder.glob("step-*.safetensors"))[: -self.keep]:
                 old.unlink()

@@ -14,6 +14,8 @@ import os
 import shutil
 import tempfile
 import warnings
+import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop import checksums
+from strop.models import base_model
 from strop.training import rebuild
-from strop.training.checkpoint_file import FORMAT, Tensors, read, write
+from strop.training.checkpoint_file import FORMAT, Tensors, read, sums_of, write
 from strop.training.checkpoint_header import CALLBACKS, CheckpointError, check, check_same, is_number, shown
 from strop.training.state import TrainState, check_rng, get_rng, set_rng
 
@@ -34,20 +37,26 @@ __all__ = ["FORMAT", "CheckpointError", "Saved", "load", "read", "save", "save_p
 PARTS = ("model", "optim", "ref", "rng", "extra", "tokenizer")
 HOW = ("fused", "foreach", "capturable")  # options of an optimiser that belong to the device it runs on, not to the run
 Header = dict[str, Any]
+_sums: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, int]] = weakref.WeakKeyDictionary()  # of `base_sum`
 
 
 # ---- saving ----
 
 
-def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, Any]]) -> None:
-    """Write the trainer's whole state to `path`, with what the algorithm adds of its own."""
+def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, Any]], base: bool = True) -> None:
+    """Write the trainer's whole state to `path`, with what the algorithm adds of its own.
+
+    base   False leaves out the frozen weights below an adapter: a checksum says which they are
+    """
     from strop import __version__
 
     optim_tensors, optim_values = optimizer_state(trainer)
     extra_tensors, extra_values = extra
     rng_tensors, rng_values = get_rng()
+    left_out = set() if base else base_names(trainer.module)
+    weights = {name: tensor for name, tensor in trainer.module.state_dict().items() if name not in left_out}
     tensors = {
-        **_under("model", trainer.module.state_dict()),
+        **_under("model", weights),
         **_under("optim", optim_tensors),
         **_under("extra", extra_tensors),
         **_under("rng", rng_tensors),
@@ -65,10 +74,30 @@ def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, A
         "extra": extra_values,
         "callbacks": [[type(callback).__name__, callback.state_dict()] for callback in trainer.run.callbacks],
     }
+    if left_out:
+        header["base"] = base_sum(trainer.module)
     if (reference := _reference(trainer)) is not None:
         tensors |= _under("ref", reference.state_dict())
         header["ref"] = rebuild.describe(reference)
     write(path, tensors, header)
+
+
+def base_names(model: torch.nn.Module) -> set[str]:
+    """The frozen parameters below an adapter; none without an adapter."""
+    if base_model(model) is model:
+        return set()
+    return {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
+
+
+def base_sum(model: torch.nn.Module) -> int:
+    """A checksum of the frozen weights below the adapter, their names and dtypes; kept until one of them changes."""
+    params = {name: model.get_parameter(name) for name in sorted(base_names(model))}
+    state = tuple((name, param.data_ptr(), param._version) for name, param in params.items())
+    kept = _sums.get(model)
+    if kept is None or kept[0] != state:
+        listed = [f"{name} {params[name].dtype} {value:08x}" for name, value in sums_of(params).items()]
+        kept = _sums[model] = state, checksums.checksum("\n".join(listed).encode())
+    return kept[1]
 
 
 def optimizer_state(trainer: "Trainer") -> tuple[Tensors, dict[str, Any]]:
@@ -112,6 +141,16 @@ class Saved:
             rebuild.check_lora(self.config.lora, self.below("model"), path)
         if tokenizer is None:
             tokenizer = rebuild.tokenizer_from(header["tokenizer"], self.below("tokenizer"), path)
+        if model is None and "base" in header:
+            adapters = header["model"].get("adapters", {}).values()
+            name = next(
+                (one["base_model_name_or_path"] for one in adapters if one.get("base_model_name_or_path")), None
+            )
+            found = f"of {shown(name)}" if name else f"of a {header['model']['class']}"
+            raise CheckpointError(
+                f"model must be given: {path} holds the adapter without the weights below it, which are those {found}; "
+                f"from_checkpoint(path, model=…) takes a name too"
+            )
         if model is None:
             model = rebuild.model_from(header["model"], self.below("model"), path, "model", self.config.lora)
         if ref_model is None and "ref" in header and header["ref"]["kind"] != "plain":
@@ -124,7 +163,12 @@ class Saved:
         if odd := [name for name in self.tensors if name.partition("/")[0] not in PARTS]:
             raise CheckpointError(f"{path} must hold tensors of {', '.join(PARTS)}, found {shown(odd[0])}")
         weights, reference = self.below("model"), _reference(trainer)
-        check_weights(trainer.module, weights, path, "model")
+        left_out = base_names(trainer.module) if "base" in header else set()
+        check_weights(trainer.module, weights, path, "model", left_out)
+        if "base" in header and base_sum(trainer.module) != header["base"]:
+            raise CheckpointError(
+                f"model must have the weights that the adapter of {path} was trained on, found others, or another dtype"
+            )
         if reference is not None:
             if "ref" not in header:
                 raise CheckpointError(f"{path} holds no reference weights, but the trainer has a reference of its own")
@@ -137,7 +181,7 @@ class Saved:
             raise CheckpointError(f"{path}: {error}") from None
         callbacks = _matched(trainer, header["callbacks"], path)
 
-        trainer.module.load_state_dict(weights)
+        trainer.module.load_state_dict(weights, strict=not left_out)
         if reference is not None:
             reference.load_state_dict(self.below("ref"))
         for group, options, states in groups:
@@ -198,9 +242,11 @@ def _matched(trainer: "Trainer", saved: list[Any], path: Any) -> list[tuple[Any,
     return found
 
 
-def check_weights(module: torch.nn.Module, weights: Tensors, path: str | Path, name: str) -> None:
-    """Names, shapes and dtypes of the weights must be the module's."""
-    own = module.state_dict()
+def check_weights(
+    module: torch.nn.Module, weights: Tensors, path: str | Path, name: str, left_out: Collection[str] = ()
+) -> None:
+    """Names, shapes and dtypes of the weights must be the module's, but for those left out."""
+    own = {key: tensor for key, tensor in module.state_dict().items() if key not in left_out}
     rebuild.check_names_and_shapes({key: tensor.shape for key, tensor in own.items()}, weights, path, name)
     for key, weight in weights.items():
         if own[key].dtype != weight.dtype:
@@ -314,7 +360,17 @@ def remove_unfinished(run: Path) -> None:
         shutil.rmtree(path)
 
 
-def save_pretrained(trainer: "Trainer", folder: str | Path) -> None:
+def save_final(trainer: "Trainer", folder: Path) -> None:
+    """The model; of one with adapters these as peft reads them, in folder/adapter, and the whole where lora.merge says."""
+    adapted = base_model(trainer.module) is not trainer.module
+    if adapted:
+        folder.mkdir(exist_ok=True)
+        save_pretrained(trainer, folder / "adapter", merged=False)
+    if not adapted or (trainer.config.lora is not None and trainer.config.lora.merge):
+        save_pretrained(trainer, folder)
+
+
+def save_pretrained(trainer: "Trainer", folder: str | Path, merged: bool = True) -> None:
     """Model and tokenizer in a folder `AutoModelForCausalLM.from_pretrained` opens, with checksums of its files.
 
     The checksums are put there first: a folder that a kill left half old and half new does not agree with them.
@@ -323,7 +379,7 @@ def save_pretrained(trainer: "Trainer", folder: str | Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:
         inner = Path(made) / "model"
-        rebuild.write_model(trainer.module, inner)
+        rebuild.write_model(trainer.module, inner, merged)
         if trainer.tokenizer is not None and hasattr(trainer.tokenizer, "save_pretrained"):
             trainer.tokenizer.save_pretrained(inner)
         checksums.write(inner)

@@ -76,6 +76,7 @@ HEADER = {
     "algorithm": NAME,
     "config": TREE,
     "model": TREE,  # by its kind, see MODELS
+    "base?": WORD,  # checksum of the frozen weights below an adapter, which are not in the file
     "ref?": TREE,
     "tokenizer": TEXT_OR_NONE,
     "state": {field.name: SECONDS if field.name == "seconds" else COUNT for field in fields(TrainState)},

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # what may differ when a run is resumed: where it ends, and how it goes about it, but not what it computes
 MAY_CHANGE = (
     "num_steps", "num_epochs", "micro_batch_size", "micro_batch_tokens", "log_every", "eval_every", "save_every",
-    "keep_checkpoints", "samples_every", "gradient_checkpointing", "compile",
+    "keep_checkpoints", "samples_every", "gradient_checkpointing", "compile", "merge",
 )  # fmt: skip
 
 
@@ -69,6 +69,7 @@ class RunFolder:
             "model": {
                 "class": type(trainer.module).__name__,
                 "num_parameters": sum(param.numel() for param in trainer.module.parameters()),
+                "num_trained": sum(param.numel() for param in trainer.module.parameters() if param.requires_grad),
                 "device": str(trainer.policy.device),
             },
             "num_rows": trainer.run.state.num_rows,
@@ -84,7 +85,7 @@ class RunFolder:
         """A last checkpoint, and the model where the run came to its end."""
         path = self.checkpoints.save(trainer)
         if not interrupted:
-            checkpoint.save_pretrained(trainer, self.path / "final")
+            checkpoint.save_final(trainer, self.path / "final")
         return path
 
 

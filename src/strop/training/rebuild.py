@@ -169,10 +169,13 @@ def _explained(about: dict[str, Any], path: Any, argument: str) -> Iterator[None
         ) from error
 
 
-def write_model(model: torch.nn.Module, folder: Path) -> None:
-    """The model in a folder, as `AutoModelForCausalLM.from_pretrained` reads it; a plain module as its weights."""
+def write_model(model: torch.nn.Module, folder: Path, merged: bool = True) -> None:
+    """The model in a folder, as `AutoModelForCausalLM.from_pretrained` reads it; a plain module as its weights.
+
+    merged   False writes of a model with adapters these alone, as peft reads them
+    """
     inner = unwrapped(model)
-    if base_model(inner) is not inner:
+    if base_model(inner) is not inner and merged:
         # of a copy: merging and taking apart again would change the weights in their last bits
         inner = copy.deepcopy(inner).merge_and_unload()
     if hasattr(inner, "save_pretrained"):

@@ -243,9 +243,12 @@ class Trainer:
                 raise_explained(error, self, "evaluate")
         return {f"eval/{name}": float(value) for name, value in metrics.items()}
 
-    def save(self, path: str | Path) -> None:
-        """Write everything needed to go on into one file, atomically."""
-        checkpoint.save(self, path, self.extra_state())
+    def save(self, path: str | Path, *, base: bool = True) -> None:
+        """Write everything needed to go on into one file, atomically.
+
+        base   False leaves out the frozen weights below an adapter: from_checkpoint then takes them as model=
+        """
+        checkpoint.save(self, path, self.extra_state(), base)
         self.fire("on_save", str(path))
 
     @classmethod
