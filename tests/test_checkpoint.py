@@ -14,8 +14,8 @@ from trained_models import Bigram, shifted, tiny_moe, weights_of
 
 from strop.algorithms.dpo import DPO
 from strop.algorithms.sft import SFT
-from strop.training import checkpoint
 from strop.models import load_model
+from strop.training import checkpoint
 from strop.training.checkpoint import CheckpointError, base_sum, read
 
 BATCH = [[2, 3], [4, 5]], [[6, 1], [7, 8]], [[9, 9, 1], [10, 1]]
