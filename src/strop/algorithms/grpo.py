@@ -230,6 +230,7 @@ class GRPO(Trainer):
         prompts = prompts_of_dataset(
             rows, self.policy.tokenizer, self.policy.padding(self.config.pad_id), name, self.name
         )
+        self.rewards.check(rows, name)
         checked_prompts(self.policy, [prompt.ids for prompt in prompts], self.config.sampling, name)
         return prompts
 
@@ -273,7 +274,7 @@ class GRPO(Trainer):
             metrics["reward/resampled_fraction"] = self._share_without_signal(rewards)
             rollout, rewards = self._sampled_again(prompts, rollout, rewards)
             rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy.tokenizer)
-        self.samples = sample_table(rows, reward=rewards.total_B.tolist())
+        self.samples = sample_table(rows, **rewards.shown)
         metrics |= rewards.metrics | rollout.metrics
         metrics["reward/zero_std_fraction"] = self._share_without_signal(rewards)
         experience = self._experience(rollout, rewards.total_B, scores)

@@ -81,6 +81,9 @@ class OnlineDPO(DPO):
         prompts = prompts_of_dataset(
             rows, self.policy.tokenizer, self.policy.padding(self.config.pad_id), name, self.name
         )
+        judge = self.rewards or self.preference
+        assert judge is not None
+        judge.check(rows, name)
         checked_prompts(self.policy, [prompt.ids for prompt in prompts], self.config.sampling, name)
         check_below(self.config.max_length, prompts, name)
         return prompts
@@ -150,7 +153,7 @@ class OnlineDPO(DPO):
                 None if tied else int(second)
                 for tied, second in zip((first_P == second_P).tolist(), (second_P > first_P).tolist(), strict=True)
             ]
-            return better, rewards.metrics, sample_table(rows, reward=rewards.total_B.tolist())
+            return better, rewards.metrics, sample_table(rows, **rewards.shown)
         assert self.preference is not None
         completions = rows["completions"]
         columns = {name: values[::2] for name, values in rows.items() if name not in ("completions", "completion_ids")}
