@@ -202,7 +202,7 @@ def check_columns(
     columns = dict.fromkeys(column for row in (rows[:0] if uniform else rows) for column in row)
     columns = dict.fromkeys(rows.column_names) if uniform else columns  # type: ignore[attr-defined]
     columns = {column: None for column in columns if column not in RESERVED}
-    given = {column: () for column in (*judged, "prompts", "prompt_ids", *columns)}
+    given = dict.fromkeys((*judged, "prompts", "prompt_ids", *columns), ())
     _, by_name = arguments_for(function, name, given)
     needed = [p.name for p in _parameters(function) if p.default is p.empty and p.name in by_name and p.name in columns]
     for column in () if uniform else needed:

@@ -146,6 +146,35 @@ def test_every_example_is_understood(path, monkeypatch):
 # ---- parts ----
 
 
+def test_columns_get_new_names_and_a_template_needs_no_prompt():
+    rows = [{"question": "1+1", "label": "2", "id": 7}]
+    assert shaped(rows, JobConfig(map="prompt=question, answer=label")) == [{"prompt": "1+1", "answer": "2", "id": 7}]
+    assert shaped(rows, JobConfig(map=("prompt=question", "answer=label")))[0]["answer"] == "2"
+    assert shaped(rows, JobConfig(template="Q: {question}"))[0] == {**rows[0], "prompt": "Q: 1+1"}
+    swapped = shaped([{"prompt": "a", "answer": "b"}], JobConfig(map="prompt=answer,answer=prompt"))
+    assert swapped == [{"prompt": "b", "answer": "a"}]
+    for given, match in [
+        ("prompt=questoin", r"^map: rows\[0\] has no column 'questoin', found question, label, id$"),
+        ("label=question", r"^map: rows\[0\] has a column 'label' already"),
+        ("question", "^map must be new=old.*found 'question'$"),
+        ("a=question,a=label", "^map must be new=old, each new name once"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            shaped(rows, JobConfig(map=given))
+    with pytest.raises(
+        ValueError, match=r"^template '\{prompt\}' must use the columns question, label, id, found 'prompt'$"
+    ):
+        shaped(rows, JobConfig(template="{prompt}"))
+
+
+def test_data_under_other_names_trains(strop):
+    Path("rows.csv").write_text("question,label\n" + "1+1=,2\n2+2=,4\n" * 8)
+    code, _, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--data", "rows.csv",
+                         "--map", "prompt=question,completion=label", "--num-steps", 1, "--output", "run")  # fmt: skip
+    assert code == 0, err
+    assert json.loads(Path("run/run.json").read_text())["num_rows"] == 16
+
+
 def test_prompts_through_template_and_chat():
     job = JobConfig(template="What is {prompt} ({level})?", chat=True)
     (row,) = shaped([{"prompt": "1+1", "completion": "2", "level": 3}], job)
