@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import difflib
 import functools
+import hashlib
 import inspect
 import itertools
 import math
@@ -28,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -320,6 +322,17 @@ def sample_table(rows: Mapping[str, Sequence[Any]], **columns: Sequence[Any]) ->
         {"prompt": prompt, "completion": completion, **{name: values[i] for name, values in columns.items()}}
         for i, (prompt, completion) in enumerate(pairs)
     ]
+
+
+def described(function: Any) -> dict[str, str]:
+    """A function in run.json: its name, and the file it is in with the file's SHA-256; no file for one made in a session."""
+    inner = inspect.unwrap(getattr(function, "func", function))
+    found = {"name": unique_names([function])[0]}
+    place = inner if hasattr(inner, "__code__") or inspect.isclass(inner) else type(inner)
+    with contextlib.suppress(TypeError, OSError):  # a builtin, a notebook's cell
+        file = Path(inspect.getsourcefile(place) or "")
+        found |= {"file": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    return found
 
 
 # ---- checking ----

@@ -175,6 +175,31 @@ def test_data_under_other_names_trains(strop):
     assert json.loads(Path("run/run.json").read_text())["num_rows"] == 16
 
 
+def test_overwrite(strop):
+    options = [
+        "sft",
+        "--model",
+        "moe:tiny",
+        "--task",
+        "addition",
+        "--batch-size",
+        4,
+        "--num-eval-rows",
+        0,
+        "--output",
+        "run",
+    ]
+    for steps in (3, 2):
+        code, _, err = strop("train", *options, "--num-steps", steps, "--overwrite", "--log", "tensorboard")
+        assert code == 0, err
+        assert len(list(Path("run/tensorboard").iterdir())) == 1
+        assert len(Path("run/metrics.jsonl").read_text().splitlines()) == steps
+    code, _, err = strop("train", *options, "--num-steps", 2)
+    assert (code, "--resume goes on with it, --overwrite removes it" in err) == (1, True)
+    code, _, err = strop("train", *options, "--num-steps", 2, "--overwrite", "--resume")
+    assert (code, "give one of them" in err) == (1, True)
+
+
 def test_prompts_through_template_and_chat():
     job = JobConfig(template="What is {prompt} ({level})?", chat=True)
     (row,) = shaped([{"prompt": "1+1", "completion": "2", "level": 3}], job)
@@ -183,7 +208,6 @@ def test_prompts_through_template_and_chat():
     with pytest.raises(ValueError, match="must use the columns prompt, found 'level'"):
         shaped([{"prompt": "x"}], job)
     for row, found in [
-        ({"text": "x"}, "no such column among text"),
         ({"prompt": None}, "null"),
         ({"prompt": [{"role": "user", "content": "x"}]}, "messages"),
         ({"prompt": [1, 2]}, "list"),
@@ -387,7 +411,8 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(strop, tmp_path):
     code, _, err = strop(*command)
     assert (code, err) == (
         1,
-        "strop: ValueError: runs/i holds a run already: --resume goes on with it, --output names another folder\n",
+        "strop: ValueError: runs/i holds a run already: --resume goes on with it, --overwrite removes it, "
+        "--output names another folder\n",
     )
     code, _, err = strop(*command, "--resume")
     assert code == 0, err

@@ -208,6 +208,10 @@ class GRPO(Trainer):
         self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
         self.sampler = sampler(self, config.server)
 
+    @property
+    def functions(self) -> list[Any]:
+        return self.rewards.functions
+
     def setup(self, ref_model: Any) -> None:
         if self.config.kl_coef:
             self.reference = self.policy.reference(ref_model)

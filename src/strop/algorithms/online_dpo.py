@@ -69,6 +69,10 @@ class OnlineDPO(DPO):
             if config.reward_weights is not None:
                 warnings.warn("reward_weights have no effect: preference_fn gives no rewards", stacklevel=2)
 
+    @property
+    def functions(self) -> list[Any]:
+        return self.rewards.functions if self.rewards is not None else [self.preference.function]  # type: ignore[union-attr]
+
     def train_step(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them."""
         batch = as_prompts(

@@ -42,6 +42,7 @@ class JobConfig(Config):
     preference       file.py:function for online-dpo, in place of a reward
     output           the run folder; without it runs/ALGORITHM-TIME
     resume           go on with the run in output
+    overwrite        remove the run that is in output first
     log              also to tensorboard or wandb
     """
 
@@ -67,6 +68,7 @@ class JobConfig(Config):
     preference: str | None = None
     output: str | None = None
     resume: bool = False
+    overwrite: bool = False
     log: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:

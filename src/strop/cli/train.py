@@ -122,14 +122,23 @@ def _check_known(config_class: Any, options: Mapping[str, Any]) -> None:
 
 def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Path:
     """Train as told; the run folder. Ends the process with 130 or 143 after Ctrl-C or SIGTERM."""
+    from strop.training.folder import remove_run
+
     output = Path(job.output or f"runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}")
     if job.resume and job.output is None:
         raise ValueError("--resume needs --output, the folder of the run to go on with")
     if output.exists() and not output.is_dir():
         raise NotADirectoryError(f"output must be a folder, found the file {output}")
-    if (output / "run.json").exists() and not job.resume:
-        raise ValueError(f"{output} holds a run already: --resume goes on with it, --output names another folder")
+    if job.resume and job.overwrite:
+        raise ValueError("--resume goes on with a run and --overwrite removes it: give one of them")
+    if (output / "run.json").exists() and not job.resume and not job.overwrite:
+        raise ValueError(
+            f"{output} holds a run already: --resume goes on with it, --overwrite removes it, --output names another folder"
+        )
     trainer, rows, eval_rows = build(command, job, config)
+    if job.overwrite:
+        rows = trainer.prepared(rows)  # first: data with a mistake in it cost no run
+        remove_run(output)
     trainer.loggers = _loggers(job, config, output, quiet)
     trainer.run.about = {"job": told(job)}
     if not quiet:

@@ -91,7 +91,7 @@ def base_names(model: torch.nn.Module) -> set[str]:
 
 def base_sum(model: torch.nn.Module) -> int:
     """A checksum of the frozen weights below the adapter, their names and dtypes; kept until one of them changes."""
-    params = {name: model.get_parameter(name) for name in sorted(base_names(model))}
+    params: Tensors = {name: model.get_parameter(name) for name in sorted(base_names(model))}
     state = tuple((name, param.data_ptr(), param._version) for name, param in params.items())
     kept = _sums.get(model)
     if kept is None or kept[0] != state:

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import platform
+import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from strop.models import base_model
+from strop.rewards import described
 from strop.training import checkpoint
 from strop.training.callbacks import CheckpointCallback
 from strop.training.logging import JSONLLogger, drop_after
@@ -25,6 +29,9 @@ MAY_CHANGE = (
     "keep_checkpoints", "samples_every", "gradient_checkpointing", "compile", "merge",
 )  # fmt: skip
 
+PACKAGES = ("numpy", "transformers", "peft", "triton", "datasets")  # whose versions run.json has, where they are in use
+FILES = ("metrics.jsonl", "samples.jsonl", "report.html", "checkpoints", "final", "tensorboard")  # besides run.json
+
 
 class RunFolder:
     """Where a run writes, and from where it goes on."""
@@ -38,7 +45,10 @@ class RunFolder:
         """A new run, or with `resume` the one that is there, from its newest checkpoint."""
         run, metrics, samples = trainer.run, self.path / "metrics.jsonl", self.path / "samples.jsonl"
         if not resume and (self.path / "run.json").exists():
-            raise ValueError(f"output_dir must not hold a run, found one in {self.path}; resume=True goes on with it")
+            raise ValueError(
+                f"output_dir must not hold a run, found one in {self.path}; resume=True goes on with it, "
+                f"overwrite=True removes it"
+            )
         self.path.mkdir(parents=True, exist_ok=True)
         checkpoint.remove_unfinished(self.path)
         newest = checkpoint.newest_good(self.path / "checkpoints", type(trainer)) if resume else None
@@ -62,11 +72,15 @@ class RunFolder:
         path = self.path / "run.json"
         before = _read_about(path) if path.exists() else {}
         versions = {"strop": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        versions |= {name: sys.modules[name].__version__ for name in PACKAGES if name in sys.modules}
         about = {
             **trainer.run.about,
             "algorithm": trainer.name,
+            "command": shlex.join(sys.argv),
+            "rewards": [described(function) for function in trainer.functions],
             "config": trainer.config.to_dict(),
             "model": {
+                "name": str(getattr(getattr(base_model(trainer.module), "config", None), "_name_or_path", "")),
                 "class": type(trainer.module).__name__,
                 "num_parameters": sum(param.numel() for param in trainer.module.parameters()),
                 "num_trained": sum(param.numel() for param in trainer.module.parameters() if param.requires_grad),
@@ -87,6 +101,18 @@ class RunFolder:
         if not interrupted:
             checkpoint.save_final(trainer, self.path / "final")
         return path
+
+
+def remove_run(folder: Path) -> None:
+    """Delete the files of a run, and nothing else in its folder; where there is no run, nothing at all."""
+    if not (folder / "run.json").exists():
+        return
+    for name in (*FILES, "run.json"):  # run.json last: a folder that was half removed still is a run's
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 class Rescue:

@@ -26,6 +26,7 @@ from strop.data.inputs import check_tokenizer
 from strop.models import as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import prepared_model, warn_of_half_precision
 from strop.training import checkpoint
+from strop.training.folder import remove_run
 from strop.training.memory import LACKS, raise_explained
 from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
 from strop.training.run import Run, checked_callbacks, checked_loggers
@@ -202,6 +203,11 @@ class Trainer:
         return self.policy.model
 
     @property
+    def functions(self) -> list[Any]:
+        """The user's functions it calls: rewards, preferences."""
+        return []
+
+    @property
     def reference_model(self) -> torch.nn.Module | None:
         """The reference's own weights; None without a reference, or where it is the base below the adapter."""
         return None if self.reference is None else self.reference.model
@@ -215,6 +221,7 @@ class Trainer:
         num_epochs: int | None = None,
         output_dir: str | Path | None = None,
         resume: bool = False,
+        overwrite: bool = False,
         progress: bool | None = None,
     ) -> History:
         """Train on the dataset: rows as dicts (list, datasets.Dataset) or a JSONL file.
@@ -225,8 +232,16 @@ class Trainer:
         num_steps, num_epochs   where to end, in place of the config's
         output_dir              the run folder: metrics, samples, checkpoints, and at the end the model
         resume                  go on from the newest checkpoint of output_dir, or begin if there is none
+        overwrite               a run that is in output_dir already is removed first; nothing else there is
         progress                a progress bar and tables of samples; None is "on a terminal"
         """
+        if resume and overwrite:
+            raise ValueError("overwrite must be False with resume=True: one goes on with a run, the other removes it")
+        if isinstance(dataset, (str, Path)):
+            self.run.about["data"] = str(dataset)
+        if overwrite and output_dir is not None:
+            dataset = self.prepared(dataset)  # first: one with a mistake in it costs no run
+            remove_run(Path(output_dir))
         return self.run.train(self, dataset, eval_dataset, num_steps, num_epochs, output_dir, resume, progress)
 
     def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
