@@ -11,18 +11,19 @@ import typer
 
 import strop
 from strop._processes import refuse_several_processes
-from strop.cli import bench, demo, doctor, generate, report, serve, train
+from strop.cli import bench, demo, doctor, generate, init, report, serve, train
 
 app = typer.Typer(
     name="strop",
     help="Post-training of language models: exact, fast, small enough to read.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings=train.HELP,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 app.command("demo")(demo.demo)
 app.add_typer(train.app, name="train")
+app.command("init")(init.init)
 app.command("generate")(generate.generate)
 app.command("serve")(serve.serve)
 app.command("report")(report.report)
@@ -75,7 +76,7 @@ def main() -> None:
     if not debug:
         warnings.formatwarning = lambda message, *_, **__: f"strop: warning: {message}\n"
     try:
-        if "train" in arguments[:1] and "--help" not in arguments:
+        if "train" in arguments[:1] and {"--help", "-h"}.isdisjoint(arguments):
             refuse_several_processes()  # before torch is imported, which the options of train need
         train.define_commands(arguments)
         sys.exit(app(args=arguments, prog_name="strop", standalone_mode=False))

@@ -1,6 +1,7 @@
 """`strop train sft|dpo|grpo|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
 import importlib
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from strop.cli import table
 from strop.cli.job import (
     JOB_FIELDS,
     JobConfig,
@@ -34,14 +36,25 @@ ALGORITHMS = {
         "DPO on pairs the model itself makes, judged by a reward or a preference.",
     ),
 }
-app = typer.Typer(no_args_is_help=True, help="Train a model: sft, dpo, grpo or online-dpo.", rich_markup_mode="rich")
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(
+    no_args_is_help=True,
+    context_settings=HELP,
+    help="Train a model: sft, dpo, grpo or online-dpo.",
+    rich_markup_mode="rich",
+)
 
 
 def define_commands(arguments: Sequence[str]) -> None:
-    """Commands with their options. torch is imported only for the algorithm that stands on the command line."""
+    """Commands with their options. torch is imported only for the algorithm that is to run.
+
+    For help and for tab completion, whose words are in the environment, the options come from a table.
+    """
     app.registered_commands.clear()
+    asks = not {"--help", "-h"}.isdisjoint(arguments) or "_STROP_COMPLETE" in os.environ
     for command, (_, _, about) in ALGORITHMS.items():
-        make = _command if command in arguments and "train" in arguments else _stub
+        named = command in arguments and "train" in arguments
+        make = _command_of_table if asks else _command if named else _stub
         app.command(command, help=f"{about} Options come from --config, then from the command line.", short_help=about)(
             make(command)
         )
@@ -66,7 +79,16 @@ def algorithm_class(command: str) -> Any:
 
 def _command(command: str) -> Any:
     algorithm = algorithm_class(command)
+    return _with(
+        lambda job, options, quiet: run(command, job, options, quiet=quiet), all_options(algorithm.Config), algorithm
+    )
 
+
+def _command_of_table(command: str) -> Any:
+    return _with(_stub(command), table.table_options(command), None)
+
+
+def _with(work: Any, options: Sequence[Option], algorithm: Any) -> Any:
     def train(
         config: Annotated[Path | None, typer.Option(help="YAML file of options, flat or nested.")] = None,
         settings: Annotated[
@@ -76,10 +98,9 @@ def _command(command: str) -> Any:
         *,
         given: dict[str, Any],
     ) -> None:
-        job, options = gather(algorithm.Config, config, settings or (), given)
-        run(command, job, options, quiet=quiet)
+        work(*gather(algorithm.Config, config, settings or (), given), quiet)
 
-    return with_options(train, all_options(algorithm.Config))
+    return with_options(train, options)
 
 
 # ---- options ----
@@ -88,6 +109,12 @@ def _command(command: str) -> Any:
 def all_options(config_class: Any) -> list[Option]:
     name = config_class.__name__.removesuffix("Config")
     return [*options_of(JobConfig, "What is trained on what"), *options_of(config_class, name)]
+
+
+def write_table() -> None:
+    """options.json from the configs: python -c 'from strop.cli.train import write_table; write_table()'"""
+    options = {command: all_options(algorithm_class(command).Config) for command in ALGORITHMS}
+    table.FILE.write_text(table.written(options), encoding="utf-8")
 
 
 def gather(
