@@ -1,5 +1,6 @@
 """Callbacks: the events in their order, for train() and train_step() and for every algorithm, and each callback's deed."""
 
+import contextlib
 import io
 import sys
 from types import SimpleNamespace
@@ -9,8 +10,10 @@ import torch
 from trained_models import tiny_moe, weights_of
 
 from strop.algorithms.dpo import DPO
+from strop.algorithms.grpo import GRPO
 from strop.algorithms.sft import SFT
 from strop.callbacks import Callback, CheckpointCallback, EarlyStopping, EvaluationCallback, ProgressBar, SampleTable
+from strop.training.callbacks import doing
 
 ROWS = [{"prompt": [2 + i], "completion": [3 + i, 1]} for i in range(4)]
 PAIRS = [{"prompt": [2 + i], "chosen": [3 + i, 1], "rejected": [9, 1]} for i in range(4)]
@@ -114,7 +117,7 @@ def test_the_remaining_time_of_steps_longer_than_half_a_minute(monkeypatch):
             shown.append(left())
 
     def left():
-        return next(cells for cells in rows_of(bar) if "Slow" in cells)[3]
+        return next(cells for cells in rows_of(bar) if cells[0].startswith("Slow"))[3]
 
     def rows_of(bar):
         table = bar._progress.make_tasks_table(bar._progress.tasks)
@@ -182,6 +185,45 @@ def test_the_progress_bar(monkeypatch):
     assert "3/3" in shown[True]
     assert "loss" in shown[True]
     assert shown[None] == ""  # not a terminal
+
+
+def test_the_bar_says_what_is_being_done(tmp_path):
+    seen = []
+
+    class Looks(GRPO):
+        @contextlib.contextmanager
+        def phase(self, name):
+            with super().phase(name):
+                seen.append(doing(self))
+                yield
+
+        def evaluate_on(self, rows):
+            seen.append(doing(self))
+            return {"loss": 0.0}
+
+        def extra_state(self):
+            seen.append("before saving" if self.doing == "saving" else "elsewhere")
+            return super().extra_state()
+
+    rows = [{"prompt": [2, 3]}] * 4
+    grpo = Looks(
+        model=tiny_moe(), reward_fn=lambda completions: [0.0] * len(completions), batch_size=2, max_new_tokens=2
+    )
+    assert doing(grpo) == ""
+    grpo.train(rows, eval_dataset=rows, num_steps=1, output_dir=tmp_path)
+    assert {"sampling", "rewarding", "learning", "evaluating", "before saving"} <= set(seen)
+    assert doing(grpo) == ""
+
+
+def test_a_notebook_gets_a_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ipykernel", object())
+    SFT(model=tiny_moe(), batch_size=4).train(ROWS, num_steps=2)
+    first, second = capsys.readouterr().out.split("\r")[1:]
+    assert first.startswith("SFT 1/2  0:00:0")
+    assert "loss" in second
+    assert second.endswith("\n")
+    SFT(model=tiny_moe(), batch_size=4).train(ROWS, num_steps=2, progress=False)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5])

@@ -46,11 +46,15 @@ class Callback:
         """Take back what `state_dict` gave."""
 
 
+# phases of a step in words; forward, backward and update are one to somebody who waits
+DOING = {"generate": "sampling", "reward": "rewarding", "score": "scoring"}
+
+
 class ProgressBar(Callback):
-    """A bar with the main metrics while train() runs. On anything but a terminal it writes nothing.
+    """A bar with what is being done, the main metrics and the remaining time, while train() runs; in a notebook a line.
 
     metrics   which are shown; the first three that are there
-    show      True shows it everywhere, False nowhere, None on a terminal
+    show      True shows it everywhere, False nowhere, None on a terminal and in a notebook
     """
 
     def __init__(
@@ -62,11 +66,13 @@ class ProgressBar(Callback):
         self.metrics, self.show = metrics, show
         self._progress: Any = None
         self._task: Any = None
+        self._in_notebook = False  # and shown there
         self._ends: deque[float] = deque(maxlen=51)  # when the newest steps ended, and before them when the first began
 
     def on_train_begin(self, trainer: "Trainer") -> None:
-        show = sys.stderr.isatty() if self.show is None else self.show
-        if not show:
+        self._ends.clear()
+        self._in_notebook = "ipykernel" in sys.modules and self.show is not False
+        if self._in_notebook or not (sys.stderr.isatty() if self.show is None else self.show):
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
@@ -76,14 +82,14 @@ class ProgressBar(Callback):
             def render(_, task: Any) -> Text:
                 return Text(self._remaining(task.remaining), style="progress.remaining")
 
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining(),
-            TextColumn("{task.fields[shown]}"),
-        )  # fmt: skip
+        class Doing(ProgressColumn):
+            def render(_, task: Any) -> Text:
+                return Text(f"{trainer.name} {doing(trainer):<10}")
+
+        columns = (Doing(), BarColumn(), MofNCompleteColumn(), Remaining(), TextColumn("{task.fields[shown]}"))
         self._progress = Progress(*columns, console=Console(stderr=True, force_terminal=self.show))
         state = trainer.state
         self._task = self._progress.add_task(trainer.name, total=state.total_steps, completed=state.step, shown="")
-        self._ends.clear()
         self._progress.start()
 
     def on_step_begin(self, trainer: "Trainer") -> None:
@@ -91,11 +97,15 @@ class ProgressBar(Callback):
             self._ends.append(time.monotonic())
 
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        self._ends.append(time.monotonic())
+        names = [name for name in self.metrics if name in metrics][:3]
+        shown = "  ".join(f"{name} {metrics[name]:.3g}" for name in names)
+        step, total = trainer.state.step, trainer.state.total_steps
         if self._progress is not None:
-            self._ends.append(time.monotonic())
-            names = [name for name in self.metrics if name in metrics][:3]
-            shown = "  ".join(f"{name} {metrics[name]:.3g}" for name in names)
-            self._progress.update(self._task, completed=trainer.state.step, shown=shown)
+            self._progress.update(self._task, completed=step, shown=shown)
+        elif self._in_notebook:
+            line = f"{trainer.name} {step}/{total}  {self._remaining(total - step)}  {shown}"
+            print(f"\r{line:<100}", end="" if step < total else "\n", flush=True)
 
     def on_train_end(self, trainer: "Trainer", history: "History") -> None:
         if self._progress is not None:
@@ -109,6 +119,12 @@ class ProgressBar(Callback):
             return "-:--:--"
         seconds = num_steps * (ends[-1] - ends[0]) / (len(ends) - 1) - (time.monotonic() - ends[-1])
         return str(timedelta(seconds=max(round(seconds), 0)))
+
+
+def doing(trainer: "Trainer") -> str:
+    """What the trainer is at just now, in a word."""
+    phase = trainer.phases.now
+    return trainer.doing or (DOING.get(phase, "learning") if phase else "")
 
 
 class CheckpointCallback(Callback):

@@ -55,6 +55,7 @@ class RunFolder:
         if newest is not None:
             _check_same_run(trainer, newest)
             newest.put(trainer)
+            print(f"{trainer.name} resumed from step {run.state.step}, {newest.path}", file=sys.stderr)
         elif resume:
             print(f"no checkpoint in {self.path} yet: beginning at step {run.state.step}", file=sys.stderr)
         kept = drop_after(metrics, run.state.step if newest else -1)

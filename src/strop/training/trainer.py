@@ -90,6 +90,7 @@ class Trainer:
         self.phases = Phases(self.policy.device)  # of the present step
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.reference: Any = None
+        self.doing = ""  # besides steps: "evaluating", "saving"
         self.setup(ref_model)
 
     # ---- for subclasses ----
@@ -251,7 +252,7 @@ class Trainer:
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Metrics of a dataset as eval/<metric>; leaves weights and random numbers as they are."""
         rows = list(self.prepared(dataset, "eval_dataset"))
-        with self.policy.evaluating(), torch.no_grad(), rng_kept():
+        with self._doing("evaluating"), self.policy.evaluating(), torch.no_grad(), rng_kept():
             try:
                 metrics = self.evaluate_on(rows)
             except LACKS as error:
@@ -263,7 +264,8 @@ class Trainer:
 
         base   False leaves out the frozen weights below an adapter: from_checkpoint then takes them as model=
         """
-        checkpoint.save(self, path, self.extra_state(), base)
+        with self._doing("saving"):
+            checkpoint.save(self, path, self.extra_state(), base)
         self.fire("on_save", str(path))
 
     @classmethod
@@ -326,6 +328,14 @@ class Trainer:
         self.run.stop_reason = reason
 
     # ---- inside ----
+
+    @contextlib.contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        before, self.doing = self.doing, what
+        try:
+            yield
+        finally:
+            self.doing = before
 
     def _make_config(self, config: Any, options: dict[str, Any]) -> Any:
         if config is not None and not isinstance(config, self.Config):
