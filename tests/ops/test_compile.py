@@ -54,7 +54,7 @@ OPERATORS = {
         linear_dpo_loss(h, head.weight, IDS, MASK, bias=head.bias, ref_logps=REWARDS).loss
     ),
     "linear_grpo_loss and its metrics": lambda h, head: (
-        with_metric(linear_grpo_loss(h, head.weight, IDS, OLD, REWARDS, MASK, bias=head.bias, samples_per_prompt=2), "ratio_max")
+        with_metric(linear_grpo_loss(h, head.weight, IDS, OLD, REWARDS, MASK, bias=head.bias, samples_per_prompt=2), "ratio/max")
     ),
     "linear_dpo_loss and its metrics": lambda h, head: (
         with_metric(linear_dpo_loss(h, head.weight, IDS, MASK, bias=head.bias, ref_logps=REWARDS), "margin")

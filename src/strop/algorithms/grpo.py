@@ -150,7 +150,7 @@ class Scores(NamedTuple):
 class PolicyMeter:
     """Means over tokens, and extremes, of what `PolicyLoss.metrics` tells of micro-batches. Stays on the device."""
 
-    NAMES: ClassVar = {"kl": "kl", "entropy": "entropy", "clip_fraction": "clip_fraction", "ratio_mean": "ratio/mean"}
+    NAMES: ClassVar = ("kl", "entropy", "clip_fraction", "ratio/mean")
 
     def __init__(self) -> None:
         self._parts: list[tuple[dict[str, torch.Tensor], int, bool]] = []
@@ -163,7 +163,7 @@ class PolicyMeter:
     def metrics(self) -> dict[str, Any]:
         parts = [(values, weight) for values, weight, _ in self._parts]
         known = [name for name in self.NAMES if parts and name in parts[0][0]]
-        found = dict(zip((self.NAMES[name] for name in known), _means(parts, known), strict=True))
+        found = dict(zip(known, _means(parts, known), strict=True))
         return found | {"ratio/max": _largest(parts) if parts else 1.0}
 
     def first(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _means(parts: Parts, names: Sequence[str]) -> Sequence[torch.Tensor]:
 
 
 def _largest(parts: Parts) -> torch.Tensor:
-    return torch.stack([values["ratio_max"] for values, _ in parts]).max()
+    return torch.stack([values["ratio/max"] for values, _ in parts]).max()
 
 
 class GRPO(Trainer):

@@ -108,8 +108,8 @@ def _dequantised(folder: str, gguf_file: str) -> tuple[str, str | None]:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=f".{SMOLLM2}.") as made:
-            model, tokenizer = _hugging_face(folder, None, gguf_file, torch.device("cpu"), {})
-            for part in (model, tokenizer):
+            parts: tuple[Any, ...] = _hugging_face(folder, None, gguf_file, torch.device("cpu"), {})
+            for part in parts:
                 part.save_pretrained(Path(made) / "copy")
             checksums.write(Path(made) / "copy")
             with contextlib.suppress(FileExistsError, NotADirectoryError):  # another process was faster
