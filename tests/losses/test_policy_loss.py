@@ -327,7 +327,7 @@ def test_metrics_see_only_what_counts():
     """Masked tokens are no ratio of 1, and a ratio outside the range is not cut where A = 0."""
     logps, mask = torch.log(torch.tensor([[2.0, 4.0, 0.1]])), torch.tensor([[1, 1, 0]])
     metrics = policy_metrics(logps, torch.zeros(1, 3), torch.tensor([0.0]), mask)
-    assert [metrics[f"ratio_{name}"].item() for name in ("min", "mean", "max")] == pytest.approx([2, 3, 4])
+    assert [metrics[f"ratio/{name}"].item() for name in ("min", "mean", "max")] == pytest.approx([2, 3, 4])
     assert policy_metrics(-logps, torch.zeros(1, 3), torch.tensor([0.0]), mask)["ratio/max"].item() == pytest.approx(
         0.5
     )
@@ -338,7 +338,7 @@ def test_metrics_see_only_what_counts():
 def test_metrics_on_policy_of_a_token_without_probability(level):
     logps, advantages = torch.tensor([[-math.inf, -1.0]]), torch.tensor([1.0])
     metrics = policy_loss(logps, None, advantages, torch.ones(1, 2), importance_level=level).metrics
-    assert [metrics[f"ratio_{name}"].item() for name in ("min", "mean", "max")] == [1, 1, 1]
+    assert [metrics[f"ratio/{name}"].item() for name in ("min", "mean", "max")] == [1, 1, 1]
     assert metrics["approx_kl"] == 0
     broken = policy_metrics(logps.masked_fill(logps == -1, math.nan), None, advantages, torch.ones(1, 2))
     assert broken["ratio/mean"].isnan()
