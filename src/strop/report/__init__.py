@@ -49,7 +49,7 @@ def build_report(
     sections = list(extra_sections)
     if len(found) > 1:
         sections.insert(0, Section("Runs", page.summary_table(found)))
-    sections += page.curve_sections(found)
+    sections = [*(s for s in [page.alarm_section(found)] if s), *sections, *page.curve_sections(found)]
     sections += [s for s in [page.time_section(found)] if s]
     sections += page.samples_sections(found)
     sections += [s for s in [page.config_section(found)] if s]

@@ -28,9 +28,11 @@ for (const card of document.querySelectorAll("[data-chart]")) {
   svg.addEventListener("pointermove", event => {
     const box = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / box.width;
     const step = x0 + ((event.clientX - box.left) * scale - left) / (right - left) * (x1 - x0);
-    const shown = chart.curves.filter(c => c.steps.length).map(c => ({ curve: c, i: nearest(c.steps, step) }));
-    if (!shown.length) return;
-    const at = shown.map(s => s.curve.steps[s.i]).reduce((a, b) => Math.abs(b - step) < Math.abs(a - step) ? b : a);
+    const near = chart.curves.filter(c => c.steps.length).map(c => ({ curve: c, i: nearest(c.steps, step) }));
+    if (!near.length) return;
+    const at = near.map(s => s.curve.steps[s.i]).reduce((a, b) => Math.abs(b - step) < Math.abs(a - step) ? b : a);
+    // a run that had ended by then, or had not begun, has no value there
+    const shown = near.filter(s => at >= s.curve.steps[0] && at <= s.curve.steps[s.curve.steps.length - 1]);
     hover.replaceChildren(element("path", { class: "cursor", d: `M${place(at)} ${top}V${bottom}` }));
     tip.replaceChildren(document.createTextNode(`step ${at.toLocaleString("en")}`));
     for (const { curve, i } of shown) {
@@ -45,4 +47,18 @@ for (const card of document.querySelectorAll("[data-chart]")) {
     tip.style.top = `${box.top - frame.top + 6}px`;
   });
   svg.addEventListener("pointerleave", () => { hover.replaceChildren(); tip.hidden = true; });
+}
+
+// One sampled step at a time, in the order asked for.
+for (const part of document.querySelectorAll(".all-samples")) {
+  const step = part.querySelector(".steps"), order = part.querySelector(".order"), groups = [...part.querySelectorAll(".of-step")];
+  const drawn = groups.map(group => [...group.children]);
+  const show = () => groups.forEach((group, i) => {
+    group.hidden = group.dataset.step !== step.value;
+    const sign = { "best first": -1, "worst first": 1 }[order.value] || 0;
+    const reward = card => "reward" in card.dataset ? Number(card.dataset.reward) : sign * Infinity;
+    group.replaceChildren(...(sign ? [...drawn[i]].sort((a, b) => sign * (reward(a) - reward(b)) || 0) : drawn[i]));
+  });
+  step.value = groups[groups.length - 1].dataset.step;
+  step.addEventListener("change", show); order.addEventListener("change", show); show();
 }
