@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import sys
 import warnings
@@ -173,6 +174,21 @@ def test_data_under_other_names_trains(strop):
                          "--map", "prompt=question,completion=label", "--num-steps", 1, "--output", "run")  # fmt: skip
     assert code == 0, err
     assert json.loads(Path("run/run.json").read_text())["num_rows"] == 16
+
+
+@pytest.mark.parametrize("command", ["sft", "grpo"])
+def test_a_dry_run_takes_a_step_and_writes_nothing(command, strop):
+    sampling = ["--max-new-tokens", 4, "--group-size", 2] if command == "grpo" else []
+    code, out, err = strop("train", command, "--model", "moe:tiny", "--task", "addition", "--batch-size", 4, "--num-rows", 40,
+                           "--num-eval-rows", 5, "--num-epochs", 3, "--output", "run", "--dry-run", *sampling)  # fmt: skip
+    assert code == 0, err
+    assert f"{command}: 40 rows, MoEForCausalLM of " in out
+    assert "a step: " in out
+    assert "30 steps: about 0:0" in out
+    assert re.search(r"memory at its peak: \d+\.\d\d GB", out)
+    assert re.search(r"held out: 5 rows; of a batch eval/\w+", out)
+    assert out.endswith("nothing was written\n")
+    assert list(Path().iterdir()) == []
 
 
 def test_overwrite(strop):

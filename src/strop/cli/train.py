@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,9 +80,14 @@ def algorithm_class(command: str) -> Any:
 
 def _command(command: str) -> Any:
     algorithm = algorithm_class(command)
-    return _with(
-        lambda job, options, quiet: run(command, job, options, quiet=quiet), all_options(algorithm.Config), algorithm
-    )
+
+    def work(job: JobConfig, config: Any, quiet: bool, dry_run: bool) -> None:
+        if dry_run:
+            try_out(command, job, config)
+        else:
+            run(command, job, config, quiet=quiet)
+
+    return _with(work, all_options(algorithm.Config), algorithm)
 
 
 def _command_of_table(command: str) -> Any:
@@ -95,10 +101,13 @@ def _with(work: Any, options: Sequence[Option], algorithm: Any) -> Any:
             list[str] | None, typer.Option("--set", help="name=value of any option, also of nested ones.")
         ] = None,
         quiet: Annotated[bool, typer.Option(help="Write nothing but errors and the run's folder.")] = False,
+        dry_run: Annotated[
+            bool, typer.Option(help="Load and check everything, take one step, say what it took, and write nothing.")
+        ] = False,
         *,
         given: dict[str, Any],
     ) -> None:
-        work(*gather(algorithm.Config, config, settings or (), given), quiet)
+        work(*gather(algorithm.Config, config, settings or (), given), quiet, dry_run)
 
     return with_options(train, options)
 
@@ -181,6 +190,46 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
         _tell(history, output)
     print(output)
     return output
+
+
+def try_out(command: str, job: JobConfig, config: Any) -> None:
+    """One step of the run and an evaluation of one batch, nothing written: what they took, and what the run will."""
+    from strop.data.formats import Prepared
+    from strop.training.run import epoch_order
+
+    trainer, rows, eval_rows = build(command, job, config)
+    rows, run = trainer.prepared(rows), config.run
+    if run.batch_size > len(rows):
+        raise ValueError(f"batch_size must be at most the number of rows, {len(rows)}, found {run.batch_size}")
+    order = epoch_order(len(rows), run.seed, 0, run.shuffle)
+    metrics = trainer.run_step(lambda: trainer.step_on([rows[i] for i in order[: run.batch_size]]))
+    steps = run.num_steps or run.num_epochs * -(-len(rows) // run.batch_size)
+    seconds = metrics["time/step"]
+    phases = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
+    shares = ", ".join(f"{name} {value:.3g} s" for name, value in phases.items() if name != "step")
+    lines = [
+        f"{command}: {len(rows):,} rows, {_size(trainer)}, on {trainer.policy.device}",
+        f"a step: {seconds:.3g} s ({shares}); the first is slower than the others",
+        f"{steps:,} steps: about {timedelta(seconds=round(steps * seconds))}, without evaluations",
+        f"memory at its peak: {_peak_memory(trainer.policy.device) / 1e9:.2f} GB",
+    ]
+    if eval_rows is not None:
+        found = trainer.evaluate(Prepared(trainer.prepared(eval_rows, "eval_dataset")[: run.batch_size]))
+        lines.append(
+            f"held out: {len(eval_rows):,} rows; of a batch {', '.join(f'{k} {v:.4g}' for k, v in found.items())}"
+        )
+    print("\n".join([*lines, "nothing was written"]))
+
+
+def _peak_memory(device: Any) -> float:
+    """Bytes of the GPU, or of the process."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def build(command: str, job: JobConfig, config: Any) -> tuple[Any, Sequence[Any], Sequence[Any] | None]:

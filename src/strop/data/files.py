@@ -41,6 +41,19 @@ def _jsonl(lines: Iterable[bytes], path: Any) -> Iterator[Row]:
             yield _row_of(_parse(line.strip(), path, number), f"{path}, line {number}:")
 
 
+def checked_lines(path: str | os.PathLike[str]) -> tuple[list[tuple[int, Row]], list[str]]:
+    """Of a JSONL file the rows with the numbers of their lines, and what is wrong with each of the others."""
+    rows, wrong = [], []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            data = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            try:
+                rows += [(number, row) for row in _jsonl([data], path)]
+            except ValueError as error:
+                wrong.append(str(error).replace(f"{path}, line 1", f"line {number}", 1))
+    return rows, wrong
+
+
 def _parse(data: bytes, path: Any, number: int | None = None) -> Any:
     """The JSON of a line, or of a whole file where no number is given."""
     where = str(path) if number is None else f"{path}, line {number}"

@@ -229,7 +229,7 @@ def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str 
         name = _name(where, i)
         if (found := detect_format(row, name)) != first:
             raise ValueError(f"{name} is {found}, the rows before it {first}; {_found(row)}")
-        _check_contents(row, name)
+        check_contents(row, name)
     return usable
 
 
@@ -242,7 +242,8 @@ def _name(where: str, index: int) -> str:
     return f"{where}: rows[{index}]" if where else f"rows[{index}]"
 
 
-def _check_contents(row: Mapping[str, Any], name: str) -> None:
+def check_contents(row: Mapping[str, Any], name: str) -> None:
+    """Every column of the format holds a text, messages or ids, and those that belong together are of one kind."""
     kinds = {column: _kind(row[column], f"{name}[{column!r}]") for column in CONTENT if row.get(column) is not None}
     pairs = ("prompt", "completion"), ("chosen", "rejected"), ("prompt", "chosen")
     for a, b in pairs:
