@@ -13,7 +13,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -23,14 +23,21 @@ from strop.config import TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import prepared
 from strop.data.inputs import check_tokenizer
-from strop.models import as_policy, load_model, one_thread, unwrapped
+from strop.models import Policy, as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import prepared_model, warn_of_half_precision
 from strop.training import checkpoint
+from strop.training.callbacks import Callback
 from strop.training.folder import remove_run
+from strop.training.logging import Logger
 from strop.training.memory import LACKS, raise_explained
 from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
 from strop.training.run import Run, checked_callbacks, checked_loggers
 from strop.training.state import History, Phases, TrainState, not_finite, rng_kept
+
+if TYPE_CHECKING:
+    from strop.moe import MoETransformer
+
+    Model = torch.nn.Module | MoETransformer | Policy | str | Path
 
 Row = TypeVar("Row")
 LEAN_TOKENS = 4  # times micro_batch_tokens, where a token takes a fraction of the memory: see `models.layers`
@@ -59,13 +66,13 @@ class Trainer:
     def __init__(
         self,
         *,
-        model: Any,
-        ref_model: Any = None,
+        model: "Model",
+        ref_model: "Model | None" = None,
         tokenizer: Any = None,
         device: torch.device | str | None = None,
-        config: Any = None,
-        logger: Any = None,
-        callbacks: Any = None,
+        config: TrainerConfig | None = None,
+        logger: Logger | Sequence[Logger] | None = None,
+        callbacks: Callback | Sequence[Callback] | None = None,
         optimizer: MakeOptimizer | None = None,
         **options: Any,
     ):
