@@ -12,7 +12,15 @@ from trained_models import tiny_moe, weights_of
 from strop.algorithms.dpo import DPO
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.sft import SFT
-from strop.callbacks import Callback, CheckpointCallback, EarlyStopping, EvaluationCallback, ProgressBar, SampleTable
+from strop.callbacks import (
+    BestCheckpoint,
+    Callback,
+    CheckpointCallback,
+    EarlyStopping,
+    EvaluationCallback,
+    ProgressBar,
+    SampleTable,
+)
 from strop.training.callbacks import doing
 
 ROWS = [{"prompt": [2 + i], "completion": [3 + i, 1]} for i in range(4)]
@@ -185,6 +193,29 @@ def test_the_progress_bar(monkeypatch):
     assert "3/3" in shown[True]
     assert "loss" in shown[True]
     assert shown[None] == ""  # not a terminal
+
+
+def test_the_checkpoint_of_the_best_evaluation_is_kept(tmp_path):
+    values = iter([3.0, 1.0, 2.0, 1.0])
+
+    class Scripted(SFT):
+        def evaluate_on(self, rows):
+            return {"loss": next(values)}
+
+    best = BestCheckpoint(tmp_path, "eval/loss")
+    sft = Scripted(model=tiny_moe(), callbacks=[best], batch_size=4, eval_every=1)
+    sft.train(ROWS, eval_dataset=ROWS, num_steps=3)
+    assert best.best == 1.0
+    kept = Scripted.from_checkpoint(tmp_path / "best.safetensors", callbacks=[again := BestCheckpoint(tmp_path)])
+    assert (kept.state.step, again.best) == (1, 1.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.safetensors"]
+    assert BestCheckpoint(tmp_path, "eval/reward/mean").higher_is_better
+    with pytest.raises(ValueError, match="metric must be one of an evaluation, eval/…, found 'loss'"):
+        BestCheckpoint(tmp_path, "loss")
+    with pytest.raises(ValueError, match="metric must be one that SFT gives, found 'eval/zebra'; known are eval/loss"):
+        SFT(model=tiny_moe(), callbacks=[BestCheckpoint(tmp_path, "eval/zebra")], batch_size=4).train(
+            ROWS, eval_dataset=ROWS, num_steps=1
+        )
 
 
 def test_the_bar_says_what_is_being_done(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 CACHE = Path(__file__).resolve().parents[1] / ".mypy_cache" / "outside"  # the first run reads torch: half a minute
 
-PROJECT = '''
+PROJECT = """
 from pathlib import Path
 
 from strop import DPO, GRPO, SFT, BestOfN, OnlineDPO, __version__, compute_group_advantages
@@ -42,14 +42,23 @@ BestOfN.nothing  # wrong 4
 SFT(model=3)  # wrong 5
 DPO.nothing, OnlineDPO.nothing  # wrong 6
 SFT(model="moe:tiny", callbacks=len)  # wrong 7
-'''
+"""
 
 
 @pytest.mark.slow
 def test_mypy_on_a_project_that_uses_strop(tmp_path):
     path = tmp_path / "project.py"
     path.write_text(PROJECT)
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(CACHE), "--follow-imports=silent", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--cache-dir",
+        str(CACHE),
+        "--follow-imports=silent",
+        str(path),
+    ]
     found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=400).stdout
     wrong = {number for number, line in enumerate(PROJECT.splitlines(), 1) if "# wrong" in line}
     told = {int(number) for number in re.findall(r"project\.py:(\d+): error", found)}

@@ -191,6 +191,44 @@ def test_a_dry_run_takes_a_step_and_writes_nothing(command, strop):
     assert list(Path().iterdir()) == []
 
 
+def test_the_best_is_kept_and_a_run_without_progress_ends(strop):
+    options = [
+        "sft",
+        "--model",
+        "moe:tiny",
+        "--task",
+        "addition",
+        "--batch-size",
+        4,
+        "--learning-rate",
+        0,
+        "--eval-every",
+        1,
+    ]
+    code, _, err = strop(
+        "train",
+        *options,
+        "--num-eval-rows",
+        4,
+        "--num-steps",
+        9,
+        "--output",
+        "run",
+        "--best",
+        "eval/loss",
+        "--patience",
+        2,
+    )
+    assert code == 0, err
+    assert "stopped: eval/loss has not become better than" in err
+    assert [row["step"] for row in metrics("run") if "loss" in row] == [1, 2]
+    assert Path("run/checkpoints/best.safetensors").exists()
+    assert strop("train", *options, "--num-eval-rows", 0, "--best", "eval/loss")[2].startswith(
+        "strop: ValueError: best needs held-out rows"
+    )
+    assert "patience needs best" in strop("train", *options, "--patience", 2)[2]
+
+
 def test_overwrite(strop):
     options = [
         "sft",

@@ -11,7 +11,7 @@ import typer
 
 import strop
 from strop._processes import refuse_several_processes
-from strop.cli import bench, data, demo, doctor, generate, init, report, serve, train
+from strop.cli import bench, data, demo, doctor, eval, generate, init, report, serve, train
 
 app = typer.Typer(
     name="strop",
@@ -26,6 +26,7 @@ app.add_typer(train.app, name="train")
 app.command("init")(init.init)
 app.add_typer(data.app, name="data")
 app.command("generate")(generate.generate)
+app.command("eval")(eval.evaluate)
 app.command("serve")(serve.serve)
 app.command("report")(report.report)
 app.command("bench")(bench.bench)

@@ -43,7 +43,10 @@ class JobConfig(Config):
     output           the run folder; without it runs/ALGORITHM-TIME
     resume           go on with the run in output
     overwrite        remove the run that is in output first
-    log              also to tensorboard or wandb
+    log              also to tensorboard, trackio or wandb
+    best             a metric of evaluations, eval/loss say: the checkpoint of its best value is kept, checkpoints/best.safetensors
+    patience         with best: the run ends after so many evaluations in a row without a better one; 0 is off
+    push_to_hub      owner/name: final/ is uploaded there at the end, as a private model
     """
 
     model: str = ""
@@ -70,9 +73,15 @@ class JobConfig(Config):
     resume: bool = False
     overwrite: bool = False
     log: str | tuple[str, ...] | None = None
+    best: str | None = None
+    patience: int = 0
+    push_to_hub: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_count(self.patience, "patience")
+        if self.patience and self.best is None:
+            raise ValueError("patience needs best, the metric that is to become better, found none")
         for name, low in (("num_rows", 1), ("num_eval_rows", 0)):
             if getattr(self, name) is not None:
                 check_count(getattr(self, name), name, low=low)

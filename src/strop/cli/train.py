@@ -176,6 +176,7 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
         rows = trainer.prepared(rows)  # first: data with a mistake in it cost no run
         remove_run(output)
     trainer.loggers = _loggers(job, config, output, quiet)
+    trainer.callbacks = _callbacks(job, output, eval_rows)
     trainer.run.about = {"job": told(job)}
     if not quiet:
         print(f"{command}: {len(rows):,} rows, {_size(trainer)}; run folder {output}", file=sys.stderr)
@@ -188,6 +189,8 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
         raise typer.Exit(128 + (history.signal or 2))
     if not quiet:
         _tell(history, output)
+    if job.push_to_hub is not None:
+        print(f"pushed to {trainer.push_to_hub(job.push_to_hub, folder=_model_of(output))}", file=sys.stderr)
     print(output)
     return output
 
@@ -277,17 +280,29 @@ def _ref_model(job: JobConfig) -> Any:
     return load_model(job.ref_model, dtype=job.dtype, device=job.device)[0]
 
 
+def _callbacks(job: JobConfig, output: Path, eval_rows: Any) -> list[Any]:
+    from strop.callbacks import BestCheckpoint, EarlyStopping
+
+    if job.best is None:
+        return []
+    if eval_rows is None:
+        raise ValueError("best needs held-out rows: --eval-data, or a --task's")
+    stopping = [EarlyStopping(job.best, job.patience)] if job.patience else []
+    return [BestCheckpoint(output / "checkpoints", job.best), *stopping]
+
+
 def _loggers(job: JobConfig, config: Any, output: Path, quiet: bool) -> list[Any]:
     from strop._checks import check_choice
-    from strop.logging import ConsoleLogger, TensorBoardLogger, WandbLogger
+    from strop.logging import ConsoleLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 
     names = [job.log] if isinstance(job.log, str) else list(job.log or ())
     made: list[Any] = []
     for name in names:
-        check_choice(name, "log", ("tensorboard", "wandb"))
-        made.append(
-            TensorBoardLogger(output / "tensorboard") if name == "tensorboard" else WandbLogger(name=output.name)
-        )
+        check_choice(name, "log", ("tensorboard", "trackio", "wandb"))
+        if name == "tensorboard":
+            made.append(TensorBoardLogger(output / "tensorboard"))
+        else:
+            made.append((TrackioLogger if name == "trackio" else WandbLogger)(name=output.name))
     if not quiet and not sys.stderr.isatty():  # a terminal has the progress bar
         made.append(ConsoleLogger(max(1, config.run.log_every), file=sys.stderr))
     return made
@@ -309,6 +324,10 @@ def _tell(history: Any, output: Path) -> None:
             print(f"{name}: {first.get(name, float('nan')):.4g} → {last[name]:.4g}", file=sys.stderr)
     if history.stop_reason:
         print(f"stopped: {history.stop_reason}", file=sys.stderr)
-    adapter = output / "final" / "adapter"
-    whole = (output / "final" / "config.json").exists() or not adapter.exists()
-    print(f"model: {output / 'final' if whole else adapter}\nlook at it: strop report {output}", file=sys.stderr)
+    print(f"model: {_model_of(output)}\nlook at it: strop report {output}", file=sys.stderr)
+
+
+def _model_of(output: Path) -> Path:
+    """The whole model, or where there is none its adapter."""
+    final, adapter = output / "final", output / "final" / "adapter"
+    return final if (final / "config.json").exists() or not adapter.exists() else adapter

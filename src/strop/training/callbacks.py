@@ -151,6 +151,44 @@ class CheckpointCallback(Callback):
         return path
 
 
+class BestCheckpoint(Callback):
+    """The checkpoint of the best evaluation so far, as best.safetensors in `folder`.
+
+    metric, higher_is_better   as EarlyStopping has them; of evaluations
+    """
+
+    def __init__(self, folder: str | Path, metric: str = "eval/loss", *, higher_is_better: bool | None = None):
+        if not metric.startswith("eval/"):
+            raise ValueError(f"metric must be one of an evaluation, eval/…, found {metric!r}")
+        self.path, self.metric = Path(folder) / "best.safetensors", metric
+        self.higher_is_better = not falls(metric) if higher_is_better is None else higher_is_better
+        self.best: float | None = None
+
+    def on_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        value, sign = metric_of(trainer, metrics, self.metric), 1 if self.higher_is_better else -1
+        if self.best is None or sign * (value - self.best) > 0:
+            self.best = value
+            trainer.save(self.path, base=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+
+
+def falls(metric: str) -> bool:
+    """Whether a metric is the better the lower it is, by its name."""
+    return metric.rpartition("/")[2] in ("loss", "perplexity", "kl", "truncated_fraction")
+
+
+def metric_of(trainer: "Trainer", metrics: dict[str, float], name: str) -> float:
+    if name not in metrics:
+        known = ", ".join(sorted(metrics))
+        raise ValueError(f"metric must be one that {trainer.name} gives, found {name!r}; known are {known}")
+    return metrics[name]
+
+
 class EvaluationCallback(Callback):
     """Metrics of a dataset every so many steps, as eval/<metric>, to the loggers and to every callback's on_evaluate.
 
@@ -207,9 +245,8 @@ class EarlyStopping(Callback):
     ):
         if patience < 1:
             raise ValueError(f"patience must be at least 1, found {patience}")
-        falls = metric.rpartition("/")[2] in ("loss", "perplexity", "kl", "truncated_fraction")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        self.higher_is_better = not falls if higher_is_better is None else higher_is_better
+        self.higher_is_better = not falls(metric) if higher_is_better is None else higher_is_better
         self.best: float | None = None
         self.num_bad = 0
 
@@ -222,10 +259,7 @@ class EarlyStopping(Callback):
             self._look(trainer, metrics)
 
     def _look(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        if self.metric not in metrics:
-            known = ", ".join(sorted(metrics))
-            raise ValueError(f"metric must be one that {trainer.name} gives, found {self.metric!r}; known are {known}")
-        value = metrics[self.metric]
+        value = metric_of(trainer, metrics, self.metric)
         sign = 1 if self.higher_is_better else -1
         if self.best is None or sign * (value - self.best) > self.min_delta:
             self.best, self.num_bad = value, 0

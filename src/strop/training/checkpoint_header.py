@@ -91,6 +91,7 @@ HEADER = {
 }
 CALLBACKS = {  # of strop.callbacks; the state of a user's own is the user's
     "EvaluationCallback": {"last_step": Kind("a whole number of at least -1", lambda v: is_whole(v) and v >= -1)},
+    "BestCheckpoint": {"best": NUMBER_OR_NONE},
     "EarlyStopping": {"best": NUMBER_OR_NONE, "num_bad": COUNT},
 }
 

@@ -17,6 +17,7 @@ from strop.models import base_model
 from strop.rewards import described
 from strop.training import checkpoint
 from strop.training.callbacks import CheckpointCallback
+from strop.training.card import write_card
 from strop.training.logging import JSONLLogger, drop_after
 from strop.training.state import get_rng, set_rng
 
@@ -101,6 +102,7 @@ class RunFolder:
         path = self.checkpoints.save(trainer)
         if not interrupted:
             checkpoint.save_final(trainer, self.path / "final")
+            write_card(trainer, _read_about(self.path / "run.json"), self.path)
         return path
 
 

@@ -11,6 +11,7 @@ An algorithm says how rows become a batch and which loss that has:
 import contextlib
 import inspect
 import random
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -286,6 +287,24 @@ class Trainer:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer as `AutoModelForCausalLM.from_pretrained` reads them; adapters are merged in."""
         checkpoint.save_pretrained(self, folder)
+
+    def push_to_hub(self, repo_id: str, *, private: bool = True, folder: str | Path | None = None) -> str:
+        """Upload the model to the Hub, with the user's own login; its address.
+
+        folder   what is uploaded, a run's final/ say with its card; None writes the model as `save_pretrained` does
+        """
+        try:
+            from huggingface_hub import HfApi
+        except ImportError:
+            raise ImportError('push_to_hub needs huggingface_hub: pip install "strop[train]"') from None
+        api = HfApi()
+        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        with tempfile.TemporaryDirectory() as made:
+            if folder is None:
+                folder = Path(made) / "model"
+                self.save_pretrained(folder)
+            api.upload_folder(repo_id=repo_id, folder_path=str(folder), commit_message=f"{self.name} by strop")
+        return str(address)
 
     # ---- of the run ----
 
