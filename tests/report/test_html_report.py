@@ -6,6 +6,9 @@ import os
 import re
 import shutil
 import subprocess
+import threading
+import urllib.error
+import urllib.request
 from html.parser import HTMLParser
 
 import pytest
@@ -26,6 +29,7 @@ from strop.report.curves import (
 from strop.report.metrics import METRICS
 from strop.report.page import summary_tiles
 from strop.report.svg import step_axis
+from strop.report.watch import Watch, version_of
 
 
 def make_run(folder, num_steps=60, algorithm="grpo", header=True, tail="", **changes):
@@ -423,8 +427,8 @@ def test_the_figure(tmp_path):
 
 def in_chromium(address, folder, *options):
     """The page's DOM after its scripts have run, and what the browser said."""
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0", *options]
-    command += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=2000", "--dump-dom", address]
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
+    command += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=2000", *options, "--dump-dom", address]
     home = {"HOME": str(folder), "LC_ALL": "C.UTF-8"}  # a browser needs one, and text
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, env=os.environ | home)
     return done.stdout, done.stderr
@@ -477,6 +481,80 @@ def test_samples_by_step_in_a_browser(width, tmp_path):
     assert found[:2] == [True, width]
     assert found[2:7] == ["abcd", "dabc", "badc", "badc", "abcd"]
     assert found[7:] == [0, True]
+
+
+# ---- following a run ----
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """A run, the server that follows it, and its address."""
+    folder = make_run(tmp_path / "run", num_steps=10)
+    with Watch([folder], lambda version: build_report([folder], version=version)) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield folder, server
+        server.shutdown()
+        thread.join()
+
+
+def get(address, host=None):
+    request = urllib.request.Request(address, headers={} if host is None else {"Host": host})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return answer.read().decode()
+
+
+def log_step(folder, step):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "time": 1.0 * step, "loss": 0.5, "reward/mean": 0.9}) + "\n")
+
+
+def test_a_page_that_follows_its_run(watched):
+    folder, server = watched
+    page, version = get(server.address), get(server.address + "version")
+    assert "10 steps in" in page
+    assert f'data-version="{version}"' in page
+    assert "connect-src 'self'" in page
+    assert get(server.address + "version") == version
+    log_step(folder, 11)
+    assert get(server.address + "version") != version
+    assert "11 steps in" in get(server.address)
+    assert "connect-src" not in build_report([folder])  # a file asks nobody
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "code"), [("run.json", None, 404), ("../run.json", None, 404), ("", "evil.test", 403)]
+)
+def test_the_server_gives_nothing_else(path, host, code, watched):
+    with pytest.raises(urllib.error.HTTPError, match=str(code)) as caught:
+        get(watched[1].address + path, host)
+    caught.value.close()
+
+
+def test_a_run_that_has_not_begun_is_waited_for(watched):
+    folder, server = watched
+    (folder / "metrics.jsonl").write_text("")
+    assert "No step has been logged yet" in get(server.address)
+
+
+@needs_chromium
+def test_a_browser_follows_the_run(watched, tmp_path, monkeypatch):
+    """While the page is open, a step is logged at its second look: what it shows is the newer run."""
+    folder, server = watched
+    looks = []
+
+    def version_and_step(folders):
+        looks.append(1)
+        if len(looks) == 3:  # of the page itself, and two of its script
+            log_step(folder, 11)
+        return version_of(folders)
+
+    monkeypatch.setattr("strop.report.watch.version_of", version_and_step)
+    page, said = in_chromium(server.address, tmp_path, "--virtual-time-budget=9000")
+    assert "11 steps in" in page
+    assert 'role="status">Following the run; last look' in page
+    assert page.count('class="tip"') == page.count("data-chart=")
+    assert "Uncaught" not in said
 
 
 class TestNumbers:

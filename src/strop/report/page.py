@@ -77,7 +77,21 @@ def samples_sections(runs: Sequence[Run]) -> list[Section]:
 # ---- the page ----
 
 
-def render(runs: Sequence[Run], sections: Sequence[Section], tiles: Sequence[Tile], title: str, lead: str) -> str:
+def render(
+    runs: Sequence[Run],
+    sections: Sequence[Section],
+    tiles: Sequence[Tile],
+    title: str,
+    lead: str,
+    version: str | None = None,
+) -> str:
+    """The page; with a version it asks the server it came from for a newer one."""
+    policy = POLICY if version is None else f"{POLICY}; connect-src 'self'"
+    of = "" if version is None else f' data-version="{escape(version)}"'
+    live = "" if version is None else '<p class="live" role="status">Following the run.</p>'
+    complete = "This file is complete: it loads nothing from anywhere." if version is None else ""
+    scripts = ["hover.js"] if version is None else ["hover.js", "watch.js"]
+    script = "\n".join((HERE / name).read_text(encoding="utf-8") for name in scripts)
     data: list[dict] = []
     body = "".join(_section(section, data) for section in sections)
     legend = (
@@ -87,14 +101,14 @@ def render(runs: Sequence[Run], sections: Sequence[Section], tiles: Sequence[Til
     told = f'<ul class="notes">{"".join(f"<li>{escape(n)}</li>" for n in notes)}</ul>' if notes else ""
     curves = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · strop</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<!doctype html>\n<html lang="en"{of}><head><meta charset="utf-8"><title>{escape(title)} · strop</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<link rel="icon" href="data:,"><style>{(HERE / "style.css").read_text(encoding="utf-8")}</style></head>\n<body>'
-        f'<header><div class="mark">strop</div><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>\n'
+        f'<header><div class="mark">strop</div><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>{live}</header>\n'
         f"<main>{told}{_tiles(tiles)}{legend}{body}</main>\n"
-        f"<footer>Written by strop {strop.__version__}. This file is complete: it loads nothing from anywhere.</footer>\n"
+        f"<footer>Written by strop {strop.__version__}. {complete}</footer>\n"
         f'<script type="application/json" id="curves">{curves}</script>'
-        f"<script>{(HERE / 'hover.js').read_text(encoding='utf-8')}</script></body></html>\n"
+        f"<script>{script}</script></body></html>\n"
     )
 
 
