@@ -63,10 +63,14 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(BARS[round((value - low) / ((high - low) or 1) * (len(BARS) - 1))] for value in values)
 
 
-def _values(steps: Sequence[Mapping[str, float]], metric: str) -> list[float]:
-    found = [entry[metric] for entry in steps if metric in entry]
-    return [value for value in found if abs(value) < float("inf")]
+def _values(steps: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
+    return [entry[metric] for entry in steps if _is_number(entry.get(metric))]
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+def _is_number(value: Any) -> bool:
+    """A resumed run's file of metrics may hold anything."""
+    return isinstance(value, (int, float)) and abs(value) < 1e300
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if _is_number(value) else ""
