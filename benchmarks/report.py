@@ -16,7 +16,18 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.pages import convergence, demo, engines, generation, landing, learning, losses, primitives, step
+from benchmarks.pages import (
+    convergence,
+    demo,
+    engines,
+    generation,
+    landing,
+    learning,
+    losses,
+    primitives,
+    processes,
+    step,
+)
 from benchmarks.text import Result
 from strop.bench.harness import load
 
@@ -51,6 +62,8 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         landing.landing_table,
         step.step_table,
         step.step_summary,
+        processes.processes_table,
+        processes.scaling_table,
         learning.learning_summary,
         learning.learning_table,
         demo.demo_summary,

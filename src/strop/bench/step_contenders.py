@@ -170,7 +170,7 @@ def moe_model(workload: Workload) -> Any:
     return MoETransformer(config, seed=SEED)
 
 
-def strop_trainer(workload: Workload) -> Any:
+def strop_trainer(workload: Workload, **options: Any) -> Any:
     from strop.algorithms.grpo import GRPO
 
     model = moe_model(workload) if workload.model_type == "moe" else hugging_face_model(workload)
@@ -179,7 +179,7 @@ def strop_trainer(workload: Workload) -> Any:
         return GRPO(
             model=model, reward_fn=_strop_reward, group_size=workload.group_size, kl_coef=workload.kl_coef,
             max_new_tokens=workload.new_tokens, learning_rate=LEARNING_RATE,
-            autocast="bf16" if workload.autocast else None,
+            autocast="bf16" if workload.autocast else None, **options,
         )  # fmt: skip
 
 

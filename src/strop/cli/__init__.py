@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import typer
 
 import strop
-from strop._processes import refuse_several_processes
 from strop.cli import bench, data, demo, doctor, eval, generate, init, report, serve, train
 
 app = typer.Typer(
@@ -78,8 +77,6 @@ def main() -> None:
     if not debug:
         warnings.formatwarning = lambda message, *_, **__: f"strop: warning: {message}\n"
     try:
-        if "train" in arguments[:1] and {"--help", "-h"}.isdisjoint(arguments):
-            refuse_several_processes()  # before torch is imported, which the options of train need
         train.define_commands(arguments)
         sys.exit(app(args=arguments, prog_name="strop", standalone_mode=False))
     except KeyboardInterrupt:

@@ -174,7 +174,9 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
     trainer, rows, eval_rows = build(command, job, config)
     if job.overwrite:
         rows = trainer.prepared(rows)  # first: data with a mistake in it cost no run
-        remove_run(output)
+        if trainer.world.is_first:
+            remove_run(output)
+        trainer.world.wait()
     trainer.loggers = _loggers(job, config, output, quiet)
     trainer.callbacks = _callbacks(job, output, eval_rows)
     trainer.run.about = {"job": told(job)}

@@ -49,6 +49,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks a model is made of, one after the other."""
+    kinds = set(getattr(base_model(model), "_no_split_modules", None) or ())
+    found = [module for module in model.modules() if type(module).__name__ in kinds]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return found or (list(lists[0]) if lists else [])
+
+
 def as_module(model: Any) -> nn.Module:
     from strop.moe import MoETransformer
 

@@ -180,6 +180,7 @@ def write_model(model: torch.nn.Module, folder: Path, merged: bool = True) -> No
         inner = copy.deepcopy(inner).merge_and_unload()
     if hasattr(inner, "save_pretrained"):
         inner.save_pretrained(folder)
+        (folder / "README.md").unlink(missing_ok=True)  # peft's, to be filled in; a run writes one that is (`card`)
         return
     from safetensors.torch import save_model
 

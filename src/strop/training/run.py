@@ -9,16 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from strop._checks import check_count
-from strop._tensors import on_host
 from strop.config import RunConfig
 from strop.data.formats import prepared
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
 from strop.training.folder import Rescue, RunFolder
 from strop.training.memory import LACKS, raise_explained
-from strop.training.state import History, Phases, TrainState, not_finite, seed_everything
+from strop.training.state import History, Sum, TrainState, not_finite, seed_everything, told
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
@@ -54,16 +51,17 @@ class Run:
         self.fire(trainer, "on_step_begin")
         trainer.policy.model.train()
         try:
-            metrics = self._on_host(work(), phases)
+            metrics = self._on_host(work(), trainer)
         except LACKS as error:
             raise_explained(error, trainer)
         times = phases.metrics()
         seconds = time.perf_counter() - start
         state.step += 1
         state.seconds += seconds
-        state.num_tokens += phases.num_tokens
-        if phases.num_tokens:
-            metrics["tokens_per_second"] = phases.num_tokens / seconds
+        num_tokens = int(metrics.pop("num_tokens"))
+        state.num_tokens += num_tokens
+        if num_tokens:
+            metrics["tokens_per_second"] = num_tokens / seconds
         metrics |= times
         metrics["time/step"] = seconds
         log_every = trainer.config.run.log_every
@@ -72,12 +70,10 @@ class Run:
         self.fire(trainer, "on_step_end", metrics)
         return metrics
 
-    def _on_host(self, metrics: dict[str, Any], phases: Phases) -> dict[str, float]:
+    def _on_host(self, metrics: dict[str, Any], trainer: "Trainer") -> dict[str, float]:
         """The metrics as numbers, in the one wait for the device that a step has; raises where an update was skipped."""
-        tensors = {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
-        values = on_host([*tensors.values(), *phases.unfit])
-        skipped = values[len(tensors) :]
-        metrics = {**metrics, **dict(zip(tensors, values, strict=False))}
+        phases = trainer.phases
+        metrics, skipped = told({**metrics, "num_tokens": Sum(phases.num_tokens)}, phases.unfit, trainer.world)
         if any(skipped):
             self.state.updates -= int(sum(skipped))
             raise not_finite(metrics, self.state.step)
