@@ -64,6 +64,7 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         step.step_summary,
         processes.processes_table,
         processes.scaling_table,
+        step.step_training,
         learning.learning_summary,
         learning.learning_table,
         demo.demo_summary,

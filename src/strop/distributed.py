@@ -8,16 +8,22 @@ update. Numbers of the host go through `concat`. Without torchrun there is one p
 imported. Nothing else in strop knows it.
 """
 
+import contextlib
 import functools
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from strop import peers
+from strop.peers import PeerError
 
 Item = TypeVar("Item")
 TOGETHER = 2**27  # weights in shards that are gathered in one call, or one layer where that has more
@@ -72,6 +78,31 @@ class World:
     def wait(self) -> None:
         """Until all are here."""
         self.gathered(None)
+
+    def together(self, call: Callable[[], Item], raises: type[Exception] | None = None) -> Item:
+        """What `call` returns here, once it has returned in every process. Where it fails in one, it fails in all.
+
+        raises   of the processes in which it did not fail; None: a PeerError
+        """
+        if self.size == 1:
+            return call()
+        try:
+            found, error = call(), None
+        except Exception as failure:
+            error = failure
+        told = [text for text in self.gathered(error and str(error)) if text is not None]
+        if error is not None:
+            raise error
+        if told:
+            raise (raises or PeerError)(told[0])
+        return found
+
+    def from_first(self, call: Callable[[], Item]) -> Item:
+        """What `call` returns in the first process, which alone calls it, told to all."""
+        if self.size == 1:
+            return call()
+        found = self.together(lambda: [call()] if self.is_first else [])
+        return self.gathered(found)[0][0]
 
     # ---- tensors ----
 
@@ -142,8 +173,57 @@ def world() -> World:
     if found.device is not None:
         torch.cuda.set_device(found.device)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if found.device is not None else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if found.device is not None else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=peers.timeout()))
+    if size > 1:
+        where = found.gathered((os.environ.get("GROUP_RANK"), os.getpid()))
+        peers.begin(rank, where, dist.distributed_c10d._get_default_store())
     return found
+
+
+# ---- checkpoints ----
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write tensors, whole or in shards, into one folder, all processes at once: each its shards, and its part of the rest.
+
+    A process may have tensors that others do not have. One that fails is an OSError in all.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _as_oserror(folder, "written"):
+        dcp.save(dict(tensors), storage_writer=writer)
+
+
+def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Fill these tensors from the folder, each process by itself. Safetensors are read, and no pickle."""
+    import torch.distributed.checkpoint as dcp
+
+    with _as_oserror(folder, "read"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is done by itself
+        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+@contextlib.contextmanager
+def _as_oserror(folder: Path, what: str) -> Iterator[None]:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:  # not an Exception in torch: of one process or of several
+        rank, (cause, *_) = next(iter(error.failures.items()))
+        raise OSError(f"{folder} could not be {what}: process {rank}: {type(cause).__name__}: {cause}") from None
+
+
+def put(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy a whole tensor into one that may lie in shards, where each process takes its own."""
+    if hasattr(target, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        target.copy_(full)
 
 
 # ---- weights in shards ----
@@ -214,7 +294,7 @@ class Shards:
             if number not in self._copied:  # the same tensors every time, until `free`
                 theirs = [self.module.get_parameter(name).detach() for name in names]
                 for name, param in zip(names, theirs, strict=True):
-                    self._put(name, torch.empty_like(param))
+                    _set(self._places[name], torch.empty_like(param))
                 self._copied[number] = [self.twin.get_parameter(name).detach() for name in names], theirs
             if names:
                 torch._foreach_copy_(*self._copied[number])
@@ -226,12 +306,19 @@ class Shards:
         """Give the memory of `twin`'s weights back."""
         self._copied.clear()
         for name, param in self.module.named_parameters():
-            self._put(name, torch.empty(param.shape, dtype=param.dtype, device="meta"))
+            _set(self._places[name], torch.empty(param.shape, dtype=param.dtype, device="meta"))
 
-    def _put(self, name: str, tensor: torch.Tensor) -> None:
-        param = nn.Parameter(tensor, requires_grad=False)
-        for part, leaf in self._places[name]:
-            part._parameters[leaf] = param
+    def on_host(self, is_wanted: bool) -> nn.Module | None:
+        """A copy of the model in host memory, with its weights as they are trained; None in processes that want none."""
+        made = _without_weights(self.twin)
+        places = _places(made)
+        for name, param in self.module.named_parameters():
+            full = whole(param.detach())  # by all processes together
+            if is_wanted:
+                _set(places[name], full.cpu())
+        for ours, theirs in zip(made.buffers(), self.module.buffers(), strict=True):
+            ours.copy_(theirs)
+        return made if is_wanted else None
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -258,6 +345,12 @@ def _apart(module: nn.Module, parts: Sequence[list[nn.Module]]) -> list[tuple[li
     return [(part, [name for name in own if name]) for part, own in zip(parts, owned, strict=True)]
 
 
+def class_of(module: nn.Module) -> type:
+    """The module's class; FSDP puts one of its own before it."""
+    kind = type(module)
+    return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
+
+
 def _without_weights(module: nn.Module) -> nn.Module:
     """A copy of the module whose parameters take no memory."""
     import copy
@@ -267,6 +360,13 @@ def _without_weights(module: nn.Module) -> nn.Module:
 
 def _hollow(param: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=False)
+
+
+def _set(places: Iterable[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:
+    """Put a parameter into its places."""
+    param = nn.Parameter(tensor, requires_grad=False)
+    for part, leaf in places:
+        part._parameters[leaf] = param
 
 
 def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

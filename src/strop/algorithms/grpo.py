@@ -270,10 +270,15 @@ class GRPO(Trainer):
         return found.metrics | completion_metrics(self.of_all(ends))
 
     def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        return self.sampler.state()
+        tensors, values = self.sampler.state()
+        return tensors, {**values, "share": [self.world.rank, self.world.size]} if values else {}
 
     def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        self.sampler.load_state(tensors, values)
+        if values and values.pop("share", [0, 1]) == [
+            self.world.rank,
+            self.world.size,
+        ]:  # else begun anew: the prompts are others
+            self.sampler.load_state(tensors, values)
 
     # ---- a step ----
 

@@ -158,26 +158,16 @@ def _check_known(config_class: Any, options: Mapping[str, Any]) -> None:
 
 def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Path:
     """Train as told; the run folder. Ends the process with 130 or 143 after Ctrl-C or SIGTERM."""
+    from strop.distributed import world
     from strop.training.folder import remove_run
 
-    output = Path(job.output or f"runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if job.resume and job.output is None:
-        raise ValueError("--resume needs --output, the folder of the run to go on with")
-    if output.exists() and not output.is_dir():
-        raise NotADirectoryError(f"output must be a folder, found the file {output}")
-    if job.resume and job.overwrite:
-        raise ValueError("--resume goes on with a run and --overwrite removes it: give one of them")
-    if (output / "run.json").exists() and not job.resume and not job.overwrite:
-        raise ValueError(
-            f"{output} holds a run already: --resume goes on with it, --overwrite removes it, --output names another folder"
-        )
+    quiet = quiet or not world().is_first
+    output = world().from_first(lambda: _output(command, job))
     trainer, rows, eval_rows = build(command, job, config)
     if job.overwrite:
         rows = trainer.prepared(rows)  # first: data with a mistake in it cost no run
-        if trainer.world.is_first:
-            remove_run(output)
-        trainer.world.wait()
-    trainer.loggers = _loggers(job, config, output, quiet)
+        world().from_first(lambda: remove_run(output))
+    trainer.loggers = _loggers(job, config, output, quiet) if world().is_first else []
     trainer.callbacks = _callbacks(job, output, eval_rows)
     trainer.run.about = {"job": told(job)}
     if not quiet:
@@ -191,9 +181,26 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
         raise typer.Exit(128 + (history.signal or 2))
     if not quiet:
         _tell(history, output)
-    if job.push_to_hub is not None:
+    if world().is_first and job.push_to_hub is not None:
         print(f"pushed to {trainer.push_to_hub(job.push_to_hub, folder=_model_of(output))}", file=sys.stderr)
-    print(output)
+    if world().is_first:
+        print(output)
+    return output
+
+
+def _output(command: str, job: JobConfig) -> Path:
+    """The run folder, which may be there if it is resumed or removed."""
+    output = Path(job.output or f"runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if job.resume and job.output is None:
+        raise ValueError("--resume needs --output, the folder of the run to go on with")
+    if output.exists() and not output.is_dir():
+        raise NotADirectoryError(f"output must be a folder, found the file {output}")
+    if job.resume and job.overwrite:
+        raise ValueError("--resume goes on with a run and --overwrite removes it: give one of them")
+    if (output / "run.json").exists() and not job.resume and not job.overwrite:
+        raise ValueError(
+            f"{output} holds a run already: --resume goes on with it, --overwrite removes it, --output names another folder"
+        )
     return output
 
 
@@ -311,10 +318,13 @@ def _loggers(job: JobConfig, config: Any, output: Path, quiet: bool) -> list[Any
 
 
 def _size(trainer: Any) -> str:
+    from strop.distributed import class_of
+
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.module.parameters()]
     count, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
     share = f", {trained:,} trained ({trained / count:.2%})" if trained < count else ""
-    return f"{type(trainer.module).__name__} of {count:,} parameters{share}"
+    processes = f", in {trainer.world.size} processes" if trainer.world.size > 1 else ""
+    return f"{class_of(trainer.module).__name__} of {count:,} parameters{share}{processes}"
 
 
 def _tell(history: Any, output: Path) -> None:

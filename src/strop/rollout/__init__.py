@@ -59,7 +59,7 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.completion_ids)
 
-    @property
+    @functools.cached_property
     def trajectories(self) -> list[Trajectory]:
         """Each completion behind its prompt."""
         columns = zip(self.prompt_ids, self.completion_ids, self.logps, self.finish_reasons, strict=True)
@@ -134,7 +134,8 @@ def generate(
         completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, uniforms_BT, eos_ids)
     seconds = time.perf_counter() - start
     _check_not_nan(logps)
-    reasons = ["eos" if c.numel() and c[-1].item() in eos_ids else "length" for c in completion_ids]
+    last = torch.stack([ids[-1] for ids in completion_ids]).tolist()
+    reasons = ["eos" if one in eos_ids else "length" for one in last]
     prompt_ids = [prompt for prompt in ids for _ in range(num_samples)]
     engine = decoding.description(policy) if policy.kind == "hf" else policy.kind
     return Rollout(prompt_ids, completion_ids, logps, reasons, seconds, engine)

@@ -1,5 +1,7 @@
 """Callbacks: what happens beside the training. The events come from `Trainer`, so each works with every algorithm.
 
+Under torchrun they come in every process, so that all decide alike. Those here show and write in the first one only.
+
 on_train_begin(trainer)            train() starts, everything is set up
 on_step_begin(trainer)             before each step, of train() and of train_step() alike
 on_step_end(trainer, metrics)      after it; trainer.state.step counts it already
@@ -72,7 +74,8 @@ class ProgressBar(Callback):
     def on_train_begin(self, trainer: "Trainer") -> None:
         self._ends.clear()
         self._in_notebook = "ipykernel" in sys.modules and self.show is not False
-        if self._in_notebook or not (sys.stderr.isatty() if self.show is None else self.show):
+        show = sys.stderr.isatty() if self.show is None else self.show
+        if self._in_notebook or not show or not trainer.world.is_first:
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
@@ -128,7 +131,7 @@ def doing(trainer: "Trainer") -> str:
 
 
 class CheckpointCallback(Callback):
-    """A checkpoint in `folder` every so many steps.
+    """A checkpoint in `folder` every so many steps: a file, or where several processes write it a folder.
 
     keep   how many of the newest stay; 0 is all
     """
@@ -143,16 +146,18 @@ class CheckpointCallback(Callback):
 
     def save(self, trainer: "Trainer") -> Path:
         """Write the checkpoint of the present step, then remove those that are too old."""
-        path = self.folder / f"step-{trainer.state.step:08d}.safetensors"
+        path = self.folder / f"step-{trainer.state.step:08d}{'' if trainer.world.size > 1 else '.safetensors'}"
         trainer.save(path, base=False)
-        if self.keep:
-            for old in sorted(self.folder.glob("step-*.safetensors"))[: -self.keep]:
-                old.unlink()
+        if self.keep and trainer.world.is_first:
+            from strop.training.checkpoint import all_in, remove
+
+            for old in all_in(self.folder)[: -self.keep]:
+                remove(old)
         return path
 
 
 class BestCheckpoint(Callback):
-    """The checkpoint of the best evaluation so far, as best.safetensors in `folder`.
+    """The checkpoint of the best evaluation so far, as best.safetensors in `folder` (of several processes the folder best).
 
     metric, higher_is_better   as EarlyStopping has them; of evaluations
     """
@@ -160,7 +165,7 @@ class BestCheckpoint(Callback):
     def __init__(self, folder: str | Path, metric: str = "eval/loss", *, higher_is_better: bool | None = None):
         if not metric.startswith("eval/"):
             raise ValueError(f"metric must be one of an evaluation, eval/…, found {metric!r}")
-        self.path, self.metric = Path(folder) / "best.safetensors", metric
+        self.folder, self.metric = Path(folder), metric
         self.higher_is_better = not falls(metric) if higher_is_better is None else higher_is_better
         self.best: float | None = None
 
@@ -168,7 +173,7 @@ class BestCheckpoint(Callback):
         value, sign = metric_of(trainer, metrics, self.metric), 1 if self.higher_is_better else -1
         if self.best is None or sign * (value - self.best) > 0:
             self.best = value
-            trainer.save(self.path, base=False)
+            trainer.save(self.folder / f"best{'' if trainer.world.size > 1 else '.safetensors'}", base=False)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -291,7 +296,7 @@ class SampleTable(Callback):
         self.path = None if path is None else Path(path)
 
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        if trainer.state.step % self.every or not trainer.samples:
+        if trainer.state.step % self.every or not trainer.samples or not trainer.world.is_first:
             return
         samples = [{"step": trainer.state.step, **sample} for sample in trainer.samples[: self.num_rows]]
         if self.path is not None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from strop._tensors import on_host
-from strop.distributed import World
+from strop.distributed import World, world
 
 
 @dataclass
@@ -198,10 +198,11 @@ def _combined(parts: list[Any]) -> Any:
 # ---- random numbers ----
 
 
-def seed_everything(seed: int) -> None:
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """torch's generators, CUDA's too, differ from process to process, as the rows do that dropout falls on."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # CUDA's too
+    torch.manual_seed(seed + rank)
 
 
 def get_rng() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -210,7 +211,8 @@ def get_rng() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     name, keys, position, has_gauss, cached = np.random.get_state()
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(keys, np.int64))}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        tensors |= {f"cuda/{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+        states = [torch.cuda.get_rng_state()] if world().launched else torch.cuda.get_rng_state_all()
+        tensors |= {f"cuda/{i}": state for i, state in enumerate(states)}
     values = {"python": [version, list(words), gauss], "numpy": [name, int(position), int(has_gauss), float(cached)]}
     return tensors, values
 
@@ -240,7 +242,9 @@ def set_rng(tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
     np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(tensors["torch"])
     states = [tensors[f"cuda/{i}"] for i in range(len(tensors)) if f"cuda/{i}" in tensors]
-    if states and torch.cuda.device_count() == len(states):
+    if states and torch.cuda.is_available() and world().launched:
+        torch.cuda.set_rng_state(states[0])
+    elif states and torch.cuda.device_count() == len(states):
         torch.cuda.set_rng_state_all(states)
 
 

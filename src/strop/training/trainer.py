@@ -95,7 +95,7 @@ class Trainer:
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
         warn_of_half_precision(self.module)
         self.world.make_same(self.module)
-        self.run = Run(logger, callbacks)
+        self.run = Run(logger, callbacks, self.world)
         self.phases = Phases(self.policy.device)  # of the present step
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.reference: Any = None
@@ -187,7 +187,7 @@ class Trainer:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts the seconds within as the metric time/<name>."""
-        alone = self.policy.kind == "moe" and name not in USERS_PHASES
+        alone = (self.policy.kind == "moe" or self.policy.device.type == "cuda") and name not in USERS_PHASES
         with self.phases.phase(name), one_thread() if alone else contextlib.nullcontext():
             yield
 
@@ -279,9 +279,7 @@ class Trainer:
             self.run.about["data"] = str(dataset)
         if overwrite and output_dir is not None:
             dataset = self.prepared(dataset)  # first: one with a mistake in it costs no run
-            if self.world.is_first:
-                remove_run(Path(output_dir))
-            self.world.wait()
+            self.world.from_first(lambda: remove_run(Path(output_dir)))
         return self.run.train(self, dataset, eval_dataset, num_steps, num_epochs, output_dir, resume, progress)
 
     def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
@@ -299,7 +297,7 @@ class Trainer:
         return {f"eval/{name}": float(value) for name, value in metrics.items()}
 
     def save(self, path: str | Path, *, base: bool = True) -> None:
-        """Write everything needed to go on into one file, atomically.
+        """Write everything needed to go on into one file, atomically; several processes together write a folder.
 
         base   False leaves out the frozen weights below an adapter: from_checkpoint then takes them as model=
         """
