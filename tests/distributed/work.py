@@ -70,9 +70,10 @@ def online(**options):
     return lambda **more: (OnlineDPO(model=double(), **made, **more), [{"prompts": batch} for batch in BATCHES])
 
 
-def served(**options):
-    """The same model as the test's server has."""
-    return grpo(lambda: llama(eos_token_id=EOS), rollout_server=os.environ.get("STROP_TEST_SERVER"), **options)
+def served(number, **options):
+    """The same model as the test's servers have, by the one of this number."""
+    servers = os.environ.get("STROP_TEST_SERVERS", "").split()
+    return grpo(lambda: llama(eos_token_id=EOS), rollout_server=servers[number] if servers else None, **options)
 
 
 CASES = {
@@ -100,11 +101,11 @@ CASES = {
     "online-ties": online(reward_fn=seldom),
     "grpo-moe": grpo(lambda: moe(eos_token_id=EOS)),
 }
-# with the server that this variable names
+# each with a server of its own
 SERVED = {
-    "served": served(importance_cap=2.0, old_logps="auto"),
-    "served-again": served(reward_fn=rarely, resample_rounds=1),
-    "served-lora": served(lora={"r": 2}, sync="lora"),
+    "served": served(0, importance_cap=2.0, old_logps="auto"),
+    "served-again": served(1, reward_fn=rarely, resample_rounds=1),
+    "served-lora": served(2, lora={"r": 2}, sync="lora"),
 }
 
 
