@@ -16,7 +16,18 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.pages import convergence, demo, engines, generation, learning, losses, primitives, processes, step
+from benchmarks.pages import (
+    convergence,
+    demo,
+    engines,
+    generation,
+    landing,
+    learning,
+    losses,
+    primitives,
+    processes,
+    step,
+)
 from benchmarks.text import Result
 from strop.bench.harness import load
 
@@ -48,6 +59,7 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         *losses.OPERATOR_BLOCKS,
         generation.generation_table,
         generation.generation_summary,
+        landing.landing_table,
         step.step_table,
         step.step_summary,
         processes.processes_table,
