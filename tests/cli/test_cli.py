@@ -157,7 +157,8 @@ def test_errors_are_one_line(here):
     assert found.returncode == 1
     assert (
         found.stderr
-        == "strop: ValueError: unknown suite 'nope'; there are primitives, engines, convergence, losses, generation, processes, step, demo, learning\n"
+        == "strop: ValueError: unknown suite 'nope'; there are primitives, engines, convergence, losses, generation, "
+        "processes, step, demo, learning\n"
     )
     assert "Traceback" in run("--debug", "bench", "nope").stderr
     wanted = "strop: ValueError: rounds must be at least 3 for an interval, found 1\n"
