@@ -55,7 +55,7 @@ def grpo(**options):
 
 
 def lora(**options):
-    return SFT(model=llama(eos_token_id=EOS).double(), lora={"r": 2}, **OPTIONS, **options)
+    return SFT(model=llama(eos_token_id=EOS).double(), lora={"r": 2, "merge": True}, **OPTIONS, **options)
 
 
 def drop(**options):

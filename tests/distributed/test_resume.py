@@ -137,6 +137,7 @@ def test_final_is_an_ordinary_folder_with_adapters_merged_in(folder):
     assert type(model).__name__ == "Qwen2ForCausalLM"
     assert torch.equal(model.model.embed_tokens.weight, weights_of(folder / "sft-full-2")["model.embed_tokens.weight"])
     assert not any("lora" in name for name in load_file(adapted / "model.safetensors"))
+    assert all("lora" in name for name in load_file(adapted / "adapter" / "adapter_model.safetensors"))
     assert apart(folder / "lora-full-2", folder / "lora-none-2") < 1e-12
 
 
