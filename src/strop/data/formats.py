@@ -284,7 +284,8 @@ def _kind(value: Any, name: str) -> str:
         return "text"
     if is_conversation(value):
         for i, message in enumerate(value):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            says = isinstance(message, Mapping) and ("content" in message or message.get("tool_calls"))
+            if not says or not isinstance(message.get("role"), str):
                 raise ValueError(f'{name}[{i}] must be a message {{"role", "content"}}, found {message!r:.80}')
         return "messages"
     if hasattr(value, "__len__") and not isinstance(value, Mapping):
