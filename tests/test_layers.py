@@ -23,6 +23,7 @@ HOUSE = [
     ["ops"],
     ["models"],
     ["rollout", "rewards"],
+    ["environments"],
     ["training"],
     ["callbacks", "logging", "algorithms"],
     ["report"],

@@ -97,7 +97,7 @@ class RewardFunctions:
                     f"give the function another __name__"
                 )
 
-    def __call__(self, rows: Rows) -> Rewards:
+    def __call__(self, rows: Rows, rollout: Any = None) -> Rewards:
         total_B = torch.zeros(len(rows["completions"]), dtype=torch.float64)
         columns = {}
         for function, name, weight in zip(self.functions, self.names, self.weights, strict=True):

@@ -23,6 +23,9 @@ from strop._checks import check_choice, check_count, check_number
 from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.inputs import Prompt, as_prompts, prompts_of_dataset, repeated, reward_rows
+from strop.environments.base import TurnsConfig
+from strop.environments.credit import EpisodeRewards, turn_advantages
+from strop.environments.of_trainer import player, rows_of
 from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, kl_estimate
 from strop.primitives import compute_batch_group_advantages
 from strop.rewards import RewardFunctions, Rewards, check_timeout, sample_table
@@ -74,6 +77,7 @@ class GRPOConfig(TrainerConfig):
     pad_id: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     server: ServerConfig = field(default_factory=ServerConfig)
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
     loss: PolicyRule = field(default_factory=PolicyRule)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
@@ -117,6 +121,7 @@ class Experience:
     """A rollout with all that its updates need. Per completion; log-probs and weights are 1-D, one a token.
 
     counts_B    False where a completion counts for nothing (truncated, if those are masked)
+    per_token   advantages of tokens, where turns have their own; None: advantages_B
     ref_logps   None without a reference
     weights     of truncated importance sampling; None weights nothing
     """
@@ -127,6 +132,7 @@ class Experience:
     old_logps: list[torch.Tensor]
     ref_logps: list[torch.Tensor] | None = None
     weights: list[torch.Tensor] | None = None
+    per_token: list[torch.Tensor] | None = None
 
     @functools.cached_property
     def trajectories(self) -> list[Trajectory]:
@@ -137,7 +143,7 @@ class Experience:
 
     def num_tokens(self, indices: Sequence[int]) -> int:
         """Tokens that count among these completions."""
-        return sum(len(self.rollout.completion_ids[i]) for i in indices if self.counts_B[i])
+        return sum(len(self.rollout.logps[i]) for i in indices if self.counts_B[i])
 
 
 class Scores(NamedTuple):
@@ -194,19 +200,26 @@ class GRPO(Trainer):
     grpo = GRPO(model=model, reward_fn=reward_fn, group_size=8, kl_coef=0.04, learning_rate=1e-6, max_new_tokens=128)
     metrics = grpo.train_step(prompts)          # or grpo.train(dataset)
 
-    reward_fn   a function or several; see `strop.rewards`
+    reward_fn     a function or several; see `strop.rewards`
+    environment   a class of `strop.environments` for more than one turn, whose rewards are added to reward_fn's
+    tools         functions the model may call, in place of an environment
     """
 
     Config = GRPOConfig
     config: GRPOConfig
 
-    def __init__(self, *, reward_fn: Any = None, **arguments: Any):
-        if reward_fn is None:
-            raise ValueError(f"{type(self).__name__} needs a reward_fn, found None")
+    def __init__(self, *, reward_fn: Any = None, environment: Any = None, tools: Any = None, **arguments: Any):
+        if reward_fn is None and environment is None:
+            raise ValueError(f"{type(self).__name__} needs a reward_fn or an environment, found None")
         super().__init__(**arguments)
         config = self.config
-        self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
         self.sampler = sampler(self, config.server)
+        self.rewards: Any = None
+        if reward_fn is not None:
+            self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
+        self.player = player(self, environment, tools)
+        if self.player is not None:
+            self.rewards = EpisodeRewards(self.rewards, config.turns.turn_discount)
 
     def setup(self, ref_model: Any) -> None:
         if self.config.kl_coef:
@@ -221,12 +234,21 @@ class GRPO(Trainer):
         prompt_mask   (B, P), 0 at padding; without it padding is what equals the pad id at a prompt's sides
         columns       for reward functions, each with one entry a prompt: train_step(prompts, answer=answers)
         """
-        batch = as_prompts(
-            prompts, self.policy.tokenizer, self.policy.padding(self.config.pad_id), mask=prompt_mask, columns=columns
-        )
+        if self.player is not None:
+            batch = rows_of(prompts, columns, "prompts")
+        else:
+            batch = as_prompts(
+                prompts,
+                self.policy.tokenizer,
+                self.policy.padding(self.config.pad_id),
+                mask=prompt_mask,
+                columns=columns,
+            )
         return self.run_step(lambda: self._step(batch))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:
+        if self.player is not None:
+            return rows_of(rows, {}, name)
         prompts = prompts_of_dataset(
             rows, self.policy.tokenizer, self.policy.padding(self.config.pad_id), name, self.name
         )
@@ -245,11 +267,11 @@ class GRPO(Trainer):
         for start in range(0, len(rows), size):
             prompts = rows[start : start + size]
             with self.autocast():
-                rollouts.append(self.sampler([p.ids for p in prompts], sampling, 1, 0))
-            rewards = self.rewards(reward_rows(prompts, rollouts[-1], self.policy.tokenizer))
+                rollouts.append(self._sample(prompts, sampling, 1, 0))
+            rewards = self.rewards(reward_rows(prompts, rollouts[-1], self.policy.tokenizer), rollouts[-1])
             totals.append(rewards.total_B)
             columns.append(rewards.columns)
-        joined = {name: torch.cat([part[name] for part in columns]) for name in self.rewards.names}
+        joined = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
         rollout = rollouts[0]
         for other in rollouts[1:]:
             rollout = rollout.joined(other)
@@ -284,16 +306,21 @@ class GRPO(Trainer):
     def _generate(self, prompts: list[Prompt], attempt: int) -> Rollout:
         step, how = self.state.step, (self.config.sampling, self.config.group_size)
         with self.phase("generate"), self.autocast():
-            rollout = self.sampler([p.ids for p in prompts], *how, self.seed_of(step, attempt))
+            rollout = self._sample(prompts, *how, self.seed_of(step, attempt))
             if self.config.server.max_staleness and not attempt and (rows := self.run.upcoming(self.config.run)):
                 self.sampler.ahead([p.ids for p in rows], *how, self.seed_of(step + 1, 0))
             return rollout
+
+    def _sample(self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, seed: int) -> Rollout:
+        if self.player is not None:
+            return self.player([prompt.columns for prompt in prompts], sampling, num_samples, seed)
+        return self.sampler([prompt.ids for prompt in prompts], sampling, num_samples, seed)
 
     def _reward(self, prompts: list[Prompt], rollout: Rollout) -> tuple[dict[str, list[Any]], Rewards]:
         """What the reward functions are given, and what they give."""
         with self.phase("reward"):
             rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy.tokenizer)
-            return rows, self.rewards(rows)
+            return rows, self.rewards(rows, rollout)
 
     def _sampled_again(self, prompts: list[Prompt], rollout: Rollout, rewards: Rewards) -> tuple[Rollout, Rewards]:
         """Groups without signal exchanged for new ones, as often as wanted."""
@@ -348,15 +375,24 @@ class GRPO(Trainer):
             rewards_B.double(), config.group_size, ddof=config.advantage_ddof, eps=config.advantage_eps,
             scale=config.advantage_scale,
         ).to(rewards_B.dtype)  # fmt: skip
-        ended_B = torch.tensor([reason == "eos" for reason in rollout.finish_reasons])
+        ended_B = torch.tensor([reason in ("eos", "environment") for reason in rollout.finish_reasons])
         counts_B = ended_B if config.mask_truncated else torch.ones_like(ended_B)
         old_logps, ref_logps = scores or self._score(rollout)
         experience = Experience(rollout, advantages_B, counts_B, old_logps, ref_logps)
         if config.importance_cap is not None:
             sampled_N, trained_N = _sampled_and_trained(experience)
             weights_N = (trained_N - sampled_N).exp().clamp(max=config.importance_cap)
-            experience.weights = list(weights_N.split([len(ids) for ids in rollout.completion_ids]))
+            experience.weights = list(weights_N.split([len(logps) for logps in rollout.logps]))
+        if config.turns.credit == "turn" and self.player is not None:
+            experience.per_token = self._turn_advantages(rollout, rewards_B)
         return experience
+
+    def _turn_advantages(self, rollout: Any, rewards_B: torch.Tensor) -> list[torch.Tensor]:
+        config = self.config
+        return turn_advantages(
+            rollout.episodes, rewards_B, config.group_size, config.turns.turn_discount,
+            scale=config.advantage_scale, ddof=config.advantage_ddof, eps=config.advantage_eps,
+        )  # fmt: skip
 
     # ---- learning ----
 
@@ -413,6 +449,8 @@ class GRPO(Trainer):
 
         batch.old_logps_n = of_these(experience.old_logps)
         batch.ref_logps_n = None if experience.ref_logps is None else of_these(experience.ref_logps)
+        if experience.per_token is not None:
+            batch.advantages_n = of_these(experience.per_token).to(batch.advantages_n)
         if experience.weights is not None:  # the policy's term is linear in the advantage; KL and entropy have none
             batch.advantages_n = batch.advantages_n * of_these(experience.weights)  # type: ignore[operator]
         return batch

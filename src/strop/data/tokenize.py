@@ -25,9 +25,9 @@ Line = tuple[Ids, Counts]
 def encode_prompt(prompt: Any, tokenizer: Any = None, row: Mapping[str, Any] | None = None) -> Ids:
     """Ids of a prompt a model is to go on from: text, messages (with the template's opening of the assistant's turn) or ids."""
     if isinstance(prompt, str):
-        return _encode(prompt, tokenizer, special_tokens=True)
+        return encode_text(prompt, tokenizer, special_tokens=True)
     if is_conversation(prompt):
-        return _encode(templates.render_prompt(prompt, tokenizer, row), tokenizer)
+        return encode_text(templates.render_prompt(prompt, tokenizer, row), tokenizer)
     return _as_ids(prompt)
 
 
@@ -45,7 +45,7 @@ def encode_completion(
     assistant_only   where the completion has turns of others, those of the assistant alone count
     """
     if isinstance(completion, str):
-        return _all_count(_with_eos(_encode(completion, tokenizer), tokenizer))
+        return _all_count(_with_eos(encode_text(completion, tokenizer), tokenizer))
     if not is_conversation(completion):
         return _all_count(_as_ids(completion))
     first, messages = len(prompt), [*prompt, *completion]
@@ -75,7 +75,7 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any = None, assistant_only: bo
     text = row["text"]
     if not isinstance(text, str):
         return [], *_all_count(_as_ids(text))
-    return [], *_all_count(_with_eos(_encode(text, tokenizer, special_tokens=True), tokenizer))
+    return [], *_all_count(_with_eos(encode_text(text, tokenizer, special_tokens=True), tokenizer))
 
 
 def encode_preference(row: Mapping[str, Any], tokenizer: Any = None) -> tuple[Ids, Line, Line]:
@@ -90,10 +90,10 @@ def encode_preference(row: Mapping[str, Any], tokenizer: Any = None) -> tuple[Id
 
 def _encode_messages(messages: Any, tokenizer: Any, row: Mapping[str, Any], assistant_only: bool) -> Line:
     if not assistant_only:
-        return _all_count(_encode(templates.render(messages, tokenizer, row), tokenizer))
+        return _all_count(encode_text(templates.render(messages, tokenizer, row), tokenizer))
     before, *parts = templates.pieces(messages, 0, tokenizer, row)
     _check_spoken(parts, messages, "messages")
-    opening = _encode(before, tokenizer)
+    opening = encode_text(before, tokenizer)
     ids, counts = _encode_turns(parts, messages[-1], tokenizer)
     return opening + ids, [False] * len(opening) + counts
 
@@ -111,7 +111,7 @@ def _encode_turns(parts: Sequence[str], last: Mapping[str, Any], tokenizer: Any)
     ids: Ids = []
     counts: Counts = []
     for number, part in enumerate(parts):
-        found = _encode(part, tokenizer)
+        found = encode_text(part, tokenizer)
         spoken = next((i + 1 for i, token in enumerate(found) if token in ends), None)
         if number + 1 == len(parts) and last["role"] == "assistant":
             found = found[:spoken]
@@ -128,7 +128,7 @@ def turn_ends(tokenizer: Any) -> tuple[int, ...]:
     ends = eos_ids(tokenizer)
     text = templates.between([{"role": "user", "content": "?"}], [], tokenizer)
     special = {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}
-    first = _encode(text, tokenizer)[:1]
+    first = encode_text(text, tokenizer)[:1]
     return tuple(dict.fromkeys((*ends, *(first if first and first[0] in special else ()))))
 
 
@@ -159,7 +159,7 @@ def row_named(name: str) -> Iterator[None]:
 # ---- ids ----
 
 
-def _encode(text: str, tokenizer: Any, special_tokens: bool = False) -> Ids:
+def encode_text(text: str, tokenizer: Any, special_tokens: bool = False) -> Ids:
     """Of a text; `special_tokens`: with those a tokenizer puts before a text (BOS), without those it puts behind one."""
     if tokenizer is None:
         raise ValueError(

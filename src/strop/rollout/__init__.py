@@ -11,8 +11,8 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -34,7 +34,6 @@ ENGINES: dict[str, Callable[..., Completions]] = {
 }
 
 ROWS = ("prompt_ids", "completion_ids", "logps")
-LISTS = ("prompt_ids", "completion_ids", "logps", "finish_reasons")
 
 
 @dataclass
@@ -45,6 +44,7 @@ class Rollout:
     logps            1-D float32 (float64 of a float64 model), the log-prob of each token under the distribution it was
                      drawn from: temperature, top-k and top-p applied. Greedy: under softmax(logits)
     finish_reasons   "eos", or "length" where max_new_tokens ended it
+    counts           of several turns which tokens of completion_ids were drawn; logps are of these. None: all
     seconds          spent generating
     engine           what computed, and for a slow way why
     """
@@ -55,6 +55,7 @@ class Rollout:
     finish_reasons: list[str]
     seconds: float = 0.0
     engine: str = ""
+    counts: list[torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -62,8 +63,9 @@ class Rollout:
     @property
     def trajectories(self) -> list[Trajectory]:
         """Each completion behind its prompt."""
-        columns = zip(self.prompt_ids, self.completion_ids, self.logps, self.finish_reasons, strict=True)
-        return [Trajectory.of(prompt, ids, logps_t=logps, finish=why) for prompt, ids, logps, why in columns]
+        counts: Sequence[Any] = self.counts or [None] * len(self)
+        columns = zip(self.prompt_ids, self.completion_ids, counts, self.logps, self.finish_reasons, strict=True)
+        return [Trajectory.of(*ids, logps_t=logps, finish=why) for *ids, logps, why in columns]
 
     @property
     def num_tokens(self) -> int:
@@ -76,15 +78,24 @@ class Rollout:
         cut = self.finish_reasons.count("length")
         return {"completion/length": self.num_tokens / len(self), "completion/truncated_fraction": cut / len(self)}
 
-    def select(self, indices: Sequence[int]) -> "Rollout":
-        """These completions, in this order."""
-        return Rollout(**{name: [getattr(self, name)[i] for i in indices] for name in LISTS}, seconds=self.seconds,
-                       engine=self.engine)  # fmt: skip
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """What reward functions are given besides, or in place of what these tokens say."""
+        return {}
 
-    def joined(self, other: "Rollout") -> "Rollout":
+    def select(self, indices: Sequence[int]) -> Self:
+        """These completions, in this order."""
+        chosen: dict[str, Any] = {name: [values[i] for i in indices] for name, values in self._lists.items()}
+        return replace(self, **chosen)
+
+    def joined(self, other: Self) -> Self:
         """These completions, then the other's."""
-        both = {name: getattr(self, name) + getattr(other, name) for name in LISTS}
-        return Rollout(**both, seconds=self.seconds + other.seconds, engine=self.engine)
+        both: dict[str, Any] = {name: values + getattr(other, name) for name, values in self._lists.items()}
+        return replace(self, **both, seconds=self.seconds + other.seconds)
+
+    @property
+    def _lists(self) -> dict[str, list[Any]]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, list)}
 
 
 def generate(

@@ -1,0 +1,38 @@
+"""Environments as trainers use them: who plays, and rows that need no prompt."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from strop.data.inputs import Prompt
+from strop.environments.play import Player
+from strop.environments.tools import ToolBox
+
+
+def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
+    """Of a trainer with an environment or with tools; None has neither."""
+    if environment is None and tools is None:
+        return None
+    if environment is not None and tools is not None:
+        raise ValueError("give environment or tools, found both: an environment's own tools are its attribute `tools`")
+    config = trainer.config
+    if config.server.max_staleness:
+        raise ValueError(f"max_staleness must be 0 with an environment, found {config.server.max_staleness}")
+    if tools is None and isinstance(environment, type) and not hasattr(environment, "step"):
+        tools = environment  # its methods are tools, as TRL's environment_factory has them
+    made = environment if tools is None else ToolBox(tools, trainer.policy.tokenizer)
+    return Player(made, trainer.sampler, trainer.policy, config.turns)
+
+
+def rows_of(rows: Any, columns: Mapping[str, Any], name: str) -> list[Prompt]:
+    """Rows for environments: dicts as they are; a text, a conversation or ids as the column `prompt`."""
+    if isinstance(rows, (str, Mapping)) or not hasattr(rows, "__len__"):
+        raise TypeError(f"{name} must be a batch of rows, found a {type(rows).__name__}")
+    found = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in rows]
+    for column, values in columns.items():
+        if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(found):
+            raise ValueError(f"{column} must have one entry for each of the {len(found)} rows, found {values!r:.60}")
+        for row, value in zip(found, values, strict=True):
+            row[column] = value
+    return [Prompt(torch.zeros(0, dtype=torch.int64), row.get("prompt"), row) for row in found]

@@ -1,0 +1,240 @@
+"""Rollouts across turns: the model and its environments speak in turn until each trajectory ends.
+
+    player = Player(GuessANumber, sampler, policy, TurnsConfig(max_turns=8))
+    episodes = player(rows, sampling, num_samples=8, seed=0)         # a Rollout
+
+Rows whose environment has answered draw their next turn together. The others are waited for by nobody: they join when
+they are ready. What a row draws depends on the seed, the row and its own tokens, not on who is drawn with it.
+"""
+
+import concurrent.futures
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from strop.environments.base import Turn, TurnsConfig, as_environment, as_turn
+from strop.environments.dialogue import Chat, Dialogue
+from strop.environments.pool import Late, Pool
+from strop.rollout import Rollout, Sampling
+
+LINGER = 0.005  # seconds to wait for further environments once one has answered: larger batches
+
+
+class EnvironmentFailure(ValueError):
+    """An environment raised, was late, or gave nothing that can be trained on."""
+
+
+@dataclass
+class Episode:
+    """What happened in one trajectory beyond its tokens. rewards and spans (drawn tokens) have an entry a turn."""
+
+    environment: Any
+    dialogue: Any
+    rewards: list[float] = field(default_factory=list)
+    info: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    failure: str = ""
+    finish: str = ""
+
+    @property
+    def spans(self) -> list[int]:
+        return self.dialogue.spans
+
+    def returns(self, discount: float) -> list[float]:
+        """Of each turn the reward from it on, G_t = r_t + γ·G_(t+1)."""
+        found: list[float] = []
+        for reward in reversed(self.rewards):
+            found.append(reward + discount * (found[-1] if found else 0.0))
+        return found[::-1]
+
+
+@dataclass
+class Episodes(Rollout):
+    """A rollout of several turns. completion_ids are all tokens behind the prompt; `counts` says which were drawn."""
+
+    episodes: list[Episode] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens drawn."""
+        return sum(map(len, self.logps))
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """For reward functions: what the model said last, the whole conversation, and the environment itself."""
+        dialogues = [episode.dialogue for episode in self.episodes]
+        return {
+            "prompts": [dialogue.first for dialogue in dialogues],
+            "completions": [dialogue.replies[-1] for dialogue in dialogues],
+            "conversations": [dialogue.conversation() for dialogue in dialogues],
+            "environments": [episode.environment for episode in self.episodes],
+        }
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        size = len(self)
+        turns = [len(episode.spans) for episode in self.episodes]
+        found = super().metrics | {
+            "turns/mean": sum(turns) / size,
+            "turns/truncated_fraction": self.finish_reasons.count("turns") / size,
+            "turns/given_tokens": sum(map(len, self.completion_ids)) / size - self.num_tokens / size,
+            "environment/seconds": sum(episode.seconds for episode in self.episodes) / size,
+            "environment/failed_fraction": sum(bool(episode.failure) for episode in self.episodes) / size,
+        }
+        names = dict.fromkeys(name for episode in self.episodes for name in episode.info)
+        sums = {name: sum(episode.info.get(name, 0.0) for episode in self.episodes) for name in names}
+        return found | {f"environment/{name}": value / size for name, value in sums.items()}
+
+
+class Player:
+    """Plays environments with a policy.
+
+    environment   a class, or a function that makes an environment for each trajectory
+    sampler       (prompts, sampling, num_samples, seed) → Rollout
+    """
+
+    def __init__(self, environment: Any, sampler: Callable[..., Rollout], policy: Any, config: TurnsConfig):
+        self.make = as_environment(environment)
+        self.name = getattr(environment, "__name__", type(environment).__name__)
+        self.sampler, self.policy, self.config = sampler, policy, config
+        self.chat = Chat(policy.tokenizer, getattr(environment, "tools", None), config.rewritten_turns)
+        self.pool = Pool(config.environment_workers, config.environment_timeout)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], sampling: Sampling, num_samples: int, seed: int) -> Episodes:
+        """num_samples trajectories of each row, next to each other."""
+        start = time.perf_counter()
+        ends = tuple(dict.fromkeys((*sampling.stop_ids, *self.chat.ends)))
+        play = _Play(self, [row for row in rows for _ in range(num_samples)], replace(sampling, stop_ids=ends), seed)
+        play.run()
+        return play.result(time.perf_counter() - start)
+
+
+class _Play:
+    """One call of a player: B trajectories, each in the pool, ready to draw, or ended."""
+
+    def __init__(self, player: Player, rows: list[Mapping[str, Any]], sampling: Sampling, seed: int):
+        self.player, self.rows, self.sampling, self.seed = player, rows, sampling, seed
+        self.episodes = [Episode(player.make(), None) for _ in rows]
+        self.ended: set[int] = set()
+        self.waiting: dict[concurrent.futures.Future[Any], int] = {}
+        self.asked: dict[int, float] = {}
+        self.engine, self.num_draws = "", 0
+        limits = (limit for limit in (player.policy.max_length, player.config.max_length) if limit is not None)
+        self.room = max(min(limits, default=math.inf) - sampling.max_new_tokens, 0)  # for all before a turn
+
+    def run(self) -> None:
+        for i, (row, episode) in enumerate(zip(self.rows, self.episodes, strict=True)):
+            self._ask(i, episode.environment.reset, dict(row))
+        while self.waiting:
+            ready = sorted(i for i in self._answered() if i not in self.ended)
+            if ready:
+                self._draw(ready)
+
+    def result(self, seconds: float) -> Episodes:
+        dialogues: list[Dialogue] = [episode.dialogue for episode in self.episodes]
+        return Episodes(
+            prompt_ids=[torch.tensor(one.ids[: one.num_prompt]) for one in dialogues],
+            completion_ids=[torch.tensor(one.ids[one.num_prompt :]) for one in dialogues],
+            logps=[torch.cat(one.logps) for one in dialogues],
+            finish_reasons=[episode.finish for episode in self.episodes],
+            seconds=seconds, engine=self.engine, episodes=self.episodes,
+            counts=[torch.tensor(one.drawn[one.num_prompt :]) for one in dialogues],
+        )  # fmt: skip
+
+    # ---- the model's turn ----
+
+    def _draw(self, ready: list[int]) -> None:
+        prompts = [torch.tensor(self.episodes[i].dialogue.ids) for i in ready]
+        drawn = self.player.sampler(prompts, self.sampling, 1, self.seed + self.num_draws)
+        self.num_draws += 1
+        self.engine = drawn.engine
+        for i, ids, logps, finish in zip(ready, drawn.completion_ids, drawn.logps, drawn.finish_reasons, strict=True):
+            episode = self.episodes[i]
+            reply = episode.dialogue.draw(ids.tolist(), logps, getattr(episode.environment, "special_tokens", False))
+            episode.finish = "length" if finish == "length" else ""
+            self._ask(i, episode.environment.step, reply)
+
+    # ---- the environment's ----
+
+    def _ask(self, i: int, function: Callable[..., Any], *arguments: Any) -> None:
+        self.asked[i] = time.perf_counter()
+        self.waiting[self.player.pool.submit(function, *arguments)] = i
+
+    def _answered(self) -> list[int]:
+        """Trajectories whose environment has answered; waits for at least one."""
+        found, left = [], set(self.waiting)
+        timeout = None
+        while left:
+            done, left = concurrent.futures.wait(left, timeout, concurrent.futures.FIRST_COMPLETED)
+            if not done:
+                break
+            for future in done:
+                i = self.waiting.pop(future)
+                self.episodes[i].seconds += time.perf_counter() - self.asked[i]
+                self._hear(i, future)
+                found.append(i)
+            timeout = LINGER
+        return found
+
+    def _hear(self, i: int, future: concurrent.futures.Future[Any]) -> None:
+        """What came back, or why nothing did."""
+        begun = self.episodes[i].dialogue is not None
+        try:
+            if not begun:
+                self._begin(i, future.result())
+            else:
+                self._take(i, as_turn(future.result(), f"{self.player.name}.step"))
+        except Exception as error:
+            self._fail(i, error, "step" if begun else "reset")
+
+    def _take(self, i: int, turn: Turn) -> None:
+        episode, config = self.episodes[i], self.player.config
+        episode.rewards.append(turn.reward)
+        for name, value in turn.info.items():
+            episode.info[name] = episode.info.get(name, 0.0) + value
+        if episode.finish == "length":  # the turn was cut: nothing can follow it
+            self.ended.add(i)
+        elif turn.done:
+            self._end(i, "environment")
+        elif len(episode.spans) == config.max_turns:
+            self._end(i, "turns")
+        elif not episode.dialogue.hear(turn.messages, self.room):
+            self._end(i, "length")
+
+    def _end(self, i: int, finish: str) -> None:
+        self.episodes[i].finish = finish
+        self.ended.add(i)
+
+    def _begin(self, i: int, first: Any) -> None:
+        dialogue = self.player.chat.begin(first)
+        if len(dialogue.ids) > self.room:
+            raise ValueError(
+                f"it must begin with at most {self.room} tokens, so that max_new_tokens={self.sampling.max_new_tokens} "
+                f"have room behind them, found {len(dialogue.ids)}"
+            )
+        self.episodes[i].dialogue = dialogue
+
+    def _fail(self, i: int, error: Exception, method: str) -> None:
+        """Stop the run, or end the trajectory with the reward that was asked for."""
+        episode, config = self.episodes[i], self.player.config
+        said = " ".join(str(error).split())
+        what = f"{self.player.name}.{method} raised {type(error).__name__}: {said}"
+        if isinstance(error, Late):
+            what = f"{self.player.name}.{method} must return within environment_timeout={config.environment_timeout:g} seconds"
+            what += ", found it still running"
+        turn = len(episode.spans) if method == "step" else 0
+        where = f"(trajectory {i}, turn {turn}, row {_shortened(self.rows[i])})"
+        if config.on_error == "raise" or not episode.dialogue or not episode.spans:
+            raise EnvironmentFailure(f"{what} {where}") from error
+        episode.failure = what
+        episode.rewards += [config.error_reward] * (len(episode.spans) - len(episode.rewards))
+        self._end(i, "environment")
+
+
+def _shortened(row: Mapping[str, Any], length: int = 80) -> str:
+    text = repr(dict(row))
+    return text if len(text) <= length else f"{text[: length - 20]} … {text[-16:]}"
