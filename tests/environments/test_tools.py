@@ -107,7 +107,10 @@ def test_a_template_that_tells_of_no_tools_gets_a_system_message():
 
 def test_async_functions_are_awaited():
     tools = ToolBox([add, wait], tokenizer("qwen"))()
-    reply = '<tool_call>{"name": "wait", "arguments": {"text": "so"}}</tool_call><tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
+    made = {"wait": '{"text": "so"}', "add": '{"a": 1, "b": 1}'}
+    reply = "".join(
+        f'<tool_call>{{"name": "{name}", "arguments": {given}}}</tool_call>' for name, given in made.items()
+    )
     assert [message["content"] for message in asyncio.run(tools.step(reply)).messages] == ["so", "2"]
 
 

@@ -12,6 +12,7 @@ from strop.data.batch import TokenBatch
 from strop.models import as_policy
 from strop.moe.sampling import sampling_logps as numpy_logps
 from strop.rollout import Rollout, Sampling, draw, generate, sampling_logps
+from strop.rollout.sampling import uniforms
 
 PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10], [4, 4]]
 RULES = [
@@ -122,6 +123,36 @@ def test_samples_of_a_prompt_are_adjacent_and_seeds_repeat(make):
     assert len({tuple(c) for c in as_lists[0]}) > 1
     assert first.num_tokens == 48
     assert len(first) == 6
+
+
+@every_kind
+def test_what_a_prompt_draws_has_an_address(make):
+    """Alone, in another order or beside other prompts: the same tokens, if it keeps its address."""
+    policy = as_policy(make())
+    how = {"sampling": Sampling(max_new_tokens=5), "num_samples": 3, "seed": 7}
+    together = generate(policy, PROMPTS, **how).completion_ids
+    turned = generate(policy, [PROMPTS[2], PROMPTS[0]], addresses=[2, 0], **how).completion_ids
+    assert [ids.tolist() for ids in turned] == [ids.tolist() for ids in together[6:9] + together[:3]]
+    moved = generate(policy, PROMPTS, addresses=[4, 5, 6, 7], **how).completion_ids
+    assert [ids.tolist() for ids in moved] != [ids.tolist() for ids in together]
+    with pytest.raises(ValueError, match="addresses must be one for each of the 4 prompts, found 1"):
+        generate(policy, PROMPTS, addresses=[0], **how)
+
+
+def test_uniforms_are_uniform_and_independent():
+    """Chi-square in 64 cells, and correlations of neighbours in tokens, samples, prompts and seeds."""
+    found = torch.stack([uniforms(seed, range(64), 16, 64).view(64, 16, 64) for seed in (0, 1, 2**62)])
+    assert found.min() >= 0
+    assert found.max() < 1
+    counts = torch.histc(found.float(), 64, 0, 1)
+    expected = found.numel() / 64
+    chi_square = ((counts - expected) ** 2 / expected).sum().item()
+    assert 30 < chi_square < 110  # 63 degrees of freedom: 1e-4 on either side
+    for dim in range(4):
+        size = found.shape[dim] - 1
+        near, next_ = found.narrow(dim, 0, size).flatten(), found.narrow(dim, 1, size).flatten()
+        correlation = torch.corrcoef(torch.stack([near, next_]))[0, 1].item()
+        assert abs(correlation) < 5 / math.sqrt(near.numel())
 
 
 @every_kind

@@ -286,7 +286,7 @@ class GRPO(Trainer):
     # ---- a step ----
 
     def _step(self, prompts: list[Prompt]) -> dict[str, float]:
-        rollout = self._generate(prompts, 0)
+        rollout = self._generate(prompts, range(len(prompts)), 0)
         scores, metrics = None, {}
         if not self.config.resample_rounds:  # else the rewards come first: they say which completions stay
             scores = self._score(rollout)  # on a GPU while the host, which does not wait for it, runs the rewards
@@ -303,18 +303,20 @@ class GRPO(Trainer):
         self.count_tokens(sum(map(len, experience.trajectories)))
         return metrics | {"mean_reward": metrics["reward/mean"], "mean_kl": metrics.get("kl", 0.0)}
 
-    def _generate(self, prompts: list[Prompt], attempt: int) -> Rollout:
+    def _generate(self, prompts: list[Prompt], addresses: Sequence[int], attempt: int) -> Rollout:
+        """addresses: the prompts' places in the batch."""
         step, how = self.state.step, (self.config.sampling, self.config.group_size)
         with self.phase("generate"), self.autocast():
-            rollout = self._sample(prompts, *how, self.seed_of(step, attempt))
+            rollout = self._sample(prompts, *how, self.seed_of(step, attempt), addresses)
             if self.config.server.max_staleness and not attempt and (rows := self.run.upcoming(self.config.run)):
                 self.sampler.ahead([p.ids for p in rows], *how, self.seed_of(step + 1, 0))
             return rollout
 
-    def _sample(self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, seed: int) -> Rollout:
+    def _sample(self, prompts: Sequence[Prompt], *how: Any) -> Rollout:
+        """how: sampling, number of samples, seed and addresses"""
         if self.player is not None:
-            return self.player([prompt.columns for prompt in prompts], sampling, num_samples, seed)
-        return self.sampler([prompt.ids for prompt in prompts], sampling, num_samples, seed)
+            return self.player([prompt.columns for prompt in prompts], *how)
+        return self.sampler([prompt.ids for prompt in prompts], *how)
 
     def _reward(self, prompts: list[Prompt], rollout: Rollout) -> tuple[dict[str, list[Any]], Rewards]:
         """What the reward functions are given, and what they give."""
@@ -330,7 +332,7 @@ class GRPO(Trainer):
             if not again:
                 break
             chosen = [prompts[i] for i in again]
-            new_rollout = self._generate(chosen, attempt)
+            new_rollout = self._generate(chosen, again, attempt)
             _, new_rewards = self._reward(chosen, new_rollout)
             rollout, rewards = _with_groups_replaced(rollout, rewards, again, new_rollout, new_rewards, size)
         return rollout, rewards

@@ -126,8 +126,9 @@ class OnlineDPO(DPO):
             size = self.config.run.batch_size
         rollouts = []
         for start in range(0, len(prompts), size):
-            seed = self.seed_of(step, *([start] if start else []))
-            rollouts.append(self.sampler([p.ids for p in prompts[start : start + size]], *how, seed))
+            some = prompts[start : start + size]
+            addresses = range(start, start + len(some))
+            rollouts.append(self.sampler([p.ids for p in some], *how, self.seed_of(step), addresses))
         if step != "evaluation" and self.config.server.max_staleness and (rows := self.run.upcoming(self.config.run)):
             self.sampler.ahead([p.ids for p in rows], *how, self.seed_of(step + 1))
         return functools.reduce(Rollout.joined, rollouts)

@@ -105,22 +105,20 @@ class TurnsConfig(Config):
         check_choice(self.rewritten_turns, "rewritten_turns", REWRITTEN)
 
 
-def as_turn(answer: Any, who: str) -> Turn:
+def as_turn(answer: Any) -> Turn:
     """What a step returned, checked: nothing is made up where it is wrong."""
     if not isinstance(answer, Turn):
-        raise TypeError(f"{who} must return a Turn, found {answer!r:.60}")
+        raise TypeError(f"it must return a Turn, found {answer!r:.60}")
     if not isinstance(answer.done, bool):
-        raise TypeError(f"{who} must return a Turn whose done is True or False, found {answer.done!r:.60}")
+        raise TypeError(f"it must return a Turn whose done is True or False, found {answer.done!r:.60}")
     reward = answer.reward.item() if hasattr(answer.reward, "item") else answer.reward
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        raise ValueError(f"{who} must return a Turn with a finite reward, found {answer.reward!r:.60}")
+        raise ValueError(f"it must return a Turn with a finite reward, found {answer.reward!r:.60}")
     wrong = [name for name, value in answer.info.items() if not isinstance(value, numbers.Real)]
     if wrong:
-        raise TypeError(
-            f"{who} must return a Turn whose info has numbers, found {wrong[0]} {answer.info[wrong[0]]!r:.60}"
-        )
+        raise TypeError(f"it must return a Turn whose info has numbers, found {wrong[0]} {answer.info[wrong[0]]!r:.60}")
     if not answer.done and (answer.messages is None or len(answer.messages) == 0):
-        raise ValueError(f"{who} must return a Turn with messages, or one that is done, found neither")
+        raise ValueError("it must return a Turn with messages, or one that is done, found neither")
     return Turn(answer.messages, float(reward), answer.done, {k: float(v) for k, v in answer.info.items()})
 
 

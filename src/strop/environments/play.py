@@ -104,25 +104,34 @@ class Player:
         self.chat = Chat(policy.tokenizer, getattr(environment, "tools", None), config.rewritten_turns)
         self.pool = Pool(config.environment_workers, config.environment_timeout)
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]], sampling: Sampling, num_samples: int, seed: int) -> Episodes:
-        """num_samples trajectories of each row, next to each other."""
+    def __call__(
+        self, rows: Sequence[Mapping[str, Any]], sampling: Sampling, num_samples: int, seed: int,
+        addresses: Sequence[int] | None = None,
+    ) -> Episodes:  # fmt: skip
+        """num_samples trajectories of each row, next to each other. addresses: of the rows, as `generate` has them."""
         start = time.perf_counter()
         ends = tuple(dict.fromkeys((*sampling.stop_ids, *self.chat.ends)))
-        play = _Play(self, [row for row in rows for _ in range(num_samples)], replace(sampling, stop_ids=ends), seed)
+        each = [(row, address << 40 | sample << 16) for row, address in zip(rows, addresses or range(len(rows)), strict=True)
+                for sample in range(num_samples)]  # fmt: skip
+        play = _Play(self, each, replace(sampling, stop_ids=ends), seed)
         play.run()
         return play.result(time.perf_counter() - start)
 
 
 class _Play:
-    """One call of a player: B trajectories, each in the pool, ready to draw, or ended."""
+    """One call of a player: B trajectories, each in the pool, ready to draw, or ended.
 
-    def __init__(self, player: Player, rows: list[Mapping[str, Any]], sampling: Sampling, seed: int):
-        self.player, self.rows, self.sampling, self.seed = player, rows, sampling, seed
-        self.episodes = [Episode(player.make(), None) for _ in rows]
+    each   row and address of every trajectory; a turn's random numbers have the address behind it
+    """
+
+    def __init__(self, player: Player, each: Sequence[tuple[Mapping[str, Any], int]], sampling: Sampling, seed: int):
+        self.player, self.sampling, self.seed = player, sampling, seed
+        self.rows, self.addresses = [row for row, _ in each], [address for _, address in each]
+        self.episodes = [Episode(player.make(), None) for _ in each]
         self.ended: set[int] = set()
         self.waiting: dict[concurrent.futures.Future[Any], int] = {}
         self.asked: dict[int, float] = {}
-        self.engine, self.num_draws = "", 0
+        self.engine = ""
         limits = (limit for limit in (player.policy.max_length, player.config.max_length) if limit is not None)
         self.room = max(min(limits, default=math.inf) - sampling.max_new_tokens, 0)  # for all before a turn
 
@@ -149,8 +158,8 @@ class _Play:
 
     def _draw(self, ready: list[int]) -> None:
         prompts = [torch.tensor(self.episodes[i].dialogue.ids) for i in ready]
-        drawn = self.player.sampler(prompts, self.sampling, 1, self.seed + self.num_draws)
-        self.num_draws += 1
+        addresses = [self.addresses[i] + len(self.episodes[i].spans) for i in ready]
+        drawn = self.player.sampler(prompts, self.sampling, 1, self.seed, addresses)
         self.engine = drawn.engine
         for i, ids, logps, finish in zip(ready, drawn.completion_ids, drawn.logps, drawn.finish_reasons, strict=True):
             episode = self.episodes[i]
@@ -172,8 +181,7 @@ class _Play:
             done, left = concurrent.futures.wait(left, timeout, concurrent.futures.FIRST_COMPLETED)
             if not done:
                 break
-            for future in done:
-                i = self.waiting.pop(future)
+            for i, future in sorted((self.waiting.pop(one), one) for one in done):
                 self.episodes[i].seconds += time.perf_counter() - self.asked[i]
                 self._hear(i, future)
                 found.append(i)
@@ -182,14 +190,20 @@ class _Play:
 
     def _hear(self, i: int, future: concurrent.futures.Future[Any]) -> None:
         """What came back, or why nothing did."""
-        begun = self.episodes[i].dialogue is not None
+        method = "reset" if self.episodes[i].dialogue is None else "step"
+        who = f"{self.player.name}.{method}"
         try:
-            if not begun:
-                self._begin(i, future.result())
-            else:
-                self._take(i, as_turn(future.result(), f"{self.player.name}.step"))
+            answer = future.result()
+        except Late as error:
+            limit = self.player.config.environment_timeout
+            what = f"{who} must return within environment_timeout={limit:g} seconds, found it still running"
+            return self._fail(i, error, what)
         except Exception as error:
-            self._fail(i, error, "step" if begun else "reset")
+            return self._fail(i, error, f"{who} raised {type(error).__name__}: {' '.join(str(error).split())}")
+        try:
+            return self._begin(i, answer) if method == "reset" else self._take(i, as_turn(answer))
+        except Exception as error:
+            return self._fail(i, error, f"{who}: {error}")
 
     def _take(self, i: int, turn: Turn) -> None:
         episode, config = self.episodes[i], self.player.config
@@ -213,25 +227,19 @@ class _Play:
         dialogue = self.player.chat.begin(first)
         if len(dialogue.ids) > self.room:
             raise ValueError(
-                f"it must begin with at most {self.room} tokens, so that max_new_tokens={self.sampling.max_new_tokens} "
+                f"the first messages must have at most {self.room} tokens, so that max_new_tokens={self.sampling.max_new_tokens} "
                 f"have room behind them, found {len(dialogue.ids)}"
             )
         self.episodes[i].dialogue = dialogue
 
-    def _fail(self, i: int, error: Exception, method: str) -> None:
+    def _fail(self, i: int, error: Exception, what: str) -> None:
         """Stop the run, or end the trajectory with the reward that was asked for."""
         episode, config = self.episodes[i], self.player.config
-        said = " ".join(str(error).split())
-        what = f"{self.player.name}.{method} raised {type(error).__name__}: {said}"
-        if isinstance(error, Late):
-            what = f"{self.player.name}.{method} must return within environment_timeout={config.environment_timeout:g} seconds"
-            what += ", found it still running"
-        turn = len(episode.spans) if method == "step" else 0
-        where = f"(trajectory {i}, turn {turn}, row {_shortened(self.rows[i])})"
-        if config.on_error == "raise" or not episode.dialogue or not episode.spans:
-            raise EnvironmentFailure(f"{what} {where}") from error
+        if config.on_error == "raise" or episode.dialogue is None:
+            turn = 0 if episode.dialogue is None else len(episode.spans)
+            raise EnvironmentFailure(f"{what} (trajectory {i}, turn {turn}, row {_shortened(self.rows[i])})") from error
         episode.failure = what
-        episode.rewards += [config.error_reward] * (len(episode.spans) - len(episode.rewards))
+        episode.rewards = [*episode.rewards[: len(episode.spans) - 1], config.error_reward]
         self._end(i, "environment")
 
 

@@ -136,6 +136,7 @@ class MoETransformer:
         top_p: float = 1.0,
         num_samples: int = 1,
         seed: int | None = None,
+        uniforms: np.ndarray | None = None,
         attention_mask: Any = None,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
@@ -146,6 +147,7 @@ class MoETransformer:
         temperature    0 is greedy; see `strop.moe.sampling` for it, top_k and top_p
         num_samples    completions of each prompt, next to each other; the prompt is read once
         seed           the same seed draws the same tokens; None draws new ones
+        uniforms       (rows, max_new_tokens) in [0, 1), the random numbers themselves in place of a seed
         eos_token_id   one or several ids that end a row, pad_token_id what stands behind it; the config's where None
         """
         check_sampling(temperature, top_k, top_p)
@@ -159,11 +161,15 @@ class MoETransformer:
             )
         eos, pad = self._end_tokens(eos_token_id, pad_token_id)
 
-        num_rows = len(tokens_BT) * num_samples
+        shape = (len(tokens_BT) * num_samples, max_new_tokens)
+        if uniforms is None:
+            uniforms = np.random.default_rng(seed).random(shape)
+        elif uniforms.shape != shape:
+            raise ValueError(f"uniforms must have shape {shape}, found {uniforms.shape}")
         new_BT, logps_BT, lengths_B = self.engine.complete(
             tokens_BT,
             mask_BT,
-            np.random.default_rng(seed).random((num_rows, max_new_tokens)),
+            uniforms,
             capacity=longest + max_new_tokens,
             num_samples=num_samples,
             eos=np.array(eos, np.int64),

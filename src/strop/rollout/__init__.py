@@ -20,11 +20,11 @@ from strop._checks import check_count
 from strop.data.batch import Trajectory, as_ids
 from strop.models import Policy
 from strop.rollout import decoding, native, plain
-from strop.rollout.sampling import Sampling, draw, sampling_logps
+from strop.rollout.sampling import Sampling, draw, sampling_logps, uniforms
 
 __all__ = ["Rollout", "Sampler", "Sampling", "draw", "generate", "sampling_logps"]
 
-# (policy, prompts, sampling, num_samples, seed, eos_ids) → tokens and log-probs of every completion, EOS the last token
+# (policy, prompts, sampling, num_samples, uniforms_BT, eos_ids) → tokens and log-probs of every completion, EOS the last token
 # of one that ended so
 Completions = tuple[list[torch.Tensor], list[torch.Tensor]]
 ENGINES: dict[str, Callable[..., Completions]] = {
@@ -105,6 +105,7 @@ def generate(
     *,
     num_samples: int = 1,
     seed: int | None = None,
+    addresses: Sequence[int] | None = None,
     ignore_eos: bool = False,
 ) -> Rollout:
     """num_samples completions of each prompt, with the weights as they are now.
@@ -112,6 +113,8 @@ def generate(
     prompts      rows of token ids of any lengths, at least one token each
     seed         the same seed gives the same completions; None draws one from torch's generator. The generators of the
                  caller are as before, but for that one draw.
+    addresses    which of the seed's random numbers each prompt has; None counts them from 0. A prompt draws the same,
+                 whichever prompts are beside it
     ignore_eos   only sampling.stop_ids end a completion
     """
     # asked only where they look odd: a trainer's never do
@@ -122,11 +125,15 @@ def generate(
     ids = checked_prompts(policy, prompts, sampling)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
+    addresses = range(len(ids)) if addresses is None else addresses
+    if len(addresses) != len(ids):
+        raise ValueError(f"addresses must be one for each of the {len(ids)} prompts, found {len(addresses)}")
     eos_ids = tuple(dict.fromkeys((*(() if ignore_eos else policy.eos_ids), *sampling.stop_ids)))
     start = time.perf_counter()
     # never in inference mode, whose tensors neither a later rollout nor a training step could use
     with torch.inference_mode(False), torch.no_grad(), policy.evaluating():
-        completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, seed, eos_ids)
+        uniforms_BT = uniforms(seed, addresses, num_samples, sampling.max_new_tokens)
+        completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, uniforms_BT, eos_ids)
     seconds = time.perf_counter() - start
     _check_not_nan(logps)
     reasons = ["eos" if c.numel() and c[-1].item() in eos_ids else "length" for c in completion_ids]
@@ -176,22 +183,33 @@ class Sampler:
         self.policy = policy
         self._begun: dict[int, Callable[[], Rollout]] = {}
 
-    def __call__(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> Rollout:
+    def __call__(
+        self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
+        addresses: Sequence[int] | None = None,
+    ) -> Rollout:  # fmt: skip
         if seed in self._begun:
             self._begun = {seed: self._begun[seed]}
             return self._begun[seed]()
         for finish in self._begun.values():  # first: what follows may be with other weights
             finish()
-        return self._begin(prompts, sampling, num_samples, seed)()
+        return self._begin(prompts, sampling, num_samples, seed, addresses)()
 
-    def _begin(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> Callable[[], Rollout]:
+    def _begin(
+        self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
+        addresses: Sequence[int] | None,
+    ) -> Callable[[], Rollout]:  # fmt: skip
         """A rollout with the weights as they are now; the function returned waits for it."""
-        return functools.partial(generate, self.policy, prompts, sampling, num_samples=num_samples, seed=seed)
+        return functools.partial(
+            generate, self.policy, prompts, sampling, num_samples=num_samples, seed=seed, addresses=addresses
+        )
 
-    def ahead(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> None:
+    def ahead(
+        self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
+        addresses: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         """Begin the rollout that will be asked for with this seed."""
         if seed not in self._begun:
-            self._begun[seed] = functools.cache(self._begin(prompts, sampling, num_samples, seed))
+            self._begun[seed] = functools.cache(self._begin(prompts, sampling, num_samples, seed, addresses))
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """For a checkpoint: the rollouts that were begun. Waits for them; one that failed is begun anew by who resumes."""

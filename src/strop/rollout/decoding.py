@@ -1,7 +1,7 @@
 """Rollouts of Hugging Face models with a cache of slots; on a GPU every decode step is one replay of a CUDA graph.
 
     engine = Engine(policy)                     # Unsupported, with the reason, where the model's attention cannot be ours
-    tokens, logps = engine.complete(prompts, sampling, num_samples, seed, eos_ids)
+    tokens, logps = engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids)
 
 A rollout: the prompts are read once each into slots that all their samples share (slots.py). Then steps: the layers
 (steps.py) on one token of every row, attention over its slots, the draw, all on the device. The host asks now and then
@@ -152,11 +152,16 @@ class Engine:
         return sum(map(len, self._graphs.values()))
 
     def complete(
-        self, prompts: list[torch.Tensor], sampling: Sampling, num_samples: int, seed: int, eos_ids: tuple[int, ...]
+        self,
+        prompts: list[torch.Tensor],
+        sampling: Sampling,
+        num_samples: int,
+        uniforms_BT: torch.Tensor,
+        eos_ids: tuple[int, ...],
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Tokens and log-probs of every completion, as `strop.rollout.generate` wants them."""
         T = sampling.max_new_tokens
-        uniforms_BT = torch.rand(len(prompts) * num_samples, T, generator=torch.Generator().manual_seed(seed))
+        uniforms_BT = uniforms_BT.float().clamp(max=1 - 2**-24)  # rounded, but below 1
         tokens: list[torch.Tensor] = []
         logps: list[torch.Tensor] = []
         self.layers.refresh(max(map(len, prompts)) + T)
@@ -436,14 +441,14 @@ def complete(
     prompts: list[torch.Tensor],
     sampling: Sampling,
     num_samples: int,
-    seed: int,
+    uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     with _turn:
         engine = engine_of(policy)
         if isinstance(engine, Engine):
-            return engine.complete(prompts, sampling, num_samples, seed, eos_ids)
-        return transformers_generate.complete(policy, prompts, sampling, num_samples, seed, eos_ids)
+            return engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids)
+        return transformers_generate.complete(policy, prompts, sampling, num_samples, uniforms_BT, eos_ids)
 
 
 def engine_of(policy: Policy) -> Engine | str:

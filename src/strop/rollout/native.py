@@ -11,7 +11,7 @@ def complete(
     prompts: list[torch.Tensor],
     sampling: Sampling,
     num_samples: int,
-    seed: int,
+    uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     model = unwrapped(policy.model)
@@ -23,7 +23,7 @@ def complete(
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         num_samples=num_samples,
-        seed=seed,
+        uniforms=uniforms_BT.numpy(),
         eos_token_id=eos_ids,
     )
     # copies of the rows, so that nothing holds the whole array

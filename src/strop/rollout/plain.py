@@ -1,7 +1,7 @@
 """Rollouts of a module that only returns logits: a loop without a cache, each step a forward of the rows still going.
 
 Rows are right-padded and the logits of each row's last real token are read, so padding has no influence on a causal
-model. Every row has its own random numbers, so what it draws does not depend on when others end.
+model.
 """
 
 from dataclasses import replace
@@ -18,13 +18,10 @@ def complete(
     prompts: list[torch.Tensor],
     sampling: Sampling,
     num_samples: int,
-    seed: int,
+    uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     rows = [prompt for prompt in prompts for _ in range(num_samples)]
-    uniforms_BT = torch.rand(
-        len(rows), sampling.max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
     new: list[list[int]] = [[] for _ in rows]
     logps: list[list[torch.Tensor]] = [[] for _ in rows]
     active = list(range(len(rows)))

@@ -46,7 +46,10 @@ class Served(Sampler):
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._run, self._number, self._published = secrets.token_hex(4), 0, -1
 
-    def _begin(self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int) -> Callable[[], Rollout]:
+    def _begin(
+        self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
+        addresses: Sequence[int] | None,
+    ) -> Callable[[], Rollout]:  # fmt: skip
         ids = checked_prompts(self.policy, prompts, sampling)
         start = time.perf_counter()
         weights = self._publish()
@@ -54,8 +57,8 @@ class Served(Sampler):
         requests = [
             {"prompt": prompt.tolist(), "n": 1 if sampling.greedy else num_samples, "max_tokens": sampling.max_new_tokens,
              "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "stop_token_ids": ends,
-             "seed": random.Random(f"{seed}/{index}").getrandbits(48)}
-            for index, prompt in enumerate(ids)
+             "seed": random.Random(f"{seed}/{address}").getrandbits(48)}
+            for address, prompt in zip(addresses or range(len(ids)), ids, strict=True)
         ]  # fmt: skip
         pending = Pending(self.servers, weights, requests, self.policy)
 

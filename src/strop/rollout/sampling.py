@@ -1,11 +1,16 @@
 """How a token is drawn: temperature, then top-k, then top-p. The rules are those of `strop.moe.sampling`, in torch.
 
-Shapes: N rows, V vocabulary.
+The random number of a token has an address: (seed, prompt, sample, place in the completion). So what a row draws does not
+depend on the rows beside it, on the order they end in, or on how many processes share the prompts.
+
+Shapes: B rows in all, N in a step, T tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from strop._checks import check_count, check_number
@@ -51,6 +56,26 @@ class Sampling:
     def cuts(self) -> bool:
         """Whether some tokens cannot be drawn, so that the distribution is not the policy's at this temperature."""
         return bool(self.top_k) or self.top_p < 1
+
+
+def uniforms(seed: int, addresses: Sequence[int], num_samples: int, num_tokens: int) -> torch.Tensor:
+    """[B, T] float64 in [0, 1): the random numbers of num_samples completions of the prompts with these addresses."""
+    with np.errstate(over="ignore"):
+        prompts_P1 = _mixed(_mixed(np.uint64(seed)) + np.asarray(addresses, np.uint64)[:, None])
+        rows_B1 = _mixed(prompts_P1 + np.arange(num_samples, dtype=np.uint64)).reshape(-1, 1)
+        bits_BT = _mixed(rows_B1 + _STRIDE * np.arange(1, num_tokens + 1, dtype=np.uint64))
+    return torch.from_numpy((bits_BT >> np.uint64(11)) * 2.0**-53)
+
+
+_STRIDE = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(bits: Any) -> Any:
+    """A bijection of 64 bits in which every bit depends on all others: splitmix64 (Steele et al., OOPSLA 2014)."""
+    bits = bits + _STRIDE
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
 
 
 def sampling_logps(logits_NV: torch.Tensor, sampling: Sampling) -> torch.Tensor:

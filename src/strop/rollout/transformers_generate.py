@@ -8,12 +8,11 @@ Shapes: B rows, T tokens, V vocabulary.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from strop.models import Policy, base_model, unwrapped
-from strop.rollout.sampling import Sampling, completion_lengths, sampling_logps
+from strop.rollout.sampling import Sampling, completion_lengths, draw
 
 
 def complete(
@@ -21,64 +20,49 @@ def complete(
     prompts: list[torch.Tensor],
     sampling: Sampling,
     num_samples: int,
-    seed: int,
+    uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     from transformers import GenerationConfig, LogitsProcessorList
 
     ids_BT, mask_BT = (t.repeat_interleave(num_samples, 0) for t in left_padded(prompts, policy.pad_id))
-    rules: dict[str, Any] = {"do_sample": False}
-    if not sampling.greedy:  # the recorder gives the distribution; nothing is to be cut off it again
-        rules = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
         eos_token_id=list(eos_ids) or None,
         pad_token_id=policy.pad_id,
         use_cache=True,
-        **rules,
+        do_sample=False,  # `Draws` leaves it no choice
     )
-    recorder = LogpRecorder(sampling)
-    with as_generator(policy), seeded(seed, policy.device):
+    draws = Draws(sampling, uniforms_BT)
+    with as_generator(policy):
         output_BT = unwrapped(policy.model).generate(
             input_ids=ids_BT.to(policy.device),
             attention_mask=mask_BT.to(policy.device),
             generation_config=config,
-            logits_processor=LogitsProcessorList([recorder]),
+            logits_processor=LogitsProcessorList([draws]),
         )
     new_BT = output_BT[:, ids_BT.shape[1] :]
-    logps_BT = recorder.logps(new_BT)
     lengths = completion_lengths(new_BT, eos_ids).tolist()
-    new_BT, logps_BT = new_BT.cpu(), logps_BT.cpu()
+    new_BT, logps_BT = new_BT.cpu(), torch.stack(draws.logps, 1).cpu()
     tokens = [row[:length].clone() for row, length in zip(new_BT, lengths, strict=True)]
     return tokens, [row[:length].clone() for row, length in zip(logps_BT, lengths, strict=True)]
 
 
-class LogpRecorder:
-    """A logits processor that makes the sampling distribution and keeps the log-probs of what was drawn from it.
+class Draws:
+    """A logits processor that draws each row's token by its own random number, and leaves generate only that one.
 
-    It holds one [B, V] at a time: the token of a step is known at the next one.
+    logps   [B] of every step; they mean nothing behind a row's EOS
     """
 
-    def __init__(self, sampling: Sampling):
-        self.sampling = sampling
-        self._pending_BV: torch.Tensor | None = None
-        self._logps: list[torch.Tensor] = []
+    def __init__(self, sampling: Sampling, uniforms_BT: torch.Tensor):
+        self.sampling, self.uniforms_BT = sampling, uniforms_BT
+        self.logps: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._take(input_ids[:, -1])
-        self._pending_BV = sampling_logps(scores, self.sampling)
-        return scores if self.sampling.greedy else self._pending_BV  # untouched, so that ties are broken as ever
-
-    def logps(self, new_BT: torch.Tensor) -> torch.Tensor:
-        """Of the tokens generated; meaningless behind a row's EOS."""
-        if len(self._logps) < new_BT.shape[1]:
-            self._take(new_BT[:, len(self._logps)])
-        return torch.stack(self._logps[: new_BT.shape[1]], 1)
-
-    def _take(self, tokens_B: torch.Tensor) -> None:
-        if self._pending_BV is not None:
-            self._logps.append(self._pending_BV.gather(-1, tokens_B[:, None])[:, 0])
-            self._pending_BV = None
+        uniforms_B = self.uniforms_BT[:, len(self.logps)].to(scores.device)
+        tokens_B, logps_B = draw(scores, uniforms_B, self.sampling)
+        self.logps.append(logps_B)
+        return torch.full_like(scores, -torch.inf).scatter(-1, tokens_B[:, None], 0.0)
 
 
 def left_padded(prompts: list[torch.Tensor], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,12 +85,3 @@ def as_generator(policy: Policy) -> Iterator[None]:
         yield
     finally:
         inner.generation_config, inner._compiled_call_impl = config, compiled
-
-
-@contextlib.contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """torch's generators started from the seed, and afterwards where they were."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield
