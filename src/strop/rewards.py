@@ -247,10 +247,13 @@ def _first_failing(
 
 
 def sample_table(rows: Mapping[str, Sequence[Any]], **columns: Sequence[Any]) -> list[dict[str, Any]]:
-    """For `Trainer.samples`: prompt, completion and what else is known of each. Ids as lists, which JSON and tables show."""
+    """For `Trainer.samples`: prompt, completion and what else is known of each. Ids as lists, which JSON and tables show.
+
+    Of several turns the completion is all that was said behind the prompt, as messages.
+    """
     prompts, completions = (
         [value.tolist() if isinstance(value, torch.Tensor) else value for value in rows[name]]
-        for name in ("prompts", "completions")
+        for name in ("prompts", "replies" if "replies" in rows else "completions")
     )
     pairs = zip(prompts, completions, strict=True)
     return [

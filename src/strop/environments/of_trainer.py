@@ -9,6 +9,8 @@ from strop.data.inputs import Prompt
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
 
+RESERVED = ("prompts", "completions", "completion_ids", "prompt_ids", "conversations", "replies", "environments")
+
 
 def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
     """Of a trainer with an environment or with tools; None has neither."""
@@ -35,4 +37,6 @@ def rows_of(rows: Any, columns: Mapping[str, Any], name: str) -> list[Prompt]:
             raise ValueError(f"{column} must have one entry for each of the {len(found)} rows, found {values!r:.60}")
         for row, value in zip(found, values, strict=True):
             row[column] = value
+    for column in {column for row in found for column in row} & {*RESERVED} - {"prompt"}:
+        raise ValueError(f"{column} must not be a column: reward functions get their own under this name")
     return [Prompt(torch.zeros(0, dtype=torch.int64), row.get("prompt"), row) for row in found]

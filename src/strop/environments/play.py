@@ -71,6 +71,7 @@ class Episodes(Rollout):
             "prompts": [dialogue.first for dialogue in dialogues],
             "completions": [dialogue.replies[-1] for dialogue in dialogues],
             "conversations": [dialogue.conversation() for dialogue in dialogues],
+            "replies": [dialogue.messages for dialogue in dialogues],
             "environments": [episode.environment for episode in self.episodes],
         }
 
