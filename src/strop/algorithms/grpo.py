@@ -219,6 +219,7 @@ class GRPO(Trainer):
             self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
         self.player = player(self, environment, tools)
         if self.player is not None:
+            self.any_format = True
             self.rewards = EpisodeRewards(self.rewards, config.turns.turn_discount)
 
     def setup(self, ref_model: Any) -> None:

@@ -42,16 +42,20 @@ class Prepared(list[Any]):
     """Rows that went through an algorithm's `prepare` already."""
 
 
-def prepared(dataset: Any, prepare: Callable[[Sequence[Row], str], Sequence[Any]], name: str) -> Prepared:
+def prepared(
+    dataset: Any, prepare: Callable[[Sequence[Row], str], Sequence[Any]], name: str, any_format: bool = False
+) -> Prepared:
     """The dataset's rows as `prepare` returns them; what went through here already stays as it is."""
     if isinstance(dataset, Prepared):
         return dataset
     if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
         raise ValueError(f"{name} must have rows, found none")
-    return Prepared(prepare(load_rows(dataset), name))
+    return Prepared(prepare(load_rows(dataset, any_format=any_format), name))
 
 
-def load_rows(source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0) -> Sequence[Row]:
+def load_rows(
+    source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0, any_format: bool = False
+) -> Sequence[Row]:
     """Rows of a source, checked to be of one known format.
 
     source   a list of dicts; a JSONL file, a pattern of files or a list of them; the name of one of strop's tasks; a
@@ -59,6 +63,7 @@ def load_rows(source: Any, *, split: str = "train", limit: int | None = None, se
     split    which part of a task, a DatasetDict or an id; a file is one part
     limit    the first so many rows
     seed     of a task's problems
+    any_format   the columns are an environment's business
     """
     rows = _read(source, split, limit, seed)
     if limit is not None:
@@ -66,7 +71,7 @@ def load_rows(source: Any, *, split: str = "train", limit: int | None = None, se
     where = str(source) if isinstance(source, (str, os.PathLike)) else ""
     if not len(rows):
         raise ValueError(f"{where or 'the data'} must hold at least one row, found none")
-    if any(name in rows[0] for name in CONTENT):  # else for an environment, or refused by who needs more
+    if not any_format:
         check_rows(rows, where=where)
     return rows
 

@@ -57,6 +57,8 @@ class Rollout:
     engine: str = ""
     counts: list[torch.Tensor] | None = None
 
+    columns: ClassVar[Any] = {}  # what reward functions are given besides, or in place of what these tokens say
+
     def __len__(self) -> int:
         return len(self.completion_ids)
 
@@ -77,11 +79,6 @@ class Rollout:
         """Of the completions: their mean length, and how many max_new_tokens cut."""
         cut = self.finish_reasons.count("length")
         return {"completion/length": self.num_tokens / len(self), "completion/truncated_fraction": cut / len(self)}
-
-    @property
-    def columns(self) -> dict[str, list[Any]]:
-        """What reward functions are given besides, or in place of what these tokens say."""
-        return {}
 
     def select(self, indices: Sequence[int]) -> Self:
         """These completions, in this order."""
