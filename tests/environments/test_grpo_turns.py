@@ -291,7 +291,7 @@ def test_wrong_options(options, match):
 
 def test_field_names_are_pinned():
     assert list(TurnsConfig.__dataclass_fields__) == [
-        "max_turns", "max_length", "turn_discount", "credit", "environment_workers", "environment_timeout", "on_error",
+        "max_turns", "max_tokens", "turn_discount", "credit", "environment_workers", "environment_timeout", "on_error",
         "error_reward", "rewritten_turns",
     ]  # fmt: skip
 
@@ -302,3 +302,35 @@ def test_the_engine_in_numpy_plays_too():
     )
     metrics = [grpo(MoETransformer(config, engine), OfIds).train_step(ROWS) for engine in ("native", "numpy")]
     assert metrics[0]["turns/mean"] == metrics[1]["turns/mean"]
+
+
+# ---- other algorithms ----
+
+
+def test_online_dpo_learns_from_pairs_of_conversations():
+    """Its loss is that of DPO over the drawn tokens of both: log 2 before the first update, and the better one gains."""
+    from strop import OnlineDPO
+
+    model = moe(eos_token_id=list(range(0, 30, 2)))
+    trainer = OnlineDPO(model=model, environment=OfIds, max_new_tokens=4, learning_rate=1e-2, batch_size=2)
+    metrics = trainer.train_step(ROWS)
+    assert metrics["loss"] == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=1e-6)
+    assert metrics["turns/mean"] > 1
+    assert metrics["reward/environment"] == metrics["reward/mean"]
+    rollout, pairs = trainer._sampled_pairs(trainer.prepare(ROWS), 0)
+    drawn = [int(line.counts_T.sum()) for pair in pairs for line in pair]
+    assert drawn == [sum(episode.spans) for episode in rollout.episodes]
+    assert [len(line) for pair in pairs for line in pair] != [
+        len(p) + n for p, n in zip(rollout.prompt_ids, drawn, strict=True)
+    ]
+    assert trainer.evaluate(ROWS)["eval/turns/mean"] >= 1
+
+
+def test_online_dpo_with_a_preference_over_conversations():
+    from strop import OnlineDPO
+
+    def longer(pairs, level):
+        return [int(len(b) > len(a)) for a, b in pairs]
+
+    trainer = OnlineDPO(model=moe(eos_token_id=3), environment=OfIds, preference_fn=longer, max_new_tokens=4)
+    assert trainer.train_step(ROWS, level=[1, 2])["preference/tied_fraction"] == 0

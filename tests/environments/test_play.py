@@ -97,7 +97,7 @@ def test_the_ends_are_told_apart():
     ends = moe(eos_token_id=list(range(30)))
     assert set(play(Echo, ends, tokenizer=LettersOnly()).finish_reasons) == {"environment"}
     assert set(play(Echo, ends, tokenizer=LettersOnly(), max_turns=2).finish_reasons) == {"turns"}
-    short = play(Echo, ends, tokenizer=LettersOnly(), max_length=9)
+    short = play(Echo, ends, tokenizer=LettersOnly(), max_tokens=9)
     assert set(short.finish_reasons) == {"length"}
     assert all(len(line) <= 9 for line in short.trajectories)
     assert all(line.counts_T[-1] for line in short.trajectories)  # what was heard and not answered is left out

@@ -69,7 +69,7 @@ class TurnsConfig(Config):
     """Options of more than one turn. max_new_tokens counts the tokens of one turn.
 
     max_turns             the most turns of the model
-    max_length            the most tokens of a trajectory, prompt included; None is the model's context
+    max_tokens            the most tokens of a trajectory, prompt included; None is the model's context
     turn_discount         γ: a reward k turns later counts γ^k
     credit                "trajectory": the drawn tokens of a trajectory share one advantage, of its discounted rewards;
                           "turn": each turn has its own, of the rewards from it on, compared with the group's same turn
@@ -81,7 +81,7 @@ class TurnsConfig(Config):
     """
 
     max_turns: int = 8
-    max_length: int | None = None
+    max_tokens: int | None = None
     turn_discount: float = 1.0
     credit: str = "trajectory"
     environment_workers: int = 16
@@ -93,8 +93,8 @@ class TurnsConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count(self.max_turns, "max_turns", low=1)
-        if self.max_length is not None:
-            check_count(self.max_length, "max_length", low=2)
+        if self.max_tokens is not None:
+            check_count(self.max_tokens, "max_tokens", low=2)
         check_number(self.turn_discount, "turn_discount", low=0.0, high=1.0)
         check_choice(self.credit, "credit", CREDIT)
         check_count(self.environment_workers, "environment_workers", low=1)

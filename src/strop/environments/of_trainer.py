@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from strop._named import load_function
 from strop.data.inputs import Prompt
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
@@ -18,6 +19,8 @@ def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
         return None
     if environment is not None and tools is not None:
         raise ValueError("give environment or tools, found both: an environment's own tools are its attribute `tools`")
+    if isinstance(environment, str):
+        environment = load_function(environment, "environment")
     config = trainer.config
     if config.server.max_staleness:
         raise ValueError(f"max_staleness must be 0 with an environment, found {config.server.max_staleness}")

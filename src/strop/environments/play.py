@@ -133,7 +133,7 @@ class _Play:
         self.waiting: dict[concurrent.futures.Future[Any], int] = {}
         self.asked: dict[int, float] = {}
         self.engine = ""
-        limits = (limit for limit in (player.policy.max_length, player.config.max_length) if limit is not None)
+        limits = (limit for limit in (player.policy.max_length, player.config.max_tokens) if limit is not None)
         self.room = max(min(limits, default=math.inf) - sampling.max_new_tokens, 0)  # for all before a turn
 
     def run(self) -> None:
