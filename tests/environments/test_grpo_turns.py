@@ -334,3 +334,19 @@ def test_online_dpo_with_a_preference_over_conversations():
 
     trainer = OnlineDPO(model=moe(eos_token_id=3), environment=OfIds, preference_fn=longer, max_new_tokens=4)
     assert trainer.train_step(ROWS, level=[1, 2])["preference/tied_fraction"] == 0
+
+
+def test_best_of_n_keeps_the_best_conversation():
+    from strop import BestOfN
+
+    best = BestOfN(model=moe(eos_token_id=list(range(0, 30, 2))), environment=OfIds, n=6, seed=0, max_new_tokens=4)
+    said = best.generate(ROWS)
+    assert best.all_rewards.shape == (2, 6)
+    assert best.rewards.tolist() == best.all_rewards.amax(1).tolist()
+    assert best.all_rewards.std() > 0
+    for reward, conversation, last in zip(best.rewards, best.conversations, said, strict=True):
+        replies = [message["content"] for message in conversation if message["role"] == "assistant"]
+        assert replies[-1] == last
+        assert sum(map(len, replies)) == reward
+    with pytest.raises(ValueError, match="BestOfN needs a reward_fn or an environment"):
+        BestOfN(model=moe())

@@ -7,6 +7,7 @@ import torch
 
 from strop._named import load_function
 from strop.data.inputs import Prompt
+from strop.environments.base import TurnsConfig
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
 
@@ -15,19 +16,24 @@ RESERVED = ("prompts", "completions", "completion_ids", "prompt_ids", "conversat
 
 def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
     """Of a trainer with an environment or with tools; None has neither."""
+    config = trainer.config
+    made = player_of(trainer.policy, trainer.sampler, environment, tools, config.turns)
+    if made is not None and config.server.max_staleness:
+        raise ValueError(f"max_staleness must be 0 with an environment, found {config.server.max_staleness}")
+    return made
+
+
+def player_of(policy: Any, sampler: Any, environment: Any, tools: Any, turns: TurnsConfig) -> Player | None:
     if environment is None and tools is None:
         return None
     if environment is not None and tools is not None:
         raise ValueError("give environment or tools, found both: an environment's own tools are its attribute `tools`")
     if isinstance(environment, str):
         environment = load_function(environment, "environment")
-    config = trainer.config
-    if config.server.max_staleness:
-        raise ValueError(f"max_staleness must be 0 with an environment, found {config.server.max_staleness}")
     if tools is None and isinstance(environment, type) and not hasattr(environment, "step"):
         tools = environment  # its methods are tools, as TRL's environment_factory has them
-    made = environment if tools is None else ToolBox(tools, trainer.policy.tokenizer)
-    return Player(made, trainer.sampler, trainer.policy, config.turns)
+    made = environment if tools is None else ToolBox(tools, policy.tokenizer)
+    return Player(made, sampler, policy, turns)
 
 
 def rows_of(rows: Any, columns: Mapping[str, Any], name: str) -> list[Prompt]:
