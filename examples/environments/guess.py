@@ -14,6 +14,7 @@ SMALLEST = 8  # numbers in a range
 
 class GuessANumber(Environment):
     tokenizer = CharTokenizer(DIGITS + "+-?")
+    stop_ids = tuple(tokenizer.encode(DIGITS))  # a turn is one digit
 
     @staticmethod
     def rows(split="train", limit=None, *, seed=0):

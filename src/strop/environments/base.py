@@ -43,12 +43,16 @@ class Environment:
             right = reply.strip() == str(self.secret)
             return Turn("higher" if reply < str(self.secret) else "lower", reward=float(right), done=right)
 
+    It may also have what a task has, for `strop train --environment`: `rows(split, limit)` and a `tokenizer`.
+
     tools            schemas for the chat template; None has none
     special_tokens   whether replies show special tokens as text
+    stop_ids         token ids that end a turn, besides EOS and the chat template's own
     """
 
     tools: ClassVar[Any] = None
     special_tokens: ClassVar[bool] = False
+    stop_ids: ClassVar[tuple[int, ...]] = ()
 
     def reset(self, row: Mapping[str, Any]) -> Any:
         """Begin with a row of the dataset; what the model reads first, as in `Turn.messages`. Here: the row's prompt."""

@@ -103,6 +103,7 @@ class Player:
         self.name = getattr(environment, "__name__", type(environment).__name__)
         self.sampler, self.policy, self.config = sampler, policy, config
         self.chat = Chat(policy.tokenizer, getattr(environment, "tools", None), config.rewritten_turns)
+        self.ends = (*getattr(environment, "stop_ids", ()), *self.chat.ends)
         self.pool = Pool(config.environment_workers, config.environment_timeout)
 
     def __call__(
@@ -111,7 +112,7 @@ class Player:
     ) -> Episodes:  # fmt: skip
         """num_samples trajectories of each row, next to each other. addresses: of the rows, as `generate` has them."""
         start = time.perf_counter()
-        ends = tuple(dict.fromkeys((*sampling.stop_ids, *self.chat.ends)))
+        ends = tuple(dict.fromkeys((*sampling.stop_ids, *self.ends)))
         each = [(row, address << 40 | sample << 16) for row, address in zip(rows, addresses or range(len(rows)), strict=True)
                 for sample in range(num_samples)]  # fmt: skip
         play = _Play(self, each, replace(sampling, stop_ids=ends), seed)
