@@ -28,7 +28,19 @@ def folder(tmp_path_factory):
     """A run of two steps of examples/guess.yaml."""
     folder = tmp_path_factory.mktemp("guess") / "run"
     config = ROOT / "examples/guess.yaml"
-    words = ["train", "grpo", "--config", config, "--environment", GUESS, "--output", folder, "--num-steps", 2, "--quiet"]
+    words = [
+        "train",
+        "grpo",
+        "--config",
+        config,
+        "--environment",
+        GUESS,
+        "--output",
+        folder,
+        "--num-steps",
+        2,
+        "--quiet",
+    ]
     assert run(*words, "--eval-every", 2, "--batch-size", 4) == 0
     return folder
 

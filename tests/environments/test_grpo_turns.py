@@ -203,7 +203,7 @@ class Scripted:
     def __init__(self, tokens, says):
         self.tokens, self.says, self.turns = tokens, says, 0
 
-    def __call__(self, prompts, sampling, num_samples, seed, addresses=None):
+    def go_on(self, prompts, sampling, seed, addresses, kept):
         from strop.rollout import Rollout
 
         ids = torch.tensor(self.tokens.encode(self.says[self.turns], add_special_tokens=False))

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from games import Echo, OfIds, Slow, SlowAsync
-from tiny_models import Letters, every_kind, llama, moe
+from tiny_models import Letters, every_kind, llama, moe, qwen2
 
 from strop.environments import Environment, EnvironmentFailure, Player, Turn, TurnsConfig
 from strop.models import as_policy
@@ -247,15 +247,67 @@ def test_an_environment_without_reset_begins_with_the_prompt():
         play(Bare, rows=[{"secret": 3}], tokenizer=LettersOnly())
 
 
-def test_a_server_is_asked_for_each_turn():
-    """A sampler is all a player needs: here one that counts."""
-    policy, asked = as_policy(llama(eos_token_id=3), LettersOnly()), []
-    sampler = Sampler(policy)
+class Counting(Sampler):
+    """Counts the rows of every call, and forgets what was kept if it is told so."""
 
-    def counting(prompts, *how):
-        asked.append(len(prompts))
-        return sampler(prompts, *how)
+    def __init__(self, policy, forgets=False):
+        super().__init__(policy)
+        self.asked, self.forgets = [], forgets
 
-    found = Player(Echo, counting, policy, TurnsConfig())(ROWS, SAMPLING, 2, 0)
-    assert sum(asked) == sum(len(episode.spans) for episode in found.episodes)
-    assert asked[0] == 6
+    def go_on(self, prompts, sampling, seed, addresses, kept):
+        self.asked.append(len(prompts))
+        if self.forgets:
+            return self(prompts, sampling, 1, seed, addresses)
+        return super().go_on(prompts, sampling, seed, addresses, kept)
+
+
+def test_each_turn_is_one_call_for_all_that_are_ready():
+    policy = as_policy(llama(eos_token_id=3), LettersOnly())
+    sampler = Counting(policy)
+    found = Player(Echo, sampler, policy, TurnsConfig())(ROWS, SAMPLING, 2, 0)
+    assert sum(sampler.asked) == sum(len(episode.spans) for episode in found.episodes)
+    assert sampler.asked[0] == 6
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        llama,
+        qwen2,
+        lambda **options: qwen2(sliding_window=4, use_sliding_window=True, max_window_layers=0, **options),
+        moe,
+    ],
+    ids=["llama", "qwen2", "window", "moe"],
+)
+def test_a_kept_cache_gives_what_reading_everything_again_gives(make):
+    """The same ids in every turn, log-probs within rounding; on the MoE the same bits."""
+    model = make(eos_token_id=list(range(0, 30, 3)), max_length=64)
+    policy = as_policy(model, LettersOnly())
+    turns = TurnsConfig(max_turns=3)
+    kept, again = (
+        Player(Echo, Counting(policy, forgets), policy, turns)(ROWS, SAMPLING, 4, 1) for forgets in (False, True)
+    )
+    assert max(len(episode.spans) for episode in kept.episodes) == 3
+    assert [ids.tolist() for ids in kept.completion_ids] == [ids.tolist() for ids in again.completion_ids]
+    for a, b in zip(kept.logps, again.logps, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.0 if make is moe else 2e-6)
+
+
+def test_of_a_further_turn_only_the_new_tokens_are_read(monkeypatch):
+    """All once, and of every later turn the last two drawn again."""
+    from strop.rollout import decoding
+
+    policy = as_policy(llama(eos_token_id=list(range(30)), max_length=64), LettersOnly())
+    play_one = Player(Echo, Sampler(policy), policy, TurnsConfig())
+    play_one(ROWS[:1], SAMPLING, 1, 0)  # the engine is made, and tried
+    seen, read = [], decoding.read
+
+    def counting(layers, pass_, ids, *given, **options):
+        seen.append(ids.numel())
+        return read(layers, pass_, ids, *given, **options)
+
+    monkeypatch.setattr(decoding, "read", counting)
+    found = play_one([{"prompt": "abcdefgh" * 4}], SAMPLING, 1, 0)
+    (line,) = found.trajectories
+    assert len(found.episodes[0].spans) == 3
+    assert len(line) - 1 <= sum(seen) <= len(line) + 2 * 2

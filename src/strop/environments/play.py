@@ -19,7 +19,8 @@ import torch
 from strop.environments.base import Turn, TurnsConfig, as_environment, as_turn
 from strop.environments.dialogue import Chat, Dialogue
 from strop.environments.pool import Late, Pool
-from strop.rollout import Rollout, Sampling
+from strop.rollout import Rollout, Sampler, Sampling
+from strop.rollout.kept import Kept
 
 LINGER = 0.005  # seconds to wait for further environments once one has answered: larger batches
 
@@ -95,10 +96,10 @@ class Player:
     """Plays environments with a policy.
 
     environment   a class, or a function that makes an environment for each trajectory
-    sampler       (prompts, sampling, num_samples, seed) → Rollout
+    sampler       draws the turns: here, or by servers
     """
 
-    def __init__(self, environment: Any, sampler: Callable[..., Rollout], policy: Any, config: TurnsConfig):
+    def __init__(self, environment: Any, sampler: Sampler, policy: Any, config: TurnsConfig):
         self.make = as_environment(environment)
         self.name = getattr(environment, "__name__", type(environment).__name__)
         self.sampler, self.policy, self.config = sampler, policy, config
@@ -133,7 +134,7 @@ class _Play:
         self.ended: set[int] = set()
         self.waiting: dict[concurrent.futures.Future[Any], int] = {}
         self.asked: dict[int, float] = {}
-        self.engine = ""
+        self.engine, self.kept = "", Kept()
         limits = (limit for limit in (player.policy.max_length, player.config.max_tokens) if limit is not None)
         self.room = max(min(limits, default=math.inf) - sampling.max_new_tokens, 0)  # for all before a turn
 
@@ -161,7 +162,7 @@ class _Play:
     def _draw(self, ready: list[int]) -> None:
         prompts = [torch.tensor(self.episodes[i].dialogue.ids) for i in ready]
         addresses = [self.addresses[i] + len(self.episodes[i].spans) for i in ready]
-        drawn = self.player.sampler(prompts, self.sampling, 1, self.seed, addresses)
+        drawn = self.player.sampler.go_on(prompts, self.sampling, self.seed, addresses, self.kept.of(ready))
         self.engine = drawn.engine
         for i, ids, logps, finish in zip(ready, drawn.completion_ids, drawn.logps, drawn.finish_reasons, strict=True):
             episode = self.episodes[i]

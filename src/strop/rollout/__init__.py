@@ -20,6 +20,7 @@ from strop._checks import check_count
 from strop.data.batch import Trajectory, as_ids
 from strop.models import Policy
 from strop.rollout import decoding, native, plain
+from strop.rollout.kept import Kept
 from strop.rollout.sampling import Sampling, draw, sampling_logps, uniforms
 
 __all__ = ["Rollout", "Sampler", "Sampling", "draw", "generate", "sampling_logps"]
@@ -32,6 +33,8 @@ ENGINES: dict[str, Callable[..., Completions]] = {
     "hf": decoding.complete,
     "plain": plain.complete,
 }
+
+KEEPING = ("hf",)  # engines that keep rows
 
 ROWS = ("prompt_ids", "completion_ids", "logps")
 
@@ -104,6 +107,7 @@ def generate(
     seed: int | None = None,
     addresses: Sequence[int] | None = None,
     ignore_eos: bool = False,
+    kept: Kept | None = None,
 ) -> Rollout:
     """num_samples completions of each prompt, with the weights as they are now.
 
@@ -113,6 +117,7 @@ def generate(
     addresses    which of the seed's random numbers each prompt has; None counts them from 0. A prompt draws the same,
                  whichever prompts are beside it
     ignore_eos   only sampling.stop_ids end a completion
+    kept         of rows that go on later: what was read of them; with num_samples=1
     """
     # asked only where they look odd: a trainer's never do
     if type(num_samples) is not int or num_samples < 1:
@@ -130,7 +135,8 @@ def generate(
     # never in inference mode, whose tensors neither a later rollout nor a training step could use
     with torch.inference_mode(False), torch.no_grad(), policy.evaluating():
         uniforms_BT = uniforms(seed, addresses, num_samples, sampling.max_new_tokens)
-        completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, uniforms_BT, eos_ids)
+        further = (kept,) if kept is not None and policy.kind in KEEPING else ()
+        completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, uniforms_BT, eos_ids, *further)
     seconds = time.perf_counter() - start
     _check_not_nan(logps)
     reasons = ["eos" if c.numel() and c[-1].item() in eos_ids else "length" for c in completion_ids]
@@ -190,6 +196,12 @@ class Sampler:
         for finish in self._begun.values():  # first: what follows may be with other weights
             finish()
         return self._begin(prompts, sampling, num_samples, seed, addresses)()
+
+    def go_on(
+        self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], kept: Kept
+    ) -> Rollout:
+        """One turn of rows that go on later."""
+        return generate(self.policy, prompts, sampling, seed=seed, addresses=addresses, kept=kept)
 
     def _begin(
         self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,

@@ -16,6 +16,7 @@ from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy, unwrapped
 from strop.models.kinds import is_peft
 from strop.rollout import Rollout, Sampler, Sampling, checked_prompts
+from strop.rollout.kept import Kept
 from strop.rollout.server import Pending, Server, ServerConfig, ServerError, Weights
 
 PROBE_LENGTH = 64
@@ -45,6 +46,12 @@ class Served(Sampler):
         if config.sync_folder is None:
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._run, self._number, self._published = secrets.token_hex(4), 0, -1
+
+    def go_on(
+        self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], kept: Kept
+    ) -> Rollout:
+        """The servers have caches of their own."""
+        return self(prompts, sampling, 1, seed, addresses)
 
     def _begin(
         self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
