@@ -105,3 +105,8 @@ def test_tools_stand_in_the_prompt():
     add = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
     for name in ("qwen", "llama"):
         assert '"description": "Adds."' in tokenizer(name).decode(Chat(tokenizer(name), [add]).begin([USER]).ids)
+
+
+def test_with_a_template_a_text_is_a_message_of_the_users():
+    tokens = tokenizer("qwen")
+    assert Chat(tokens).begin("the inn?").ids == Chat(tokens).begin([USER]).ids

@@ -19,8 +19,8 @@ REWRITTEN = ("refuse", "keep")
 class Turn:
     """What an environment answers to a reply.
 
-    messages   what the model reads next: messages, a text (a message of the user's, or where the conversation is no chat
-               a text as it is), or without a tokenizer token ids
+    messages   what the model reads next: messages, a text (with a chat template a message of the user's, without one a
+               text as it is), or without a tokenizer token ids
     reward     of this reply
     done       the trajectory ends here; the messages are not read
     info       numbers, which are added up over a trajectory and whose means are metrics: environment/NAME

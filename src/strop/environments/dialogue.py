@@ -37,7 +37,9 @@ class Chat:
             templates.check_append_only([USER], [answer], tokenizer, self.row)
 
     def begin(self, first: Any) -> "Dialogue":
-        """first: messages, a text, or token ids"""
+        """first: messages, a text, which with a chat template is a message of the user's, or token ids"""
+        if isinstance(first, str) and self.has_template:
+            first = [{"role": "user", "content": first}]
         messages = [dict(message) for message in first] if is_conversation(first) else first
         ids = encode_prompt(messages, self.tokenizer, self.row)
         if not ids:
