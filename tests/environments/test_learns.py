@@ -55,3 +55,42 @@ def test_guessing_is_learned_from_nothing(seed, tmp_path):
     after = trainer.evaluate(test)
     assert after["eval/environment/found"] > 0.9
     assert after["eval/environment/guesses"] < fewest + 1
+
+
+# ---- examples/calculator.yaml ----
+
+
+def calculator():
+    spec = importlib.util.spec_from_file_location("calculator", ROOT / "examples/environments/calculator.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_calculator_by_hand():
+    from chat_templates import tokenizer
+
+    from strop.environments.tools import ToolBox
+
+    module = calculator()
+    (row,) = module.Calculator.rows("test", 1)
+    a, b = map(int, row["prompt"][-1]["content"].removeprefix("What is ").removesuffix("?").split(" * "))
+    assert row["answer"] == str(a * b)
+    box = ToolBox(module.Calculator, tokenizer("smollm2"))
+    assert [tool["function"]["name"] for tool in box.tools] == ["multiply"]
+    tools = box()
+    assert tools.reset(row)[-1] == row["prompt"][-1]
+    call = f'<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
+    assert tools.step(call).messages[0]["content"] == row["answer"]
+    assert module.right([f"It is {a * b:,}.", "12"], [row["answer"]] * 2) == [1.0, 0.0]
+    tool = {"role": "tool", "content": row["answer"]}
+    assert module.called([[tool], [{"role": "tool", "content": "error: no"}], []]) == [1.0, 0.0, 0.0]
+
+
+def test_the_calculators_options_are_known():
+    from strop.algorithms.grpo import GRPOConfig
+    from strop.cli.train import gather
+
+    job, config = gather(GRPOConfig, ROOT / "examples/calculator.yaml")
+    assert (config.turns.max_turns, config.reward_weights) == (3, (1.0, 0.2))
+    assert all((ROOT / name.partition(":")[0]).is_file() for name in (job.environment, *job.reward))
