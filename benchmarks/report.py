@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.pages import convergence, demo, engines, generation, learning, losses, primitives, step
+from benchmarks.pages import convergence, demo, engines, generation, learning, losses, primitives, processes, step
 from benchmarks.text import Result
 from strop.bench.harness import load
 
@@ -50,6 +50,9 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         generation.generation_summary,
         step.step_table,
         step.step_summary,
+        processes.processes_table,
+        processes.scaling_table,
+        step.step_training,
         learning.learning_summary,
         learning.learning_table,
         demo.demo_summary,

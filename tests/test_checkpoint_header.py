@@ -228,7 +228,7 @@ def test_a_refused_checkpoint_changes_nothing(moe_file):
     before = weights_of(sft).clone(), copy.deepcopy(sft.optimizer.state_dict()), copy.deepcopy(sft.state)
     random_state = torch.get_rng_state()
     with pytest.raises(CheckpointError, match="rng/numpy"):
-        checkpoint.Saved(path, header, tensors, sft.config).put(sft)
+        checkpoint.Saved(path, header, tensors, sft.config, 1, pytest.fail).put(sft)
     assert torch.equal(weights_of(sft), before[0])
     assert sft.state == before[2]
     assert sft.optimizer.state_dict()["param_groups"] == before[1]["param_groups"]

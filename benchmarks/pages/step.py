@@ -43,6 +43,17 @@ def step_summary(result: Result) -> str:
     return table(header, rows) + "\n" + _origin(result) + "\n"
 
 
+def step_training(result: Result) -> str:
+    """What the GPU does in strop's step from the end of generation on, by a profile."""
+    header = ["work", "training", "kernels", "kernels run for", "of its time, profiled", "waits for the GPU"]
+    rows = []
+    for case in result["cases"]:
+        found = case["contenders"]["strop"]["training"]
+        busy = duration(found["busy_ns"]), f"{found['busy_share']:.0%} of {duration(found['profiled_ns'])}"
+        rows.append([_work(case), duration(found["median_ns"]), f"{found['kernels']:,}", *busy, str(found["waits"])])
+    return table(header, rows)
+
+
 def _sides(result: Result) -> Iterator[tuple[str, str, dict[str, Any], str, str]]:
     """work, side, its facts, how many times as long it takes, its peak memory"""
     for case in result["cases"]:

@@ -18,6 +18,7 @@ from strop._checks import as_float, check_choice, check_count, check_number
 
 SCHEDULES = ("constant", "linear", "cosine")
 AUTOCASTS = ("bf16", None)
+SHARDS = ("none", "full")
 IN_TEXT = "in plain decimal digits, without spaces or underscores"
 
 
@@ -144,6 +145,7 @@ class RunConfig(Config):
                             take little memory: in scoring, and in fused layers. The result is the same.
     num_steps, num_epochs   where train() ends; num_steps counts if above 0
     autocast                "bf16" or None
+    shard                   under torchrun: "none" keeps all weights in every process, "full" a shard in each
     dropout                 False turns the model's dropout off: policy and reference are then the same function
     keep_checkpoints        how many of the newest are kept; 0 is all
     samples_every           how often samples are shown on a terminal and written to the run folder
@@ -157,6 +159,7 @@ class RunConfig(Config):
     seed: int = 0
     shuffle: bool = True
     autocast: str | None = None
+    shard: str = "none"
     gradient_checkpointing: bool = False
     compile: bool = False
     dropout: bool = False
@@ -174,6 +177,7 @@ class RunConfig(Config):
         for name in ("num_epochs", "seed", "keep_checkpoints", "samples_every"):
             check_count(getattr(self, name), name)
         check_choice(self.autocast, "autocast", AUTOCASTS)
+        check_choice(self.shard, "shard", SHARDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

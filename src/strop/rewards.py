@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from strop._checks import check_number
+from strop.distributed import World
 
 Rows = Mapping[str, Sequence[Any]]
 
@@ -51,6 +52,17 @@ class Rewards:
 
     total_B: torch.Tensor
     columns: dict[str, torch.Tensor]
+
+    @classmethod
+    def joined(cls, parts: Sequence["Rewards"], names: Sequence[str]) -> "Rewards":
+        """One after the other."""
+        none = torch.zeros(0)
+        columns = {name: torch.cat([none, *(part.columns[name] for part in parts)]) for name in names}
+        return cls(torch.cat([none, *(part.total_B for part in parts)]), columns)
+
+    def over(self, world: World) -> "Rewards":
+        """Those of all processes."""
+        return self if world.size == 1 else Rewards.joined(world.gathered(self), list(self.columns))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -100,6 +112,8 @@ class RewardFunctions:
     def __call__(self, rows: Rows, rollout: Any = None) -> Rewards:
         total_B = torch.zeros(len(rows["completions"]), dtype=torch.float64)
         columns = {}
+        if not len(total_B):  # a process without prompts asks nobody
+            return Rewards.joined([], self.names)
         for function, name, weight in zip(self.functions, self.names, self.weights, strict=True):
             column_B = torch.tensor(self._score(function, name, rows), dtype=torch.float64)
             total_B += weight * column_B
@@ -132,6 +146,8 @@ class PreferenceFunction:
         self.name = unique_names([function])[0]
 
     def __call__(self, pairs: Sequence[tuple[Any, Any]], columns: Rows | None = None) -> list[int]:
+        if not pairs:
+            return []
         rows = {**(columns or {}), "pairs": pairs}
         given = arguments_for(self.function, self.name, rows)
         returned = call_checked(self.function, self.name, given, rows, self.timeout, self.find_failing)

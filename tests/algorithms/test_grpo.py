@@ -83,7 +83,7 @@ def oracle_trainer(case, num_prompt=3):
     experience = Experience(
         rollout,
         torch.tensor(case["advantages"], dtype=torch.float64),
-        torch.ones(len(lengths), dtype=torch.bool),
+        lengths,
         rollout.logps,
         [row[:n] for row, n in zip(ref, lengths, strict=True)] if case["beta"] else None,
     )

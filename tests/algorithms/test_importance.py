@@ -9,6 +9,7 @@ from tiny_models import moe
 
 from strop.algorithms.grpo import Experience
 from strop.rollout import Rollout
+from strop.training.state import told
 
 
 def make_case(trained_BT, sampled_BT, lengths, **options):
@@ -46,7 +47,7 @@ def test_by_hand():
     grad = grpo.model.logps_BT.grad
     assert [*grad[0].tolist(), grad[1, 0].item()] == pytest.approx(wanted)
 
-    metrics = grpo._learn(experience)
+    metrics, _ = told(grpo._learn(experience), [], grpo.world)
     assert metrics["importance/mean"] == pytest.approx((2 + 1 + 0.5**0.5 + 0.5) / 4)
     assert metrics["importance/capped_fraction"] == 0.25
     assert metrics["mismatch_ratio_max"] == pytest.approx(e)
@@ -68,9 +69,7 @@ def test_trls_token_truncate(level, loss_type):
     )  # fmt: skip
     cut = lambda table: [row[:n] for row, n in zip(table, lengths, strict=True)]  # noqa: E731
     ratios = (trained - sampled).exp().clamp(max=1.5)
-    experience = Experience(
-        rollout, advantages, torch.ones(4, dtype=torch.bool), cut(trained), cut(ref), weights=cut(ratios)
-    )
+    experience = Experience(rollout, advantages, lengths, cut(trained), cut(ref), weights=cut(ratios))
     result = grpo.loss_on(experience, range(4), num_tokens=sum(lengths), num_sequences=4)
 
     mask = torch.arange(5) < torch.tensor(lengths)[:, None]

@@ -70,7 +70,7 @@ def test_rewards_in_place_of_preferences():
 
     online = make_online(moe(), ref_model=moe(seed=5), reward_fn=reward)
     taught = []
-    online._step = lambda pairs, ref_logps_P2: taught.append((pairs, ref_logps_P2)) or {"loss": 0.0}
+    online._learn = lambda pairs, num_pairs, ref_logps_P2: taught.append((pairs, ref_logps_P2)) or {"loss": 0.0}
     metrics = online.train_step(PROMPTS, answer=[1] * 4)
     completions, (pairs, ref_logps_P2) = seen[0], taught[0]
     # scored before they were judged, and now in the order of the judgement
@@ -135,7 +135,7 @@ def test_a_saved_run_goes_on_bit_for_bit(tmp_path):
 def test_completions_are_cut_at_max_length():
     """As DPO cuts them; a prompt that fills max_length alone is named before anything is sampled."""
     online = make_online(llama(), max_length=7, max_new_tokens=6)
-    _, pairs = online._sampled_pairs(online.prepare([{"prompt": p} for p in PROMPTS]), 0)
+    _, pairs = online._sampled_pairs(online.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)), 0)
     assert [[(len(line), line.num_counted) for line in pair] for pair in pairs] == [[(7, n)] * 2 for n in (4, 6, 2, 5)]
     online.train_step(PROMPTS)
     too_long = [*PROMPTS, [1] * 7]

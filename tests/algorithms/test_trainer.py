@@ -312,16 +312,3 @@ def test_bad_arguments(make, error, message):
     with pytest.raises(error) as caught:
         make()
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("world_size", ["1", "2", "none"])
-def test_several_processes_are_refused_before_anything_is_loaded(world_size, monkeypatch):
-    monkeypatch.setattr(
-        "strop.training.trainer.load_model", lambda *_, **__: pytest.fail("loaded") if world_size == "2" else 1 / 0
-    )
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    error, says = ZeroDivisionError, "division by zero"
-    if world_size == "2":
-        error, says = ValueError, "WORLD_SIZE must be 1: training in several processes is not supported yet, found 2"
-    with pytest.raises(error, match=says):
-        SFT(model="org/name")

@@ -411,17 +411,6 @@ def test_a_device_that_is_not_there_is_one_line(strop, monkeypatch, device, says
         assert strop(*command, *data) == (1, "", f"strop: ValueError: {says}\n")
 
 
-def test_torchrun_is_refused_before_anything_is_loaded(strop, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("strop.cli.train.define_commands", lambda _: pytest.fail("torch is imported for the options"))
-    code, out, err = strop("train", "sft", *TINY)
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "WORLD_SIZE must be 1: training in several processes is not supported yet, found 2" in err
-    monkeypatch.undo()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert strop("--version")[0] == 0
-
-
 def test_a_warning_is_one_line(strop):
     strop("report", "nowhere")
     assert warnings.formatwarning("careful", UserWarning, "file.py", 3) == "strop: warning: careful\n"

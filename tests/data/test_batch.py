@@ -94,9 +94,12 @@ def test_bad_rows_are_named(row, error, match):
         Trajectory.of(*row)
 
 
-def test_no_trajectories_are_an_error():
-    with pytest.raises(ValueError, match="trajectories must hold at least one, found none"):
-        TokenBatch.of([])
+def test_no_trajectories_are_one_token_that_counts_for_nothing():
+    """For a process without work, which runs the model beside the others all the same."""
+    batch = TokenBatch.of([], weights=[], dtype=torch.float64)
+    assert (batch.num_tokens, batch.num_counted, batch.counts) == (1, 0, [])
+    assert batch.weights_n.dtype == torch.float64
+    assert batch.sums(torch.zeros(0)).shape == (0,)
 
 
 # ---- micro-batches ----

@@ -317,7 +317,7 @@ def test_online_dpo_learns_from_pairs_of_conversations():
     assert metrics["loss"] == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=1e-6)
     assert metrics["turns/mean"] > 1
     assert metrics["reward/environment"] == metrics["reward/mean"]
-    rollout, pairs = trainer._sampled_pairs(trainer.prepare(ROWS), 0)
+    rollout, pairs = trainer._sampled_pairs(trainer.prepare(ROWS), range(2), 0)
     drawn = [int(line.counts_T.sum()) for pair in pairs for line in pair]
     assert drawn == [sum(episode.spans) for episode in rollout.episodes]
     assert [len(line) for pair in pairs for line in pair] != [

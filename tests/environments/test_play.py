@@ -294,7 +294,7 @@ def test_a_kept_cache_gives_what_reading_everything_again_gives(make):
 
 
 def test_of_a_further_turn_only_the_new_tokens_are_read(monkeypatch):
-    """All once, and of every later turn the last two drawn again."""
+    """All once, of every later turn the last two drawn again, and up to four steps of rows that have ended."""
     from strop.rollout import decoding
 
     policy = as_policy(llama(eos_token_id=list(range(30)), max_length=64), LettersOnly())
@@ -310,4 +310,4 @@ def test_of_a_further_turn_only_the_new_tokens_are_read(monkeypatch):
     found = play_one([{"prompt": "abcdefgh" * 4}], SAMPLING, 1, 0)
     (line,) = found.trajectories
     assert len(found.episodes[0].spans) == 3
-    assert len(line) - 1 <= sum(seen) <= len(line) + 2 * 2
+    assert len(line) - 1 <= sum(seen) <= len(line) + 3 * (2 + 4) < 3 * 32

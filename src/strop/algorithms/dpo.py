@@ -24,6 +24,7 @@ from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, p
 from strop.data.tokenize import encode_preference, row_named
 from strop.losses import PreferenceLoss, PreferenceRule
 from strop.losses.preference import pairs_loss
+from strop.training.state import Mean, Sum
 from strop.training.trainer import Trainer
 
 Pair = tuple[Trajectory, Trajectory]  # chosen, rejected; in OnlineDPO first and second, before it is known
@@ -85,24 +86,36 @@ class DPO(Trainer):
         return self._step(rows if isinstance(rows[0], tuple) else self.prepare(rows, "rows"))
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
+        mine = self.share(len(rows))
+        return self._evaluate(rows[mine.start : mine.stop], len(rows))
+
+    def _evaluate(self, own: list[Pair], num_pairs: int) -> dict[str, Any]:
+        """Of this process's pairs, as their share of num_pairs."""
         results = []
-        for pairs in self.eval_batches(rows, _lengths(rows)):
+        for pairs in self.eval_batches(own, _lengths(own)):
             with self.autocast():
                 batch = self._batch(pairs)
                 ref_logps_B2 = _sums(self.reference.logps(batch), batch)
-                results.append(self._loss(batch, ref_logps_B2, len(rows)))
-        return {"loss": sum(on_host([result.loss for result in results])), **_metrics(results)}
+                results.append(self._loss(batch, ref_logps_B2, num_pairs))
+        return {"loss": Sum(sum(on_host([result.loss for result in results]))), **_metrics(results)}
 
     # ---- inside ----
 
-    def _step(self, pairs: list[Pair], ref_logps_P2: torch.Tensor | None = None) -> dict[str, float]:
-        """ref_logps_P2: of the pairs' (chosen, rejected), where the reference has scored them already."""
+    def _step(self, pairs: list[Pair]) -> dict[str, float]:
+        mine = self.share(len(pairs))
+        return self._learn(pairs[mine.start : mine.stop], len(pairs))
+
+    def _learn(self, pairs: list[Pair], num_pairs: int, ref_logps_P2: torch.Tensor | None = None) -> dict[str, float]:
+        """An update on this process's pairs of the batch's num_pairs.
+
+        ref_logps_P2   of the pairs' (chosen, rejected), where the reference has scored them already
+        """
         batches = self._batches(pairs)
         if ref_logps_P2 is None:
             ref_logps_P2 = self._reference_logps(batches)
         update = self.update(
             functools.partial(
-                self._loss, batch, ref_logps_P2[on_device(torch.tensor(part), ref_logps_P2.device)], len(pairs)
+                self._loss, batch, ref_logps_P2[on_device(torch.tensor(part).long(), ref_logps_P2.device)], num_pairs
             )
             for part, batch in batches
         )
@@ -119,12 +132,12 @@ class DPO(Trainer):
         with self.phase("score"), self.autocast():
             found = [_sums(self.reference.logps(batch), batch) for part, batch in batches]
             order = torch.tensor([i for part, _ in batches for i in part]).argsort()
-            return torch.cat(found)[on_device(order, found[0].device)]
+            return torch.cat(found)[on_device(order, found[0].device)] if found else torch.zeros(0, 2)
 
     def _loss(self, batch: TokenBatch, ref_logps_B2: torch.Tensor, num_pairs: int) -> PreferenceLoss:
         """Of a part of num_pairs pairs: the parts' losses add up to the batch's."""
         logps_B2 = _sums(self.policy.logps(batch), batch)
-        lengths_2B = on_device(torch.tensor(batch.counts), batch.device).view(2, -1)
+        lengths_2B = on_device(torch.tensor(batch.counts).long(), batch.device).view(2, -1)
         (chosen_B, rejected_B), (ref_chosen_B, ref_rejected_B) = logps_B2.unbind(1), ref_logps_B2.unbind(1)
         return pairs_loss(
             self.config.loss,
@@ -176,11 +189,14 @@ def _lengths(pairs: Sequence[Pair]) -> list[int]:
 
 def _metrics(results: Sequence[PreferenceLoss]) -> dict[str, Any]:
     """Means over all pairs of the micro-batches, on the device."""
-    chosen_B = torch.cat([result.chosen_rewards for result in results])
-    rejected_B = torch.cat([result.rejected_rewards for result in results])
-    return {
-        "preference/accuracy": (chosen_B > rejected_B).double().mean(),
-        "preference/margin": (chosen_B.double() - rejected_B.double()).mean(),
-        "rewards/chosen": chosen_B.double().mean(),
-        "rewards/rejected": rejected_B.double().mean(),
+    if not results:
+        return {}
+    chosen_B = torch.cat([result.chosen_rewards for result in results]).double()
+    rejected_B = torch.cat([result.rejected_rewards for result in results]).double()
+    found = {
+        "preference/accuracy": chosen_B > rejected_B,
+        "preference/margin": chosen_B - rejected_B,
+        "rewards/chosen": chosen_B,
+        "rewards/rejected": rejected_B,
     }
+    return {name: Mean(values_B.sum(), len(values_B)) for name, values_B in found.items()}

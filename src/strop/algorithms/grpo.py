@@ -29,9 +29,10 @@ from strop.environments.of_trainer import player, rows_of
 from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, kl_estimate
 from strop.primitives import compute_batch_group_advantages
 from strop.rewards import RewardFunctions, Rewards, check_timeout, sample_table
-from strop.rollout import Rollout, Sampling, checked_prompts
+from strop.rollout import ENDED, Rollout, Sampling, checked_prompts, completion_metrics
 from strop.rollout.sampler import sampler
 from strop.rollout.server import ServerConfig
+from strop.training.state import Largest, Mean
 from strop.training.trainer import Trainer
 
 OLD_LOGPS = ("auto", "rollout", "recompute")
@@ -118,9 +119,11 @@ class GRPOConfig(TrainerConfig):
 
 @dataclass
 class Experience:
-    """A rollout with all that its updates need. Per completion; log-probs and weights are 1-D, one a token.
+    """A rollout with all that its updates need. Per completion of this process; log-probs and weights are 1-D, one a token.
 
-    counts_B    False where a completion counts for nothing (truncated, if those are masked)
+    counted     of every completion of the batch, also those of other processes: its tokens that count, 0 where it counts
+                for nothing (truncated, if those are masked)
+    first       which of them is this process's first
     per_token   advantages of tokens, where turns have their own; None: advantages_B
     ref_logps   None without a reference
     weights     of truncated importance sampling; None weights nothing
@@ -128,10 +131,11 @@ class Experience:
 
     rollout: Rollout
     advantages_B: torch.Tensor
-    counts_B: torch.Tensor
+    counted: list[int]
     old_logps: list[torch.Tensor]
     ref_logps: list[torch.Tensor] | None = None
     weights: list[torch.Tensor] | None = None
+    first: int = 0
     per_token: list[torch.Tensor] | None = None
 
     @functools.cached_property
@@ -141,9 +145,13 @@ class Experience:
     def __len__(self) -> int:
         return len(self.rollout)
 
-    def num_tokens(self, indices: Sequence[int]) -> int:
-        """Tokens that count among these completions."""
-        return sum(len(self.rollout.logps[i]) for i in indices if self.counts_B[i])
+    def own(self, indices: Sequence[int]) -> list[int]:
+        """Of these completions of the batch those of this process that count, by their number here."""
+        return [i - self.first for i in indices if 0 <= i - self.first < len(self) and self.counted[i]]
+
+    def num_tokens(self, part: Sequence[int]) -> int:
+        """Tokens that count among these of this process."""
+        return sum(self.counted[self.first + i] for i in part)
 
 
 class Scores(NamedTuple):
@@ -170,7 +178,7 @@ class PolicyMeter:
         parts = [(values, weight) for values, weight, _ in self._parts]
         known = [name for name in self.NAMES if parts and name in parts[0][0]]
         found = dict(zip((self.NAMES[name] for name in known), _means(parts, known), strict=True))
-        return found | {"ratio/max": _largest(parts) if parts else 1.0}
+        return found | {"ratio/max": _largest(parts)}
 
     def first(self) -> dict[str, Any]:
         """Of the first update alone."""
@@ -183,15 +191,15 @@ class PolicyMeter:
 Parts = Sequence[tuple[dict[str, torch.Tensor], int]]
 
 
-def _means(parts: Parts, names: Sequence[str]) -> Sequence[torch.Tensor]:
+def _means(parts: Parts, names: Sequence[str]) -> list[Mean]:
     if not names:
         return []
     sums: Any = sum(torch.stack([values[name] for name in names]).double() * weight for values, weight in parts)
-    return (sums / sum(weight for _, weight in parts)).unbind()
+    return [Mean(one, sum(weight for _, weight in parts)) for one in sums.unbind()]
 
 
-def _largest(parts: Parts) -> torch.Tensor:
-    return torch.stack([values["ratio_max"] for values, _ in parts]).max()
+def _largest(parts: Parts) -> Largest:
+    return Largest(torch.stack([values["ratio_max"] for values, _ in parts]).max() if parts else 1.0)
 
 
 class GRPO(Trainer):
@@ -220,6 +228,8 @@ class GRPO(Trainer):
         self.player = player(self, environment, tools)
         if self.player is not None:
             self.any_format = True
+            if config.turns.credit == "turn" and config.advantage_scale == "batch" and self.world.size > 1:
+                raise ValueError('advantage_scale must be "group" or "none" with credit="turn" in several processes')
             self.rewards = EpisodeRewards(self.rewards, config.turns.turn_discount)
 
     def setup(self, ref_model: Any) -> None:
@@ -264,42 +274,55 @@ class GRPO(Trainer):
         sampling = Sampling(max_new_tokens=self.config.sampling.max_new_tokens, temperature=0.0,
                             stop_ids=self.config.sampling.stop_ids)  # fmt: skip
         size = self.config.run.batch_size * self.config.group_size
-        totals, columns, rollouts = [], [], []
-        for start in range(0, len(rows), size):
-            prompts = rows[start : start + size]
-            with self.autocast():
-                rollouts.append(self._sample(prompts, sampling, 1, 0))
-            rewards = self.rewards(reward_rows(prompts, rollouts[-1], self.policy.tokenizer), rollouts[-1])
-            totals.append(rewards.total_B)
-            columns.append(rewards.columns)
-        joined = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
-        rollout = rollouts[0]
-        for other in rollouts[1:]:
-            rollout = rollout.joined(other)
-        return Rewards(torch.cat(totals), joined).metrics | rollout.metrics
+        mine = self.share(len(rows))
+        rollouts: list[Rollout] = []
+        rewards: list[Rewards] = []
+        with self.sampler.ready():
+            for start in range(
+                mine.start, mine.start - (-len(rows) // self.world.size), size
+            ):  # alike in all processes
+                prompts = rows[start : min(start + size, mine.stop)]
+                with self.autocast():
+                    rollouts.append(self._sample(prompts, sampling, 1, 0))
+                given = reward_rows(prompts, rollouts[-1], self.policy.tokenizer)
+                rewards.append(self.rewards(given, rollouts[-1]))
+        found = Rewards.joined(rewards, self.rewards.names).over(self.world)
+        return found.metrics | completion_metrics(self.of_all([end for rollout in rollouts for end in rollout.ends]))
 
     def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        return self.sampler.state()
+        tensors, values = self.sampler.state()
+        return tensors, {**values, "share": [self.world.rank, self.world.size]} if values else {}
 
     def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        self.sampler.load_state(tensors, values)
+        if values and values.pop("share", [0, 1]) == [
+            self.world.rank,
+            self.world.size,
+        ]:  # else begun anew: the prompts are others
+            self.sampler.load_state(tensors, values)
 
     # ---- a step ----
 
     def _step(self, prompts: list[Prompt]) -> dict[str, float]:
-        rollout = self._generate(prompts, range(len(prompts)), 0)
-        scores, metrics = None, {}
-        if not self.config.resample_rounds:  # else the rewards come first: they say which completions stay
-            scores = self._score(rollout)  # on a GPU while the host, which does not wait for it, runs the rewards
-        rows, rewards = self._reward(prompts, rollout)
+        mine = self.share(len(prompts))
+        prompts, scores = prompts[mine.start : mine.stop], None
+        metrics: dict[str, Any] = {}
+        with self.sampler.ready():
+            rollout = self._generate(prompts, mine, 0)
+            if self.config.resample_rounds:  # the rewards come first: they say which completions stay
+                _, rewards = self._reward(prompts, rollout)
+                metrics["reward/resampled_fraction"] = self._share_without_signal(rewards.total_B)
+                rollout, rewards = self._sampled_again(prompts, mine, rollout, rewards)
         if self.config.resample_rounds:
-            metrics["reward/resampled_fraction"] = self._share_without_signal(rewards)
-            rollout, rewards = self._sampled_again(prompts, rollout, rewards)
             rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy.tokenizer)
+        else:
+            scores = self._score(rollout)  # on a GPU while the host, which does not wait for it, runs the rewards
+            rows, rewards = self._reward(prompts, rollout)
         self.samples = sample_table(rows, reward=rewards.total_B.tolist())
-        metrics |= rewards.metrics | rollout.metrics
-        metrics["reward/zero_std_fraction"] = self._share_without_signal(rewards)
-        experience = self._experience(rollout, rewards.total_B, scores)
+        ends, everyones = self.of_all(rollout.ends), rewards.over(self.world)
+        metrics |= everyones.metrics | completion_metrics(ends)
+        metrics["reward/zero_std_fraction"] = self._share_without_signal(rewards.total_B)
+        first = mine.start * self.config.group_size
+        experience = self._experience(rollout, everyones.total_B, scores, ends, first)
         metrics |= self._learn(experience)
         self.count_tokens(sum(map(len, experience.trajectories)))
         return metrics | {"mean_reward": metrics["reward/mean"], "mean_kl": metrics.get("kl", 0.0)}
@@ -310,7 +333,8 @@ class GRPO(Trainer):
         with self.phase("generate"), self.autocast():
             rollout = self._sample(prompts, *how, self.seed_of(step, attempt), addresses)
             if self.config.server.max_staleness and not attempt and (rows := self.run.upcoming(self.config.run)):
-                self.sampler.ahead([p.ids for p in rows], *how, self.seed_of(step + 1, 0))
+                ahead = self.share(len(rows))
+                self.sampler.ahead([rows[i].ids for i in ahead], *how, self.seed_of(step + 1, 0), ahead)
             return rollout
 
     def _sample(self, prompts: Sequence[Prompt], *how: Any) -> Rollout:
@@ -325,21 +349,24 @@ class GRPO(Trainer):
             rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy.tokenizer)
             return rows, self.rewards(rows, rollout)
 
-    def _sampled_again(self, prompts: list[Prompt], rollout: Rollout, rewards: Rewards) -> tuple[Rollout, Rewards]:
+    def _sampled_again(
+        self, prompts: list[Prompt], addresses: Sequence[int], rollout: Rollout, rewards: Rewards
+    ) -> tuple[Rollout, Rewards]:
         """Groups without signal exchanged for new ones, as often as wanted."""
         size = self.config.group_size
         for attempt in range(1, self.config.resample_rounds + 1):
             again = without_signal(rewards.total_B, size).nonzero().flatten().tolist()
-            if not again:
+            if not self.of_all(again):  # all processes go on while one has to: they may share a server
                 break
             chosen = [prompts[i] for i in again]
-            new_rollout = self._generate(chosen, again, attempt)
+            new_rollout = self._generate(chosen, [addresses[i] for i in again], attempt)
             _, new_rewards = self._reward(chosen, new_rollout)
             rollout, rewards = _with_groups_replaced(rollout, rewards, again, new_rollout, new_rewards, size)
         return rollout, rewards
 
-    def _share_without_signal(self, rewards: Rewards) -> float:
-        return without_signal(rewards.total_B, self.config.group_size).double().mean().item()
+    def _share_without_signal(self, rewards_B: torch.Tensor) -> Mean:
+        without_P = without_signal(rewards_B, self.config.group_size)
+        return Mean(int(without_P.sum()), len(without_P))
 
     # ---- scoring ----
 
@@ -352,7 +379,7 @@ class GRPO(Trainer):
                 old_logps = self._logps_by(self.policy, batches)
             else:
                 lengths = [len(logps) for logps in rollout.logps]
-                old_logps = list(on_device(torch.cat(rollout.logps), self.policy.device).split(lengths))
+                old_logps = list(on_device(_joined(rollout.logps), self.policy.device).split(lengths))
             ref_logps = None if reference is None else self._logps_by(reference, batches)
         return Scores(old_logps, ref_logps)
 
@@ -371,23 +398,29 @@ class GRPO(Trainer):
             found |= zip(part, batch.split(logps_n), strict=True)
         return [found[i] for i in sorted(found)]
 
-    def _experience(self, rollout: Rollout, rewards_B: torch.Tensor, scores: Scores | None = None) -> Experience:
+    def _experience(
+        self, rollout: Rollout, rewards_B: torch.Tensor, scores: Scores | None = None,
+        ends: list[tuple[int, str]] | None = None, first: int = 0,
+    ) -> Experience:  # fmt: skip
+        """rewards_B, ends: of the whole batch, in which this process's completions begin at `first`."""
         config = self.config
         # in float64, so that float32 rewards give the nearest float32
         advantages_B = compute_batch_group_advantages(
             rewards_B.double(), config.group_size, ddof=config.advantage_ddof, eps=config.advantage_eps,
             scale=config.advantage_scale,
         ).to(rewards_B.dtype)  # fmt: skip
-        ended_B = torch.tensor([reason in ("eos", "environment") for reason in rollout.finish_reasons])
-        counts_B = ended_B if config.mask_truncated else torch.ones_like(ended_B)
+        counted = [
+            length if why in ENDED or not config.mask_truncated else 0 for length, why, *_ in ends or rollout.ends
+        ]
         old_logps, ref_logps = scores or self._score(rollout)
-        experience = Experience(rollout, advantages_B, counts_B, old_logps, ref_logps)
+        own_B = advantages_B[first : first + len(rollout)]
+        experience = Experience(rollout, own_B, counted, old_logps, ref_logps, first=first)
         if config.importance_cap is not None:
             sampled_N, trained_N = _sampled_and_trained(experience)
             weights_N = (trained_N - sampled_N).exp().clamp(max=config.importance_cap)
             experience.weights = list(weights_N.split([len(logps) for logps in rollout.logps]))
         if config.turns.credit == "turn" and self.player is not None:
-            experience.per_token = self._turn_advantages(rollout, rewards_B)
+            experience.per_token = self._turn_advantages(rollout, rewards_B[first : first + len(rollout)])
         return experience
 
     def _turn_advantages(self, rollout: Any, rewards_B: torch.Tensor) -> list[torch.Tensor]:
@@ -402,8 +435,8 @@ class GRPO(Trainer):
     def _learn(self, experience: Experience) -> dict[str, Any]:
         """The updates on a rollout, and the means of what they measured."""
         meter, updates = PolicyMeter(), []
-        for number, indices in enumerate(self._minibatches(len(experience))):
-            parts, num_tokens = self._parts(experience, indices), experience.num_tokens(indices)
+        for number, indices in enumerate(self._minibatches(len(experience.counted))):
+            parts, num_tokens = self._parts(experience, indices), sum(experience.counted[i] for i in indices)
             updates.append(
                 self.update(
                     functools.partial(self.loss_on, experience, part, num_tokens=num_tokens, num_sequences=len(indices))
@@ -413,13 +446,13 @@ class GRPO(Trainer):
             for part, result in zip(parts, updates[-1].parts, strict=True):
                 meter.add(result.metrics, experience.num_tokens(part), first=number == 0)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        drawn_N = torch.cat(experience.rollout.logps).double()
-        metrics |= meter.metrics() | {"entropy_estimate": -drawn_N.mean().item()}
+        drawn_N = _joined(experience.rollout.logps).double()
+        metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn_N.sum().item(), len(drawn_N))}
         return metrics | self._mismatch(experience, meter)
 
     def _parts(self, experience: Experience, indices: list[int]) -> list[list[int]]:
-        """Micro-batches of those of these completions that count."""
-        counting = [i for i in indices if experience.counts_B[i]]
+        """Micro-batches of those of these completions that are this process's and count."""
+        counting = experience.own(indices)
         return self.micro_batches(counting, [len(experience.trajectories[i]) for i in counting])
 
     def _minibatches(self, num_completions: int) -> Iterator[list[int]]:
@@ -448,7 +481,7 @@ class GRPO(Trainer):
         )  # fmt: skip
 
         def of_these(values: Sequence[torch.Tensor]) -> torch.Tensor:
-            return on_device(torch.cat([values[i] for i in indices]), self.policy.device)
+            return on_device(_joined([values[i] for i in indices]), self.policy.device)
 
         batch.old_logps_n = of_these(experience.old_logps)
         batch.ref_logps_n = None if experience.ref_logps is None else of_these(experience.ref_logps)
@@ -465,12 +498,15 @@ class GRPO(Trainer):
         if not self.config.recomputes:
             return meter.first()
         sampled_N, trained_N = _sampled_and_trained(experience)
-        ratios_N = (trained_N - sampled_N).exp()
-        found = {"mismatch_kl": kl_estimate(sampled_N, trained_N).mean(), "mismatch_ratio_max": ratios_N.max()}
+        ratios_N, num_tokens = (trained_N - sampled_N).exp(), len(trained_N)
+        if not num_tokens:
+            return {}
+        found: dict[str, Any] = {"mismatch_kl": Mean(kl_estimate(sampled_N, trained_N).double().sum(), num_tokens)}
+        found["mismatch_ratio_max"] = Largest(ratios_N.max())
         if experience.weights is not None:
             weights_N = torch.cat(experience.weights)
-            found["importance/mean"] = weights_N.mean()
-            found["importance/capped_fraction"] = (weights_N < ratios_N).to(ratios_N.dtype).mean()
+            found["importance/mean"] = Mean(weights_N.double().sum(), num_tokens)
+            found["importance/capped_fraction"] = Mean((weights_N < ratios_N).sum(), num_tokens)
         return found
 
 
@@ -499,5 +535,10 @@ def _with_groups_replaced(
 
 def _sampled_and_trained(experience: Experience) -> tuple[torch.Tensor, torch.Tensor]:
     """[N] and [N] log-probs of every token, of sampling and of the training forward with the same weights."""
-    trained_N = torch.cat(experience.old_logps)
-    return on_device(torch.cat(experience.rollout.logps), trained_N.device).to(trained_N.dtype), trained_N
+    trained_N = _joined(experience.old_logps)
+    return on_device(_joined(experience.rollout.logps), trained_N.device).to(trained_N.dtype), trained_N
+
+
+def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One after the other; of none an empty one."""
+    return torch.cat(list(rows)) if rows else torch.zeros(0)

@@ -15,9 +15,10 @@ from strop.environments.base import TurnsConfig
 from strop.environments.credit import EpisodeRewards
 from strop.environments.of_trainer import player, rows_of
 from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout, sample_table
-from strop.rollout import Rollout, Sampling, checked_prompts
+from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics
 from strop.rollout.sampler import sampler
 from strop.rollout.server import ServerConfig
+from strop.training.state import Mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,55 +113,61 @@ class OnlineDPO(DPO):
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         """DPO's metrics, on pairs sampled from the policy as it is."""
-        rollout, pairs = self._sampled_pairs(rows, "evaluation")
+        mine = self.share(len(rows))
+        rows = rows[mine.start : mine.stop]
+        rollout, pairs = self._sampled_pairs(rows, mine, "evaluation")
         better, metrics, _ = self._judge(rows, rollout)
-        chosen = [_ordered(pair, index) for pair, index in zip(pairs, better, strict=True) if index is not None]
-        metrics |= rollout.metrics | _ties(better)
-        return metrics | (super().evaluate_on(chosen) if chosen else {})
+        told = [_ordered(pair, index) for pair, index in zip(pairs, better, strict=True) if index is not None]
+        metrics |= completion_metrics(self.of_all(rollout.ends)) | _ties(better)
+        num_pairs = int(self.world.total(len(told)))
+        return metrics | (self._evaluate(told, num_pairs) if num_pairs else {})
 
     # ---- inside ----
 
     def _online_step(self, prompts: list[Prompt]) -> dict[str, float]:
-        rollout, pairs = self._sampled_pairs(prompts, self.state.step)
+        mine = self.share(len(prompts))
+        prompts = prompts[mine.start : mine.stop]
+        rollout, pairs = self._sampled_pairs(prompts, mine, self.state.step)
         # on a GPU while the host, which does not wait for it, judges the pairs; those that tie are scored in vain
         ref_logps_P2 = self._reference_logps(self._batches(pairs))
         with self.phase("reward"):
             better, metrics, self.samples = self._judge(prompts, rollout)
-        metrics |= rollout.metrics | _ties(better)
+        metrics |= completion_metrics(self.of_all(rollout.ends)) | _ties(better)
         told = [(i, index) for i, index in enumerate(better) if index is not None]
-        if not told:  # every pair a tie: nothing to learn from
+        num_pairs = int(self.world.total(len(told)))
+        if not num_pairs:  # every pair a tie: nothing to learn from
             return metrics | {"loss": 0.0}
-        rows, chosen = on_device(torch.tensor(told), ref_logps_P2.device).T
+        rows, chosen = on_device(torch.tensor(told).long().view(-1, 2), ref_logps_P2.device).T
         ref_logps_P2 = torch.stack([ref_logps_P2[rows, chosen], ref_logps_P2[rows, 1 - chosen]], 1)
-        return metrics | self._step([_ordered(pairs[i], index) for i, index in told], ref_logps_P2)
+        return metrics | self._learn([_ordered(pairs[i], index) for i, index in told], num_pairs, ref_logps_P2)
 
-    def _sampled_pairs(self, prompts: list[Prompt], step: Any) -> tuple[Rollout, list[Pair]]:
+    def _sampled_pairs(self, prompts: list[Prompt], addresses: Sequence[int], step: Any) -> tuple[Rollout, list[Pair]]:
         """Completions, and as (first, second) for each prompt."""
-        with self.phase("generate"), self.autocast():
-            rollout = self._sample(prompts, step)
+        with self.phase("generate"), self.autocast(), self.sampler.ready():
+            rollout = self._sample(prompts, addresses, step)
         if self.player is not None:
             lines = rollout.trajectories
             return rollout, list(zip(lines[::2], lines[1::2], strict=True))
         rows = zip(rollout.prompt_ids[::2], rollout.completion_ids[::2], rollout.completion_ids[1::2], strict=True)
         return rollout, [self._checked(*row, f"prompts[{i}]") for i, row in enumerate(rows)]
 
-    def _sample(self, prompts: list[Prompt], step: Any) -> Rollout:
+    def _sample(self, prompts: list[Prompt], addresses: Sequence[int], step: Any) -> Rollout:
         """Two completions of each; of a dataset's prompts so many at a time as training samples."""
-        size, how = len(prompts), (self.config.sampling, 2)
+        size, how = max(len(prompts), 1), (self.config.sampling, 2)
+        most = size
         if step == "evaluation":
-            size = self.config.run.batch_size
+            size, most = self.config.run.batch_size, max(self.world.gathered(len(prompts)))
         rollouts: list[Rollout] = []
-        for start in range(0, len(prompts), size):
-            some = prompts[start : start + size]
-            addresses = range(start, start + len(some))
-            seed = self.seed_of(step)
+        for start in range(0, most, size):  # as often as in every other process
+            some, seed = prompts[start : start + size], self.seed_of(step)
             if self.player is not None:
-                rollouts.append(self.player([p.columns for p in some], *how, seed, addresses))
+                rollouts.append(self.player([p.columns for p in some], *how, seed, addresses[start : start + size]))
             else:
-                rollouts.append(self.sampler([p.ids for p in some], *how, seed, addresses))
+                rollouts.append(self.sampler([p.ids for p in some], *how, seed, addresses[start : start + size]))
         if step != "evaluation" and self.config.server.max_staleness and (rows := self.run.upcoming(self.config.run)):
-            self.sampler.ahead([p.ids for p in rows], *how, self.seed_of(step + 1))
-        return functools.reduce(Rollout.joined, rollouts)
+            ahead = self.share(len(rows))
+            self.sampler.ahead([rows[i].ids for i in ahead], *how, self.seed_of(step + 1), ahead)
+        return functools.reduce(Rollout.joined, rollouts or [Rollout([], [], [], [])])
 
     def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return self.sampler.state()
@@ -180,12 +187,12 @@ class OnlineDPO(DPO):
                 None if tied else int(second)
                 for tied, second in zip((first_P == second_P).tolist(), (second_P > first_P).tolist(), strict=True)
             ]
-            return better, rewards.metrics, sample_table(rows, reward=rewards.total_B.tolist())
+            return better, rewards.over(self.world).metrics, sample_table(rows, reward=rewards.total_B.tolist())
         assert self.preference is not None
         completions = rows["completions"]
         columns = {name: values[::2] for name, values in rows.items() if name not in ("completions", "completion_ids")}
         preferred = self.preference(list(zip(completions[::2], completions[1::2], strict=True)), columns)
-        chosen = torch.nn.functional.one_hot(torch.tensor(preferred), 2).flatten().bool().tolist()
+        chosen = torch.nn.functional.one_hot(torch.tensor(preferred).long(), 2).flatten().bool().tolist()
         return list(preferred), {}, sample_table(rows, preferred=chosen)
 
 
@@ -194,5 +201,5 @@ def _ordered(pair: Pair, better: int) -> Pair:
     return pair[better], pair[1 - better]
 
 
-def _ties(better: Sequence[int | None]) -> dict[str, float]:
-    return {"preference/tied_fraction": better.count(None) / len(better)}
+def _ties(better: Sequence[int | None]) -> dict[str, Any]:
+    return {"preference/tied_fraction": Mean(better.count(None), len(better))}

@@ -73,18 +73,21 @@ class SFT(Trainer):
         return self._step(rows if isinstance(rows[0], Trajectory) else self.prepare(rows, "rows"))
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
-        num_tokens = sum(row.num_counted for row in rows)
-        loss = 0.0
-        for part in self.eval_batches(rows, [len(row) for row in rows]):
+        num_tokens, mine = sum(row.num_counted for row in rows), self.share(len(rows))
+        own, loss = rows[mine.start : mine.stop], 0.0
+        for part in self.eval_batches(own, [len(row) for row in own]):
             with self.autocast():
                 loss += self.policy.loss(self._batch(part, num_tokens), NLL()).loss.item()
+        loss = self.world.total(loss)
         return {"loss": loss, "perplexity": float(torch.tensor(loss, dtype=torch.float64).exp())}
 
     # ---- inside ----
 
     def _step(self, examples: list[Trajectory]) -> dict[str, float]:
-        num_tokens, lengths = sum(one.num_counted for one in examples), [len(one) for one in examples]
-        batches = [self._batch(part, num_tokens) for part in self.micro_batches(examples, lengths)]
+        num_tokens, mine = sum(one.num_counted for one in examples), self.share(len(examples))
+        own = examples[mine.start : mine.stop]
+        lengths = [len(one) for one in own]
+        batches = [self._batch(part, num_tokens) for part in self.micro_batches(own, lengths)]
         update = self.update(functools.partial(self.policy.loss, batch, NLL()) for batch in batches)
         self.count_tokens(sum(lengths))
         return update | {"completion/length": num_tokens / len(examples)}

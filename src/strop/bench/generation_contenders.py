@@ -90,7 +90,7 @@ SMALLEST = Model(name="SmolLM2-135M shape", model_type="llama", shape=SMOLLM2 | 
 LARGE = Model(name="Qwen2-7B shape", model_type="qwen2", shape=QWEN2_7B | LONG)
 ON_A_GPU = [
     Workload(model=SMALL),
-    Workload(model=SMALL, varied=True),
+    Workload(model=SMALL, varied=True, transformers=False),
     Workload(model=SMALL, varied=True, num_prompts=64, new_tokens=1024, transformers=False),
     Workload(model=SMALL, prompt_tokens=4096, new_tokens=512, transformers=False),
     Workload(model=SMALLEST),
@@ -300,10 +300,17 @@ class Side:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, encoding="utf-8",
             env=os.environ | {variable: f"{cache}/{variable}" for variable in CACHES} | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         )  # fmt: skip
-        self.start_seconds: float = self._answer()["seconds"]  # of an engine that is started, besides its first rollout
+        self._started: float | None = None
+
+    def start(self) -> float:
+        """Wait until it has started; the seconds of an engine that is started, besides its first rollout."""
+        if self._started is None:
+            self._started = self._answer()["seconds"]
+        return self._started
 
     def rollout(self, workload: Workload, seed: int) -> Made:
         assert self.process.stdin is not None
+        self.start()
         self.process.stdin.write(json.dumps([dataclasses.asdict(workload), seed]) + "\n")
         self.process.stdin.flush()
         return Made(**self._answer())

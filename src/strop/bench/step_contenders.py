@@ -12,7 +12,6 @@ made likelier in the weights that both sides get (`raise_the_end`): lengths are 
 import dataclasses
 import gc
 import importlib.util
-import math
 import time
 import warnings
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 LEARNING_RATE, SEED = 1e-6, 0
-TRIALS = 4  # rollouts that set how likely the end is
+TRIALS = 11  # rollouts that set how likely the end is
 Steps = Callable[[int], "list[Step]"]
 
 
@@ -129,38 +128,28 @@ def hugging_face_model(workload: Workload) -> Any:
 
 @torch.no_grad()
 def raise_the_end(model: Any, workload: Workload) -> None:
-    """Make the end so likely that completions have mean_tokens on average: T tokens at most, a chance p at each, are
-    (1 − (1 − p)^T)/p.
+    """Make the end so likely that completions have mean_tokens on average.
 
-    One coordinate of every embedding is 1, so that a part of each hidden state is the same whatever was read. Input and
-    output share their embeddings, and the end's has more of that coordinate: as much as gives p on the prompts, and then
-    as rollouts show, since far behind a prompt the hidden states are others.
+    One coordinate of every embedding is 1, so that hidden states have a part in common whatever was read. Input and output
+    share their embeddings, and the end's gets more of that part: as much as rollouts show to be right.
     """
     from strop.models import as_policy
     from strop.rollout import Sampling, generate
 
     assert model.config.tie_word_embeddings
-    weight_VH, T, mean = model.get_input_embeddings().weight, workload.new_tokens, workload.mean_tokens or 0
-    chance = _solved(lambda p: (1 - (1 - p) ** T) / p - mean, 1.0, 1e-6)
+    assert workload.mean_tokens is not None
+    weight_VH, prompts = model.get_input_embeddings().weight, workload.prompts()
     weight_VH[:, 0] = 1
-    hidden_NH = model.get_decoder()(workload.prompts().to(weight_VH.device)).last_hidden_state.flatten(0, 1)
-    logits_NV = hidden_NH.float() @ weight_VH.float().T
-    odds_N = logits_NV[:, 1] - logits_NV.logsumexp(1)
-    always_N = hidden_NH[:, 0].float()
-    weight_VH[1, 0] += _solved(lambda more: (odds_N + more * always_N).sigmoid().mean() - chance, 0.0, 8.0)
-    policy, sampling = as_policy(model), Sampling(max_new_tokens=T)
-    for seed in range(TRIALS):
-        rollout = generate(policy, list(workload.prompts()), sampling, num_samples=workload.group_size, seed=seed)
-        ended = max(rollout.finish_reasons.count("eos"), 1)
-        weight_VH[1, 0] += math.log(chance * rollout.num_tokens / ended) / float(always_N.mean())
-
-
-def _solved(rises: Callable[[float], Any], low: float, high: float) -> float:
-    """Where the function, negative at `low` and positive at `high`, is 0."""
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rises(middle) < 0 else (low, middle)
-    return (low + high) / 2
+    common_H = model.get_decoder()(prompts.to(weight_VH.device)).last_hidden_state.flatten(0, 1).float().mean(0)
+    end_H, common_H = weight_VH[1].float().clone(), common_H / common_H.square().sum()
+    policy, sampling = as_policy(model), Sampling(max_new_tokens=workload.new_tokens)
+    low, high = 0.0, 40.0  # more of the end's logit
+    for _ in range(TRIALS):
+        weight_VH[1] = end_H + (low + high) / 2 * common_H
+        lengths = generate(policy, list(prompts), sampling, num_samples=4 * workload.group_size, seed=0).metrics
+        too_long = lengths["completion/length"] > workload.mean_tokens
+        low, high = ((low + high) / 2, high) if too_long else (low, (low + high) / 2)
+    policy.rollout_engine = None  # its memory is none of the trainer's
 
 
 def moe_model(workload: Workload) -> Any:
@@ -170,7 +159,7 @@ def moe_model(workload: Workload) -> Any:
     return MoETransformer(config, seed=SEED)
 
 
-def strop_trainer(workload: Workload) -> Any:
+def strop_trainer(workload: Workload, **options: Any) -> Any:
     from strop.algorithms.grpo import GRPO
 
     model = moe_model(workload) if workload.model_type == "moe" else hugging_face_model(workload)
@@ -179,7 +168,7 @@ def strop_trainer(workload: Workload) -> Any:
         return GRPO(
             model=model, reward_fn=_strop_reward, group_size=workload.group_size, kl_coef=workload.kl_coef,
             max_new_tokens=workload.new_tokens, learning_rate=LEARNING_RATE,
-            autocast="bf16" if workload.autocast else None,
+            autocast="bf16" if workload.autocast else None, **options,
         )  # fmt: skip
 
 

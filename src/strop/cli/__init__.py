@@ -1,16 +1,17 @@
 """The command line: one file per command."""
 
 import codecs
+import functools
 import io
 import os
 import sys
 import warnings
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 
 import strop
-from strop._processes import refuse_several_processes
+from strop import peers
 from strop.cli import bench, demo, doctor, generate, report, serve, train
 
 app = typer.Typer(
@@ -53,13 +54,16 @@ def _escaped(error: UnicodeError) -> tuple[bytes, int]:
     ), error.end
 
 
-def _show_usage_error(error: Any) -> NoReturn:
+def _show(error: Exception) -> None:
+    print(peers.told(error).replace("resume=True", "--resume"), file=sys.stderr)
+
+
+def _show_usage_error(error: Any) -> None:
     if "help" in type(error).__name__.lower():  # no arguments at all: the help itself
         error.show()
     else:
         path = getattr(getattr(error, "ctx", None), "command_path", "strop")
         print(f"strop: {error.format_message()} ({path} --help lists all)", file=sys.stderr)
-    sys.exit(error.exit_code)
 
 
 def main() -> None:
@@ -75,23 +79,24 @@ def main() -> None:
     if not debug:
         warnings.formatwarning = lambda message, *_, **__: f"strop: warning: {message}\n"
     try:
-        if "train" in arguments[:1] and "--help" not in arguments:
-            refuse_several_processes()  # before torch is imported, which the options of train need
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            _join_others(debug)
         train.define_commands(arguments)
         sys.exit(app(args=arguments, prog_name="strop", standalone_mode=False))
     except KeyboardInterrupt:
-        print("strop: interrupted", file=sys.stderr)
+        peers.tell(lambda: print("strop: interrupted", file=sys.stderr))
         sys.exit(130)
     except Exception as error:
-        if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's: a mistake on the command line
-            _show_usage_error(error)
-        if debug:
+        is_usage = hasattr(error, "format_message") and hasattr(error, "exit_code")  # typer's: of the command line
+        if debug and not is_usage:
             raise
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-        more = "" if len(lines) == 1 else " (--debug shows the rest)"
-        notes = [
-            note.replace("resume=True", "--resume") for note in getattr(error, "__notes__", ())
-        ]  # of the checkpoint
-        told = "; ".join([lines[0] + more, *notes])
-        print(f"strop: {type(error).__name__}: {told}", file=sys.stderr)
-        sys.exit(1)
+        peers.tell(functools.partial(_show_usage_error if is_usage else _show, error))
+        sys.exit(error.exit_code if is_usage else 1)  # type: ignore[attr-defined]
+
+
+def _join_others(debug: bool) -> None:
+    """Connect with the processes that torchrun started, so that one of them speaks for all from now on."""
+    from strop.distributed import world
+
+    if not world().is_first and not debug:
+        warnings.simplefilter("ignore")

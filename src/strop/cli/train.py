@@ -124,15 +124,12 @@ def _check_known(config_class: Any, options: Mapping[str, Any]) -> None:
 
 def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Path:
     """Train as told; the run folder. Ends the process with 130 or 143 after Ctrl-C or SIGTERM."""
-    output = Path(job.output or f"runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if job.resume and job.output is None:
-        raise ValueError("--resume needs --output, the folder of the run to go on with")
-    if output.exists() and not output.is_dir():
-        raise NotADirectoryError(f"output must be a folder, found the file {output}")
-    if (output / "run.json").exists() and not job.resume:
-        raise ValueError(f"{output} holds a run already: --resume goes on with it, --output names another folder")
+    from strop.distributed import world
+
+    quiet = quiet or not world().is_first
+    output = world().from_first(lambda: _output(command, job))
     trainer, rows, eval_rows = build(command, job, config)
-    trainer.loggers = _loggers(job, config, output, quiet)
+    trainer.loggers = _loggers(job, config, output, quiet) if world().is_first else []
     trainer.run.about = {"job": told(job)}
     if not quiet:
         print(f"{command}: {len(rows):,} rows, {_size(trainer)}; run folder {output}", file=sys.stderr)
@@ -145,7 +142,20 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
         raise typer.Exit(128 + (history.signal or 2))
     if not quiet:
         _tell(history, output)
-    print(output)
+    if world().is_first:
+        print(output)
+    return output
+
+
+def _output(command: str, job: JobConfig) -> Path:
+    """The run folder, which may be there if it is resumed."""
+    output = Path(job.output or f"runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if job.resume and job.output is None:
+        raise ValueError("--resume needs --output, the folder of the run to go on with")
+    if output.exists() and not output.is_dir():
+        raise NotADirectoryError(f"output must be a folder, found the file {output}")
+    if (output / "run.json").exists() and not job.resume:
+        raise ValueError(f"{output} holds a run already: --resume goes on with it, --output names another folder")
     return output
 
 
@@ -214,8 +224,11 @@ def _loggers(job: JobConfig, config: Any, output: Path, quiet: bool) -> list[Any
 
 
 def _size(trainer: Any) -> str:
+    from strop.distributed import class_of
+
     count = sum(parameter.numel() for parameter in trainer.module.parameters())
-    return f"{type(trainer.module).__name__} of {count:,} parameters"
+    processes = f", in {trainer.world.size} processes" if trainer.world.size > 1 else ""
+    return f"{class_of(trainer.module).__name__} of {count:,} parameters{processes}"
 
 
 def _tell(history: Any, output: Path) -> None:

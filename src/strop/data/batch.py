@@ -98,12 +98,15 @@ class TokenBatch:
         dtype: torch.dtype = torch.float32,
         **per_trajectory: Sequence[float],
     ) -> "TokenBatch":
-        """The trajectories in this order.
+        """The trajectories in this order; of none a batch of one token, of which nothing counts.
 
         per_trajectory   advantages, weights: a number of each, which all its tokens that count get, in `dtype`
         """
-        if not trajectories:
-            raise ValueError("trajectories must hold at least one, found none")
+        if not trajectories:  # a process without work runs the model beside the others all the same, on one token
+            nothing = Trajectory(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
+            return replace(
+                cls.of([nothing], device, dtype=dtype, **{name: [0.0] for name in per_trajectory}), counts=[]
+            )
         lengths = [len(one) for one in trajectories]
         ids_N = torch.cat([one.ids_T for one in trajectories])
         counts_N = torch.cat([one.counts_T for one in trajectories])
@@ -164,7 +167,7 @@ class TokenBatch:
 
     def sums(self, values_n: torch.Tensor) -> torch.Tensor:
         """[S] the sum over each trajectory's tokens that count."""
-        return values_n.new_zeros(len(self)).index_add(0, self.sequence_n, values_n)
+        return values_n.new_zeros(len(self.counts)).index_add(0, self.sequence_n, values_n)
 
     def split(self, values_n: torch.Tensor) -> list[torch.Tensor]:
         """Per trajectory."""

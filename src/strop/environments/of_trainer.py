@@ -20,6 +20,8 @@ def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
     made = player_of(trainer.policy, trainer.sampler, environment, tools, config.turns)
     if made is not None and config.server.max_staleness:
         raise ValueError(f"max_staleness must be 0 with an environment, found {config.server.max_staleness}")
+    if made is not None and config.server.urls and trainer.world.size > 1:
+        raise ValueError("rollout_server must be None with an environment in several processes, found one")
     return made
 
 

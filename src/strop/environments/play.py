@@ -19,7 +19,7 @@ import torch
 from strop.environments.base import Turn, TurnsConfig, as_environment, as_turn
 from strop.environments.dialogue import Chat, Dialogue
 from strop.environments.pool import Late, Pool
-from strop.rollout import Rollout, Sampler, Sampling
+from strop.rollout import End, Rollout, Sampler, Sampling
 from strop.rollout.kept import Kept
 
 LINGER = 0.005  # seconds to wait for further environments once one has answered: larger batches
@@ -44,6 +44,17 @@ class Episode:
     @property
     def spans(self) -> list[int]:
         return self.dialogue.spans
+
+    def told(self, given_tokens: int) -> dict[str, float]:
+        """Its part of the metrics, which are means over trajectories."""
+        return {
+            "turns/mean": len(self.spans),
+            "turns/truncated_fraction": float(self.finish == "turns"),
+            "turns/given_tokens": given_tokens,
+            "environment/seconds": self.seconds,
+            "environment/failed_fraction": float(bool(self.failure)),
+            **{f"environment/{name}": value for name, value in self.info.items()},
+        }
 
     def returns(self, discount: float) -> list[float]:
         """Of each turn the reward from it on, G_t = r_t + γ·G_(t+1)."""
@@ -77,19 +88,10 @@ class Episodes(Rollout):
         }
 
     @property
-    def metrics(self) -> dict[str, float]:
-        size = len(self)
-        turns = [len(episode.spans) for episode in self.episodes]
-        found = super().metrics | {
-            "turns/mean": sum(turns) / size,
-            "turns/truncated_fraction": self.finish_reasons.count("turns") / size,
-            "turns/given_tokens": sum(map(len, self.completion_ids)) / size - self.num_tokens / size,
-            "environment/seconds": sum(episode.seconds for episode in self.episodes) / size,
-            "environment/failed_fraction": sum(bool(episode.failure) for episode in self.episodes) / size,
-        }
-        names = dict.fromkeys(name for episode in self.episodes for name in episode.info)
-        sums = {name: sum(episode.info.get(name, 0.0) for episode in self.episodes) for name in names}
-        return found | {f"environment/{name}": value / size for name, value in sums.items()}
+    def ends(self) -> list[End]:
+        given = [int((~counts).sum()) for counts in self.counts or []]
+        columns = zip(super().ends, self.episodes, given, strict=True)
+        return [(length, why, episode.told(given)) for (length, why, *_), episode, given in columns]
 
 
 class Player:

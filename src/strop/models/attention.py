@@ -49,11 +49,13 @@ class Packed(Pass):
     lengths      of the sequences, known to the host
     cu_seqlens   where they begin and end, on the device
     rules        of the layers that have attended
+    memory       of the layers, one after the other: see `models.layers`
     """
 
     lengths: Sequence[int]
     cu_seqlens: torch.Tensor
     rules: dict[int, Rule] = field(default_factory=dict)
+    memory: dict[Any, Any] = field(default_factory=dict)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         self.rules[layer] = rule

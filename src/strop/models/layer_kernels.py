@@ -179,7 +179,7 @@ def _rotate(x_ptr, y_ptr, angles, d, HEADS: tl.constexpr, D: tl.constexpr, BLOCK
 
 
 def rotate(q, k, cos, sin, into, backward=False):
-    """q [N, Q, D] and k [N, K, D] turned by the angles of cos and sin [N, D], into the same of another row, or their own."""
+    """q [N, Q, D] and k [N, K, D] turned by the angles of cos and sin [.., N, D], into the same of another row, or their own."""
     (N, Q, D), K = q.shape, k.shape[1]
     rotate_kernel(
         N, q, k, cos, sin, *into, num_warps=4, BACKWARD=backward, Q=Q, K=K, D=D,

@@ -197,9 +197,9 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x, angles, attend, eps, w_1, w_2, w_q, w_k, *projections):
-        x_NH, cos_ND, sin_ND = (whole(one[0]) for one in (x, *angles))
-        dtype, heads = _computed_in(x), [len(one) // cos_ND.shape[1] for one in projections[:3]]
-        qkv, o, gate_up, down, bias = _copied(projections, dtype)
+        x_NH, cos, sin = whole(x[0]), *map(whole, angles)
+        dtype, heads = _computed_in(x), [one.shape[0] // cos.shape[-1] for one in projections[:3]]
+        qkv, o, gate_up, down, bias = _copied(projections, dtype, attend.pass_.memory)
 
         _, n1_NH, r1_N = kernels.norm(x_NH, w_1, eps[0], dtype)
         raw_NW = qkv_NW = linear(n1_NH, qkv, bias)
@@ -211,13 +211,13 @@ class Layer(torch.autograd.Function):
             _, _, r_k = kernels.norm(k_raw, w_k, eps[3], dtype, n=k_new)
             v_new.copy_(v_raw)
         q_NQD, k_NKD, v_NKD = _apart(qkv_NW, heads)
-        kernels.rotate(q_NQD, k_NKD, cos_ND, sin_ND, into=(q_NQD, k_NKD))
+        kernels.rotate(q_NQD, k_NKD, cos, sin, into=(q_NQD, k_NKD))
         out_NQD, saved = attend.forward(q_NQD, k_NKD, v_NKD)
         h_NH, n2_NH, _ = kernels.norm(x_NH, w_2, eps[1], dtype, a=linear(out_NQD.flatten(1), o))
         m_NF = kernels.gate(linear(n2_NH, gate_up))
         y_NH = torch.addmm(h_NH, m_NF, down.T) if h_NH.dtype == dtype else h_NH + linear(m_NF, down)
 
-        kept = x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos_ND, sin_ND, out_NQD, h_NH, w_1, w_2, w_q, w_k
+        kept = x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos, sin, out_NQD, h_NH, w_1, w_2, w_q, w_k
         ctx.save_for_backward(*kept, *projections, *saved)
         ctx.attend, ctx.heads, ctx.dtype, ctx.eps_2, ctx.num_kept = attend, heads, dtype, eps[1], len(kept)
         return y_NH[None]
@@ -232,9 +232,9 @@ class Layer(torch.autograd.Function):
     def _gradients(ctx: Any, dy: torch.Tensor):
         saved = ctx.saved_tensors  # asked for once: gradient checkpointing gives them once
         kept, projections, saved = saved[: ctx.num_kept], saved[ctx.num_kept :][:10], saved[ctx.num_kept + 10 :]
-        x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos_ND, sin_ND, out_NQD, h_NH, w_1, w_2, w_q, w_k = kept
+        x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos, sin, out_NQD, h_NH, w_1, w_2, w_q, w_k = kept
         dtype, heads, wants = ctx.dtype, ctx.heads, ctx.needs_input_grad[8:]
-        qkv, o, gate_up, down, _ = _copied(projections, dtype)
+        qkv, o, gate_up, down, _ = _copied(projections, dtype, ctx.attend.pass_.memory)
         dy_NH = whole(dy[0])
 
         # y = h + m·downᵀ,  m = gate(n₂·gate_upᵀ),  n₂ = norm h
@@ -258,7 +258,7 @@ class Layer(torch.autograd.Function):
         into = _apart(d_qkv_NW, heads)
         into[2].copy_(dv_NKD)
         turned = into[:2] if w_q is None else (dq_NQD, dk_NKD)
-        kernels.rotate(dq_NQD, dk_NKD, cos_ND, sin_ND, into=turned, backward=True)
+        kernels.rotate(dq_NQD, dk_NKD, cos, sin, into=turned, backward=True)
         d_wq = d_wk = None
         if w_q is not None:
             q_raw, k_raw, _ = _apart(raw_NW, heads)
@@ -330,23 +330,40 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _copied(projections: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
+def _copied(projections: Sequence[Any], dtype: torch.dtype, memory: dict[Any, Any]) -> tuple[Any, ...]:
     """(qkv, o, gate_up, down, bias or None) in the dtype of the products: one copy of a layer's weights, in one kernel.
 
-    A joined product is quicker than several, and the gradient of what goes into it is one sum.
+    A joined product is quicker than several, and the gradient of what goes into it is one sum. Layers of one shape take
+    turns in one piece of `memory`, whose parts are made once: what reads them is on the device before the next layer's copy.
     """
-    q, k, v, bias_q, bias_k, bias_v, o, gate, up, down = projections
-    groups = [(q, k, v), (o,), (gate, up), (down,), () if bias_q is None else (bias_q, bias_k, bias_v)]
-    sources = [one for group in groups for one in group]
-    memory = torch.empty(sum(one.numel() for one in sources), dtype=dtype, device=q.device)
-    copies = [
-        part.view(one.shape)
-        for part, one in zip(memory.split_with_sizes([s.numel() for s in sources]), sources, strict=True)
-    ]
+    sources = [one for one in projections if one is not None]
+    kind = dtype, *(one.shape for one in sources)
+    if kind not in memory:
+        memory[kind] = _joined(projections, dtype)
+    copies, joined = memory[kind]
     torch._foreach_copy_(copies, sources)
-    together = memory.split_with_sizes([sum(one.numel() for one in group) for group in groups])
-    matrices = (part.view(-1, group[0].shape[1]) for part, group in zip(together, groups[:4], strict=False))
-    return *matrices, None if bias_q is None else together[4]
+    return joined
+
+
+def _joined(projections: Sequence[Any], dtype: torch.dtype) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    """Memory for each of the projections, and the same as joined matrices."""
+    q, k, v, *biases, o, gate, up, down = projections
+    memory = [
+        torch.empty(sum(len(one) for one in group), *group[0].shape[1:], dtype=dtype, device=q.device)
+        for group in ((q, k, v), (o,), (gate, up), (down,), biases)
+        if group[0] is not None
+    ]
+    qkv, o_, gate_up, down_, *bias = memory
+    copies = [*qkv.split([len(q), len(k), len(v)])]
+    if bias:
+        copies += bias[0].split([len(q), len(k), len(v)])
+    return [*copies, o_, *gate_up.split([len(gate), len(up)]), down_], (
+        qkv,
+        o_,
+        gate_up,
+        down_,
+        bias[0] if bias else None,
+    )
 
 
 def _apart(row_NW: torch.Tensor, heads: list[int]) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from strop._tensors import in_dtype
 from strop.data.batch import Rows, TokenBatch, Trajectory
+from strop.distributed import Shards
 from strop.losses.policy import PolicyLoss, nll_of, tokens_loss
 from strop.losses.rules import NLL, TokenRule, tokens_of
 from strop.models import trial
@@ -31,6 +32,7 @@ from strop.models.kinds import (
     has_adapter,
     is_hugging_face,
     is_moe,
+    layers_of,
     listed_ids,
     of_config,
     unwrapped,
@@ -74,6 +76,8 @@ class Policy:
         """Why the decoder layers compute in their own way and not in that of `models.layers`, once a batch was read."""
         self._fused: Any = None
         self._modules: list[nn.Module] = []
+        self.shards: Shards | None = None
+        """The weights where they lie in shards, one a process; None where they are whole."""
         self.rollout_engine: tuple[Any, Any] | None = None
         """For `strop.rollout`: what it keeps between rollouts, and for which state of the model."""
 
@@ -207,6 +211,8 @@ class Policy:
 
         entropy   also return the entropy at each of them
         """
+        if self.shards is not None and not self.shards.are_whole:
+            return self.shards.read(lambda: self.logps(batch, temperature=temperature, entropy=entropy))
         if self.kind == "moe":  # from its engine, as its sampler has them: a rollout's log-probs are these, bit for bit
             both = self._logps_of_moe(batch, temperature)
             return both if entropy else both[0]
@@ -219,6 +225,8 @@ class Policy:
 
     def loss(self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0) -> PolicyLoss:
         """A rule's loss of the tokens that count; the batch has their weights and what else the rule reads."""
+        if self.shards is not None and not self.shards.are_whole:
+            return self.shards.read(lambda: self.loss(batch, rule, temperature=temperature))
         assert batch.weights_n is not None
         of_a_row = isinstance(rule, NLL) or rule.row_suffices
         if of_a_row and (head := self.hidden(batch)) is not None:
@@ -371,6 +379,45 @@ class Policy:
         if self.model is not unwrapped(self.model):
             return "it is compiled, for shapes that do not change"
         return None if "position_ids" in self._arguments else "its forward takes no position_ids"
+
+    # ---- several processes ----
+
+    def shard(self, dtype: torch.dtype | None) -> None:
+        """Let each process keep a shard of the weights; `dtype` is what layers compute in, None as they are."""
+        inner = unwrapped(self.model)
+        if self.kind == "moe":
+            raise ValueError("shard must be 'none' for strop's MoE, whose engine reads whole weights, found 'full'")
+        if self.model is not inner:
+            raise ValueError("compile must be False with shard='full', found True")
+        if not self._tried:
+            self._try()
+        self.shards = Shards(inner, layers_of(inner), dtype)
+        self._twin = Policy(self.shards.twin, self.tokenizer)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator["Policy"]:
+        """This policy, or where its weights lie in shards a copy with all of them, for rollouts: gone afterwards."""
+        if self.shards is None:
+            yield self
+            return
+        try:
+            self.shards.gather()
+        except torch.OutOfMemoryError as error:
+            self.shards.free()
+            num_bytes = (
+                sum(param.numel() for param in self.model.parameters())
+                * (self.shards.dtype or self.loss_dtype).itemsize
+            )
+            raise ValueError(
+                f"rollouts with shard='full' need room for a whole copy of the weights, {num_bytes / 1e9:.1f} GB, beside the "
+                f"shards, found too little; rollout_server samples on other GPUs"
+            ) from error
+        try:
+            yield self._twin
+        finally:
+            if self.device.type != "cuda":
+                self.shards.free()
+                self._twin.rollout_engine = None
 
     # ---- the reference ----
 

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -34,6 +34,8 @@ ENGINES: dict[str, Callable[..., Completions]] = {
     "plain": plain.complete,
 }
 
+End = tuple[Any, ...]  # (length, finish reason), and of several turns a dict of numbers
+ENDED = ("eos", "environment")  # finish reasons of what is not truncated
 KEEPING = ("hf",)  # engines that keep rows
 
 ROWS = ("prompt_ids", "completion_ids", "logps")
@@ -65,7 +67,7 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.completion_ids)
 
-    @property
+    @functools.cached_property
     def trajectories(self) -> list[Trajectory]:
         """Each completion behind its prompt."""
         counts: Sequence[Any] = self.counts or [None] * len(self)
@@ -79,9 +81,12 @@ class Rollout:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the completions: their mean length, and how many max_new_tokens cut."""
-        cut = self.finish_reasons.count("length")
-        return {"completion/length": self.num_tokens / len(self), "completion/truncated_fraction": cut / len(self)}
+        return completion_metrics(self.ends)
+
+    @property
+    def ends(self) -> list[End]:
+        """Length and finish reason of each, and of several turns more numbers by their names."""
+        return [(len(logps), why) for logps, why in zip(self.logps, self.finish_reasons, strict=True)]
 
     def select(self, indices: Sequence[int]) -> Self:
         """These completions, in this order."""
@@ -96,6 +101,15 @@ class Rollout:
     @property
     def _lists(self) -> dict[str, list[Any]]:
         return {name: value for name, value in vars(self).items() if isinstance(value, list)}
+
+
+def completion_metrics(ends: Sequence[End]) -> dict[str, float]:
+    """Of completions: their mean length, how many max_new_tokens cut, and the means of what else is told of them."""
+    length, cut = sum(length for length, *_ in ends), sum(why == "length" for _, why, *_ in ends)
+    found = {"completion/length": length / len(ends), "completion/truncated_fraction": cut / len(ends)}
+    told = [about for _, _, *rest in ends for about in rest]
+    names = dict.fromkeys(name for about in told for name in about)
+    return found | {name: sum(about.get(name, 0.0) for about in told) / len(ends) for name in names}
 
 
 def generate(
@@ -139,7 +153,8 @@ def generate(
         completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, uniforms_BT, eos_ids, *further)
     seconds = time.perf_counter() - start
     _check_not_nan(logps)
-    reasons = ["eos" if c.numel() and c[-1].item() in eos_ids else "length" for c in completion_ids]
+    last = torch.stack([ids[-1] for ids in completion_ids]).tolist()
+    reasons = ["eos" if one in eos_ids else "length" for one in last]
     prompt_ids = [prompt for prompt in ids for _ in range(num_samples)]
     engine = decoding.description(policy) if policy.kind == "hf" else policy.kind
     return Rollout(prompt_ids, completion_ids, logps, reasons, seconds, engine)
@@ -185,6 +200,14 @@ class Sampler:
     def __init__(self, policy: Policy):
         self.policy = policy
         self._begun: dict[int, Callable[[], Rollout]] = {}
+        self._whole: Policy | None = None
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Around rollouts: where the weights lie in shards, all processes gather them here and free them afterwards."""
+        with self.policy.whole() as self._whole:
+            yield
+        self._whole = None
 
     def __call__(
         self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
@@ -201,15 +224,23 @@ class Sampler:
         self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], kept: Kept
     ) -> Rollout:
         """One turn of rows that go on later."""
-        return generate(self.policy, prompts, sampling, seed=seed, addresses=addresses, kept=kept)
+        return generate(self._whole or self.policy, prompts, sampling, seed=seed, addresses=addresses, kept=kept)
 
     def _begin(
         self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None,
     ) -> Callable[[], Rollout]:  # fmt: skip
         """A rollout with the weights as they are now; the function returned waits for it."""
+        if not len(prompts):  # the share of a process where there are fewer prompts than processes
+            return lambda: Rollout([], [], [], [])
         return functools.partial(
-            generate, self.policy, prompts, sampling, num_samples=num_samples, seed=seed, addresses=addresses
+            generate,
+            self._whole or self.policy,
+            prompts,
+            sampling,
+            num_samples=num_samples,
+            seed=seed,
+            addresses=addresses,
         )
 
     def ahead(

@@ -178,12 +178,13 @@ class Engine:
                     read_on(self, prompts[first:end], round_, kept.part(first, end), read, PREFILL_TOKENS)
                 self._decode(rows, round_, sampling)
                 tokens_BT, logps_BT = round_.tokens_BT.cpu(), round_.logps_BT.cpu()
-                lengths = completion_lengths(tokens_BT, eos_ids).tolist()
+                lengths_B = completion_lengths(tokens_BT, eos_ids)
                 if kept is not None and lanes == end - first and round_.kv.shape[2] < self._num_slots() // 3:
-                    keep(prompts[first:end], lengths, round_, kept.part(first, end), T)
+                    keep(prompts[first:end], lengths_B.tolist(), round_, kept.part(first, end), T)
                 del round_  # before the next one's cache
-                tokens += [row[:length].clone() for row, length in zip(tokens_BT, lengths, strict=True)]
-                logps += [row[:length].clone() for row, length in zip(logps_BT, lengths, strict=True)]
+                there_BT = torch.arange(T) < lengths_B[:, None]
+                tokens += tokens_BT[there_BT].split(lengths_B.tolist())
+                logps += logps_BT[there_BT].split(lengths_B.tolist())
         return tokens, logps
 
     # ---- a round ----
@@ -429,9 +430,11 @@ def _get_ready(device: torch.device) -> Callable[[], None]:
         return lambda: None
 
     def start() -> None:
-        from strop.rollout.launch import compile_together, gated
+        from triton.runtime import cache, driver
 
-        compile_together(device, [lambda: gated(torch.zeros(1, 2, device=device), "silu")])
+        torch.cuda.set_device(device)
+        driver.active.get_current_target()  # builds and loads what talks to CUDA
+        cache.triton_key()  # reads all of Triton, for the names of kernels on disk
 
     thread = threading.Thread(target=start)
     thread.start()

@@ -1,18 +1,22 @@
 """Who samples for a trainer: this process, or servers, which are brought the weights first."""
 
+import contextlib
+import functools
+import itertools
 import random
 import secrets
 import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from strop.data.batch import TokenBatch, Trajectory
+from strop.distributed import ALONE, World
 from strop.models import Policy, unwrapped
 from strop.models.kinds import is_peft
 from strop.rollout import Rollout, Sampler, Sampling, checked_prompts
@@ -32,20 +36,22 @@ class Served(Sampler):
     FAILURES = (ServerError,)
 
     def __init__(
-        self, policy: Policy, config: ServerConfig, save: Callable[[Path], None], updates: Callable[[], int] = int
-    ):
+        self, policy: Policy, config: ServerConfig, save: Callable[[Path], None], updates: Callable[[], int] = int,
+        world: World = ALONE,
+    ):  # fmt: skip
         super().__init__(policy)
         if config.sync == "lora" and not is_peft(unwrapped(policy.model)):
             raise ValueError('sync must be "disk" for a model without a peft adapter, found "lora"')
         if policy.vocab_size is None:
             raise ValueError(f"rollout_server must be None: {type(policy.model).__name__} names no vocab_size")
-        self.config, self._save, self._updates = config, save, updates
+        self.config, self._save, self._updates, self.world = config, save, updates, world
         self.servers = [Server(url, config) for url in config.urls]
         self.weights: Weights | None = None
-        self._folder = Path(config.sync_folder or tempfile.mkdtemp(prefix="strop-sync-"))
-        if config.sync_folder is None:
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._run, self._number, self._published = secrets.token_hex(4), 0, -1
+        made = tempfile.mkdtemp(prefix="strop-sync-") if config.sync_folder is None and world.is_first else None
+        if made is not None:
+            weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
+        folder, self._run = world.gathered((config.sync_folder or made, secrets.token_hex(4)))[0]
+        self._folder, self._number, self._published = Path(folder), 0, -1
 
     def go_on(
         self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], kept: Kept
@@ -57,15 +63,47 @@ class Served(Sampler):
         self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None,
     ) -> Callable[[], Rollout]:  # fmt: skip
-        ids = checked_prompts(self.policy, prompts, sampling)
-        start = time.perf_counter()
+        """The first process asks the servers for the prompts of all, so that one client brings them the weights."""
+        ids = checked_prompts(self.policy, prompts, sampling) if len(prompts) else []
+        everyones = self.world.gathered((ids, list(addresses or range(len(ids)))))
         weights = self._publish()
+        if not self.world.is_first:
+            return functools.partial(self._take, None, num_samples)
+        together = [ids for ids, _ in everyones], [addresses for _, addresses in everyones]
+        all_ids, all_addresses = (list(itertools.chain(*one)) for one in together)
+        finish = self._asked(weights, all_ids, sampling, num_samples, seed, all_addresses)
+        if self.world.size == 1:
+            return finish
+        counts = [len(ids) for ids, _ in everyones]
+        return functools.partial(self._take, finish, num_samples, counts)
+
+    def _take(self, finish: Callable[[], Rollout] | None, num_samples: int, counts: Sequence[int] = ()) -> Rollout:
+        """This process's share of what the first one gets from the servers; their error is everybody's."""
+        found: Any = None
+        if finish is not None:
+            try:
+                found = finish()
+            except ServerError as error:
+                found = error
+        if isinstance(found, Rollout):
+            ends = list(itertools.accumulate((count * num_samples for count in counts), initial=0))
+            found = [found.select(range(*pair)) for pair in itertools.pairwise(ends)]
+        found = self.world.gathered(found)[0]
+        if isinstance(found, ServerError):
+            raise found
+        return found[self.world.rank]
+
+    def _asked(
+        self, weights: Weights, ids: list[torch.Tensor], sampling: Sampling, num_samples: int, seed: int,
+        addresses: Sequence[int],
+    ) -> Callable[[], Rollout]:  # fmt: skip
+        start = time.perf_counter()
         ends = list(dict.fromkeys((*self.policy.eos_ids, *sampling.stop_ids)))
         requests = [
             {"prompt": prompt.tolist(), "n": 1 if sampling.greedy else num_samples, "max_tokens": sampling.max_new_tokens,
              "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "stop_token_ids": ends,
              "seed": random.Random(f"{seed}/{address}").getrandbits(48)}
-            for address, prompt in zip(addresses or range(len(ids)), ids, strict=True)
+            for address, prompt in zip(addresses, ids, strict=True)
         ]  # fmt: skip
         pending = Pending(self.servers, weights, requests, self.policy)
 
@@ -81,26 +119,36 @@ class Served(Sampler):
 
         return finish
 
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Nothing is gathered here but for a sync."""
+        yield
+
     def _publish(self) -> Weights:
         """Write the weights under a new name, if they are not those of the last time."""
         probe, updates, before = self._probe(), self._updates(), self.weights
         logps = self._logps(probe)
-        if before is not None and updates == self._published and logps.equal(before.logps):
+        known = before is not None and updates == self._published and logps.equal(before.logps)
+        if before is not None and self.world.gathered(known)[0]:  # the first decides, since all have to do the same
             return before
         self._number += 1
         name = f"strop-{self._run}-{self._number}"
         folder = (self._folder / name).absolute()
-        folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = folder.with_name(f".{name}")
+        if self.world.is_first:
+            folder.parent.mkdir(parents=True, exist_ok=True)
         if self.config.sync == "lora":
-            unwrapped(self.policy.model).save_pretrained(unfinished, save_embedding_layers=False)
+            with self.policy.whole() as policy:
+                if self.world.is_first:
+                    unwrapped(policy.model).save_pretrained(unfinished, save_embedding_layers=False)
         else:
             self._save(unfinished)
-        unfinished.rename(folder)
         self.weights = Weights(name, folder, probe, logps, None if before is None else before.baseline)
         self._published = updates
-        if before is not None:
-            shutil.rmtree(before.folder, ignore_errors=True)
+        if self.world.is_first:
+            unfinished.rename(folder)
+            if before is not None:
+                shutil.rmtree(before.folder, ignore_errors=True)
         return self.weights
 
     def _probe(self) -> list[int]:
@@ -120,4 +168,4 @@ def sampler(trainer: Any, config: ServerConfig) -> Sampler:
     """Of a trainer: here, or by the servers its config names."""
     if not config.urls:
         return Sampler(trainer.policy)
-    return Served(trainer.policy, config, trainer.save_pretrained, lambda: trainer.state.updates)
+    return Served(trainer.policy, config, trainer.save_pretrained, lambda: trainer.state.updates, trainer.world)

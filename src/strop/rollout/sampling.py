@@ -85,7 +85,7 @@ def sampling_logps(logits_NV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     Of equally probable tokens the lower id counts as the more probable.
     """
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-    if sampling.greedy:
+    if sampling.greedy or (sampling.temperature == 1 and not sampling.cuts):
         return logits_NV.log_softmax(-1)
     top = logits_NV.amax(-1, keepdim=True)
     logps_NV = ((logits_NV - top) / sampling.temperature).log_softmax(-1)  # 0 at the top, however cold
@@ -112,9 +112,9 @@ def draw(logits_NV: torch.Tensor, uniforms_N: torch.Tensor, sampling: Sampling) 
     if sampling.greedy:
         tokens_N = logits_NV.argmax(-1)
     else:
-        cdf_NV = logps_NV.double().exp().cumsum(-1)
+        cdf_NV = logps_NV.exp().cumsum(-1, dtype=torch.float64)
         # u·total < total, so the count ends before the last token that has any mass
-        tokens_N = (cdf_NV <= (uniforms_N.double() * cdf_NV[:, -1])[:, None]).sum(-1)
+        tokens_N = torch.searchsorted(cdf_NV, (uniforms_N.double() * cdf_NV[:, -1])[:, None], right=True)[:, 0]
     return tokens_N, logps_NV.gather(-1, tokens_N[:, None])[:, 0]
 
 

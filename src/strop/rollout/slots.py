@@ -12,6 +12,7 @@ needs no logits and every token is drawn by the same step.
 Seen: N rows of a step, P prompts read together, T tokens, H query heads, K key heads, D head dimension, S slots.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,24 +138,28 @@ class Decode(Pass):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         q, k, v = in_one_dtype(q, k, v)
-        rows, kv = self.rows, self.kv[layer]
-        for side, states in enumerate((k, v)):
-            kv[side].index_copy_(0, (rows.suffix_start_N + rows.step_N).long(), states[:, :, 0])
-        i_T = torch.arange(self.longest, device=q.device)
-        prefix_N1 = rows.prefix_length_N[:, None]
-        slots_NT = torch.where(
-            i_T < prefix_N1, rows.prefix_start_N[:, None] + i_T, rows.suffix_start_N[:, None] + i_T - prefix_N1
+        new_N, i_T, position_N1, slots_NT, mask_NT = self._slots
+        read = []
+        for side, states in zip(self.kv[layer], (k, v), strict=True):
+            side.index_copy_(0, new_N, states[:, :, 0])
+            found = side.index_select(0, slots_NT.view(-1)).view(*slots_NT.shape, *side.shape[1:])
+            read.append(found.transpose(1, 2))
+        if rule.window:
+            mask_NT = mask_NT & (i_T > position_N1 - rule.window)
+        return masked_attention(q, read[0], read[1], mask_NT[:, None, None], rule).transpose(1, 2)
+
+    @functools.cached_property
+    def _slots(self) -> tuple[torch.Tensor, ...]:
+        """The same for all layers: where the new token goes, tokens of a row, each row's last, their slots, which it has."""
+        rows = self.rows
+        i_T, prefix_N1 = torch.arange(self.longest, device=rows.token_N.device), rows.prefix_length_N[:, None]
+        slots_NT = i_T + torch.where(
+            i_T < prefix_N1, rows.prefix_start_N[:, None], rows.suffix_start_N[:, None] - prefix_N1
         )
         position_N1 = prefix_N1 + rows.step_N[:, None]
         mask_NT = i_T <= position_N1
-        if rule.window:
-            mask_NT &= i_T > position_N1 - rule.window
-        slots_NT = slots_NT.masked_fill(~mask_NT, 0)
-        keys, values = (kv[side][slots_NT].transpose(1, 2) for side in (0, 1))
-        values = values.masked_fill(
-            ~mask_NT[:, None, :, None], 0.0
-        )  # 0·(what lies in a slot not written yet) may be NaN
-        return masked_attention(q, keys, values, mask_NT[:, None, None], rule).transpose(1, 2)
+        # the first slot in place of one that is not written yet and may hold NaN, of which 0 times is NaN
+        return (rows.suffix_start_N + rows.step_N).long(), i_T, position_N1, slots_NT.masked_fill_(~mask_NT, 0), mask_NT
 
 
 def slot_cache() -> Any:

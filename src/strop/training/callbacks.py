@@ -1,5 +1,7 @@
 """Callbacks: what happens beside the training. The events come from `Trainer`, so each works with every algorithm.
 
+Under torchrun they come in every process, so that all decide alike. Those here show and write in the first one only.
+
 on_train_begin(trainer)            train() starts, everything is set up
 on_step_begin(trainer)             before each step, of train() and of train_step() alike
 on_step_end(trainer, metrics)      after it; trainer.state.step counts it already
@@ -66,7 +68,7 @@ class ProgressBar(Callback):
 
     def on_train_begin(self, trainer: "Trainer") -> None:
         show = sys.stderr.isatty() if self.show is None else self.show
-        if not show:
+        if not show or not trainer.world.is_first:
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
@@ -112,7 +114,7 @@ class ProgressBar(Callback):
 
 
 class CheckpointCallback(Callback):
-    """A checkpoint in `folder` every so many steps.
+    """A checkpoint in `folder` every so many steps: a file, or where several processes write it a folder.
 
     keep   how many of the newest stay; 0 is all
     """
@@ -127,11 +129,13 @@ class CheckpointCallback(Callback):
 
     def save(self, trainer: "Trainer") -> Path:
         """Write the checkpoint of the present step, then remove those that are too old."""
-        path = self.folder / f"step-{trainer.state.step:08d}.safetensors"
+        path = self.folder / f"step-{trainer.state.step:08d}{'' if trainer.world.size > 1 else '.safetensors'}"
         trainer.save(path)
-        if self.keep:
-            for old in sorted(self.folder.glob("step-*.safetensors"))[: -self.keep]:
-                old.unlink()
+        if self.keep and trainer.world.is_first:
+            from strop.training.checkpoint import all_in, remove
+
+            for old in all_in(self.folder)[: -self.keep]:
+                remove(old)
         return path
 
 
@@ -241,7 +245,7 @@ class SampleTable(Callback):
         self.path = None if path is None else Path(path)
 
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        if trainer.state.step % self.every or not trainer.samples:
+        if trainer.state.step % self.every or not trainer.samples or not trainer.world.is_first:
             return
         samples = [{"step": trainer.state.step, **sample} for sample in trainer.samples[: self.num_rows]]
         if self.path is not None:

@@ -1,10 +1,13 @@
-"""Checkpoints: one safetensors file with everything needed to go on, written atomically. No pickle is ever read.
+"""Checkpoints: everything needed to go on, written atomically. No pickle is ever read.
+
+One process writes one safetensors file (`checkpoint_file`), several a folder of them (`checkpoint_folder`). Either is
+read by any number of processes.
 
 Tensors    model/<parameter>   optim/<parameter>/<key>   ref/<parameter>   rng/…   extra/…   tokenizer/<file> (its bytes)
 Metadata   "strop": JSON with the format, the algorithm, its config, how to rebuild the model, the state, the rest
 
 The extension does not matter: "dpo.pt" is a safetensors file too. A checkpoint may come from anywhere: its bytes are
-held against their checksums (`checkpoint_file`), its header against a table (`checkpoint_header`), the models it
+held against their checksums, its header against a table (`checkpoint_header`), the models it
 describes against its tensors (`rebuild`), and all of that before anything is changed.
 """
 
@@ -14,6 +17,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,15 +25,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop import checksums
-from strop.training import rebuild
+from strop.distributed import World, put, whole, world
+from strop.training import checkpoint_folder, rebuild
 from strop.training.checkpoint_file import FORMAT, Tensors, read, write
+from strop.training.checkpoint_folder import remove
 from strop.training.checkpoint_header import CALLBACKS, CheckpointError, check, check_same, is_number, shown
 from strop.training.state import TrainState, check_rng, get_rng, set_rng
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
 
-__all__ = ["FORMAT", "CheckpointError", "Saved", "load", "read", "save", "save_pretrained", "write"]
+__all__ = ["FORMAT", "CheckpointError", "Saved", "load", "read", "remove", "save", "save_pretrained", "write"]
 
 PARTS = ("model", "optim", "ref", "rng", "extra", "tokenizer")
 HOW = ("fused", "foreach", "capturable")  # options of an optimiser that belong to the device it runs on, not to the run
@@ -40,19 +46,21 @@ Header = dict[str, Any]
 
 
 def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, Any]]) -> None:
-    """Write the trainer's whole state to `path`, with what the algorithm adds of its own."""
+    """Write the trainer's whole state to `path`, with what the algorithm adds of its own: a file, or of several processes
+    a folder."""
     from strop import __version__
 
+    world, reference = trainer.world, _reference(trainer)
+    weights = {"model": trainer.module.state_dict(keep_vars=True)}  # first of all: FSDP then has its shards in place
+    if reference is not None:
+        weights["ref"] = reference.state_dict(keep_vars=True)
     optim_tensors, optim_values = optimizer_state(trainer)
     extra_tensors, extra_values = extra
     rng_tensors, rng_values = get_rng()
-    tensors = {
-        **_under("model", trainer.module.state_dict()),
-        **_under("optim", optim_tensors),
-        **_under("extra", extra_tensors),
-        **_under("rng", rng_tensors),
-        **_under("tokenizer", rebuild.tokenizer_files(trainer.tokenizer)),
-    }
+    tensors, aliases = _once({f"{part}/{name}": t for part, own in weights.items() for name, t in own.items()})
+    tensors |= _under("optim", optim_tensors)
+    if world.is_first:
+        tensors |= _under("tokenizer", rebuild.tokenizer_files(trainer.tokenizer))
     header: Header = {
         "version": __version__,
         "algorithm": trainer.name,
@@ -61,14 +69,28 @@ def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, A
         "tokenizer": rebuild.tokenizer_kind(trainer.tokenizer),
         "state": trainer.run.state.to_dict(),
         "optim": optim_values,
-        "rng": rng_values,
-        "extra": extra_values,
         "callbacks": [[type(callback).__name__, callback.state_dict()] for callback in trainer.run.callbacks],
+        "aliases": aliases,
     }
-    if (reference := _reference(trainer)) is not None:
-        tensors |= _under("ref", reference.state_dict())
+    if reference is not None:
         header["ref"] = rebuild.describe(reference)
-    write(path, tensors, header)
+    if world.size == 1:
+        tensors = {name: whole(tensor) for name, tensor in tensors.items()}
+        tensors |= {alias: tensors[name] for alias, name in aliases.items()}
+        tensors |= _under("extra", extra_tensors) | _under("rng", rng_tensors)
+        write(path, tensors, header | {"rng": rng_values, "extra": extra_values})
+        return
+    rank = world.rank
+    tensors |= _under(f"extra/{rank}", extra_tensors) | _under(f"rng/{rank}", rng_tensors)
+    header |= {"rng": world.gathered(rng_values), "extra": world.gathered(extra_values)}
+    checkpoint_folder.write(Path(path), tensors, header, world)
+
+
+def _once(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
+    """Each tensor once; `aliases` says which names (of tied weights) are the same one."""
+    first: dict[int, str] = {}
+    aliases = {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
+    return {name: tensor.detach() for name, tensor in tensors.items() if name not in aliases}, aliases
 
 
 def optimizer_state(trainer: "Trainer") -> tuple[Tensors, dict[str, Any]]:
@@ -98,12 +120,19 @@ def optimizer_state(trainer: "Trainer") -> tuple[Tensors, dict[str, Any]]:
 
 @dataclass
 class Saved:
-    """A checkpoint that was read and whose header is in order."""
+    """A checkpoint that was read and whose header is in order.
+
+    tensors         of a folder the large ones have no memory: `fill` reads them
+    num_processes   that wrote it
+    fill            puts its numbers into tensors of these names, of which this process may have shards
+    """
 
     path: Path
     header: Header
     tensors: Tensors
     config: Any
+    num_processes: int
+    fill: Callable[[Tensors], None]
 
     def rebuilt(self, model: Any, ref_model: Any, tokenizer: Any) -> dict[str, Any]:
         """Arguments of the trainer's constructor: what is given, and the rest made from the file."""
@@ -116,19 +145,23 @@ class Saved:
             model = rebuild.model_from(header["model"], self.below("model"), path, "model", self.config.lora)
         if ref_model is None and "ref" in header and header["ref"]["kind"] != "plain":
             ref_model = rebuild.model_from(header["ref"], self.below("ref"), path, "ref_model")
-        return {"model": model, "ref_model": ref_model, "tokenizer": tokenizer, "config": self.config}
+        # one process has all weights, whatever shards they were in
+        config = self.config if world().launched else self.config.changed({"shard": "none"})
+        return {"model": model, "ref_model": ref_model, "tokenizer": tokenizer, "config": config}
 
     def put(self, trainer: "Trainer") -> None:
         """Bring the trainer into this state: first every check, then every change."""
         header, path = self.header, self.path
         if odd := [name for name in self.tensors if name.partition("/")[0] not in PARTS]:
             raise CheckpointError(f"{path} must hold tensors of {', '.join(PARTS)}, found {shown(odd[0])}")
-        weights, reference = self.below("model"), _reference(trainer)
-        check_weights(trainer.module, weights, path, "model")
+        modules, reference = {"model": trainer.module}, _reference(trainer)
         if reference is not None:
             if "ref" not in header:
                 raise CheckpointError(f"{path} holds no reference weights, but the trainer has a reference of its own")
-            check_weights(reference, self.below("ref"), path, "ref_model")
+            modules["ref"] = reference
+        own = {part: module.state_dict() for part, module in modules.items()}
+        for part in modules:
+            check_weights(own[part], self.below(part), path, "model" if part == "model" else "ref_model")
         groups = check_optimizer(trainer, self.below("optim"), header["optim"], path)
         rng = self.below("rng")
         try:
@@ -137,9 +170,19 @@ class Saved:
             raise CheckpointError(f"{path}: {error}") from None
         callbacks = _matched(trainer, header["callbacks"], path)
 
-        trainer.module.load_state_dict(weights)
-        if reference is not None:
-            reference.load_state_dict(self.below("ref"))
+        names = {param: name for name, param in trainer.module.named_parameters()}
+        targets = {
+            f"optim/{names[param]}/{key}": value
+            for _, _, states in groups
+            for param, state in states.items()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
+        for part in modules:
+            targets |= _under(part, own[part])
+        self.fill(targets)
+        for part, module in modules.items():
+            module.load_state_dict(own[part])
         for group, options, states in groups:
             group.update(options)
             trainer.optimizer.state.update(states)
@@ -148,6 +191,8 @@ class Saved:
         for callback, state in callbacks:
             _told(path, type(callback).__name__, functools.partial(callback.load_state_dict, state))
         set_rng(rng, header["rng"])
+        if trainer.world.rank >= self.num_processes:  # this process had no generator yet
+            torch.manual_seed(trainer.seed_of(trainer.run.state.step, "process", trainer.world.rank))
 
     def below(self, prefix: str) -> Tensors:
         """The tensors of one part, by their names in it."""
@@ -156,10 +201,21 @@ class Saved:
 
 def load(path: str | Path, cls: type["Trainer"]) -> Saved:
     """A checkpoint of this class of trainer."""
-    return _of_class(cls, path, *read(path))
+    return _of_class(cls, Path(path), *_contents(Path(path), world()))
 
 
-def _of_class(cls: type["Trainer"], path: str | Path, header: Header, tensors: Tensors) -> Saved:
+def _contents(path: Path, world: World) -> tuple[Header, Tensors, int, Callable[[Tensors], None]]:
+    """Header, tensors, number of processes that wrote it, and `fill`. All processes fail where one does."""
+    if not path.is_dir():
+        header, tensors = world.together(lambda: read(path), raises=CheckpointError)
+        return header, tensors, 1, functools.partial(_fill, tensors)
+    header, tensors = world.together(lambda: checkpoint_folder.read(path, world), raises=CheckpointError)
+    num_processes = len(header["rng"])
+    _keep_own(header, tensors, world.rank if world.rank < num_processes else 0)
+    return header, tensors, num_processes, functools.partial(checkpoint_folder.fill, path, header["aliases"])
+
+
+def _of_class(cls: type["Trainer"], path: Path, header: Header, tensors: Tensors, *more: Any) -> Saved:
     """With the config as it was saved: every option there, each in its own type."""
     check_algorithm(header, cls.__name__, path)
     try:
@@ -167,7 +223,21 @@ def _of_class(cls: type["Trainer"], path: str | Path, header: Header, tensors: T
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: config: {error}") from None
     check_same(header["config"], config.to_dict(), path, "config")
-    return Saved(Path(path), header, tensors, config)
+    return Saved(path, header, tensors, config, *more)
+
+
+def _fill(tensors: Tensors, targets: Tensors) -> None:
+    for name, target in targets.items():
+        put(target, tensors[name])
+
+
+def _keep_own(header: Header, tensors: Tensors, rank: int) -> None:
+    """Of what each process wrote for itself that of one, under the names of a single file."""
+    for part in ("rng", "extra"):
+        header[part] = header[part][rank]
+        every = {name: tensors.pop(name) for name in [*tensors] if name.startswith(f"{part}/")}
+        own = f"{part}/{rank}/"
+        tensors |= {f"{part}/{name.removeprefix(own)}": t for name, t in every.items() if name.startswith(own)}
 
 
 def _reference(trainer: "Trainer") -> torch.nn.Module | None:
@@ -198,9 +268,8 @@ def _matched(trainer: "Trainer", saved: list[Any], path: Any) -> list[tuple[Any,
     return found
 
 
-def check_weights(module: torch.nn.Module, weights: Tensors, path: str | Path, name: str) -> None:
+def check_weights(own: Tensors, weights: Tensors, path: str | Path, name: str) -> None:
     """Names, shapes and dtypes of the weights must be the module's."""
-    own = module.state_dict()
     rebuild.check_names_and_shapes({key: tensor.shape for key, tensor in own.items()}, weights, path, name)
     for key, weight in weights.items():
         if own[key].dtype != weight.dtype:
@@ -210,7 +279,7 @@ def check_weights(module: torch.nn.Module, weights: Tensors, path: str | Path, n
 def check_optimizer(
     trainer: "Trainer", tensors: Tensors, values: dict[str, Any], path: str | Path
 ) -> list[tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]]:
-    """For each group of the optimiser: the group, the options it had, the states of its parameters."""
+    """For each group of the optimiser: the group, the options it had, the states of its parameters still to be filled."""
     names = {id(param): name for name, param in trainer.module.named_parameters()}
     groups = trainer.optimizer.param_groups
     if len(groups) != len(values["groups"]):
@@ -234,11 +303,18 @@ def check_optimizer(
             if isinstance(trainer.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
                 _check_adam(entry, param, bool(options.get("amsgrad")), path, names[id(param)])
             states[param] = {
-                key: value.to(param.device) if isinstance(value, torch.Tensor) and (value.ndim or moves_all) else value
+                key: _room(value, param, moves_all) if isinstance(value, torch.Tensor) else value
                 for key, value in entry.items()
             }
         found.append((group, options, states))
     return found
+
+
+def _room(value: torch.Tensor, param: torch.Tensor, moves_all: Any) -> torch.Tensor:
+    """An optimiser's tensor without its numbers: in shards as the parameter is, if it is as large."""
+    if value.shape == param.shape:
+        return torch.zeros_like(param.detach(), dtype=value.dtype)
+    return torch.zeros(value.shape, dtype=value.dtype, device=param.device if value.ndim or moves_all else "cpu")
 
 
 def _checked_options(group: dict[str, Any], options: dict[str, Any], path: Any, where: str) -> dict[str, Any]:
@@ -289,14 +365,21 @@ def _check_adam(entry: dict[str, Any], param: torch.Tensor, amsgrad: bool, path:
 # ---- a folder of checkpoints ----
 
 
-def newest_good(folder: Path, cls: type["Trainer"]) -> Saved | None:
+def all_in(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, files and folders, the oldest first."""
+    found = [path for path in folder.glob("step-*") if path.suffix == ".safetensors" or path.is_dir()]
+    return sorted(found, key=lambda path: (path.stem, path.stat().st_mtime))
+
+
+def newest_good(folder: Path, cls: type["Trainer"], world: World) -> Saved | None:
     """The newest checkpoint of the folder that is whole; None if the folder has none at all."""
-    paths = sorted(folder.glob("step-*.safetensors"), reverse=True)
+    paths = world.from_first(lambda: all_in(folder)[::-1])
     for path in paths:
         try:
-            found = read(path)
+            found = _contents(path, world)
         except (CheckpointError, OSError) as error:
-            warnings.warn(f"{error}; taking the one before", stacklevel=2)
+            if world.is_first:
+                warnings.warn(f"{error}; taking the one before", stacklevel=2)
         else:
             return _of_class(cls, path, *found)
     if paths:  # to begin again would cut the run's metrics to nothing: for its owner to decide
@@ -309,7 +392,13 @@ def newest_good(folder: Path, cls: type["Trainer"]) -> Saved | None:
 def remove_unfinished(run: Path) -> None:
     """What a kill left half written in a run folder, which would stay for ever and may be large."""
     for path in (run / "checkpoints").glob(".step-*.tmp"):
-        path.unlink()
+        remove(path)
+    for path in (run / "checkpoints").glob(".step-*.old"):  # a folder that was about to be replaced
+        name = path.with_name(path.name.removeprefix(".").removesuffix(".old"))
+        if name.exists():
+            remove(path)
+        else:
+            os.replace(path, name)
     for path in run.glob(".final.*"):
         shutil.rmtree(path)
 
@@ -317,15 +406,21 @@ def remove_unfinished(run: Path) -> None:
 def save_pretrained(trainer: "Trainer", folder: str | Path) -> None:
     """Model and tokenizer in a folder `AutoModelForCausalLM.from_pretrained` opens, with checksums of its files.
 
-    The checksums are put there first: a folder that a kill left half old and half new does not agree with them.
+    Weights in shards are gathered one by one, in the host memory of the first process, which writes.
     """
-    folder = Path(folder)
+    shards, world = trainer.policy.shards, trainer.world
+    module = trainer.module if shards is None else shards.on_host(world.is_first)
+    world.from_first(lambda: _write_pretrained(module, shards is not None, trainer.tokenizer, Path(folder)))
+
+
+def _write_pretrained(module: Any, is_copy: bool, tokenizer: Any, folder: Path) -> None:
+    """The checksums are put there first: a folder that a kill left half old and half new does not agree with them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:
         inner = Path(made) / "model"
-        rebuild.write_model(trainer.module, inner)
-        if trainer.tokenizer is not None and hasattr(trainer.tokenizer, "save_pretrained"):
-            trainer.tokenizer.save_pretrained(inner)
+        rebuild.write_model(module, inner, is_copy=is_copy)
+        if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(inner)
         checksums.write(inner)
         folder.mkdir(exist_ok=True)
         for file in sorted(inner.iterdir(), key=lambda file: file.name != checksums.FILE):

@@ -22,9 +22,12 @@ from strop.training.checkpoint_header import CheckpointError, check_header
 FORMAT = 2  # 1 had no checksums
 CHECKSUMS = "checksums"
 MOST_INDEX_BYTES = 100_000_000  # safetensors' own limit
-ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "U64": 8,
-    "U32": 4, "U16": 2, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 Tensors = dict[str, torch.Tensor]
 Index = dict[str, dict[str, Any]]
@@ -54,7 +57,7 @@ def write(path: str | Path, tensors: Tensors, header: dict[str, Any]) -> None:
             raise OSError(f"{path} could not be written: {error}") from error
         os.replace(unfinished, path)
         with contextlib.suppress(OSError):  # some file systems cannot flush a folder
-            _flush_folder(path.parent)
+            flush_folder(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -65,7 +68,7 @@ def sums_of(tensors: Tensors) -> dict[str, int]:
 
 def _seal(path: Path, sums: dict[str, int]) -> None:
     """Fill in the checksums of what was meant to be written, and bring the file to the disk."""
-    start, index, _ = _read_index(path)
+    start, index, _ = read_index(path)
     found = [checksum(start), *(sums[name] for name in _summed(index))]
     with path.open("r+b") as file:
         file.seek(len(start) + index[CHECKSUMS]["data_offsets"][0])
@@ -91,7 +94,7 @@ def _without_shared(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
     return kept, aliases
 
 
-def _flush_folder(path: Path) -> None:
+def flush_folder(path: Path) -> None:
     """A folder's list of names to the disk itself."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -109,8 +112,10 @@ def read(path: str | Path) -> tuple[dict[str, Any], Tensors]:
     from safetensors.torch import load_file
 
     path = Path(path)
-    start, index, text = _read_index(path)
-    header = _parse_header(path, text)
+    start, index, about = read_index(path)
+    if not isinstance(about.get("strop"), str):
+        raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of strop")
+    header = parse_header(path, about["strop"])
     sums = _read_sums(path, start, index)
     _compare("its header", checksum(start), sums["header"], path)
     try:
@@ -121,13 +126,17 @@ def read(path: str | Path) -> tuple[dict[str, Any], Tensors]:
     for name in _summed(index):
         _compare(f"{name!r:.120}", checksum(_bytes_of(tensors[name])), sums[name], path)
     check_header(header, path)
+    return header, with_aliases(header, tensors, path)
+
+
+def with_aliases(header: dict[str, Any], tensors: Tensors, path: Path) -> Tensors:
     for alias, name in header["aliases"].items():
         if alias in tensors or name not in tensors:
             raise CheckpointError(f"{path}: aliases must be new names of tensors, found {alias!r:.60} for {name!r:.60}")
-    return header, tensors | {alias: tensors[name] for alias, name in header["aliases"].items()}
+    return tensors | {alias: tensors[name] for alias, name in header["aliases"].items()}
 
 
-def _parse_header(path: Path, text: str) -> dict[str, Any]:
+def parse_header(path: Path, text: str) -> dict[str, Any]:
     try:
         header = loads(text)
     except ValueError as error:
@@ -138,8 +147,8 @@ def _parse_header(path: Path, text: str) -> dict[str, Any]:
     return header
 
 
-def _read_index(path: Path) -> tuple[bytes, Index, str]:
-    """The bytes before the tensors, the tensors' entries in the order of their places, the header's text."""
+def read_index(path: Path) -> tuple[bytes, Index, dict[str, Any]]:
+    """The bytes before the tensors, the tensors' entries in the order of their places, the metadata."""
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
     size = path.stat().st_size
@@ -154,13 +163,13 @@ def _read_index(path: Path) -> tuple[bytes, Index, str]:
         ends = [0, *(_end_of(entry) for entry in index.values())]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path} {_what_else(start, size, raw)}") from None
-    if not isinstance(about, dict) or not isinstance(about.get("strop"), str):
-        raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of strop")
+    if not isinstance(about, dict):
+        raise CheckpointError(f"{path} is damaged: its metadata must be an object")
     if 8 + length + ends[-1] != size:
         raise CheckpointError(f"{path} is cut off: it must have {8 + length + ends[-1]} bytes, found {size}")
     if [entry["data_offsets"][0] for entry in index.values()] != ends[:-1]:
         raise CheckpointError(f"{path} is damaged: its tensors must lie one behind the other")
-    return start + raw, index, about["strop"]
+    return start + raw, index, about
 
 
 def _end_of(entry: dict[str, Any]) -> int:
@@ -169,7 +178,7 @@ def _end_of(entry: dict[str, Any]) -> int:
     numbers = [begin, end, *entry["shape"]]
     if any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 2**62 for n in numbers):
         raise ValueError("places and shapes must be whole numbers")
-    if end - begin != ITEM_BYTES[entry["dtype"]] * math.prod(entry["shape"]):
+    if end - begin != DTYPES[entry["dtype"]].itemsize * math.prod(entry["shape"]):
         raise ValueError("a tensor must have the bytes of its shape")
     return end
 

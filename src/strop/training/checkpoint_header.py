@@ -70,6 +70,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "adapters?": {EACH: TREE},
     },
 }
+RNG = {
+    "python": (Kind("version 3", lambda v: is_whole(v) and v == 3), (*[WORD] * 624, PLACE), NUMBER_OR_NONE),
+    "numpy": (Kind("'MT19937'", lambda v: v == "MT19937"), PLACE, BIT, NUMBER),
+}
 HEADER = {
     "format": COUNT,
     "version": TEXT,
@@ -80,23 +84,21 @@ HEADER = {
     "tokenizer": TEXT_OR_NONE,
     "state": {field.name: SECONDS if field.name == "seconds" else COUNT for field in fields(TrainState)},
     "optim": {"params": {EACH: TREE}, "groups": [TREE]},
-    "rng": {
-        "python": (Kind("version 3", lambda v: is_whole(v) and v == 3), (*[WORD] * 624, PLACE), NUMBER_OR_NONE),
-        "numpy": (Kind("'MT19937'", lambda v: v == "MT19937"), PLACE, BIT, NUMBER),
-    },
+    "rng": RNG,
     "extra": TREE,
     "callbacks": [(NAME, TREE)],
     "aliases": {EACH: TEXT},
 }
+OF_SEVERAL = {"rng": [RNG], "extra": [TREE]}  # where several processes wrote it: one entry each
 CALLBACKS = {  # of strop.callbacks; the state of a user's own is the user's
     "EvaluationCallback": {"last_step": Kind("a whole number of at least -1", lambda v: is_whole(v) and v >= -1)},
     "EarlyStopping": {"best": NUMBER_OR_NONE, "num_bad": COUNT},
 }
 
 
-def check_header(header: Any, path: Path) -> None:
+def check_header(header: Any, path: Path, *, of_several: bool = False) -> None:
     """Raise a CheckpointError unless the header is as the table has it."""
-    check(header, HEADER, path, "the header")
+    check(header, HEADER | OF_SEVERAL if of_several else HEADER, path, "the header")
     _check_plain(header, path, 0)
     for name in ("model", "ref"):
         if name in header:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from strop.distributed import class_of
 from strop.training import checkpoint
 from strop.training.callbacks import CheckpointCallback
 from strop.training.logging import JSONLLogger, drop_after
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 # what may differ when a run is resumed: where it ends, and how it goes about it, but not what it computes
 MAY_CHANGE = (
     "num_steps", "num_epochs", "micro_batch_size", "micro_batch_tokens", "log_every", "eval_every", "save_every",
-    "keep_checkpoints", "samples_every", "gradient_checkpointing", "compile",
+    "keep_checkpoints", "samples_every", "gradient_checkpointing", "compile", "shard",
 )  # fmt: skip
 
 
@@ -35,30 +36,44 @@ class RunFolder:
         self.checkpoints = CheckpointCallback(path / "checkpoints", save_every or sys.maxsize, keep)
 
     def open(self, trainer: "Trainer", resume: bool) -> None:
-        """A new run, or with `resume` the one that is there, from its newest checkpoint."""
-        run, metrics, samples = trainer.run, self.path / "metrics.jsonl", self.path / "samples.jsonl"
+        """A new run, or with `resume` the one that is there, from its newest checkpoint.
+
+        Of several processes the first looks and writes, and the others are told.
+        """
+        run, world = trainer.run, trainer.world
+        world.from_first(lambda: self._make(resume))
+        newest = checkpoint.newest_good(self.path / "checkpoints", type(trainer), world) if resume else None
+        if newest is not None:
+            _check_same_run(trainer, newest)
+            newest.put(trainer)
+        elif resume and world.is_first:
+            print(f"no checkpoint in {self.path} yet: beginning at step {run.state.step}", file=sys.stderr)
+        kept = world.from_first(lambda: self._cut_back(run.state.step if newest else -1))
+        for entry in kept:
+            evaluated = any(name.startswith("eval/") for name in entry)
+            (run.history.evaluations if evaluated else run.history.steps).append(entry)
+        if world.is_first:
+            self.logger = JSONLLogger(self.path / "metrics.jsonl")
+            run.loggers = [*run.loggers, self.logger]
+
+    def _make(self, resume: bool) -> None:
         if not resume and (self.path / "run.json").exists():
             raise ValueError(f"output_dir must not hold a run, found one in {self.path}; resume=True goes on with it")
         self.path.mkdir(parents=True, exist_ok=True)
         checkpoint.remove_unfinished(self.path)
-        newest = checkpoint.newest_good(self.path / "checkpoints", type(trainer)) if resume else None
-        if newest is not None:
-            _check_same_run(trainer, newest)
-            newest.put(trainer)
-        elif resume:
-            print(f"no checkpoint in {self.path} yet: beginning at step {run.state.step}", file=sys.stderr)
-        kept = drop_after(metrics, run.state.step if newest else -1)
-        drop_after(samples, run.state.step if newest else -1)
-        for entry in kept:
-            evaluated = any(name.startswith("eval/") for name in entry)
-            (run.history.evaluations if evaluated else run.history.steps).append(entry)
-        self.logger = JSONLLogger(metrics)
-        run.loggers = [*run.loggers, self.logger]
+
+    def _cut_back(self, step: int) -> list[dict[str, Any]]:
+        """Metrics and samples to those up to this step; the metrics."""
+        kept = drop_after(self.path / "metrics.jsonl", step)
+        drop_after(self.path / "samples.jsonl", step)
+        return kept
 
     def describe(self, trainer: "Trainer") -> None:
-        """Write run.json."""
+        """Write run.json, in the first process."""
         from strop import __version__
 
+        if not trainer.world.is_first:
+            return
         path = self.path / "run.json"
         before = _read_about(path) if path.exists() else {}
         versions = {"strop": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -67,10 +82,11 @@ class RunFolder:
             "algorithm": trainer.name,
             "config": trainer.config.to_dict(),
             "model": {
-                "class": type(trainer.module).__name__,
+                "class": class_of(trainer.module).__name__,
                 "num_parameters": sum(param.numel() for param in trainer.module.parameters()),
                 "device": str(trainer.policy.device),
             },
+            "num_processes": trainer.world.size,
             "num_rows": trainer.run.state.num_rows,
             "total_steps": trainer.run.state.total_steps,
             "versions": versions,
@@ -93,7 +109,7 @@ class Rescue:
 
     A checkpoint is written if the state is that of a whole step: either this one is done, or it has changed no weight
     and data position and random numbers are put back. The error goes on, with a note of where the checkpoint is: this
-    one, or where the step may have changed weights the newest there is.
+    one, or where the step may have changed weights, or other processes would have to write too, the newest there is.
     """
 
     def __init__(self, trainer: "Trainer", folder: RunFolder | None):
@@ -118,6 +134,9 @@ class Rescue:
         if halfway:
             error.add_note(self._of_newest("the step may have changed weights, so it has no checkpoint"))
             return
+        if self.trainer.world.size > 1:
+            error.add_note(self._of_newest("this step has no checkpoint, which all processes would have to write"))
+            return
         try:
             path = self.folder.checkpoints.save(self.trainer)
         except Exception as second:  # the first error is the one to tell; a full disk's would be the same again
@@ -128,10 +147,10 @@ class Rescue:
 
     def _of_newest(self, why: str) -> str:
         assert self.folder is not None
-        newest = max((self.folder.path / "checkpoints").glob("step-*.safetensors"), default=None)
-        if newest is None:
+        found = checkpoint.all_in(self.folder.path / "checkpoints")
+        if not found:
             return f"{why}, and there is no earlier one: see save_every"
-        return f"{why}; resume=True goes on from the newest, {newest}"
+        return f"{why}; resume=True goes on from the newest, {found[-1]}"
 
 
 def _is_same(one: Exception, other: Exception) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from strop.distributed import class_of
 from strop.models import base_model, unwrapped
 from strop.training.checkpoint_header import CheckpointError, check_same, is_whole, shown
 
@@ -57,7 +58,7 @@ def kind_of(model: torch.nn.Module) -> str:
 def describe(model: torch.nn.Module) -> dict[str, Any]:
     """How to make the model again."""
     kind = kind_of(model)
-    about: dict[str, Any] = {"kind": kind, "class": type(base_model(model)).__name__}
+    about: dict[str, Any] = {"kind": kind, "class": class_of(base_model(model)).__name__}
     if kind == "moe":
         inner = unwrapped(model)
         about |= {
@@ -68,7 +69,7 @@ def describe(model: torch.nn.Module) -> dict[str, Any]:
     if kind == "hf":
         inner = base_model(model)
         about |= {"config": _json_dict(inner.config), "dtype": _name(inner.dtype), "device": str(inner.device)}
-        if type(inner).__module__.startswith("transformers."):
+        if class_of(inner).__module__.startswith("transformers."):
             about["config"].pop("auto_map", None)  # where custom code would be, had it been used
         about["attention"] = getattr(inner.config, "_attn_implementation", None)
         if inner.generation_config is not None:
@@ -169,12 +170,15 @@ def _explained(about: dict[str, Any], path: Any, argument: str) -> Iterator[None
         ) from error
 
 
-def write_model(model: torch.nn.Module, folder: Path) -> None:
-    """The model in a folder, as `AutoModelForCausalLM.from_pretrained` reads it; a plain module as its weights."""
+def write_model(model: torch.nn.Module, folder: Path, *, is_copy: bool = False) -> None:
+    """The model in a folder, as `AutoModelForCausalLM.from_pretrained` reads it; a plain module as its weights.
+
+    is_copy   of which nothing is kept afterwards
+    """
     inner = unwrapped(model)
     if base_model(inner) is not inner:
         # of a copy: merging and taking apart again would change the weights in their last bits
-        inner = copy.deepcopy(inner).merge_and_unload()
+        inner = (inner if is_copy else copy.deepcopy(inner)).merge_and_unload()
     if hasattr(inner, "save_pretrained"):
         inner.save_pretrained(folder)
         return

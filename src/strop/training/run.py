@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from strop._checks import check_count
-from strop._tensors import on_host
 from strop.config import RunConfig
+from strop.distributed import ALONE, World
+from strop.peers import is_of_peers, raise_if_failed
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
 from strop.training.folder import Rescue, RunFolder
 from strop.training.memory import LACKS, raise_explained
-from strop.training.state import History, Phases, TrainState, not_finite, seed_everything
+from strop.training.state import History, Sum, TrainState, not_finite, seed_everything, told
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
@@ -28,13 +27,14 @@ class Run:
 
     state         where it stands: steps, epochs, position in the data
     history       what was measured
-    callbacks, loggers   who is told
+    callbacks, loggers   who is told: callbacks in every process, loggers in the first
     stop_reason   why train() is to end after the present step
     about         what run.json says besides what the trainer knows: the command line puts its job there
     goes_on       whether the next train() continues: after from_checkpoint, or an interruption
     """
 
-    def __init__(self, loggers: Any = None, callbacks: Any = None):
+    def __init__(self, loggers: Any = None, callbacks: Any = None, world: World = ALONE):
+        self.world = world
         self.loggers, self.callbacks = checked_loggers(loggers), checked_callbacks(callbacks)
         self.state = TrainState()
         self.history = History()
@@ -53,16 +53,17 @@ class Run:
         self.fire(trainer, "on_step_begin")
         trainer.policy.model.train()
         try:
-            metrics = self._on_host(work(), phases)
+            metrics = self._on_host(work(), trainer)
         except LACKS as error:
             raise_explained(error, trainer)
         times = phases.metrics()
         seconds = time.perf_counter() - start
         state.step += 1
         state.seconds += seconds
-        state.num_tokens += phases.num_tokens
-        if phases.num_tokens:
-            metrics["tokens_per_second"] = phases.num_tokens / seconds
+        num_tokens = int(metrics.pop("num_tokens"))
+        state.num_tokens += num_tokens
+        if num_tokens:
+            metrics["tokens_per_second"] = num_tokens / seconds
         metrics |= times
         metrics["time/step"] = seconds
         log_every = trainer.config.run.log_every
@@ -71,12 +72,10 @@ class Run:
         self.fire(trainer, "on_step_end", metrics)
         return metrics
 
-    def _on_host(self, metrics: dict[str, Any], phases: Phases) -> dict[str, float]:
+    def _on_host(self, metrics: dict[str, Any], trainer: "Trainer") -> dict[str, float]:
         """The metrics as numbers, in the one wait for the device that a step has; raises where an update was skipped."""
-        tensors = {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
-        values = on_host([*tensors.values(), *phases.unfit])
-        skipped = values[len(tensors) :]
-        metrics = {**metrics, **dict(zip(tensors, values, strict=False))}
+        phases = trainer.phases
+        metrics, skipped = told({**metrics, "num_tokens": Sum(phases.num_tokens)}, phases.unfit, trainer.world)
         if any(skipped):
             self.state.updates -= int(sum(skipped))
             raise not_finite(metrics, self.state.step)
@@ -84,7 +83,7 @@ class Run:
 
     def log(self, metrics: dict[str, float]) -> None:
         timed = {"time": self.state.seconds, **metrics}
-        for logger in self.loggers:
+        for logger in self.loggers if self.world.rank == 0 else ():
             logger.log(timed, step=self.state.step)
 
     def fire(self, trainer: "Trainer", event: str, *arguments: Any) -> None:
@@ -152,27 +151,27 @@ class Run:
             )
         if not self.goes_on:
             state.first_step, state.epoch, state.position = state.step, 0, 0
-            seed_everything(config.seed)
+            seed_everything(config.seed, self.world.rank)
         state.num_rows = num_rows
         if num_steps is None and num_epochs is not None:
             steps = 0
         if not steps and not epochs:
             raise ValueError("num_steps or num_epochs must be above 0, found 0 of both")
         state.total_steps = state.first_step + (steps or epochs * -(-num_rows // config.batch_size))
-        if state.step >= state.total_steps:
+        if state.step >= state.total_steps and self.world.is_first:
             print(f"{name} is at step {state.step} of {state.total_steps}: nothing left to do", file=sys.stderr)
 
     def _steps(
         self, trainer: "Trainer", rows: Sequence[Any], evaluation: EvaluationCallback | None, folder: RunFolder | None
     ) -> None:
         history, state = self.history, self.state
-        with Interruption() as interruption:
+        with Interruption(self.world.is_first) as interruption:
             self.goes_on = True
             self.fire(trainer, "on_train_begin")
             try:
                 self._rows = rows
                 stream = self._batches(rows, trainer.config.run)
-                while state.step < state.total_steps and not self.stop_reason and not interruption.signal:
+                while state.step < state.total_steps and not self._ends(interruption):
                     with Rescue(trainer, folder):
                         batch = next(stream)  # only now: a batch that was taken counts as used in a checkpoint
                         metrics = self.step(trainer, lambda batch=batch: trainer.step_on(batch))  # type: ignore[misc]
@@ -187,11 +186,19 @@ class Run:
             if folder is not None:
                 history.checkpoint = str(folder.close(trainer, history.interrupted))
         self.goes_on = history.interrupted
-        if history.interrupted:
+        if history.interrupted and self.world.is_first:
             where = f"checkpoint {history.checkpoint}" if history.checkpoint else "no output_dir, so no checkpoint"
             print(
                 f"{trainer.name} interrupted after step {state.step} of {state.total_steps}; {where}", file=sys.stderr
             )
+
+    def _ends(self, interruption: "Interruption") -> bool:
+        """Whether somebody wants the run to end after this step, in any of the processes."""
+        if self.world.size > 1:
+            wishes = self.world.gathered((self.stop_reason, interruption.signal))
+            self.stop_reason = next((reason for reason, _ in wishes if reason), None)
+            interruption.signal = next((number for _, number in wishes if number), None)
+        return bool(self.stop_reason or interruption.signal)
 
     def _batches(self, rows: Sequence[Any], config: RunConfig) -> Iterator[list[Any]]:
         """Batches without end, from where the state stands. An epoch's order comes from (seed, epoch) alone."""
@@ -260,12 +267,14 @@ class Interruption:
     """While open, SIGINT and SIGTERM are remembered in `signal`, for the loop to end after its step.
 
     A second one acts at once, as it would have without this. In a thread, where Python takes no signals, nothing changes.
+    torchrun also sends SIGTERM when another process has failed: then this one ends at once.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
+    def __init__(self, is_told: bool = True) -> None:
         self.signal: int | None = None
+        self.is_told = is_told  # on the screen
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interruption":
@@ -273,13 +282,18 @@ class Interruption:
             self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        is_main = bool(self._before)
         self._restore()
+        if error is not None and is_of_peers(error) and is_main:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which is on its way: first the error is told
 
     def _remember(self, number: int, frame: Any) -> None:
+        raise_if_failed()
         self.signal = number
         self._restore()
-        print("\nfinishing the step; once more to stop at once", file=sys.stderr)
+        if self.is_told:
+            print("\nfinishing the step; once more to stop at once", file=sys.stderr)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

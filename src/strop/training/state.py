@@ -1,14 +1,20 @@
-"""What a run remembers: where it stands, what it measured, how long each phase took."""
+"""What a run remembers: where it stands, what it measured, how long each phase took.
+
+A metric that several processes make up is a sum and a count until all have added theirs: `Mean`, `Sum`, `Largest`, `told`.
+"""
 
 import contextlib
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from strop._tensors import on_host
+from strop.distributed import World, world
 
 
 @dataclass
@@ -128,13 +134,70 @@ def not_finite(found: dict[str, Any], step: int) -> FloatingPointError:
     )
 
 
+# ---- metrics of several processes ----
+
+
+class Mean(NamedTuple):
+    """Σ total / Σ number over the processes; left out where the number is 0."""
+
+    total: Any
+    number: float
+
+
+class Sum(NamedTuple):
+    value: Any
+
+
+class Largest(NamedTuple):
+    value: Any
+
+
+KINDS = (Mean, Sum, Largest)
+
+
+def told(metrics: Mapping[str, Any], extra: list[torch.Tensor], world: World) -> tuple[dict[str, float], list[float]]:
+    """The metrics of all processes as numbers, and the host's copy of `extra`, in one wait for the device.
+
+    A plain number or tensor is the same in every process already, or what counts where no process has a Mean.
+    """
+    flat = {(name, i): value for name, metric in metrics.items() for i, value in enumerate(_values(metric))}
+    tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
+    values = on_host([*tensors.values(), *extra])
+    flat |= zip(tensors, values, strict=False)
+    here = {
+        name: type(metric)(*(flat[name, i] for i in range(len(metric)))) if isinstance(metric, KINDS) else flat[name, 0]
+        for name, metric in metrics.items()
+    }
+    everywhere = world.gathered(here) if world.size > 1 else [here]
+    names = dict.fromkeys(name for one in everywhere for name in one)
+    found = {name: _combined([one[name] for one in everywhere if name in one]) for name in names}
+    return {name: value for name, value in found.items() if value is not None}, values[len(tensors) :]
+
+
+def _values(metric: Any) -> tuple[Any, ...]:
+    return metric if isinstance(metric, KINDS) else (metric,)
+
+
+def _combined(parts: list[Any]) -> Any:
+    parts = [part for part in parts if isinstance(part, KINDS)] or parts
+    if isinstance(parts[0], Largest):
+        return max(part.value for part in parts)
+    if isinstance(parts[0], Sum):
+        return sum(part.value for part in parts)
+    if not isinstance(parts[0], Mean):
+        return parts[0]
+    number = sum(part.number for part in parts)
+    return sum(part.total for part in parts) / number if number else None
+
+
 # ---- random numbers ----
 
 
-def seed_everything(seed: int) -> None:
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """torch's generators, CUDA's too, differ from process to process, as the rows do that dropout falls on."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # CUDA's too
+    torch.manual_seed(seed + rank)
 
 
 def get_rng() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -143,7 +206,8 @@ def get_rng() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     name, keys, position, has_gauss, cached = np.random.get_state()
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(keys, np.int64))}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        tensors |= {f"cuda/{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+        states = [torch.cuda.get_rng_state()] if world().launched else torch.cuda.get_rng_state_all()
+        tensors |= {f"cuda/{i}": state for i, state in enumerate(states)}
     values = {"python": [version, list(words), gauss], "numpy": [name, int(position), int(has_gauss), float(cached)]}
     return tensors, values
 
@@ -173,7 +237,9 @@ def set_rng(tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
     np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(tensors["torch"])
     states = [tensors[f"cuda/{i}"] for i in range(len(tensors)) if f"cuda/{i}" in tensors]
-    if states and torch.cuda.device_count() == len(states):
+    if states and torch.cuda.is_available() and world().launched:
+        torch.cuda.set_rng_state(states[0])
+    elif states and torch.cuda.device_count() == len(states):
         torch.cuda.set_rng_state_all(states)
 
 

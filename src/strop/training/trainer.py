@@ -17,19 +17,18 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
-from strop._processes import refuse_several_processes
-from strop._tensors import on_host
 from strop.config import TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import prepared
 from strop.data.inputs import check_tokenizer
+from strop.distributed import world
 from strop.models import as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import prepared_model, warn_of_half_precision
 from strop.training import checkpoint
 from strop.training.memory import LACKS, raise_explained
 from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
 from strop.training.run import Run, checked_callbacks, checked_loggers
-from strop.training.state import History, Phases, TrainState, not_finite, rng_kept
+from strop.training.state import History, Phases, TrainState, not_finite, rng_kept, told
 
 Row = TypeVar("Row")
 LEAN_TOKENS = 4  # times micro_batch_tokens, where a token takes a fraction of the memory: see `models.layers`
@@ -69,10 +68,12 @@ class Trainer:
         optimizer: MakeOptimizer | None = None,
         **options: Any,
     ):
-        refuse_several_processes()
         self.name = type(self).__name__
         self.config = self._make_config(config, options)
         check_tokenizer(tokenizer)
+        self.world = world()
+        if device is None and self.world.device is not None:
+            device = self.world.device
         if isinstance(model, (str, Path)):
             # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
             dtype = None if self.config.lora is not None else torch.float32
@@ -85,17 +86,21 @@ class Trainer:
         self.tokenizer = self.policy.tokenizer
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
         warn_of_half_precision(self.module)
-        self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
-        self.run = Run(logger, callbacks)
+        self.world.make_same(self.module)
+        self.run = Run(logger, callbacks, self.world)
         self.phases = Phases(self.policy.device)  # of the present step
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.reference: Any = None
         self.setup(ref_model)
+        if self.config.run.shard == "full":
+            self._shard()
+        self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
 
     # ---- for subclasses ----
 
     def setup(self, ref_model: Any) -> None:
-        """Called last by the constructor: `self.reference = self.policy.reference(ref_model)`, or as here none."""
+        """Called by the constructor when the policy is there: `self.reference = self.policy.reference(ref_model)`, or as
+        here none."""
         if ref_model is not None:
             raise ValueError(
                 f"ref_model must be None, found a {type(ref_model).__name__}: {self.name} has no reference"
@@ -128,8 +133,10 @@ class Trainer:
         raises; until then loss and norm are tensors.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        parts, values = [], []
-        for loss_of in losses:
+        parts, values, losses = [], [], list(losses)
+        for number, loss_of in enumerate(losses, 1):
+            if self.policy.shards is not None:
+                self.policy.shards.sum_gradients_after(number == len(losses))
             with self.phase("forward"), self.autocast():
                 parts.append(loss_of())
             loss = parts[-1][0] if isinstance(parts[-1], tuple) else parts[-1]
@@ -139,14 +146,22 @@ class Trainer:
             values.append(loss.detach())
         with self.phase("update"):
             params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            if self.policy.shards is None and self.world.size > 1:
+                self.world.sum_gradients(params)
             limit = self.config.optim.max_grad_norm or float("inf")
-            grad_norm = torch.nn.utils.clip_grad_norm_(params, limit)
+            if self.policy.shards is not None:
+                grad_norm = self.policy.shards.clip(params, limit, self.world)
+            else:
+                grad_norm = torch.nn.utils.clip_grad_norm_(params, limit)
             loss = torch.stack(values).sum() if values else torch.zeros_like(grad_norm)
+            if self.world.size > 1:
+                loss = self.world.summed(loss)
             update = Update(loss=loss, grad_norm=grad_norm)
             if can_skip(self.optimizer):
                 self.optimizer.found_inf = self.phases.note_unfit(loss + grad_norm)  # type: ignore[attr-defined]
             else:
-                update.update(zip(update, on_host(list(update.values())), strict=True))
+                loss_and_norm = torch.stack([value.double() for value in update.values()])
+                update.update(zip(update, loss_and_norm.tolist(), strict=True))
                 if not all(abs(value) < float("inf") for value in update.values()):
                     raise not_finite(update, self.state.step)
             learning_rate = self._set_learning_rate()
@@ -163,13 +178,21 @@ class Trainer:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts the seconds within as the metric time/<name>."""
-        alone = self.policy.kind == "moe" and name not in USERS_PHASES
+        alone = (self.policy.kind == "moe" or self.policy.device.type == "cuda") and name not in USERS_PHASES
         with self.phases.phase(name), one_thread() if alone else contextlib.nullcontext():
             yield
 
     def seed_of(self, *parts: Any) -> int:
         """A seed from the run's, the step and whatever else: a resumed run draws what the other would have."""
         return random.Random("/".join(map(str, (self.config.run.seed, *parts)))).getrandbits(62)
+
+    def share(self, num_rows: int) -> range:
+        """Which of a batch's rows this process takes; alone all of them."""
+        return range(num_rows) if self.world.size == 1 else self.world.share(num_rows)
+
+    def of_all(self, items: list[Row]) -> list[Row]:
+        """The items of all processes, in the order of the batch's rows."""
+        return items if self.world.size == 1 else self.world.concat(items)
 
     def count_tokens(self, num_tokens: int) -> None:
         """So many more tokens in this step; gives tokens_per_second."""
@@ -188,13 +211,19 @@ class Trainer:
         """
         run = self.config.run
         num_tokens = run.micro_batch_tokens * (LEAN_TOKENS if lean or self.policy.fuses else 1)
-        return split(rows, lengths, run.micro_batch_size, num_tokens, padded=self.policy.pads)
+        return self._as_many(split(rows, lengths, run.micro_batch_size, num_tokens, padded=self.policy.pads))
 
     def eval_batches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[list[Row]]:
         """The rows of a dataset, however many, in parts no larger than training has them."""
         run = self.config.run
         size = run.micro_batch_size or run.batch_size
-        return split(rows, lengths, size, run.micro_batch_tokens, padded=self.policy.pads)
+        return self._as_many(split(rows, lengths, size, run.micro_batch_tokens, padded=self.policy.pads))
+
+    def _as_many(self, parts: list[list[Row]]) -> list[list[Row]]:
+        """With empty parts until there are as many as in every other process, where a forward needs all of them."""
+        if self.policy.shards is None:
+            return parts
+        return parts + [[] for _ in range(max(self.world.gathered(len(parts))) - len(parts))]
 
     # ---- for users ----
 
@@ -239,13 +268,13 @@ class Trainer:
         rows = list(self.prepared(dataset, "eval_dataset"))
         with self.policy.evaluating(), torch.no_grad(), rng_kept():
             try:
-                metrics = self.evaluate_on(rows)
+                metrics, _ = told(self.evaluate_on(rows), [], self.world)
             except LACKS as error:
                 raise_explained(error, self, "evaluate")
         return {f"eval/{name}": float(value) for name, value in metrics.items()}
 
     def save(self, path: str | Path) -> None:
-        """Write everything needed to go on into one file, atomically."""
+        """Write everything needed to go on into one file, atomically; several processes together write a folder."""
         checkpoint.save(self, path, self.extra_state())
         self.fire("on_save", str(path))
 
@@ -322,6 +351,14 @@ class Trainer:
             if option not in known and "." not in option:
                 raise ValueError(unknown_option(option, [*known, *arguments], f" of {self.name}", self.Config))
         return (config if config is not None else self.Config()).changed(options)
+
+    def _shard(self) -> None:
+        if not self.world.launched:
+            raise ValueError("shard must be 'none' without torchrun, which starts the processes, found 'full'")
+        dtype = None if self.config.run.autocast is None else torch.bfloat16
+        self.policy.shard(dtype)
+        if self.reference_model is not None:
+            self.reference.policy.shard(dtype)
 
     def _set_learning_rate(self) -> float:
         state = self.state

@@ -7,6 +7,7 @@ SUITES = {
     "convergence": "every engine of the MoE from the same weights: a batch memorised, a language learned",
     "losses": "the operators against eager torch, torch.compile, Liger and the floor, on a GPU if there is one",
     "generation": "rollouts against transformers and vLLM, on a GPU if there is one",
+    "processes": "a GRPO step in several processes against one",
     "step": "a whole GRPO step against TRL, on a GPU if there is one",
     "demo": "`strop demo` on three seeds",
     "learning": "SmolLM2-135M-Instruct learns to add with GRPO, on a GPU if there is one",

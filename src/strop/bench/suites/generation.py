@@ -24,7 +24,7 @@ from strop.bench.text import duration
 ON_GPU = True
 ROUNDS = 7  # at most
 TOO_LONG = "it would take minutes"
-STARTED = ("vLLM",)  # engines whose start takes a minute: one fresh process is enough
+COMPILED = ("strop",)  # who finds kernels on disk in a second process; an engine whose start takes a minute has one
 
 
 def cases(workloads: Sequence[Workload] | None = None) -> list["GenerationCase"]:
@@ -54,27 +54,39 @@ class Sides:
             self.left_out = contenders.left_out(workload.model)
             if not workload.transformers:
                 self.left_out["transformers"] = TOO_LONG
-            for name in contenders.CONTENDERS:
-                if name not in self.left_out:
-                    self._start(name, workload)
+            self._start([name for name in contenders.CONTENDERS if name not in self.left_out], workload)
         return self.running
 
-    def _start(self, name: str, workload: Workload) -> None:
-        self.caches.append(tempfile.TemporaryDirectory())
-        cache = self.caches[-1].name
-        try:
-            side = Side(name, workload.model, cache)
-            found = {"first_seconds": side.start_seconds + side.rollout(workload, 0).seconds}
-            if name not in STARTED:
-                again = Side(name, workload.model, cache)
-                found["first_seconds_cached"] = again.rollout(workload, 0).seconds
-                again.close()
-        except Failed as error:
-            if name == "strop":
-                raise
-            self.left_out[name] = str(error)
-            return
-        self.running[name], self.first[name] = side, {key: round(value, 3) for key, value in found.items()}
+    def _start(self, names: Sequence[str], workload: Workload) -> None:
+        """All processes at once, for most of a start is imports; then the first rollouts, one after the other."""
+        made: dict[str, list[Side]] = {}
+        for name in names:
+            self.caches.append(tempfile.TemporaryDirectory())
+            again = [self.caches[-1].name] if name in COMPILED else []
+            made[name] = [Side(name, workload.model, cache) for cache in (self.caches[-1].name, *again)]
+        for wanted in (self._wait, self._first):
+            for name, sides in list(made.items()):
+                try:
+                    wanted(name, sides, workload)
+                except Failed as error:
+                    if name == "strop":
+                        raise
+                    self.left_out[name] = str(error)
+                    del made[name]
+        self.running = {name: sides[0] for name, sides in made.items()}
+
+    def _wait(self, name: str, sides: Sequence[Side], workload: Workload) -> None:
+        for side in sides:
+            side.start()
+
+    def _first(self, name: str, sides: Sequence[Side], workload: Workload) -> None:
+        seconds = [side.rollout(workload, 0).seconds for side in sides]
+        for side in sides[1:]:
+            side.close()
+        found = {"first_seconds": sides[0].start() + seconds[0]}
+        if len(seconds) > 1:
+            found["first_seconds_cached"] = seconds[1]
+        self.first[name] = {key: round(value, 3) for key, value in found.items()}
 
     def close(self) -> None:
         for side in self.running.values():

@@ -105,11 +105,7 @@ def _facts(steps: Sequence[Step], peaks: Sequence[int]) -> dict[str, Any]:
 def _training(steps: Sequence[Step], profile: dict[str, Any]) -> dict[str, Any]:
     """From the end of generation to the end of the update: the time without the profiler, and what it saw."""
     seconds = float(np.median([step.seconds - step.phases["generate"] for step in steps]))
-    return {
-        "median_ns": round(1e9 * seconds, 1),
-        "busy_share": round(1e-9 * profile["busy_ns"] / seconds, 3),
-        **profile,
-    }
+    return {"median_ns": round(1e9 * seconds, 1), **profile}
 
 
 def summary(measured: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -1,0 +1,379 @@
+"""Several processes, started by torchrun: who this one is, and what it asks of the others.
+
+    torchrun --nproc-per-node 8 -m strop train grpo --config run.yaml --shard full
+
+Every process is given the same batch and takes its share of the rows: whole prompts, whole pairs. Counts of tokens and
+sequences are those of the whole batch, so each process computes its share of one loss, and gradients are summed, once an
+update. Numbers of the host go through `concat`. Without torchrun there is one process, and torch.distributed is not
+imported. Nothing else in strop knows it.
+"""
+
+import contextlib
+import functools
+import os
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from strop import peers
+from strop.peers import PeerError
+
+Item = TypeVar("Item")
+TOGETHER = 2**27  # weights in shards that are gathered in one call, or one layer where that has more
+BUCKET = 2**26  # bytes of gradients that are summed in one call
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among `size`; `local_rank` counts those of this machine, one a GPU."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    launched: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that writes logs, progress and files that are not shared out."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device | None:
+        """The GPU of this process; None without torchrun, or without GPUs."""
+        return torch.device("cuda", self.local_rank) if self.launched and torch.cuda.is_available() else None
+
+    # ---- rows and numbers of the host ----
+
+    def share(self, num_rows: int) -> range:
+        """Which of so many rows are this process's: neighbours, so that all shares in order are the rows in order."""
+        return range(num_rows * self.rank // self.size, num_rows * (self.rank + 1) // self.size)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The values of all processes, in their order."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def concat(self, items: list[Item]) -> list[Item]:
+        """The items of all processes, one after the other."""
+        return [item for items_ in self.gathered(items) for item in items_]
+
+    def total(self, value: float) -> float:
+        return sum(self.gathered(value))
+
+    def any(self, value: bool) -> bool:
+        return any(self.gathered(bool(value)))
+
+    def wait(self) -> None:
+        """Until all are here."""
+        self.gathered(None)
+
+    def together(self, call: Callable[[], Item], raises: type[Exception] | None = None) -> Item:
+        """What `call` returns here, once it has returned in every process. Where it fails in one, it fails in all.
+
+        raises   of the processes in which it did not fail; None: a PeerError
+        """
+        if self.size == 1:
+            return call()
+        try:
+            found, error = call(), None
+        except Exception as failure:
+            error = failure
+        told = [text for text in self.gathered(error and str(error)) if text is not None]
+        if error is not None:
+            raise error
+        if told:
+            raise (raises or PeerError)(told[0])
+        return found
+
+    def from_first(self, call: Callable[[], Item]) -> Item:
+        """What `call` returns in the first process, which alone calls it, told to all."""
+        if self.size == 1:
+            return call()
+        found = self.together(lambda: [call()] if self.is_first else [])
+        return self.gathered(found)[0][0]
+
+    # ---- tensors ----
+
+    def summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the processes, in place."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(tensor)
+        return tensor
+
+    def make_same(self, module: nn.Module) -> None:
+        """Give every process the first one's weights: what was drawn at random is else another in each."""
+        if self.size == 1:
+            return
+        import torch.distributed as dist
+
+        with torch.no_grad():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                dist.broadcast(tensor.detach(), 0)
+
+    def sum_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Sum every gradient over the processes; one that only others have is 0 here."""
+        if self.size == 1:
+            return
+        import torch.distributed as dist
+
+        has_P = torch.tensor([param.grad is not None for param in params], dtype=torch.uint8)
+        dist.all_reduce(has_P, dist.ReduceOp.MAX)
+        some = [param for param, has in zip(params, has_P.tolist(), strict=True) if has]
+        for param in some:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        for bucket in _buckets([param.grad for param in some if param.grad is not None]):
+            flat = torch.cat([grad.flatten() for grad in bucket])
+            dist.all_reduce(flat)
+            for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one dtype, together about BUCKET bytes."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        if bucket and (bucket[0].dtype != tensor.dtype or sum(one.nbytes for one in bucket) >= BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+ALONE = World()
+
+
+@functools.cache
+def world() -> World:
+    """The processes torchrun started, connected; one process where it did not."""
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+    if "TORCHELASTIC_RUN_ID" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
+        return ALONE
+    if missing := [name for name in names if not os.environ.get(name, "").isdecimal()]:
+        raise ValueError(f"{missing[0]} must be set as torchrun sets it where WORLD_SIZE is, found none; use torchrun")
+    import torch.distributed as dist
+
+    rank, size, local_rank = (int(os.environ[name]) for name in names)
+    found = World(rank, size, local_rank, launched=True)
+    if found.device is not None:
+        torch.cuda.set_device(found.device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if found.device is not None else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=peers.timeout()))
+    if size > 1:
+        where = found.gathered((os.environ.get("GROUP_RANK"), os.getpid()))
+        peers.begin(rank, where, dist.distributed_c10d._get_default_store())
+    return found
+
+
+# ---- checkpoints ----
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write tensors, whole or in shards, into one folder, all processes at once: each its shards, and its part of the rest.
+
+    A process may have tensors that others do not have. One that fails is an OSError in all.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _as_oserror(folder, "written"):
+        dcp.save(dict(tensors), storage_writer=writer)
+
+
+def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Fill these tensors from the folder, each process by itself. Safetensors are read, and no pickle."""
+    import torch.distributed.checkpoint as dcp
+
+    with _as_oserror(folder, "read"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is done by itself
+        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+@contextlib.contextmanager
+def _as_oserror(folder: Path, what: str) -> Iterator[None]:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:  # not an Exception in torch: of one process or of several
+        rank, (cause, *_) = next(iter(error.failures.items()))
+        raise OSError(f"{folder} could not be {what}: process {rank}: {type(cause).__name__}: {cause}") from None
+
+
+def put(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy a whole tensor into one that may lie in shards, where each process takes its own."""
+    if hasattr(target, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        target.copy_(full)
+
+
+# ---- weights in shards ----
+
+
+class Shards:
+    """A model whose parameters lie in shards, one a process (FSDP2). They are whole only while a layer computes.
+
+    dtype   in which layers compute and weights travel; gradients are summed in float32. None: as they are
+    """
+
+    def __init__(self, module: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype | None = None):
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+        # its warning of views that are changed in place, which nobody does here
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+        self.module = module
+        self.twin = _without_weights(module)
+        self.dtype = dtype
+        self.are_whole = False  # at present, within `read`
+        self._copied: dict[int, Any] = {}  # of each part: the twin's weights, and the whole ones here
+        self._places = _places(self.twin)
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32, cast_forward_inputs=False
+        )
+        self._parts = _apart(module, [*_together(layers), [module]])
+        for modules, _ in self._parts:
+            fully_shard(modules, mp_policy=policy)
+            part: Any = modules[0]
+            part.set_gradient_divide_factor(1.0)  # losses are shares of one: a sum
+            part.set_force_sum_reduction_for_comms(True)
+        # a method that FSDP knows: within it the embedding and the head are whole too
+        module.strop_read = types.MethodType(lambda _, call: call(), module)  # type: ignore[assignment]
+        register_fsdp_forward_method(module, "strop_read")
+
+    def clip(self, params: Sequence[nn.Parameter], limit: float, world: World) -> torch.Tensor:
+        """`clip_grad_norm_`, on what lies here of each gradient."""
+        grads = [param.grad.to_local() for param in params if param.grad is not None]  # type: ignore[attr-defined]
+        norm = world.summed(torch.nn.utils.get_total_norm(grads).square()).sqrt()
+        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def read(self, call: Callable[[], Any]) -> Any:
+        """What `call` makes of the model, with its weights whole; a tensor or several."""
+        found = []
+
+        def within() -> Any:
+            found.append(call())
+            return tuple(found[0]) if isinstance(found[0], tuple) else found[0]
+
+        self.are_whole = True
+        try:
+            self.module.strop_read(within)  # type: ignore[operator]
+        finally:
+            self.are_whole = False
+        return found[0]
+
+    def sum_gradients_after(self, is_last: bool) -> None:
+        """Whether the next backward is the update's last, which sums the gradients over the processes."""
+        self.module.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+        self.module.set_is_last_backward(is_last)  # type: ignore[operator]
+
+    def gather(self) -> None:
+        """Give `twin` all weights, gathered part by part, in the memory of the last time if it still has that."""
+        for number, (modules, names) in enumerate(self._parts):
+            part: Any = modules[0]
+            part.unshard()
+            if number not in self._copied:  # the same tensors every time, until `free`
+                theirs = [self.module.get_parameter(name).detach() for name in names]
+                for name, param in zip(names, theirs, strict=True):
+                    _set(self._places[name], torch.empty_like(param))
+                self._copied[number] = [self.twin.get_parameter(name).detach() for name in names], theirs
+            if names:
+                torch._foreach_copy_(*self._copied[number])
+            part.reshard()
+        for ours, theirs_ in zip(self.twin.buffers(), self.module.buffers(), strict=True):
+            ours.copy_(theirs_)
+
+    def free(self) -> None:
+        """Give the memory of `twin`'s weights back."""
+        self._copied.clear()
+        for name, param in self.module.named_parameters():
+            _set(self._places[name], torch.empty(param.shape, dtype=param.dtype, device="meta"))
+
+    def on_host(self, is_wanted: bool) -> nn.Module | None:
+        """A copy of the model in host memory, with its weights as they are trained; None in processes that want none."""
+        made = _without_weights(self.twin)
+        places = _places(made)
+        for name, param in self.module.named_parameters():
+            full = whole(param.detach())  # by all processes together
+            if is_wanted:
+                _set(places[name], full.cpu())
+        for ours, theirs in zip(made.buffers(), self.module.buffers(), strict=True):
+            ours.copy_(theirs)
+        return made if is_wanted else None
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies in shards, gathered; any other as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _together(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Neighbouring layers whose weights are gathered at once, TOGETHER of them: a small layer takes less time than that."""
+    groups: list[list[nn.Module]] = []
+    room = 0
+    for layer in layers:
+        if room <= 0:
+            groups, room = [*groups, []], TOGETHER
+        groups[-1].append(layer)
+        room -= sum(param.numel() for param in layer.parameters())
+    return groups
+
+
+def _apart(module: nn.Module, parts: Sequence[list[nn.Module]]) -> list[tuple[list[nn.Module], list[str]]]:
+    """The parts with the names of their parameters; what an earlier part has, a later one around it has not."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    owned = [[names.pop(id(p), None) for one in part for p in one.parameters()] for part in parts]
+    return [(part, [name for name in own if name]) for part, own in zip(parts, owned, strict=True)]
+
+
+def class_of(module: nn.Module) -> type:
+    """The module's class; FSDP puts one of its own before it."""
+    kind = type(module)
+    return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
+
+
+def _without_weights(module: nn.Module) -> nn.Module:
+    """A copy of the module whose parameters take no memory."""
+    import copy
+
+    return copy.deepcopy(module, {id(param): _hollow(param) for param in module.parameters()})
+
+
+def _hollow(param: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=False)
+
+
+def _set(places: Iterable[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:
+    """Put a parameter into its places."""
+    param = nn.Parameter(tensor, requires_grad=False)
+    for part, leaf in places:
+        part._parameters[leaf] = param
+
+
+def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Where each parameter stands, by its first name; tied ones stand in several places."""
+    first: dict[int, str] = {}
+    found: dict[str, list[tuple[nn.Module, str]]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        found.setdefault(first.setdefault(id(param), name), []).append((module.get_submodule(owner), leaf))
+    return found

@@ -1,0 +1,66 @@
+"""Several processes compute what one does: every metric of five steps and of an evaluation, and the weights afterwards."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+WORK = Path(__file__).with_name("work.py")
+LAUNCH = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+# else float64; in bfloat16 layers compute with weights of 16 bits, where autocast converts them at every product
+APART = {"moe": 1e-5, "float32": 1e-5}
+FEW = ["sft-tied", "dpo", "grpo-bnpo", "grpo-sequence", "grpo-lora", "grpo-again", "online-ties"]
+WORLDS = {"2 replicas": (2, "none", []), "2 shards": (2, "full", []), "4 shards": (4, "full", FEW)}
+
+
+def work(folder, size, shard, names):
+    launched = [*LAUNCH, "--nproc-per-node", str(size)] if size > 1 else []
+    command = [sys.executable, *launched, str(WORK), str(folder), shard, *names]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return work(tmp_path_factory.mktemp("alone"), 1, "none", [])
+
+
+def read(path):
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["steps"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_processes_compute_what_one_does(name, alone, tmp_path):
+    work(tmp_path, *WORLDS[name])
+    found = sorted(tmp_path.glob("*.safetensors"))
+    everything = len(list(alone.iterdir())) - (name == "2 shards")  # the MoE has no shards
+    assert len(found) == (len(WORLDS[name][2]) or everything)
+    for path in found:
+        steps, weights = read(path)
+        wanted_steps, wanted_weights = read(alone / path.name)
+        apart = next((bound for kind, bound in APART.items() if kind in path.name), 1e-9)
+        if "bf16" in path.name:  # its rounding, not its sums, is what differs: only the loss is compared
+            losses = [[step.get("loss", step.get("eval/loss")) for step in one] for one in (steps, wanted_steps)]
+            assert losses[0] == pytest.approx(losses[1], rel=5e-3), path.name
+            continue
+        for step, wanted in zip(steps, wanted_steps, strict=True):
+            assert step == pytest.approx(wanted, rel=0, abs=apart), path.name
+        assert weights.keys() == wanted_weights.keys()
+        for key, weight in weights.items():
+            assert (weight - wanted_weights[key]).abs().max() <= apart, (path.name, key)
+    assert any(step["grad_norm"] > 1e-3 for step in steps if "grad_norm" in step)
+
+
+def test_every_case_learns(alone):
+    """Else equal weights would say nothing."""
+    for path in alone.iterdir():
+        steps, _ = read(path)
+        assert sum(step.get("grad_norm", 0) > 1e-6 for step in steps) >= 3, path.name

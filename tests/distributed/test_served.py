@@ -1,0 +1,43 @@
+"""Processes that share a rollout server train as one process with that server does, whichever way the weights get there."""
+
+import contextlib
+import threading
+
+import pytest
+from test_equality import read, work
+from tiny_models import llama
+
+from strop.models import as_policy
+from strop.rollout.serving import Serving, make_server
+
+NAMES = ["served", "served-again", "served-lora"]
+
+
+@contextlib.contextmanager
+def serving():
+    server = make_server(Serving(as_policy(llama(eos_token_id=3)), "tiny", True), port=0)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def trained(folder, size, shard, monkeypatch):
+    for name in NAMES:
+        with serving() as url:
+            monkeypatch.setenv("STROP_TEST_SERVER", url)
+            folder.mkdir(exist_ok=True)
+            work(folder, size, shard, [name])
+    return [read(folder / f"{name}.safetensors") for name in NAMES]
+
+
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_two_processes_share_a_server(shard, tmp_path, monkeypatch):
+    found, wanted = (trained(tmp_path / str(size), size, shard if size > 1 else "none", monkeypatch) for size in (2, 1))
+    for (steps, weights), (wanted_steps, wanted_weights) in zip(found, wanted, strict=True):
+        for step, wanted_step in zip(steps, wanted_steps, strict=True):
+            assert step == pytest.approx(wanted_step, rel=1e-4, abs=1e-5)
+        for name, weight in weights.items():
+            assert (weight - wanted_weights[name]).abs().max() < 1e-5
