@@ -123,6 +123,32 @@ bool group_advantages(const T* rewards, size_t groups, size_t group_size, Advant
     return finished;
 }
 
+// Each step needs the one after it, so a row is a chain of multiply-adds; four rows at a time hide its latency.
+template <class T>
+void gae_rows(const T* rewards, const T* values, const uint8_t* mask, size_t rows, size_t cols, double gamma, double lambda, T* out) {
+    constexpr size_t kRows = 4;
+    const double decay = gamma * lambda;
+    for_ranges((rows + kRows - 1) / kRows, kRows * cols, rows * cols >= kParallelElements<T>, [&](size_t first, size_t last) {
+        for (size_t block = first; block < last; ++block) {
+            const size_t start = block * kRows, count = start + kRows < rows ? kRows : rows - start;
+            double value[kRows] = {}, advantage[kRows] = {};
+            for (size_t t = cols; t-- > 0;) {
+                for (size_t row = 0; row < count; ++row) {
+                    const size_t at = (start + row) * cols + t;
+                    const bool counts = !mask || mask[at];
+                    const double found = (rewards[at] + gamma * value[row] - values[at]) + decay * advantage[row];
+                    out[at] = counts ? static_cast<T>(found) : T{0};
+                    advantage[row] = counts ? found : advantage[row];
+                    value[row] = counts ? static_cast<double>(values[at]) : value[row];
+                }
+            }
+        }
+    });
+}
+
+template void gae_rows<float>(const float*, const float*, const uint8_t*, size_t, size_t, double, double, float*);
+template void gae_rows<double>(const double*, const double*, const uint8_t*, size_t, size_t, double, double, double*);
+
 template bool group_advantages<float>(const float*, size_t, size_t, AdvantageScale, double, double, float*);
 template bool group_advantages<double>(const double*, size_t, size_t, AdvantageScale, double, double, double*);
 

@@ -19,6 +19,10 @@ enum class AdvantageScale { group, batch, none };
 template <class T>
 bool group_advantages(const T* rewards, size_t groups, size_t group_size, AdvantageScale scale, double ddof, double eps, T* out);
 
+// Generalised advantage estimation over the tokens that count, for (rows, cols); mask may be null. See primitives/gae.py.
+template <class T>
+void gae_rows(const T* rewards, const T* values, const uint8_t* mask, size_t rows, size_t cols, double gamma, double lambda, T* out);
+
 // First-fit decreasing; ties keep their order. Every length is in [0, max_length]. Bins of indices into lengths.
 std::vector<std::vector<int64_t>> first_fit_decreasing(const int64_t* lengths, size_t count, int64_t max_length);
 

@@ -16,6 +16,7 @@
 #include <cmath>
 #include <new>
 #include <string>
+#include <type_traits>
 
 #include "primitives.h"
 
@@ -288,6 +289,49 @@ PyObject* batch_entry(PyObject* self, PyObject* const* args, Py_ssize_t count, P
     return advantages(call, {rewards, PyArray_SIZE(rewards) / group_size, group_size, ddof, eps, scale});
 }
 
+// ---- generalised advantage estimation ----------------------------------------------------------------------------------
+
+PyObject* name_values;
+PyObject* name_gamma;
+PyObject* name_lam;
+
+bool read_share(PyObject* o, double otherwise, double* value) {
+    *value = otherwise;
+    if (!o) return true;
+    if (!PyFloat_CheckExact(o)) return false;
+    *value = PyFloat_AS_DOUBLE(o);
+    return *value >= 0.0 && *value <= 1.0;
+}
+
+// compute_gae(rewards, values, *, gamma=1.0, lam=0.95, mask=None) -> same shape
+PyObject* gae_entry(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+    const Call call{self, args, count, keywords};
+    PyObject* slots[5];
+    KlInput in;  // two arrays of one shape and type, and a mask: rewards, values
+    double gamma, lam;
+    PyObject* const names[] = {name_rewards, name_values, name_gamma, name_lam, name_mask};
+    if (!call.bind(names, 2, slots) || !in.read(slots[0], slots[1], slots[4], false) || !read_share(slots[2], 1.0, &gamma) ||
+        !read_share(slots[3], 0.95, &lam))
+        return call.hand_to_twin();
+    const int dimensions = PyArray_NDIM(in.log_p);
+    if (dimensions != 1 && dimensions != 2) return call.hand_to_twin();
+    const auto rows = static_cast<size_t>(dimensions == 2 ? PyArray_DIM(in.log_p, 0) : 1);
+    const auto cols = static_cast<size_t>(PyArray_DIM(in.log_p, dimensions - 1));
+    PyObject* out = PyArray_SimpleNew(dimensions, PyArray_DIMS(in.log_p), PyArray_TYPE(in.log_p));
+    if (!out) return nullptr;
+    void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(out));
+    auto fill = [&](auto* typed) {
+        using T = std::remove_pointer_t<decltype(typed)>;
+        gae_rows<T>(data_of<T>(in.log_p), data_of<T>(in.log_q), in.mask, rows, cols, gamma, lam, typed);
+    };
+    const bool done = compute(in.size() >= kReleaseElements, [&] {
+        in.is_f32() ? fill(static_cast<float*>(data)) : fill(static_cast<double*>(data));
+    });
+    if (done) return out;
+    Py_DECREF(out);
+    return nullptr;
+}
+
 // ---- entry points -----------------------------------------------------------------------------------------------------
 
 using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
@@ -300,6 +344,7 @@ struct EntryPoint {
 constexpr EntryPoint kEntryPoints[] = {
     {"compute_group_advantages", group_entry},
     {"compute_batch_group_advantages", batch_entry},
+    {"compute_gae", gae_entry},
     {"compute_token_kl", kl_total<KlEstimator::token, false>},
     {"compute_token_kl_f32", kl_total<KlEstimator::token, true>},
     {"compute_token_kl_schulman", kl_total<KlEstimator::schulman, false>},
@@ -414,6 +459,9 @@ void define_primitives(nb::module_& m) {
     name_seq_len = intern("seq_len");
     name_mask = intern("mask");
     name_rewards = intern("rewards");
+    name_values = intern("values");
+    name_gamma = intern("gamma");
+    name_lam = intern("lam");
     name_group_size = intern("group_size");
     name_ddof = intern("ddof");
     name_eps = intern("eps");

@@ -50,3 +50,9 @@ def engine(request, monkeypatch):
 @pytest.fixture(scope="session")
 def golden():
     return json.loads((Path(__file__).parent / "golden" / "trl-1.16.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def golden_more():
+    """By tests/golden/make_trl_losses.py."""
+    return json.loads((Path(__file__).parent / "golden" / "trl-1.16-more.json").read_text())

@@ -7,16 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_qwen2 import tiny_qwen2
 
 from strop.algorithms.best_of_n import BestOfN
+from strop.algorithms.distill import Distill, DistillConfig
 from strop.algorithms.dpo import DPO, DPOConfig
 from strop.algorithms.grpo import GRPO, GRPOConfig
+from strop.algorithms.kto import KTO, KTOConfig
 from strop.algorithms.online_dpo import OnlineDPO, OnlineDPOConfig
+from strop.algorithms.ppo import PPO, PPOConfig
+from strop.algorithms.reward_model import RewardModel, RewardModelConfig
 from strop.algorithms.sft import SFT, SFTConfig
 from strop.cli.job import JobConfig
 from strop.config import LoRAConfig, OptimConfig, RunConfig, option_names, options_in
 from strop.environments import Environment, Turn, TurnsConfig
-from strop.losses import PolicyRule, PreferenceRule
+from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
 from strop.moe import MoEConfig, MoETransformer
 from strop.rollout import Sampling
 from strop.rollout.server import ServerConfig
@@ -28,9 +33,14 @@ CONFIGS = [
     SFTConfig,
     DPOConfig,
     GRPOConfig,
+    KTOConfig,
     OnlineDPOConfig,
+    PPOConfig,
+    RewardModelConfig,
+    DistillConfig,
     PolicyRule,
     PreferenceRule,
+    UnpairedRule,
     OptimConfig,
     RunConfig,
     LoRAConfig,
@@ -75,6 +85,7 @@ def option_table(page, config):
     ("page", "config"),
     [
         ("sft.md", SFTConfig), ("dpo.md", DPOConfig), ("grpo.md", GRPOConfig), ("online_dpo.md", OnlineDPOConfig),
+        ("kto.md", KTOConfig), ("reward_model.md", RewardModelConfig), ("ppo.md", PPOConfig), ("distill.md", DistillConfig), ("kto.md", UnpairedRule),
         ("grpo.md", PolicyRule), ("dpo.md", PreferenceRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
         ("common.md", Sampling), ("../command_line.md", JobConfig), ("../rollouts.md", ServerConfig),
         ("../environments.md", TurnsConfig),
@@ -120,9 +131,28 @@ def step_of_dpo():
     return DPO(model=small_model()).train_step([[2, 3]], [[4, 1]], [[5, 1]])
 
 
+def step_of_kto():
+    return KTO(model=small_model()).train_step([[2, 3], [4, 5]], [[4, 1], [5, 1]], [True, False])
+
+
+def step_of_reward_model():
+    model = tiny_qwen2("ForSequenceClassification", num_labels=1)
+    return RewardModel(model=model).train_step([[2, 3]], [[4, 1]], [[5, 1]])
+
+
 def step_of_grpo():
     grpo = GRPO(model=small_model(), reward_fn=count, max_new_tokens=4, resample_rounds=1, importance_cap=2.0)
     return grpo.train_step([[2, 3], [4, 5]])
+
+
+def step_of_ppo():
+    critic = tiny_qwen2("ForSequenceClassification", num_labels=1)
+    ppo = PPO(model=small_model(), critic=critic, reward_fn=count, max_new_tokens=4, entropy_coef=0.1)
+    return ppo.train_step([[2, 3], [4, 5]])
+
+
+def step_of_distill():
+    return Distill(model=small_model(), teacher=small_model(), max_new_tokens=4).train_step([[2, 3], [4, 5]])
 
 
 def step_of_online_dpo():
@@ -134,7 +164,19 @@ def documented_metrics(page):
     return {name.replace("<function>", "count") for row in table for name in code(row[0])}
 
 
-@pytest.mark.parametrize("step", [step_of_sft, step_of_dpo, step_of_grpo, step_of_online_dpo])
+@pytest.mark.parametrize(
+    "step",
+    [
+        step_of_sft,
+        step_of_dpo,
+        step_of_kto,
+        step_of_reward_model,
+        step_of_grpo,
+        step_of_ppo,
+        step_of_distill,
+        step_of_online_dpo,
+    ],
+)
 def test_metric_tables_are_what_a_step_returns(step):
     torch.manual_seed(0)
     own = documented_metrics(f"{step.__name__.removeprefix('step_of_')}.md")
@@ -158,7 +200,11 @@ def test_metrics_of_environments_are_what_a_step_has_besides():
 
 
 def test_trl_options_lead_to_options():
-    known = {name for config in (SFTConfig, DPOConfig, GRPOConfig, OnlineDPOConfig) for name in option_names(config)}
+    known = {
+        name
+        for config in (SFTConfig, DPOConfig, KTOConfig, GRPOConfig, OnlineDPOConfig)
+        for name in option_names(config)
+    }
     (table,) = tables(
         (ROOT / "docs/coming_from_trl.md").read_text(encoding="utf-8"), "TRL", "default", "strop", "default"
     )

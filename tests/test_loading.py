@@ -31,7 +31,7 @@ def asked(monkeypatch):
     """A machine with a GPU, as far as is asked of it: names and devices that Hugging Face models are loaded with."""
     found = []
 
-    def hugging_face(name, dtype, gguf_file, device, options):
+    def hugging_face(name, dtype, gguf_file, device, options, scores):
         found.append((name, gguf_file, str(device)))
         return model_of("llama"), None
 

@@ -20,10 +20,10 @@ CONFIG = {
 }
 
 
-def tiny_qwen2(**changes):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def tiny_qwen2(kind="ForCausalLM", **changes):
+    import transformers
 
-    model = Qwen2ForCausalLM(Qwen2Config(**{**CONFIG, **changes}))
+    model = getattr(transformers, f"Qwen2{kind}")(transformers.Qwen2Config(**{**CONFIG, **changes}))
     for index, (_, param) in enumerate(sorted(model.named_parameters())):
         wave = np.sin(np.arange(param.numel()) * 12.9898 + 78.233 * (index + 1)).reshape(param.shape)
         value = 1 + 0.1 * wave if param.ndim == 1 else 0.4 * wave

@@ -10,12 +10,24 @@ import locale
 import pytest
 import torch
 
+from strop.losses import IMPORTANCE_LEVELS, POLICY_LOSS_TYPES
 from strop.ops import registry
 
 FACTOR = 2.0
+RULES = [  # every loss type with every importance level it takes
+    (loss_type, level)
+    for loss_type in POLICY_LOSS_TYPES
+    for level in IMPORTANCE_LEVELS
+    if not (loss_type == "vespo" and level != "token") and not (loss_type in ("cispo", "sapo") and level == "geometric")
+]
 needs_compiler = pytest.mark.skipif(
     codecs.lookup(locale.getencoding()).name == "ascii", reason="torch opens its templates in the locale's encoding"
 )
+
+
+def clip_of(loss_type, high=1.1):
+    """high: of cispo, where it is the bound of the ratio itself"""
+    return {"cispo": (0.2, high), "sapo": None, "vespo": None}.get(loss_type, (0.2, 0.28))
 
 
 def backends(name, dtype=torch.float32):

@@ -7,7 +7,7 @@ from strop.bench.text import duration
 
 
 def primitives_table(
-    result: Result, primitives: tuple[str, ...] = ("advantages", "k3 KL", "token KL", "packing")
+    result: Result, primitives: tuple[str, ...] = ("advantages", "GAE", "k3 KL", "token KL", "packing")
 ) -> str:
     """Every row: our time, and how many times as long the others take."""
     peers = ["numpy", "torch", "rlox"]

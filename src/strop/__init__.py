@@ -12,6 +12,7 @@ from strop.primitives import (
     compute_batch_token_kl_f32,
     compute_batch_token_kl_schulman,
     compute_batch_token_kl_schulman_f32,
+    compute_gae,
     compute_group_advantages,
     compute_token_kl,
     compute_token_kl_f32,
@@ -30,6 +31,7 @@ __all__ = [
     "compute_batch_token_kl_f32",
     "compute_batch_token_kl_schulman",
     "compute_batch_token_kl_schulman_f32",
+    "compute_gae",
     "compute_group_advantages",
     "compute_token_kl",
     "compute_token_kl_f32",
@@ -40,7 +42,17 @@ __all__ = [
     "set_num_threads",
 ]
 
-_ALGORITHMS = {"BestOfN": "best_of_n", "DPO": "dpo", "GRPO": "grpo", "OnlineDPO": "online_dpo", "SFT": "sft"}
+_ALGORITHMS = {
+    "BestOfN": "best_of_n",
+    "DPO": "dpo",
+    "Distill": "distill",
+    "GRPO": "grpo",
+    "KTO": "kto",
+    "OnlineDPO": "online_dpo",
+    "PPO": "ppo",
+    "RewardModel": "reward_model",
+    "SFT": "sft",
+}
 
 
 def __getattr__(name: str) -> Any:

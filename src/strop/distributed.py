@@ -326,6 +326,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def class_of(module: nn.Module) -> type:
+    """The module's class; FSDP puts one of its own before it."""
+    kind = type(module)
+    return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
+
+
 def _together(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """Neighbouring layers whose weights are gathered at once, TOGETHER of them: a small layer takes less time than that."""
     groups: list[list[nn.Module]] = []
@@ -343,12 +349,6 @@ def _apart(module: nn.Module, parts: Sequence[list[nn.Module]]) -> list[tuple[li
     names = {id(param): name for name, param in module.named_parameters()}
     owned = [[names.pop(id(p), None) for one in part for p in one.parameters()] for part in parts]
     return [(part, [name for name in own if name]) for part, own in zip(parts, owned, strict=True)]
-
-
-def class_of(module: nn.Module) -> type:
-    """The module's class; FSDP puts one of its own before it."""
-    kind = type(module)
-    return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
 
 
 def _without_weights(module: nn.Module) -> nn.Module:

@@ -36,7 +36,7 @@ class Peers:
 
     def __init__(self, rank: int, where: Sequence[tuple[Any, int]], store: Any):
         self.rank, self.size, self.store, self.is_first = rank, len(where), store, False
-        self.ended = threading.Event()
+        self.pid, self.ended = os.getpid(), threading.Event()
         machine = where[rank][0]
         self.beside = {other: pid for other, (at, pid) in enumerate(where) if at == machine and other != rank}
 
@@ -68,6 +68,8 @@ class Peers:
         thread.start()
 
         def end() -> None:
+            if os.getpid() != self.pid:  # a fork's
+                return
             self.ended.set()
             thread.join()  # a thread that Python leaves behind within torch aborts the process
             with contextlib.suppress(RuntimeError):
@@ -107,7 +109,7 @@ def tell(speak: Callable[[], Any]) -> None:
 
     torchrun ends all as soon as one has ended.
     """
-    if _peers is None:
+    if _peers is None or _peers.pid != os.getpid():
         speak()
         return
     store, rank = _peers.store, _peers.rank

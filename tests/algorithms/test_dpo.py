@@ -10,7 +10,9 @@ from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, shifted, tiny_moe, weights_of
 
 from strop.algorithms.dpo import DPO, DPOConfig
+from strop.algorithms.sft import SFT
 from strop.losses import PREFERENCE_LOSS_TYPES
+from strop.losses.preference import WITHOUT_REFERENCE
 
 TRL = json.loads(Path(__file__).with_name("trl_dpo_trajectory.json").read_text())
 
@@ -56,11 +58,32 @@ def test_the_first_loss_by_hand(loss_type):
     exo = 0.5 * (-log2 - torch.tensor(0.9).log()) + 0.5 * (-log2 - torch.tensor(0.1).log())
     wanted = {
         "hinge": 1.0, "ipo": 1.0, "sppo_hard": 2.0, "nca_pair": 2 * log2, "apo_zero": 1.0, "apo_down": 1.0,
-        "exo_pair": exo.item(),
+        "exo_pair": exo.item(), "bco_pair": 2 * log2, "discopop": (log2 + 1) / 2,
     }.get(loss_type, log2)  # fmt: skip
     metrics = dpo.train_step(*columns(random_pairs(3)))
-    assert metrics["loss"] == pytest.approx(wanted, abs=1e-5)
-    assert metrics["preference/margin"] == pytest.approx(0, abs=1e-5)
+    if loss_type in WITHOUT_REFERENCE:
+        assert dpo.reference is None
+        assert metrics["loss"] > 0
+    else:
+        assert metrics["loss"] == pytest.approx(wanted, abs=1e-5)
+        assert metrics["preference/margin"] == pytest.approx(0, abs=1e-5)
+
+
+def test_sft_is_what_sft_has():
+    """Its loss is SFT's of the chosen completions, and so is its gradient."""
+    pairs = random_pairs(5)
+    prompts, chosen, _ = columns(pairs)
+    dpo = DPO(model=Bigram(), loss_type="sft", learning_rate=0.0, micro_batch_size=2)
+    sft = SFT(model=Bigram(), learning_rate=0.0)
+    found, wanted = dpo.train_step(*columns(pairs)), sft.train_step(prompts, chosen)
+    assert [found[name] for name in ("loss", "grad_norm")] == pytest.approx(
+        [wanted[name] for name in ("loss", "grad_norm")], rel=1e-5
+    )
+
+
+def test_a_reference_without_use_is_told():
+    with pytest.warns(UserWarning, match="ref_model has no effect: simpo has no reference"):
+        assert DPO(model=Bigram(), ref_model=Bigram(), loss_type="simpo").reference is None
 
 
 def test_a_step_by_hand():
@@ -93,7 +116,8 @@ def test_a_ragged_batch_is_its_rows(make):
 
 
 @pytest.mark.parametrize("make", [tiny_qwen2, tiny_moe], ids=["qwen2", "moe"])
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", ("simpo", "sft"), ("sigmoid", "orpo", "sft")], ids=str)
+@pytest.mark.filterwarnings("ignore:ref_model has no effect")
 def test_micro_batches_change_nothing(make, loss_type):
     pairs = random_pairs(8)
     after = []
@@ -304,7 +328,9 @@ def test_bad_batches(batch, message):
 def test_the_fields_of_the_config():
     names = set(DPOConfig.from_options().to_dict())
     assert names == {"loss", "max_length", "pad_id", "optim", "run", "lora"}
-    assert set(DPOConfig().to_dict()["loss"]) == {"beta", "loss_type", "label_smoothing"}
+    assert set(DPOConfig().to_dict()["loss"]) == {
+        "beta", "loss_type", "loss_weights", "label_smoothing", "simpo_gamma", "discopop_tau",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

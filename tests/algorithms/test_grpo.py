@@ -579,12 +579,12 @@ def test_field_names_are_pinned():
     }
     assert names[GRPOConfig] == [
         "optim", "run", "lora", "group_size", "kl_coef", "inner_epochs", "minibatch_size", "advantage_scale",
-        "advantage_ddof", "advantage_eps", "mask_truncated", "resample_rounds", "importance_cap", "old_logps",
+        "advantage_ddof", "advantage_eps", "mask_truncated", "resample_rounds", "importance_cap", "importance_mode", "old_logps",
         "reward_weights", "reward_timeout", "find_failing", "pad_id", "sampling", "server", "turns", "loss",
     ]  # fmt: skip
     assert names[PolicyRule] == [
         "loss_type", "importance_level", "clip_eps", "delta", "beta", "kl_estimator", "entropy_coef",
-        "max_completion_length",
+        "max_completion_length", "sapo_temperatures", "vespo_gamma", "stale_kl",
     ]  # fmt: skip
     assert names[ServerConfig] == [
         "rollout_server", "sync", "sync_folder", "sync_tolerance", "max_staleness", "server_requests", "server_timeout",

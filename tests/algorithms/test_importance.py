@@ -7,7 +7,7 @@ import torch
 from test_grpo import PROMPTS, Table, make_grpo, weights
 from tiny_models import moe
 
-from strop.algorithms.grpo import Experience
+from strop.algorithms.grpo import Experience, Scores
 from strop.rollout import Rollout
 from strop.training.state import told
 
@@ -82,6 +82,32 @@ def test_trls_token_truncate(level, loss_type):
     per_token = per_token * mask
     means = (per_token.sum(-1) / mask.sum(-1)).mean() if loss_type == "grpo" else per_token.sum() / mask.sum()
     assert result.loss.item() == pytest.approx(means.item(), abs=1e-12)
+
+
+def test_trl_golden_values(golden_more):
+    """Truncated and masked, on one side and on both; vespo takes the weights into the product of its ratios."""
+    rule = ("loss_type", "importance_level", "clip_eps", "vespo_gamma", "sapo_temperatures")
+    for case in golden_more["importance"]:
+        now, trained, sampled, ref = (
+            torch.tensor(case[name], dtype=torch.float64)
+            for name in ("logps", "old_logps", "sampled_logps", "ref_logps")
+        )
+        lengths = [sum(row) for row in case["mask"]]
+        grpo, rollout = make_case(
+            now, sampled, lengths, importance_cap=case["importance_cap"], importance_mode=case["importance_mode"],
+            kl_coef=case["beta"], **{name: case[name] for name in rule if name in case},
+        )  # fmt: skip
+        cut = lambda table: [row[:n] for row, n in zip(table, lengths, strict=True)]  # noqa: E731, B023
+        scores = Scores(cut(trained), cut(ref) if case["beta"] else None)
+        experience = grpo._experience(rollout, torch.zeros(4, dtype=torch.float64), scores)
+        experience.advantages_B = torch.tensor(case["advantages"], dtype=torch.float64)
+        result = grpo.loss_on(experience, range(4), num_tokens=sum(lengths), num_sequences=4)
+        assert result.loss.item() == pytest.approx(case["loss"], abs=1e-12)
+        result.loss.backward()
+        torch.testing.assert_close(
+            grpo.model.logps_BT.grad, torch.tensor(case["grad"], dtype=torch.float64), rtol=1e-9, atol=1e-12
+        )
+    assert {case["importance_mode"] for case in golden_more["importance"]} == {"truncate", "mask"}
 
 
 def test_where_sampling_and_training_agree_it_changes_nothing():

@@ -138,7 +138,7 @@ def test_bench_writes_its_result(tmp_path):
     path = tmp_path / "found.json"
     program = (
         "import sys; from strop.bench.suites import primitives as p; from strop.cli import main;"
-        "p.ADVANTAGE_SHAPES = p.ADVANTAGE_SHAPES[:1]; p.KL_SHAPES = []; p._packing = lambda *a: [];"
+        "p.ADVANTAGE_SHAPES = p.ADVANTAGE_SHAPES[:1]; p.KL_SHAPES = p.GAE_SHAPES = []; p._packing = lambda *a: [];"
         f"sys.argv = ['strop', 'bench', 'primitives', '--rounds', '3', '--output', {str(path)!r}]; main()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -9,11 +9,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+from tiny_qwen2 import tiny_qwen2
 
 from strop.cli import generate, main
 from strop.cli.job import JobConfig, load_function, load_rewards, shaped
 from strop.cli.options import described, options_of, parse_settings, parse_value, read_config
 from strop.cli.train import ALGORITHMS, algorithm_class, gather
+from strop.tasks import load_task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = ["--model", "moe:tiny", "--set", "model_options.hidden_dim=16", "--set", "model_options.num_layers=1", "--task", "addition",
@@ -304,6 +306,60 @@ def test_dpo_from_a_file(strop, tmp_path):
     assert code == 0, err
     assert metrics("runs/d")[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert json.loads(Path("runs/d/run.json").read_text())["config"]["loss"]["beta"] == 0.5
+
+
+def test_kto_from_a_file(strop, tmp_path):
+    rows = [{"prompt": f"{i}+1=", "completion": "9", "label": False} for i in range(8)]
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    data = ("--data", "labels.jsonl", "--undesirable-weight", 2)
+    code, _, err = strop("train", "kto", *TINY, *data, "--num-steps", 2, "--output", "runs/k")
+    assert code == 0, err
+    assert metrics("runs/k")[0]["loss"] == pytest.approx(2 * 0.5, abs=1e-3)
+
+
+def test_reward_from_a_file_and_then_grpo(strop, tmp_path):
+    """A causal LM's folder becomes a reward model, and that a reward."""
+    tokenizer = load_task("addition").tokenizer
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    tiny_qwen2(vocab_size=len(tokenizer), **ids).save_pretrained(tmp_path / "causal")
+    tokenizer.save_pretrained(tmp_path / "causal")
+    rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "9", "margin": 0.5} for i in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    few = ("--batch-size", 4, "--num-steps", 2, "--quiet")
+    model = ("--model", "causal", "--device", "cpu")
+    code, _, err = strop("train", "reward", *model, "--data", "pairs.jsonl", "--output", "runs/r", *few)
+    assert code == 0, err
+    assert "preference/accuracy" in metrics("runs/r")[0]
+    rewarded = ("--task", "addition", "--reward", "model:runs/r/final", "--max-new-tokens", 3, "--output", "runs/g")
+    code, _, err = strop("train", "grpo", *model, *rewarded, "--num-eval-rows", 0, *few)
+    assert code == 0, err
+    assert metrics("runs/g")[0]["reward/reward_model"] == metrics("runs/g")[0]["reward/mean"] != 0
+
+
+def test_ppo_and_distill_by_folders(strop, tmp_path):
+    """A value head, then a critic of its own; a teacher as --ref-model."""
+    tokenizer = load_task("addition").tokenizer
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}
+    for folder, model in (
+        ("causal", tiny_qwen2(**ids)),
+        ("critic", tiny_qwen2("ForSequenceClassification", num_labels=1, **ids)),
+    ):
+        model.save_pretrained(tmp_path / folder)
+        tokenizer.save_pretrained(tmp_path / folder)
+    shared = ("--model", "causal", "--device", "cpu", "--task", "addition", "--max-new-tokens", 3, "--num-rows", 8,
+              "--num-eval-rows", 0, "--batch-size", 4, "--num-steps", 2, "--quiet")  # fmt: skip
+    for name, more in (("head", ()), ("own", ("--critic", "critic"))):
+        code, _, err = strop("train", "ppo", *shared, *more, "--output", f"runs/{name}")
+        assert code == 0, err
+        assert "value/explained_variance" in metrics(f"runs/{name}")[1]
+    code, _, err = strop(
+        "train", "distill", *shared, "--ref-model", "causal", "--divergence", "jsd", "--output", "runs/t"
+    )
+    assert code == 0, err
+    assert metrics("runs/t")[0]["distill/divergence"] == pytest.approx(0, abs=1e-5)  # the student is the teacher
+    code, _, err = strop("train", "distill", *shared, "--output", "runs/none")
+    assert code == 1
+    assert "Distill needs a teacher" in err
 
 
 def test_online_dpo_with_a_reward(strop, tmp_path):

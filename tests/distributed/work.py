@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tiny_models import PlainModel, llama, moe, qwen2
+from tiny_qwen2 import tiny_qwen2
 
 import strop.distributed
-from strop import DPO, GRPO, SFT, OnlineDPO
+from strop import DPO, GRPO, KTO, PPO, SFT, Distill, OnlineDPO, RewardModel
 from strop.distributed import whole, world
 
 EOS = 3
@@ -70,9 +71,46 @@ def online(**options):
     return lambda **more: (OnlineDPO(model=double(), **made, **more), [{"prompts": batch} for batch in BATCHES])
 
 
-def served(**options):
-    """The same model as the test's server has."""
-    return grpo(lambda: llama(eos_token_id=EOS), rollout_server=os.environ.get("STROP_TEST_SERVER"), **options)
+def kto(**options):
+    rows = [{"prompt": b, "completion": [[*p, EOS] for p in b], "label": [sum(p) % 2 == 0 for p in b]} for b in BATCHES]
+    return lambda **more: (KTO(model=double(), learning_rate=3e-3, micro_batch_size=2, **options, **more), rows)
+
+
+def classifier():
+    return tiny_qwen2("ForSequenceClassification", num_labels=1).double()
+
+
+def reward_model(**options):
+    rows = [
+        {"prompt": b, "chosen": [[*p, EOS] for p in b], "rejected": [[6, 7, EOS]] * len(b), "margin": [0.5] * len(b)}
+        for b in BATCHES
+    ]
+    return lambda **more: (
+        RewardModel(model=classifier(), learning_rate=3e-3, micro_batch_size=2, **options, **more),
+        rows,
+    )
+
+
+def ppo(**options):
+    made = {"reward_fn": reward, "max_new_tokens": 5, "learning_rate": 3e-3, "micro_batch_size": 2} | options
+    made = {"old_logps": "rollout", "critic_learning_rate": 3e-3, "minibatch_size": 3, "inner_epochs": 2} | made
+    batches = [{"prompts": batch} for batch in BATCHES]
+    return lambda **more: (
+        PPO(model=double(), critic=classifier() if made.pop("own", 0) else None, **made, **more),
+        batches,
+    )
+
+
+def distill(**options):
+    made = {"max_new_tokens": 5, "learning_rate": 3e-3, "micro_batch_size": 2, "on_policy": 0.6} | options
+    rows = [{"prompts": [{"prompt": p, "completion": [*p, EOS]} for p in batch]} for batch in BATCHES]
+    return lambda **more: (Distill(model=double(), teacher=double(seed=1), **made, **more), rows)
+
+
+def served(number, **options):
+    """The same model as the test's servers have, by the one of this number."""
+    servers = os.environ.get("STROP_TEST_SERVERS", "").split()
+    return grpo(lambda: llama(eos_token_id=EOS), rollout_server=servers[number] if servers else None, **options)
 
 
 CASES = {
@@ -97,14 +135,24 @@ CASES = {
     "grpo-lora": grpo(lambda: double(llama), lora={"r": 2}),
     "grpo-plain": grpo(lambda: double(PlainModel)),
     "online": online(),
+    "dpo-sft": dpo(loss_type=["sigmoid", "sft"]),
+    "kto": kto(undesirable_weight=2.0),
+    "kto-bco": kto(loss_type="bco"),
+    "reward": reward_model(center_coef=0.1),
+    "ppo": ppo(),
+    "ppo-critic": ppo(own=True),
+    "distill": distill(),
+    "distill-jsd": distill(divergence="jsd", on_policy=1.0),
+    "grpo-vespo": grpo(loss_type="vespo", stale_kl=0.1, minibatch_size=4, inner_epochs=2),
     "online-ties": online(reward_fn=seldom),
     "grpo-moe": grpo(lambda: moe(eos_token_id=EOS)),
 }
-# with the server that this variable names
+WHOLE = ("grpo-moe", "ppo", "distill")  # these have no shards
+# each with a server of its own
 SERVED = {
-    "served": served(importance_cap=2.0, old_logps="auto"),
-    "served-again": served(reward_fn=rarely, resample_rounds=1),
-    "served-lora": served(lora={"r": 2}, sync="lora"),
+    "served": served(0, importance_cap=2.0, old_logps="auto"),
+    "served-again": served(1, reward_fn=rarely, resample_rounds=1),
+    "served-lora": served(2, lora={"r": 2}, sync="lora"),
 }
 
 
@@ -114,7 +162,7 @@ def main(folder, shard, *names):
         strop.distributed.TOGETHER = 1
     folder = Path(folder)
     for name in names or CASES:
-        if shard == "full" and name == "grpo-moe":
+        if shard == "full" and name.startswith(WHOLE):
             continue
         trainer, batches = (CASES | SERVED)[name](shard=shard)
         steps = [trainer.train_step(**batch) for batch in batches]
@@ -132,7 +180,11 @@ def evaluation_rows(trainer):
     rows = [{"prompt": prompt} for prompt in PROMPTS]
     if trainer.name == "SFT":
         return [row | {"completion": [6, EOS]} for row in rows]
-    if trainer.name == "DPO":
+    if trainer.name == "KTO":
+        return [row | {"completion": [6, EOS], "label": len(row["prompt"]) > 1} for row in rows]
+    if trainer.name == "Distill":
+        return [row | {"completion": [6, EOS]} for row in rows]
+    if trainer.name in ("DPO", "RewardModel"):
         return [row | {"chosen": [6, EOS], "rejected": [7, 8, EOS]} for row in rows]
     return rows
 

@@ -9,16 +9,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from measure import MiB, peak_bytes, without_waiting  # noqa: E402 (after the skip)
-from yardstick import check, check_gradient, eager_logps, same  # noqa: E402
+from yardstick import RULES, check, check_gradient, clip_of, eager_logps, same  # noqa: E402
 
-from strop.losses import POLICY_LOSS_TYPES  # noqa: E402
 from strop.ops import grpo_loss, registry  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-
-
-def clip_of(loss_type):
-    return (0.2, 1.1) if loss_type == "cispo" else (0.2, 0.28)
 
 
 def example(dtype=torch.bfloat16, B=4, T=12, V=8003):
@@ -63,9 +58,9 @@ def test_as_exact_as_eager(dtype, V):
     compare(example(dtype, V=V), samples_per_prompt=2, beta=0.1)
 
 
-@pytest.mark.parametrize("loss_type", POLICY_LOSS_TYPES)
-@pytest.mark.parametrize(("level", "kl", "entropy_coef"), [("token", "k1", 0.0), ("sequence", "k3", 0.01)])
-def test_every_loss(loss_type, level, kl, entropy_coef):
+@pytest.mark.parametrize(("loss_type", "level"), RULES)
+def test_every_loss(loss_type, level):
+    kl, entropy_coef = ("k1", 0.0) if level == "token" else ("k3", 0.01)
     options = {"loss_type": loss_type, "importance_level": level, "kl_estimator": kl, "entropy_coef": entropy_coef}
     options |= {"clip_eps": clip_of(loss_type), "max_completion_length": 20, "temperature": 0.9}
     compare(example(torch.float32), samples_per_prompt=2, beta=0.1, **options)

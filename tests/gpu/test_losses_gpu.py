@@ -9,11 +9,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from measure import without_waiting  # noqa: E402 (after the skip)
+from yardstick import RULES, clip_of  # noqa: E402
 
 from strop.losses import (  # noqa: E402
     ADVANTAGE_SCALES,
-    IMPORTANCE_LEVELS,
-    POLICY_LOSS_TYPES,
     PREFERENCE_LOSS_TYPES,
     group_advantages,
     kl_estimate,
@@ -33,12 +32,11 @@ def example():
     return logps, old, ref, torch.randn(8, dtype=torch.float64), mask
 
 
-@pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
-@pytest.mark.parametrize("loss_type", POLICY_LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "level"), RULES)
 def test_policy_loss(loss_type, level):
     *tensors, mask = example()
     options = {"loss_type": loss_type, "importance_level": level, "beta": 0.1, "max_completion_length": 40}
-    options |= {"clip_eps": (0.2, 5.0), "num_tokens": mask.sum()}
+    options |= {"clip_eps": clip_of(loss_type, 5.0), "num_tokens": mask.sum()}
 
     def run(logps, old, ref, advantages, mask):
         logps = logps.clone().requires_grad_()

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from yardstick import same
+from yardstick import RULES, clip_of, same
 
 from strop.losses import (
     IMPORTANCE_LEVELS,
@@ -23,15 +23,12 @@ from strop.losses import (
 
 ATOL = 1e-9
 every_loss_type = pytest.mark.parametrize("loss_type", POLICY_LOSS_TYPES)
-every_level = pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
+every_rule = pytest.mark.parametrize(("loss_type", "level"), RULES)
+every_surrogate = pytest.mark.parametrize("level", ["token", "sequence"])
 
 
 def float64(values):
     return torch.tensor(values, dtype=torch.float64)
-
-
-def clip_of(loss_type):
-    return (0.2, 5.0) if loss_type == "cispo" else (0.2, 0.28)
 
 
 def example(dtype=torch.float64, spread=0.3, seed=0):
@@ -47,7 +44,7 @@ def run(loss_type, level="token", **changes):
     """Loss and gradient of the example under one set of options."""
     logps, old, ref, advantages, mask = example()
     inputs = {"logps": logps, "old_logps": old, "advantages": advantages, "completion_mask": mask, "ref_logps": ref}
-    inputs |= {"beta": 0.04, "max_completion_length": 11, "clip_eps": clip_of(loss_type)} | changes
+    inputs |= {"beta": 0.04, "max_completion_length": 11, "clip_eps": clip_of(loss_type, 5.0)} | changes
     inputs["logps"] = inputs["logps"].detach().requires_grad_()
     found = policy_loss(**inputs, loss_type=loss_type, importance_level=level)
     found.loss.backward()
@@ -129,8 +126,7 @@ def test_weights_of_a_fraction_of_a_token():
     assert token_weights(torch.ones(1, 1), "dapo", num_tokens=torch.tensor(0.25)).item() == 4.0
 
 
-@every_loss_type
-@every_level
+@every_rule
 def test_on_policy(loss_type, level):
     """Without old log-probs the ratio is 1: the gradient is that of −A·logp, whatever the loss."""
     found, gradient = run(loss_type, level, old_logps=None, beta=0.0)
@@ -145,12 +141,16 @@ def test_on_policy(loss_type, level):
 def test_on_policy_the_ratio_of_a_token_without_probability_is_1(loss_type):
     logps = float64([[-math.inf, -1.0], [-2.0, math.nan]]).requires_grad_()
     mask, advantages = torch.tensor([[1, 1], [1, 0]]), float64([2.0, -1.0])
-    options = {"loss_type": loss_type, "max_completion_length": 4, "clip_eps": (0.2, 1.0)}
+    options = {"loss_type": loss_type, "max_completion_length": 4, "clip_eps": clip_of(loss_type, 1.0)}
     found = policy_loss(logps, None, advantages, mask, **options)
     found.loss.backward()
     weights = token_weights(mask, loss_type, max_completion_length=4, dtype=torch.float64)
     torch.testing.assert_close(logps.grad, -advantages[:, None] * weights)
-    expected = math.inf if loss_type == "cispo" else (-advantages[:, None] * weights).sum().item()
+    value = (
+        2 / torch.where(advantages > 0, 1.0, 1.05) if loss_type == "sapo" else torch.ones(2)
+    )  # of the token at r = 1
+    expected = (-(advantages * value)[:, None] * weights).sum().item()
+    expected = math.inf if loss_type in ("cispo", "vespo") else expected
     assert found.loss.item() == pytest.approx(expected)
     assert policy_loss(logps, None, advantages, torch.ones(2, 2), **options).loss.isnan()
 
@@ -181,6 +181,48 @@ def test_trl_golden_values(golden):
             assert found.metrics["kl"].item() == pytest.approx(case["kl"], rel=ATOL)
 
 
+RULE_FIELDS = ("loss_type", "importance_level", "clip_eps", "beta", "sapo_temperatures", "vespo_gamma", "stale_kl")
+
+
+def test_trl_golden_values_of_later_losses(golden_more):
+    """sapo, luspo, vespo, GMPO, and masking of stale sequences."""
+    for case in golden_more["policy"]:
+        logps = float64(case["logps"]).requires_grad_()
+        options = {name: case[name] for name in RULE_FIELDS if name in case}
+        given = (float64(case[name]) for name in ("old_logps", "advantages", "mask"))
+        found = policy_loss(logps, *given, ref_logps=float64(case["ref_logps"]), max_completion_length=11, **options)
+        found.loss.backward()
+        assert found.loss.item() == pytest.approx(case["loss"], rel=ATOL, abs=ATOL)
+        torch.testing.assert_close(logps.grad, float64(case["grad"]), rtol=ATOL, atol=ATOL)
+        if "stale_kl" in case:  # it takes something away, and not everything
+            without = policy_loss(
+                logps, float64(case["old_logps"]), float64(case["advantages"]), float64(case["mask"]),
+                ref_logps=float64(case["ref_logps"]), **options | {"stale_kl": None},
+            )  # fmt: skip
+            assert without.loss.item() != pytest.approx(case["loss"])
+    assert {case["loss_type"] for case in golden_more["policy"]} >= {"sapo", "luspo", "vespo"}
+
+
+def test_the_geometric_level_by_hand():
+    """Log-ratios 0.9 and 0.1 with A = 1, clipped to 0.4 and 0.1: r = exp(0.25), and only the second has a gradient."""
+    logps = float64([[0.9, 0.1]]).requires_grad_()
+    found = policy_loss(logps, torch.zeros(1, 2), float64([1.0]), torch.ones(1, 2), importance_level="geometric")
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx(-math.exp(0.25))
+    assert logps.grad.tolist() == [pytest.approx([0.0, -math.exp(0.25) / 2])]
+    assert found.metrics["clip_fraction_high"].item() == 0.5
+
+
+def test_sapo_of_a_ratio_that_overflows():
+    logps = torch.tensor([[0.0], [0.0]], requires_grad=True)
+    token_loss = token_policy_loss(
+        logps, torch.tensor([[-1000.0], [1000.0]]), torch.tensor([1.0, -1.0]), loss_type="sapo"
+    )
+    token_loss.sum().backward()
+    assert token_loss.flatten().tolist() == pytest.approx([-4.0, 4 / 1.05 * 1 / (1 + math.exp(1.05))])
+    assert logps.grad.flatten().tolist() == [0.0, 0.0]
+
+
 def test_trl_golden_values_of_rloo(golden):
     assert len(golden["rloo"]) == 3
     for case in golden["rloo"]:
@@ -192,7 +234,7 @@ def test_trl_golden_values_of_rloo(golden):
         torch.testing.assert_close(logps.grad, float64(case["grad"]), rtol=ATOL, atol=ATOL)
 
 
-@every_level
+@every_surrogate
 def test_the_surrogate_is_min_of_both_products(level):
     """Against −min(min(r, delta)·A, clip(r)·A) as papers write it, value and gradient."""
     logps, old, _, _, mask = example(spread=1.0)
@@ -220,27 +262,30 @@ def test_the_surrogate_is_min_of_both_products(level):
 # ---- finite differences ----
 
 
-@every_loss_type
-@every_level
+@every_rule
 @pytest.mark.parametrize("kl_estimator", KL_ESTIMATORS)
 def test_gradients(loss_type, level, kl_estimator):
-    """Finite differences. cispo's weight is a constant for the gradient, so its ratio is held at 1 here."""
+    """Finite differences. The weights of cispo and vespo are constants for the gradient, so they are held here."""
     logps, old, ref, advantages, mask = example()
     entropy = torch.rand(4, 7, dtype=torch.float64, requires_grad=True)
 
     def loss(x, h):
-        if loss_type == "cispo":  # the surrogate whose derivative is cispo's gradient
+        if loss_type in ("cispo", "vespo"):  # the surrogate whose derivative is their gradient
             log_ratio = torch.where(mask, logps - old, 0.0)
             if level == "sequence":
                 log_ratio = (log_ratio.sum(-1) / mask.sum(-1))[:, None]
             weight = log_ratio.exp().clamp(max=5.0)
+            if loss_type == "vespo":
+                w = log_ratio.sum(-1, keepdim=True).exp()
+                k, decay = (torch.where(advantages[:, None] > 0, *pair) for pair in ((2.0, 3.0), (3.0, 2.0)))
+                weight = w**k * torch.exp(decay - decay * w)
             weights = token_weights(mask, loss_type, dtype=torch.float64)
             kl = kl_estimate(x, ref, kl_estimator)
             return (weights * (-weight * advantages[:, None] * x + 0.3 * kl - 0.01 * h)).sum()
         return policy_loss(x, old, advantages, mask, **options, entropy=h).loss
 
     options = {
-        "loss_type": loss_type, "importance_level": level, "clip_eps": clip_of(loss_type), "ref_logps": ref,
+        "loss_type": loss_type, "importance_level": level, "clip_eps": clip_of(loss_type, 5.0), "ref_logps": ref,
         "beta": 0.3, "kl_estimator": kl_estimator, "entropy_coef": 0.01, "max_completion_length": 9,
     }  # fmt: skip
     free = logps.clone().requires_grad_()
@@ -269,18 +314,17 @@ def test_gradient_goes_to_the_policy_only():
 # ---- what it is made of ----
 
 
-@every_loss_type
-@every_level
+@every_rule
 def test_the_parts_make_the_whole(loss_type, level):
     logps, old, ref, advantages, mask = example()
     entropy = torch.rand(4, 7, dtype=torch.float64)
     found = policy_loss(
-        logps, old, advantages, mask, loss_type=loss_type, importance_level=level, clip_eps=clip_of(loss_type),
+        logps, old, advantages, mask, loss_type=loss_type, importance_level=level, clip_eps=clip_of(loss_type, 5.0),
         ref_logps=ref, beta=0.3, entropy=entropy, entropy_coef=0.1, max_completion_length=9,
     )  # fmt: skip
     weights = token_weights(mask, loss_type, max_completion_length=9, dtype=torch.float64)
     token_loss = token_policy_loss(
-        logps, old, advantages, loss_type=loss_type, importance_level=level, clip_eps=clip_of(loss_type),
+        logps, old, advantages, loss_type=loss_type, importance_level=level, clip_eps=clip_of(loss_type, 5.0),
         completion_mask=mask,
     )  # fmt: skip
     loss, policy, kl = found
@@ -379,8 +423,7 @@ def test_the_result_can_be_copied_and_pickled():
 # ---- invariances ----
 
 
-@every_loss_type
-@every_level
+@every_rule
 @pytest.mark.parametrize("split", [[1, 1, 1, 1], [2, 2], [3, 1]])
 def test_micro_batches_add_up(loss_type, level, split):
     whole, gradient = run(loss_type, level)
@@ -397,8 +440,7 @@ def test_micro_batches_add_up(loss_type, level, split):
     torch.testing.assert_close(torch.cat(gradients), gradient, rtol=1e-12, atol=1e-14)
 
 
-@every_loss_type
-@every_level
+@every_rule
 def test_permutation_and_padding_change_nothing(loss_type, level):
     whole, gradient = run(loss_type, level)
     logps, old, ref, advantages, mask = example()
@@ -421,8 +463,7 @@ def test_permutation_and_padding_change_nothing(loss_type, level):
     torch.testing.assert_close(wider, padded(gradient, 0.0), rtol=1e-12, atol=1e-14)
 
 
-@every_loss_type
-@every_level
+@every_rule
 def test_masked_garbage_changes_nothing(loss_type, level):
     clean, gradient = run(loss_type, level)
     *tensors, mask = example()
@@ -439,14 +480,13 @@ def test_masked_garbage_changes_nothing(loss_type, level):
         same([found.metrics[name] for name in clean.metrics], clean.metrics.values(), scale=1.0)
 
 
-@every_loss_type
-@every_level
+@every_rule
 @pytest.mark.parametrize("shape", [(4, 7), (4, 0), (0, 7)])
 def test_nothing_counts(loss_type, level, shape):
     logps = torch.full(shape, math.nan, requires_grad=True)
     found = policy_loss(
         logps, logps.detach(), torch.full(shape[:1], math.nan), torch.zeros(shape), loss_type=loss_type,
-        importance_level=level, clip_eps=clip_of(loss_type), ref_logps=logps.detach(), beta=0.1, max_completion_length=5,
+        importance_level=level, clip_eps=clip_of(loss_type, 5.0), ref_logps=logps.detach(), beta=0.1, max_completion_length=5,
     )  # fmt: skip
     found.loss.backward()
     assert torch.stack(found).tolist() == [0.0, 0.0, 0.0]
@@ -493,8 +533,7 @@ def test_rloo_takes_sums_or_tokens_and_no_notice_of_garbage():
 # ---- precision ----
 
 
-@every_loss_type
-@every_level
+@every_rule
 def test_float32_against_float64(loss_type, level):
     exact, exact_gradient = run(loss_type, level)
     changes = dict(zip(("logps", "old_logps", "ref_logps", "advantages"), example(torch.float32)[:4], strict=True))
@@ -513,7 +552,7 @@ def test_low_precision_is_computed_in_float32(dtype):
     same(gradient, expected_gradient.to(dtype))
 
 
-@every_level
+@every_surrogate
 def test_a_ratio_that_overflows(level):
     """exp(1000) where clipping holds it gives the clipped value and gradient 0, not NaN; open, it is honestly infinite."""
     logps = torch.tensor([[0.0], [0.0], [-1000.0]], requires_grad=True)
@@ -539,10 +578,19 @@ def test_nan_that_counts_is_not_hidden():
 # ---- bad input ----
 
 L, A, M = torch.zeros(2, 3), torch.ones(2), torch.ones(2, 3)
-KNOWN = "'grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo'"
+KNOWN = ", ".join(map(repr, POLICY_LOSS_TYPES))
 MISTAKES = [
     ((L, L, A, M), {"loss_type": "ppo"}, ValueError, f"loss_type must be one of {KNOWN}, found 'ppo'"),
-    ((L, L, A, M), {"importance_level": "turn"}, ValueError, "importance_level must be one of 'token', 'sequence', found 'turn'"),
+    ((L, L, A, M), {"importance_level": "turn"}, ValueError, "importance_level must be one of 'token', 'sequence', 'geometric', found 'turn'"),
+    ((L, L, A, M), {"loss_type": "sapo", "clip_eps": 0.2}, ValueError, "clip_eps must be None for 'sapo', which clips nothing, found 0.2"),
+    ((L, L, A, M), {"loss_type": "vespo", "delta": 3.0}, ValueError, "delta must be None for 'vespo', which clips nothing, found 3.0"),
+    ((L, L, A, M), {"loss_type": "vespo", "importance_level": "sequence"}, ValueError, "importance_level must be 'token' for 'vespo'"),
+    ((L, L, A, M), {"loss_type": "cispo", "importance_level": "geometric"}, ValueError, "'token' or 'sequence' for 'cispo', found 'geometric'"),
+    ((L, L, A, M), {"importance_level": "geometric", "delta": 3.0}, ValueError, "delta must be None at the geometric importance_level"),
+    ((L, L, A, M), {"sapo_temperatures": (1.0,)}, ValueError, "sapo_temperatures must be 2 numbers, found (1.0,)"),
+    ((L, L, A, M), {"sapo_temperatures": (0.0, 1.0)}, ValueError, "sapo_temperatures must be finite and above 0, found 0.0"),
+    ((L, L, A, M), {"vespo_gamma": (1, 1, 1, -1)}, ValueError, "vespo_gamma must be finite and at least 0, found -1"),
+    ((L, L, A, M), {"stale_kl": -0.1}, ValueError, "stale_kl must be finite and at least 0, found -0.1"),
     ((L, L, A, M), {"kl_estimator": "k0"}, ValueError, "kl_estimator must be one of 'k1', 'k2', 'k3', found 'k0'"),
     ((L[0], L, A, M), {}, ValueError, "logps must have shape [B, T], found [3]"),
     ((L.long(), L, A, M), {}, TypeError, "logps must be of a floating dtype, found torch.int64"),
@@ -562,7 +610,7 @@ MISTAKES = [
     ((L, L, A, M), {"clip_eps": math.nan}, ValueError, "clip_eps must be above 0, found nan"),
     ((L, L, A, M), {"clip_eps": (0.1, 0.2, 0.3)}, ValueError, "clip_eps must be one number or a pair (low, high), found 3 numbers"),
     ((L, L, A, M), {"clip_eps": "0.2"}, TypeError, "clip_eps must be a number, found str"),
-    ((L, L, A, M), {"loss_type": "cispo"}, ValueError, "with high at least 1 for 'cispo', where high is the bound of the ratio itself"),
+    ((L, L, A, M), {"loss_type": "cispo", "clip_eps": 0.2}, ValueError, "with high at least 1 for 'cispo', where high is the bound of the ratio"),
     ((L, L, A, M), {"loss_type": "cispo", "clip_eps": (0.2, 5.0), "delta": 6.0}, ValueError, "delta must be None for 'cispo'"),
     ((L, L, A, M), {"delta": 1.1}, ValueError, "delta must be at least 1 + clip_eps = 1.2, found 1.1"),
     ((L, L, A, M), {"delta": math.nan}, ValueError, "delta must be a number, found nan"),

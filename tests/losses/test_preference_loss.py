@@ -8,7 +8,8 @@ import pytest
 import torch
 from yardstick import same
 
-from strop.losses import PREFERENCE_LOSS_TYPES, pair_preference_loss, preference_loss, sequence_logps
+from strop.losses import PREFERENCE_LOSS_TYPES, PreferenceRule, pair_preference_loss, preference_loss, sequence_logps
+from strop.losses.preference import LABEL_SMOOTHED
 
 every_loss_type = pytest.mark.parametrize("loss_type", PREFERENCE_LOSS_TYPES)
 NAMES = ("policy_chosen", "policy_rejected", "ref_chosen", "ref_rejected", "chosen_lengths", "rejected_lengths")
@@ -19,7 +20,7 @@ def float64(values):
 
 
 def smoothing_of(loss_type):
-    return 0.1 if loss_type in ("sigmoid", "robust", "exo_pair") else 0.0
+    return 0.1 if loss_type in LABEL_SMOOTHED else 0.0
 
 
 def example(dtype=torch.float64):
@@ -36,7 +37,7 @@ def run(loss_type, **changes):
     inputs |= dict(zip(NAMES, leaves, strict=False))
     found = preference_loss(**({"label_smoothing": smoothing_of(loss_type), "loss_type": loss_type} | inputs))
     found.loss.backward()
-    return found, [leaf.grad for leaf in leaves]
+    return found, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
 
 def sigma(x):
@@ -55,6 +56,13 @@ BY_HAND = {
     "apo_down": (0.0, sigma(1) + sigma(-1.5)),
     "sppo_hard": (0.0, (2 - 1) ** 2 + (-1 + 1) ** 2),
     "sigmoid_norm": (0.0, -math.log(sigma(0.5))),
+    "bco_pair": (0.0, -math.log(sigma(1)) - math.log(sigma(0.5))),
+    "discopop": (0.0, -math.log(sigma(1.5)) * sigma(-30) + math.exp(-1.5) * sigma(30)),
+    # of the policy alone: −3 and −6, means −¾ and −3
+    "cpo": (0.1, -0.9 * math.log(sigma(1.5)) - 0.1 * math.log(sigma(-1.5))),
+    "simpo": (0.0, -math.log(sigma(0.5 * 2.25 - 0.5))),
+    "orpo": (0.0, -0.5 * math.log(sigma(2.25 - math.log(1 - math.exp(-0.75)) + math.log(1 - math.exp(-3))))),
+    "sft": (0.0, 3 / 4),
 }
 
 
@@ -77,7 +85,6 @@ def test_hinge_by_hand():
 
 def test_trl_golden_values(golden):
     assert len(golden["dpo"]) == 30
-    assert {case["loss_type"] for case in golden["dpo"]} == set(PREFERENCE_LOSS_TYPES)
     for case in golden["dpo"]:
         mask = torch.tensor(case["completion_mask"])
         chosen, rejected = sequence_logps(float64(case["logps"]), mask).chunk(2)
@@ -94,6 +101,32 @@ def test_trl_golden_values(golden):
             rejected_lengths=rejected_lengths,
         )
         assert found.loss.item() == pytest.approx(case["loss"], rel=1e-9, abs=1e-9)
+
+
+def test_trl_golden_values_of_later_losses(golden_more, golden):
+    """bco_pair, discopop, combinations; and without a reference simpo, cpo and orpo."""
+    cases = golden_more["preference"] + golden_more["without_reference"]
+    known = {name for case in cases for name in case["loss_type"]} | {case["loss_type"] for case in golden["dpo"]}
+    assert known == set(PREFERENCE_LOSS_TYPES)
+    for case in cases:
+        logps, mask = float64(case["logps"]).requires_grad_(), torch.tensor(case["completion_mask"])
+        names = ("loss_type", "loss_weights", "beta", "label_smoothing", "simpo_gamma", "discopop_tau")
+        options = {name: case[name] for name in names if name in case}
+        refs = [None if case[name] is None else float64(case[name]) for name in ("ref_chosen", "ref_rejected")]
+        lengths = dict(zip(("chosen_lengths", "rejected_lengths"), mask.sum(-1).chunk(2), strict=True))
+        found = preference_loss(*sequence_logps(logps, mask).chunk(2), *refs, **lengths, **options)
+        found.loss.backward()
+        assert found.loss.item() == pytest.approx(case["loss"], rel=1e-9, abs=1e-9)
+        torch.testing.assert_close(logps.grad, float64(case["grad"]), rtol=1e-9, atol=1e-9)
+        assert PreferenceRule(**options).needs_reference == (refs[0] is not None and case["loss_type"] != ["sft"])
+
+
+def test_rewards_without_a_reference():
+    """βp and βq; for simpo of the means, which are what it compares."""
+    given = {"chosen_lengths": torch.tensor([4]), "rejected_lengths": torch.tensor([1]), "beta": 0.5}
+    pair = float64([-4.0]), float64([-3.0])
+    assert [x.item() for x in preference_loss(*pair, loss_type="cpo", **given)[1:]] == [-2.0, -1.5]
+    assert [x.item() for x in preference_loss(*pair, loss_type="simpo", **given)[1:]] == [-0.5, -1.5]
 
 
 @every_loss_type
@@ -113,6 +146,10 @@ def test_gradient_equations():
     r = inputs["policy_rejected"] - inputs["ref_rejected"]
     h, s = beta * (c - r), torch.sigmoid
     mean = c / inputs["chosen_lengths"] - r / inputs["rejected_lengths"]
+    p, q = inputs["policy_chosen"], inputs["policy_rejected"]
+    means = p / inputs["chosen_lengths"], q / inputs["rejected_lengths"]
+    mean_pq = means[0] - means[1]
+    log_odds = mean_pq - torch.log(-torch.expm1(means[0])) + torch.log(-torch.expm1(means[1]))
     expected = {
         "sigmoid": -beta * (s(-h) - eps),
         "robust": -beta * ((1 - eps) / (1 - 2 * eps) - s(h)),
@@ -124,7 +161,14 @@ def test_gradient_equations():
         "apo_zero": -beta * s(beta * c) * s(-beta * c),
         "apo_down": beta * (s(beta * c) * s(-beta * c) - s(h) * s(-h)),
         "sppo_hard": 2 * (c - 1 / (2 * beta)),
-    }
+        "bco_pair": -beta * s(-beta * c),
+        "discopop": beta * (-s(-20 * h) * (s(-h) - 20 * s(20 * h) * torch.nn.functional.logsigmoid(h))
+                            + s(20 * h) * torch.exp(-h) * (20 * s(-20 * h) - 1)),
+        "cpo": -beta * (s(-beta * (p - q)) - eps),
+        "simpo": -beta * (s(0.5 - beta * mean_pq) - eps) / inputs["chosen_lengths"],
+        "orpo": -beta * s(-log_odds) / -torch.expm1(p / inputs["chosen_lengths"]) / inputs["chosen_lengths"],
+        "sft": -torch.ones(5, dtype=torch.float64) / inputs["chosen_lengths"].sum(),
+    }  # fmt: skip
     assert set(expected) == set(PREFERENCE_LOSS_TYPES)
     for loss_type, gradient in expected.items():
         _, (found, _) = run(loss_type, beta=beta, num_pairs=1)
@@ -155,9 +199,15 @@ def test_permutation_and_micro_batches(loss_type):
     permuted, _ = run(loss_type, **{name: value[order] for name, value in example().items()})
     torch.testing.assert_close(permuted.loss, whole.loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(permuted.chosen_rewards, whole.chosen_rewards[order], rtol=1e-12, atol=0)
-    for num_pairs in (5, torch.tensor(5)):
+    num_chosen = example()["chosen_lengths"].sum()
+    for num_pairs, num_tokens in ((5, num_chosen.item()), (torch.tensor(5), num_chosen)):
         parts = [
-            run(loss_type, num_pairs=num_pairs, **{name: value[rows] for name, value in example().items()})
+            run(
+                loss_type,
+                num_pairs=num_pairs,
+                num_tokens=num_tokens,
+                **{name: value[rows] for name, value in example().items()},
+            )
             for rows in torch.arange(5).split([2, 1, 2])
         ]
         torch.testing.assert_close(sum(found.loss for found, _ in parts), whole.loss, rtol=1e-12, atol=0)
@@ -287,6 +337,14 @@ MISTAKES = [
     ((S, S, S, S), {"loss_type": "ipo", "chosen_lengths": [1, 1]}, TypeError, "chosen_lengths must be a tensor, found list"),
     ((S, S, S, S), {"loss_type": "ipo", "chosen_lengths": K[:1]}, ValueError, "chosen_lengths must have shape [2], found [1]"),
     ((S, S, S, S), {"loss_type": "ipo", "chosen_lengths": -K}, ValueError, "chosen_lengths must be at least 0, found -1.0"),
+    ((S, S, S, S), {"loss_type": ()}, ValueError, "loss_type must name each loss once and at least one, found ()"),
+    ((S, S, S, S), {"loss_type": ["ipo", "ipo"]}, ValueError, "loss_type must name each loss once and at least one"),
+    ((S, S, S, S), {"loss_type": ["sft", "hinge"], "loss_weights": [1.0]}, ValueError, "one number for each of 2 losses, found 1"),
+    ((S, S, S, S), {"loss_weights": [-1.0]}, ValueError, "loss_weights must be finite and at least 0, found -1.0"),
+    ((S, S, S, S), {"loss_type": "sft"}, ValueError, "chosen_lengths must be given for 'sft'"),
+    ((S, S), {"loss_type": ["simpo", "hinge"]}, TypeError, "ref_chosen must be a tensor, found NoneType"),
+    ((S, S, S, S), {"discopop_tau": 1.5}, ValueError, "discopop_tau must be above 0 and at most 1, found 1.5"),
+    ((S, S, S, S), {"simpo_gamma": -1.0}, ValueError, "simpo_gamma must be finite and at least 0, found -1.0"),
     ((S, S, S, S), {"num_pairs": -2}, ValueError, "num_pairs must be finite and at least 0, found -2"),
     ((S, S, S, S), {"num_pairs": torch.tensor(-2)}, ValueError, "num_pairs must be finite and at least 0, found -2"),
 ]  # fmt: skip

@@ -5,7 +5,16 @@ import torch
 from yardstick import needs_compiler, same
 
 from strop.losses.rules import PolicyRule
-from strop.ops import grpo_loss, linear_dpo_loss, linear_grpo_loss, linear_logp, logp, ratio_kl, registry
+from strop.ops import (
+    grpo_loss,
+    linear_divergence,
+    linear_dpo_loss,
+    linear_grpo_loss,
+    linear_logp,
+    logp,
+    ratio_kl,
+    registry,
+)
 from strop.ops.grpo_loss import triton as grpo_ops
 from strop.ops.rows import implementation
 
@@ -52,6 +61,9 @@ OPERATORS = {
     ),
     "linear_dpo_loss": lambda h, head: (
         linear_dpo_loss(h, head.weight, IDS, MASK, bias=head.bias, ref_logps=REWARDS).loss
+    ),
+    "linear_divergence": lambda h, head: (
+        linear_divergence(h[0], head.weight, 2 * h[0].detach(), head.weight.detach(), OLD[0], beta=0.3).loss + head(h).mean()
     ),
     "linear_grpo_loss and its metrics": lambda h, head: (
         with_metric(linear_grpo_loss(h, head.weight, IDS, OLD, REWARDS, MASK, bias=head.bias, samples_per_prompt=2), "ratio_max")

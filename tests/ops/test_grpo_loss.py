@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from yardstick import backends, check, check_gradient, cut_off, eager_logps, same
+from yardstick import RULES, backends, check, check_gradient, clip_of, cut_off, eager_logps, same
 
-from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, POLICY_LOSS_TYPES, group_advantages, policy_loss
+from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, group_advantages, policy_loss
 from strop.ops import grpo_loss, registry
 
 B, T, V = 4, 3, 13
@@ -38,10 +38,6 @@ def example(dtype=torch.float32, V=V, seed=0):
     old = eager_logps(policy, ids).to(wide) + 0.3 * torch.randn(B, T, generator=generator)
     rewards = torch.randn(B, generator=generator)
     return policy, ref, ids, old, rewards, torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]])
-
-
-def clip_of(loss_type):
-    return (0.2, 1.1) if loss_type == "cispo" else (0.2, 0.28)
 
 
 def run(function, inputs, **options):
@@ -141,8 +137,7 @@ def test_gradients(name, level, entropy_coef):
 REFERENCES = ("ref_logits", "ref_logps", "neither")
 OPTIONS = [
     # each loss type with each importance level, each KL and each kind of reference at least once
-    *zip(POLICY_LOSS_TYPES, itertools.cycle(IMPORTANCE_LEVELS), itertools.cycle(KL_ESTIMATORS), itertools.cycle(REFERENCES)),
-    *zip(POLICY_LOSS_TYPES, itertools.cycle(IMPORTANCE_LEVELS[::-1]), ["k3", "k1", "k2", "k3", "k1"], REFERENCES[::-1] * 2),
+    *((*rule, *rest) for rule, *rest in zip(RULES, itertools.cycle(KL_ESTIMATORS), itertools.cycle(REFERENCES))),
     *(("grpo", "token", kl, ref) for kl, ref in itertools.product(KL_ESTIMATORS, REFERENCES[:2])),
     ("cispo", "token", "k2", "ref_logits"),
     ("dr_grpo", "token", "k1", "ref_logps"),
@@ -555,9 +550,9 @@ MISTAKES = [
     ),
     ({"samples_per_prompt": None, "advantages": W[:2]}, ValueError, "advantages must have shape [4] or [4, 3], found [2]"),
     ({"loss_type": "ppo"}, ValueError, "loss_type must be one of 'grpo'"),
-    ({"importance_level": "word"}, ValueError, "importance_level must be one of 'token', 'sequence', found 'word'"),
+    ({"importance_level": "word"}, ValueError, "importance_level must be one of 'token', 'sequence', 'geometric', found 'word'"),
     ({"kl_estimator": "k4"}, ValueError, "kl_estimator must be one of 'k1', 'k2', 'k3', found 'k4'"),
-    ({"loss_type": "cispo"}, ValueError, "clip_eps must be a pair (low, high) with high at least 1 for 'cispo'"),
+    ({"loss_type": "cispo", "clip_eps": 0.2}, ValueError, "clip_eps must be a pair (low, high) with high at least 1 for 'cispo'"),
     ({"loss_type": "dr_grpo"}, ValueError, "max_completion_length must be given for 'dr_grpo', found None"),
     ({"clip_eps": 0.0}, ValueError, "clip_eps must be above 0, found 0.0"),
     ({"delta": 1.0}, ValueError, "delta must be at least 1 + clip_eps = 1.2, found 1.0"),

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 from torch.nn.functional import linear, one_hot
-from yardstick import backends, cut_off, same
+from yardstick import RULES, backends, clip_of, cut_off, same
 
-from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, POLICY_LOSS_TYPES
+from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS
 from strop.ops import chunks, grpo_loss, linear_grpo_loss, linear_logp, registry
 from strop.ops.head import Head, Wanted, cut
 
@@ -29,10 +29,6 @@ def fast_backend(request):
 
 def float64(values):
     return torch.tensor(values, dtype=torch.float64)
-
-
-def clip_of(loss_type):
-    return (0.2, 1.1) if loss_type == "cispo" else (0.2, 0.28)
 
 
 def example(dtype=torch.float32, V=V, seed=0):
@@ -111,8 +107,7 @@ def test_gradients(name, workspace):
 
 
 OPTIONS = {
-    *zip(POLICY_LOSS_TYPES, itertools.cycle(IMPORTANCE_LEVELS), itertools.cycle(KL_ESTIMATORS), "hl0hl"),
-    *zip(POLICY_LOSS_TYPES, itertools.cycle(IMPORTANCE_LEVELS[::-1]), ["k3", "k1", "k2", "k3", "k1"], "l0hlh"),
+    *((*rule, *rest) for rule, *rest in zip(RULES, itertools.cycle(KL_ESTIMATORS), itertools.cycle("hl0hlh0"))),
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ RULES = {
     "grpo": PolicyRule(beta=0.1),
     "two sides": PolicyRule(delta=1.5, clip_eps=(0.1, 0.3)),
     "cispo": PolicyRule(loss_type="cispo", clip_eps=(0.2, 1.1), beta=0.2, kl_estimator="k2"),
+    "sapo": PolicyRule(loss_type="sapo", sapo_temperatures=(2.0, 0.7), beta=0.1),
     "nll": NLL(),
 }
 N, H, V = 11, 6, 37
@@ -31,7 +32,9 @@ def options_of(rule, given):
     return {} if isinstance(rule, NLL) else given
 
 
-@pytest.mark.parametrize("rule", [RULES[name] for name in ("grpo", "two sides", "nll")])  # cispo holds its weight
+@pytest.mark.parametrize(
+    "rule", [RULES[name] for name in ("grpo", "two sides", "sapo", "nll")]
+)  # cispo holds its weight
 def test_gradient_against_finite_differences(rule):
     leaves, ids, weights, given = problem()
 

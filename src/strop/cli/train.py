@@ -1,4 +1,4 @@
-"""`strop train sft|dpo|grpo|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
+"""`strop train sft|dpo|kto|reward|grpo|ppo|distill|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
 import importlib
 import sys
@@ -29,14 +29,22 @@ ALGORITHMS = {
     # command: module, class, what it does
     "sft": ("sft", "SFT", "Imitate given completions."),
     "dpo": ("dpo", "DPO", "Learn from pairs which of two completions is the better one."),
+    "kto": ("kto", "KTO", "Learn from single completions that are labelled desirable or not."),
+    "reward": ("reward_model", "RewardModel", "Learn from pairs a number for completions, to be used as a reward."),
     "grpo": ("grpo", "GRPO", "Reinforcement learning from rewards compared within a group."),
+    "ppo": ("ppo", "PPO", "Reinforcement learning with a critic."),
+    "distill": (
+        "distill",
+        "Distill",
+        "Learn a teacher's distribution on what the model itself writes; --ref-model is the teacher.",
+    ),
     "online-dpo": (
         "online_dpo",
         "OnlineDPO",
         "DPO on pairs the model itself makes, judged by a reward or a preference.",
     ),
 }
-app = typer.Typer(no_args_is_help=True, help="Train a model: sft, dpo, grpo or online-dpo.", rich_markup_mode="rich")
+app = typer.Typer(no_args_is_help=True, help=f"Train a model: {', '.join(ALGORITHMS)}.", rich_markup_mode="rich")
 
 
 def define_commands(arguments: Sequence[str]) -> None:
@@ -164,8 +172,8 @@ def build(command: str, job: JobConfig, config: Any) -> tuple[Any, Sequence[Any]
     task = load_task(job)
     rows, eval_rows = load_data(job, task), load_eval_data(job, task)
     functions = _functions(command, job, task)
-    model, tokenizer = load_model_and_tokenizer(job, task)
     make = algorithm_class(command)
+    model, tokenizer = load_model_and_tokenizer(job, task, scores=make.scores)
     return (
         make(model=model, ref_model=_ref_model(job), tokenizer=tokenizer, config=config, **functions),
         rows,
@@ -181,8 +189,11 @@ def told(job: JobConfig) -> dict[str, Any]:
 
 def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
     """reward_fn and preference_fn, for the algorithms that generate."""
-    if command not in ("grpo", "online-dpo"):
-        for name in ("reward", "preference", "environment", "tools"):
+    for name in () if command in ("grpo", "online-dpo") else ("environment", "tools"):
+        if getattr(job, name) is not None:
+            raise ValueError(f"{name} must not be given: {command} has none")
+    if command not in ("grpo", "ppo", "online-dpo"):
+        for name in ("reward", "preference"):
             if getattr(job, name) is not None:
                 raise ValueError(f"{name} must not be given: {command} has none")
         return {}
@@ -191,8 +202,10 @@ def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
             raise ValueError(f"preference must not be given: {command} has rewards")
         return {"preference_fn": load_function(job.preference, "preference")}
     rewards = load_rewards(job, task)
-    found = {"environment": load_environment(job), "tools": load_tools(job)}
-    if not rewards and found["environment"] is None:
+    found: dict[str, Any] = {"critic": job.critic}
+    if command != "ppo":
+        found = {"environment": load_environment(job), "tools": load_tools(job)}
+    if not rewards and found.get("environment") is None:
         raise ValueError(
             f"{command} needs a reward: --reward file.py:function, a --task that has one, or an --environment"
         )

@@ -16,7 +16,11 @@ RESERVED = ("prompts", "completions", "completion_ids", "prompt_ids", "conversat
 
 def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
     """Of a trainer with an environment or with tools; None has neither."""
+    if environment is None and tools is None:
+        return None
     config = trainer.config
+    if not hasattr(config, "turns"):
+        raise ValueError(f"environment and tools must be None: {trainer.name} has one turn, found one")
     made = player_of(trainer.policy, trainer.sampler, environment, tools, config.turns)
     if made is not None and config.server.max_staleness:
         raise ValueError(f"max_staleness must be 0 with an environment, found {config.server.max_staleness}")

@@ -19,6 +19,7 @@ from strop.losses.rules import (
     clip_bounds,
     kl_estimate,
 )
+from strop.losses.unpaired import UNPAIRED_LOSS_TYPES, UnpairedRule, unpaired_loss
 
 __all__ = [
     "ADVANTAGE_SCALES",
@@ -27,10 +28,12 @@ __all__ = [
     "NLL",
     "POLICY_LOSS_TYPES",
     "PREFERENCE_LOSS_TYPES",
+    "UNPAIRED_LOSS_TYPES",
     "PolicyLoss",
     "PolicyRule",
     "PreferenceLoss",
     "PreferenceRule",
+    "UnpairedRule",
     "clip_bounds",
     "group_advantages",
     "kl_estimate",
@@ -43,4 +46,5 @@ __all__ = [
     "sequence_logps",
     "token_policy_loss",
     "token_weights",
+    "unpaired_loss",
 ]

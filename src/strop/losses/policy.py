@@ -1,4 +1,4 @@
-"""Policy-gradient losses as pure functions of log-probs (GRPO and its relatives, GSPO, CISPO, RLOO).
+"""Policy-gradient losses as pure functions of log-probs (GRPO and its relatives, GSPO, GMPO, CISPO, SAPO, VESPO, RLOO).
 
 Every loss here is two choices: a formula for one token (`token_policy_loss`) and a fixed weight for every token
 (`token_weights`), and then
@@ -12,10 +12,14 @@ where kl and entropy are reduced with the same weights. Fused kernels compute th
     bnpo        the same                                    1 / tokens
     dapo        the same                                    1 / tokens of the whole update              arXiv 2503.14476
     dr_grpo     the same                                    1 / (max_completion_length · sequences)     arXiv 2503.20783
+    luspo       the same                                    1 / sequences                               arXiv 2602.05261
     cispo       −stop_gradient(min(r, high))·A·log π        1 / tokens of the whole update              arXiv 2506.13585
+    sapo        −4/τ·σ(τ·(r − 1))·A, τ by the sign of A     1 / (length of its sequence · sequences)    arXiv 2511.20347
+    vespo       −stop_gradient(φ(Π r))·A·log π              1 / tokens of the whole update              arXiv 2602.10693
 
 r is the ratio π/π_old of the token, or with importance_level="sequence" the geometric mean over its sequence
-(GSPO, arXiv 2507.18071).
+(GSPO, arXiv 2507.18071), with "geometric" that of ratios clipped before (GMPO, arXiv 2507.20673). Π r is the product
+over the sequence, φ(w) = w^k·exp(λ − λw).
 
 A `PolicyRule` holds the choices. The formulas work on tokens one after the other, [N] each; `[B, T]` with a mask is what
 the public functions take, and becomes tokens on their first lines.
@@ -44,6 +48,7 @@ from strop._tensors import (
 from strop.losses.rules import (
     NLL,
     OVER_TOKENS,
+    UNCLIPPED,
     ClipEps,
     OnPolicyLogRatio,
     PolicyRule,
@@ -109,7 +114,7 @@ def policy_loss(
     *,
     loss_type: str = "grpo",
     importance_level: str = "token",
-    clip_eps: ClipEps = 0.2,
+    clip_eps: ClipEps | None = None,
     delta: float | None = None,
     ref_logps: torch.Tensor | None = None,
     beta: float = 0.0,
@@ -117,6 +122,9 @@ def policy_loss(
     entropy: torch.Tensor | None = None,
     entropy_coef: float = 0.0,
     max_completion_length: int | None = None,
+    sapo_temperatures: tuple[float, float] = PolicyRule.sapo_temperatures,
+    vespo_gamma: tuple[float, float, float, float] = PolicyRule.vespo_gamma,
+    stale_kl: float | None = None,
     num_tokens: Count | None = None,
     num_sequences: Count | None = None,
 ) -> PolicyLoss:
@@ -126,7 +134,7 @@ def policy_loss(
     old_logps         [B, T] of the policy that sampled the tokens; None: the policy itself, so that the ratio is 1
     advantages        [B], or [B, T] for one per token
     completion_mask   [B, T] tokens that count (None: all); what stands elsewhere changes neither value nor gradient
-    loss_type … max_completion_length   see `PolicyRule`; beta and entropy_coef need ref_logps and entropy
+    loss_type … stale_kl   see `PolicyRule`; beta and entropy_coef need ref_logps and entropy
     ref_logps         [B, T] of the reference; the kl is computed wherever they are given
     entropy           [B, T] entropies, for the bonus entropy_coef·entropy and the metrics
     num_tokens, num_sequences   see `token_weights`
@@ -138,6 +146,7 @@ def policy_loss(
     rule = PolicyRule(
         loss_type=loss_type, importance_level=importance_level, clip_eps=clip_eps, delta=delta, beta=beta,
         kl_estimator=kl_estimator, entropy_coef=entropy_coef, max_completion_length=max_completion_length,
+        sapo_temperatures=sapo_temperatures, vespo_gamma=vespo_gamma, stale_kl=stale_kl,
     )  # fmt: skip
     return rows_loss(
         rule, logps, old_logps, advantages, completion_mask, ref_logps=ref_logps, entropy=entropy,
@@ -163,7 +172,7 @@ def rows_loss(
             raise ValueError(
                 f"{name} must be given where {coefficient} is above 0, found None with {coefficient}={value}"
             )
-    tokens = _tokens_of_rows(rule.importance_level, logps, old_logps, advantages, completion_mask)
+    tokens = _tokens_of_rows(rule, logps, old_logps, advantages, completion_mask)
     assert tokens.mask_N is not None
     weights_BT = _weights(
         tokens.mask_N.view(logps.shape), rule.loss_type, rule.max_completion_length, num_tokens, num_sequences,
@@ -218,7 +227,7 @@ def policy_loss_of(
     assert advantages_N is not None
 
     def metrics() -> Metrics:
-        return tokens_metrics(rule, tokens_of(logps_N, old_N, advantages_N), ref_N, None)
+        return tokens_metrics(rule, tokens_of(rule, logps_N, old_N, advantages_N), ref_N, None)
 
     return PolicyLoss(loss, policy, kl, metrics)
 
@@ -228,21 +237,20 @@ def token_policy_loss(
     old_logps: torch.Tensor | None,
     advantages: torch.Tensor,
     *,
-    loss_type: str = "grpo",
-    importance_level: str = "token",
-    clip_eps: ClipEps = 0.2,
-    delta: float | None = None,
     completion_mask: torch.Tensor | None = None,
+    **rule_options: Any,
 ) -> torch.Tensor:
     """The loss of every token, [B, T], before weights; arguments as in `policy_loss`.
 
     completion_mask   where it is 0 the result is 0 without gradient; None: every token counts
+    rule_options      fields of `PolicyRule`
 
     Gradient with respect to logp, for a token whose ratio r is not cut: −A·r; cut: 0. With importance_level="sequence"
-    it is spread over the sequence, each of its tokens getting the mean. cispo: −A·min(r, high), cut or not.
+    it is spread over the sequence, each of its tokens getting the mean. cispo: −A·min(r, high), cut or not. sapo:
+    −4·A·r·σ·(1 − σ). vespo: −A·φ.
     """
-    rule = PolicyRule(loss_type=loss_type, importance_level=importance_level, clip_eps=clip_eps, delta=delta)
-    tokens = _tokens_of_rows(importance_level, logps, old_logps, advantages, completion_mask)
+    rule = PolicyRule(**rule_options)
+    tokens = _tokens_of_rows(rule, logps, old_logps, advantages, completion_mask)
     return rule.token_loss(tokens).view(logps.shape)
 
 
@@ -258,8 +266,8 @@ def token_weights(
     """The weight of every token, [B, T]: loss = Σ weights · token_loss. 0 where the mask is 0.
 
     max_completion_length   of the run, for dr_grpo
-    num_tokens              tokens that count in the whole batch of which this is a part (bnpo, dapo, cispo)
-    num_sequences           sequences in the whole batch (grpo, dr_grpo)
+    num_tokens              tokens that count in the whole batch of which this is a part (bnpo, dapo, cispo, vespo)
+    num_sequences           sequences in the whole batch (grpo, dr_grpo, luspo, sapo)
 
     Left out, the counts are those of the mask: this is then the whole batch. With them the losses of micro-batches add
     up to the loss of the batch. They may be 0-d tensors, which are not waited for.
@@ -340,28 +348,24 @@ def policy_metrics(
     advantages: torch.Tensor,
     completion_mask: torch.Tensor,
     *,
-    loss_type: str = "grpo",
-    importance_level: str = "token",
-    clip_eps: ClipEps = 0.2,
-    delta: float | None = None,
     ref_logps: torch.Tensor | None = None,
-    kl_estimator: str = "k3",
     entropy: torch.Tensor | None = None,
+    **rule_options: Any,
 ) -> Metrics:
     """What to watch in training, 0-d tensors without gradient; arguments as in `policy_loss`.
 
+    rule_options   fields of `PolicyRule`
+
     Means over the tokens that count, whatever the loss's weights, so that loss types compare; 0 where none counts.
 
-    clip_fraction         tokens whose ratio is cut (cispo: whose weight is), and of these
+    clip_fraction         tokens whose ratio is cut (cispo: whose weight is; sapo and vespo: none), and of these
     clip_fraction_low, clip_fraction_high, clip_fraction_delta     those cut by each bound
     ratio_mean, ratio_min, ratio_max
     approx_kl             k3 of KL(old ‖ policy): how far the updates have gone since the rollout
     kl, entropy           where ref_logps, entropy are given
     """
-    rule = PolicyRule(
-        loss_type=loss_type, importance_level=importance_level, clip_eps=clip_eps, delta=delta, kl_estimator=kl_estimator
-    )  # fmt: skip
-    tokens = _tokens_of_rows(importance_level, logps, old_logps, advantages, completion_mask)
+    rule = PolicyRule(**rule_options)
+    tokens = _tokens_of_rows(rule, logps, old_logps, advantages, completion_mask)
     ref_N = None if ref_logps is None else _like_tokens(ref_logps, logps, tokens, "ref_logps")
     entropy_N = None if entropy is None else _like_tokens(entropy, logps, tokens, "entropy")
     return tokens_metrics(rule, tokens, ref_N, entropy_N)
@@ -378,11 +382,11 @@ def tokens_metrics(
     def mean(values_N: torch.Tensor) -> torch.Tensor:
         return tokens.active(values_N.to(ratio_N.dtype)).sum() / num_tokens
 
-    if rule.loss_type == "cispo":  # the weight is cut for either sign
+    if rule.loss_type in ("cispo", *UNCLIPPED):  # cispo's weight is cut for either sign
         none_N = torch.zeros_like(ratio_N, dtype=torch.bool)
-        low_N, high_N, delta_N = none_N, ratio_N > bounds.high, none_N
+        low_N, high_N, delta_N = none_N, ratio_N > bounds.high if rule.loss_type == "cispo" else none_N, none_N
     else:
-        low_N, high_N, delta_N = cut(tokens, bounds)
+        low_N, high_N, delta_N = tokens.cut_N or cut(tokens, bounds)
         high_N = high_N & (tokens.advantages_N > 0)  # at A = 0 nothing is lost
     metrics = {
         "clip_fraction": mean(low_N | high_N | delta_N),
@@ -416,7 +420,7 @@ def check_given(rule: TokenRule, ref_logps: Any, advantages: Any) -> None:
         raise ValueError(f"ref_logps must be given where beta is above 0, found None with beta={rule.beta}")
 
 
-def _tokens_of_rows(importance_level: str, logps: Any, old_logps: Any, advantages: Any, completion_mask: Any) -> Tokens:
+def _tokens_of_rows(rule: PolicyRule, logps: Any, old_logps: Any, advantages: Any, completion_mask: Any) -> Tokens:
     mask_BT = _check_tokens(logps, completion_mask)
     logps_BT = _active(logps, mask_BT)
     old_BT = None
@@ -426,10 +430,10 @@ def _tokens_of_rows(importance_level: str, logps: Any, old_logps: Any, advantage
     advantages_BT = _active(per_token(advantages, logps), mask_BT).to(logps_BT.dtype)
     B, T = logps_BT.shape
     return tokens_of(
+        rule,
         logps_BT.reshape(-1),
         None if old_BT is None else old_BT.reshape(-1),
         advantages_BT.reshape(-1),
-        importance_level=importance_level,
         sequence_N=torch.arange(B, device=logps_BT.device)[:, None].expand(B, T).reshape(-1),
         num_sequences=B,
         mask_N=mask_BT.reshape(-1),

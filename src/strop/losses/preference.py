@@ -12,8 +12,18 @@ With c = log π(chosen) − log π_ref(chosen), r the same of the rejected one, 
     apo_zero       σ(−βc) + σ(βr)                                    APO, arXiv 2408.06266: chosen up, rejected down
     apo_down       σ(βc) + σ(−h)                                     APO: both down, the rejected one more
     sppo_hard      (c − 1/(2β))² + (r + 1/(2β))²                     SPPO, arXiv 2405.00675
+    bco_pair       −log σ(βc) − log σ(−βr)                           BCO, arXiv 2404.04656, without its shift
+    discopop       −(1−m)·log σ(h) + m·exp(−h), m = σ(h/τ)           DiscoPOP, arXiv 2406.08414
 
-ε is label_smoothing, the probability that a label is wrong; |·| is a completion's number of tokens.
+and without a reference, with p = log π(chosen), q = log π(rejected):
+
+    cpo            sigmoid of β·(p − q)                              CPO, arXiv 2401.08417, with sft
+    simpo          sigmoid of β·(p/|chosen| − q/|rejected|) − γ      SimPO, arXiv 2405.14734
+    orpo           −β·log σ(log-odds of p/|chosen| − of q/|rejected|)   ORPO, arXiv 2403.07691, with sft
+    sft            −p, over the batch divided by its chosen tokens   the NLL of the chosen completions
+
+ε is label_smoothing, the probability that a label is wrong; |·| is a completion's number of tokens; log-odds of x are
+x − log(1 − exp x). Several loss types are added, each with its weight: CPO is (cpo, sft), ORPO (orpo, sft).
 
 Shapes: B pairs, T tokens.
 """
@@ -44,13 +54,21 @@ from strop.losses.policy import LossResult, Metrics
 
 
 class _Pair(NamedTuple):
-    """What a formula reads: c and r, the two numbers, and the lengths where the formula divides by them."""
+    """What a formula reads: c and r, p and q, the rule, and where a formula asks for them lengths and chosen tokens.
+
+    tokens   chosen tokens for each pair of the batch, on average
+    """
 
     chosen_B: torch.Tensor
     rejected_B: torch.Tensor
-    beta: float
-    label_smoothing: float
+    policy_2B: tuple[torch.Tensor, torch.Tensor]
+    rule: "PreferenceRule"
     lengths_B: tuple[torch.Tensor, torch.Tensor] | None
+    tokens: Count | None
+
+    @property
+    def beta(self) -> float:
+        return self.rule.beta
 
     @property
     def logits_B(self) -> torch.Tensor:
@@ -61,14 +79,50 @@ class _Pair(NamedTuple):
         assert self.lengths_B is not None
         return self.chosen_B / self.lengths_B[0] - self.rejected_B / self.lengths_B[1]
 
+    @property
+    def means_2B(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """p/|chosen| and q/|rejected|."""
+        assert self.lengths_B is not None
+        return self.policy_2B[0] / self.lengths_B[0], self.policy_2B[1] / self.lengths_B[1]
 
-def _sigmoid(pair: _Pair) -> torch.Tensor:
-    h_B, eps = pair.logits_B, pair.label_smoothing
+
+def _smoothed(h_B: torch.Tensor, eps: float) -> torch.Tensor:
     return -(1 - eps) * logsigmoid(h_B) - eps * logsigmoid(-h_B)
 
 
+def _sigmoid(pair: _Pair) -> torch.Tensor:
+    return _smoothed(pair.logits_B, pair.rule.label_smoothing)
+
+
+def _cpo(pair: _Pair) -> torch.Tensor:
+    return _smoothed(pair.beta * (pair.policy_2B[0] - pair.policy_2B[1]), pair.rule.label_smoothing)
+
+
+def _simpo(pair: _Pair) -> torch.Tensor:
+    chosen_B, rejected_B = pair.means_2B
+    return _smoothed(pair.beta * (chosen_B - rejected_B) - pair.rule.simpo_gamma, pair.rule.label_smoothing)
+
+
+def _orpo(pair: _Pair) -> torch.Tensor:
+    chosen_B, rejected_B = pair.means_2B
+    return -pair.beta * logsigmoid(chosen_B - rejected_B - _log1mexp(chosen_B) + _log1mexp(rejected_B))
+
+
+def _log1mexp(x_B: torch.Tensor) -> torch.Tensor:
+    """log(1 − exp x) for x < 0; a token that is certain has the odds of the largest probability below 1."""
+    x_B = x_B.clamp(max=-torch.finfo(x_B.dtype).eps)
+    near_B = x_B > -math.log(2)  # each form where it loses nothing; the other gets what cannot spoil its gradient
+    by_expm1_B = torch.log(-torch.expm1(x_B.masked_fill(~near_B, -1.0)))
+    return torch.where(near_B, by_expm1_B, torch.log1p(-torch.exp(x_B.masked_fill(near_B, -1.0))))
+
+
+def _sft(pair: _Pair) -> torch.Tensor:
+    assert pair.tokens is not None
+    return -pair.policy_2B[0] / pair.tokens
+
+
 def _robust(pair: _Pair) -> torch.Tensor:
-    h_B, eps = pair.logits_B, pair.label_smoothing
+    h_B, eps = pair.logits_B, pair.rule.label_smoothing
     return (-(1 - eps) * logsigmoid(h_B) + eps * logsigmoid(-h_B)) / (1 - 2 * eps)
 
 
@@ -85,7 +139,7 @@ def _sigmoid_norm(pair: _Pair) -> torch.Tensor:
 
 
 def _exo_pair(pair: _Pair) -> torch.Tensor:
-    h_B, eps = pair.logits_B, pair.label_smoothing
+    h_B, eps = pair.logits_B, pair.rule.label_smoothing
     chosen_B = h_B.sigmoid() * (logsigmoid(h_B) - math.log1p(-eps))
     return chosen_B + (-h_B).sigmoid() * (logsigmoid(-h_B) - math.log(eps))
 
@@ -108,6 +162,16 @@ def _sppo_hard(pair: _Pair) -> torch.Tensor:
     return (pair.chosen_B - half).square() + (pair.rejected_B + half).square()
 
 
+def _bco_pair(pair: _Pair) -> torch.Tensor:
+    return -logsigmoid(pair.beta * pair.chosen_B) - logsigmoid(-pair.beta * pair.rejected_B)
+
+
+def _discopop(pair: _Pair) -> torch.Tensor:
+    h_B, tau = pair.logits_B, pair.rule.discopop_tau
+    # σ(h/τ)·exp(−h) in one exponential: far below 0 the second factor alone would overflow
+    return -logsigmoid(h_B) * torch.sigmoid(-h_B / tau) + (logsigmoid(h_B / tau) - h_B).exp()
+
+
 _FORMULAS: dict[str, Callable[[_Pair], torch.Tensor]] = {
     "sigmoid": _sigmoid,
     "hinge": _hinge,
@@ -119,10 +183,17 @@ _FORMULAS: dict[str, Callable[[_Pair], torch.Tensor]] = {
     "apo_down": _apo_down,
     "sppo_hard": _sppo_hard,
     "sigmoid_norm": _sigmoid_norm,
+    "bco_pair": _bco_pair,
+    "discopop": _discopop,
+    "cpo": _cpo,
+    "simpo": _simpo,
+    "orpo": _orpo,
+    "sft": _sft,
 }
 PREFERENCE_LOSS_TYPES = tuple(_FORMULAS)
-LENGTH_NORMALISED = ("ipo", "sigmoid_norm")
-LABEL_SMOOTHED = ("sigmoid", "robust", "exo_pair")
+WITHOUT_REFERENCE = ("cpo", "simpo", "orpo", "sft")
+LENGTH_NORMALISED = ("ipo", "sigmoid_norm", "simpo", "orpo")
+LABEL_SMOOTHED = ("sigmoid", "robust", "exo_pair", "cpo", "simpo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,22 +201,57 @@ class PreferenceRule:
     """Which preference loss: one value from the config to the formula, checked when it is made.
 
     beta              how strongly the policy is held to the reference; for ipo and sppo_hard 1/(2β) is the margin aimed at
-    loss_type         one of `strop.losses.PREFERENCE_LOSS_TYPES`
-    label_smoothing   the probability that a label is wrong: from 0 to below ½, for sigmoid and robust; above 0 for exo_pair
+    loss_type         one of `strop.losses.PREFERENCE_LOSS_TYPES`, or several, which are added
+    loss_weights      of several loss types; None is 1 for each
+    label_smoothing   the probability that a label is wrong: from 0 to below ½, for sigmoid, robust, cpo and simpo; above 0
+                      for exo_pair
+    simpo_gamma       the margin simpo aims at
+    discopop_tau      at most 1: how sharply discopop turns from the logistic to the exponential loss
     """
 
     beta: float = 0.1
-    loss_type: str = "sigmoid"
+    loss_type: str | tuple[str, ...] = "sigmoid"
+    loss_weights: tuple[float, ...] | None = None
     label_smoothing: float = 0.0
+    simpo_gamma: float = 0.5
+    discopop_tau: float = 0.05
 
     def __post_init__(self) -> None:
-        check_choice(self.loss_type, "loss_type", PREFERENCE_LOSS_TYPES)
+        for name in ("loss_type", "loss_weights"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+        if not self.types or len(set(self.types)) < len(self.types):
+            raise ValueError(f"loss_type must name each loss once and at least one, found {self.loss_type!r}")
+        for loss_type in self.types:
+            check_choice(loss_type, "loss_type", PREFERENCE_LOSS_TYPES)
+        if len(self.weights) != len(self.types):
+            raise ValueError(
+                f"loss_weights must have one number for each of {len(self.types)} losses, found {len(self.weights)}"
+            )
+        for weight in self.weights:
+            check_number(weight, "loss_weights", 0)
         check_number(self.beta, "beta", 0, open_low=True)
-        _check_label_smoothing(self.label_smoothing, self.loss_type)
+        check_number(self.simpo_gamma, "simpo_gamma", 0)
+        check_number(self.discopop_tau, "discopop_tau", 0, 1, open_low=True)
+        _check_label_smoothing(self.label_smoothing, self.types)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return (1.0,) * len(self.types) if self.loss_weights is None else self.loss_weights
+
+    @property
+    def needs_reference(self) -> bool:
+        return not set(self.types) <= set(WITHOUT_REFERENCE)
 
 
 class PreferenceLoss(LossResult):
     """`loss, chosen_rewards, rejected_rewards`: 0-d, [B], [B]; the rewards are β·c and β·r, without gradient.
+
+    Without a reference they are β·p and β·q, for simpo and orpo divided by the lengths.
 
     `metrics`, computed when first asked for: means over the pairs of rewards_chosen, rewards_rejected, margin (their
     difference), accuracy (how often it is above 0), logps_chosen and logps_rejected.
@@ -163,42 +269,49 @@ class PreferenceLoss(LossResult):
 def preference_loss(
     policy_chosen: torch.Tensor,
     policy_rejected: torch.Tensor,
-    ref_chosen: torch.Tensor,
-    ref_rejected: torch.Tensor,
+    ref_chosen: torch.Tensor | None = None,
+    ref_rejected: torch.Tensor | None = None,
     *,
-    loss_type: str = "sigmoid",
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
     chosen_lengths: torch.Tensor | None = None,
     rejected_lengths: torch.Tensor | None = None,
     num_pairs: Count | None = None,
+    num_tokens: Count | None = None,
+    **rule_options: Any,
 ) -> PreferenceLoss:
     """The mean of `pair_preference_loss` over the pairs, with rewards and metrics.
 
-    num_pairs   in the whole batch of which these are a part: the losses of micro-batches then add up to the batch's
+    num_pairs, num_tokens   pairs, and tokens of chosen completions, in the whole batch of which these are a part: the
+                            losses of micro-batches then add up to the batch's
+    rule_options            fields of `PreferenceRule`
     """
-    rule = PreferenceRule(loss_type=loss_type, beta=beta, label_smoothing=label_smoothing)
     logps = policy_chosen, policy_rejected, ref_chosen, ref_rejected
-    return pairs_loss(rule, *logps, chosen_lengths, rejected_lengths, num_pairs)
+    return pairs_loss(PreferenceRule(**rule_options), *logps, chosen_lengths, rejected_lengths, num_pairs, num_tokens)
 
 
 def pairs_loss(
     rule: PreferenceRule,
     policy_chosen: torch.Tensor,
     policy_rejected: torch.Tensor,
-    ref_chosen: torch.Tensor,
-    ref_rejected: torch.Tensor,
+    ref_chosen: torch.Tensor | None = None,
+    ref_rejected: torch.Tensor | None = None,
     chosen_lengths: torch.Tensor | None = None,
     rejected_lengths: torch.Tensor | None = None,
     num_pairs: Count | None = None,
+    num_tokens: Count | None = None,
 ) -> PreferenceLoss:
     """`preference_loss` by a rule that is there already."""
+    num_pairs = len(policy_chosen) if num_pairs is None and isinstance(policy_chosen, torch.Tensor) else num_pairs
     logps = policy_chosen, policy_rejected, ref_chosen, ref_rejected
-    losses_B = _pair_losses(rule, *logps, chosen_lengths, rejected_lengths)
-    loss = losses_B.sum() / as_divisor(len(losses_B) if num_pairs is None else num_pairs, "num_pairs", losses_B)
+    losses_B = _pair_losses(rule, *logps, chosen_lengths, rejected_lengths, num_pairs, num_tokens)
+    loss = losses_B.sum() / as_divisor(num_pairs, "num_pairs", losses_B)
     chosen_B, rejected_B = policy_chosen.detach(), policy_rejected.detach()
     chosen_rewards_B = rule.beta * _log_ratio(chosen_B, ref_chosen)
     rejected_rewards_B = rule.beta * _log_ratio(rejected_B, ref_rejected)
+    if not rule.needs_reference and set(rule.types) & set(LENGTH_NORMALISED):
+        assert chosen_lengths is not None
+        assert rejected_lengths is not None
+        chosen_rewards_B = chosen_rewards_B / chosen_lengths.clamp(min=1)
+        rejected_rewards_B = rejected_rewards_B / rejected_lengths.clamp(min=1)
     compute_metrics = functools.partial(_metrics, chosen_rewards_B, rejected_rewards_B, chosen_B, rejected_B)
     return PreferenceLoss(loss, chosen_rewards_B, rejected_rewards_B, compute_metrics)
 
@@ -206,49 +319,61 @@ def pairs_loss(
 def pair_preference_loss(
     policy_chosen: torch.Tensor,
     policy_rejected: torch.Tensor,
-    ref_chosen: torch.Tensor,
-    ref_rejected: torch.Tensor,
+    ref_chosen: torch.Tensor | None = None,
+    ref_rejected: torch.Tensor | None = None,
     *,
-    loss_type: str = "sigmoid",
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
     chosen_lengths: torch.Tensor | None = None,
     rejected_lengths: torch.Tensor | None = None,
+    **rule_options: Any,
 ) -> torch.Tensor:
     """The loss of every pair, [B].
 
     policy_chosen, policy_rejected     [B] log-probs summed over each completion's tokens, as `sequence_logps` gives them
-    ref_chosen, ref_rejected           [B] those of the reference; no gradient flows into them
-    loss_type, beta, label_smoothing   see `PreferenceRule`
-    chosen_lengths, rejected_lengths   [B] numbers of completion tokens, for ipo and sigmoid_norm, which divide each
-                                       sum by its length; the others take no notice of them
+    ref_chosen, ref_rejected           [B] those of the reference; no gradient flows into them. None for a rule without one
+    chosen_lengths, rejected_lengths   [B] numbers of completion tokens, for ipo, sigmoid_norm, simpo and orpo, which divide
+                                       each sum by its length, and for sft; the others take no notice of them
+    rule_options                       fields of `PreferenceRule`: loss_type="sigmoid", beta=0.1 and so on
 
     returns                            [B] float32 (float64 for float64); finite, and so is its gradient, however far
                                        apart the log-probs are
     """
-    rule = PreferenceRule(loss_type=loss_type, beta=beta, label_smoothing=label_smoothing)
     logps = policy_chosen, policy_rejected, ref_chosen, ref_rejected
-    return _pair_losses(rule, *logps, chosen_lengths, rejected_lengths)
+    return _pair_losses(PreferenceRule(**rule_options), *logps, chosen_lengths, rejected_lengths)
 
 
 def _pair_losses(
     rule: PreferenceRule,
     policy_chosen: torch.Tensor,
     policy_rejected: torch.Tensor,
-    ref_chosen: torch.Tensor,
-    ref_rejected: torch.Tensor,
+    ref_chosen: torch.Tensor | None,
+    ref_rejected: torch.Tensor | None,
     chosen_lengths: torch.Tensor | None,
     rejected_lengths: torch.Tensor | None,
+    num_pairs: Count | None = None,
+    num_tokens: Count | None = None,
 ) -> torch.Tensor:
-    _check_pairs(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
-    lengths_B = None
-    if rule.loss_type in LENGTH_NORMALISED:
+    _check_pairs(rule, policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    policy_2B = in_float(policy_chosen), in_float(policy_rejected)
+    lengths_B, tokens = None, None
+    if normalised := [name for name in rule.types if name in LENGTH_NORMALISED]:
         lengths_B = (
-            _as_lengths(chosen_lengths, policy_chosen, "chosen_lengths", rule.loss_type),
-            _as_lengths(rejected_lengths, policy_chosen, "rejected_lengths", rule.loss_type),
+            _as_lengths(chosen_lengths, policy_chosen, "chosen_lengths", normalised[0]),
+            _as_lengths(rejected_lengths, policy_chosen, "rejected_lengths", normalised[0]),
         )
+    if "sft" in rule.types:
+        if num_tokens is None:
+            _as_lengths(chosen_lengths, policy_chosen, "chosen_lengths", "sft")
+            assert chosen_lengths is not None
+            num_tokens = chosen_lengths.sum()
+        pairs = as_divisor(len(policy_chosen) if num_pairs is None else num_pairs, "num_pairs", policy_2B[0])
+        tokens = as_divisor(num_tokens, "num_tokens", policy_2B[0]) / pairs
     chosen_B, rejected_B = _log_ratio(policy_chosen, ref_chosen), _log_ratio(policy_rejected, ref_rejected)
-    return _FORMULAS[rule.loss_type](_Pair(chosen_B, rejected_B, rule.beta, rule.label_smoothing, lengths_B))
+    pair = _Pair(chosen_B, rejected_B, policy_2B, rule, lengths_B, tokens)
+    losses_B, *others = (
+        _FORMULAS[name](pair) * weight if weight != 1 else _FORMULAS[name](pair)
+        for name, weight in zip(rule.types, rule.weights, strict=True)
+    )
+    return sum(others, losses_B)
 
 
 def sequence_logps(logps: torch.Tensor, completion_mask: torch.Tensor, average: bool = False) -> torch.Tensor:
@@ -267,10 +392,10 @@ def sequence_logps(logps: torch.Tensor, completion_mask: torch.Tensor, average: 
     return sum_B / mask_BT.sum(-1).clamp(min=1) if average else sum_B
 
 
-def _log_ratio(policy_B: torch.Tensor, ref_B: torch.Tensor) -> torch.Tensor:
-    """In the policy's dtype: a reference kept in float64 would make the loss float64."""
+def _log_ratio(policy_B: torch.Tensor, ref_B: torch.Tensor | None) -> torch.Tensor:
+    """In the policy's dtype: a reference kept in float64 would make the loss float64. Without one, the policy's own."""
     policy_B = in_float(policy_B)
-    return policy_B - ref_B.detach().to(policy_B.dtype)
+    return policy_B if ref_B is None else policy_B - ref_B.detach().to(policy_B.dtype)
 
 
 def _metrics(
@@ -291,7 +416,9 @@ def _metrics(
     }
 
 
-def _check_pairs(policy_chosen: Any, policy_rejected: Any, ref_chosen: Any, ref_rejected: Any) -> None:
+def _check_pairs(
+    rule: PreferenceRule, policy_chosen: Any, policy_rejected: Any, ref_chosen: Any, ref_rejected: Any
+) -> None:
     check_floats(policy_chosen, "policy_chosen")
     if policy_chosen.ndim != 1:
         raise ValueError(
@@ -299,18 +426,19 @@ def _check_pairs(policy_chosen: Any, policy_rejected: Any, ref_chosen: Any, ref_
         )
     check_like(policy_rejected, "policy_rejected", policy_chosen, "policy_chosen")
     for value, name in ((ref_chosen, "ref_chosen"), (ref_rejected, "ref_rejected")):
-        if value is None:
+        if value is None and rule.needs_reference:
             raise TypeError(f"{name} must be a tensor, found NoneType; zeros make the loss free of a reference")
-        check_like(value, name, policy_chosen, "policy_chosen")
+        if value is not None:
+            check_like(value, name, policy_chosen, "policy_chosen")
 
 
-def _check_label_smoothing(label_smoothing: Any, loss_type: str) -> None:
+def _check_label_smoothing(label_smoothing: Any, types: tuple[str, ...]) -> None:
     check_number(label_smoothing, "label_smoothing", 0, 0.5, open_high=True)
-    if label_smoothing and loss_type not in LABEL_SMOOTHED:
+    if label_smoothing and not set(types) & set(LABEL_SMOOTHED):
         raise ValueError(
-            f"label_smoothing must be 0 for {loss_type!r}, which has no use for it, found {label_smoothing}"
+            f"label_smoothing must be 0 for {types[0]!r}, which has no use for it, found {label_smoothing}"
         )
-    if not label_smoothing and loss_type == "exo_pair":
+    if not label_smoothing and "exo_pair" in types:
         raise ValueError("label_smoothing must be above 0 for 'exo_pair', which takes its logarithm, found 0")
 
 

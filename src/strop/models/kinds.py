@@ -86,6 +86,12 @@ def is_hugging_face(model: Any) -> bool:
     return all(hasattr(base_model(model), name) for name in wanted)
 
 
+def is_classifier(model: Any) -> bool:
+    """A sequence classifier of transformers."""
+    inner = base_model(model)
+    return hasattr(inner, "config") and type(inner).__name__.endswith("ForSequenceClassification")
+
+
 def of_config(config: Any, key: str) -> Any:
     """A key of a config, or of the text part of a config of several."""
     if hasattr(config, "get_text_config"):

@@ -24,6 +24,7 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     gguf_file: str | None = None,
     device: torch.device | str | None = None,
+    scores: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, Any]:
     """(model, tokenizer or None) from "moe:tiny", "smollm2", a folder strop's MoE saved, or a Hugging Face folder or name.
@@ -31,6 +32,7 @@ def load_model(
     dtype      torch.bfloat16 or "bfloat16" …; None is the checkpoint's own
     gguf_file  the file's name in a folder of GGUF weights
     device     see `chosen_device`; strop's MoE computes on the CPU
+    scores     a sequence classifier with one label; of a causal LM its decoder with a new head, which is the same each time
     options    for `AutoModelForCausalLM.from_pretrained`; for "moe:NAME" fields of MoEConfig, engine and seed
     """
     name = str(name_or_path)
@@ -38,6 +40,8 @@ def load_model(
         dtype = _dtype_named(dtype)
     if name == SMOLLM2:
         name, gguf_file = _smollm2()
+    if scores and (name.startswith("moe:") or _is_strop_folder(Path(name).expanduser())):
+        raise ValueError(f"model must be one of transformers to score sequences, found strop's MoE {name}")
     if name.startswith("moe:"):
         check_moe_device(device)
         return _moe_preset(name.removeprefix("moe:"), dtype, options), None
@@ -50,8 +54,10 @@ def load_model(
     place = chosen_device(device)
     _check_folder(folder, name, gguf_file)
     checksums.verify(folder)
-    with _loading:
-        return _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, place, options)
+    with _loading, torch.random.fork_rng([], enabled=scores):
+        if scores:
+            torch.manual_seed(0)  # of the new head
+        return _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, place, options, scores)
 
 
 def chosen_device(device: torch.device | str | None) -> torch.device:
@@ -155,13 +161,20 @@ def _tokenizer_files(folder: Path) -> list[Path]:
 
 
 def _hugging_face(
-    name: str, dtype: torch.dtype | None, gguf_file: str | None, device: torch.device, options: dict[str, Any]
+    name: str,
+    dtype: torch.dtype | None,
+    gguf_file: str | None,
+    device: torch.device,
+    options: dict[str, Any],
+    scores: bool = False,
 ) -> tuple[nn.Module, Any]:
     transformers = _transformers()
+    auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
+    options = {"num_labels": 1, **options} if scores else options
     gguf: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     options = {"trust_remote_code": False, **options}  # transformers would ask on standard input
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
+        model = auto.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
     except ValueError as error:
         if options["trust_remote_code"] or "trust_remote_code" not in str(error):
             raise

@@ -63,7 +63,7 @@ class Policy:
         self.tokenizer = tokenizer
         inner = unwrapped(self.model)
         self.kind = "moe" if is_moe(inner) else "hf" if is_hugging_face(inner) else "plain"
-        self._arguments = _forward_arguments(base_model(inner) if self.kind == "hf" else inner)
+        self._arguments = forward_arguments(base_model(inner) if self.kind == "hf" else inner)
         self._head: tuple[nn.Module, nn.Linear] | None = None
         self._tried = False
         self._known_ids: int | Literal["untried"] | None = "untried"
@@ -189,7 +189,14 @@ class Policy:
         if self._head is None:
             return None
         decoder, head = self._head
-        return self._at_places(decoder, batch, _last_hidden_state), head.weight, head.bias
+        return self._at_places(decoder, batch, last_hidden_state), head.weight, head.bias
+
+    @property
+    def hidden_size(self) -> int | None:
+        """The width of what `hidden` gives; None where it gives nothing."""
+        if not self._tried:
+            self._try()
+        return None if self._head is None else self._head[1].in_features
 
     @overload
     def logps(self, batch: TokenBatch, *, temperature: float = 1.0) -> torch.Tensor: ...
@@ -201,15 +208,16 @@ class Policy:
 
     @overload
     def logps(
-        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool
+        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool, head: Head | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def logps(
-        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False
+        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False, head: Head | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[n] log π(token | the tokens before it) under softmax(logits / temperature), of the tokens that count.
 
         entropy   also return the entropy at each of them
+        head      what `hidden` gave for the batch, where it was asked already
         """
         if self.shards is not None and not self.shards.are_whole:
             return self.shards.read(lambda: self.logps(batch, temperature=temperature, entropy=entropy))
@@ -217,19 +225,20 @@ class Policy:
             both = self._logps_of_moe(batch, temperature)
             return both if entropy else both[0]
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-        if (head := self.hidden(batch)) is not None:
+        if (head := head or self.hidden(batch)) is not None:
             hidden_nH, weight, bias = head
             return linear_logp(hidden_nH, weight, batch.targets_n, bias=bias, **options)
         self.check_causality(batch)
         return logp(self.logits(batch), batch.targets_n, **options)
 
-    def loss(self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0) -> PolicyLoss:
+    def loss(
+        self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0, head: Head | None = None
+    ) -> PolicyLoss:
         """A rule's loss of the tokens that count; the batch has their weights and what else the rule reads."""
         if self.shards is not None and not self.shards.are_whole:
             return self.shards.read(lambda: self.loss(batch, rule, temperature=temperature))
         assert batch.weights_n is not None
-        of_a_row = isinstance(rule, NLL) or rule.row_suffices
-        if of_a_row and (head := self.hidden(batch)) is not None:
+        if rule.row_suffices and (head := head or self.hidden(batch)) is not None:
             hidden_nH, weight, bias = head
             return linear_token_loss(
                 hidden_nH, weight, batch.targets_n, batch.weights_n, rule=rule, old_logps=batch.old_logps_n,
@@ -239,15 +248,12 @@ class Policy:
             return nll_of(self.logps(batch, temperature=temperature), batch.weights_n)
         # the entropies cost a pass where they come from hidden states, and nothing where all logits are there
         entropy = bool(rule.entropy_coef) or self.no_hidden_because is not None
-        scores: Any = self.logps(batch, temperature=temperature, entropy=entropy)
+        scores: Any = self.logps(batch, temperature=temperature, entropy=entropy, head=head)
         logps_n, entropy_n = scores if entropy else (scores, None)
         old_n, ref_n, advantages_n, weights_n = in_dtype(
             logps_n.dtype, batch.old_logps_n, batch.ref_logps_n, batch.advantages_n, batch.weights_n
         )
-        tokens = tokens_of(
-            logps_n, old_n, advantages_n, importance_level=rule.importance_level, sequence_N=batch.sequence_n,
-            num_sequences=len(batch),
-        )  # fmt: skip
+        tokens = tokens_of(rule, logps_n, old_n, advantages_n, sequence_N=batch.sequence_n, num_sequences=len(batch))
         return tokens_loss(rule, tokens, weights_n, ref_n, entropy_n)
 
     def check_causality(self, batch: TokenBatch) -> None:
@@ -274,7 +280,7 @@ class Policy:
         """[n, ..] of what the module gives, at the tokens that predict one that counts."""
         if self.packs:
             within = contextlib.nullcontext if self._fused is None else self._fused.used
-            read_N, _ = _read_packed(self._modules, module, batch, part, within)
+            read_N, _ = read_packed(self._modules, module, batch, part, within)
             return read_N.index_select(0, batch.places_n)
         rows = batch.rows(self.pad_id)
         found = part(self._call_rows(module, rows))
@@ -355,12 +361,12 @@ class Policy:
             wanted_NV = self._call_rows(inner, rows).logits.flatten(0, 1).index_select(0, rows.index_N)
             found = trial.decoder_and_head(inner)
             if not isinstance(found, str):
-                states_NH = _last_hidden_state(self._call_rows(found[0], rows)).flatten(0, 1)
+                states_NH = last_hidden_state(self._call_rows(found[0], rows)).flatten(0, 1)
                 if not trial.gives_logits(found[1], states_NH.index_select(0, rows.index_N), wanted_NV):
                     found = "its logits are not its hidden states times the head's weight"
 
             def read() -> tuple[torch.Tensor, dict[int, Rule]]:
-                return _read_packed(self._modules, inner, batch, _logits)
+                return read_packed(self._modules, inner, batch, _logits)
 
             rules = self._no_packing() or trial.packing(read, of_config(self.config, "num_hidden_layers"), wanted_NV)
             self.no_packing_because = rules if isinstance(rules, str) else None
@@ -477,7 +483,7 @@ class Reference:
             return self.policy.logps(batch, temperature=temperature)
 
 
-def _read_packed(
+def read_packed(
     modules: Sequence[nn.Module],
     module: nn.Module,
     batch: TokenBatch,
@@ -491,7 +497,7 @@ def _read_packed(
     return part(output)[0], pass_.rules
 
 
-def _forward_arguments(model: nn.Module) -> set[str]:
+def forward_arguments(model: nn.Module) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
@@ -503,5 +509,5 @@ def _logits(output: Any) -> Any:
     return logits[0] if isinstance(logits, (tuple, list)) else logits
 
 
-def _last_hidden_state(output: Any) -> torch.Tensor:
+def last_hidden_state(output: Any) -> torch.Tensor:
     return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from strop.config import LoRAConfig, RunConfig
+from strop.models.kinds import is_classifier
 from strop.models.policy import Policy
 
 
@@ -41,7 +42,8 @@ def with_lora(model: Any, config: Any, seed: int) -> Any:
     if isinstance(model, peft.PeftModel):
         raise ValueError("lora must be None: the model has peft adapters already")
     targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
-    lora = peft.LoraConfig(r=config.r, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    task = "SEQ_CLS" if is_classifier(model) else "CAUSAL_LM"
+    lora = peft.LoraConfig(r=config.r, lora_alpha=config.alpha, target_modules=targets, task_type=task)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return peft.get_peft_model(model, lora)

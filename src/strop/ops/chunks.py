@@ -121,7 +121,7 @@ def linear_logps_bwd(
     logit_bytes = rows.bytes_per_logit(tokens.dtype, d_entropies_N is not None)
     # a CPU's sum in float32 takes a copy of the weight
     copy_bytes = 0 if hidden_NH.is_cuda or tokens.dtype.itemsize >= 4 else 4 * hidden_NH.shape[1]
-    v = max(1, _train_workspace(hidden_NH.device, workspace) // (max(tokens.count, 1) * logit_bytes + copy_bytes))
+    v = max(1, train_workspace(hidden_NH.device, workspace) // (max(tokens.count, 1) * logit_bytes + copy_bytes))
     hidden_nH, ids_n = tokens.hidden(), tokens.take(ids_N)
     stats_2n, d_logps_n = tokens.take(stats_2N, dim=1), tokens.take(d_logps_N)
     entropies_n = entropies_N if d_entropies_N is None else tokens.take(entropies_N)
@@ -147,7 +147,7 @@ def linear_logps_bwd(
 
 def whole_rows_fit(device: torch.device, V: int, dtype: torch.dtype, rows: str, workspace: int | None) -> bool:
     """Whether the workspace holds the logits of enough tokens for `linear_logps_with_gradient` to be worth it."""
-    return _train_workspace(device, workspace) >= _FEWEST_TOKENS * V * _bytes_per_logit(rows, dtype)
+    return train_workspace(device, workspace) >= _FEWEST_TOKENS * V * _bytes_per_logit(rows, dtype)
 
 
 @constant_when_compiled
@@ -192,7 +192,7 @@ def linear_policy_terms(
     """The loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
-    bytes_given = _train_workspace(hidden_NH.device, workspace)
+    bytes_given = train_workspace(hidden_NH.device, workspace)
     plan = _over_the_gradient(
         tokens.count, head, wanted, tokens.dtype, rows.bytes_per_logit(tokens.dtype, kept=True), bytes_given
     )
@@ -309,7 +309,7 @@ def _policy_terms_in_blocks(
     return *rows.sums(terms_3n), tokens.spread(logps_n), grads._replace(weight_VH=no_view(d_weight_VH))
 
 
-def _train_workspace(device: torch.device, workspace: int | None) -> int:
+def train_workspace(device: torch.device, workspace: int | None) -> int:
     return workspace or TRAIN_WORKSPACE["cuda" if device.type == "cuda" else "cpu"]
 
 

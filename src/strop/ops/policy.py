@@ -38,7 +38,7 @@ RULE_FIELDS = tuple(field.name for field in dataclasses.fields(PolicyRule))
 
 def rule_and_given(options: Mapping[str, Any]) -> tuple[PolicyRule, Given]:
     """The keyword arguments of a backend as the rule and the rest."""
-    rule = {"clip_eps": 0.2, **{name: value for name, value in options.items() if name in RULE_FIELDS}}
+    rule = {name: value for name, value in options.items() if name in RULE_FIELDS}
     return PolicyRule(**rule), Given(**{name: value for name, value in options.items() if name not in RULE_FIELDS})
 
 
@@ -186,6 +186,7 @@ def fused_result(
         )
         given = (values.reshape(-1).masked_fill(~mask_N, 0.0) for values in (logps_N, advantages_N))
         logps, advantages_of_tokens = given
-        return tokens_metrics(batch.rule, tokens_of(logps, old_N, advantages_of_tokens, mask_N=mask_N), ref_N, None)
+        tokens = tokens_of(batch.rule, logps, old_N, advantages_of_tokens, mask_N=mask_N)
+        return tokens_metrics(batch.rule, tokens, ref_N, None)
 
     return PolicyLoss(total, policy, kl, compute_metrics)

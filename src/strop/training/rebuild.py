@@ -25,6 +25,7 @@ import torch
 
 from strop.distributed import class_of
 from strop.models import base_model, unwrapped
+from strop.models.kinds import is_classifier
 from strop.training.checkpoint_header import CheckpointError, check_same, is_whole, shown
 
 Tensors = dict[str, torch.Tensor]
@@ -52,7 +53,7 @@ def kind_of(model: torch.nn.Module) -> str:
     """ "moe", "hf" or "plain"; an adapter does not change it."""
     from strop.models import Policy
 
-    return Policy(model).kind
+    return "hf" if is_classifier(model) else Policy(model).kind
 
 
 def describe(model: torch.nn.Module) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def describe(model: torch.nn.Module) -> dict[str, Any]:
         if class_of(inner).__module__.startswith("transformers."):
             about["config"].pop("auto_map", None)  # where custom code would be, had it been used
         about["attention"] = getattr(inner.config, "_attn_implementation", None)
-        if inner.generation_config is not None:
+        if getattr(inner, "generation_config", None) is not None:
             about["generation_config"] = _json_dict(inner.generation_config)
         if inner is not model:
             about["adapters"] = {name: _plain(c.to_dict()) for name, c in model.peft_config.items()}  # type: ignore[union-attr,operator]
@@ -228,9 +229,9 @@ def _hugging_face_from(about: dict[str, Any]) -> Any:
     if about["dtype"] not in DTYPES:
         raise ValueError(f"its dtype must be one of {', '.join(DTYPES)}, found {shown(about['dtype'])}")
     config = transformers.AutoConfig.for_model(**_with_floats(about["config"]))
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=DTYPES[about["dtype"]], attn_implementation=name, trust_remote_code=False
-    )
+    scores = about["class"].endswith("ForSequenceClassification")
+    auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=DTYPES[about["dtype"]], attn_implementation=name, trust_remote_code=False)
     if type(model).__name__ != about["class"]:
         raise ValueError(f"transformers makes a {type(model).__name__} of its config")
     if "generation_config" in about:

@@ -17,13 +17,14 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
-from strop.config import TrainerConfig, option_names, unknown_option
+from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import prepared
 from strop.data.inputs import check_tokenizer
 from strop.distributed import world
 from strop.models import as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import prepared_model, warn_of_half_precision
+from strop.models.scorer import as_scorer
 from strop.training import checkpoint
 from strop.training.memory import LACKS, raise_explained
 from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
@@ -54,6 +55,7 @@ class Trainer:
 
     Config: ClassVar[type[TrainerConfig]] = TrainerConfig
     any_format = False  # whether a dataset's rows may have any columns
+    scores: ClassVar[bool] = False  # the model is a sequence classifier with one label
 
     def __init__(
         self,
@@ -77,12 +79,13 @@ class Trainer:
         if isinstance(model, (str, Path)):
             # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
             dtype = None if self.config.lora is not None else torch.float32
-            model, loaded = load_model(model, dtype=dtype, device=device)
+            model, loaded = load_model(model, dtype=dtype, device=device, scores=self.scores)
             tokenizer = loaded if tokenizer is None else tokenizer
-        given = as_policy(model)
+        read_as: Callable[..., Any] = as_scorer if self.scores else as_policy
+        given = read_as(model)
         if device is not None:
             given.to(device)
-        self.policy = as_policy(prepared_model(given, self.config.run, self.config.lora), tokenizer)
+        self.policy = read_as(prepared_model(given, self.config.run, self.config.lora), tokenizer)
         self.tokenizer = self.policy.tokenizer
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
         warn_of_half_precision(self.module)
@@ -164,7 +167,7 @@ class Trainer:
                 update.update(zip(update, loss_and_norm.tolist(), strict=True))
                 if not all(abs(value) < float("inf") for value in update.values()):
                     raise not_finite(update, self.state.step)
-            learning_rate = self._set_learning_rate()
+            learning_rate = self.set_learning_rate(self.optimizer, self.config.optim)
             self.state.updates += 1  # before it: one that fails halfway has changed weights
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)  # a rollout that follows has their memory
@@ -360,10 +363,11 @@ class Trainer:
         if self.reference_model is not None:
             self.reference.policy.shard(dtype)
 
-    def _set_learning_rate(self) -> float:
+    def set_learning_rate(self, optimizer: torch.optim.Optimizer, optim: OptimConfig) -> float:
+        """That of the present step, into every group."""
         state = self.state
         total_steps = (state.total_steps or self.config.run.num_steps) - state.first_step
-        learning_rate = learning_rate_at(state.step - state.first_step, total_steps, self.config.optim)
-        for group in self.optimizer.param_groups:
+        learning_rate = learning_rate_at(state.step - state.first_step, total_steps, optim)
+        for group in optimizer.param_groups:
             group["lr"] = learning_rate
         return learning_rate

@@ -17,6 +17,7 @@ import strop
 from strop.bench.harness import Case, Contender
 
 ADVANTAGE_SHAPES = [(16, 4), (64, 8), (256, 16), (1024, 32)]
+GAE_SHAPES = [(32, 128), (64, 512), (256, 1024)]
 KL_SHAPES = [(1, 128), (1, 512), (1, 2048), (1, 8192), (32, 128), (32, 512), (32, 2048)]
 DTYPES = [np.float64, np.float32]
 
@@ -39,6 +40,7 @@ def cases() -> list[Case]:
     found = [_advantages(torch, rlox, rng, dtype, shape) for dtype in DTYPES for shape in ADVANTAGE_SHAPES]
     for estimator in ("k3", "token"):
         found += [_kl(torch, rlox, rng, estimator, dtype, shape) for dtype in DTYPES for shape in KL_SHAPES]
+    found += [_gae(torch, rng, dtype, shape) for dtype in DTYPES for shape in GAE_SHAPES]
     return found + _packing(rlox, rng)
 
 
@@ -127,6 +129,42 @@ def _kl(torch: Any, rlox: Any, rng: np.random.Generator, estimator: str, dtype: 
         contenders.append(Contender(name="rlox", function=function, args=args, expected=expected, tolerance=1e-3))
     labels = {"primitive": f"{estimator} KL", "shape": f"{rows}×{length}", "dtype": np.dtype(dtype).name}
     return Case(work=f"{estimator} KL {rows}×{length}", labels=labels, contenders=contenders)
+
+
+def gae_torch(torch: Any, rewards: Any, values: Any, mask: Any) -> Any:
+    """The loop over tokens, all sequences at once; γ = 1 and λ = 0.95, masked tokens left out."""
+    found = torch.zeros_like(rewards)
+    next_value = next_advantage = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        counts = mask[:, t]
+        advantage = rewards[:, t] + next_value - values[:, t] + 0.95 * next_advantage
+        found[:, t] = torch.where(counts, advantage, 0.0)
+        next_advantage = torch.where(counts, advantage, next_advantage)
+        next_value = torch.where(counts, values[:, t], next_value)
+    return found
+
+
+def gae_strop(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray) -> Any:
+    return strop.compute_gae(rewards, values, mask=mask)
+
+
+def _gae(torch: Any, rng: np.random.Generator, dtype: type, shape: tuple[int, int]) -> Case:
+    """Of completions of different lengths."""
+    from strop.primitives.gae import _gae_numpy as twin
+
+    rewards: np.ndarray = rng.standard_normal(shape).astype(dtype)
+    values: np.ndarray = rng.standard_normal(shape).astype(dtype)
+    mask = np.arange(shape[1]) < rng.integers(1, shape[1] + 1, (shape[0], 1))
+    expected = twin(rewards, values, 1.0, 0.95, mask)
+    contenders = [
+        Contender(name="strop", function=gae_strop, args=(rewards, values, mask), expected=expected),
+        Contender(name="numpy", function=twin, args=(rewards, values, 1.0, 0.95, mask), expected=expected),
+    ]
+    if torch:
+        tensors = (torch, *map(torch.from_numpy, (rewards, values, mask)))
+        contenders.append(Contender(name="torch", function=gae_torch, args=tensors, expected=expected, tolerance=1e-3))
+    labels = {"primitive": "GAE", "shape": f"{shape[0]}×{shape[1]}", "dtype": np.dtype(dtype).name}
+    return Case(work=f"GAE {shape[0]}×{shape[1]}", labels=labels, contenders=contenders)
 
 
 def pack_and_collate(sequences: list[np.ndarray], max_length: int) -> dict[str, Any]:

@@ -35,13 +35,16 @@ def linear_grpo_loss(
     advantages: torch.Tensor | None = None,
     loss_type: str = "grpo",
     importance_level: str = "token",
-    clip_eps: ClipEps = 0.2,
+    clip_eps: ClipEps | None = None,
     delta: float | None = None,
     beta: float = 0.0,
     kl_estimator: str = "k3",
     entropy_coef: float = 0.0,
     temperature: float = 1.0,
     max_completion_length: int | None = None,
+    sapo_temperatures: tuple[float, float] = PolicyRule.sapo_temperatures,
+    vespo_gamma: tuple[float, float, float, float] = PolicyRule.vespo_gamma,
+    stale_kl: float | None = None,
     num_tokens: Count | None = None,
     num_sequences: Count | None = None,
     workspace: int | None = None,
@@ -62,6 +65,7 @@ def linear_grpo_loss(
     rule = PolicyRule(
         loss_type=loss_type, importance_level=importance_level, clip_eps=clip_eps, delta=delta, beta=beta,
         kl_estimator=kl_estimator, entropy_coef=entropy_coef, max_completion_length=max_completion_length,
+        sapo_temperatures=sapo_temperatures, vespo_gamma=vespo_gamma, stale_kl=stale_kl,
     )  # fmt: skip
     given = Given(
         samples_per_prompt, group_boundaries, advantages, ref_logps, temperature, num_tokens, num_sequences, validate

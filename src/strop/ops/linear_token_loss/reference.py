@@ -36,7 +36,7 @@ def linear_token_loss(
     weight, bias  [V, H] and [V] of the LM head, of hidden's dtype (any under autocast); tied or frozen heads too
     ids           [n] the tokens
     weights       [n] of each token in the loss
-    rule          `PolicyRule` whose loss a row alone gives (no sequence level, no entropy), or `NLL`
+    rule          `PolicyRule` whose loss a row alone gives (no sequence is needed, no entropy), or `NLL`
     old_logps     [n] of the policy that sampled; None: the policy itself
     ref_logps     [n] of the reference, for the KL
     advantages    [n]; a PolicyRule needs them
@@ -51,4 +51,4 @@ def linear_token_loss(
     weights, old_logps, ref_logps, advantages = in_dtype(logps_n.dtype, weights, old_logps, ref_logps, advantages)
     if isinstance(rule, NLL):
         return nll_of(logps_n, weights)
-    return loss_alone(tokens_loss(rule, tokens_of(logps_n, old_logps, advantages), weights, ref_logps))
+    return loss_alone(tokens_loss(rule, tokens_of(rule, logps_n, old_logps, advantages), weights, ref_logps))

@@ -376,6 +376,16 @@ def clipped_weight(logp, log_ratio, advantage, low, high, delta):
 
 
 @triton.jit
+def soft_gate(logp, log_ratio, advantage, low, high, delta):
+    """−4/τ·σ(τ·(r − 1))·A with τ = high for A > 0, else low (SAPO), and its derivative by logp: −4·A·σ·(1 − σ)·r."""
+    heat = tl.where(advantage > 0, high, low)
+    ratio = tl.exp(tl.minimum(log_ratio, 60.0, propagate_nan=ALL_NAN))  # where the gate is flat the ratio stays finite
+    gate = tl.sigmoid(heat * (ratio - 1))
+    other = tl.sigmoid(-heat * (ratio - 1))
+    return -4.0 / heat * gate * advantage, -4.0 * advantage * gate * other * ratio
+
+
+@triton.jit
 def negative_logp(logp, log_ratio, advantage, low, high, delta):
     """−logp (SFT) and its derivative."""
     return -logp, tl.where(logp == logp, -1.0, logp)

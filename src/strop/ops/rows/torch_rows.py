@@ -5,6 +5,7 @@ What they take is passes over [N, V], so those are few and, where the logits may
 
 import torch
 
+from strop.losses.divergence import divergence_and_gradient
 from strop.losses.rules import TokenRule, token_terms
 from strop.ops.rows import PolicyTerms
 
@@ -135,6 +136,23 @@ def policy_terms(
     if into is not None:
         logps_N, terms_3N = into[0].copy_(logps_N), into[1].copy_(terms_3N)
     return PolicyTerms(logps_N, terms_3N, d_logits)
+
+
+def divergence_bytes(dtype: torch.dtype, teacher_dtype: torch.dtype) -> int:
+    """Of working memory for a logit of student and teacher: both, both in the sums' precision, and four passes' results."""
+    return dtype.itemsize + teacher_dtype.itemsize + 6 * max(dtype.itemsize, 4)
+
+
+def divergence(
+    logits_NV: torch.Tensor, teacher_NV: torch.Tensor, weights_N: torch.Tensor, beta: float, temperature: float,
+    gradient: bool,
+) -> torch.Tensor:  # fmt: skip
+    """[N] of `strop.losses.divergence`; the gradient, times the rows' weights, is left in the logits' place."""
+    log_p_NV, log_q_NV = ((x.to(weights_N.dtype) / temperature).log_softmax(-1) for x in (logits_NV, teacher_NV))
+    found_N, d_NV = divergence_and_gradient(log_p_NV, log_q_NV, beta)
+    if gradient:
+        logits_NV.copy_(d_NV.mul_((weights_N / temperature)[:, None]))
+    return found_N
 
 
 def sums(terms_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

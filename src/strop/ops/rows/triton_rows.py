@@ -3,6 +3,7 @@
 Shapes: `[.., V]` logits with any leading dimensions; N their number of rows.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from strop.losses.rules import TokenRule
 from strop.ops.rows import (
     PolicyTerms,
     check_in_place,
+    divergence_kernel,
     empty_gradient,
     kernels,
     small_kernels,
@@ -19,7 +21,11 @@ from strop.ops.rows import (
 from strop.ops.rows.kernels import LOG2E
 
 INTERPRETED = kernels.logp_kernel.interpreted
-TOKEN_LOSSES = {"cispo": kernels.clipped_weight, "nll": kernels.negative_logp}  # others are clipped surrogates
+TOKEN_LOSSES = {  # others are clipped surrogates
+    "cispo": kernels.clipped_weight,
+    "sapo": kernels.soft_gate,
+    "nll": kernels.negative_logp,
+}
 
 
 def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = False) -> int:
@@ -269,6 +275,29 @@ def policy_terms(
         FACTORED=factored, **_policy_tiling(rows.V, gradient, factored).of(rows),
     )  # fmt: skip
     return PolicyTerms(logps_N, terms_3N, out, factors_N)
+
+
+def divergence_bytes(dtype: torch.dtype, teacher_dtype: torch.dtype) -> int:
+    """Of working memory for a logit of student and teacher: the two."""
+    return dtype.itemsize + teacher_dtype.itemsize
+
+
+def divergence(
+    logits_NV: torch.Tensor, teacher_NV: torch.Tensor, weights_N: torch.Tensor, beta: float, temperature: float,
+    gradient: bool,
+) -> torch.Tensor:  # fmt: skip
+    """[N] of `strop.losses.divergence`; the gradient, times the rows' weights, is left in the logits' place."""
+    assert logits_NV.is_contiguous()
+    assert teacher_NV.is_contiguous()
+    N, V = logits_NV.shape
+    found_N = torch.empty(N, device=logits_NV.device)
+    log_beta, log_rest = (math.log(share) if share else -math.inf for share in (beta, 1 - beta))
+    if N:
+        divergence_kernel.divergence_kernel(
+            N, logits_NV, teacher_NV, weights_N.contiguous(), found_N, V, 1 / temperature, beta, log_beta, log_rest,
+            FORWARD=beta == 0, REVERSE=beta == 1, GRADIENT=gradient, BLOCK=min(4096, _power_of_2(V)), num_warps=8,
+        )  # fmt: skip
+    return found_N
 
 
 def sums(terms_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,208 @@
+"""KTO: learn from single completions that are labelled desirable or not (arXiv 2402.01306); BCO and APO too.
+
+    loss = unpaired_loss(log π(completion), log π_ref(completion), label, shift)
+
+with the formulas of `strop.losses.unpaired_loss`. KTO's shift is β·KL(π ‖ π_ref), estimated on mismatched pairs: each
+prompt of the batch with the completion of the row before it, the first with that of the last.
+
+B rows of a batch.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from strop._checks import check_count
+from strop._tensors import on_host
+from strop.config import OptimConfig, TrainerConfig
+from strop.data.batch import TokenBatch, Trajectory, on_device
+from strop.data.formats import check_rows
+from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
+from strop.data.tokenize import encode_row, row_named
+from strop.losses import UnpairedRule, unpaired_loss
+from strop.training.state import Mean, Sum
+from strop.training.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOConfig(TrainerConfig):
+    """Options of KTO.
+
+    max_length   completions are cut so that prompt and completion have at most so many tokens; None cuts nothing
+    pad_id       the padding in what train_step is given; None is what tokenizer or model say
+    """
+
+    max_length: int | None = None
+    pad_id: int | None = None
+    loss: UnpairedRule = field(default_factory=UnpairedRule)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_length is not None:
+            check_count(self.max_length, "max_length", low=2)
+        if self.loss.loss_type == "kto" and self.run.batch_size < 2:
+            raise ValueError("batch_size must be at least 2 for 'kto', whose KL needs another row, found 1")
+
+
+class Example(NamedTuple):
+    """A completion behind its prompt, and its label."""
+
+    line: Trajectory
+    desirable: bool
+
+
+class KTO(Trainer):
+    """Preference optimisation on labelled completions.
+
+    kto = KTO(model=model, ref_model=ref, beta=0.1, learning_rate=1e-4)
+    metrics = kto.train_step(prompt, completion, label)      # or kto.train(dataset)
+    """
+
+    Config = KTOConfig
+    config: KTOConfig
+
+    def setup(self, ref_model: Any) -> None:
+        self.reference = self.policy.reference(ref_model)
+        self._seen = torch.zeros(2, dtype=torch.float64, device=self.policy.device)  # bco: sum and number of rewards
+
+    def train_step(self, prompt: Any, completion: Any, label: Any, *, prompt_mask: Any = None) -> dict[str, float]:
+        """One step on B completions of token ids, (B, P) and (B, C) or lists of rows, with B labels: true is desirable.
+
+        Padding and ends as in `DPO.train_step`. With a tokenizer also lists of texts or of conversations.
+        """
+        return self.run_step(lambda: self._step(self._examples(prompt, completion, label, prompt_mask)))
+
+    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Example]:
+        check_rows(rows, ["prompt_completion"], where=name, what="KTO")
+        examples = []
+        for i, row in enumerate(rows):
+            with row_named(f"{name}[{i}]"):
+                prompt, completion = (torch.tensor(part).long() for part in encode_row(row, self.tokenizer)[:2])
+            examples.append(self._checked(prompt, completion, row.get("label"), f"{name}[{i}]"))
+        return examples
+
+    def step_on(self, rows: list[Any]) -> dict[str, float]:
+        return self._step(rows if isinstance(rows[0], Example) else self.prepare(rows, "rows"))
+
+    def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
+        mine, parts = self.share(len(rows)), []
+        own = rows[mine.start : mine.stop]
+        batches = self._batches([row.line for row in own], self.eval_batches)
+        refs_B = self._scored(batches, self.reference)
+        shift = self._shift(rows, mine, batches, refs_B, learns=False)
+        for part, batch in batches:
+            with self.autocast():
+                parts.append(self._loss(batch, [own[i] for i in part], part, refs_B, shift, len(rows)))
+        return {"loss": Sum(sum(on_host([part[0] for part in parts]))), **_metrics(parts, shift)}
+
+    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return {"seen": self._seen}, {}
+
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        self._seen.copy_(tensors["seen"])
+
+    # ---- inside ----
+
+    def _step(self, examples: list[Example]) -> dict[str, float]:
+        mine = self.share(len(examples))
+        own = examples[mine.start : mine.stop]
+        batches = self._batches([example.line for example in own], self.micro_batches)
+        with self.phase("score"):
+            refs_B = self._scored(batches, self.reference)
+            shift = self._shift(examples, mine, batches, refs_B, learns=True)
+        update = self.update(
+            functools.partial(self._loss, batch, [own[i] for i in part], part, refs_B, shift, len(examples))
+            for part, batch in batches
+        )
+        self.count_tokens(sum(len(example.line) for example in own))
+        return update | _metrics(update.parts, shift)
+
+    def _shift(
+        self, examples: Sequence[Example], mine: range, batches: Sequence[tuple[list[int], TokenBatch]],
+        refs_B: torch.Tensor, learns: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """What rewards are compared with, 0-d, in all processes the same.
+
+        examples   of the whole batch; `mine` are this process's, as are batches and refs_B
+        learns     these rows count for bco's mean
+        """
+        rule = self.config.loss
+        if rule.loss_type == "kto":
+            lines = self._mismatched([example.line for example in examples])
+            others = self._batches(lines[mine.start : mine.stop], self.eval_batches)
+            ratios_B = self._scored(others, self.policy) - self._scored(others, self.reference)
+            return rule.beta * (self.world.summed(ratios_B.sum()) / len(examples)).clamp(min=0)
+        if rule.loss_type == "bco":
+            if learns:
+                rewards_B = rule.beta * (self._scored(batches, self.policy) - refs_B).double()
+                self._seen += self.world.summed(torch.stack([rewards_B.sum(), torch.ones_like(rewards_B).sum()]))
+            return (self._seen[0] / self._seen[1].clamp(min=1)).to(refs_B.dtype)
+        return refs_B.new_zeros(())
+
+    def _mismatched(self, lines: Sequence[Trajectory]) -> list[Trajectory]:
+        """Each prompt with the completion of the line before."""
+        context = self.policy.max_length
+        limit = context if self.config.max_length is None else self.config.max_length
+        found = []
+        for i, line in enumerate(lines):
+            prompt, other = line.ids_T[~line.counts_T], lines[i - 1].ids_T[lines[i - 1].counts_T]
+            found.append(Trajectory.of(prompt, fit(prompt, other, limit, context, f"row {i}")))
+        return found
+
+    def _batches(self, lines: Sequence[Trajectory], cut: Any) -> list[tuple[list[int], TokenBatch]]:
+        """Micro-batches: which of the lines, and their tokens."""
+        parts = cut(range(len(lines)), [len(line) for line in lines])
+        return [(part, TokenBatch.of([lines[i] for i in part], self.policy.device)) for part in parts]
+
+    @torch.no_grad()
+    def _scored(self, batches: Sequence[tuple[list[int], TokenBatch]], scorer: Any) -> torch.Tensor:
+        """[B] log-probs of the lines, in their order."""
+        with self.autocast():
+            found = [batch.sums(scorer.logps(batch)) for _, batch in batches]
+        if not found:  # a process without rows
+            return torch.zeros(0, dtype=self.policy.loss_dtype, device=self.policy.device)
+        order = torch.tensor([i for part, _ in batches for i in part]).long().argsort()
+        return torch.cat(found)[on_device(order, found[0].device)]
+
+    def _loss(
+        self, batch: TokenBatch, examples: Sequence[Example], part: list[int], refs_B: torch.Tensor, shift: torch.Tensor,
+        num_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The loss of these examples, this process's `part`, as their share of num_rows; their rewards and labels."""
+        labels = on_device(torch.tensor([example.desirable for example in examples]).bool(), batch.device)
+        refs = refs_B[on_device(torch.tensor(part).long(), refs_B.device)]
+        logps = batch.sums(self.policy.logps(batch))
+        return *unpaired_loss(self.config.loss, logps, refs, labels, shift, num_rows), labels
+
+    def _examples(self, prompt: Any, completion: Any, label: Any, prompt_mask: Any) -> list[Example]:
+        if is_written(prompt, "prompt", prompt_mask):
+            return self.prepare(as_dicts({"prompt": prompt, "completion": completion, "label": label}), "rows")
+        padding = self.policy.padding(self.config.pad_id)
+        prompts = prompt_rows(prompt, "prompt", prompt_mask, *padding)
+        completions = completion_rows(completion, "completion", len(prompts), *padding)
+        labels = label.tolist() if isinstance(label, torch.Tensor) else label
+        rows = as_dicts({"prompt": prompts, "completion": completions, "label": labels})
+        return [self._checked(row["prompt"], row["completion"], row["label"], f"row {i}") for i, row in enumerate(rows)]
+
+    def _checked(self, prompt: Ids, completion: Ids, label: Any, where: str) -> Example:
+        if label not in (True, False) or not isinstance(label, (bool, int)):
+            raise TypeError(f"{where}: label must be true or false, found {label!r}")
+        for name, ids in (("the prompt", prompt), ("the completion", completion)):
+            if not len(ids):
+                raise ValueError(f"{where}: {name} must have at least one token, found none")
+        self.policy.check_ids(torch.cat([prompt, completion]), where)
+        fitted = fit(prompt, completion, self.config.max_length, self.policy.max_length, where)
+        return Example(Trajectory.of(prompt, fitted), bool(label))
+
+
+def _metrics(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], shift: torch.Tensor) -> dict[str, Any]:
+    """Means over the completions of each label, on the device; one that no completion has is left out."""
+    if not parts:
+        return {"rewards/shift": shift}
+    rewards_B, labels_B = torch.cat([part[1] for part in parts]).double(), torch.cat([part[2] for part in parts])
+    found: list[Any] = [(rewards_B.masked_fill(~these, 0.0).sum(), these.sum()) for these in (labels_B, ~labels_B)]
+    return {"rewards/chosen": Mean(*found[0]), "rewards/rejected": Mean(*found[1]), "rewards/shift": shift}

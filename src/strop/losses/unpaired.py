@@ -1,0 +1,74 @@
+"""Losses of single completions with a label, desirable or not, as pure functions of log-probs (KTO and its relatives).
+
+With c = log π − log π_ref of a completion, s = 1 for a desirable one and −1 for another, σ the sigmoid:
+
+    kto                 σ(−s·(βc − β·KL))       KTO, arXiv 2402.01306: KL estimated on completions of other prompts
+    bco                 −log σ(s·(βc − δ))      BCO, arXiv 2404.04656: δ the mean of βc so far
+    apo_zero_unpaired   σ(−s·βc)                APO, arXiv 2408.06266
+
+times the weight of its label, the mean over completions. β·KL or δ is the *shift*: what a reward βc is compared with.
+
+Shapes: B completions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from strop._checks import check_choice, check_number
+from strop._tensors import Count, as_divisor, check_floats, check_like, in_float
+
+UNPAIRED_LOSS_TYPES = ("kto", "bco", "apo_zero_unpaired")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpairedRule:
+    """Which loss of labelled completions: one value from the config to the formula, checked when it is made.
+
+    beta                 how strongly the policy is held to the reference
+    loss_type            one of `strop.losses.UNPAIRED_LOSS_TYPES`
+    desirable_weight, undesirable_weight   of completions with either label, to balance their numbers
+    """
+
+    beta: float = 0.1
+    loss_type: str = "kto"
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_choice(self.loss_type, "loss_type", UNPAIRED_LOSS_TYPES)
+        check_number(self.beta, "beta", 0, open_low=True)
+        for name in ("desirable_weight", "undesirable_weight"):
+            check_number(getattr(self, name), name, 0)
+
+
+def unpaired_loss(
+    rule: UnpairedRule,
+    policy: torch.Tensor,
+    ref: torch.Tensor,
+    desirable: torch.Tensor,
+    shift: torch.Tensor | float = 0.0,
+    num_rows: Count | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss and the rewards βc [B], which have no gradient.
+
+    policy, ref   [B] log-probs summed over each completion's tokens; the gradient goes to the policy's alone
+    desirable     [B] booleans
+    shift         β·KL for kto, the mean of rewards for bco; no gradient flows into it
+    num_rows      completions in the whole batch of which these are a part: the losses of micro-batches then add up
+    """
+    check_floats(policy, "policy")
+    if policy.ndim != 1:
+        raise ValueError(f"policy must have shape [B], found {list(policy.shape)}; sequence_logps sums tokens")
+    check_like(ref, "ref", policy, "policy")
+    if desirable.shape != policy.shape or desirable.dtype != torch.bool:
+        raise ValueError(f"desirable must be {len(policy)} booleans, found {list(desirable.shape)} {desirable.dtype}")
+    policy_B = in_float(policy)
+    rewards_B = rule.beta * (policy_B - ref.detach().to(policy_B.dtype))
+    sign_B = torch.where(desirable, 1.0, -1.0).to(policy_B.dtype)
+    weight_B = torch.full_like(policy_B, rule.undesirable_weight).masked_fill(desirable, rule.desirable_weight)
+    above_B = sign_B * (rewards_B - shift)
+    losses_B = -logsigmoid(above_B) if rule.loss_type == "bco" else torch.sigmoid(-above_B)
+    divisor = as_divisor(len(policy) if num_rows is None else num_rows, "num_rows", policy_B)
+    return (weight_B * losses_B).sum() / divisor, rewards_B.detach()

@@ -1,0 +1,49 @@
+"""`Critic`: what is expected before each token that counts, by a head on the policy's hidden states or by a model of its own.
+
+Shapes: n tokens that count, H hidden.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from strop.data.batch import TokenBatch
+from strop.models.loading import load_model
+from strop.models.policy import Head, Policy
+from strop.models.scorer import Scorer, as_scorer
+
+
+class Critic:
+    """The value of every token that counts: a number for the state that predicts it.
+
+    given   None: a new linear head on the policy's hidden states, whose first values are 0; else a sequence classifier
+            with one label (a module, a folder or a name), whose head is read at every token
+    """
+
+    def __init__(self, policy: Policy, given: Any = None):
+        self.scorer: Scorer | None = None
+        if given is None:
+            width = policy.hidden_size
+            if width is None:
+                raise ValueError(
+                    f"critic must be given: there is no head to put on the policy's hidden states, for {policy.no_hidden_because}"
+                )
+            self.module: nn.Module = nn.Linear(width, 1, dtype=policy.loss_dtype, device=policy.device)
+            nn.init.zeros_(self.module.weight)
+            nn.init.zeros_(self.module.bias)
+            return
+        if isinstance(given, (str, Path)):
+            given, _ = load_model(given, dtype=torch.float32, device=policy.device, scores=True)
+        self.scorer = as_scorer(given)
+        self.module = self.scorer.model
+        if None not in (sizes := (policy.vocab_size, self.scorer.vocab_size)) and sizes[1] < sizes[0]:  # type: ignore[operator]
+            raise ValueError(f"critic must know the model's {sizes[0]} tokens, found {sizes[1]}")
+
+    def values(self, batch: TokenBatch, head: Head | None) -> torch.Tensor:
+        """[n]; head: the policy's hidden states with its LM head, where the critic reads them."""
+        if self.scorer is not None:
+            return self.scorer.token_scores(batch.to(self.scorer.device)).to(batch.device)
+        assert head is not None
+        return self.module(head[0].to(self.module.weight.dtype))[:, 0]  # type: ignore[arg-type]

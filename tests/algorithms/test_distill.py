@@ -1,0 +1,223 @@
+"""Distill: its losses by hand and by plain torch, mixing, invariances, resume, learning, and bad input."""
+
+import signal
+
+import pytest
+import torch
+from test_resume import SignalAt
+from tiny_models import read_padded
+from tiny_qwen2 import tiny_qwen2
+from trained_models import Bigram, shifted, tiny_moe, weights_of
+
+from strop.algorithms.distill import DIVERGENCES, Distill, DistillConfig
+
+PROMPTS = [[2, 3], [4, 5, 6], [7], [8, 9]]
+ROWS = [{"prompt": prompt, "completion": [10 + i, 11, 12][: 1 + i % 3]} for i, prompt in enumerate(PROMPTS)]
+every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
+
+
+def sharper(model, factor=3.0):
+    """A teacher whose head is `factor` times the student's: it is surer of everything."""
+    model.lm_head.weight.data.mul_(factor)
+    return model
+
+
+def make(model=None, teacher=None, **options):
+    model = tiny_qwen2() if model is None else model
+    teacher = sharper(tiny_qwen2()) if teacher is None else teacher
+    return Distill(
+        model=model, teacher=teacher, **{"max_new_tokens": 5, "learning_rate": 1e-2, "batch_size": 4, **options}
+    )
+
+
+# ---- values ----
+
+
+def plain_torch(student, teacher, lines, divergence, beta=0.5):
+    """Mean over completion tokens, one line at a time."""
+    total, count = 0.0, 0
+    for line in lines:
+        p, q = (model(line.ids_T[None]).logits[0].double().log_softmax(-1) for model in (student, teacher))
+        for t in line.counts_T.nonzero().flatten().tolist():
+            p_t, q_t = p[t - 1], q[t - 1]
+            if divergence == "reverse_kl":
+                total += (p_t.exp() * (p_t - q_t)).sum()
+            elif divergence == "forward_kl":
+                total += (q_t.exp() * (q_t - p_t)).sum()
+            else:
+                m_t = ((1 - beta) * p_t.exp() + beta * q_t.exp()).log()
+                total += beta * (q_t.exp() * (q_t - m_t)).sum() + (1 - beta) * (p_t.exp() * (p_t - m_t)).sum()
+            count += 1
+    return total / count
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd"])
+@pytest.mark.parametrize("packs", [True, False])
+def test_the_loss_and_its_gradient_are_those_of_plain_torch(divergence, packs):
+    distill = make(divergence=divergence, on_policy=0.0, beta=0.3)
+    if not packs:
+        read_padded(distill.policy)
+    lessons = distill.prepare(ROWS)
+    lines, own = distill._lines(lessons, 0, 0)
+    assert own == 0
+    loss = distill._distance(lines, sum(line.num_counted for line in lines)).loss
+    student, teacher = tiny_qwen2(), sharper(tiny_qwen2())
+    wanted = plain_torch(student, teacher, lines, divergence, 0.3)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    loss.backward()
+    wanted.backward()
+    for found, other in zip(distill.module.parameters(), student.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, other.grad, rtol=1e-3, atol=1e-5)
+    assert all(param.grad is None for param in distill.reference.model.parameters())
+
+
+@pytest.mark.parametrize("make_model", [Bigram, tiny_moe])
+def test_from_logits_where_there_are_no_hidden_states(make_model):
+    """Of a plain module by hand: the divergence of two rows of its table."""
+    distill = make(make_model(), shifted(make_model()), on_policy=0.0)
+    metrics = distill.train_step([{"prompt": [2, 3], "completion": [4]}])
+    if make_model is Bigram:
+        p, q = (m.table_VV[3].log_softmax(0) for m in (Bigram(), shifted(Bigram())))
+        assert metrics["loss"] == pytest.approx((p.exp() * (p - q)).sum().item(), abs=1e-6)
+    assert metrics["loss"] == pytest.approx(metrics["distill/divergence"], abs=1e-6)
+    assert metrics["loss"] > 0
+
+
+def test_the_sampled_token_by_hand():
+    """The loss is −mean of the advantages, their gradient −A for each token's log-prob."""
+    distill = make(divergence="sampled", learning_rate=0.0)
+    lines, _ = distill._lines(distill.prepare(ROWS), 0, 0)
+    num_tokens = sum(line.num_counted for line in lines)
+    result = distill._distance(lines, num_tokens)
+    advantages = []
+    for line in lines:
+        p, q = (model(line.ids_T[None]).logits[0].log_softmax(-1) for model in (distill.model, distill.reference.model))
+        at = line.counts_T.nonzero().flatten()
+        p_t, q_t = (one[at - 1, line.ids_T[at]] for one in (p, q))
+        advantages.append((q_t - p_t.detach(), p_t))
+    wanted = -sum((a * p_t).sum() for a, p_t in advantages) / num_tokens
+    assert result.loss.item() == pytest.approx(-torch.cat([a for a, _ in advantages]).mean().item(), abs=1e-4)
+    gradient = torch.autograd.grad(result.loss, distill.module.lm_head.weight)[0]
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(wanted, distill.module.lm_head.weight)[0], rtol=1e-3, atol=1e-4
+    )
+    torch.testing.assert_close(
+        -result.divergences_n, torch.cat([a for a, _ in advantages]).detach(), rtol=1e-3, atol=1e-3
+    )
+
+
+def test_a_student_that_is_the_teacher_has_nothing_to_learn():
+    for divergence in DIVERGENCES:
+        distill = make(teacher=tiny_qwen2(), divergence=divergence)
+        metrics = distill.train_step(PROMPTS)
+        assert metrics["distill/divergence"] == pytest.approx(0, abs=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(0, abs=1e-4)
+
+
+# ---- whose completions ----
+
+
+def test_mixing():
+    """Half of the rows are the student's, the others the dataset's; which ones depends on seed and step alone."""
+    rows = [{"prompt": [i % 20 + 2, 5], "completion": [30, 31, 30]} for i in range(64)]
+    distill = make(on_policy=0.5, batch_size=64)
+    lessons = distill.prepare(rows)
+    lines, own = distill._lines(lessons, 0, 0)
+    of_dataset = [line.ids_T[2:].tolist() == [30, 31, 30] and line.logps_t is None for line in lines]
+    assert 20 < own < 44
+    assert sum(of_dataset) == 64 - own
+    again, _ = distill._lines(lessons, 0, 0)
+    assert all(torch.equal(a.ids_T, b.ids_T) for a, b in zip(lines, again, strict=True))
+    other, _ = distill._lines(lessons, 1, 0)
+    assert [line.logps_t is None for line in other] != [line.logps_t is None for line in lines]
+
+
+def test_the_teacher_samples():
+    """A teacher that always writes the same token."""
+    teacher = tiny_qwen2()
+    teacher.lm_head.weight.data.zero_()
+    teacher.lm_head.bias = torch.nn.Parameter(torch.zeros(32).index_fill(0, torch.tensor([17]), 50.0))
+    distill = make(teacher=teacher, on_policy=0.0, off_policy="teacher")
+    lines, _ = distill._lines(distill.prepare([{"prompt": p} for p in PROMPTS]), 0, 0)
+    assert all(line.ids_T[line.counts_T].tolist() == [17] * 5 for line in lines)
+
+
+# ---- invariances ----
+
+
+@every_divergence
+@pytest.mark.parametrize("make_model", [tiny_qwen2, tiny_moe], ids=["qwen2", "moe"])
+def test_micro_batches_change_nothing(make_model, divergence):
+    after = []
+    for size, tokens in ((0, 0), (1, 0), (3, 16384), (0, 12)):
+        options = {"micro_batch_size": size, "micro_batch_tokens": tokens, "divergence": divergence}
+        distill = make(make_model(), shifted(make_model()), **options)
+        metrics = distill.train_step(PROMPTS)
+        after.append([metrics[name] for name in ("loss", "grad_norm", "distill/divergence", "completion/length")])
+    for other in after[1:]:
+        torch.testing.assert_close(other, after[0], rtol=1e-4, atol=1e-5)
+
+
+@every_divergence
+def test_a_ragged_batch_is_its_rows(divergence):
+    distill = make(divergence=divergence)
+    lines, _ = distill._lines(distill.prepare(ROWS), 0, 0)
+    num_tokens = sum(line.num_counted for line in lines)
+    whole = distill._distance(lines, num_tokens).loss
+    alone = [distill._distance([line], num_tokens).loss for line in lines]
+    torch.testing.assert_close(whole, sum(alone), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"on_policy": 0.5}, {"divergence": "sampled"}], ids=["own", "mixed", "sampled"]
+)
+def test_a_run_that_goes_on_is_the_whole_run(options, tmp_path):
+    whole, half = make(**options), make(**options)
+    whole.train(ROWS * 2, num_steps=5)
+    half.callbacks.append(SignalAt(3, signal.SIGTERM))
+    half.train(ROWS * 2, num_steps=5)
+    half.save(tmp_path / "half.pt")
+    resumed = Distill.from_checkpoint(tmp_path / "half.pt")
+    resumed.train(ROWS * 2, num_steps=5)
+    assert torch.equal(weights_of(resumed), weights_of(whole))
+
+
+# ---- learning ----
+
+
+@every_divergence
+def test_it_learns(divergence):
+    rows = [{"prompt": [i % 20 + 2, i % 7 + 5]} for i in range(32)]
+    distill = make(divergence=divergence, batch_size=16, learning_rate=1e-2)
+    history = distill.train(rows[:16], eval_dataset=rows[16:], num_steps=25)
+    first, last = (history.evaluations[i]["eval/distill/divergence"] for i in (0, -1))
+    assert last < 0.7 * first
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: DistillConfig(divergence="kl"), ValueError, "divergence must be one of 'reverse_kl', 'forward_kl', 'jsd', 'sampled'"),
+        (lambda: DistillConfig(beta=1.0), ValueError, "beta must be above 0 and below 1"),
+        (lambda: DistillConfig(on_policy=1.5), ValueError, "on_policy must be at least 0 and at most 1"),
+        (lambda: DistillConfig(off_policy="web"), ValueError, "off_policy must be one of 'dataset', 'teacher'"),
+        (lambda: DistillConfig(divergence="sampled", on_policy=0.5), ValueError, "divergence must not be 'sampled' unless"),
+        (lambda: Distill(model=tiny_qwen2()), ValueError, "Distill needs a teacher, found None"),
+        (lambda: make(teacher=tiny_qwen2(vocab_size=40)), ValueError, "teacher must have the student's vocabulary of 32 tokens, found 40"),
+        (lambda: make(on_policy=0.5).prepare([{"prompt": [2]}]), ValueError, "dataset[0] must have a completion where on_policy is below 1"),
+        (lambda: make(on_policy=0.5).prepare([{"prompt": [2], "completion": []}]), ValueError, "the completion must have at least one token"),
+    ],
+)  # fmt: skip
+def test_mistakes(build, error, message):
+    with pytest.raises(error) as raised:
+        build()
+    assert message in str(raised.value)
+
+
+def test_the_fields_of_the_config():
+    assert set(DistillConfig().to_dict()) == {
+        "divergence", "beta", "on_policy", "off_policy", "pad_id", "sampling", "server", "optim", "run", "lora",
+    }  # fmt: skip

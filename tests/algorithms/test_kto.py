@@ -1,0 +1,204 @@
+"""KTO, BCO, APO of single completions: TRL's numbers, by hand, invariances, resume, learning, and bad input."""
+
+import itertools
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from test_resume import SignalAt
+from tiny_qwen2 import tiny_qwen2
+from trained_models import Bigram, shifted, tiny_moe, weights_of
+
+from strop.algorithms.kto import KTO, KTOConfig
+from strop.losses import UNPAIRED_LOSS_TYPES, UnpairedRule, unpaired_loss
+
+TRL = json.loads(Path(__file__).with_name("trl_kto_trajectory.json").read_text())
+every_loss_type = pytest.mark.parametrize("loss_type", UNPAIRED_LOSS_TYPES)
+
+
+def random_rows(num_rows, seed=0, vocab_size=20):
+    draw = torch.Generator().manual_seed(seed)
+
+    def ids(low, high):
+        length = int(torch.randint(low, high, (1,), generator=draw))
+        return torch.randint(2, vocab_size, (length,), generator=draw).tolist()
+
+    return [{"prompt": ids(2, 5), "completion": ids(1, 6), "label": i % 3 != 1} for i in range(num_rows)]
+
+
+def columns(rows):
+    return [[row[name] for row in rows] for name in ("prompt", "completion", "label")]
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize("loss_type", TRL["runs"])
+def test_four_steps_are_those_of_trl(loss_type):
+    run = TRL["runs"][loss_type]
+    kto = KTO(
+        model=tiny_qwen2(), beta=TRL["beta"], learning_rate=TRL["learning_rate"], schedule=TRL["schedule"],
+        num_steps=TRL["num_steps"], loss_type=loss_type, micro_batch_size=3, **run["options"],
+    )  # fmt: skip
+    for step in run["steps"]:
+        metrics = kto.train_step(*columns(step["batch"]))
+        assert metrics["loss"] == pytest.approx(step["loss"], abs=1e-5)
+        assert metrics["rewards/shift"] == pytest.approx(TRL["beta"] * step["kl"], abs=1e-5)
+    assert loss_type != "kto" or sum(step["kl"] for step in run["steps"]) > 1
+
+
+def test_the_formulas_by_hand():
+    """β = ½, c = 2 and −1 with labels true and false, a shift of ½: s·(βc − shift) is ½ and 1."""
+    policy = torch.tensor([-1.0, -3.0], dtype=torch.float64, requires_grad=True)
+    given = policy, torch.tensor([-3.0, -2.0], dtype=torch.float64), torch.tensor([True, False])
+    sigma = [1 / (1 + math.exp(-x)) for x in (0.5, 1.0)]
+    weights = {"beta": 0.5, "desirable_weight": 2.0, "undesirable_weight": 3.0}
+    wanted = {
+        "kto": 2 * (1 - sigma[0]) + 3 * (1 - sigma[1]),
+        "bco": -2 * math.log(sigma[0]) - 3 * math.log(sigma[1]),
+        "apo_zero_unpaired": 2 * (1 - sigma[0]) + 3 * (1 - sigma[1]),
+    }
+    for loss_type in UNPAIRED_LOSS_TYPES:
+        loss, rewards = unpaired_loss(UnpairedRule(loss_type=loss_type, **weights), *given, 0.5)
+        assert loss.item() == pytest.approx(wanted[loss_type] / 2)
+        assert rewards.tolist() == [1.0, -0.5]
+        (gradient,) = torch.autograd.grad(loss, policy)
+        slopes = [1 - s if loss_type == "bco" else s * (1 - s) for s in sigma]
+        assert gradient.tolist() == pytest.approx([-2 * 0.5 * slopes[0] / 2, 3 * 0.5 * slopes[1] / 2])
+
+
+def test_the_kl_is_that_of_each_prompt_with_the_completion_before():
+    rows = random_rows(4)
+    kto = KTO(model=Bigram(), ref_model=shifted(Bigram()), learning_rate=0.0, beta=0.3)
+    metrics = kto.train_step(*columns(rows))
+    ratios = []
+    for row, before in zip(rows, [rows[-1], *rows[:-1]], strict=True):
+        ids = row["prompt"][-1:] + before["completion"]
+        for a, b in itertools.pairwise(ids):
+            logps = [m.table_VV[a].log_softmax(0)[b].item() for m in (kto.model, kto.reference.model)]
+            ratios.append(logps[0] - logps[1])
+    assert metrics["rewards/shift"] == pytest.approx(0.3 * max(sum(ratios) / 4, 0), abs=1e-5)
+
+
+def test_bcos_shift_is_the_mean_of_all_rewards_so_far():
+    rows = random_rows(12)
+    kto = KTO(model=Bigram(), ref_model=shifted(Bigram()), learning_rate=0.0, loss_type="bco")
+    shifts = [kto.train_step(*columns(rows[i : i + 4]))["rewards/shift"] for i in (0, 4, 8)]
+    together = KTO(model=Bigram(), ref_model=shifted(Bigram()), learning_rate=0.0, loss_type="bco")
+    assert shifts[-1] == pytest.approx(together.train_step(*columns(rows))["rewards/shift"], rel=1e-6)
+    assert len(set(shifts)) == 3
+    before = kto._seen.clone()
+    kto.evaluate(rows)
+    assert torch.equal(kto._seen, before)
+
+
+# ---- invariances ----
+
+
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_moe, Bigram], ids=["qwen2", "moe", "plain"])
+def test_a_ragged_batch_is_its_rows(make):
+    """Without a shift, which the rows of a batch have in common."""
+    rows = random_rows(4)
+    kto = KTO(model=make(), ref_model=shifted(make()), learning_rate=0.0, loss_type="apo_zero_unpaired")
+    whole = kto.train_step(*columns(rows))
+    alone = [kto.train_step(*columns([row])) for row in rows]
+    assert whole["loss"] == pytest.approx(sum(m["loss"] for m in alone) / 4, abs=2e-6)
+    assert whole["loss"] != pytest.approx(0.5, abs=1e-4)
+
+
+@every_loss_type
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_moe], ids=["qwen2", "moe"])
+def test_micro_batches_change_nothing(make, loss_type):
+    rows, after = random_rows(8), []
+    for size, tokens in ((0, 0), (1, 0), (3, 16384), (0, 20)):
+        kto = KTO(
+            model=make(), ref_model=shifted(make()), micro_batch_size=size, micro_batch_tokens=tokens,
+            learning_rate=1e-3, loss_type=loss_type,
+        )  # fmt: skip
+        metrics = kto.train_step(*columns(rows))
+        names = ("loss", "grad_norm", "rewards/shift", "rewards/chosen", "rewards/rejected")
+        after.append([metrics[name] for name in names])
+    for other in after[1:]:
+        torch.testing.assert_close(other, after[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_mismatched_completion_is_cut_where_the_context_ends():
+    rows = [
+        {"prompt": [2] * 30, "completion": [3, 4], "label": True},
+        {"prompt": [5], "completion": [6] * 20, "label": False},
+    ]
+    kto = KTO(model=tiny_moe(), learning_rate=0.0)
+    examples = kto.prepare(rows)
+    assert [len(line) for line in kto._mismatched([example.line for example in examples])] == [32, 3]
+
+
+@pytest.mark.parametrize("loss_type", ["kto", "bco"])
+def test_a_run_that_goes_on_is_the_whole_run(loss_type, tmp_path):
+    rows = random_rows(10)
+    options = {"batch_size": 4, "learning_rate": 1e-2, "loss_type": loss_type}
+    make = lambda: KTO(model=tiny_moe(), ref_model=shifted(tiny_moe()), **options)  # noqa: E731
+    whole, half = make(), make()
+    whole.train(rows, num_steps=6)
+    half.callbacks.append(SignalAt(3, signal.SIGTERM))
+    half.train(rows, num_steps=6)
+    half.save(tmp_path / "half.pt")
+    resumed = KTO.from_checkpoint(tmp_path / "half.pt")
+    resumed.train(rows, num_steps=6)
+    assert torch.equal(weights_of(resumed), weights_of(whole))
+    assert torch.equal(resumed._seen, whole._seen)
+
+
+# ---- learning ----
+
+
+@every_loss_type
+def test_it_learns(loss_type):
+    """Completions of low ids are desirable, of high ids not; held-out prompts tell."""
+    draw = torch.Generator().manual_seed(0)
+    rows = [
+        {
+            "prompt": torch.randint(2, 20, (3,), generator=draw).tolist(),
+            "completion": torch.randint(2 if i % 2 else 11, 11 if i % 2 else 20, (4,), generator=draw).tolist(),
+            "label": bool(i % 2),
+        }
+        for i in range(96)
+    ]
+    kto = KTO(model=tiny_moe(), loss_type=loss_type, learning_rate=1e-2, batch_size=16, beta=0.5)
+    history = kto.train(rows[:64], eval_dataset=rows[64:], num_steps=30)
+    first, last = history.evaluations[0], history.evaluations[-1]
+    assert abs(first["eval/rewards/chosen"]) < 1e-5
+    assert last["eval/rewards/chosen"] > last["eval/rewards/rejected"] + 1
+    assert last["eval/loss"] < 0.6 * first["eval/loss"]
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: KTOConfig.from_options(loss_type="dpo"), ValueError, "loss_type must be one of 'kto', 'bco'"),
+        (lambda: KTOConfig.from_options(beta=0), ValueError, "beta must be finite and above 0"),
+        (lambda: KTOConfig.from_options(desirable_weight=-1), ValueError, "desirable_weight must be finite and at least 0"),
+        (lambda: KTOConfig.from_options(batch_size=1), ValueError, "batch_size must be at least 2 for 'kto'"),
+        (lambda: KTOConfig.from_options(max_length=1), ValueError, "max_length must be at least 2"),
+        (lambda: KTO(model=Bigram()).train_step([[2]], [[3]], ["good"]), TypeError, "row 0: label must be true or false, found 'good'"),
+        (lambda: KTO(model=Bigram()).train_step([[2]], [[3]], [2]), TypeError, "row 0: label must be true or false, found 2"),
+        (lambda: KTO(model=Bigram()).train_step([[2]], [[3]], [True, False]), ValueError, "label must have 1 rows as prompt has, found 2"),
+        (lambda: KTO(model=Bigram()).prepare([{"prompt": [2], "completion": [3]}]), TypeError, "dataset[0]: label must be true or false, found None"),
+        (lambda: KTO(model=Bigram()).prepare([{"prompt": [2], "completion": [], "label": 1}]), ValueError, "completion must have at least one"),
+        (lambda: KTO(model=Bigram()).prepare([{"text": [2, 3], "label": 1}]), ValueError, "prompt_completion"),
+    ],
+)  # fmt: skip
+def test_mistakes(make, error, message):
+    with pytest.raises(error) as raised:
+        make()
+    assert message in str(raised.value)
+
+
+def test_the_fields_of_the_config():
+    assert set(KTOConfig().to_dict()) == {"loss", "max_length", "pad_id", "optim", "run", "lora"}
+    assert set(KTOConfig().to_dict()["loss"]) == {"beta", "loss_type", "desirable_weight", "undesirable_weight"}
