@@ -6,7 +6,7 @@ SANITIZED := build/sanitize
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/*) $(wildcard native/*/*)
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test test-portable test-gpu test-vllm bench bench-gpu docs lint check sanitize sanitize-threads dist clean
+.PHONY: help demo test test-portable test-gpu test-vllm bench bench-gpu docs docs-site lint check sanitize sanitize-threads dist clean
 
 help:
 	@echo "make demo       set up and run the demonstration"
@@ -14,6 +14,7 @@ help:
 	@echo "make check      everything CI runs: lint, types, tests, other environments, sanitizer, documents, distribution"
 	@echo "make test-portable   the tests on other CPUs, threads, locales, without a home folder: an hour on 2 cores"
 	@echo "make lint       style and types            make docs       tables and figures from benchmarks/results"
+	@echo "make docs-site  the documentation as a site, in build/site: dead links are errors"
 	@echo "make bench      measure the CPU suites     make test-gpu   tests that need a GPU, with the python3 at hand"
 	@echo "make test-vllm  rollouts by a stock vLLM on the CPU, in an environment of its own: 3.5 GB, six minutes"
 	@echo "make bench-gpu  measure the operators, a GRPO step and rollouts on a GPU, with the python3 at hand"
@@ -29,13 +30,17 @@ $(VENV)/created:
 
 # The packages change with these files alone, the compiled module with its sources too.
 $(VENV)/packages: pyproject.toml constraints.txt | $(VENV)/created
-	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt scikit-build-core nanobind numpy cmake ninja
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
+	@echo "setting up, once: two to three minutes"
+	@echo "1 of 3: tools to build with (10 seconds)"
+	@$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
+	@$(BIN)/python -m pip install --quiet -c constraints.txt scikit-build-core nanobind numpy cmake ninja
+	@echo "2 of 3: torch, transformers and the rest, and the compiled module (two minutes)"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
 	@touch $@
 
 $(INSTALLED): $(VENV)/packages $(NATIVE)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	@echo "3 of 3: the compiled module (20 seconds)"
+	@$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
 
 demo: $(INSTALLED)
@@ -45,11 +50,20 @@ demo: $(INSTALLED)
 PYTEST_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist worksteal
+	@echo "the tests, on $(PYTEST_JOBS) cores"
+	@$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist worksteal
 
 # Each environment of tests/portable.py by itself, or ENVIRONMENTS="threads locale": those whose names have such a word.
 test-portable: $(INSTALLED)
 	PYTEST_JOBS=$(PYTEST_JOBS) $(BIN)/python tests/portable.py $(ENVIRONMENTS)
+
+# In an environment of its own: the site reads docstrings from the source, and needs nothing of strop's.
+SITE := build/site-env
+docs-site:
+	@test -x $(SITE)/bin/mkdocs || { echo "installing mkdocs-material and mkdocstrings (20 seconds)"; $(PYTHON) -m venv $(SITE) && \
+		$(SITE)/bin/pip install --quiet mkdocs-material "mkdocstrings[python]"; }
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+	@echo "open build/site/index.html"
 
 test-gpu:
 	PYTHONPATH=src python3 -m pytest tests/gpu

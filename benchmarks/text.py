@@ -35,8 +35,9 @@ def origin(result: Result) -> str:
     commit = (result["commit"]["id"] or "unknown")[:9] + (" with changes" if result["commit"]["clean"] is False else "")
     gpu = result.get("gpu")
     on_gpu = f"{gpu['name']}, driver {gpu.get('driver_version', 'unknown')}; " if gpu else ""
+    isa = "" if machine["instruction_set"].startswith("none") else f", {machine['instruction_set']}"
     return (
-        f"\n{on_gpu}{machine['cpu']}, {threads['usable_cpus']} cores, {machine['instruction_set']}; strop on {threads['strop']} threads"
+        f"\n{on_gpu}{machine['cpu']}, {threads['usable_cpus']} cores{isa}; strop on {threads['strop']} threads"
         f"{', torch on ' + str(threads['torch']) if 'torch' in threads else ''}"
         f"{', BLAS on ' + str(threads['blas']) if 'blas' in threads else ''}; {packages}; commit {commit};"
         f" {result['created'][:10]}; `{result['command']}`."

@@ -19,7 +19,7 @@ from strop.algorithms.ppo import PPO, PPOConfig
 from strop.algorithms.reward_model import RewardModel, RewardModelConfig
 from strop.algorithms.sft import SFT, SFTConfig
 from strop.cli.job import JobConfig
-from strop.config import LoRAConfig, OptimConfig, RunConfig, option_names, options_in
+from strop.config import LoRAConfig, OptimConfig, RunConfig, options_in
 from strop.environments import Environment, Turn, TurnsConfig
 from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
 from strop.moe import MoEConfig, MoETransformer
@@ -197,20 +197,6 @@ def test_metrics_of_environments_are_what_a_step_has_besides():
 
 
 # ---- names in other pages ----
-
-
-def test_trl_options_lead_to_options():
-    known = {
-        name
-        for config in (SFTConfig, DPOConfig, KTOConfig, GRPOConfig, OnlineDPOConfig)
-        for name in option_names(config)
-    }
-    (table,) = tables(
-        (ROOT / "docs/coming_from_trl.md").read_text(encoding="utf-8"), "TRL", "default", "strop", "default"
-    )
-    ours = {name for row in table for name in code(row[2])}
-    assert ours
-    assert ours <= known
 
 
 def commands():

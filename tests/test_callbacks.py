@@ -1,5 +1,6 @@
 """Callbacks: the events in their order, for train() and train_step() and for every algorithm, and each callback's deed."""
 
+import contextlib
 import io
 import sys
 from types import SimpleNamespace
@@ -9,8 +10,18 @@ import torch
 from trained_models import tiny_moe, weights_of
 
 from strop.algorithms.dpo import DPO
+from strop.algorithms.grpo import GRPO
 from strop.algorithms.sft import SFT
-from strop.callbacks import Callback, CheckpointCallback, EarlyStopping, EvaluationCallback, ProgressBar, SampleTable
+from strop.callbacks import (
+    BestCheckpoint,
+    Callback,
+    CheckpointCallback,
+    EarlyStopping,
+    EvaluationCallback,
+    ProgressBar,
+    SampleTable,
+)
+from strop.training.callbacks import doing
 
 ROWS = [{"prompt": [2 + i], "completion": [3 + i, 1]} for i in range(4)]
 PAIRS = [{"prompt": [2 + i], "chosen": [3 + i, 1], "rejected": [9, 1]} for i in range(4)]
@@ -114,7 +125,7 @@ def test_the_remaining_time_of_steps_longer_than_half_a_minute(monkeypatch):
             shown.append(left())
 
     def left():
-        return next(cells for cells in rows_of(bar) if "Slow" in cells)[3]
+        return next(cells for cells in rows_of(bar) if cells[0].startswith("Slow"))[3]
 
     def rows_of(bar):
         table = bar._progress.make_tasks_table(bar._progress.tasks)
@@ -182,6 +193,68 @@ def test_the_progress_bar(monkeypatch):
     assert "3/3" in shown[True]
     assert "loss" in shown[True]
     assert shown[None] == ""  # not a terminal
+
+
+def test_the_checkpoint_of_the_best_evaluation_is_kept(tmp_path):
+    values = iter([3.0, 1.0, 2.0, 1.0])
+
+    class Scripted(SFT):
+        def evaluate_on(self, rows):
+            return {"loss": next(values)}
+
+    best = BestCheckpoint(tmp_path, "eval/loss")
+    sft = Scripted(model=tiny_moe(), callbacks=[best], batch_size=4, eval_every=1)
+    sft.train(ROWS, eval_dataset=ROWS, num_steps=3)
+    assert best.best == 1.0
+    kept = Scripted.from_checkpoint(tmp_path / "best.safetensors", callbacks=[again := BestCheckpoint(tmp_path)])
+    assert (kept.state.step, again.best) == (1, 1.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.safetensors"]
+    assert BestCheckpoint(tmp_path, "eval/reward/mean").higher_is_better
+    with pytest.raises(ValueError, match="metric must be one of an evaluation, eval/…, found 'loss'"):
+        BestCheckpoint(tmp_path, "loss")
+    with pytest.raises(ValueError, match="metric must be one that SFT gives, found 'eval/zebra'; known are eval/loss"):
+        SFT(model=tiny_moe(), callbacks=[BestCheckpoint(tmp_path, "eval/zebra")], batch_size=4).train(
+            ROWS, eval_dataset=ROWS, num_steps=1
+        )
+
+
+def test_the_bar_says_what_is_being_done(tmp_path):
+    seen = []
+
+    class Looks(GRPO):
+        @contextlib.contextmanager
+        def phase(self, name):
+            with super().phase(name):
+                seen.append(doing(self))
+                yield
+
+        def evaluate_on(self, rows):
+            seen.append(doing(self))
+            return {"loss": 0.0}
+
+        def extra_state(self):
+            seen.append("before saving" if self.doing == "saving" else "elsewhere")
+            return super().extra_state()
+
+    rows = [{"prompt": [2, 3]}] * 4
+    grpo = Looks(
+        model=tiny_moe(), reward_fn=lambda completions: [0.0] * len(completions), batch_size=2, max_new_tokens=2
+    )
+    assert doing(grpo) == ""
+    grpo.train(rows, eval_dataset=rows, num_steps=1, output_dir=tmp_path)
+    assert {"sampling", "rewarding", "learning", "evaluating", "before saving"} <= set(seen)
+    assert doing(grpo) == ""
+
+
+def test_a_notebook_gets_a_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ipykernel", object())
+    SFT(model=tiny_moe(), batch_size=4).train(ROWS, num_steps=2)
+    first, second = capsys.readouterr().out.split("\r")[1:]
+    assert first.startswith("SFT 1/2  0:00:0")
+    assert "loss" in second
+    assert second.endswith("\n")
+    SFT(model=tiny_moe(), batch_size=4).train(ROWS, num_steps=2, progress=False)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5])

@@ -1,5 +1,6 @@
 """Checkpoint files: what they rebuild, that they are atomic, and what is said of a file that is none."""
 
+import json
 import os
 import pickle
 import random
@@ -13,8 +14,9 @@ from trained_models import Bigram, shifted, tiny_moe, weights_of
 
 from strop.algorithms.dpo import DPO
 from strop.algorithms.sft import SFT
+from strop.models import load_model
 from strop.training import checkpoint
-from strop.training.checkpoint import CheckpointError
+from strop.training.checkpoint import CheckpointError, base_sum, read
 
 BATCH = [[2, 3], [4, 5]], [[6, 1], [7, 8]], [[9, 9, 1], [10, 1]]
 
@@ -97,6 +99,72 @@ def test_adapters_from_the_file_alone(wrapped_by, tmp_path):
     assert trainable[0] == trainable[1] != []
     assert torch.equal(weights_of(again), weights_of(dpo))
     assert same_next_step(dpo, again)
+
+
+@pytest.mark.parametrize("wrapped_by", ["option", "user"])
+def test_without_the_base_only_what_trains_is_written(wrapped_by, tmp_path):
+    import peft
+
+    def model():
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        return tiny_qwen2() if wrapped_by == "option" else peft.get_peft_model(tiny_qwen2(), lora)
+
+    lora = {"r": 2, "alpha": 4, "target_modules": ["q_proj"]} if wrapped_by == "option" else None
+    sft = trained(SFT(model=model(), lora=lora, learning_rate=1e-2))
+    sft.save(tmp_path / "sft.pt", base=False)
+    written = {name for name in load_file(tmp_path / "sft.pt") if name.startswith("model/")}
+    assert written == {f"model/{n}" for n, p in sft.module.named_parameters() if p.requires_grad} != set()
+    with pytest.raises(
+        CheckpointError, match=r"model must be given: .* without the weights below it.* Qwen2ForCausalLM"
+    ):
+        SFT.from_checkpoint(tmp_path / "sft.pt")
+    again = SFT.from_checkpoint(tmp_path / "sft.pt", model=model())
+    assert torch.equal(weights_of(again), weights_of(sft))
+    assert same_next_step(sft, again)
+    other = model()
+    next(p for p in other.parameters() if not p.requires_grad or lora).data.view(-1)[0] += 1e-3
+    with pytest.raises(CheckpointError, match=r"model must have the weights that the adapter of .* was trained on"):
+        SFT.from_checkpoint(tmp_path / "sft.pt", model=other)
+
+
+def test_a_changed_base_is_told_from_the_one_before():
+    """Its checksum is kept from save to save: also where a frozen weight is changed in between."""
+    module = SFT(model=tiny_qwen2(), lora={"r": 2}).module
+    before = base_sum(module)
+    assert base_sum(module) == before
+    frozen = next(param for param in module.parameters() if not param.requires_grad)
+    with torch.no_grad():
+        frozen.view(-1)[0] += 1
+    assert base_sum(module) != before
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_run_leaves_the_adapter_and_merged_on_request(merge, tmp_path):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    tiny_qwen2().save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    sft = SFT(model=model, lora={"r": 2, "merge": merge}, learning_rate=1e-1, batch_size=2, save_every=1)
+    sft.train([{"prompt": [2, 3], "completion": [4, 5]}] * 4, num_steps=2, output_dir=tmp_path / "run")
+    ids = torch.tensor([[2, 3, 4, 5]])
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    wanted, unadapted = sft.model(ids).logits, base(ids).logits
+    opened = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "final" / "adapter")
+    torch.testing.assert_close(opened(ids).logits, wanted, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(unadapted, wanted, atol=1e-3)
+    loaded, _ = load_model(tmp_path / "run" / "final" / "adapter")
+    torch.testing.assert_close(loaded(ids).logits, wanted, rtol=1e-5, atol=1e-5)
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists() is merge
+    if merge:
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+        torch.testing.assert_close(whole(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+    header, _ = read(tmp_path / "run" / "checkpoints" / "step-00000002.safetensors")
+    assert "base" in header
+    about = json.loads((tmp_path / "run" / "run.json").read_text())["model"]
+    counts = [sum(p.numel() for p in sft.module.parameters() if p.requires_grad or every) for every in (False, True)]
+    assert [about["num_trained"], about["num_parameters"]] == counts
 
 
 def test_a_plain_module_is_passed_in(tmp_path):

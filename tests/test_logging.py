@@ -9,7 +9,7 @@ import pytest
 from trained_models import tiny_moe
 
 from strop.algorithms.sft import SFT
-from strop.logging import ConsoleLogger, JSONLLogger, TensorBoardLogger, WandbLogger, read_metrics
+from strop.logging import ConsoleLogger, JSONLLogger, TensorBoardLogger, TrackioLogger, WandbLogger, read_metrics
 from strop.training.logging import drop_after
 
 ROWS = [{"prompt": [2 + i], "completion": [3 + i, 1]} for i in range(4)]
@@ -87,6 +87,22 @@ def test_wandb(monkeypatch):
     logger.log({"loss": 1.0}, 4)
     logger.close()
     assert calls == [{"project": "strop"}, ({"loss": 1.0}, 4), "finished"]
+
+
+def test_trackio(monkeypatch):
+    calls = []
+    fake = types.ModuleType("trackio")
+    fake.init = lambda **options: calls.append(options)
+    fake.log = lambda metrics, step: calls.append((metrics, step))
+    fake.finish = lambda: calls.append("finished")
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    logger = TrackioLogger(name="a")
+    logger.log({"loss": 1.0}, 4)
+    logger.close()
+    assert calls == [{"project": "strop", "name": "a"}, ({"loss": 1.0}, 4), "finished"]
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ImportError, match="TrackioLogger needs trackio: pip install trackio"):
+        TrackioLogger()
 
 
 def test_missing_packages_say_what_to_install(monkeypatch):

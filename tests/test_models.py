@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -512,9 +513,11 @@ def test_load_hugging_face_folder(tmp_path):
         load_model(tmp_path / "missing")
     with pytest.raises(NotADirectoryError, match="found the file"):
         load_model(tmp_path / "config.json")
-    (tmp_path / "run" / "final").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match=r"without config\.json; the model of this run is .*final"):
-        load_model(tmp_path / "run")
+    for place, file in (("final/adapter", "adapter_config.json"), ("final", "config.json")):
+        (tmp_path / "run" / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / place / file).touch()
+        with pytest.raises(FileNotFoundError, match=rf"without config\.json; the model of this run is .*{place}$"):
+            load_model(tmp_path / "run")
 
 
 def test_folder_of_a_foreign_mixtral_is_opened_by_transformers(tmp_path):
@@ -534,3 +537,25 @@ def test_copying_a_policys_model_keeps_it_apart():
         other.model.get_parameter("lm_head.weight").zero_()
     assert policy.logps(batch_of(ROWS)).abs().sum() > 0
     assert (policy.logps(batch_of(ROWS)) - other.logps(batch_of(ROWS))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("knows", "dtype", "options", "message"),
+    [
+        (False, torch.float32, {"autocast": "bf16"}, 'autocast="bf16" is slow here: this CPU has no instructions'),
+        (False, torch.bfloat16, {"lora": {"r": 2}}, "a model in bfloat16 is slow here"),
+        (False, torch.float32, {}, None),
+        (True, torch.float32, {"autocast": "bf16"}, None),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_it_is_told(knows, dtype, options, message, monkeypatch):
+    from strop import SFT
+
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: knows)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        SFT(model=qwen2().to(dtype), **options)
+    told = [str(warning.message) for warning in caught if "slow here" in str(warning.message)]
+    assert len(told) == (message is not None)
+    assert not told or told[0].startswith(message)

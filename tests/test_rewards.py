@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import re
 import signal
 import threading
@@ -152,7 +153,10 @@ def test_an_exception_names_the_completion():
     def divides(completions):
         return [1 / len(c) for c in completions]
 
-    message = "divides raised ZeroDivisionError: division by zero (completion 2, prompt 'third')"
+    line = divides.__code__.co_firstlineno + 1
+    message = (
+        f"divides raised ZeroDivisionError: division by zero at {__file__}, line {line} (completion 2, prompt 'third')"
+    )
     with pytest.raises(RewardError, match=re.escape(message) + "$") as caught:
         scores(divides, find_failing=True)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -160,7 +164,9 @@ def test_an_exception_names_the_completion():
     def says_much(completions):
         raise RuntimeError("first line\n  second line")
 
-    with pytest.raises(RewardError, match=r"RuntimeError: first line second line \(completion 0, prompt 'first'\)"):
+    with pytest.raises(
+        RewardError, match=r"RuntimeError: first line second line at .* \(completion 0, prompt 'first'\)"
+    ):
         scores(says_much)
 
 
@@ -173,13 +179,14 @@ def test_a_failing_function_is_not_called_again_unless_that_is_wanted():
         raise RuntimeError("over quota")
 
     message = (
-        "judge raised RuntimeError: over quota (completion 0, prompt 'first'), the first of 3 completions; "
+        f"judge raised RuntimeError: over quota at {__file__}, line {judge.__code__.co_firstlineno + 2} "
+        "(completion 0, prompt 'first'), the first of 3 completions; "
         "find_failing=True calls it again, one completion at a time, and names the one that fails"
     )
     with pytest.raises(RewardError, match=f"^{re.escape(message)}$"):
         scores(judge)
     assert calls == [3]
-    with pytest.raises(RewardError, match=r"over quota \(completion 0, prompt 'first'\)$"):
+    with pytest.raises(RewardError, match=r"over quota at .* \(completion 0, prompt 'first'\)$"):
         scores(judge, find_failing=True)
     assert calls == [3, 3, 1]
 
@@ -192,6 +199,73 @@ def test_an_exception_of_the_batch_only():
 
     with pytest.raises(RewardError, match=r"needs_one raised RuntimeError: too many .*no completion fails alone"):
         scores(needs_one, find_failing=True)
+
+
+def test_an_exception_deeper_down_names_the_functions_own_line():
+    def parses(completions):
+        return [json.loads(c) for c in completions]
+
+    line = parses.__code__.co_firstlineno + 1
+    with pytest.raises(RewardError, match=rf"raised JSONDecodeError: .* at {re.escape(__file__)}, line {line} "):
+        scores(parses)
+
+
+def test_a_function_written_for_messages_is_told_of_texts():
+    def of_trl(completions, **kwargs):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    with pytest.raises(RewardError, match=r"raised TypeError.*; completions are texts here, .*completion in place of"):
+        scores(of_trl)
+
+    def with_another_mistake(completions):
+        return [len(5) for _ in completions]
+
+    with pytest.raises(RewardError, match="raised TypeError") as caught:
+        scores(with_another_mistake)
+    assert "texts here" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completions, answer: None, None),
+        (
+            lambda completions, answers: None,
+            "asks for 'answers', which is no column of the rows; did you mean 'answer'",
+        ),
+        (
+            lambda completions, hint: None,
+            r"data\[1\] must have the column 'hint', which lambda asks for and other rows",
+        ),
+        (lambda completions, hint=None: None, None),
+        (lambda completions, **kwargs: None, None),
+        (lambda completions, prompt_ids, completion_ids, prompts: None, None),
+        (lambda completions, prompt: None, "asks for 'prompt'"),
+        (len, None),
+    ],
+)
+def test_columns_are_looked_at_before_anything_is_sampled(function, message):
+    rows = [{"prompt": "a", "answer": "b", "hint": "c"}, {"prompt": "a", "answer": "b"}]
+    with contextlib.nullcontext() if message is None else pytest.raises(RewardError, match=message):
+        RewardFunctions(function).check(rows, "data")
+
+
+def test_a_judges_columns_are_looked_at_too():
+    with pytest.raises(RewardError, match="preference function lambda asks for 'answer', which is no column"):
+        PreferenceFunction(lambda pairs, answer: None).check([{"prompt": "a"}], "data")
+
+
+def test_each_functions_score_is_shown_where_there_are_several():
+    def length(completions):
+        return [len(c) for c in completions]
+
+    def one(completions):
+        return [1.0] * len(completions)
+
+    rows = {"completions": ["ab", "c"], "prompts": ["p", "q"]}
+    assert RewardFunctions(length)(rows).shown == {"reward": [2.0, 1.0]}
+    both = RewardFunctions([length, one], weights=[1, 0.5])(rows).shown
+    assert both == {"reward": [2.5, 1.5], "reward/length": [2.0, 1.0], "reward/one": [1.0, 1.0]}
 
 
 def test_long_prompts_are_shortened():

@@ -2,7 +2,7 @@
 imported with torch when they are first asked for: `from strop import GRPO`."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop._compiled import get_num_threads, set_num_threads
 from strop.primitives import (
@@ -20,6 +20,13 @@ from strop.primitives import (
     compute_token_kl_schulman_f32,
     pack_sequences,
 )
+
+if TYPE_CHECKING:  # for checkers and editors; at run time `__getattr__` brings them
+    from strop.algorithms.best_of_n import BestOfN as BestOfN
+    from strop.algorithms.dpo import DPO as DPO
+    from strop.algorithms.grpo import GRPO as GRPO
+    from strop.algorithms.online_dpo import OnlineDPO as OnlineDPO
+    from strop.algorithms.sft import SFT as SFT
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,7 @@
 """What happens beside the training; the classes are those of `strop.training.callbacks`."""
 
 from strop.training.callbacks import (
+    BestCheckpoint,
     Callback,
     CheckpointCallback,
     EarlyStopping,
@@ -9,4 +10,12 @@ from strop.training.callbacks import (
     SampleTable,
 )
 
-__all__ = ["Callback", "CheckpointCallback", "EarlyStopping", "EvaluationCallback", "ProgressBar", "SampleTable"]
+__all__ = [
+    "BestCheckpoint",
+    "Callback",
+    "CheckpointCallback",
+    "EarlyStopping",
+    "EvaluationCallback",
+    "ProgressBar",
+    "SampleTable",
+]

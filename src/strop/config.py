@@ -14,6 +14,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
+from strop import _trl
 from strop._checks import as_float, check_choice, check_count, check_number
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -51,6 +52,8 @@ def unknown_option(name: str, known: Iterable[str], of: str = "", config: type |
     """The message for a name that is none of the known ones."""
     if config is not None and (other := _set_by(config).get(name.rpartition(".")[2])):
         return f"{name!r} is no option{of}; {other!r} is what sets it"
+    if told := _trl.hint(name.rpartition(".")[2], "" if config is None else config.__name__.removesuffix("Config")):
+        return f"{name!r} is no option{of}; {told}"
     known = sorted(set(known))
     leaves = {leaf.rpartition(".")[2]: leaf for leaf in reversed(known)}
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
@@ -185,11 +188,13 @@ class LoRAConfig(Config):
     """Low-rank adapters through peft.
 
     target_modules   names of the linear layers to adapt, or "all-linear"
+    merge            a run's final/ is the whole model, adapters merged in, besides final/adapter
     """
 
     r: int = 16
     alpha: float = 32.0
     target_modules: str | tuple[str, ...] = "all-linear"
+    merge: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

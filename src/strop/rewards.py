@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import difflib
 import functools
+import hashlib
 import inspect
 import itertools
 import math
@@ -25,14 +26,17 @@ import numbers
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
 from strop._checks import check_number
+from strop.data.inputs import RESERVED
 from strop.distributed import World
 
 Rows = Mapping[str, Sequence[Any]]
@@ -63,6 +67,12 @@ class Rewards:
     def over(self, world: World) -> "Rewards":
         """Those of all processes."""
         return self if world.size == 1 else Rewards.joined(world.gathered(self), list(self.columns))
+
+    @property
+    def shown(self) -> dict[str, list[float]]:
+        """For `sample_table`: the reward of each completion, and of several functions each one's."""
+        each = {f"reward/{name}": column_B.tolist() for name, column_B in self.columns.items()}
+        return {"reward": self.total_B.tolist()} | (each if len(each) > 1 else {})
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -109,6 +119,11 @@ class RewardFunctions:
                     f"give the function another __name__"
                 )
 
+    def check(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+        """Raise, before anything is sampled, where a function asks for a column that no row or not every row has."""
+        for function, called in zip(self.functions, self.names, strict=True):
+            check_columns(function, called, ("completions", "completion_ids"), rows, name)
+
     def __call__(self, rows: Rows, rollout: Any = None) -> Rewards:
         total_B = torch.zeros(len(rows["completions"]), dtype=torch.float64)
         columns = {}
@@ -145,6 +160,10 @@ class PreferenceFunction:
         self.function, self.timeout, self.find_failing = function, check_timeout(timeout), find_failing
         self.name = unique_names([function])[0]
 
+    def check(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+        """As `RewardFunctions.check`."""
+        check_columns(self.function, self.name, ("pairs",), rows, name)
+
     def __call__(self, pairs: Sequence[tuple[Any, Any]], columns: Rows | None = None) -> list[int]:
         if not pairs:
             return []
@@ -176,10 +195,8 @@ def arguments_for(function: Any, name: str, rows: Rows) -> Arguments:
     first = list(rows[what])
     bound = getattr(function, "keywords", {}) if isinstance(function, functools.partial) else {}
     rows = {column: values for column, values in rows.items() if column not in bound}
-    try:
-        target = function.forward if isinstance(function, torch.nn.Module) else function
-        parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):  # a builtin says nothing
+    parameters = _parameters(function)
+    if not parameters:
         return [first], {}
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -193,6 +210,34 @@ def arguments_for(function: Any, name: str, rows: Rows) -> Arguments:
     return [], {
         column: list(rows[column]) for column in (rows if takes_all else [p.name for p in by_name if p.name in rows])
     }
+
+
+def check_columns(
+    function: Any, name: str, judged: Sequence[str], rows: Sequence[Mapping[str, Any]], where: str
+) -> None:
+    """The columns a function needs are in every row; one whose parameter has a default may be missing, and is None."""
+    uniform = hasattr(rows, "column_names")  # a Dataset's rows have the same columns
+    columns = dict.fromkeys(column for row in (rows[:0] if uniform else rows) for column in row)
+    columns = dict.fromkeys(rows.column_names) if uniform else columns  # type: ignore[attr-defined]
+    columns = {column: None for column in columns if column not in RESERVED}
+    given = dict.fromkeys((*judged, "prompts", "prompt_ids", *columns), ())
+    _, by_name = arguments_for(function, name, given)
+    needed = [p.name for p in _parameters(function) if p.default is p.empty and p.name in by_name and p.name in columns]
+    for column in () if uniform else needed:
+        for i, row in enumerate(rows):
+            if column not in row:
+                raise RewardError(
+                    f"{where}[{i}] must have the column {column!r}, which {name} asks for and other rows have; give the "
+                    f"parameter a default where it may be missing: it is None then"
+                )
+
+
+def _parameters(function: Any) -> Sequence[inspect.Parameter]:
+    target = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        return list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):  # a builtin says nothing
+        return []
 
 
 def _refuse_near_miss(parameters: Sequence[inspect.Parameter], name: str, rows: Rows, what: str) -> None:
@@ -228,7 +273,27 @@ def call_checked(
             index, about = _first_failing(function, given, len(rows[what]), timeout), f"no {one} fails alone"
         hint = "" if index is not None else f", the first of {len(rows[what])} {what}; {about}"
         said = " ".join(str(error).split())  # on one line, which is all that the command line shows
-        raise RewardError(f"{name} raised {type(error).__name__}: {said} {where(index or 0, rows)}{hint}") from error
+        told = (
+            f"{name} raised {type(error).__name__}: {said}{_line_of(error, function)} {where(index or 0, rows)}{hint}"
+        )
+        raise RewardError(told + _of_messages(error, given)) from error
+
+
+def _line_of(error: Exception, function: Any) -> str:
+    """Where it was raised: the last line of the function's own file, or else the last of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = getattr(getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None), "co_filename", None)
+    frame = [*frames[-1:], *(frame for frame in frames if frame.filename == own)][-1]
+    return f" at {frame.filename}, line {frame.lineno}"
+
+
+def _of_messages(error: Exception, given: Arguments) -> str:
+    """A function written for TRL's conversations indexes a completion as if it were messages."""
+    texts = given[1].get("completions") or (given[0] or [[]])[0]
+    indexed = isinstance(error, TypeError) and "indices must be" in str(error)
+    if not indexed or not texts or not isinstance(texts[0], str):
+        return ""
+    return "; completions are texts here, also of conversations: completion in place of completion[0]['content']"
 
 
 def _call(function: Any, given: Arguments, timeout: float | None) -> Any:
@@ -276,6 +341,17 @@ def sample_table(rows: Mapping[str, Sequence[Any]], **columns: Sequence[Any]) ->
         {"prompt": prompt, "completion": completion, **{name: values[i] for name, values in columns.items()}}
         for i, (prompt, completion) in enumerate(pairs)
     ]
+
+
+def described(function: Any) -> dict[str, str]:
+    """A function in run.json: its name, and the file it is in with the file's SHA-256; no file for one made in a session."""
+    inner = inspect.unwrap(getattr(function, "func", function))
+    found = {"name": unique_names([function])[0]}
+    place = inner if hasattr(inner, "__code__") or inspect.isclass(inner) else type(inner)
+    with contextlib.suppress(TypeError, OSError):  # a builtin, a notebook's cell
+        file = Path(inspect.getsourcefile(place) or "")
+        found |= {"file": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    return found
 
 
 # ---- checking ----

@@ -544,7 +544,7 @@ def test_a_column_that_some_rows_lack_is_none_there():
     """Also in a batch none of whose rows has it: what a function gets must not hang on the shuffling."""
     seen = []
 
-    def reward(completions, answer):
+    def reward(completions, answer=None):
         seen.extend(answer[::2])
         return [0.0 for _ in completions]
 
@@ -690,3 +690,10 @@ def test_plain_module_steps_as_in_the_specification():
     metrics = grpo.train_step(torch.tensor([[1, 2, 3], [4, 5, 6]]))
     assert {"loss", "mean_reward", "mean_kl", "tokens_per_second", "grad_norm", "time/generate"} <= set(metrics)
     assert metrics["completion/length"] == 128
+
+
+def test_a_missing_column_is_found_before_the_first_rollout(monkeypatch):
+    grpo = make_grpo(moe(), reward_fn=lambda completions, answer: [0.0] * len(completions))
+    monkeypatch.setattr(grpo, "sampler", None)  # nothing may be sampled
+    with pytest.raises(ValueError, match="asks for 'answer', which is no column of the rows"):
+        grpo.train([{"prompt": [2, 3], "label": 1}] * 8, num_steps=1)

@@ -1,9 +1,12 @@
 """The parts every algorithm shares: the update, the schedule, phases, events, the order of the data, the run folder."""
 
+import functools
+import hashlib
 import itertools
 import json
 import random
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, tiny_moe, weights_of
 
 from strop.algorithms.dpo import DPO
+from strop.algorithms.grpo import GRPO
 from strop.algorithms.sft import SFT
 from strop.config import OptimConfig
 from strop.training import trainer as trainer_module
@@ -260,6 +264,55 @@ def test_the_run_folder(tmp_path):
     final = AutoModelForCausalLM.from_pretrained(folder / "final")
     ids = torch.tensor([[2, 3, 4]])
     torch.testing.assert_close(final(ids).logits, sft.model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
+    sft = SFT(model=tiny_moe(), batch_size=4, save_every=1, samples_every=0)
+    sft.train(ROWS, num_steps=3, output_dir=tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "report.html").touch()
+    again = SFT(model=tiny_moe(), batch_size=4)
+    with pytest.raises(ValueError, match=r"resume=True goes on with it, overwrite=True removes it"):
+        again.train(ROWS, num_steps=1, output_dir=tmp_path)
+    with pytest.raises(ValueError, match="overwrite must be False with resume=True"):
+        again.train(ROWS, num_steps=1, output_dir=tmp_path, overwrite=True, resume=True)
+    with pytest.raises(ValueError, match="is in no known format"):
+        again.train([{"wrong": 1}] * 8, num_steps=1, output_dir=tmp_path, overwrite=True)
+    assert (tmp_path / "checkpoints" / "step-00000003.safetensors").exists()  # data with a mistake cost no run
+    again.train(ROWS, num_steps=1, output_dir=tmp_path, overwrite=True)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001.safetensors"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_overwrite_leaves_a_folder_alone_that_holds_no_run(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "mine.bin").touch()
+    SFT(model=tiny_moe(), batch_size=4).train(ROWS, num_steps=1, output_dir=tmp_path, overwrite=True)
+    assert (tmp_path / "checkpoints" / "mine.bin").exists()
+
+
+def reward_of_this_file(completions):
+    return [float(len(ids)) for ids in completions]
+
+
+def test_run_json_says_what_it_takes_to_run_it_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--a b"])
+    tiny_qwen2().save_pretrained(tmp_path / "base")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [2, 3]}\n' * 4)
+    grpo = GRPO(
+        model=str(tmp_path / "base"), reward_fn=[reward_of_this_file, functools.partial(reward_of_this_file)],
+        batch_size=2, max_new_tokens=2, group_size=2,
+    )  # fmt: skip
+    grpo.train(tmp_path / "rows.jsonl", num_steps=1, output_dir=tmp_path / "run")
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["command"] == "train.py '--a b'"
+    assert about["data"] == str(tmp_path / "rows.jsonl")
+    assert about["model"]["name"] == str(tmp_path / "base")
+    own = {"file": __file__, "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
+    assert about["rewards"] == [{"name": "reward_of_this_file", **own}] * 2
+    assert {"strop", "torch", "python", "transformers", "numpy"} <= about["versions"].keys()
 
 
 def test_a_name_for_a_model():

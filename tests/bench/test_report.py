@@ -34,7 +34,7 @@ def test_documents_of_this_repository_are_in_step():
 def test_the_promised_blocks_are_there():
     blocks = {(p.name, m["renderer"]) for p in report.documents(ROOT) for m in report.BLOCK.finditer(p.read_text())}
     assert {
-        ("README.md", "primitives_summary"),
+        ("README.md", "landing_table"),
         ("benchmarks.md", "primitives_table"),
         ("moe.md", "engines_table"),
     } <= blocks
@@ -100,3 +100,13 @@ def test_command_line(capsys):
     assert report.main(["--wrong"]) == 2
     assert "usage:" in capsys.readouterr().err
     assert report.main(["--check"]) == 0
+
+
+def test_the_front_page_compares_with_the_libraries_people_know():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = next(m["body"] for m in report.BLOCK.finditer(text) if m["renderer"] == "landing_table")
+    assert "| TRL |" in block
+    assert "| Liger |" in block
+    found = json.loads((ROOT / "benchmarks/results/step-h200.json").read_text())["cases"][0]
+    assert f"{found['ratios']['TRL']['value']:.3g}×" in block
+    assert "none (NumPy)" not in text

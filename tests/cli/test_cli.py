@@ -54,6 +54,38 @@ def test_version_and_help():
     assert all(command in text for command in ("demo", "bench", "doctor"))
 
 
+LOADED = "import atexit, sys; atexit.register(lambda: print('LOADED', *sys.modules, file=sys.stderr)); from strop.cli import main; main()"
+
+
+def loaded_by(*arguments, **environment):
+    """The modules a command imported, and what it printed."""
+    command = [sys.executable, "-c", LOADED, *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert found.returncode == 0, found.stderr
+    return set(found.stderr.partition("LOADED")[2].split()), found.stdout
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_of_a_training_command_needs_no_torch(flag):
+    modules, text = loaded_by("train", "grpo", flag)
+    assert not {"torch", "transformers"} & modules
+    assert "--group-size" in text
+
+
+def test_doctor_imports_torch_and_no_other_package():
+    modules, text = loaded_by("doctor")
+    assert "torch" in modules
+    assert not {"transformers", "peft", "datasets", "matplotlib", "scipy"} & modules
+    assert "peft" in text
+
+
+def test_tab_completion_knows_the_options():
+    words = {"_STROP_COMPLETE": "complete_bash", "COMP_WORDS": "strop train grpo --group", "COMP_CWORD": "3"}
+    found = subprocess.run([sys.executable, "-m", "strop"], capture_output=True, text=True, env=os.environ | words)
+    assert "--group-size" in found.stdout.split()
+    assert "--batch-size" not in found.stdout
+
+
 def test_doctor_is_content_here_and_without_the_compiled_module():
     assert run("doctor").returncode == 0
     found = run_doctor(STROP_NATIVE="0")
@@ -108,14 +140,16 @@ def test_doctor_notices_wrong_results(monkeypatch):
     assert (found.status, found.detail) == ("broken", "token KL differs from its NumPy twin")
 
 
-def test_doctor_notices_a_package_that_does_not_import(monkeypatch):
+@pytest.mark.parametrize("deep", [False, True])
+def test_doctor_notices_a_package_that_does_not_import(deep, monkeypatch):
     def fail(name):
         raise OSError("undefined symbol")
 
     monkeypatch.setattr(doctor.importlib, "import_module", fail)
-    found = {f.part: f for f in doctor.packages()}
+    found = {f.part: f for f in doctor.packages(deep)}
     assert found["torch"].status == "broken"
     assert "does not import: undefined symbol" in found["torch"].detail
+    assert found["transformers"].status == ("broken" if deep else "ok")
 
 
 def test_errors_are_one_line(here):
@@ -123,7 +157,8 @@ def test_errors_are_one_line(here):
     assert found.returncode == 1
     assert (
         found.stderr
-        == "strop: ValueError: unknown suite 'nope'; there are primitives, engines, convergence, losses, generation, step, demo, learning\n"
+        == "strop: ValueError: unknown suite 'nope'; there are primitives, engines, convergence, losses, generation, "
+        "processes, step, demo, learning\n"
     )
     assert "Traceback" in run("--debug", "bench", "nope").stderr
     wanted = "strop: ValueError: rounds must be at least 3 for an interval, found 1\n"

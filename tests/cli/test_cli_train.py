@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import sys
 import warnings
@@ -148,6 +149,113 @@ def test_every_example_is_understood(path, monkeypatch):
 # ---- parts ----
 
 
+def test_columns_get_new_names_and_a_template_needs_no_prompt():
+    rows = [{"question": "1+1", "label": "2", "id": 7}]
+    assert shaped(rows, JobConfig(map="prompt=question, answer=label")) == [{"prompt": "1+1", "answer": "2", "id": 7}]
+    assert shaped(rows, JobConfig(map=("prompt=question", "answer=label")))[0]["answer"] == "2"
+    assert shaped(rows, JobConfig(template="Q: {question}"))[0] == {**rows[0], "prompt": "Q: 1+1"}
+    swapped = shaped([{"prompt": "a", "answer": "b"}], JobConfig(map="prompt=answer,answer=prompt"))
+    assert swapped == [{"prompt": "b", "answer": "a"}]
+    for given, match in [
+        ("prompt=questoin", r"^map: rows\[0\] has no column 'questoin', found question, label, id$"),
+        ("label=question", r"^map: rows\[0\] has a column 'label' already"),
+        ("question", "^map must be new=old.*found 'question'$"),
+        ("a=question,a=label", "^map must be new=old, each new name once"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            shaped(rows, JobConfig(map=given))
+    with pytest.raises(
+        ValueError, match=r"^template '\{prompt\}' must use the columns question, label, id, found 'prompt'$"
+    ):
+        shaped(rows, JobConfig(template="{prompt}"))
+
+
+def test_data_under_other_names_trains(strop):
+    Path("rows.csv").write_text("question,label\n" + "1+1=,2\n2+2=,4\n" * 8)
+    code, _, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--data", "rows.csv",
+                         "--map", "prompt=question,completion=label", "--num-steps", 1, "--output", "run")  # fmt: skip
+    assert code == 0, err
+    assert json.loads(Path("run/run.json").read_text())["num_rows"] == 16
+
+
+@pytest.mark.parametrize("command", ["sft", "grpo"])
+def test_a_dry_run_takes_a_step_and_writes_nothing(command, strop):
+    sampling = ["--max-new-tokens", 4, "--group-size", 2] if command == "grpo" else []
+    code, out, err = strop("train", command, "--model", "moe:tiny", "--task", "addition", "--batch-size", 4, "--num-rows", 40,
+                           "--num-eval-rows", 5, "--num-epochs", 3, "--output", "run", "--dry-run", *sampling)  # fmt: skip
+    assert code == 0, err
+    assert f"{command}: 40 rows, MoEForCausalLM of " in out
+    assert "a step: " in out
+    assert "30 steps: about 0:0" in out
+    assert re.search(r"memory at its peak: \d+\.\d\d GB", out)
+    assert re.search(r"held out: 5 rows; of a batch eval/\w+", out)
+    assert out.endswith("nothing was written\n")
+    assert list(Path().iterdir()) == []
+
+
+def test_the_best_is_kept_and_a_run_without_progress_ends(strop):
+    options = [
+        "sft",
+        "--model",
+        "moe:tiny",
+        "--task",
+        "addition",
+        "--batch-size",
+        4,
+        "--learning-rate",
+        0,
+        "--eval-every",
+        1,
+    ]
+    code, _, err = strop(
+        "train",
+        *options,
+        "--num-eval-rows",
+        4,
+        "--num-steps",
+        9,
+        "--output",
+        "run",
+        "--best",
+        "eval/loss",
+        "--patience",
+        2,
+    )
+    assert code == 0, err
+    assert "stopped: eval/loss has not become better than" in err
+    assert [row["step"] for row in metrics("run") if "loss" in row] == [1, 2]
+    assert Path("run/checkpoints/best.safetensors").exists()
+    assert strop("train", *options, "--num-eval-rows", 0, "--best", "eval/loss")[2].startswith(
+        "strop: ValueError: best needs held-out rows"
+    )
+    assert "patience needs best" in strop("train", *options, "--patience", 2)[2]
+
+
+def test_overwrite(strop):
+    options = [
+        "sft",
+        "--model",
+        "moe:tiny",
+        "--task",
+        "addition",
+        "--batch-size",
+        4,
+        "--num-eval-rows",
+        0,
+        "--output",
+        "run",
+    ]
+    for steps in (3, 2):
+        code, _, err = strop("train", *options, "--num-steps", steps, "--overwrite", "--log", "tensorboard")
+        assert code == 0, err
+        assert len(list(Path("run/tensorboard").iterdir())) == 1
+        assert len(Path("run/metrics.jsonl").read_text().splitlines()) == steps
+    code, _, err = strop("train", *options, "--num-steps", 2)
+    assert (code, "--resume goes on with it, --overwrite removes it" in err) == (1, True)
+    code, _, err = strop("train", *options, "--num-steps", 2, "--overwrite", "--resume")
+    assert (code, "give one of them" in err) == (1, True)
+
+
 def test_prompts_through_template_and_chat():
     job = JobConfig(template="What is {prompt} ({level})?", chat=True)
     (row,) = shaped([{"prompt": "1+1", "completion": "2", "level": 3}], job)
@@ -156,7 +264,6 @@ def test_prompts_through_template_and_chat():
     with pytest.raises(ValueError, match="must use the columns prompt, found 'level'"):
         shaped([{"prompt": "x"}], job)
     for row, found in [
-        ({"text": "x"}, "no such column among text"),
         ({"prompt": None}, "null"),
         ({"prompt": [{"role": "user", "content": "x"}]}, "messages"),
         ({"prompt": [1, 2]}, "list"),
@@ -414,7 +521,8 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(strop, tmp_path):
     code, _, err = strop(*command)
     assert (code, err) == (
         1,
-        "strop: ValueError: runs/i holds a run already: --resume goes on with it, --output names another folder\n",
+        "strop: ValueError: runs/i holds a run already: --resume goes on with it, --overwrite removes it, "
+        "--output names another folder\n",
     )
     code, _, err = strop(*command, "--resume")
     assert code == 0, err

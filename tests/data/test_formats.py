@@ -1,10 +1,12 @@
 """Where rows come from, which format they are in, and what is said where they are in none."""
 
+import io
 import json
 
 import pytest
 
-from strop.data.formats import check_rows, detect_format, load_rows, read_jsonl, with_prompt
+from strop.data.files import read_jsonl
+from strop.data.formats import check_rows, detect_format, load_rows, read_rows, with_prompt
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 ROWS = [{"prompt": "1+1=", "completion": "2", "level": 1}, {"prompt": "1+2=", "completion": "3", "level": 2}]
@@ -56,7 +58,8 @@ def test_jsonl_files_patterns_folders(tmp_path):
     assert load_rows(tmp_path) == ROWS
     assert load_rows(tmp_path, split="test") == ROWS[:1]
     with pytest.raises(
-        FileNotFoundError, match=r"must hold validation\.jsonl or a saved dataset, found test.jsonl, train.jsonl"
+        FileNotFoundError,
+        match=r"must hold validation\.jsonl \(or \.csv, .* or a saved dataset, found test.jsonl, train.jsonl",
     ):
         load_rows(tmp_path, split="validation")
 
@@ -75,7 +78,10 @@ def test_empty_lines_and_a_byte_order_mark_are_passed_over(tmp_path):
             r"rows\.jsonl, line 2: not JSON \(Expecting ',' delimiter at column 13\): \{\"text\": \"b\"$",
         ),
         ('{"text": "a"}\n\n7\n', r"rows\.jsonl, line 3: must be an object of columns, found int"),
-        ('[{"text": "a"}]\n', r"line 1: must be an object of columns, found list; a JSON array is not JSONL"),
+        (
+            '[{"text": "a"}]\n',
+            r"line 1: must be an object of columns, found list; a JSON array belongs into a file whose name ends in .json",
+        ),
         ("", r"rows\.jsonl must hold at least one row"),
         (
             '{"text": "a"}\n{"prompt": "b"}\n',
@@ -88,6 +94,52 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, content, match):
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=match):
         load_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rows"),
+    [
+        ("rows.json", '\ufeff [\n{"text": "ä"},\n {"text": "b"}]', [{"text": "ä"}, {"text": "b"}]),
+        ("rows.json", '{"text": "a"}\n{"text": "b"}\n', [{"text": "a"}, {"text": "b"}]),
+        ("rows.csv", '\ufeffprompt,answer\r\n"1, 2\n3",6\r\n\r\n"say ""a""",\r\n',
+         [{"prompt": "1, 2\n3", "answer": "6"}, {"prompt": 'say "a"', "answer": ""}]),
+        ("rows.TSV", "prompt\tanswer\na b\tc,d\n", [{"prompt": "a b", "answer": "c,d"}]),
+    ],
+)  # fmt: skip
+def test_files_by_their_endings(name, content, rows, tmp_path):
+    (tmp_path / name).write_bytes(content.encode())
+    assert load_rows(tmp_path / name) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("rows.json", b'[{"text": "a"},\n {"text" 1}]', r"rows\.json, line 2: not JSON \(.* at column 10\):  \{\"text\" 1\}\]$"),
+        ("rows.json", b'[{"text": "a"}, 7]', r"rows\.json, entry 1 must be an object of columns, found int"),
+        ("rows.json", b'[{"text": "\xff"}]', r"rows\.json must be UTF-8 text"),
+        ("rows.json", b"[" * 100_000, r"rows\.json: not JSON that can be read"),
+        ("rows.csv", b"prompt,answer\na,b\na\n", r"rows\.csv, line 3 must have 2 values, found 1"),
+        ("rows.csv", b"prompt,prompt\na,b\n", r"rows\.csv, line 1 must name each column once, found 'prompt', 'prompt'"),
+        ("rows.csv", b'prompt\n"a', r"rows\.csv, line 2: not CSV: unexpected end of data"),
+        ("rows.csv", b"\xff", r"rows\.csv must be UTF-8 text"),
+        ("rows.csv", b"", r"rows\.csv must hold at least one row"),
+        ("rows.parquet", b"PAR1 nothing", r"rows\.parquet must be a Parquet file that can be read"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_of_another_kind(name, content, match, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=match):
+        load_rows(tmp_path / name)
+
+
+def test_standard_input(monkeypatch):
+    lines = b'{"text": "a"}\n{"text": "b"}\n'
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    assert load_rows("-") == [{"text": "a"}, {"text": "b"}]
+
+
+def test_rows_of_any_columns():
+    assert read_rows([{"question": "a"}], limit=1) == [{"question": "a"}]
 
 
 def test_bytes_that_are_no_text(tmp_path):
@@ -214,6 +266,23 @@ class TestDatasets:
         assert list(load_rows(tmp_path / "saved", split="test")) == ROWS[:1]
         both["train"].save_to_disk(tmp_path / "one")
         assert list(load_rows(tmp_path / "one")) == ROWS
+
+    def test_parquet(self, datasets, tmp_path):
+        datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "train.parquet"))
+        assert [dict(row) for row in load_rows(tmp_path / "train.parquet")] == ROWS
+        assert [dict(row) for row in load_rows(tmp_path)] == ROWS
+
+    def test_a_config_of_the_hub(self, datasets, monkeypatch):
+        asked = []
+
+        def load_dataset(*arguments, **options):
+            asked.append((arguments, options))
+            return datasets.Dataset.from_list(ROWS)
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        assert len(load_rows("openai/gsm8k:main", split="test")) == len(ROWS)
+        assert len(load_rows("owner/name")) == len(ROWS)
+        assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("owner/name", None), {"split": "train"})]
 
     def test_a_stream_is_an_error(self, datasets):
         with pytest.raises(TypeError, match="found a streaming dataset"):

@@ -102,9 +102,22 @@ def test_one_that_fails_ends_all(fault, config, tmp_path):
     assert newest_step(run) == 2
     assert steps_of(run) == [1, 2]
     if fault == "raise":
-        assert ended(start(config, run, "--shard", "none", "--resume"))[0] == 0
-        assert steps_of(run) == [1, 2, 3, 4]
-        assert (run / "final" / "model.safetensors").exists()
+        goes_on(config, run)
+
+
+def goes_on(config, run):
+    """With replicas in place of shards; then there is nothing left to begin."""
+    code, out, said, err = ended(start(config, run, "--shard", "none", "--resume"))
+    assert (code, out, said) == (0, f"{run}\n", []), err
+    assert steps_of(run) == [1, 2, 3, 4]
+    assert (run / "final" / "model.safetensors").exists()
+    assert err.count("grpo: 6 rows, Qwen2ForCausalLM of ") == err.count(", in 2 processes; run folder ") == 1
+    assert err.count("step      4") == 1
+    about = json.loads((run / "run.json").read_text())
+    assert (about["num_processes"], about["config"]["run"]["shard"]) == (2, "none")
+    code, out, said, err = ended(start(config, run, "--shard", "full"))
+    assert (code, out, len(said)) == (1, "", 1), err  # a mistake of all processes is told once
+    assert "holds a run already: --resume goes on with it" in said[0]
 
 
 def test_ctrl_c_writes_one_checkpoint(config, tmp_path):
@@ -124,20 +137,3 @@ def test_ctrl_c_writes_one_checkpoint(config, tmp_path):
     assert newest_step(run) == 3
     assert not list((run / "checkpoints").glob(".*"))
     assert not (run / "final").exists()
-
-
-def test_from_yaml_and_flags(config, tmp_path):
-    run = tmp_path / "run"
-    code, out, said, err = ended(start(config, run, "--shard", "full", "--num-steps", "2"))
-    assert code == 0, err
-    assert out == f"{run}\n"
-    assert said == []
-    assert steps_of(run) == [1, 2]
-    assert err.count("grpo: 6 rows, Qwen2ForCausalLM of ") == err.count(", in 2 processes; run folder ") == 1
-    assert err.count("step      2") == 1
-    about = json.loads((run / "run.json").read_text())
-    assert (about["num_processes"], about["config"]["run"]["shard"]) == (2, "full")
-    code, out, said, _ = ended(start(config, run, "--shard", "full"))
-    assert (code, out) == (1, "")
-    assert len(said) == 1
-    assert "holds a run already: --resume goes on with it" in said[0]

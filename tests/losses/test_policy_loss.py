@@ -133,7 +133,7 @@ def test_on_policy(loss_type, level):
     _, _, _, advantages, mask = example()
     weights = token_weights(mask, loss_type, max_completion_length=11, dtype=torch.float64)
     torch.testing.assert_close(gradient, -advantages[:, None] * weights)
-    assert found.metrics["ratio_min"] == found.metrics["ratio_max"] == found.metrics["ratio_mean"] == 1
+    assert found.metrics["ratio/min"] == found.metrics["ratio/max"] == found.metrics["ratio/mean"] == 1
     assert found.metrics["clip_fraction"] == found.metrics["approx_kl"] == 0
 
 
@@ -357,7 +357,7 @@ def test_metrics_by_hand():
     k3 = math.exp(-0.5) - 0.5
     expected = {
         "clip_fraction": 3 / 5, "clip_fraction_low": 1 / 5, "clip_fraction_high": 1 / 5, "clip_fraction_delta": 1 / 5,
-        "ratio_mean": 13 / 5, "ratio_min": 0.5, "ratio_max": 9.0, "kl": k3, "entropy": 3.0,
+        "ratio/mean": 13 / 5, "ratio/min": 0.5, "ratio/max": 9.0, "kl": k3, "entropy": 3.0,
         "approx_kl": sum(r - math.log(r) - 1 for r in (1.5, 0.5, 1.5, 0.5, 9)) / 5,
     }  # fmt: skip
     assert {name: value.item() for name, value in found.metrics.items()} == pytest.approx(expected)
@@ -371,8 +371,8 @@ def test_metrics_see_only_what_counts():
     """Masked tokens are no ratio of 1, and a ratio outside the range is not cut where A = 0."""
     logps, mask = torch.log(torch.tensor([[2.0, 4.0, 0.1]])), torch.tensor([[1, 1, 0]])
     metrics = policy_metrics(logps, torch.zeros(1, 3), torch.tensor([0.0]), mask)
-    assert [metrics[f"ratio_{name}"].item() for name in ("min", "mean", "max")] == pytest.approx([2, 3, 4])
-    assert policy_metrics(-logps, torch.zeros(1, 3), torch.tensor([0.0]), mask)["ratio_max"].item() == pytest.approx(
+    assert [metrics[f"ratio/{name}"].item() for name in ("min", "mean", "max")] == pytest.approx([2, 3, 4])
+    assert policy_metrics(-logps, torch.zeros(1, 3), torch.tensor([0.0]), mask)["ratio/max"].item() == pytest.approx(
         0.5
     )
     assert metrics["clip_fraction"] == metrics["clip_fraction_high"] == 0
@@ -382,10 +382,10 @@ def test_metrics_see_only_what_counts():
 def test_metrics_on_policy_of_a_token_without_probability(level):
     logps, advantages = torch.tensor([[-math.inf, -1.0]]), torch.tensor([1.0])
     metrics = policy_loss(logps, None, advantages, torch.ones(1, 2), importance_level=level).metrics
-    assert [metrics[f"ratio_{name}"].item() for name in ("min", "mean", "max")] == [1, 1, 1]
+    assert [metrics[f"ratio/{name}"].item() for name in ("min", "mean", "max")] == [1, 1, 1]
     assert metrics["approx_kl"] == 0
     broken = policy_metrics(logps.masked_fill(logps == -1, math.nan), None, advantages, torch.ones(1, 2))
-    assert broken["ratio_mean"].isnan()
+    assert broken["ratio/mean"].isnan()
     assert broken["approx_kl"].isnan()
 
 
@@ -406,8 +406,8 @@ def test_metrics_wait_until_asked_for_and_keep_no_graph():
     assert not any(x.requires_grad for x in [*compute.args, *compute.keywords.values()] if isinstance(x, torch.Tensor))
     found._compute_metrics = lambda: calls.append(1) or compute()
     assert not calls
-    assert found.metrics["ratio_mean"] > 0
-    assert found.metrics["ratio_mean"] > 0
+    assert found.metrics["ratio/mean"] > 0
+    assert found.metrics["ratio/mean"] > 0
     assert len(calls) == 1
 
 

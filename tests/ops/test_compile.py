@@ -66,7 +66,7 @@ OPERATORS = {
         linear_divergence(h[0], head.weight, 2 * h[0].detach(), head.weight.detach(), OLD[0], beta=0.3).loss + head(h).mean()
     ),
     "linear_grpo_loss and its metrics": lambda h, head: (
-        with_metric(linear_grpo_loss(h, head.weight, IDS, OLD, REWARDS, MASK, bias=head.bias, samples_per_prompt=2), "ratio_max")
+        with_metric(linear_grpo_loss(h, head.weight, IDS, OLD, REWARDS, MASK, bias=head.bias, samples_per_prompt=2), "ratio/max")
     ),
     "linear_dpo_loss and its metrics": lambda h, head: (
         with_metric(linear_dpo_loss(h, head.weight, IDS, MASK, bias=head.bias, ref_logps=REWARDS), "margin")

@@ -505,7 +505,7 @@ def test_without_gradients(backend):
     assert torch.equal(leaf, policy)
     with torch.inference_mode():
         inferred = grpo_loss(policy, *rest, samples_per_prompt=2, beta=0.1)
-        assert inferred.metrics["ratio_mean"] > 0
+        assert inferred.metrics["ratio/mean"] > 0
     for result in (found, inferred, grpo_loss(policy, *rest, samples_per_prompt=2, beta=0.1)):
         torch.testing.assert_close(result.loss, expected.loss.detach())
 

@@ -445,7 +445,7 @@ def test_without_gradients(backend):
     with torch.inference_mode():
         inferred = linear_grpo_loss(hidden, weight, *rest, **options)
         same(inferred.loss.clone(), expected, scale=1.0)
-        assert inferred.metrics["ratio_mean"] > 0
+        assert inferred.metrics["ratio/mean"] > 0
 
 
 (Hi, W, Bi), (I, O, R, M), (RH, RW, RB) = example()  # noqa: E741

@@ -6,11 +6,15 @@ import os
 import re
 import shutil
 import subprocess
+import threading
+import urllib.error
+import urllib.request
 from html.parser import HTMLParser
 
 import pytest
 
 from strop.report import Tile, bar_section, build_report, draw_figure, load_run, load_runs, sample_section, write_report
+from strop.report.alarms import alarms_of
 from strop.report.curves import (
     duration,
     linear_axis,
@@ -22,8 +26,10 @@ from strop.report.curves import (
     tick_label,
     value_axis,
 )
+from strop.report.metrics import METRICS
 from strop.report.page import summary_tiles
 from strop.report.svg import step_axis
+from strop.report.watch import Watch, version_of
 
 
 def make_run(folder, num_steps=60, algorithm="grpo", header=True, tail="", **changes):
@@ -36,7 +42,7 @@ def make_run(folder, num_steps=60, algorithm="grpo", header=True, tail="", **cha
     lines = []
     for step in range(1, num_steps + 1):
         done = step / num_steps
-        row = {"step": step, "time": 0.5 * step, "loss": 1 - done, "reward/mean": done, "kl": 0.1 * done, "entropy": 1 - done,
+        row = {"step": step, "time": 0.5 * step, "loss": 1 - done, "reward/mean": done, "kl": 0.1 * done, "entropy": 1 - done / 2,
                "completion/length": 8.0, "grad_norm": 1.0, "learning_rate": 1e-4, "time/generate": 0.3, "time/backward": 0.1}  # fmt: skip
         if step % 20 == 0:
             row["eval/accuracy"] = done
@@ -215,9 +221,90 @@ def test_samples_of_different_prompts_stand_side_by_side(tmp_path):
     ]
     (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = build_report([folder])
-    assert "The first step's samples beside the last step's." in "".join(parse(text).texts)
-    assert text.count("4,300 more characters") == 2
+    assert "The first sampled step beside the last." in "".join(parse(text).texts)
+    assert text.count("4,300 more characters") == 4  # side by side, and among all samples
     assert "reward" not in re.findall(r'<div class="when">.*?</div>', text)[0]
+
+
+def test_every_sampled_step_is_there_with_each_score_and_its_turns(tmp_path):
+    folder = make_run(tmp_path / "run")
+    turns = [
+        {"role": "assistant", "content": "look", "tool_calls": [{"name": "search<b>"}]},
+        {"role": "tool", "content": "3"},
+    ]
+    lines = [
+        {"step": step, "prompt": "q", "completion": turns if step == 20 else "c", "reward": 1.5, "reward/right": 1.0,
+         "reward/short": 0.5}
+        for step in (10, 20, 30)
+    ]  # fmt: skip
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = parse(build_report([folder]))
+    texts = " ".join(page.texts)
+    assert [attrs["data-step"] for tag, attrs in page.tags if "data-step" in attrs] == ["10", "20", "30"]
+    assert [attrs["value"] for tag, attrs in page.tags if tag == "option"][:3] == ["10", "20", "30"]
+    assert texts.count("right 1") == texts.count("short 0.5") == 5  # the pair and the three steps
+    assert ' [{"name": "search<b>"}] ' in texts
+    assert "All samples of 3 steps" in texts
+
+
+def test_many_sampled_steps_stay_few(tmp_path):
+    folder = make_run(tmp_path / "run")
+    lines = [{"step": step, "prompt": "q", "completion": "c", "reward": 1.0} for step in range(1, 1001)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    steps = [int(attrs["data-step"]) for _, attrs in parse(build_report([folder])).tags if "data-step" in attrs]
+    assert len(steps) == 40
+    assert (steps[0], steps[-1]) == (1, 1000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "alarm"),
+    [
+        ({"kl": lambda step: 0.01 * step}, "The KL to the reference runs away"),
+        ({"entropy": lambda step: 2.0 if step < 30 else 0.1}, "The entropy collapses"),
+        ({"reward/zero_std_fraction": 0.9}, "Most groups have no signal"),
+        ({"mismatch_kl": 0.2}, "Sampling and training disagree"),
+        ({"completion/truncated_fraction": lambda step: step / 60}, "Most completions are cut off"),
+        ({"eval/loss": lambda step: 1 + step / 60}, "The held-out loss rises"),
+        ({"loss": lambda step: None if step > 57 else 1.0}, "A value is not finite"),
+    ],
+)
+def test_alarms(changes, alarm, tmp_path):
+    assert alarms_of(load_run(make_run(tmp_path / "calm"))) == []
+    run = make_run(tmp_path / "run", **changes)
+    ((title, numbers, advice),) = alarms_of(load_run(run))
+    assert title == alarm
+    assert "→" in numbers or "3 steps, the first 58" in numbers
+    text = build_report([run])
+    assert parse(text).headings(2)[0] == "Alarms"
+    assert advice in "".join(parse(text).texts)
+
+
+def test_a_run_of_few_steps_fires_nothing(tmp_path):
+    assert alarms_of(load_run(make_run(tmp_path / "run", num_steps=4, mismatch_kl=9.0))) == []
+
+
+def test_what_a_run_was_made_of_is_shown(tmp_path):
+    folder = make_run(tmp_path / "run")
+    header = json.loads((folder / "run.json").read_text()) | {
+        "command": "strop train grpo", "data": "rows.csv", "job": {"template": "Q: {question}"},
+        "model": {"class": "LlamaForCausalLM", "name": "org/name", "num_parameters": 1000},
+        "rewards": [{"name": "right", "file": "rewards.py", "sha256": "abc" * 20}],
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(header))
+    texts = "".join(parse(build_report([folder])).texts)
+    for shown in (
+        "strop train grpo",
+        "rows.csv",
+        "Q: {question}",
+        "org/name",
+        "right of rewards.py, sha256 abcabcabcabc",
+    ):
+        assert shown in texts
+
+
+def test_titles_are_distinct():
+    titles = [metric.title for metric in METRICS.values()]
+    assert len(set(titles)) == len(titles)
 
 
 def test_values_that_are_no_numbers_are_marked_and_leave_a_gap(tmp_path):
@@ -338,16 +425,136 @@ def test_the_figure(tmp_path):
         draw_figure(runs, path, panels=["nothing"])
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def in_chromium(address, folder, *options):
+    """The page's DOM after its scripts have run, and what the browser said."""
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
+    command += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=2000", *options, "--dump-dom", address]
+    home = {"HOME": str(folder), "LC_ALL": "C.UTF-8"}  # a browser needs one, and text
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, env=os.environ | home)
+    return done.stdout, done.stderr
+
+
+needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+
+
+@needs_chromium
 def test_a_browser_has_nothing_to_say(tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", kl=math.nan)]
     path = write_report(runs, tmp_path / "report.html")
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000", "--dump-dom", path.as_uri()]
-    home = {"HOME": str(tmp_path), "LC_ALL": "C.UTF-8"}  # a browser needs one, and text
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, env=os.environ | home)
-    assert "CONSOLE" not in done.stderr
-    assert done.stdout.count('class="tip"') == done.stdout.count("data-chart=") == 8  # the script ran to its end
+    page, said = in_chromium(path.as_uri(), tmp_path)
+    assert "CONSOLE" not in said
+    assert page.count('class="tip"') == page.count("data-chart=") == 8  # the script ran to its end
+
+
+LOOKS = """<script>
+const part = document.querySelector(".all-samples"), [step, order] = part.querySelectorAll("select");
+const shown = () => [...part.querySelectorAll(".of-step:not([hidden]) pre:not(.prompt)")].map(p => p.textContent).join("");
+const found = [document.documentElement.scrollWidth <= window.innerWidth, window.innerWidth];
+part.open = true; found.push(shown());
+const set = (box, value) => { box.value = value; box.dispatchEvent(new Event("change")); found.push(shown()); };
+set(order, "best first"); set(order, "worst first"); set(step, "1"); set(order, "as drawn");
+const unnamed = [...document.querySelectorAll("select")].filter(box => !box.labels.length || !box.labels[0].textContent.trim());
+const unspoken = [...document.querySelectorAll("svg")].filter(svg => !svg.getAttribute("aria-label"));
+const takes = one => { one.focus(); return document.activeElement === one || !one.offsetParent; };
+const reached = [...document.querySelectorAll("select, summary")].every(takes);
+found.push(unnamed.length + unspoken.length, reached);
+document.title = JSON.stringify(found);
+</script></body>"""
+
+
+FRAMED = "document.title = this.contentDocument.title"
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 400])
+def test_samples_by_step_in_a_browser(width, tmp_path):
+    """No sideways scrolling, orders that order, names for a screen reader, controls that a keyboard reaches."""
+    folder = make_run(tmp_path / "run")
+    lines = [{"step": s, "prompt": "q" * 300, "completion": c, "reward": r} for s in (1, 9)
+             for c, r in (("a", 0.5), ("b", -1.0), ("c", None), ("d", 2.0))]  # fmt: skip
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "report.html").write_text(build_report([folder]).replace("</body>", LOOKS))
+    frame = f'<iframe style="width:{width}px;height:900px;border:0" src="report.html" onload="{FRAMED}"></iframe>'
+    (tmp_path / "frame.html").write_text(f"<!doctype html><title></title>{frame}")  # a window has at least 500 pixels
+    page, _ = in_chromium((tmp_path / "frame.html").as_uri(), tmp_path, "--allow-file-access-from-files")
+    found = json.loads(re.search("<title>(.*?)</title>", page)[1].replace("&quot;", '"'))
+    assert found[:2] == [True, width]
+    assert found[2:7] == ["abcd", "dabc", "badc", "badc", "abcd"]
+    assert found[7:] == [0, True]
+
+
+# ---- following a run ----
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """A run, the server that follows it, and its address."""
+    folder = make_run(tmp_path / "run", num_steps=10)
+    with Watch([folder], lambda version: build_report([folder], version=version)) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield folder, server
+        server.shutdown()
+        thread.join()
+
+
+def get(address, host=None):
+    request = urllib.request.Request(address, headers={} if host is None else {"Host": host})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return answer.read().decode()
+
+
+def log_step(folder, step):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "time": 1.0 * step, "loss": 0.5, "reward/mean": 0.9}) + "\n")
+
+
+def test_a_page_that_follows_its_run(watched):
+    folder, server = watched
+    page, version = get(server.address), get(server.address + "version")
+    assert "10 steps in" in page
+    assert f'data-version="{version}"' in page
+    assert "connect-src 'self'" in page
+    assert get(server.address + "version") == version
+    log_step(folder, 11)
+    assert get(server.address + "version") != version
+    assert "11 steps in" in get(server.address)
+    assert "connect-src" not in build_report([folder])  # a file asks nobody
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "code"), [("run.json", None, 404), ("../run.json", None, 404), ("", "evil.test", 403)]
+)
+def test_the_server_gives_nothing_else(path, host, code, watched):
+    with pytest.raises(urllib.error.HTTPError, match=str(code)) as caught:
+        get(watched[1].address + path, host)
+    caught.value.close()
+
+
+def test_a_run_that_has_not_begun_is_waited_for(watched):
+    folder, server = watched
+    (folder / "metrics.jsonl").write_text("")
+    assert "No step has been logged yet" in get(server.address)
+
+
+@needs_chromium
+def test_a_browser_follows_the_run(watched, tmp_path, monkeypatch):
+    """While the page is open, a step is logged at its second look: what it shows is the newer run."""
+    folder, server = watched
+    looks = []
+
+    def version_and_step(folders):
+        looks.append(1)
+        if len(looks) == 3:  # of the page itself, and two of its script
+            log_step(folder, 11)
+        return version_of(folders)
+
+    monkeypatch.setattr("strop.report.watch.version_of", version_and_step)
+    page, said = in_chromium(server.address, tmp_path, "--virtual-time-budget=9000")
+    assert "11 steps in" in page
+    assert 'role="status">Following the run; last look' in page
+    assert page.count('class="tip"') == page.count("data-chart=")
+    assert "Uncaught" not in said
 
 
 class TestNumbers:

@@ -172,7 +172,7 @@ class Scores(NamedTuple):
 class PolicyMeter:
     """Means over tokens, and extremes, of what `PolicyLoss.metrics` tells of micro-batches. Stays on the device."""
 
-    NAMES: ClassVar = {"kl": "kl", "entropy": "entropy", "clip_fraction": "clip_fraction", "ratio_mean": "ratio/mean"}
+    NAMES: ClassVar = ("kl", "entropy", "clip_fraction", "ratio/mean")
 
     def __init__(self) -> None:
         self._parts: list[tuple[dict[str, torch.Tensor], int, bool]] = []
@@ -185,7 +185,7 @@ class PolicyMeter:
     def metrics(self) -> dict[str, Any]:
         parts = [(values, weight) for values, weight, _ in self._parts]
         known = [name for name in self.NAMES if parts and name in parts[0][0]]
-        found = dict(zip((self.NAMES[name] for name in known), _means(parts, known), strict=True))
+        found = dict(zip(known, _means(parts, known), strict=True))
         return found | {"ratio/max": _largest(parts)}
 
     def first(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _means(parts: Parts, names: Sequence[str]) -> list[Mean]:
 
 
 def _largest(parts: Parts) -> Largest:
-    return Largest(torch.stack([values["ratio_max"] for values, _ in parts]).max() if parts else 1.0)
+    return Largest(torch.stack([values["ratio/max"] for values, _ in parts]).max() if parts else 1.0)
 
 
 class GRPO(Trainer):
@@ -240,6 +240,10 @@ class GRPO(Trainer):
                 raise ValueError('advantage_scale must be "group" or "none" with credit="turn" in several processes')
             self.rewards = EpisodeRewards(self.rewards, config.turns.turn_discount)
 
+    @property
+    def functions(self) -> list[Any]:
+        return self.rewards.functions
+
     def setup(self, ref_model: Any) -> None:
         if self.config.kl_coef:
             self.reference = self.policy.reference(ref_model)
@@ -271,6 +275,7 @@ class GRPO(Trainer):
         prompts = prompts_of_dataset(
             rows, self.policy.tokenizer, self.policy.padding(self.config.pad_id), name, self.name
         )
+        self.rewards.check(rows, name)
         checked_prompts(self.policy, [prompt.ids for prompt in prompts], self.config.sampling, name)
         return prompts
 
@@ -325,7 +330,7 @@ class GRPO(Trainer):
         else:
             scores = self._score(rollout)  # on a GPU while the host, which does not wait for it, runs the rewards
             rows, rewards = self._reward(prompts, rollout)
-        self.samples = sample_table(rows, reward=rewards.total_B.tolist())
+        self.samples = sample_table(rows, **rewards.shown)
         ends, everyones = self.of_all(rollout.ends), rewards.over(self.world)
         metrics |= everyones.metrics | completion_metrics(ends)
         metrics["reward/zero_std_fraction"] = self._share_without_signal(rewards.total_B)

@@ -83,6 +83,10 @@ class OnlineDPO(DPO):
             if config.reward_weights is not None:
                 warnings.warn("reward_weights have no effect: preference_fn gives no rewards", stacklevel=2)
 
+    @property
+    def functions(self) -> list[Any]:
+        return self.rewards.functions if self.rewards is not None else [self.preference.function]  # type: ignore[union-attr]
+
     def train_step(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them."""
         if self.player is not None:
@@ -104,6 +108,9 @@ class OnlineDPO(DPO):
         prompts = prompts_of_dataset(
             rows, self.policy.tokenizer, self.policy.padding(self.config.pad_id), name, self.name
         )
+        judge = self.rewards or self.preference
+        assert judge is not None
+        judge.check(rows, name)
         checked_prompts(self.policy, [prompt.ids for prompt in prompts], self.config.sampling, name)
         check_below(self.config.max_length, prompts, name)
         return prompts
@@ -194,7 +201,7 @@ class OnlineDPO(DPO):
                 None if tied else int(second)
                 for tied, second in zip((first_P == second_P).tolist(), (second_P > first_P).tolist(), strict=True)
             ]
-            return better, rewards.over(self.world).metrics, sample_table(rows, reward=rewards.total_B.tolist())
+            return better, rewards.over(self.world).metrics, sample_table(rows, **rewards.shown)
         assert self.preference is not None
         completions = rows["completions"]
         columns = {name: values[::2] for name, values in rows.items() if name not in ("completions", "completion_ids")}

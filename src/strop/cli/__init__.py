@@ -12,19 +12,22 @@ import typer
 
 import strop
 from strop import peers
-from strop.cli import bench, demo, doctor, generate, report, serve, train
+from strop.cli import bench, data, demo, doctor, eval, generate, init, report, serve, train
 
 app = typer.Typer(
     name="strop",
     help="Post-training of language models: exact, fast, small enough to read.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings=train.HELP,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 app.command("demo")(demo.demo)
 app.add_typer(train.app, name="train")
+app.command("init")(init.init)
+app.add_typer(data.app, name="data")
 app.command("generate")(generate.generate)
+app.command("eval")(eval.evaluate)
 app.command("serve")(serve.serve)
 app.command("report")(report.report)
 app.command("bench")(bench.bench)

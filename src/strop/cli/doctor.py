@@ -5,7 +5,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -34,7 +34,7 @@ class Finding:
     detail: str
 
 
-def findings() -> Iterator[Finding]:
+def findings(deep: bool = False) -> Iterator[Finding]:
     yield Finding("strop", "ok", strop.__version__)
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     old = int(np.__version__.split(".")[0]) < 2
@@ -42,7 +42,7 @@ def findings() -> Iterator[Finding]:
     yield compiled_module()
     for problem in _compiled.environment_problems:
         yield Finding("environment", "broken", problem)
-    yield from packages()
+    yield from packages(deep)
     yield from operators()
 
 
@@ -69,7 +69,8 @@ def _self_check() -> str | None:
     return next((name for name, (a, b) in pairs.items() if not np.allclose(a, b, rtol=1e-12)), None)
 
 
-def packages() -> Iterator[Finding]:
+def packages(deep: bool) -> Iterator[Finding]:
+    """Installed or not; `deep`: whether each can be imported, which takes many seconds. torch is, for the operators."""
     for name, purpose in OPTIONAL.items():
         try:
             version = metadata.version(name)
@@ -77,7 +78,8 @@ def packages() -> Iterator[Finding]:
             yield Finding(name, "absent", f"not installed; needed for: {purpose}")
             continue
         try:
-            importlib.import_module(name)
+            if deep or name == "torch":
+                importlib.import_module(name)
         except Exception as error:
             yield Finding(name, "broken", f"{version} is installed but does not import: {error}")
             continue
@@ -116,11 +118,15 @@ def _operator(op: Any) -> Finding:
     return Finding(f"operator {op.name}", "ok", listed + (f"; {forced[1]} asks for {forced[0]}" if forced else ""))
 
 
-def doctor() -> None:
+def doctor(
+    deep: Annotated[
+        bool, typer.Option(help="Also import every package, which finds broken ones and takes longer.")
+    ] = False,
+) -> None:
     """Show what is installed and active. Exits with 1 when something is broken, not when it is merely absent."""
     table = Table("part", "status", "detail", title="strop doctor")
     colours = {"ok": "green", "absent": "yellow", "broken": "bold red"}
-    found = list(findings())
+    found = list(findings(deep))
     for finding in found:
         detail = finding.detail.replace("[", r"\[")
         table.add_row(finding.part, f"[{colours[finding.status]}]{finding.status}[/]", detail)

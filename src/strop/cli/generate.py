@@ -58,7 +58,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
     """Complete prompts; with --best-of N the best of N samples by a reward."""
-    job = _job(model=model, task=task, data=data, num_rows=num_rows, chat=chat, tokenizer=tokenizer, dtype=dtype, device=device,
+    job = as_job(model=model, task=task, data=data, num_rows=num_rows, chat=chat, tokenizer=tokenizer, dtype=dtype, device=device,
                reward=tuple(reward or ()) or None, split="test" if task or (environment and not data) else "train",
                environment=environment, tools=tuple(tools or ()) or None, settings=settings or ())  # fmt: skip
     problems = load_task(job)
@@ -76,7 +76,7 @@ def generate(
 
     best = BestOfN(
         model=loaded, tokenizer=its_tokenizer, n=best_of, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p,
-        max_new_tokens=max_new_tokens or _room(loaded, its_tokenizer, rows), turns={"max_turns": max_turns}, **playing,
+        max_new_tokens=max_new_tokens or room_of(loaded, its_tokenizer, rows), turns={"max_turns": max_turns}, **playing,
         reward_fn=rewards or (None if environment else _no_reward),
         reward_weights=parse_value(reward_weights) if reward_weights and rewards else None,
     )  # fmt: skip
@@ -85,7 +85,7 @@ def generate(
         _show(answer, as_json, alone=len(answers) == 1)
 
 
-def _job(settings: Sequence[str], **options: Any) -> JobConfig:
+def as_job(settings: Sequence[str], **options: Any) -> JobConfig:
     job = JobConfig().changed({k: v for k, v in options.items() if v is not None})
     return job.changed(job_part(job, parse_settings(settings)))
 
@@ -116,7 +116,7 @@ def _no_reward(completions: Sequence[str]) -> list[float]:
     return [0.0] * len(completions)
 
 
-def _room(model: Any, tokenizer: Any, rows: list[dict[str, Any]], most: int = 128) -> int:
+def room_of(model: Any, tokenizer: Any, rows: list[dict[str, Any]], most: int = 128) -> int:
     """Tokens the model can still read behind the longest prompt."""
     from strop.data.tokenize import encode_prompt
     from strop.models import as_policy

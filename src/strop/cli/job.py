@@ -25,20 +25,26 @@ class JobConfig(Config):
     gguf_file        name of a GGUF file in the model's folder
     task             addition, sorting, brackets or reasoning_gym:NAME: rows, reward and tokenizer
     task_options     how hard it is, such as digits=3
-    data             JSONL files, a pattern, a folder or a dataset's name, in place of the task's rows
+    data             JSONL, JSON, CSV or Parquet files, a pattern, a folder, - for standard input, or a dataset's name
+                     (owner/name, owner/name:config), in place of the task's rows
     eval_data        held-out rows; without it the task's
     split, eval_split   of a task or dataset
     num_rows         the first so many rows of data
     num_eval_rows    the same of held-out ones; 0 evaluates nothing
+    map              columns under new names: prompt=question,answer=label
     chat             prompts are put to the model as messages of a user
-    template         a text with {prompt} and other columns, for the prompt
+    template         a text with {prompt} or other columns, for the prompt
     reward           file.py:function or package.module:function; several have --reward-weights; without it the task's
     preference       file.py:function for online-dpo, in place of a reward
     environment      file.py:Class for more than one turn; a class with rows and a tokenizer takes the place of a task
     tools            file.py:function, which the model may call
     output           the run folder; without it runs/ALGORITHM-TIME
     resume           go on with the run in output
-    log              also to tensorboard or wandb
+    overwrite        remove the run that is in output first
+    log              also to tensorboard, trackio or wandb
+    best             a metric of evaluations, eval/loss say: the checkpoint of its best value is kept, checkpoints/best.safetensors
+    patience         with best: the run ends after so many evaluations in a row without a better one; 0 is off
+    push_to_hub      owner/name: final/ is uploaded there at the end, as a private model
     """
 
     model: str = ""
@@ -57,6 +63,7 @@ class JobConfig(Config):
     eval_split: str = "test"
     num_rows: int | None = None
     num_eval_rows: int | None = None
+    map: str | tuple[str, ...] | None = None
     chat: bool = False
     template: str | None = None
     reward: str | tuple[str, ...] | None = None
@@ -65,10 +72,17 @@ class JobConfig(Config):
     tools: str | tuple[str, ...] | None = None
     output: str | None = None
     resume: bool = False
+    overwrite: bool = False
     log: str | tuple[str, ...] | None = None
+    best: str | None = None
+    patience: int = 0
+    push_to_hub: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_count(self.patience, "patience")
+        if self.patience and self.best is None:
+            raise ValueError("patience needs best, the metric that is to become better, found none")
         for name, low in (("num_rows", 1), ("num_eval_rows", 0)):
             if getattr(self, name) is not None:
                 check_count(getattr(self, name), name, low=low)
@@ -147,24 +161,26 @@ def load_task(job: JobConfig) -> Any:
 
 
 def load_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]]:
-    from strop.data.formats import load_rows
-
     if job.data is not None:
-        rows = load_rows(job.data, split=job.split, limit=job.num_rows, any_format=job.environment is not None)
-    elif task is not None:
-        rows = task.rows(job.split, job.num_rows)
-    else:
+        return _read(job.data, job, job.split, job.num_rows)
+    if task is None:
         raise ValueError("data or a task must be given: --data rows.jsonl or --task addition")
-    return shaped(rows, job)
+    return shaped(task.rows(job.split, job.num_rows), job)
+
+
+def _read(data: Any, job: JobConfig, split: str, limit: int | None) -> Sequence[dict[str, Any]]:
+    from strop.data.formats import check_rows, name_of, read_rows
+
+    rows = shaped(read_rows(data, split=split, limit=limit), job)
+    if job.environment is None:  # which takes any columns
+        check_rows(rows, where=name_of(data))
+    return rows
 
 
 def load_eval_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]] | None:
     """Held-out rows; None without any."""
-    from strop.data.formats import load_rows
-
     if job.eval_data is not None:  # also where none of its rows is wanted: a wrong name is a mistake all the same
-        limit, any_format = job.num_eval_rows or None, job.environment is not None
-        rows = shaped(load_rows(job.eval_data, split=job.eval_split, limit=limit, any_format=any_format), job)
+        rows = _read(job.eval_data, job, job.eval_split, job.num_eval_rows or None)
         return None if job.num_eval_rows == 0 else rows
     if job.num_eval_rows == 0:
         return None
@@ -176,14 +192,44 @@ def load_eval_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]] | None
 
 
 def shaped(rows: Sequence[dict[str, Any]], job: JobConfig) -> Sequence[dict[str, Any]]:
-    """Prompts through the template, and as messages of a user; completions as the assistant's answers to them."""
-    if job.template is None and not job.chat:
+    """Columns by their new names; prompts through the template and as messages of a user, completions as answers to them."""
+    names = _parse_map(job.map)
+    if job.template is None and not job.chat and not names:
         return rows
-    return [_shaped_row(dict(row), job, i) for i, row in enumerate(rows)]
+    return [_shaped_row(_renamed(dict(row), names, i), job, i) for i, row in enumerate(rows)]
+
+
+def _parse_map(given: str | tuple[str, ...] | None) -> dict[str, str]:
+    """prompt=question,answer=label: the new name of a column, and the one it has."""
+    pairs = [pair for text in ([given] if isinstance(given, str) else given or ()) for pair in text.split(",")]
+    found: dict[str, str] = {}
+    for pair in pairs:
+        new, equals, old = (part.strip() for part in pair.partition("="))
+        if not (new and equals and old) or new in found:
+            raise ValueError(
+                f"map must be new=old, each new name once, as prompt=question,answer=label; found {pair!r}"
+            )
+        found[new] = old
+    return found
+
+
+def _renamed(row: dict[str, Any], names: Mapping[str, str], index: int) -> dict[str, Any]:
+    for new, old in names.items():
+        if old not in row:
+            raise ValueError(f"map: rows[{index}] has no column {old!r}, found {', '.join(row)}")
+        if new in row and new not in names.values() and new != old:
+            raise ValueError(f"map: rows[{index}] has a column {new!r} already; map it to another name too")
+    return {name: value for name, value in row.items() if name not in names.values()} | {
+        new: row[old] for new, old in names.items()
+    }
 
 
 def _shaped_row(row: dict[str, Any], job: JobConfig, index: int) -> dict[str, Any]:
-    if not isinstance(row.get("prompt"), str):
+    if (
+        not isinstance(row.get("prompt"), str)
+        and (job.template is None or "prompt" in row)
+        and (job.template or job.chat)
+    ):
         option = "chat" if job.template is None else "template"
         raise ValueError(f"{option} needs a text in rows[{index}]['prompt'], found {_kind_of_prompt(row)}")
     if job.template is not None:
@@ -194,14 +240,9 @@ def _shaped_row(row: dict[str, Any], job: JobConfig, index: int) -> dict[str, An
                 f"template {job.template!r} must use the columns {', '.join(row)}, found {error}"
             ) from None
     if job.chat:
-        for column, role in (
-            ("prompt", "user"),
-            ("completion", "assistant"),
-            ("chosen", "assistant"),
-            ("rejected", "assistant"),
-        ):
+        for column in ("prompt", "completion", "chosen", "rejected"):
             if isinstance(row.get(column), str):
-                row[column] = [{"role": role, "content": row[column]}]
+                row[column] = [{"role": "user" if column == "prompt" else "assistant", "content": row[column]}]
     return row
 
 

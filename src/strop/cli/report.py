@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from strop.cli.options import number_option
+
 
 def report(
     runs: Annotated[
@@ -17,10 +19,17 @@ def report(
     figure: Annotated[
         Path | None, typer.Option(help="Also the main curves as an image (PNG or SVG; needs matplotlib).")
     ] = None,
+    watch: Annotated[
+        bool, typer.Option(help="Serve the page on localhost and follow the runs as they go on, until Ctrl-C.")
+    ] = False,
+    port: Annotated[int, number_option("Of --watch; 0 is any that is free.", high=65535)] = 0,
 ) -> None:
     """One HTML page of a run, or of several side by side. It is complete in itself: mail it, keep it."""
     from strop.report import draw_figure, load_runs, write_report
 
+    if watch:
+        _serve(runs, title, port)
+        return
     found = load_runs(runs)
     one = runs[0] if len(runs) == 1 else Path()
     path = write_report(found, output or one / "report.html", title=title)
@@ -28,3 +37,15 @@ def report(
         draw_figure(found, figure)
         print(figure)
     print(path)
+
+
+def _serve(runs: list[Path], title: str | None, port: int) -> None:
+    from strop.report import build_report
+    from strop.report.watch import Watch
+
+    for folder in runs:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"no such run folder: {folder}")
+    with Watch(runs, lambda version: build_report(runs, title=title, version=version), port) as server:
+        print(server.address, flush=True)
+        server.serve_forever()

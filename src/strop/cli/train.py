@@ -1,14 +1,17 @@
 """`strop train sft|dpo|kto|reward|grpo|ppo|distill|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
 import importlib
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from strop.cli import table
 from strop.cli.job import (
     JOB_FIELDS,
     JobConfig,
@@ -44,14 +47,25 @@ ALGORITHMS = {
         "DPO on pairs the model itself makes, judged by a reward or a preference.",
     ),
 }
-app = typer.Typer(no_args_is_help=True, help=f"Train a model: {', '.join(ALGORITHMS)}.", rich_markup_mode="rich")
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(
+    no_args_is_help=True,
+    context_settings=HELP,
+    help=f"Train a model: {', '.join(ALGORITHMS)}.",
+    rich_markup_mode="rich",
+)
 
 
 def define_commands(arguments: Sequence[str]) -> None:
-    """Commands with their options. torch is imported only for the algorithm that stands on the command line."""
+    """Commands with their options. torch is imported only for the algorithm that is to run.
+
+    For help and for tab completion, whose words are in the environment, the options come from a table.
+    """
     app.registered_commands.clear()
+    asks = not {"--help", "-h"}.isdisjoint(arguments) or "_STROP_COMPLETE" in os.environ
     for command, (_, _, about) in ALGORITHMS.items():
-        make = _command if command in arguments and "train" in arguments else _stub
+        named = command in arguments and "train" in arguments
+        make = _command_of_table if asks else _command if named else _stub
         app.command(command, help=f"{about} Options come from --config, then from the command line.", short_help=about)(
             make(command)
         )
@@ -77,19 +91,35 @@ def algorithm_class(command: str) -> Any:
 def _command(command: str) -> Any:
     algorithm = algorithm_class(command)
 
+    def work(job: JobConfig, config: Any, quiet: bool, dry_run: bool) -> None:
+        if dry_run:
+            try_out(command, job, config)
+        else:
+            run(command, job, config, quiet=quiet)
+
+    return _with(work, all_options(algorithm.Config), algorithm)
+
+
+def _command_of_table(command: str) -> Any:
+    return _with(_stub(command), table.table_options(command), None)
+
+
+def _with(work: Any, options: Sequence[Option], algorithm: Any) -> Any:
     def train(
         config: Annotated[Path | None, typer.Option(help="YAML file of options, flat or nested.")] = None,
         settings: Annotated[
             list[str] | None, typer.Option("--set", help="name=value of any option, also of nested ones.")
         ] = None,
         quiet: Annotated[bool, typer.Option(help="Write nothing but errors and the run's folder.")] = False,
+        dry_run: Annotated[
+            bool, typer.Option(help="Load and check everything, take one step, say what it took, and write nothing.")
+        ] = False,
         *,
         given: dict[str, Any],
     ) -> None:
-        job, options = gather(algorithm.Config, config, settings or (), given)
-        run(command, job, options, quiet=quiet)
+        work(*gather(algorithm.Config, config, settings or (), given), quiet, dry_run)
 
-    return with_options(train, all_options(algorithm.Config))
+    return with_options(train, options)
 
 
 # ---- options ----
@@ -98,6 +128,12 @@ def _command(command: str) -> Any:
 def all_options(config_class: Any) -> list[Option]:
     name = config_class.__name__.removesuffix("Config")
     return [*options_of(JobConfig, "What is trained on what"), *options_of(config_class, name)]
+
+
+def write_table() -> None:
+    """options.json from the configs: python -c 'from strop.cli.train import write_table; write_table()'"""
+    options = {command: all_options(algorithm_class(command).Config) for command in ALGORITHMS}
+    table.FILE.write_text(table.written(options), encoding="utf-8")
 
 
 def gather(
@@ -133,11 +169,16 @@ def _check_known(config_class: Any, options: Mapping[str, Any]) -> None:
 def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Path:
     """Train as told; the run folder. Ends the process with 130 or 143 after Ctrl-C or SIGTERM."""
     from strop.distributed import world
+    from strop.training.folder import remove_run
 
     quiet = quiet or not world().is_first
     output = world().from_first(lambda: _output(command, job))
     trainer, rows, eval_rows = build(command, job, config)
+    if job.overwrite:
+        rows = trainer.prepared(rows)  # first: data with a mistake in it cost no run
+        world().from_first(lambda: remove_run(output))
     trainer.loggers = _loggers(job, config, output, quiet) if world().is_first else []
+    trainer.callbacks = _callbacks(job, output, eval_rows)
     trainer.run.about = {"job": told(job)}
     if not quiet:
         print(f"{command}: {len(rows):,} rows, {_size(trainer)}; run folder {output}", file=sys.stderr)
@@ -150,21 +191,67 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
         raise typer.Exit(128 + (history.signal or 2))
     if not quiet:
         _tell(history, output)
+    if world().is_first and job.push_to_hub is not None:
+        print(f"pushed to {trainer.push_to_hub(job.push_to_hub, folder=_model_of(output))}", file=sys.stderr)
     if world().is_first:
         print(output)
     return output
 
 
 def _output(command: str, job: JobConfig) -> Path:
-    """The run folder, which may be there if it is resumed."""
+    """The run folder, which may be there if it is resumed or removed."""
     output = Path(job.output or f"runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}")
     if job.resume and job.output is None:
         raise ValueError("--resume needs --output, the folder of the run to go on with")
     if output.exists() and not output.is_dir():
         raise NotADirectoryError(f"output must be a folder, found the file {output}")
-    if (output / "run.json").exists() and not job.resume:
-        raise ValueError(f"{output} holds a run already: --resume goes on with it, --output names another folder")
+    if job.resume and job.overwrite:
+        raise ValueError("--resume goes on with a run and --overwrite removes it: give one of them")
+    if (output / "run.json").exists() and not job.resume and not job.overwrite:
+        raise ValueError(
+            f"{output} holds a run already: --resume goes on with it, --overwrite removes it, --output names another folder"
+        )
     return output
+
+
+def try_out(command: str, job: JobConfig, config: Any) -> None:
+    """One step of the run and an evaluation of one batch, nothing written: what they took, and what the run will."""
+    from strop.data.formats import Prepared
+    from strop.training.run import epoch_order
+
+    trainer, rows, eval_rows = build(command, job, config)
+    rows, run = trainer.prepared(rows), config.run
+    if run.batch_size > len(rows):
+        raise ValueError(f"batch_size must be at most the number of rows, {len(rows)}, found {run.batch_size}")
+    order = epoch_order(len(rows), run.seed, 0, run.shuffle)
+    metrics = trainer.run_step(lambda: trainer.step_on([rows[i] for i in order[: run.batch_size]]))
+    steps = run.num_steps or run.num_epochs * -(-len(rows) // run.batch_size)
+    seconds = metrics["time/step"]
+    phases = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
+    shares = ", ".join(f"{name} {value:.3g} s" for name, value in phases.items() if name != "step")
+    lines = [
+        f"{command}: {len(rows):,} rows, {_size(trainer)}, on {trainer.policy.device}",
+        f"a step: {seconds:.3g} s ({shares}); the first is slower than the others",
+        f"{steps:,} steps: about {timedelta(seconds=round(steps * seconds))}, without evaluations",
+        f"memory at its peak: {_peak_memory(trainer.policy.device) / 1e9:.2f} GB",
+    ]
+    if eval_rows is not None:
+        found = trainer.evaluate(Prepared(trainer.prepared(eval_rows, "eval_dataset")[: run.batch_size]))
+        lines.append(
+            f"held out: {len(eval_rows):,} rows; of a batch {', '.join(f'{k} {v:.4g}' for k, v in found.items())}"
+        )
+    print("\n".join([*lines, "nothing was written"]))
+
+
+def _peak_memory(device: Any) -> float:
+    """Bytes of the GPU, or of the process."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def build(command: str, job: JobConfig, config: Any) -> tuple[Any, Sequence[Any], Sequence[Any] | None]:
@@ -220,17 +307,29 @@ def _ref_model(job: JobConfig) -> Any:
     return load_model(job.ref_model, dtype=job.dtype, device=job.device)[0]
 
 
+def _callbacks(job: JobConfig, output: Path, eval_rows: Any) -> list[Any]:
+    from strop.callbacks import BestCheckpoint, EarlyStopping
+
+    if job.best is None:
+        return []
+    if eval_rows is None:
+        raise ValueError("best needs held-out rows: --eval-data, or a --task's")
+    stopping = [EarlyStopping(job.best, job.patience)] if job.patience else []
+    return [BestCheckpoint(output / "checkpoints", job.best), *stopping]
+
+
 def _loggers(job: JobConfig, config: Any, output: Path, quiet: bool) -> list[Any]:
     from strop._checks import check_choice
-    from strop.logging import ConsoleLogger, TensorBoardLogger, WandbLogger
+    from strop.logging import ConsoleLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 
     names = [job.log] if isinstance(job.log, str) else list(job.log or ())
     made: list[Any] = []
     for name in names:
-        check_choice(name, "log", ("tensorboard", "wandb"))
-        made.append(
-            TensorBoardLogger(output / "tensorboard") if name == "tensorboard" else WandbLogger(name=output.name)
-        )
+        check_choice(name, "log", ("tensorboard", "trackio", "wandb"))
+        if name == "tensorboard":
+            made.append(TensorBoardLogger(output / "tensorboard"))
+        else:
+            made.append((TrackioLogger if name == "trackio" else WandbLogger)(name=output.name))
     if not quiet and not sys.stderr.isatty():  # a terminal has the progress bar
         made.append(ConsoleLogger(max(1, config.run.log_every), file=sys.stderr))
     return made
@@ -239,9 +338,11 @@ def _loggers(job: JobConfig, config: Any, output: Path, quiet: bool) -> list[Any
 def _size(trainer: Any) -> str:
     from strop.distributed import class_of
 
-    count = sum(parameter.numel() for parameter in trainer.module.parameters())
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.module.parameters()]
+    count, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
+    share = f", {trained:,} trained ({trained / count:.2%})" if trained < count else ""
     processes = f", in {trainer.world.size} processes" if trainer.world.size > 1 else ""
-    return f"{class_of(trainer.module).__name__} of {count:,} parameters{processes}"
+    return f"{class_of(trainer.module).__name__} of {count:,} parameters{share}{processes}"
 
 
 def _tell(history: Any, output: Path) -> None:
@@ -253,4 +354,10 @@ def _tell(history: Any, output: Path) -> None:
             print(f"{name}: {first.get(name, float('nan')):.4g} → {last[name]:.4g}", file=sys.stderr)
     if history.stop_reason:
         print(f"stopped: {history.stop_reason}", file=sys.stderr)
-    print(f"model: {output / 'final'}\nlook at it: strop report {output}", file=sys.stderr)
+    print(f"model: {_model_of(output)}\nlook at it: strop report {output}", file=sys.stderr)
+
+
+def _model_of(output: Path) -> Path:
+    """The whole model, or where there is none its adapter."""
+    final, adapter = output / "final", output / "final" / "adapter"
+    return final if (final / "config.json").exists() or not adapter.exists() else adapter

@@ -12,17 +12,16 @@ rejected have in common at their start. In place of a text stands, where there i
 Other columns stay: reward functions get them by name.
 """
 
-import codecs
 import difflib
 import glob
 import importlib
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from strop._checks import check_choice, is_conversation
+from strop.data.files import SUFFIXES, datasets_package, one_line, read_file
 
 Row = dict[str, Any]
 
@@ -50,30 +49,37 @@ def prepared(
         return dataset
     if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
         raise ValueError(f"{name} must have rows, found none")
-    return Prepared(prepare(load_rows(dataset, any_format=any_format), name))
+    return Prepared(prepare((read_rows if any_format else load_rows)(dataset), name))
 
 
-def load_rows(
-    source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0, any_format: bool = False
-) -> Sequence[Row]:
-    """Rows of a source, checked to be of one known format.
+def load_rows(source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0) -> Sequence[Row]:
+    """Rows of a source, checked to be of one known format; see `read_rows`."""
+    rows = read_rows(source, split=split, limit=limit, seed=seed)
+    check_rows(rows, where=name_of(source))
+    return rows
 
-    source   a list of dicts; a JSONL file, a pattern of files or a list of them; the name of one of strop's tasks; a
-             `datasets.Dataset` or `DatasetDict`, or the id of one on the Hub or a folder `save_to_disk` wrote
+
+def read_rows(source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0) -> Sequence[Row]:
+    """Rows of a source as they are, whatever their columns.
+
+    source   a list of dicts; a file (JSONL, a JSON array, CSV, TSV or Parquet), a pattern of files or a list of them,
+             "-" for JSONL on standard input; the name of one of strop's tasks; a `datasets.Dataset` or `DatasetDict`,
+             a folder `save_to_disk` wrote, or the id of one on the Hub, with a config "owner/name:config"
     split    which part of a task, a DatasetDict or an id; a file is one part
     limit    the first so many rows
     seed     of a task's problems
-    any_format   the columns are an environment's business
     """
     rows = _read(source, split, limit, seed)
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows)))) if hasattr(rows, "select") else rows[:limit]
-    where = str(source) if isinstance(source, (str, os.PathLike)) else ""
     if not len(rows):
-        raise ValueError(f"{where or 'the data'} must hold at least one row, found none")
-    if not any_format:
-        check_rows(rows, where=where)
+        raise ValueError(f"{name_of(source) or 'the data'} must hold at least one row, found none")
     return rows
+
+
+def name_of(source: Any) -> str:
+    """A source in an error; nothing for rows in memory."""
+    return str(source) if isinstance(source, (str, os.PathLike)) else ""
 
 
 def _read(source: Any, split: str, limit: int | None, seed: int) -> Any:
@@ -85,7 +91,7 @@ def _read(source: Any, split: str, limit: int | None, seed: int) -> Any:
         return _read_named(os.fspath(source), split, limit, seed)
     if isinstance(source, Sequence):
         if source and all(isinstance(item, (str, os.PathLike)) for item in source):
-            return [row for path in source for row in read_jsonl(path)]
+            return [row for path in source for row in read_file(path)]
         return _checked_dicts(source)
     if hasattr(source, "__iter__") and hasattr(source, "features"):
         raise TypeError(
@@ -96,16 +102,16 @@ def _read(source: Any, split: str, limit: int | None, seed: int) -> Any:
 
 def _read_named(name: str, split: str, limit: int | None, seed: int) -> Any:
     path = Path(name).expanduser()
-    if path.is_file():
-        return list(read_jsonl(path))
+    if name == "-" or path.is_file():
+        return read_file(name if name == "-" else path)
     if any(c in name for c in "*?["):
         files = sorted(glob.glob(str(path)))
         if not files:
             raise FileNotFoundError(f"no file matches {name}")
-        return [row for file in files for row in read_jsonl(file)]
+        return [row for file in files for row in read_file(file)]
     if path.is_dir():
         return _read_folder(path, split)
-    if path.suffix in (".jsonl", ".json", ".ndjson"):
+    if path.suffix in SUFFIXES:
         raise FileNotFoundError(f"no such file: {name}")
     if (rows := _read_task(name, split, limit, seed)) is not None:
         return rows
@@ -114,13 +120,15 @@ def _read_named(name: str, split: str, limit: int | None, seed: int) -> Any:
 
 def _read_folder(folder: Path, split: str) -> Any:
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        found = _datasets().load_from_disk(str(folder))
+        found = datasets_package().load_from_disk(str(folder))
         return _pick_split(found, split) if isinstance(found, Mapping) else found
-    file = folder / f"{split}.jsonl"
-    if not file.is_file():
+    file = next((folder / (split + end) for end in SUFFIXES if (folder / (split + end)).is_file()), None)
+    if file is None:
         there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-        raise FileNotFoundError(f"the folder {folder} must hold {split}.jsonl or a saved dataset, found {there}")
-    return list(read_jsonl(file))
+        raise FileNotFoundError(
+            f"the folder {folder} must hold {split}.jsonl (or .csv, .parquet …) or a saved dataset, found {there}"
+        )
+    return read_file(file)
 
 
 def _read_task(name: str, split: str, limit: int | None, seed: int) -> list[Row] | None:
@@ -141,18 +149,11 @@ def _unknown_source(name: str, known: Sequence[str]) -> str:
 
 
 def _read_hub(name: str, split: str) -> Any:
+    place, _, config = name.partition(":")
     try:
-        return _datasets().load_dataset(name, split=split)
+        return datasets_package().load_dataset(place, config or None, split=split)
     except Exception as error:  # of many kinds: no network, no such id, no such split
         raise ValueError(f"no file, folder or task is called {name!r}, and datasets cannot load it: {error}") from error
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise ImportError('this source needs the datasets package: pip install "strop[train]"') from None
-    return datasets
 
 
 def _is_dataset(source: Any) -> bool:
@@ -170,40 +171,6 @@ def _checked_dicts(rows: Sequence[Any]) -> list[Row]:
         if not isinstance(row, Mapping):
             raise TypeError(f"rows[{i}] must be a dict of columns, found {type(row).__name__}")
     return [dict(row) for row in rows]
-
-
-def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
-    """One object per line; empty lines are passed over. A broken line is named."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if line.strip():
-                yield _parse_line(line.strip(), path, number)
-
-
-def _parse_line(line: bytes, path: Any, number: int) -> Row:
-    where = f"{path}, line {number}"
-    try:
-        text = line.decode()
-        row = json.loads(text)
-        if b"\\ud" in line.lower():
-            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text to be tokenised
-    except UnicodeError as error:
-        raise ValueError(f"{where} must be UTF-8 text: {error}") from None
-    except json.JSONDecodeError as error:
-        shown = one_line(text[:60]) + ("…" if len(text) > 60 else "")
-        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}): {shown}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets without end
-        raise ValueError(f"{where}: not JSON that can be read: {error}") from None
-    if not isinstance(row, dict):
-        hint = "; a JSON array is not JSONL: write one object per line" if isinstance(row, list) else ""
-        raise ValueError(f"{where}: must be an object of columns, found {type(row).__name__}{hint}")
-    return row
-
-
-def one_line(text: str) -> str:
-    """As it may stand in an error: what is not printable by its number."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 # ---- which format they are in ----
@@ -264,7 +231,7 @@ def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str 
         name = _name(where, i)
         if (found := detect_format(row, name)) != first:
             raise ValueError(f"{name} is {found}, the rows before it {first}; {_found(row)}")
-        _check_contents(row, name)
+        check_contents(row, name)
     return usable
 
 
@@ -277,7 +244,8 @@ def _name(where: str, index: int) -> str:
     return f"{where}: rows[{index}]" if where else f"rows[{index}]"
 
 
-def _check_contents(row: Mapping[str, Any], name: str) -> None:
+def check_contents(row: Mapping[str, Any], name: str) -> None:
+    """Every column of the format holds a text, messages or ids, and those that belong together are of one kind."""
     kinds = {column: _kind(row[column], f"{name}[{column!r}]") for column in CONTENT if row.get(column) is not None}
     pairs = ("prompt", "completion"), ("chosen", "rejected"), ("prompt", "chosen")
     for a, b in pairs:

@@ -360,7 +360,7 @@ def policy_metrics(
 
     clip_fraction         tokens whose ratio is cut (cispo: whose weight is; sapo and vespo: none), and of these
     clip_fraction_low, clip_fraction_high, clip_fraction_delta     those cut by each bound
-    ratio_mean, ratio_min, ratio_max
+    ratio/mean, ratio/min, ratio/max
     approx_kl             k3 of KL(old ‖ policy): how far the updates have gone since the rollout
     kl, entropy           where ref_logps, entropy are given
     """
@@ -393,9 +393,9 @@ def tokens_metrics(
         "clip_fraction_low": mean(low_N),
         "clip_fraction_high": mean(high_N),
         "clip_fraction_delta": mean(delta_N),
-        "ratio_mean": mean(ratio_N),
-        "ratio_min": _extreme(ratio_N, mask_N, torch.amin, math.inf),
-        "ratio_max": _extreme(ratio_N, mask_N, torch.amax, -math.inf),
+        "ratio/mean": mean(ratio_N),
+        "ratio/min": _extreme(ratio_N, mask_N, torch.amin, math.inf),
+        "ratio/max": _extreme(ratio_N, mask_N, torch.amax, -math.inf),
         "approx_kl": mean(_since_rollout(tokens)),
     }
     if ref_logps_N is not None:

@@ -1,8 +1,13 @@
 """Models by name: strop's MoE, Hugging Face's."""
 
+import contextlib
 import dataclasses
 import importlib.util
+import os
+import sys
+import tempfile
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +44,8 @@ def load_model(
     if isinstance(dtype, str):
         dtype = _dtype_named(dtype)
     if name == SMOLLM2:
-        name, gguf_file = _smollm2()
+        with _loading:
+            name, gguf_file = _dequantised(*_smollm2())
     if scores and (name.startswith("moe:") or _is_strop_folder(Path(name).expanduser())):
         raise ValueError(f"model must be one of transformers to score sequences, found strop's MoE {name}")
     if name.startswith("moe:"):
@@ -94,6 +100,32 @@ def _smollm2() -> tuple[str, str]:
     return str(folder), next(folder.glob("*.gguf")).name
 
 
+def _dequantised(folder: str, gguf_file: str) -> tuple[str, str | None]:
+    """A folder with the weights of a GGUF file as transformers reads them: to dequantise them takes long, and is done once.
+
+    In STROP_CACHE, or strop/ in the user's folder of caches. Where nothing can be written, the GGUF file itself.
+    """
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(os.environ.get("STROP_CACHE") or Path(caches) / "strop")
+    copy = cache / f"{SMOLLM2}-{checksums.of_file(Path(folder) / gguf_file):08x}"
+    if copy.is_dir():
+        return str(copy), None
+    print(f"{SMOLLM2}: dequantising the weights, half a minute, once; they are kept in {copy}", file=sys.stderr)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=f".{SMOLLM2}.") as made:
+            parts: tuple[Any, ...] = _hugging_face(folder, None, gguf_file, torch.device("cpu"), {})
+            for part in parts:
+                part.save_pretrained(Path(made) / "copy")
+            checksums.write(Path(made) / "copy")
+            with contextlib.suppress(FileExistsError, NotADirectoryError):  # another process was faster
+                os.rename(Path(made) / "copy", copy)
+    except OSError as error:
+        warnings.warn(f"{SMOLLM2} is not kept, and is dequantised every time: {error}", stacklevel=3)
+        return folder, gguf_file
+    return str(copy), None
+
+
 def _dtype_named(name: str) -> torch.dtype:
     short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
     found = getattr(torch, short.get(name, name), None)
@@ -127,8 +159,9 @@ def _check_folder(folder: Path, name: str, gguf_file: str | None) -> None:
         raise NotADirectoryError(f"{wanted}, found the file {name}")
     configs = ("config.json", "adapter_config.json")
     if folder.is_dir() and gguf_file is None and not any((folder / config).is_file() for config in configs):
-        within = folder / "final"
-        hint = f"; the model of this run is {within}" if within.is_dir() else ""
+        places = [folder / place for place in ("final", "final/adapter", "adapter")]
+        within = next((place for place in places if any((place / config).is_file() for config in configs)), None)
+        hint = f"; the model of this run is {within}" if within else ""
         raise FileNotFoundError(f"{wanted}, found the folder {name} without config.json{hint}")
 
 

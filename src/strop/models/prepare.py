@@ -2,6 +2,7 @@
 
 import codecs
 import locale
+import platform
 import warnings
 from typing import Any
 
@@ -19,6 +20,8 @@ def prepared_model(policy: Policy, run: RunConfig, lora: LoRAConfig | None) -> A
         if policy.kind != "hf":
             raise ValueError(f"lora must be None but for Hugging Face models, found a {type(model).__name__}")
         model = with_lora(model, lora, run.seed)
+    if policy.kind != "moe":
+        warn_of_slow_bf16(policy.device, run.autocast, getattr(model, "dtype", None))
     if policy.kind == "moe" and (run.autocast or run.compile):
         warnings.warn("autocast and compile have no effect on the MoE: its engine computes in float32", stacklevel=4)
         return model
@@ -47,6 +50,16 @@ def with_lora(model: Any, config: Any, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return peft.get_peft_model(model, lora)
+
+
+def warn_of_slow_bf16(device: torch.device, autocast: str | None, dtype: torch.dtype | None) -> None:
+    """bfloat16 on a CPU without instructions for it is right, and several times slower than float32."""
+    if device.type != "cpu" or (autocast != "bf16" and dtype != torch.bfloat16):
+        return
+    knows = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)  # of torch's own; without it nothing is said
+    if platform.machine() in ("x86_64", "AMD64") and not knows():
+        what = 'autocast="bf16"' if autocast else "a model in bfloat16"
+        warnings.warn(f"{what} is slow here: this CPU has no instructions for it; float32 is faster", stacklevel=5)
 
 
 def turn_dropout_off(model: torch.nn.Module) -> None:

@@ -37,6 +37,7 @@ def build_report(
     headline: Sequence[Tile] = (),
     title: str | None = None,
     lead: str | None = None,
+    version: str | None = None,
 ) -> str:
     """The page as text.
 
@@ -44,17 +45,20 @@ def build_report(
     extra_sections   put between the summary and the curves
     headline         numbers at the top in place of the run's own
     title, lead      the heading, and the line below it
+    version          of a page that a server keeps up to date, see `strop.report.watch`
     """
     found = _as_runs(runs)
     sections = list(extra_sections)
     if len(found) > 1:
         sections.insert(0, Section("Runs", page.summary_table(found)))
-    sections += page.curve_sections(found)
+    sections = [*(s for s in [page.alarm_section(found)] if s), *sections, *page.curve_sections(found)]
     sections += [s for s in [page.time_section(found)] if s]
     sections += page.samples_sections(found)
     sections += [s for s in [page.config_section(found)] if s]
     tiles = list(headline) or (page.summary_tiles(found[0]) if len(found) == 1 else [])
-    return page.render(found, sections, tiles, title or _title(found), lead if lead is not None else _lead(found))
+    return page.render(
+        found, sections, tiles, title or _title(found), lead if lead is not None else _lead(found), version
+    )
 
 
 def write_report(runs: Iterable[Run | str | Path], path: str | Path, **options: object) -> Path:

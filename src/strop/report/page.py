@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import strop
-from strop.data.formats import as_text
+from strop.report import samples
+from strop.report.alarms import alarms_of
 from strop.report.curves import duration, percent, short, smoothing_window
 from strop.report.metrics import GROUPS, SECOND_TO, Metric, describe
 from strop.report.runs import Run, Series
 from strop.report.svg import Chart, Curve, bars, colour, escape, legend_of, line_chart, share_bar, stacked_bars
 
 HERE = Path(__file__).parent
-FEW_SAMPLES = 4
 WHOLE_STEP = "time/step"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-MAX_BARS, MAX_SAMPLES, MAX_SHOWN, MAX_LINES, MAX_KEPT = 36, 6, 700, 12, 20_000
+MAX_BARS = 36
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,47 @@ def bar_section(
     return Section(title, f'<div class="card">{bars(groups, fraction=fraction)}</div>', under)
 
 
-def sample_section(title: str, samples: Sequence[Mapping[str, Any]], *, under: str = "") -> Section:
+def sample_section(title: str, rows: Sequence[Mapping[str, Any]], *, under: str = "") -> Section:
     """Completions before and after: {"prompt", "before", "after", "reward_before", "reward_after"}, the last two optional."""
     cards = []
-    for sample in samples:
-        sides = [(name, sample[name], sample.get(f"reward_{name}")) for name in ("before", "after")]
-        cards.append(_sample_card(sample["prompt"], sides))
+    for row in rows:
+        sides = [samples.Side(name, row[name], row.get(f"reward_{name}")) for name in ("before", "after")]
+        cards.append(samples.card(row["prompt"], sides))
     return Section(title, "".join(cards), under)
+
+
+def samples_sections(runs: Sequence[Run]) -> list[Section]:
+    """The samples of each run; of several runs each folded."""
+    found: list[tuple[str, str]] = []
+    for run in runs:
+        if run.samples:
+            body, under = samples.of_run(run)
+            if len(runs) > 1:
+                body = f"<details><summary>{escape(run.name)}: {escape(under)}</summary>{body}</details>"
+            found.append((body, under))
+    if not found:
+        return []
+    return [Section("Samples", "".join(body for body, _ in found), found[0][1] if len(runs) == 1 else "")]
 
 
 # ---- the page ----
 
 
-def render(runs: Sequence[Run], sections: Sequence[Section], tiles: Sequence[Tile], title: str, lead: str) -> str:
+def render(
+    runs: Sequence[Run],
+    sections: Sequence[Section],
+    tiles: Sequence[Tile],
+    title: str,
+    lead: str,
+    version: str | None = None,
+) -> str:
+    """The page; with a version it asks the server it came from for a newer one."""
+    policy = POLICY if version is None else f"{POLICY}; connect-src 'self'"
+    of = "" if version is None else f' data-version="{escape(version)}"'
+    live = "" if version is None else '<p class="live" role="status">Following the run.</p>'
+    complete = "This file is complete: it loads nothing from anywhere." if version is None else ""
+    scripts = ["hover.js"] if version is None else ["hover.js", "watch.js"]
+    script = "\n".join((HERE / name).read_text(encoding="utf-8") for name in scripts)
     data: list[dict] = []
     body = "".join(_section(section, data) for section in sections)
     legend = (
@@ -73,14 +101,14 @@ def render(runs: Sequence[Run], sections: Sequence[Section], tiles: Sequence[Til
     told = f'<ul class="notes">{"".join(f"<li>{escape(n)}</li>" for n in notes)}</ul>' if notes else ""
     curves = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · strop</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<!doctype html>\n<html lang="en"{of}><head><meta charset="utf-8"><title>{escape(title)} · strop</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<link rel="icon" href="data:,"><style>{(HERE / "style.css").read_text(encoding="utf-8")}</style></head>\n<body>'
-        f'<header><div class="mark">strop</div><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>\n'
+        f'<header><div class="mark">strop</div><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>{live}</header>\n'
         f"<main>{told}{_tiles(tiles)}{legend}{body}</main>\n"
-        f"<footer>Written by strop {strop.__version__}. This file is complete: it loads nothing from anywhere.</footer>\n"
+        f"<footer>Written by strop {strop.__version__}. {complete}</footer>\n"
         f'<script type="application/json" id="curves">{curves}</script>'
-        f"<script>{(HERE / 'hover.js').read_text(encoding='utf-8')}</script></body></html>\n"
+        f"<script>{script}</script></body></html>\n"
     )
 
 
@@ -148,6 +176,15 @@ def _charts_of(name: str, metric: Metric, runs: Sequence[Run]) -> list[Chart]:
     return charts
 
 
+def alarm_section(runs: Sequence[Run]) -> Section | None:
+    rows = []
+    for run in runs:
+        for title, numbers, advice in alarms_of(run):
+            whose = f"{run.name}: " if len(runs) > 1 else ""
+            rows.append(f"<li><b>{escape(whose + title)}</b> <span>{escape(numbers)}</span><br>{escape(advice)}</li>")
+    return Section("Alarms", f'<ul class="alarms">{"".join(rows)}</ul>') if rows else None
+
+
 def time_section(runs: Sequence[Run]) -> Section | None:
     phases = dict.fromkeys(n for run in runs for n in run.names if n.startswith("time/") and n != WHOLE_STEP)
     timed = []
@@ -212,81 +249,25 @@ def _in_stretches(series: Mapping[str, Series]) -> tuple[list[int], dict[str, li
     return [steps[i] for i in starts], columns
 
 
-def samples_sections(runs: Sequence[Run]) -> list[Section]:
-    sections: list[tuple[str, str]] = []
-    for run in runs:
-        if run.samples:
-            body, under = _samples(run)
-            if len(runs) > 1:
-                body = f"<details><summary>{escape(run.name)}: {escape(under)}</summary>{body}</details>"
-            sections.append((body, under))
-    if not sections:
-        return []
-    return [Section("Samples", "".join(body for body, _ in sections), sections[0][1] if len(runs) == 1 else "")]
-
-
-def _samples(run: Run) -> tuple[str, str]:
-    """The same prompt early and late where there is one; else the first step's samples beside the last one's."""
-    by_prompt: dict[str, list[dict]] = {}
-    for sample in run.samples:
-        by_prompt.setdefault(as_text(sample.get("prompt", "")), []).append(sample)
-    again = {p: s for p, s in by_prompt.items() if s[0].get("step") != s[-1].get("step")}
-    if again:
-        cards = [_sample_card(p, [_side(s[0]), _side(s[-1])]) for p, s in list(again.items())[:MAX_SAMPLES]]
-        return "".join(cards), "The same prompts at their first and at their last step."
-    steps = [s.get("step") for s in run.samples]
-    first, last = ([s for s in run.samples if s.get("step") == step] for step in (steps[0], steps[-1]))
-    columns = [_pick(first), _pick(last)] if steps[0] != steps[-1] else [_pick(first)[::2], _pick(first)[1::2]]
-    made = ["".join(_sample_card(as_text(s.get("prompt", "")), [_side(s)]) for s in column) for column in columns]
-    body = f'<div class="pair">{"".join(f"<div>{column}</div>" for column in made)}</div>'
-    return body, f"Of step {steps[0]}." if steps[0] == steps[-1] else "The first step's samples beside the last step's."
-
-
-def _pick(samples: Sequence[dict]) -> list[dict]:
-    """One of each prompt first, then more, up to a few."""
-    firsts = {as_text(s.get("prompt", "")): s for s in reversed(samples)}
-    chosen = [*reversed(firsts.values())][:MAX_SAMPLES]
-    others = [s for s in samples if not any(s is c for c in chosen)]
-    return chosen + others[: max(FEW_SAMPLES - len(chosen), 0)]
-
-
-def _side(sample: Mapping[str, Any]) -> tuple[str, Any, Any]:
-    return f"step {sample.get('step', '?')}", sample.get("completion", ""), sample.get("reward")
-
-
-def _sample_card(prompt: Any, sides: Sequence[tuple[str, Any, Any]]) -> str:
-    rewards = [reward for _, _, reward in sides]
-    drawn = []
-    for when, completion, reward in sides:
-        shown = ""
-        if isinstance(reward, (int, float)):
-            others = [r for r in rewards if isinstance(r, (int, float)) and r != reward]
-            trend = "" if not others else " up" if reward > max(others) else " down"
-            shown = f'<span class="reward{trend}">reward {short(reward)}</span>'
-        drawn.append(
-            f'<div><div class="when"><span>{escape(when)}</span>{shown}</div>{_long_text(as_text(completion))}</div>'
-        )
-    body = f'<div class="pair">{"".join(drawn)}</div>' if len(drawn) > 1 else drawn[0]
-    return f'<div class="card sample"><pre class="prompt">{escape(_cut(as_text(prompt)))}</pre>{body}</div>'
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]}\n…\n{text[-MAX_SHOWN // 2 :]}"
-
-
-def _long_text(text: str) -> str:
-    if not text:
-        return '<pre class="prompt">(empty)</pre>'
-    start = "".join(text[:MAX_SHOWN].splitlines(keepends=True)[:MAX_LINES])
-    if len(start) == len(text):
-        return f"<pre>{escape(text)}</pre>"
-    rest = escape(text[len(start) : MAX_KEPT])
-    more = f"<details><summary>{len(text) - len(start):,} more characters</summary><pre>{rest}</pre></details>"
-    return f"<pre>{escape(start)}</pre>{more}"
+def facts(run: Run) -> dict[str, Any]:
+    """What a run was made of, besides its options."""
+    header, model = run.header, run.header.get("model")
+    rewards = [reward for reward in header.get("rewards") or () if isinstance(reward, dict)]
+    found = {
+        "algorithm": run.algorithm,
+        "model": run.model,
+        "model.name": model.get("name") if isinstance(model, dict) else None,
+        "started": header.get("started"),
+        "command": header.get("command"),
+        "data": header.get("data"),
+        "rewards": [f"{r.get('name')} of {r.get('file')}, sha256 {str(r.get('sha256'))[:12]}" for r in rewards],
+    }
+    job = header.get("job")
+    return found | ({f"job.{name}": value for name, value in job.items()} if isinstance(job, dict) else {})
 
 
 def config_section(runs: Sequence[Run]) -> Section | None:
-    about = [{"algorithm": run.algorithm, "model": run.model, "started": run.header.get("started")} for run in runs]
+    about = [facts(run) for run in runs]
     configs = [{k: v for k, v in known.items() if v} | run.config for known, run in zip(about, runs, strict=True)]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     if not keys:

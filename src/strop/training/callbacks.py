@@ -48,11 +48,15 @@ class Callback:
         """Take back what `state_dict` gave."""
 
 
+# phases of a step in words; forward, backward and update are one to somebody who waits
+DOING = {"generate": "sampling", "reward": "rewarding", "score": "scoring"}
+
+
 class ProgressBar(Callback):
-    """A bar with the main metrics while train() runs. On anything but a terminal it writes nothing.
+    """A bar with what is being done, the main metrics and the remaining time, while train() runs; in a notebook a line.
 
     metrics   which are shown; the first three that are there
-    show      True shows it everywhere, False nowhere, None on a terminal
+    show      True shows it everywhere, False nowhere, None on a terminal and in a notebook
     """
 
     def __init__(
@@ -64,11 +68,14 @@ class ProgressBar(Callback):
         self.metrics, self.show = metrics, show
         self._progress: Any = None
         self._task: Any = None
+        self._in_notebook = False  # and shown there
         self._ends: deque[float] = deque(maxlen=51)  # when the newest steps ended, and before them when the first began
 
     def on_train_begin(self, trainer: "Trainer") -> None:
+        self._ends.clear()
+        self._in_notebook = "ipykernel" in sys.modules and self.show is not False
         show = sys.stderr.isatty() if self.show is None else self.show
-        if not show or not trainer.world.is_first:
+        if self._in_notebook or not show or not trainer.world.is_first:
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
@@ -78,14 +85,14 @@ class ProgressBar(Callback):
             def render(_, task: Any) -> Text:
                 return Text(self._remaining(task.remaining), style="progress.remaining")
 
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining(),
-            TextColumn("{task.fields[shown]}"),
-        )  # fmt: skip
+        class Doing(ProgressColumn):
+            def render(_, task: Any) -> Text:
+                return Text(f"{trainer.name} {doing(trainer):<10}")
+
+        columns = (Doing(), BarColumn(), MofNCompleteColumn(), Remaining(), TextColumn("{task.fields[shown]}"))
         self._progress = Progress(*columns, console=Console(stderr=True, force_terminal=self.show))
         state = trainer.state
         self._task = self._progress.add_task(trainer.name, total=state.total_steps, completed=state.step, shown="")
-        self._ends.clear()
         self._progress.start()
 
     def on_step_begin(self, trainer: "Trainer") -> None:
@@ -93,11 +100,15 @@ class ProgressBar(Callback):
             self._ends.append(time.monotonic())
 
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        self._ends.append(time.monotonic())
+        names = [name for name in self.metrics if name in metrics][:3]
+        shown = "  ".join(f"{name} {metrics[name]:.3g}" for name in names)
+        step, total = trainer.state.step, trainer.state.total_steps
         if self._progress is not None:
-            self._ends.append(time.monotonic())
-            names = [name for name in self.metrics if name in metrics][:3]
-            shown = "  ".join(f"{name} {metrics[name]:.3g}" for name in names)
-            self._progress.update(self._task, completed=trainer.state.step, shown=shown)
+            self._progress.update(self._task, completed=step, shown=shown)
+        elif self._in_notebook:
+            line = f"{trainer.name} {step}/{total}  {self._remaining(total - step)}  {shown}"
+            print(f"\r{line:<100}", end="" if step < total else "\n", flush=True)
 
     def on_train_end(self, trainer: "Trainer", history: "History") -> None:
         if self._progress is not None:
@@ -111,6 +122,12 @@ class ProgressBar(Callback):
             return "-:--:--"
         seconds = num_steps * (ends[-1] - ends[0]) / (len(ends) - 1) - (time.monotonic() - ends[-1])
         return str(timedelta(seconds=max(round(seconds), 0)))
+
+
+def doing(trainer: "Trainer") -> str:
+    """What the trainer is at just now, in a word."""
+    phase = trainer.phases.now
+    return trainer.doing or (DOING.get(phase, "learning") if phase else "")
 
 
 class CheckpointCallback(Callback):
@@ -130,13 +147,51 @@ class CheckpointCallback(Callback):
     def save(self, trainer: "Trainer") -> Path:
         """Write the checkpoint of the present step, then remove those that are too old."""
         path = self.folder / f"step-{trainer.state.step:08d}{'' if trainer.world.size > 1 else '.safetensors'}"
-        trainer.save(path)
+        trainer.save(path, base=False)
         if self.keep and trainer.world.is_first:
             from strop.training.checkpoint import all_in, remove
 
             for old in all_in(self.folder)[: -self.keep]:
                 remove(old)
         return path
+
+
+class BestCheckpoint(Callback):
+    """The checkpoint of the best evaluation so far, as best.safetensors in `folder` (of several processes the folder best).
+
+    metric, higher_is_better   as EarlyStopping has them; of evaluations
+    """
+
+    def __init__(self, folder: str | Path, metric: str = "eval/loss", *, higher_is_better: bool | None = None):
+        if not metric.startswith("eval/"):
+            raise ValueError(f"metric must be one of an evaluation, eval/…, found {metric!r}")
+        self.folder, self.metric = Path(folder), metric
+        self.higher_is_better = not falls(metric) if higher_is_better is None else higher_is_better
+        self.best: float | None = None
+
+    def on_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        value, sign = metric_of(trainer, metrics, self.metric), 1 if self.higher_is_better else -1
+        if self.best is None or sign * (value - self.best) > 0:
+            self.best = value
+            trainer.save(self.folder / f"best{'' if trainer.world.size > 1 else '.safetensors'}", base=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+
+
+def falls(metric: str) -> bool:
+    """Whether a metric is the better the lower it is, by its name."""
+    return metric.rpartition("/")[2] in ("loss", "perplexity", "kl", "truncated_fraction")
+
+
+def metric_of(trainer: "Trainer", metrics: dict[str, float], name: str) -> float:
+    if name not in metrics:
+        known = ", ".join(sorted(metrics))
+        raise ValueError(f"metric must be one that {trainer.name} gives, found {name!r}; known are {known}")
+    return metrics[name]
 
 
 class EvaluationCallback(Callback):
@@ -195,9 +250,8 @@ class EarlyStopping(Callback):
     ):
         if patience < 1:
             raise ValueError(f"patience must be at least 1, found {patience}")
-        falls = metric.rpartition("/")[2] in ("loss", "perplexity", "kl", "truncated_fraction")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        self.higher_is_better = not falls if higher_is_better is None else higher_is_better
+        self.higher_is_better = not falls(metric) if higher_is_better is None else higher_is_better
         self.best: float | None = None
         self.num_bad = 0
 
@@ -210,10 +264,7 @@ class EarlyStopping(Callback):
             self._look(trainer, metrics)
 
     def _look(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        if self.metric not in metrics:
-            known = ", ".join(sorted(metrics))
-            raise ValueError(f"metric must be one that {trainer.name} gives, found {self.metric!r}; known are {known}")
-        value = metrics[self.metric]
+        value = metric_of(trainer, metrics, self.metric)
         sign = 1 if self.higher_is_better else -1
         if self.best is None or sign * (value - self.best) > self.min_delta:
             self.best, self.num_bad = value, 0

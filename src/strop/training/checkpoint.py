@@ -17,6 +17,7 @@ import os
 import shutil
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,9 @@ import torch
 
 from strop import checksums
 from strop.distributed import World, put, whole, world
+from strop.models import base_model
 from strop.training import checkpoint_folder, rebuild
-from strop.training.checkpoint_file import FORMAT, Tensors, read, write
+from strop.training.checkpoint_file import FORMAT, Tensors, read, sums_of, write
 from strop.training.checkpoint_folder import remove
 from strop.training.checkpoint_header import CALLBACKS, CheckpointError, check, check_same, is_number, shown
 from strop.training.state import TrainState, check_rng, get_rng, set_rng
@@ -40,14 +42,18 @@ __all__ = ["FORMAT", "CheckpointError", "Saved", "load", "read", "remove", "save
 PARTS = ("model", "optim", "ref", "rng", "extra", "tokenizer")
 HOW = ("fused", "foreach", "capturable")  # options of an optimiser that belong to the device it runs on, not to the run
 Header = dict[str, Any]
+_sums: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, int]] = weakref.WeakKeyDictionary()  # of `base_sum`
 
 
 # ---- saving ----
 
 
-def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, Any]]) -> None:
+def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, Any]], base: bool = True) -> None:
     """Write the trainer's whole state to `path`, with what the algorithm adds of its own: a file, or of several processes
-    a folder."""
+    a folder.
+
+    base   False leaves out the frozen weights below an adapter, of one process: a checksum says which they are
+    """
     from strop import __version__
 
     world, reference = trainer.world, _reference(trainer)
@@ -57,6 +63,8 @@ def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, A
     optim_tensors, optim_values = optimizer_state(trainer)
     extra_tensors, extra_values = extra
     rng_tensors, rng_values = get_rng()
+    left_out = set() if base or world.size > 1 else base_names(trainer.module)
+    weights["model"] = {name: tensor for name, tensor in weights["model"].items() if name not in left_out}
     tensors, aliases = _once({f"{part}/{name}": t for part, own in weights.items() for name, t in own.items()})
     tensors |= _under("optim", optim_tensors)
     if world.is_first:
@@ -72,6 +80,8 @@ def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, A
         "callbacks": [[type(callback).__name__, callback.state_dict()] for callback in trainer.run.callbacks],
         "aliases": aliases,
     }
+    if left_out:
+        header["base"] = base_sum(trainer.module)
     if reference is not None:
         header["ref"] = rebuild.describe(reference)
     if world.size == 1:
@@ -91,6 +101,25 @@ def _once(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
     first: dict[int, str] = {}
     aliases = {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
     return {name: tensor.detach() for name, tensor in tensors.items() if name not in aliases}, aliases
+
+
+def base_names(model: torch.nn.Module) -> set[str]:
+    """The frozen parameters below an adapter; none without an adapter."""
+    if base_model(model) is model:
+        return set()
+    return {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
+
+
+def base_sum(model: torch.nn.Module) -> int:
+    """A checksum of the frozen weights below the adapter, their names and dtypes; kept until one of them changes."""
+    params: Tensors = {name: model.get_parameter(name) for name in sorted(base_names(model))}
+    state = tuple((name, id(param), param._version) for name, param in params.items())
+    kept = _sums.get(model)
+    if kept is None or kept[0] != state:
+        sums = {name: sums_of({name: whole(param)})[name] for name, param in params.items()}  # one at a time in memory
+        listed = [f"{name} {params[name].dtype} {value:08x}" for name, value in sums.items()]
+        kept = _sums[model] = state, checksums.checksum("\n".join(listed).encode())
+    return kept[1]
 
 
 def optimizer_state(trainer: "Trainer") -> tuple[Tensors, dict[str, Any]]:
@@ -141,6 +170,16 @@ class Saved:
             rebuild.check_lora(self.config.lora, self.below("model"), path)
         if tokenizer is None:
             tokenizer = rebuild.tokenizer_from(header["tokenizer"], self.below("tokenizer"), path)
+        if model is None and "base" in header:
+            adapters = header["model"].get("adapters", {}).values()
+            name = next(
+                (one["base_model_name_or_path"] for one in adapters if one.get("base_model_name_or_path")), None
+            )
+            found = f"of {shown(name)}" if name else f"of a {header['model']['class']}"
+            raise CheckpointError(
+                f"model must be given: {path} holds the adapter without the weights below it, which are those {found}; "
+                f"from_checkpoint(path, model=…) takes a name too"
+            )
         if model is None:
             model = rebuild.model_from(header["model"], self.below("model"), path, "model", self.config.lora)
         if ref_model is None and "ref" in header and header["ref"]["kind"] != "plain":
@@ -154,12 +193,18 @@ class Saved:
         header, path = self.header, self.path
         if odd := [name for name in self.tensors if name.partition("/")[0] not in PARTS]:
             raise CheckpointError(f"{path} must hold tensors of {', '.join(PARTS)}, found {shown(odd[0])}")
+        left_out = base_names(trainer.module) if "base" in header else set()
+        if "base" in header and base_sum(trainer.module) != header["base"]:
+            raise CheckpointError(
+                f"model must have the weights that the adapter of {path} was trained on, found others, or another dtype"
+            )
         modules, reference = {"model": trainer.module}, _reference(trainer)
         if reference is not None:
             if "ref" not in header:
                 raise CheckpointError(f"{path} holds no reference weights, but the trainer has a reference of its own")
             modules["ref"] = reference
         own = {part: module.state_dict() for part, module in modules.items()}
+        own["model"] = {name: tensor for name, tensor in own["model"].items() if name not in left_out}
         for part in modules:
             check_weights(own[part], self.below(part), path, "model" if part == "model" else "ref_model")
         groups = check_optimizer(trainer, self.below("optim"), header["optim"], path)
@@ -182,7 +227,7 @@ class Saved:
             targets |= _under(part, own[part])
         self.fill(targets)
         for part, module in modules.items():
-            module.load_state_dict(own[part])
+            module.load_state_dict(own[part], strict=not left_out)
         for group, options, states in groups:
             group.update(options)
             trainer.optimizer.state.update(states)
@@ -403,22 +448,32 @@ def remove_unfinished(run: Path) -> None:
         shutil.rmtree(path)
 
 
-def save_pretrained(trainer: "Trainer", folder: str | Path) -> None:
+def save_final(trainer: "Trainer", folder: Path) -> None:
+    """The model; of one with adapters these as peft reads them, in folder/adapter, and the whole where lora.merge says."""
+    adapted = base_model(trainer.module) is not trainer.module
+    if adapted:
+        save_pretrained(trainer, folder / "adapter", merged=False)
+    if not adapted or (trainer.config.lora is not None and trainer.config.lora.merge):
+        save_pretrained(trainer, folder)
+
+
+def save_pretrained(trainer: "Trainer", folder: str | Path, merged: bool = True) -> None:
     """Model and tokenizer in a folder `AutoModelForCausalLM.from_pretrained` opens, with checksums of its files.
 
     Weights in shards are gathered one by one, in the host memory of the first process, which writes.
+    merged   False writes of a model with adapters these alone, as peft reads them
     """
     shards, world = trainer.policy.shards, trainer.world
     module = trainer.module if shards is None else shards.on_host(world.is_first)
-    world.from_first(lambda: _write_pretrained(module, shards is not None, trainer.tokenizer, Path(folder)))
+    world.from_first(lambda: _write_pretrained(module, shards is not None, trainer.tokenizer, Path(folder), merged))
 
 
-def _write_pretrained(module: Any, is_copy: bool, tokenizer: Any, folder: Path) -> None:
+def _write_pretrained(module: Any, is_copy: bool, tokenizer: Any, folder: Path, merged: bool) -> None:
     """The checksums are put there first: a folder that a kill left half old and half new does not agree with them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:
         inner = Path(made) / "model"
-        rebuild.write_model(module, inner, is_copy=is_copy)
+        rebuild.write_model(module, inner, is_copy=is_copy, merged=merged)
         if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(inner)
         checksums.write(inner)

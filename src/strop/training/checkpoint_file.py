@@ -204,7 +204,7 @@ def _compare(what: str, found: int, wanted: int, path: Path) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
 
 
 def _what_else(start: bytes, size: int, raw: bytes) -> str:

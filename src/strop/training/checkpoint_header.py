@@ -80,6 +80,7 @@ HEADER = {
     "algorithm": NAME,
     "config": TREE,
     "model": TREE,  # by its kind, see MODELS
+    "base?": WORD,  # checksum of the frozen weights below an adapter, which are not in the file
     "ref?": TREE,
     "tokenizer": TEXT_OR_NONE,
     "state": {field.name: SECONDS if field.name == "seconds" else COUNT for field in fields(TrainState)},
@@ -92,6 +93,7 @@ HEADER = {
 OF_SEVERAL = {"rng": [RNG], "extra": [TREE]}  # where several processes wrote it: one entry each
 CALLBACKS = {  # of strop.callbacks; the state of a user's own is the user's
     "EvaluationCallback": {"last_step": Kind("a whole number of at least -1", lambda v: is_whole(v) and v >= -1)},
+    "BestCheckpoint": {"best": NUMBER_OR_NONE},
     "EarlyStopping": {"best": NUMBER_OR_NONE, "num_bad": COUNT},
 }
 

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import platform
+import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -12,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop.distributed import class_of
+from strop.models import base_model
+from strop.rewards import described
 from strop.training import checkpoint
 from strop.training.callbacks import CheckpointCallback
+from strop.training.card import write_card
 from strop.training.logging import JSONLLogger, drop_after
 from strop.training.state import get_rng, set_rng
 
@@ -23,8 +28,11 @@ if TYPE_CHECKING:
 # what may differ when a run is resumed: where it ends, and how it goes about it, but not what it computes
 MAY_CHANGE = (
     "num_steps", "num_epochs", "micro_batch_size", "micro_batch_tokens", "log_every", "eval_every", "save_every",
-    "keep_checkpoints", "samples_every", "gradient_checkpointing", "compile", "shard",
+    "keep_checkpoints", "samples_every", "gradient_checkpointing", "compile", "merge", "shard",
 )  # fmt: skip
+
+PACKAGES = ("numpy", "transformers", "peft", "triton", "datasets")  # whose versions run.json has, where they are in use
+FILES = ("metrics.jsonl", "samples.jsonl", "report.html", "checkpoints", "final", "tensorboard")  # besides run.json
 
 
 class RunFolder:
@@ -46,6 +54,8 @@ class RunFolder:
         if newest is not None:
             _check_same_run(trainer, newest)
             newest.put(trainer)
+            if world.is_first:
+                print(f"{trainer.name} resumed from step {run.state.step}, {newest.path}", file=sys.stderr)
         elif resume and world.is_first:
             print(f"no checkpoint in {self.path} yet: beginning at step {run.state.step}", file=sys.stderr)
         kept = world.from_first(lambda: self._cut_back(run.state.step if newest else -1))
@@ -58,7 +68,10 @@ class RunFolder:
 
     def _make(self, resume: bool) -> None:
         if not resume and (self.path / "run.json").exists():
-            raise ValueError(f"output_dir must not hold a run, found one in {self.path}; resume=True goes on with it")
+            raise ValueError(
+                f"output_dir must not hold a run, found one in {self.path}; resume=True goes on with it, "
+                f"overwrite=True removes it"
+            )
         self.path.mkdir(parents=True, exist_ok=True)
         checkpoint.remove_unfinished(self.path)
 
@@ -77,13 +90,18 @@ class RunFolder:
         path = self.path / "run.json"
         before = _read_about(path) if path.exists() else {}
         versions = {"strop": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        versions |= {name: sys.modules[name].__version__ for name in PACKAGES if name in sys.modules}
         about = {
             **trainer.run.about,
             "algorithm": trainer.name,
+            "command": shlex.join(sys.argv),
+            "rewards": [described(function) for function in trainer.functions],
             "config": trainer.config.to_dict(),
             "model": {
+                "name": str(getattr(getattr(base_model(trainer.module), "config", None), "_name_or_path", "")),
                 "class": class_of(trainer.module).__name__,
                 "num_parameters": sum(param.numel() for param in trainer.module.parameters()),
+                "num_trained": sum(param.numel() for param in trainer.module.parameters() if param.requires_grad),
                 "device": str(trainer.policy.device),
             },
             "num_processes": trainer.world.size,
@@ -100,8 +118,21 @@ class RunFolder:
         """A last checkpoint, and the model where the run came to its end."""
         path = self.checkpoints.save(trainer)
         if not interrupted:
-            checkpoint.save_pretrained(trainer, self.path / "final")
+            checkpoint.save_final(trainer, self.path / "final")
+            trainer.world.from_first(lambda: write_card(trainer, _read_about(self.path / "run.json"), self.path))
         return path
+
+
+def remove_run(folder: Path) -> None:
+    """Delete the files of a run, and nothing else in its folder; where there is no run, nothing at all."""
+    if not (folder / "run.json").exists():
+        return
+    for name in (*FILES, "run.json"):  # run.json last: a folder that was half removed still is a run's
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 class Rescue:

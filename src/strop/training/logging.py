@@ -92,6 +92,24 @@ class TensorBoardLogger:
         self._writer.close()
 
 
+class TrackioLogger:
+    """Metrics for trackio, which keeps them on this machine; the arguments are those of trackio.init."""
+
+    def __init__(self, project: str = "strop", **init: Any):
+        try:
+            import trackio
+        except ImportError:
+            raise ImportError("TrackioLogger needs trackio: pip install trackio") from None
+        self._trackio = trackio
+        trackio.init(project=project, **init)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._trackio.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
 class WandbLogger:
     """Metrics for Weights & Biases; the arguments are those of wandb.init."""
 

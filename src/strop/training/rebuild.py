@@ -171,17 +171,19 @@ def _explained(about: dict[str, Any], path: Any, argument: str) -> Iterator[None
         ) from error
 
 
-def write_model(model: torch.nn.Module, folder: Path, *, is_copy: bool = False) -> None:
+def write_model(model: torch.nn.Module, folder: Path, *, is_copy: bool = False, merged: bool = True) -> None:
     """The model in a folder, as `AutoModelForCausalLM.from_pretrained` reads it; a plain module as its weights.
 
     is_copy   of which nothing is kept afterwards
+    merged    False writes of a model with adapters these alone, as peft reads them
     """
     inner = unwrapped(model)
-    if base_model(inner) is not inner:
+    if base_model(inner) is not inner and merged:
         # of a copy: merging and taking apart again would change the weights in their last bits
         inner = (inner if is_copy else copy.deepcopy(inner)).merge_and_unload()
     if hasattr(inner, "save_pretrained"):
         inner.save_pretrained(folder)
+        (folder / "README.md").unlink(missing_ok=True)  # peft's, to be filled in; a run writes one that is (`card`)
         return
     from safetensors.torch import save_model
 

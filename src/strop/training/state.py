@@ -92,6 +92,11 @@ class Phases:
             self._spans.append((name, around, begin, self._mark()))
 
     @property
+    def now(self) -> str:
+        """The innermost phase that is going on; nothing between them."""
+        return self._open[-1] if self._open else ""
+
+    @property
     def seconds(self) -> dict[str, float]:
         """By name. Waits for the GPU."""
         if self._gpu is not None:

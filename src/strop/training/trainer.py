@@ -11,9 +11,10 @@ An algorithm says how rows become a batch and which loss that has:
 import contextlib
 import inspect
 import random
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -22,14 +23,22 @@ from strop.data.batch import split
 from strop.data.formats import prepared
 from strop.data.inputs import check_tokenizer
 from strop.distributed import world
-from strop.models import as_policy, load_model, one_thread, unwrapped
+from strop.models import Policy, as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import prepared_model, warn_of_half_precision
 from strop.models.scorer import as_scorer
 from strop.training import checkpoint
+from strop.training.callbacks import Callback
+from strop.training.folder import remove_run
+from strop.training.logging import Logger
 from strop.training.memory import LACKS, raise_explained
 from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
 from strop.training.run import Run, checked_callbacks, checked_loggers
 from strop.training.state import History, Phases, TrainState, not_finite, rng_kept, told
+
+if TYPE_CHECKING:
+    from strop.moe import MoETransformer
+
+    Model = torch.nn.Module | MoETransformer | Policy | str | Path
 
 Row = TypeVar("Row")
 LEAN_TOKENS = 4  # times micro_batch_tokens, where a token takes a fraction of the memory: see `models.layers`
@@ -60,13 +69,13 @@ class Trainer:
     def __init__(
         self,
         *,
-        model: Any,
-        ref_model: Any = None,
+        model: "Model",
+        ref_model: "Model | None" = None,
         tokenizer: Any = None,
         device: torch.device | str | None = None,
-        config: Any = None,
-        logger: Any = None,
-        callbacks: Any = None,
+        config: TrainerConfig | None = None,
+        logger: Logger | Sequence[Logger] | None = None,
+        callbacks: Callback | Sequence[Callback] | None = None,
         optimizer: MakeOptimizer | None = None,
         **options: Any,
     ):
@@ -94,6 +103,7 @@ class Trainer:
         self.phases = Phases(self.policy.device)  # of the present step
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.reference: Any = None
+        self.doing = ""  # besides steps: "evaluating", "saving"
         self.setup(ref_model)
         if self.config.run.shard == "full":
             self._shard()
@@ -235,6 +245,11 @@ class Trainer:
         return self.policy.model
 
     @property
+    def functions(self) -> list[Any]:
+        """The user's functions it calls: rewards, preferences."""
+        return []
+
+    @property
     def reference_model(self) -> torch.nn.Module | None:
         """The reference's own weights; None without a reference, or where it is the base below the adapter."""
         return None if self.reference is None else self.reference.model
@@ -248,6 +263,7 @@ class Trainer:
         num_epochs: int | None = None,
         output_dir: str | Path | None = None,
         resume: bool = False,
+        overwrite: bool = False,
         progress: bool | None = None,
     ) -> History:
         """Train on the dataset: rows as dicts (list, datasets.Dataset) or a JSONL file.
@@ -258,8 +274,16 @@ class Trainer:
         num_steps, num_epochs   where to end, in place of the config's
         output_dir              the run folder: metrics, samples, checkpoints, and at the end the model
         resume                  go on from the newest checkpoint of output_dir, or begin if there is none
+        overwrite               a run that is in output_dir already is removed first; nothing else there is
         progress                a progress bar and tables of samples; None is "on a terminal"
         """
+        if resume and overwrite:
+            raise ValueError("overwrite must be False with resume=True: one goes on with a run, the other removes it")
+        if isinstance(dataset, (str, Path)):
+            self.run.about["data"] = str(dataset)
+        if overwrite and output_dir is not None:
+            dataset = self.prepared(dataset)  # first: one with a mistake in it costs no run
+            self.world.from_first(lambda: remove_run(Path(output_dir)))
         return self.run.train(self, dataset, eval_dataset, num_steps, num_epochs, output_dir, resume, progress)
 
     def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
@@ -269,16 +293,20 @@ class Trainer:
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Metrics of a dataset as eval/<metric>; leaves weights and random numbers as they are."""
         rows = list(self.prepared(dataset, "eval_dataset"))
-        with self.policy.evaluating(), torch.no_grad(), rng_kept():
+        with self._doing("evaluating"), self.policy.evaluating(), torch.no_grad(), rng_kept():
             try:
                 metrics, _ = told(self.evaluate_on(rows), [], self.world)
             except LACKS as error:
                 raise_explained(error, self, "evaluate")
         return {f"eval/{name}": float(value) for name, value in metrics.items()}
 
-    def save(self, path: str | Path) -> None:
-        """Write everything needed to go on into one file, atomically; several processes together write a folder."""
-        checkpoint.save(self, path, self.extra_state())
+    def save(self, path: str | Path, *, base: bool = True) -> None:
+        """Write everything needed to go on into one file, atomically; several processes together write a folder.
+
+        base   False leaves out the frozen weights below an adapter: from_checkpoint then takes them as model=
+        """
+        with self._doing("saving"):
+            checkpoint.save(self, path, self.extra_state(), base)
         self.fire("on_save", str(path))
 
     @classmethod
@@ -292,6 +320,24 @@ class Trainer:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer as `AutoModelForCausalLM.from_pretrained` reads them; adapters are merged in."""
         checkpoint.save_pretrained(self, folder)
+
+    def push_to_hub(self, repo_id: str, *, private: bool = True, folder: str | Path | None = None) -> str:
+        """Upload the model to the Hub, with the user's own login; its address.
+
+        folder   what is uploaded, a run's final/ say with its card; None writes the model as `save_pretrained` does
+        """
+        try:
+            from huggingface_hub import HfApi
+        except ImportError:
+            raise ImportError('push_to_hub needs huggingface_hub: pip install "strop[train]"') from None
+        api = HfApi()
+        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        with tempfile.TemporaryDirectory() as made:
+            if folder is None:
+                folder = Path(made) / "model"
+                self.save_pretrained(folder)
+            api.upload_folder(repo_id=repo_id, folder_path=str(folder), commit_message=f"{self.name} by strop")
+        return str(address)
 
     # ---- of the run ----
 
@@ -341,6 +387,14 @@ class Trainer:
         self.run.stop_reason = reason
 
     # ---- inside ----
+
+    @contextlib.contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        before, self.doing = self.doing, what
+        try:
+            yield
+        finally:
+            self.doing = before
 
     def _make_config(self, config: Any, options: dict[str, Any]) -> Any:
         if config is not None and not isinstance(config, self.Config):

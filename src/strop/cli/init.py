@@ -1,0 +1,72 @@
+"""`strop init ALGORITHM`"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from strop._checks import check_choice
+from strop.cli import table
+from strop.cli.train import ALGORITHMS
+
+# what is worth changing, in the order it is thought about; "name: value" is given, the rest is commented out
+SHARED = ("output", "learning_rate", "schedule", "warmup_steps", "batch_size", "micro_batch_tokens", "num_epochs", "num_steps", "max_length",
+          "autocast", "gradient_checkpointing", "lora.r", "eval_data", "eval_every", "save_every", "seed", "log")  # fmt: skip
+WORTH = {
+    "sft": ("model", "data", "map"),
+    "dpo": ("model", "data", "map", "beta", "loss_type"),
+    "grpo": ("model", "data", "map", "template", "chat", "reward", "group_size", "max_new_tokens", "temperature", "kl_coef", "loss_type",
+             "inner_epochs", "mask_truncated"),
+    "online-dpo": ("model", "data", "map", "template", "chat", "reward", "preference", "max_new_tokens", "temperature", "beta"),
+}  # fmt: skip
+GIVEN = {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "data": "rows.jsonl", "reward": "rewards.py:reward"}
+
+
+def init(
+    algorithm: Annotated[str, typer.Argument(help="sft, dpo, grpo or online-dpo.")],
+    output: Annotated[Path | None, typer.Option(help="The file; by default ALGORITHM.yaml.")] = None,
+    schema: Annotated[
+        bool, typer.Option(help="Also ALGORITHM.schema.json beside it: editors complete and check the file by it.")
+    ] = False,
+) -> None:
+    """Write a commented config file with what is worth changing, for strop train ALGORITHM --config FILE."""
+    check_choice(algorithm, "algorithm", tuple(ALGORITHMS))
+    path = output or Path(f"{algorithm}.yaml")
+    beside = path.with_name(f"{algorithm}.schema.json")
+    for file in (path, beside) if schema else (path,):
+        if file.exists():
+            raise FileExistsError(f"{file} is there already: --output names another file")
+    path.write_text(config_text(algorithm, beside.name if schema else None), encoding="utf-8")
+    if schema:
+        beside.write_text(json.dumps(table.json_schema(algorithm), indent=1) + "\n", encoding="utf-8")
+    Console(stderr=True).print(f"strop train {algorithm} --config {path}", highlight=False)
+    print(path)
+
+
+def config_text(algorithm: str, schema: str | None = None) -> str:
+    """The file: options with what they are and their defaults."""
+    options = {option.path: option for option in table.table_options(algorithm)}
+    lines = [
+        f"# {ALGORITHMS[algorithm][2]} Lines with # in front have the default; strop train {algorithm} -h lists all.",
+        "",
+    ]
+    if schema is not None:
+        lines.insert(0, f"# yaml-language-server: $schema={schema}")
+    for name in dict.fromkeys((*WORTH.get(algorithm, ("model", "data")), *SHARED)):
+        if name not in options:
+            continue
+        option, part, leaf = options[name], *name.rpartition(".")[::2]
+        if option.help:
+            lines.append(f"# {option.help}")
+        value = GIVEN.get(name, option.default)
+        line = f"{part}: {{{leaf}: {_yaml(value)}}}" if part else f"{leaf}: {_yaml(value)}"
+        lines += [line if name in GIVEN else f"# {line}", ""]
+    return "\n".join(lines)
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, str) and value and all(c.isalnum() or c in "-_./" for c in value):
+        return value
+    return json.dumps(value)

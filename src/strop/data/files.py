@@ -1,0 +1,138 @@
+"""Files of rows: JSONL, JSON arrays, CSV, TSV, Parquet; standard input. What is broken is named with its line."""
+
+import codecs
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+
+
+def read_file(path: str | os.PathLike[str]) -> Sequence[Row]:
+    """The rows of a file, by the ending of its name; "-" is JSONL on standard input. JSONL where the ending says nothing."""
+    suffix = Path(path).suffix.lower()
+    if str(path) == "-":
+        return list(_jsonl(sys.stdin.buffer, "standard input"))
+    if suffix == ".parquet":
+        return read_parquet(path)
+    if suffix in (".csv", ".tsv"):
+        return list(read_csv(path, "\t" if suffix == ".tsv" else ","))
+    if suffix == ".json" and _is_array(path):
+        return read_array(path)
+    return list(read_jsonl(path))
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
+    """One object per line; empty lines are passed over. A broken line is named."""
+    with open(path, "rb") as file:
+        yield from _jsonl(file, path)
+
+
+def _jsonl(lines: Iterable[bytes], path: Any) -> Iterator[Row]:
+    for number, line in enumerate(lines, 1):
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if line.strip():
+            yield _row_of(_parse(line.strip(), path, number), f"{path}, line {number}:")
+
+
+def checked_lines(path: str | os.PathLike[str]) -> tuple[list[tuple[int, Row]], list[str]]:
+    """Of a JSONL file the rows with the numbers of their lines, and what is wrong with each of the others."""
+    rows, wrong = [], []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            data = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            try:
+                rows += [(number, row) for row in _jsonl([data], path)]
+            except ValueError as error:
+                wrong.append(str(error).replace(f"{path}, line 1", f"line {number}", 1))
+    return rows, wrong
+
+
+def _parse(data: bytes, path: Any, number: int | None = None) -> Any:
+    """The JSON of a line, or of a whole file where no number is given."""
+    where = str(path) if number is None else f"{path}, line {number}"
+    try:
+        text = data.decode()
+        found = json.loads(text)
+        if b"\\ud" in data.lower():
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text to be tokenised
+    except UnicodeError as error:
+        raise ValueError(f"{where} must be UTF-8 text: {error}") from None
+    except json.JSONDecodeError as error:
+        start = text.rfind("\n", 0, error.pos) + 1
+        shown = one_line(text[start : start + 60]) + ("…" if len(text) > start + 60 else "")
+        line = "" if number is not None else f", line {error.lineno}"
+        raise ValueError(f"{where}{line}: not JSON ({error.msg} at column {error.colno}): {shown}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets without end
+        raise ValueError(f"{where}: not JSON that can be read: {error}") from None
+    return found
+
+
+def _row_of(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        hint = "; a JSON array belongs into a file whose name ends in .json" if isinstance(row, list) else ""
+        raise ValueError(f"{where} must be an object of columns, found {type(row).__name__}{hint}")
+    return row
+
+
+def _is_array(path: str | os.PathLike[str]) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
+def read_array(path: str | os.PathLike[str]) -> list[Row]:
+    """A file that is one JSON array of objects."""
+    found = _parse(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8), path)
+    return [_row_of(row, f"{path}, entry {i}") for i, row in enumerate(found)]
+
+
+def read_csv(path: str | os.PathLike[str], delimiter: str = ",") -> Iterator[Row]:
+    """The first line names the columns; every value is a text, an empty one too."""
+    try:
+        text = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeError as error:
+        raise ValueError(f"{path} must be UTF-8 text: {error}") from None
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        names = next(lines, [])
+        if len(set(names)) < len(names) or not all(names):
+            raise ValueError(f"{path}, line 1 must name each column once, found {', '.join(map(repr, names)):.200}")
+        for values in lines:
+            if values and len(values) != len(names):
+                raise ValueError(f"{path}, line {lines.line_num} must have {len(names)} values, found {len(values)}")
+            if values:
+                yield dict(zip(names, values, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {lines.line_num}: not CSV: {error}") from None
+
+
+def read_parquet(path: str | os.PathLike[str]) -> Any:
+    """A Dataset, which stays on the disk and is read as it is asked for."""
+    try:
+        return datasets_package().Dataset.from_parquet(str(path))
+    except ImportError:
+        raise
+    except Exception as error:  # of pyarrow or datasets, of many kinds
+        cause = error.__cause__ or error
+        raise ValueError(
+            f"{path} must be a Parquet file that can be read: {' '.join(str(cause).split()):.200}"
+        ) from None
+
+
+def datasets_package() -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError('this source needs the datasets package: pip install "strop[train]"') from None
+    return datasets
+
+
+def one_line(text: str) -> str:
+    """As it may stand in an error: what is not printable by its number."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,0 +1,70 @@
+"""Alarms: what in a run's curves asks for a look, with one line of advice each."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from strop.report.curves import percent, short
+from strop.report.runs import Run, Series
+
+FEWEST_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """metrics: the first of them that the run has is looked at; fires(first, last) on the means of its first and last tenth."""
+
+    title: str
+    metrics: tuple[str, ...]
+    fires: Callable[[float, float], bool]
+    advice: str
+    fraction: bool = False
+
+
+ALARMS = (
+    Alarm("The KL to the reference runs away", ("kl",), lambda first, last: last > max(0.5, 5 * first),
+          "Lower the learning rate or raise kl_coef; look at samples of the last steps for what the reward lets pass."),
+    Alarm("The entropy collapses", ("entropy", "entropy_estimate"), lambda first, last: first > 0.05 and last < 0.2 * first,
+          "The policy writes ever the same: lower the learning rate, raise entropy_coef or temperature, or stop earlier."),
+    Alarm("Most groups have no signal", ("reward/zero_std_fraction",), lambda _, last: last > 0.8,
+          "All completions of a prompt get the same reward: take harder or easier prompts, a larger group_size, "
+          "or resample_rounds.", fraction=True),
+    Alarm("Sampling and training disagree", ("mismatch_kl",), lambda _, last: last > 0.05,
+          "The rollout computes other log-probs than training: use one dtype for both, old_logps=recompute or importance_cap."),
+    Alarm("Most completions are cut off", ("completion/truncated_fraction",), lambda _, last: last > 0.5,
+          "They end at max_new_tokens: raise it, shorten what is asked for, or leave them out with mask_truncated.",
+          fraction=True),
+    Alarm("The held-out loss rises", ("eval/loss",), lambda first, last: last > 1.1 * first > 0,
+          "The model learns its data by heart: fewer epochs, a lower learning rate, more data, or EarlyStopping."),
+)  # fmt: skip
+
+
+def alarms_of(run: Run) -> list[tuple[str, str, str]]:
+    """(what, the numbers, advice) of every alarm that a run fires."""
+    found = []
+    for alarm in ALARMS:
+        name = next((metric for metric in alarm.metrics if len(run.series(metric)) >= _fewest(metric)), None)
+        if name is None:
+            continue
+        first, last = _ends(run.series(name))
+        if alarm.fires(first, last):
+            written = percent if alarm.fraction else short
+            found.append((alarm.title, f"{name} {written(first)} → {written(last)}", alarm.advice))
+    if broken := _broken(run, ("loss", "grad_norm", "reward/mean")):
+        told = f"{len(broken)} step{'s' * (len(broken) > 1)}, the first {broken[0]}"
+        found.append(
+            ("A value is not finite", told, "Lower the learning rate; look at the largest ratio of the steps before.")
+        )
+    return found
+
+
+def _fewest(metric: str) -> int:
+    return 2 if metric.startswith("eval/") else FEWEST_STEPS
+
+
+def _ends(series: Series) -> tuple[float, float]:
+    n = max(1, len(series) // 10)
+    return sum(series.values[:n]) / n, sum(series.values[-n:]) / n
+
+
+def _broken(run: Run, names: Sequence[str]) -> list[int]:
+    return sorted({step for name in names for step in run.series(name).broken_steps})

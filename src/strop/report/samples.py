@@ -1,0 +1,127 @@
+"""Samples on the page: early beside late, and those of every sampled step, best or worst first."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from strop.data.formats import as_text
+from strop.report.curves import short
+from strop.report.runs import Run, is_number
+from strop.report.svg import escape
+
+FEW_SAMPLES, MAX_SAMPLES, MAX_STEPS, MAX_SHOWN, MAX_LINES, MAX_KEPT = 4, 6, 40, 700, 12, 20_000
+
+
+class Side(NamedTuple):
+    """A completion: when it was drawn, its reward, and of several reward functions each one's score."""
+
+    when: str
+    completion: Any
+    reward: Any = None
+    scores: Mapping[str, Any] = {}
+
+    @classmethod
+    def of(cls, sample: Mapping[str, Any]) -> "Side":
+        scores = {name.removeprefix("reward/"): v for name, v in sample.items() if name.startswith("reward/")}
+        return cls(f"step {sample.get('step', '?')}", sample.get("completion", ""), sample.get("reward"), scores)
+
+
+def of_run(run: Run) -> tuple[str, str]:
+    """(HTML, what it shows): the same prompt early and late where there is one, else the first sampled step beside the last."""
+    by_prompt: dict[str, list[dict]] = {}
+    for sample in run.samples:
+        by_prompt.setdefault(as_text(sample.get("prompt", "")), []).append(sample)
+    again = {p: s for p, s in by_prompt.items() if s[0].get("step") != s[-1].get("step")}
+    if again:
+        cards = [card(p, [Side.of(s[0]), Side.of(s[-1])]) for p, s in list(again.items())[:MAX_SAMPLES]]
+        return "".join(cards) + by_step(run), "The same prompts at their first and at their last sampled step."
+    steps = [s.get("step") for s in run.samples]
+    first, last = ([s for s in run.samples if s.get("step") == step] for step in (steps[0], steps[-1]))
+    columns = [_pick(first), _pick(last)] if steps[0] != steps[-1] else [_pick(first)[::2], _pick(first)[1::2]]
+    made = ["".join(card(s.get("prompt", ""), [Side.of(s)]) for s in column) for column in columns]
+    body = f'<div class="pair">{"".join(f"<div>{column}</div>" for column in made)}</div>'
+    one = steps[0] == steps[-1]
+    told = f"Of step {steps[0]}." if one else "The first sampled step beside the last."
+    return body + by_step(run), told
+
+
+def by_step(run: Run) -> str:
+    """Every sampled step, one shown at a time, in the order asked for; without the page's script all of them."""
+    steps = list(dict.fromkeys(sample.get("step") for sample in run.samples))
+    if len(steps) > MAX_STEPS:
+        steps = [steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
+    parts = []
+    for step in steps:
+        chosen = [sample for sample in run.samples if sample.get("step") == step]
+        cards = "".join(_ranked(sample) for sample in chosen)
+        parts.append(f'<div class="of-step" data-step="{escape(step)}">{cards}</div>')
+    options = "".join(f'<option value="{escape(step)}">{escape(step)}</option>' for step in steps)
+    orders = "".join(f'<option value="{order}">{order}</option>' for order in ("as drawn", "best first", "worst first"))
+    controls = (
+        f'<p class="controls"><label>Step <select class="steps">{options}</select></label> '
+        f'<label>Order <select class="order">{orders}</select></label></p>'
+    )
+    told = f"All samples of {len(steps)} step{'s' * (len(steps) != 1)}"
+    return f'<details class="all-samples"><summary>{told}</summary>{controls}{"".join(parts)}</details>'
+
+
+def _ranked(sample: Mapping[str, Any]) -> str:
+    reward = sample.get("reward")
+    rank = f' data-reward="{reward}"' if is_number(reward) else ""
+    return f"<div{rank}>{card(sample.get('prompt', ''), [Side.of(sample)])}</div>"
+
+
+def card(prompt: Any, sides: Sequence[Side]) -> str:
+    drawn = []
+    for side in sides:
+        others = [s.reward for s in sides if is_number(s.reward) and s.reward != side.reward]
+        shown = ""
+        if is_number(side.reward):
+            trend = "" if not others else " up" if side.reward > max(others) else " down"
+            shown = f'<span class="reward{trend}">reward {short(side.reward)}</span>'
+        scores = "".join(
+            f'<span class="score">{escape(name)} {short(value)}</span>'
+            for name, value in side.scores.items()
+            if is_number(value)
+        )
+        head = f'<div class="when"><span>{escape(side.when)}</span>{shown}{scores}</div>'
+        drawn.append(f"<div>{head}{_content(side.completion)}</div>")
+    body = f'<div class="pair">{"".join(drawn)}</div>' if len(drawn) > 1 else drawn[0]
+    return f'<div class="card sample"><pre class="prompt">{escape(_cut(as_text(prompt)))}</pre>{body}</div>'
+
+
+def _content(completion: Any) -> str:
+    """A text; of a conversation its turns, with the calls of tools in them."""
+    if not (isinstance(completion, list) and completion and all(isinstance(turn, dict) for turn in completion)):
+        return _long_text(as_text(completion))
+    turns = []
+    for turn in completion:
+        content = turn.get("content")
+        text = _long_text(content if isinstance(content, str) else as_text(content or "")) if content else ""
+        calls = turn.get("tool_calls")
+        called = f'<pre class="call">{escape(_cut(json.dumps(calls, ensure_ascii=False)))}</pre>' if calls else ""
+        turns.append(f'<div class="turn"><div class="when">{escape(turn.get("role", "?"))}</div>{text}{called}</div>')
+    return "".join(turns)
+
+
+def _pick(samples: Sequence[dict]) -> list[dict]:
+    """One of each prompt first, then more, up to a few."""
+    firsts = {as_text(s.get("prompt", "")): s for s in reversed(samples)}
+    chosen = [*reversed(firsts.values())][:MAX_SAMPLES]
+    others = [s for s in samples if not any(s is c for c in chosen)]
+    return chosen + others[: max(FEW_SAMPLES - len(chosen), 0)]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]}\n…\n{text[-MAX_SHOWN // 2 :]}"
+
+
+def _long_text(text: str) -> str:
+    if not text:
+        return '<pre class="prompt">(empty)</pre>'
+    start = "".join(text[:MAX_SHOWN].splitlines(keepends=True)[:MAX_LINES])
+    if len(start) == len(text):
+        return f"<pre>{escape(text)}</pre>"
+    rest = escape(text[len(start) : MAX_KEPT])
+    more = f"<details><summary>{len(text) - len(start):,} more characters</summary><pre>{rest}</pre></details>"
+    return f"<pre>{escape(start)}</pre>{more}"

@@ -1,0 +1,76 @@
+"""The model card of a run: final/README.md, as the Hub shows it. What it was made of, what it measured, and how it went."""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strop import checksums
+
+if TYPE_CHECKING:
+    from strop.training.trainer import Trainer
+
+BARS = "▁▂▃▄▅▆▇█"
+SHOWN = ("loss", "reward/mean", "preference/accuracy", "kl", "entropy_estimate", "completion/length")
+MOST_BARS = 60
+
+
+def write_card(trainer: "Trainer", about: Mapping[str, Any], run: Path) -> None:
+    """Into every folder of the run that holds a model; `about` is its run.json."""
+    text = _card(trainer, about, run.resolve().name)
+    for listed in (run / "final").rglob(checksums.FILE):  # which `save_pretrained` puts beside a model
+        (listed.parent / "README.md").write_text(text, encoding="utf-8", errors="replace")
+
+
+def _card(trainer: "Trainer", about: Mapping[str, Any], title: str) -> str:
+    history, name = trainer.history, about["model"].get("name") or ""
+    head = ["library_name: transformers", f"tags: [strop, {trainer.name.lower()}]"]
+    if "/" in name and not Path(name).exists():  # a name of the Hub
+        head.append(f"base_model: {json.dumps(name)}")
+    lines = ["---", *head, "---", "", f"# {title}", "", _made_of(trainer, about), ""]
+    evaluations = [entry for entry in history.evaluations if len(entry) > 1]
+    if evaluations:
+        names = [metric for metric in evaluations[-1] if metric.startswith("eval/")]
+        rows = [(metric, evaluations[0].get(metric), evaluations[-1][metric]) for metric in names]
+        lines += ["## Held out", "", "| metric | first | last |", "|---|---|---|"]
+        lines += [f"| {metric} | {_number(first)} | {_number(last)} |" for metric, first, last in rows] + [""]
+    curves = {metric: values for metric in SHOWN if len(values := _values(history.steps, metric)) > 1}
+    if curves:
+        lines += ["## By step", "", "| metric | first | curve | last |", "|---|---|---|---|"]
+        lines += [f"| {m} | {_number(v[0])} | `{sparkline(v)}` | {_number(v[-1])} |" for m, v in curves.items()] + [""]
+    told = {key: about[key] for key in ("command", "job", "data", "rewards", "versions") if about.get(key)}
+    lines += ["## Options", "", "```json", json.dumps({**told, "config": about["config"]}, indent=1), "```", ""]
+    return "\n".join(lines)
+
+
+def _made_of(trainer: "Trainer", about: Mapping[str, Any]) -> str:
+    model = about["model"]
+    trained = f", {model['num_trained']:,} of them trained" if model["num_trained"] < model["num_parameters"] else ""
+    base = f", from {model['name']}" if model.get("name") else ""
+    return (
+        f"A {model['class']} of {model['num_parameters']:,} parameters{trained}{base}, trained with {trainer.name} by strop "
+        f"{about['versions']['strop']}: {trainer.state.step:,} steps on {about['num_rows']:,} rows."
+    )
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A curve in characters; means of neighbours where there are many values."""
+    if len(values) > MOST_BARS:
+        edges = [round(i * len(values) / MOST_BARS) for i in range(MOST_BARS + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(values), max(values)
+    return "".join(BARS[round((value - low) / ((high - low) or 1) * (len(BARS) - 1))] for value in values)
+
+
+def _values(steps: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
+    return [entry[metric] for entry in steps if _is_number(entry.get(metric))]
+
+
+def _is_number(value: Any) -> bool:
+    """A resumed run's file of metrics may hold anything."""
+    return isinstance(value, (int, float)) and abs(value) < 1e300
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if _is_number(value) else ""
