@@ -13,17 +13,18 @@ from strop.rewards import RewardFunctions, Rewards
 class EpisodeRewards:
     """The discounted rewards of the environments, the column `environment`, and those of reward functions besides."""
 
-    def __init__(self, functions: RewardFunctions | None, discount: float):
-        self.functions, self.discount = functions, discount
-        self.names = ["environment", *([] if functions is None else functions.names)]
+    def __init__(self, besides: RewardFunctions | None, discount: float):
+        self.besides, self.discount = besides, discount
+        self.functions = [] if besides is None else besides.functions
+        self.names = ["environment", *([] if besides is None else besides.names)]
         if len(set(self.names)) < len(self.names):
             raise ValueError("reward_fn must not be called 'environment': the environment's rewards are")
 
     def __call__(self, rows: Mapping[str, Sequence[Any]], rollout: Any) -> Rewards:
         returns_B = torch.tensor([one.returns(self.discount)[0] for one in rollout.episodes], dtype=torch.float32)
-        if self.functions is None:
+        if self.besides is None:
             return Rewards(returns_B, {"environment": returns_B})
-        rewards = self.functions(rows)
+        rewards = self.besides(rows)
         return Rewards(rewards.total_B + returns_B, {"environment": returns_B, **rewards.columns})
 
 
