@@ -21,6 +21,7 @@ from benchmarks.pages import (
     demo,
     engines,
     generation,
+    guess,
     landing,
     learning,
     losses,
@@ -69,6 +70,7 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         learning.learning_table,
         demo.demo_summary,
         demo.demo_table,
+        guess.guess_table,
     )
 }
 
@@ -79,6 +81,7 @@ LOSSES = "benchmarks/results/losses-h200.json"
 STEP, STEP_ON_GPU = "benchmarks/results/step-x86_64-2cores.json", "benchmarks/results/step-h200.json"
 LEARNING = "benchmarks/results/learning-h200.json"
 DEMO = "benchmarks/results/demo-x86_64-2cores.json"
+GUESS = "benchmarks/results/guess-x86_64-2cores.json"
 FIGURES: dict[str, tuple[Callable[[Result, Path, dict[str, str]], None], str]] = {
     "docs/images/primitives.png": (primitives.primitives_figure, PRIMITIVES),
     "docs/images/engines.png": (engines.engines_figure, ENGINES),
@@ -87,6 +90,7 @@ FIGURES: dict[str, tuple[Callable[[Result, Path, dict[str, str]], None], str]] =
     "docs/images/step.png": (step.step_figure, STEP),
     "docs/images/step-h200.png": (step.step_figure, STEP_ON_GPU),
     "docs/images/demo.png": (demo.demo_figure, DEMO),
+    "docs/images/guess.png": (guess.guess_figure, GUESS),
     "docs/images/learning.png": (learning.learning_figure, LEARNING),
     "docs/images/convergence.png": (convergence.convergence_figure, CONVERGENCE),
     "docs/images/convergence.gif": (convergence.convergence_animation, CONVERGENCE),

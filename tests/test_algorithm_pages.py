@@ -20,6 +20,7 @@ from strop.algorithms.reward_model import RewardModel, RewardModelConfig
 from strop.algorithms.sft import SFT, SFTConfig
 from strop.cli.job import JobConfig
 from strop.config import LoRAConfig, OptimConfig, RunConfig, options_in
+from strop.environments import Environment, Turn, TurnsConfig
 from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
 from strop.moe import MoEConfig, MoETransformer
 from strop.rollout import Sampling
@@ -45,6 +46,7 @@ CONFIGS = [
     LoRAConfig,
     Sampling,
     ServerConfig,
+    TurnsConfig,
 ]
 
 
@@ -86,6 +88,7 @@ def option_table(page, config):
         ("kto.md", KTOConfig), ("reward_model.md", RewardModelConfig), ("ppo.md", PPOConfig), ("distill.md", DistillConfig), ("kto.md", UnpairedRule),
         ("grpo.md", PolicyRule), ("dpo.md", PreferenceRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
         ("common.md", Sampling), ("../command_line.md", JobConfig), ("../rollouts.md", ServerConfig),
+        ("../environments.md", TurnsConfig),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )  # fmt: skip
@@ -181,6 +184,18 @@ def test_metric_tables_are_what_a_step_returns(step):
     assert set(step()) == own | common
 
 
+def test_metrics_of_environments_are_what_a_step_has_besides():
+    class Partner(Environment):
+        def step(self, reply):
+            return Turn([3], reward=1.0, info={"name": 1.0})
+
+    grpo = GRPO(model=small_model(), environment=Partner, max_new_tokens=4, resample_rounds=1, importance_cap=2.0)
+    found = set(grpo.train_step([{"prompt": [2, 3]}])) - {"reward/count"}
+    common = documented_metrics("common.md") - {"memory"}
+    own = {name.replace("<name>", "name") for name in documented_metrics("../environments.md")}
+    assert found == own | (documented_metrics("grpo.md") - {"reward/count"}) | common
+
+
 # ---- names in other pages ----
 
 
@@ -213,4 +228,4 @@ def test_commands_have_the_flags_they_are_shown_with(line):
     flags = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
     assert {word for word in words if word.startswith("--")} <= flags | {"--help"}
     for file in (word for word in words if word.startswith("examples/")):
-        assert (ROOT / file).is_file(), file
+        assert (ROOT / file.partition(":")[0]).is_file(), file

@@ -124,7 +124,7 @@ class RewardFunctions:
         for function, called in zip(self.functions, self.names, strict=True):
             check_columns(function, called, ("completions", "completion_ids"), rows, name)
 
-    def __call__(self, rows: Rows) -> Rewards:
+    def __call__(self, rows: Rows, rollout: Any = None) -> Rewards:
         total_B = torch.zeros(len(rows["completions"]), dtype=torch.float64)
         columns = {}
         if not len(total_B):  # a process without prompts asks nobody
@@ -328,10 +328,13 @@ def _first_failing(
 
 
 def sample_table(rows: Mapping[str, Sequence[Any]], **columns: Sequence[Any]) -> list[dict[str, Any]]:
-    """For `Trainer.samples`: prompt, completion and what else is known of each. Ids as lists, which JSON and tables show."""
+    """For `Trainer.samples`: prompt, completion and what else is known of each. Ids as lists, which JSON and tables show.
+
+    Of several turns the completion is all that was said behind the prompt, as messages.
+    """
     prompts, completions = (
         [value.tolist() if isinstance(value, torch.Tensor) else value for value in rows[name]]
-        for name in ("prompts", "completions")
+        for name in ("prompts", "replies" if "replies" in rows else "completions")
     )
     pairs = zip(prompts, completions, strict=True)
     return [

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import Letters, llama, read_padded
 from tiny_qwen2 import tiny_qwen2
+from tiny_tokenizers import hugging_face as chat_tokenizer
 from trained_models import Bigram, tiny_moe, weights_of
 from yardstick import needs_compiler
 
@@ -57,9 +58,27 @@ def test_whole_texts_count_from_their_second_token():
 
 def test_conversations_alone_are_whole_texts():
     conversations = [[{"role": "user", "content": "ab"}, {"role": "assistant", "content": "dab"}]]
-    found = SFT(model=llama(), tokenizer=Letters()).train_step(conversations)
+    found = SFT(model=llama(), tokenizer=Letters(), assistant_only=False).train_step(conversations)
     wanted = SFT(model=llama()).train_step([Letters().encode("abdab")])
     assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
+
+
+def test_of_conversations_the_assistants_turns_count():
+    """The mean over their tokens, whose log-probs a forward of the whole conversation gives."""
+    tokenizer, model = chat_tokenizer(), llama(vocab_size=60, max_length=256)
+    said = ["ab.", "cd"]
+    messages = [
+        {"role": role, "content": text} for text in said for role, text in (("user", "hi"), ("assistant", text))
+    ]
+    texts = [f"<|user|>hi<eos>\n<|assistant|>{text}<eos>\n" for text in said]
+    ids_T = torch.tensor(tokenizer.encode("".join(texts), add_special_tokens=False))
+    places = [6, 7, 8, 16, 17]
+    assert tokenizer.convert_ids_to_tokens(ids_T[places]) == ["ab", ".", "<eos>", "cd", "<eos>"]
+    logps_TV = model(ids_T[None]).logits[0].log_softmax(-1)
+    wanted = -logps_TV[[i - 1 for i in places], ids_T[places]].mean().item()
+    sft = SFT(model=model, tokenizer=tokenizer)
+    assert sft.evaluate([{"messages": messages}])["eval/loss"] == pytest.approx(wanted, abs=1e-5)
+    assert sft.train_step([messages])["completion/length"] == 5
 
 
 def test_a_step_by_hand():
@@ -304,4 +323,4 @@ def test_it_takes_no_reference():
 
 
 def test_the_fields_of_the_config():
-    assert set(SFTConfig.from_options().to_dict()) == {"max_length", "pad_id", "optim", "run", "lora"}
+    assert set(SFTConfig.from_options().to_dict()) == {"max_length", "assistant_only", "pad_id", "optim", "run", "lora"}

@@ -27,25 +27,27 @@ def words(tokenizer, ids):
 
 
 def test_text_without_special_tokens():
-    assert encode_row({"prompt": "1+1=", "completion": "2"}, Letters()) == ([49, 43, 49, 61], [50, 0])
-    assert encode_row({"text": "ab"}, Letters()) == ([], [97, 98, 0])
+    assert encode_row({"prompt": "1+1=", "completion": "2"}, Letters()) == (
+        [49, 43, 49, 61], [50, 0], [True, True],
+    )  # fmt: skip
+    assert encode_row({"text": "ab"}, Letters()) == ([], [97, 98, 0], [True] * 3)
 
 
 def test_the_boundary_is_tokenised_once(tokenizer):
-    prompt, completion = encode_row({"prompt": "xa", "completion": "bc"}, tokenizer)
+    prompt, completion, _ = encode_row({"prompt": "xa", "completion": "bc"}, tokenizer)
     assert words(tokenizer, prompt) == ["x", "a"]  # "xabc" as one text would merge a and b
     assert words(tokenizer, completion) == ["b", "c", "<eos>"]
     assert words(tokenizer, tokenizer.encode("xabc")) == ["x", "ab", "c"]
 
 
 def test_eos_is_not_doubled(tokenizer):
-    assert words(tokenizer, encode_completion("a", "b<eos>", tokenizer)) == ["b", "<eos>"]
-    assert words(tokenizer, encode_completion("a", "", tokenizer)) == ["<eos>"]
+    assert words(tokenizer, encode_completion("a", "b<eos>", tokenizer)[0]) == ["b", "<eos>"]
+    assert words(tokenizer, encode_completion("a", "", tokenizer)[0]) == ["<eos>"]
 
 
 def test_a_tokenizer_that_wraps_texts_gives_its_bos_to_the_prompt_alone():
     tokenizer = hugging_face(bos=True)
-    prompt, completion = encode_row({"prompt": "x", "completion": "y"}, tokenizer)
+    prompt, completion, _ = encode_row({"prompt": "x", "completion": "y"}, tokenizer)
     assert words(tokenizer, prompt) == ["<bos>", "x"]  # without the EOS this tokenizer puts behind every text
     assert words(tokenizer, completion) == ["y", "<eos>"]
     assert words(tokenizer, encode_row({"text": "xy"}, tokenizer)[1]) == ["<bos>", "x", "y", "<eos>"]
@@ -53,14 +55,17 @@ def test_a_tokenizer_that_wraps_texts_gives_its_bos_to_the_prompt_alone():
 
 
 def test_conversations(tokenizer):
-    prompt, completion = encode_row({"prompt": [USER], "completion": [ANSWER]}, tokenizer)
+    prompt, completion, _ = encode_row({"prompt": [USER], "completion": [ANSWER]}, tokenizer)
     assert words(tokenizer, prompt) == ["<|user|>", "h", "i", "?", "<eos>", "\n", "<|assistant|>"]
     assert words(tokenizer, completion) == ["ab", ".", "<eos>"]  # not the line break behind: generation ends before it
-    prompt, whole = encode_row({"messages": [USER, ANSWER]}, tokenizer)
+    prompt, whole, counts = encode_row({"messages": [USER, ANSWER]}, tokenizer)
     assert prompt == []
-    assert words(tokenizer, whole) == [
-        "<|user|>", "h", "i", "?", "<eos>", "\n", "<|assistant|>", "ab", ".", "<eos>", "\n",
-    ]  # fmt: skip
+    written = ["<|user|>", "h", "i", "?", "<eos>", "\n", "<|assistant|>", "ab", ".", "<eos>"]
+    assert words(tokenizer, whole) == written
+    assert counts == [False] * 7 + [True] * 3
+    _, whole, counts = encode_row({"messages": [USER, ANSWER]}, tokenizer, assistant_only=False)
+    assert words(tokenizer, whole) == [*written, "\n"]
+    assert all(counts)
 
 
 def test_a_turn_the_template_does_not_end_is_ended():
@@ -68,13 +73,13 @@ def test_a_turn_the_template_does_not_end_is_ended():
     tokenizer = hugging_face(
         template=bare.replace("{{ m['content'] }}", "{{ (':' if m.role == 'assistant' else '') + m['content'] }}")
     )
-    prompt, completion = encode_row({"prompt": [USER], "completion": [ANSWER]}, tokenizer)
+    prompt, completion, _ = encode_row({"prompt": [USER], "completion": [ANSWER]}, tokenizer)
     assert words(tokenizer, prompt + completion) == ["h", "i", "?", ":", "ab", ".", "<eos>"]
 
 
 def test_an_answer_begun_in_the_prompt_is_gone_on_with(tokenizer):
     begun = [USER, {"role": "assistant", "content": "a"}]
-    prompt, completion = encode_row(
+    prompt, completion, _ = encode_row(
         {"prompt": begun, "completion": [{"role": "assistant", "content": "b."}]}, tokenizer
     )
     assert words(tokenizer, prompt)[-2:] == ["<|assistant|>", "a"]
@@ -82,10 +87,15 @@ def test_an_answer_begun_in_the_prompt_is_gone_on_with(tokenizer):
 
 
 def test_several_turns_behind_the_boundary(tokenizer):
-    completion = encode_completion([USER], [ANSWER, USER, ANSWER], tokenizer)
+    completion, counts = encode_completion([USER], [ANSWER, USER, ANSWER], tokenizer)
     assert words(tokenizer, completion) == [
         "ab", ".", "<eos>", "\n", "<|user|>", "h", "i", "?", "<eos>", "\n", "<|assistant|>", "ab", ".", "<eos>",
     ]  # fmt: skip
+    assert counts == [True] * 3 + [False] * 8 + [True] * 3
+    assert encode_completion([USER], [ANSWER, USER, ANSWER], tokenizer, assistant_only=False) == (
+        completion,
+        [True] * 14,
+    )
 
 
 def test_preferences_with_and_without_a_prompt(tokenizer):
@@ -93,14 +103,16 @@ def test_preferences_with_and_without_a_prompt(tokenizer):
     explicit = encode_preference({"prompt": [USER], "chosen": [ANSWER], "rejected": [no]}, tokenizer)
     implicit = encode_preference({"chosen": [USER, ANSWER], "rejected": [USER, no]}, tokenizer)
     assert explicit == implicit
-    assert [words(tokenizer, ids) for ids in explicit[1:]] == [["ab", ".", "<eos>"], ["n", "o", "<eos>"]]
+    assert [words(tokenizer, ids) for ids, _ in explicit[1:]] == [["ab", ".", "<eos>"], ["n", "o", "<eos>"]]
     text = encode_preference({"chosen": "1+1= 2", "rejected": "1+1= 3"}, Letters())
-    assert [Letters().decode(ids) for ids in text] == ["1+1=", " 2\0", " 3\0"]
+    assert [Letters().decode(ids) for ids in (text[0], text[1][0], text[2][0])] == ["1+1=", " 2\0", " 3\0"]
 
 
 def test_ids_pass_through():
-    assert encode_row({"prompt": [1, 2], "completion": np.array([3])}) == ([1, 2], [3])
-    assert encode_preference({"prompt": [1], "chosen": [2], "rejected": [3, 4]}) == ([1], [2], [3, 4])
+    assert encode_row({"prompt": [1, 2], "completion": np.array([3])}) == ([1, 2], [3], [True])
+    assert encode_preference({"prompt": [1], "chosen": [2], "rejected": [3, 4]}) == (
+        [1], ([2], [True]), ([3, 4], [True, True]),
+    )  # fmt: skip
     assert encode_prompt([5, 6], Letters()) == [5, 6]
     assert not needs_tokenizer({"prompt": [1, 2], "answer": "text"})
     assert needs_tokenizer({"prompt": "1"})
@@ -120,6 +132,11 @@ def test_a_template_that_rewrites_the_prompt_is_an_error():
         (lambda: encode_prompt([USER], Letters()), ValueError, "chat template, and Letters has none"),
         (lambda: encode_prompt([USER]), ValueError, "chat template, and there is no tokenizer"),
         (lambda: encode_prompt([[1, 2]]), TypeError, "token ids must be a flat list of integers"),
+        (
+            lambda: encode_row({"messages": [USER]}, hugging_face()),
+            ValueError,
+            "messages must have a turn of the assistant",
+        ),
         (lambda: encode_row({"prompt": "a"}, Letters()), ValueError, "found prompt_only"),
         (
             lambda: encode_preference({"prompt": "a", "completion": "b"}, Letters()),

@@ -15,6 +15,7 @@ from tiny_models import llama
 
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.online_dpo import OnlineDPO
+from strop.environments import Environment, Player, Turn
 from strop.models import as_policy
 from strop.rewards import RewardError
 from strop.rollout import Rollout, Sampling, generate
@@ -533,6 +534,35 @@ def test_online_dpo_trains_on_what_a_server_samples(start):
     assert metrics["grad_norm"] > 0
     assert not before["lm_head.weight"].equal(model.state_dict()["lm_head.weight"])
     assert running.paths.count("/collective_rpc") == 2
+
+
+class Partner(Environment):
+    def reset(self, row):
+        self.count = 0
+        return row["prompt"]
+
+    def step(self, reply):
+        self.count += 1
+        return Turn([5, 6], reward=float(len(reply)), done=self.count == 2)
+
+
+def test_an_environments_turns_are_requests_of_their_own(start):
+    """The weights are brought once a step, however many turns; greedy, the conversation is the engine's."""
+    model = make_model()
+    running = start(model)
+    options = {"environment": Partner, "group_size": 2, "kl_coef": 0.0, "max_new_tokens": 8}
+    grpo = GRPO(model=model, rollout_server=running.url, **options)
+    metrics = grpo.train_step(PROMPTS)
+    assert metrics["mismatch_kl"] < 1e-9
+    assert running.paths.count("/collective_rpc") == 1
+    rows, greedy = [{"prompt": prompt} for prompt in PROMPTS], Sampling(max_new_tokens=8, temperature=0.0)
+    with grpo.sampler.ready():
+        by_server = grpo.player(rows, greedy, 1, 0)
+    here = Player(Partner, Sampler(grpo.policy), grpo.policy, grpo.config.turns)(rows, greedy, 1, 0)
+    assert [ids.tolist() for ids in by_server.completion_ids] == [ids.tolist() for ids in here.completion_ids]
+    for logps, wanted in zip(by_server.logps, here.logps, strict=True):  # in batches of other sizes
+        torch.testing.assert_close(logps, wanted, rtol=0, atol=1e-5)
+    assert max(len(episode.spans) for episode in here.episodes) == 2
 
 
 # ---- one step ahead ----

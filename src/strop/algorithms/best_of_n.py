@@ -10,9 +10,13 @@ from torch.nn.functional import pad
 from strop._checks import check_count
 from strop.config import unknown_option
 from strop.data.inputs import Prompt, as_prompts, as_rows, check_tokenizer, repeated, reward_rows
+from strop.environments.base import TurnsConfig
+from strop.environments.credit import EpisodeRewards
+from strop.environments.of_trainer import player_of, rows_of
+from strop.environments.play import Player
 from strop.models import as_policy, load_model
 from strop.rewards import RewardFunctions, check_timeout
-from strop.rollout import Rollout, Sampling, generate
+from strop.rollout import Rollout, Sampler, Sampling, generate
 
 SAMPLING = tuple(Sampling.__dataclass_fields__)
 
@@ -25,6 +29,9 @@ class BestOfN:
     best.rewards                                # (B,) of the chosen; best.all_rewards (B, n)
 
     model, device    as for the algorithms
+    environment, tools   of more than one turn; generate(rows) then returns what the model said last in the best
+                     conversation of each row, `conversations` are those; an environment's rewards need no reward_fn
+    turns            a `TurnsConfig`, or a dict of its fields
     seed             of the first call; every further call draws anew. None: from torch's generator
     **sampling       fields of `Sampling`: max_new_tokens, temperature, top_k, top_p, stop_ids
     """
@@ -33,8 +40,11 @@ class BestOfN:
         self,
         *,
         model: Any,
-        reward_fn: Any,
+        reward_fn: Any = None,
         n: int = 8,
+        environment: Any = None,
+        tools: Any = None,
+        turns: Any = None,
         tokenizer: Any = None,
         reward_weights: Any = None,
         reward_timeout: float | None = None,
@@ -54,6 +64,9 @@ class BestOfN:
             if name not in SAMPLING:
                 arguments = (
                     "n",
+                    "environment",
+                    "tools",
+                    "turns",
                     "tokenizer",
                     "reward_weights",
                     "reward_timeout",
@@ -69,13 +82,22 @@ class BestOfN:
         self.policy = as_policy(model, tokenizer)
         if device is not None:
             self.policy.to(device)
-        self.score = RewardFunctions(reward_fn, reward_weights, reward_timeout, find_failing)
+        if reward_fn is None and environment is None:
+            raise ValueError("BestOfN needs a reward_fn or an environment, found None")
+        self.score: Any = None
+        if reward_fn is not None:
+            self.score = RewardFunctions(reward_fn, reward_weights, reward_timeout, find_failing)
+        self.turns = turns if isinstance(turns, TurnsConfig) else TurnsConfig.from_options(turns or {})
+        self.player = player_of(self.policy, Sampler(self.policy), environment, tools, self.turns)
+        if self.player is not None:
+            self.score = EpisodeRewards(self.score, self.turns.turn_discount)
         self.n, self.pad_id, self.sampling = n, pad_id, Sampling(**sampling)
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.rewards = torch.zeros(0)
         self.all_rewards = torch.zeros(0, n)
         self.completion_ids: list[torch.Tensor] = []
         """Of the chosen, the EOS included."""
+        self.conversations: list[list[dict[str, Any]]] = []
 
     def generate(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> torch.Tensor | list[str]:
         """The best completion of each prompt.
@@ -88,19 +110,37 @@ class BestOfN:
         if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer returns
             prompt_mask = prompts.get("attention_mask") if prompt_mask is None else prompt_mask
             prompts = prompts["input_ids"]
+        if self.player is not None:
+            return self._play(self.player, rows_of(prompts, columns, "prompts"))
         batch = as_prompts(
             prompts, self.policy.tokenizer, self.policy.padding(self.pad_id), mask=prompt_mask, columns=columns
         )
-        seed = None if self._seeds is None else int(torch.randint(2**62, (), generator=self._seeds))
+        seed = self._seed()
         rollout = generate(self.policy, [p.ids for p in batch], self.sampling, num_samples=self.n, seed=seed)
-        rows = reward_rows(repeated(batch, self.n), rollout, self.policy.tokenizer)
-        self.all_rewards = self.score(rows).total_B.view(-1, self.n)
-        self.rewards, best_B = self.all_rewards.max(1)
-        chosen = [row * self.n + int(index) for row, index in enumerate(best_B)]
-        self.completion_ids = [rollout.completion_ids[i] for i in chosen]
+        rows, chosen = self._chosen(batch, rollout)
         if self.policy.tokenizer is not None and not _are_ids(prompts):
             return [rows["completions"][i] for i in chosen]
         return self._sequences(prompts, batch, rollout.select(chosen))
+
+    def _play(self, player: Player, batch: list[Prompt]) -> list[str]:
+        seed = self._seed()
+        seed = int(torch.randint(2**62, ())) if seed is None else seed
+        rollout = player([prompt.columns for prompt in batch], self.sampling, self.n, seed)
+        rows, chosen = self._chosen(batch, rollout)
+        self.conversations = [rows["conversations"][i] for i in chosen]
+        return [rows["completions"][i] for i in chosen]
+
+    def _chosen(self, batch: list[Prompt], rollout: Rollout) -> tuple[dict[str, list[Any]], list[int]]:
+        """What reward functions were given, and the best of each prompt."""
+        rows = reward_rows(repeated(batch, self.n), rollout, self.policy.tokenizer)
+        self.all_rewards = self.score(rows, rollout).total_B.view(-1, self.n)
+        self.rewards, best_B = self.all_rewards.max(1)
+        chosen = [row * self.n + int(index) for row, index in enumerate(best_B)]
+        self.completion_ids = [rollout.completion_ids[i] for i in chosen]
+        return rows, chosen
+
+    def _seed(self) -> int | None:
+        return None if self._seeds is None else int(torch.randint(2**62, (), generator=self._seeds))
 
     def _sequences(self, prompts: Any, batch: list[Prompt], rollout: Rollout) -> torch.Tensor:
         pad_id = self.policy.pad_id if self.pad_id is None else self.pad_id

@@ -256,7 +256,7 @@ class Distill(Trainer):
         if completion is None:
             raise ValueError(f"{where} must have a completion where on_policy is below 1, found none")
         with row_named(where):
-            ids = torch.tensor(encode_completion(prompt.shown, completion, self.policy.tokenizer)).long()
+            ids = torch.tensor(encode_completion(prompt.shown, completion, self.policy.tokenizer)[0]).long()
         if not len(ids):
             raise ValueError(f"{where}: the completion must have at least one token, found none")
         self.policy.check_ids(ids, where)

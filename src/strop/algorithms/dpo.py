@@ -80,9 +80,10 @@ class DPO(Trainer):
         pairs = []
         for i, row in enumerate(rows):
             with row_named(f"{name}[{i}]"):
-                parts = encode_preference(row, self.tokenizer)
-            prompt, chosen, rejected = (torch.tensor(part).long() for part in parts)
-            pairs.append(self._checked(prompt, chosen, rejected, f"{name}[{i}]"))
+                prompt, *lines = encode_preference(row, self.tokenizer)
+            chosen, rejected = (torch.tensor(ids).long() for ids, _ in lines)
+            counts = [counts for _, counts in lines]
+            pairs.append(self._checked(torch.tensor(prompt).long(), chosen, rejected, f"{name}[{i}]", counts))
         return pairs
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
@@ -165,7 +166,7 @@ class DPO(Trainer):
         triples = zip(prompts, better, worse, strict=True)
         return [self._checked(*triple, f"pair {i}") for i, triple in enumerate(triples)]
 
-    def _checked(self, prompt: Ids, chosen: Ids, rejected: Ids, where: str) -> Pair:
+    def _checked(self, prompt: Ids, chosen: Ids, rejected: Ids, where: str, counts: Any = (None, None)) -> Pair:
         """A pair that has something to compare and fits into the model."""
         limits = self.config.max_length, self.policy.max_length
         if not len(prompt):
@@ -177,7 +178,7 @@ class DPO(Trainer):
                 raise ValueError(f"{where}: {name} must have at least one token, found none")
             self.policy.check_ids(completion, f"{where}: {name}")
             fitted.append(fit(prompt, completion, *limits, f"{where}, {name}"))
-        return Trajectory.of(prompt, fitted[0]), Trajectory.of(prompt, fitted[1])
+        return Trajectory.of(prompt, fitted[0], counts[0]), Trajectory.of(prompt, fitted[1], counts[1])
 
 
 def _sums(logps_n: torch.Tensor, batch: TokenBatch) -> torch.Tensor:

@@ -23,10 +23,13 @@ from strop._checks import check_choice, check_count, check_number
 from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.inputs import Prompt, as_prompts, prompts_of_dataset, repeated, reward_rows
+from strop.environments.base import TurnsConfig
+from strop.environments.credit import EpisodeRewards, turn_advantages
+from strop.environments.of_trainer import player, rows_of
 from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, kl_estimate
 from strop.primitives import compute_batch_group_advantages
 from strop.rewards import RewardFunctions, Rewards, check_timeout, sample_table
-from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics
+from strop.rollout import ENDED, Rollout, Sampling, checked_prompts, completion_metrics
 from strop.rollout.sampler import sampler
 from strop.rollout.server import ServerConfig
 from strop.training.state import Largest, Mean
@@ -78,6 +81,7 @@ class GRPOConfig(TrainerConfig):
     pad_id: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     server: ServerConfig = field(default_factory=ServerConfig)
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
     loss: PolicyRule = field(default_factory=PolicyRule)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
@@ -128,6 +132,7 @@ class Experience:
     counted     of every completion of the batch, also those of other processes: its tokens that count, 0 where it counts
                 for nothing (truncated, if those are masked)
     first       which of them is this process's first
+    per_token   advantages of tokens, where turns have their own; None: advantages_B
     ref_logps   None without a reference
     weights     of truncated importance sampling; None weights nothing
     """
@@ -139,6 +144,7 @@ class Experience:
     ref_logps: list[torch.Tensor] | None = None
     weights: list[torch.Tensor] | None = None
     first: int = 0
+    per_token: list[torch.Tensor] | None = None
 
     @functools.cached_property
     def trajectories(self) -> list[Trajectory]:
@@ -210,19 +216,29 @@ class GRPO(Trainer):
     grpo = GRPO(model=model, reward_fn=reward_fn, group_size=8, kl_coef=0.04, learning_rate=1e-6, max_new_tokens=128)
     metrics = grpo.train_step(prompts)          # or grpo.train(dataset)
 
-    reward_fn   a function or several; see `strop.rewards`
+    reward_fn     a function or several; see `strop.rewards`
+    environment   a class of `strop.environments` for more than one turn, whose rewards are added to reward_fn's
+    tools         functions the model may call, in place of an environment
     """
 
     Config = GRPOConfig
     config: GRPOConfig
 
-    def __init__(self, *, reward_fn: Any = None, **arguments: Any):
-        if reward_fn is None:
-            raise ValueError(f"{type(self).__name__} needs a reward_fn, found None")
+    def __init__(self, *, reward_fn: Any = None, environment: Any = None, tools: Any = None, **arguments: Any):
+        if reward_fn is None and environment is None:
+            raise ValueError(f"{type(self).__name__} needs a reward_fn or an environment, found None")
         super().__init__(**arguments)
         config = self.config
-        self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
         self.sampler = sampler(self, config.server)
+        self.rewards: Any = None
+        if reward_fn is not None:
+            self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
+        self.player = player(self, environment, tools)
+        if self.player is not None:
+            self.any_format = True
+            if config.turns.credit == "turn" and config.advantage_scale == "batch" and self.world.size > 1:
+                raise ValueError('advantage_scale must be "group" or "none" with credit="turn" in several processes')
+            self.rewards = EpisodeRewards(self.rewards, config.turns.turn_discount)
 
     @property
     def functions(self) -> list[Any]:
@@ -241,12 +257,21 @@ class GRPO(Trainer):
         prompt_mask   (B, P), 0 at padding; without it padding is what equals the pad id at a prompt's sides
         columns       for reward functions, each with one entry a prompt: train_step(prompts, answer=answers)
         """
-        batch = as_prompts(
-            prompts, self.policy.tokenizer, self.policy.padding(self.config.pad_id), mask=prompt_mask, columns=columns
-        )
+        if self.player is not None:
+            batch = rows_of(prompts, columns, "prompts")
+        else:
+            batch = as_prompts(
+                prompts,
+                self.policy.tokenizer,
+                self.policy.padding(self.config.pad_id),
+                mask=prompt_mask,
+                columns=columns,
+            )
         return self.run_step(lambda: self._step(batch))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:
+        if self.player is not None:
+            return rows_of(rows, {}, name)
         prompts = prompts_of_dataset(
             rows, self.policy.tokenizer, self.policy.padding(self.config.pad_id), name, self.name
         )
@@ -263,7 +288,7 @@ class GRPO(Trainer):
                             stop_ids=self.config.sampling.stop_ids)  # fmt: skip
         size = self.config.run.batch_size * self.config.group_size
         mine = self.share(len(rows))
-        ends: list[tuple[int, str]] = []
+        rollouts: list[Rollout] = []
         rewards: list[Rewards] = []
         with self.sampler.ready():
             for start in range(
@@ -271,11 +296,11 @@ class GRPO(Trainer):
             ):  # alike in all processes
                 prompts = rows[start : min(start + size, mine.stop)]
                 with self.autocast():
-                    rollout = self.sampler([p.ids for p in prompts], sampling, 1, 0)
-                ends += rollout.ends
-                rewards.append(self.rewards(reward_rows(prompts, rollout, self.policy.tokenizer)))
+                    rollouts.append(self._sample(prompts, sampling, 1, 0))
+                given = reward_rows(prompts, rollouts[-1], self.policy.tokenizer)
+                rewards.append(self.rewards(given, rollouts[-1]))
         found = Rewards.joined(rewards, self.rewards.names).over(self.world)
-        return found.metrics | completion_metrics(self.of_all(ends))
+        return found.metrics | completion_metrics(self.of_all([end for rollout in rollouts for end in rollout.ends]))
 
     def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, values = self.sampler.state()
@@ -319,17 +344,23 @@ class GRPO(Trainer):
         """addresses: the prompts' places in the batch."""
         step, how = self.state.step, (self.config.sampling, self.config.group_size)
         with self.phase("generate"), self.autocast():
-            rollout = self.sampler([p.ids for p in prompts], *how, self.seed_of(step, attempt), addresses)
+            rollout = self._sample(prompts, *how, self.seed_of(step, attempt), addresses)
             if self.config.server.max_staleness and not attempt and (rows := self.run.upcoming(self.config.run)):
                 ahead = self.share(len(rows))
                 self.sampler.ahead([rows[i].ids for i in ahead], *how, self.seed_of(step + 1, 0), ahead)
             return rollout
 
+    def _sample(self, prompts: Sequence[Prompt], *how: Any) -> Rollout:
+        """how: sampling, number of samples, seed and addresses"""
+        if self.player is not None:
+            return self.player([prompt.columns for prompt in prompts], *how)
+        return self.sampler([prompt.ids for prompt in prompts], *how)
+
     def _reward(self, prompts: list[Prompt], rollout: Rollout) -> tuple[dict[str, list[Any]], Rewards]:
         """What the reward functions are given, and what they give."""
         with self.phase("reward"):
             rows = reward_rows(repeated(prompts, self.config.group_size), rollout, self.policy.tokenizer)
-            return rows, self.rewards(rows)
+            return rows, self.rewards(rows, rollout)
 
     def _sampled_again(
         self, prompts: list[Prompt], addresses: Sequence[int], rollout: Rollout, rewards: Rewards
@@ -391,7 +422,9 @@ class GRPO(Trainer):
             rewards_B.double(), config.group_size, ddof=config.advantage_ddof, eps=config.advantage_eps,
             scale=config.advantage_scale,
         ).to(rewards_B.dtype)  # fmt: skip
-        counted = [length if why == "eos" or not config.mask_truncated else 0 for length, why in ends or rollout.ends]
+        counted = [
+            length if why in ENDED or not config.mask_truncated else 0 for length, why, *_ in ends or rollout.ends
+        ]
         old_logps, ref_logps = scores or self._score(rollout)
         own_B = advantages_B[first : first + len(rollout)]
         experience = Experience(rollout, own_B, counted, old_logps, ref_logps, first=first)
@@ -402,8 +435,17 @@ class GRPO(Trainer):
             weights_N = ratios_N.clamp(low, high)
             if config.importance_mode == "mask":
                 weights_N = ratios_N.masked_fill(weights_N != ratios_N, 0.0)
-            experience.weights = list(weights_N.split([len(ids) for ids in rollout.completion_ids]))
+            experience.weights = list(weights_N.split([len(logps) for logps in rollout.logps]))
+        if config.turns.credit == "turn" and self.player is not None:
+            experience.per_token = self._turn_advantages(rollout, rewards_B[first : first + len(rollout)])
         return experience
+
+    def _turn_advantages(self, rollout: Any, rewards_B: torch.Tensor) -> list[torch.Tensor]:
+        config = self.config
+        return turn_advantages(
+            rollout.episodes, rewards_B, config.group_size, config.turns.turn_discount,
+            scale=config.advantage_scale, ddof=config.advantage_ddof, eps=config.advantage_eps,
+        )  # fmt: skip
 
     # ---- learning ----
 
@@ -460,6 +502,8 @@ class GRPO(Trainer):
 
         batch.old_logps_n = of_these(experience.old_logps)
         batch.ref_logps_n = None if experience.ref_logps is None else of_these(experience.ref_logps)
+        if experience.per_token is not None:
+            batch.advantages_n = of_these(experience.per_token).to(batch.advantages_n)
         if experience.weights is not None:
             weights_n = of_these(experience.weights)
             if self.config.rule.loss_type == "vespo":  # they go into the product of the sequence's ratios

@@ -81,7 +81,7 @@ class KTO(Trainer):
         examples = []
         for i, row in enumerate(rows):
             with row_named(f"{name}[{i}]"):
-                prompt, completion = (torch.tensor(part).long() for part in encode_row(row, self.tokenizer))
+                prompt, completion = (torch.tensor(part).long() for part in encode_row(row, self.tokenizer)[:2])
             examples.append(self._checked(prompt, completion, row.get("label"), f"{name}[{i}]"))
         return examples
 

@@ -11,6 +11,9 @@ import torch
 from strop.algorithms.dpo import DPO, DPOConfig, Pair, counts_of
 from strop.data.batch import on_device
 from strop.data.inputs import Prompt, as_prompts, check_below, prompts_of_dataset, repeated, reward_rows
+from strop.environments.base import TurnsConfig
+from strop.environments.credit import EpisodeRewards
+from strop.environments.of_trainer import player, rows_of
 from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout, sample_table
 from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics
 from strop.rollout.sampler import sampler
@@ -31,6 +34,7 @@ class OnlineDPOConfig(DPOConfig):
     reward_timeout: float | None = None
     find_failing: bool = False
     sampling: Sampling = field(default_factory=Sampling)
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
@@ -49,23 +53,32 @@ class OnlineDPO(DPO):
     preference_fn   takes pairs (a, b), texts or id tensors, and returns 0 where a is the better, 1 where b is; by its
                     parameter names it may ask for prompts and the dataset's columns: preference_fn(pairs, answer); or
     reward_fn       a reward function or several: the higher reward is the better, and a tie teaches nothing
+    environment, tools   as of GRPO; an environment's rewards are added to reward_fn's, or take its place
     """
 
     Config = OnlineDPOConfig
     config: OnlineDPOConfig
 
-    def __init__(self, *, preference_fn: Any = None, reward_fn: Any = None, **arguments: Any):
-        if (preference_fn is None) == (reward_fn is None):
-            found = "neither" if reward_fn is None else "both"
-            raise ValueError(f"OnlineDPO needs a preference_fn or a reward_fn, found {found}")
+    def __init__(
+        self, *, preference_fn: Any = None, reward_fn: Any = None, environment: Any = None, tools: Any = None,
+        **arguments: Any,
+    ):  # fmt: skip
+        if preference_fn is not None and reward_fn is not None:
+            raise ValueError("OnlineDPO needs a preference_fn or a reward_fn, found both")
+        if preference_fn is None and reward_fn is None and environment is None:
+            raise ValueError("OnlineDPO needs a preference_fn or a reward_fn, found neither")
         super().__init__(**arguments)
         config = self.config
         self.sampler = sampler(self, config.server)
         self.preference: PreferenceFunction | None = None
-        self.rewards: RewardFunctions | None = None
+        self.rewards: Any = None
+        self.player = player(self, environment, tools)
+        self.any_format = self.player is not None
         if reward_fn is not None:
             self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
-        else:
+        if self.player is not None and preference_fn is None:
+            self.rewards = EpisodeRewards(self.rewards, config.turns.turn_discount)
+        if self.rewards is None:
             self.preference = PreferenceFunction(preference_fn, config.reward_timeout, config.find_failing)
             if config.reward_weights is not None:
                 warnings.warn("reward_weights have no effect: preference_fn gives no rewards", stacklevel=2)
@@ -76,13 +89,22 @@ class OnlineDPO(DPO):
 
     def train_step(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them."""
-        batch = as_prompts(
-            prompts, self.policy.tokenizer, self.policy.padding(self.config.pad_id), mask=prompt_mask, columns=columns
-        )
+        if self.player is not None:
+            batch = rows_of(prompts, columns, "prompts")
+        else:
+            batch = as_prompts(
+                prompts,
+                self.policy.tokenizer,
+                self.policy.padding(self.config.pad_id),
+                mask=prompt_mask,
+                columns=columns,
+            )
         check_below(self.config.max_length, batch, "prompts")
         return self.run_step(lambda: self._online_step(batch))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:  # type: ignore[override]
+        if self.player is not None:
+            return rows_of(rows, {}, name)
         prompts = prompts_of_dataset(
             rows, self.policy.tokenizer, self.policy.padding(self.config.pad_id), name, self.name
         )
@@ -137,6 +159,9 @@ class OnlineDPO(DPO):
         """Completions, and as (first, second) for each prompt."""
         with self.phase("generate"), self.autocast(), self.sampler.ready():
             rollout = self._sample(prompts, addresses, step)
+        if self.player is not None:
+            lines = rollout.trajectories
+            return rollout, list(zip(lines[::2], lines[1::2], strict=True))
         rows = zip(rollout.prompt_ids[::2], rollout.completion_ids[::2], rollout.completion_ids[1::2], strict=True)
         return rollout, [self._checked(*row, f"prompts[{i}]") for i, row in enumerate(rows)]
 
@@ -146,14 +171,17 @@ class OnlineDPO(DPO):
         most = size
         if step == "evaluation":
             size, most = self.config.run.batch_size, max(self.world.gathered(len(prompts)))
-        rollouts = []
+        rollouts: list[Rollout] = []
         for start in range(0, most, size):  # as often as in every other process
-            ids = [p.ids for p in prompts[start : start + size]]
-            rollouts.append(self.sampler(ids, *how, self.seed_of(step), addresses[start : start + size]))
+            some, seed = prompts[start : start + size], self.seed_of(step)
+            if self.player is not None:
+                rollouts.append(self.player([p.columns for p in some], *how, seed, addresses[start : start + size]))
+            else:
+                rollouts.append(self.sampler([p.ids for p in some], *how, seed, addresses[start : start + size]))
         if step != "evaluation" and self.config.server.max_staleness and (rows := self.run.upcoming(self.config.run)):
             ahead = self.share(len(rows))
             self.sampler.ahead([rows[i].ids for i in ahead], *how, self.seed_of(step + 1), ahead)
-        return functools.reduce(Rollout.joined, rollouts, Rollout([], [], [], []))
+        return functools.reduce(Rollout.joined, rollouts or [Rollout([], [], [], [])])
 
     def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return self.sampler.state()
@@ -167,7 +195,7 @@ class OnlineDPO(DPO):
         """Which of each two is the better (None: neither), metrics, and the table of samples."""
         rows = reward_rows(repeated(prompts, 2), rollout, self.policy.tokenizer)
         if self.rewards is not None:
-            rewards: Rewards = self.rewards(rows)
+            rewards: Rewards = self.rewards(rows, rollout)
             first_P, second_P = rewards.total_B.view(-1, 2).unbind(1)
             better = [
                 None if tied else int(second)

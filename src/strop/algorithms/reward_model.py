@@ -191,7 +191,7 @@ class ModelReward:
         tokenizer, limit = self.policy.tokenizer, self.policy.max_length
         if is_conversation(prompt) and isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
-        ids = encode_prompt(prompt, tokenizer) + encode_completion(prompt, completion, tokenizer)
+        ids = encode_prompt(prompt, tokenizer) + encode_completion(prompt, completion, tokenizer)[0]
         return Trajectory.of([], ids if limit is None else ids[-limit:])
 
 

@@ -1,6 +1,7 @@
 """SFT: imitate given completions. loss = −(1/N) Σ log π(token), over the N tokens of the batch that count.
 
-Of rows with a prompt and a completion the completion counts; of whole texts everything but the first token.
+Of rows with a prompt and a completion the completion counts; of conversations the assistant's turns; of whole texts
+everything but the first token.
 """
 
 import functools
@@ -24,11 +25,13 @@ from strop.training.trainer import Trainer
 class SFTConfig(TrainerConfig):
     """Options of SFT.
 
-    max_length   sequences are cut to so many tokens; None cuts nothing
-    pad_id       the padding in what train_step is given; None is what tokenizer or model say
+    max_length       sequences are cut to so many tokens; None cuts nothing
+    assistant_only   of conversations only the assistant's turns count; off: every token of `messages` and of completions
+    pad_id           the padding in what train_step is given; None is what tokenizer or model say
     """
 
     max_length: int | None = None
+    assistant_only: bool = True
     pad_id: int | None = None
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=2e-5))
 
@@ -61,8 +64,9 @@ class SFT(Trainer):
         examples = []
         for i, row in enumerate(rows):
             with row_named(f"{name}[{i}]"):
-                prompt, completion = (torch.tensor(part).long() for part in encode_row(row, self.tokenizer))
-            examples.append(self._checked(prompt, completion, f"{name}[{i}]"))
+                prompt, completion, counts = encode_row(row, self.tokenizer, self.config.assistant_only)
+            ids = torch.tensor(prompt).long(), torch.tensor(completion).long()
+            examples.append(self._checked(*ids, f"{name}[{i}]", counts))
         return examples
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
@@ -90,7 +94,7 @@ class SFT(Trainer):
 
     def _batch(self, examples: Sequence[Trajectory], num_tokens: int) -> TokenBatch:
         """A part of a batch with so many tokens that count: shares of the mean over them add up, however it is cut."""
-        weights = [NLL().weight(len(one), num_tokens, 0) for one in examples]
+        weights = [NLL().weight(one.num_counted, num_tokens, 0) for one in examples]
         return TokenBatch.of(examples, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
 
     def _examples(self, prompt: Any, completion: Any, prompt_mask: Any) -> list[Trajectory]:
@@ -106,11 +110,12 @@ class SFT(Trainer):
         pairs = zip(prompts, completions, strict=True)
         return [self._checked(*pair, f"row {i}") for i, pair in enumerate(pairs)]
 
-    def _checked(self, prompt: Ids, completion: Ids, where: str) -> Trajectory:
+    def _checked(self, prompt: Ids, completion: Ids, where: str, counts: Any = None) -> Trajectory:
         if len(completion) <= (len(prompt) == 0):  # nothing predicts the first token of a text
             wanted = (
                 "the completion must have at least one token" if len(prompt) else "a text must have at least two tokens"
             )
             raise ValueError(f"{where}: {wanted}, found {len(completion)}")
         self.policy.check_ids(torch.cat([prompt, completion]), where)
-        return Trajectory.of(prompt, fit(prompt, completion, self.config.max_length, self.policy.max_length, where))
+        completion = fit(prompt, completion, self.config.max_length, self.policy.max_length, where)
+        return Trajectory.of(prompt, completion, counts)

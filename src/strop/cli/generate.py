@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from strop.cli.job import JobConfig, job_part, load_data, load_model_and_tokenizer, load_rewards, load_task, shaped
+from strop.cli.job import (
+    JobConfig,
+    job_part,
+    load_data,
+    load_environment,
+    load_model_and_tokenizer,
+    load_rewards,
+    load_task,
+    load_tools,
+    shaped,
+)
 from strop.cli.options import number_option, parse_settings, parse_value
 
 
@@ -23,6 +33,11 @@ def generate(
     num_rows: Annotated[int, number_option("Prompts of a task or data.", low=1)] = 8,
     best_of: Annotated[int, number_option("Sample so many and keep the one with the highest reward.", low=1)] = 1,
     reward: Annotated[list[str] | None, typer.Option(help="file.py:function; may be repeated.")] = None,
+    environment: Annotated[str | None, typer.Option(help="file.py:Class, for more than one turn.")] = None,
+    tools: Annotated[
+        list[str] | None, typer.Option(help="file.py:function the model may call; may be repeated.")
+    ] = None,
+    max_turns: Annotated[int, number_option("Of the model, with an environment or tools.", low=1)] = 8,
     reward_weights: Annotated[str | None, typer.Option(help="Of several rewards: 1,0.5")] = None,
     max_new_tokens: Annotated[
         int | None, number_option("By default 128, or what the model has room for.", low=1)
@@ -44,11 +59,13 @@ def generate(
 ) -> None:
     """Complete prompts; with --best-of N the best of N samples by a reward."""
     job = as_job(model=model, task=task, data=data, num_rows=num_rows, chat=chat, tokenizer=tokenizer, dtype=dtype, device=device,
-               reward=tuple(reward or ()) or None, split="test" if task else "train", settings=settings or ())  # fmt: skip
+               reward=tuple(reward or ()) or None, split="test" if task or (environment and not data) else "train",
+               environment=environment, tools=tuple(tools or ()) or None, settings=settings or ())  # fmt: skip
     problems = load_task(job)
     rows = _rows(job, problems, prompt)
     rewards = load_rewards(job, problems if "answer" in rows[0] else None)
-    if best_of > 1 and not rewards:
+    playing = {"environment": load_environment(job), "tools": load_tools(job)}
+    if best_of > 1 and not rewards and environment is None:
         raise ValueError("--best-of needs a reward: --reward file.py:function, or a --task that has one")
     if temperature is None:
         temperature = 1.0 if best_of > 1 else 0.0
@@ -59,10 +76,11 @@ def generate(
 
     best = BestOfN(
         model=loaded, tokenizer=its_tokenizer, n=best_of, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p,
-        max_new_tokens=max_new_tokens or room_of(loaded, its_tokenizer, rows), reward_fn=rewards or _no_reward,
+        max_new_tokens=max_new_tokens or room_of(loaded, its_tokenizer, rows), turns={"max_turns": max_turns}, **playing,
+        reward_fn=rewards or (None if environment else _no_reward),
         reward_weights=parse_value(reward_weights) if reward_weights and rewards else None,
     )  # fmt: skip
-    answers = _answers(best, rows, scored=bool(rewards))
+    answers = _answers(best, rows, scored=bool(rewards) or environment is not None)
     for answer in answers:
         _show(answer, as_json, alone=len(answers) == 1)
 
@@ -104,14 +122,16 @@ def room_of(model: Any, tokenizer: Any, rows: list[dict[str, Any]], most: int = 
     from strop.models import as_policy
 
     context = as_policy(model, tokenizer).max_length
-    longest = max(len(encode_prompt(row["prompt"], tokenizer, row)) for row in rows)
+    longest = max(len(encode_prompt(row.get("prompt", []), tokenizer, row)) for row in rows)
     return most if context is None else max(1, min(most, context - longest))
 
 
 def _answers(best: Any, rows: list[dict[str, Any]], scored: bool) -> list[dict[str, Any]]:
     answers = []
     for i, (row, text) in enumerate(zip(rows, best.generate(rows), strict=True)):
-        answer = {"prompt": row["prompt"], "completion": text}
+        answer = {"prompt": row.get("prompt"), "completion": text}
+        if best.conversations:
+            answer = {"conversation": best.conversations[i], "completion": text}
         if scored:
             answer["reward"] = float(best.rewards[i])
             if best.n > 1:
@@ -130,8 +150,11 @@ def _show(answer: dict[str, Any], as_json: bool, alone: bool) -> None:
         return
     from strop.data.formats import as_text
 
-    print(f"> {as_text(answer['prompt'])}")
-    print(answer["completion"])
+    if "conversation" in answer:
+        print(as_text(answer["conversation"]))
+    else:
+        print(f"> {as_text(answer['prompt'])}")
+        print(answer["completion"])
     if "rewards" in answer:
         of = answer["rewards"]
         print(f"  reward {answer['reward']:.4g}, the best of {len(of)} with mean {sum(of) / len(of):.4g}")

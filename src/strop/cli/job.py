@@ -1,16 +1,11 @@
 """What a command works on: a model, data or a task, rewards. `JobConfig` holds the names, the functions find the things."""
 
 import dataclasses
-import difflib
-import importlib
-import importlib.util
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from strop._checks import check_count
+from strop._named import load_function
 from strop.config import Config
 
 DEFAULT_EVAL_ROWS = 200
@@ -41,6 +36,8 @@ class JobConfig(Config):
     template         a text with {prompt} or other columns, for the prompt
     reward           file.py:function or package.module:function; several have --reward-weights; without it the task's
     preference       file.py:function for online-dpo, in place of a reward
+    environment      file.py:Class for more than one turn; a class with rows and a tokenizer takes the place of a task
+    tools            file.py:function, which the model may call
     output           the run folder; without it runs/ALGORITHM-TIME
     resume           go on with the run in output
     overwrite        remove the run that is in output first
@@ -71,6 +68,8 @@ class JobConfig(Config):
     template: str | None = None
     reward: str | tuple[str, ...] | None = None
     preference: str | None = None
+    environment: str | None = None
+    tools: str | tuple[str, ...] | None = None
     output: str | None = None
     resume: bool = False
     overwrite: bool = False
@@ -148,9 +147,13 @@ def load_tokenizer(job: JobConfig) -> Any:
 
 
 def load_task(job: JobConfig) -> Any:
+    """The task, or an environment that has rows of its own."""
     from strop import tasks
 
     if job.task is None:
+        environment = load_environment(job)
+        if hasattr(environment, "rows"):
+            return environment
         if job.task_options:
             raise ValueError("task_options need a task, found none")
         return None
@@ -169,7 +172,8 @@ def _read(data: Any, job: JobConfig, split: str, limit: int | None) -> Sequence[
     from strop.data.formats import check_rows, name_of, read_rows
 
     rows = shaped(read_rows(data, split=split, limit=limit), job)
-    check_rows(rows, where=name_of(data))
+    if job.environment is None:  # which takes any columns
+        check_rows(rows, where=name_of(data))
     return rows
 
 
@@ -259,7 +263,7 @@ def load_rewards(job: JobConfig, task: Any) -> list[Callable[..., Any]]:
     names = [job.reward] if isinstance(job.reward, str) else list(job.reward or ())
     if names:
         return [_model_reward(name, job) or load_function(name, "reward") for name in names]
-    return [task.reward] if task is not None else []
+    return [task.reward] if hasattr(task, "reward") else []
 
 
 def _model_reward(name: str, job: JobConfig) -> Any:
@@ -271,67 +275,11 @@ def _model_reward(name: str, job: JobConfig) -> Any:
     return ModelReward(name.removeprefix("model:"), device=job.device)
 
 
-def load_function(name: str, what: str) -> Callable[..., Any]:
-    """file.py:function, or package.module:function."""
-    place, colon, function = name.rpartition(":")
-    if not colon or not place or not function:
-        raise ValueError(f"{what} must be file.py:function or package.module:function, found {name!r}")
-    module = _module_of_file(Path(place), what) if place.endswith(".py") else _module_named(place, what)
-    if not hasattr(module, function):
-        public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        near = difflib.get_close_matches(function, public, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(public) or 'no function'}"
-        raise ValueError(f"{place} has no function {function!r}{hint}")
-    found = getattr(module, function)
-    if not callable(found):
-        raise TypeError(f"{what} {name} must be a function, found {type(found).__name__}")
-    return found
+def load_environment(job: JobConfig) -> Any:
+    """The class; None without one."""
+    return None if job.environment is None else load_function(job.environment, "environment")
 
 
-def _module_of_file(path: Path, what: str) -> Any:
-    """The module of a file, which may import modules beside it.
-
-    Its folder is the first to be looked in while the file is imported, as it is for `python file.py`, and the last
-    afterwards: imports within its functions still find what lies there, and nobody else's import is led astray.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file for {what}: {path}")
-    spec = importlib.util.spec_from_file_location(f"strop_user_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look there
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[spec.name]
-        raise ImportError(f"{what}: {path} cannot be imported: {_failure(error, folder)}") from error
-    finally:
-        sys.path.remove(folder)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return module
-
-
-def _module_named(name: str, what: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"{what}: no module {name!r} ({error}); a file is given with its ending, {name}.py:…"
-            ) from None
-        raise ImportError(f"{what}: {name} cannot be imported: {_failure(error)}") from error
-
-
-def _failure(error: BaseException, folder: str | None = None) -> str:
-    """Where it happened, of frames in the folder's own files if there are any, and what."""
-    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename[:1] != "<"]
-    frames = [frame for frame in frames if str(Path(frame[0]).resolve().parent) == folder] or frames
-    file, line = frames[-1]
-    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
-        file, line = error.filename, error.lineno
-    said = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-    return f"{Path(file).name}, line {line}: {type(error).__name__}: {said}"
+def load_tools(job: JobConfig) -> list[Callable[..., Any]] | None:
+    names = [job.tools] if isinstance(job.tools, str) else list(job.tools or ())
+    return [load_function(name, "tools") for name in names] or None

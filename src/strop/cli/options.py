@@ -20,6 +20,7 @@ PANELS = {
     "run": "Run",
     "sampling": "Sampling",
     "server": "Rollout server (off unless an address is given)",
+    "turns": "More than one turn (with an environment or tools)",
     "loss": "Loss",
     "lora": "LoRA (off unless one of these is given)",
 }

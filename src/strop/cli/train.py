@@ -17,11 +17,13 @@ from strop.cli.job import (
     JobConfig,
     job_part,
     load_data,
+    load_environment,
     load_eval_data,
     load_function,
     load_model_and_tokenizer,
     load_rewards,
     load_task,
+    load_tools,
 )
 from strop.cli.options import Option, options_of, parse_settings, read_config, with_options
 from strop.config import option_names, unknown_option
@@ -274,6 +276,9 @@ def told(job: JobConfig) -> dict[str, Any]:
 
 def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
     """reward_fn and preference_fn, for the algorithms that generate."""
+    for name in () if command in ("grpo", "online-dpo") else ("environment", "tools"):
+        if getattr(job, name) is not None:
+            raise ValueError(f"{name} must not be given: {command} has none")
     if command not in ("grpo", "ppo", "online-dpo"):
         for name in ("reward", "preference"):
             if getattr(job, name) is not None:
@@ -284,10 +289,14 @@ def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
             raise ValueError(f"preference must not be given: {command} has rewards")
         return {"preference_fn": load_function(job.preference, "preference")}
     rewards = load_rewards(job, task)
-    if not rewards:
-        raise ValueError(f"{command} needs a reward: --reward file.py:function, or a --task that has one")
-    critic = {"critic": job.critic} if command == "ppo" else {}
-    return {"reward_fn": rewards if len(rewards) > 1 else rewards[0], **critic}
+    found: dict[str, Any] = {"critic": job.critic}
+    if command != "ppo":
+        found = {"environment": load_environment(job), "tools": load_tools(job)}
+    if not rewards and found.get("environment") is None:
+        raise ValueError(
+            f"{command} needs a reward: --reward file.py:function, a --task that has one, or an --environment"
+        )
+    return found | {"reward_fn": (rewards if len(rewards) > 1 else rewards[0]) if rewards else None}
 
 
 def _ref_model(job: JobConfig) -> Any:

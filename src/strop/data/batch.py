@@ -25,7 +25,7 @@ class Trajectory:
     ids_T      prompt and completion, and where a conversation goes on, what follows: as read and as drawn
     counts_T   True where a token is trained on; never at the first, which nothing predicts
     logps_t    of the tokens that count, under the distribution they were drawn from; None where nobody drew them
-    finish     why it ended: "eos" or "length"; None where nobody drew it
+    finish     why it ended: "eos", "length", "turns" or "environment"; None where nobody drew it
     """
 
     ids_T: torch.Tensor
@@ -41,13 +41,16 @@ class Trajectory:
         return int(self.counts_T.sum())
 
     @classmethod
-    def of(cls, prompt_ids: Any, completion_ids: Any, **known: Any) -> "Trajectory":
-        """A completion behind its prompt; the completion's tokens count."""
+    def of(cls, prompt_ids: Any, completion_ids: Any, counts: Any = None, **known: Any) -> "Trajectory":
+        """A completion behind its prompt. Of its tokens those count that `counts`, a bool each, says; without it all."""
         prompt, completion = as_ids(prompt_ids, "prompt_ids"), as_ids(completion_ids, "completion_ids")
         ids_T = torch.cat([prompt, completion])
         if not len(ids_T):
             raise ValueError("a trajectory must hold at least one token, found an empty prompt and an empty completion")
-        return cls(ids_T, torch.arange(len(ids_T)) >= max(len(prompt), 1), **known)
+        counts_T = torch.arange(len(ids_T)) >= max(len(prompt), 1)
+        if counts is not None:
+            counts_T[len(prompt) :] &= torch.as_tensor(counts, dtype=torch.bool)[: len(completion)]
+        return cls(ids_T, counts_T, **known)
 
 
 class Rows(NamedTuple):

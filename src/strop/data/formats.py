@@ -41,13 +41,15 @@ class Prepared(list[Any]):
     """Rows that went through an algorithm's `prepare` already."""
 
 
-def prepared(dataset: Any, prepare: Callable[[Sequence[Row], str], Sequence[Any]], name: str) -> Prepared:
+def prepared(
+    dataset: Any, prepare: Callable[[Sequence[Row], str], Sequence[Any]], name: str, any_format: bool = False
+) -> Prepared:
     """The dataset's rows as `prepare` returns them; what went through here already stays as it is."""
     if isinstance(dataset, Prepared):
         return dataset
     if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
         raise ValueError(f"{name} must have rows, found none")
-    return Prepared(prepare(load_rows(dataset), name))
+    return Prepared(prepare((read_rows if any_format else load_rows)(dataset), name))
 
 
 def load_rows(source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0) -> Sequence[Row]:
@@ -256,7 +258,8 @@ def _kind(value: Any, name: str) -> str:
         return "text"
     if is_conversation(value):
         for i, message in enumerate(value):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            says = isinstance(message, Mapping) and ("content" in message or message.get("tool_calls"))
+            if not says or not isinstance(message.get("role"), str):
                 raise ValueError(f'{name}[{i}] must be a message {{"role", "content"}}, found {message!r:.80}')
         return "messages"
     if hasattr(value, "__len__") and not isinstance(value, Mapping):

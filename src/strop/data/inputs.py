@@ -260,6 +260,7 @@ def reward_rows(prompts: Sequence[Prompt], rollout: "Rollout", tokenizer: Any) -
         "prompts": [prompt.shown for prompt in prompts],
         "completion_ids": rollout.completion_ids,
         "prompt_ids": rollout.prompt_ids,
+        **rollout.columns,
     }
     rows: dict[str, list[Any]] = {
         name: [value.clone() if isinstance(value, torch.Tensor) else value for value in values]

@@ -10,63 +10,135 @@ Conversations need one with a chat template. Without a tokenizer rows hold token
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from strop._checks import is_conversation
+from strop.data import templates
 from strop.data.formats import CONTENT, detect_format, with_prompt
 
 Ids = list[int]
+Counts = list[bool]
+Line = tuple[Ids, Counts]
 
 
 def encode_prompt(prompt: Any, tokenizer: Any = None, row: Mapping[str, Any] | None = None) -> Ids:
     """Ids of a prompt a model is to go on from: text, messages (with the template's opening of the assistant's turn) or ids."""
     if isinstance(prompt, str):
-        return _encode(prompt, tokenizer, special_tokens=True)
+        return encode_text(prompt, tokenizer, special_tokens=True)
     if is_conversation(prompt):
-        return _encode(render_prompt(prompt, tokenizer, row), tokenizer)
+        return encode_text(templates.render_prompt(prompt, tokenizer, row), tokenizer)
     return _as_ids(prompt)
 
 
-def encode_completion(prompt: Any, completion: Any, tokenizer: Any = None, row: Mapping[str, Any] | None = None) -> Ids:
-    """Ids of what follows the prompt, to the end of the turn.
+def encode_completion(
+    prompt: Any,
+    completion: Any,
+    tokenizer: Any = None,
+    row: Mapping[str, Any] | None = None,
+    assistant_only: bool = True,
+) -> Line:
+    """Ids of what follows the prompt, to the end of the turn, and which of them count.
 
     Text ends with EOS. A conversation's completion is what the template renders beyond the prompt, up to and with the
     token that ends the turn; EOS is added only where the template ends it with nothing. Ids are taken as they are.
+    assistant_only   where the completion has turns of others, those of the assistant alone count
     """
     if isinstance(completion, str):
-        return _with_eos(_encode(completion, tokenizer), tokenizer)
-    if is_conversation(completion):
-        text = _rendered_completion(prompt, completion, tokenizer, row)
-        ids = _until_last_eos(_encode(text, tokenizer), tokenizer)
-        return _with_eos(ids, tokenizer) if _ends_with(text, completion[-1]["content"]) else ids
-    return _as_ids(completion)
+        return _all_count(_with_eos(encode_text(completion, tokenizer), tokenizer))
+    if not is_conversation(completion):
+        return _all_count(_as_ids(completion))
+    first, messages = len(prompt), [*prompt, *completion]
+    if prompt[-1]["role"] == "assistant":  # begun in the prompt: one message for the template
+        joined = {**prompt[-1], "content": prompt[-1]["content"] + completion[0]["content"]}
+        first, messages = first - 1, [*prompt[:-1], joined, *completion[1:]]
+    before, *parts = templates.pieces(messages, first, tokenizer, row)
+    _check_spoken(parts, completion, "the completion")
+    parts[0] = templates.following(templates.render_prompt(prompt, tokenizer, row), before + parts[0])
+    ids, counts = _encode_turns(parts, messages[-1], tokenizer)
+    return (ids, counts) if assistant_only else _all_count(ids)
 
 
-def encode_row(row: Mapping[str, Any], tokenizer: Any = None) -> tuple[Ids, Ids]:
-    """(prompt_ids, completion_ids) of a row to imitate. Of language modelling the prompt is empty: all tokens count."""
+def encode_row(row: Mapping[str, Any], tokenizer: Any = None, assistant_only: bool = True) -> tuple[Ids, Ids, Counts]:
+    """(prompt_ids, completion_ids, which of these count) of a row to imitate. Of language modelling the prompt is empty.
+
+    assistant_only   of conversations the assistant's turns count; else every token
+    """
     kind = detect_format(row)
     if kind == "prompt_completion":
-        args = tokenizer, row
-        return encode_prompt(row["prompt"], *args), encode_completion(row["prompt"], row["completion"], *args)
+        line = encode_completion(row["prompt"], row["completion"], tokenizer, row, assistant_only)
+        return encode_prompt(row["prompt"], tokenizer, row), *line
     if kind != "language_modeling":
         raise ValueError(f"a row to imitate must be language_modeling or prompt_completion, found {kind}")
-    if row.get("messages") is not None:
-        return [], _encode(_template(row["messages"], tokenizer, row), tokenizer)
+    if (messages := row.get("messages")) is not None:
+        return [], *_encode_messages(messages, tokenizer, row, assistant_only)
     text = row["text"]
-    return [], _with_eos(_encode(text, tokenizer, special_tokens=True), tokenizer) if isinstance(
-        text, str
-    ) else _as_ids(text)
+    if not isinstance(text, str):
+        return [], *_all_count(_as_ids(text))
+    return [], *_all_count(_with_eos(encode_text(text, tokenizer, special_tokens=True), tokenizer))
 
 
-def encode_preference(row: Mapping[str, Any], tokenizer: Any = None) -> tuple[Ids, Ids, Ids]:
-    """(prompt_ids, chosen_ids, rejected_ids)."""
+def encode_preference(row: Mapping[str, Any], tokenizer: Any = None) -> tuple[Ids, Line, Line]:
+    """The prompt's ids, and of chosen and rejected the ids and which of them count."""
     if (kind := detect_format(row)) != "preference":
         raise ValueError(f"a row to prefer in must be preference, found {kind}")
     row = with_prompt(dict(row))
     prompt = row["prompt"]
     chosen, rejected = (encode_completion(prompt, row[name], tokenizer, row) for name in ("chosen", "rejected"))
     return encode_prompt(prompt, tokenizer, row), chosen, rejected
+
+
+def _encode_messages(messages: Any, tokenizer: Any, row: Mapping[str, Any], assistant_only: bool) -> Line:
+    if not assistant_only:
+        return _all_count(encode_text(templates.render(messages, tokenizer, row), tokenizer))
+    before, *parts = templates.pieces(messages, 0, tokenizer, row)
+    _check_spoken(parts, messages, "messages")
+    opening = encode_text(before, tokenizer)
+    ids, counts = _encode_turns(parts, messages[-1], tokenizer)
+    return opening + ids, [False] * len(opening) + counts
+
+
+def _check_spoken(parts: Sequence[str], messages: Any, name: str) -> None:
+    if not parts:
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise ValueError(f"{name} must have a turn of the assistant, found {roles}")
+
+
+def _encode_turns(parts: Sequence[str], last: Mapping[str, Any], tokenizer: Any) -> Line:
+    """Pieces that each begin with a turn of the assistant: its tokens up to the one that ends it count, what follows does
+    not. Generation ends there, so behind the assistant's last word nothing is left."""
+    ends = turn_ends(tokenizer)
+    ids: Ids = []
+    counts: Counts = []
+    for number, part in enumerate(parts):
+        found = encode_text(part, tokenizer)
+        spoken = next((i + 1 for i, token in enumerate(found) if token in ends), None)
+        if number + 1 == len(parts) and last["role"] == "assistant":
+            found = found[:spoken]
+            if _ends_with(part, last.get("content")):
+                found = _with_eos(found, tokenizer)
+        spoken = len(found) if spoken is None else spoken
+        ids += found
+        counts += [i < spoken for i in range(len(found))]
+    return ids, counts
+
+
+def turn_ends(tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a turn: EOS, and the special token the chat template puts behind an assistant's words."""
+    ends = eos_ids(tokenizer)
+    text = templates.between([{"role": "user", "content": "?"}], [], tokenizer)
+    special = {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}
+    first = encode_text(text, tokenizer)[:1]
+    return tuple(dict.fromkeys((*ends, *(first if first and first[0] in special else ()))))
+
+
+def _all_count(ids: Ids) -> Line:
+    return ids, [True] * len(ids)
+
+
+def _ends_with(text: str, content: Any) -> bool:
+    """Whether the template put nothing behind the message: no token ends its turn."""
+    return isinstance(content, str) and text.rstrip().endswith(content.strip())
 
 
 def needs_tokenizer(row: Mapping[str, Any]) -> bool:
@@ -84,54 +156,10 @@ def row_named(name: str) -> Iterator[None]:
         raise kind(f"{name}: {error}") from error
 
 
-# ---- chat templates ----
-
-
-def render_prompt(messages: Any, tokenizer: Any, row: Mapping[str, Any] | None = None) -> str:
-    """The prompt's text: up to where the assistant speaks, or into its last message where that one is begun."""
-    if messages[-1]["role"] == "assistant":
-        return _template(messages, tokenizer, row, continue_final_message=True)
-    return _template(messages, tokenizer, row, add_generation_prompt=True)
-
-
-def _rendered_completion(prompt: Any, completion: Any, tokenizer: Any, row: Mapping[str, Any] | None) -> str:
-    before = render_prompt(prompt, tokenizer, row)
-    if prompt[-1]["role"] == "assistant":  # begun in the prompt: one message for the template
-        joined = {**prompt[-1], "content": prompt[-1]["content"] + completion[0]["content"]}
-        whole = _template([*prompt[:-1], joined, *completion[1:]], tokenizer, row)
-    else:
-        whole = _template([*prompt, *completion], tokenizer, row)
-    if not whole.startswith(before):
-        at = next(
-            (i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), min(len(before), len(whole))
-        )
-        raise ValueError(
-            "the chat template must render a prompt as the beginning of the conversation it opens; after "
-            f"{before[max(at - 20, 0) : at]!r} the prompt has {before[at : at + 30]!r}, the conversation {whole[at : at + 30]!r}"
-        )
-    return whole[len(before) :]
-
-
-def _ends_with(text: str, content: Any) -> bool:
-    """Whether the template put nothing behind the message: no token ends its turn."""
-    return isinstance(content, str) and text.rstrip().endswith(content.strip())
-
-
-def _template(messages: Any, tokenizer: Any, row: Mapping[str, Any] | None, **options: Any) -> str:
-    if getattr(tokenizer, "chat_template", None) is None:
-        what = "there is no tokenizer" if tokenizer is None else f"{type(tokenizer).__name__} has none"
-        raise ValueError(f"conversations need a tokenizer with a chat template, and {what}: set one or give texts")
-    row = row or {}
-    extra = {name: row[name] for name in ("tools", "documents") if row.get(name)}
-    return tokenizer.apply_chat_template(
-        list(messages), tokenize=False, **extra, **options, **(row.get("chat_template_kwargs") or {})
-    )
-
-
 # ---- ids ----
 
 
-def _encode(text: str, tokenizer: Any, special_tokens: bool = False) -> Ids:
+def encode_text(text: str, tokenizer: Any, special_tokens: bool = False) -> Ids:
     """Of a text; `special_tokens`: with those a tokenizer puts before a text (BOS), without those it puts behind one."""
     if tokenizer is None:
         raise ValueError(

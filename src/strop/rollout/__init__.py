@@ -11,8 +11,8 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -20,6 +20,7 @@ from strop._checks import check_count
 from strop.data.batch import Trajectory, as_ids
 from strop.models import Policy
 from strop.rollout import decoding, native, plain
+from strop.rollout.kept import Kept
 from strop.rollout.sampling import Sampling, draw, sampling_logps, uniforms
 
 __all__ = ["Rollout", "Sampler", "Sampling", "draw", "generate", "sampling_logps"]
@@ -33,8 +34,11 @@ ENGINES: dict[str, Callable[..., Completions]] = {
     "plain": plain.complete,
 }
 
+End = tuple[Any, ...]  # (length, finish reason), and of several turns a dict of numbers
+ENDED = ("eos", "environment")  # finish reasons of what is not truncated
+KEEPING = ("hf",)  # engines that keep rows
+
 ROWS = ("prompt_ids", "completion_ids", "logps")
-LISTS = ("prompt_ids", "completion_ids", "logps", "finish_reasons")
 
 
 @dataclass
@@ -45,6 +49,7 @@ class Rollout:
     logps            1-D float32 (float64 of a float64 model), the log-prob of each token under the distribution it was
                      drawn from: temperature, top-k and top-p applied. Greedy: under softmax(logits)
     finish_reasons   "eos", or "length" where max_new_tokens ended it
+    counts           of several turns which tokens of completion_ids were drawn; logps are of these. None: all
     seconds          spent generating
     engine           what computed, and for a slow way why
     """
@@ -55,6 +60,9 @@ class Rollout:
     finish_reasons: list[str]
     seconds: float = 0.0
     engine: str = ""
+    counts: list[torch.Tensor] | None = None
+
+    columns: ClassVar[Any] = {}  # what reward functions are given besides, or in place of what these tokens say
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -62,8 +70,9 @@ class Rollout:
     @functools.cached_property
     def trajectories(self) -> list[Trajectory]:
         """Each completion behind its prompt."""
-        columns = zip(self.prompt_ids, self.completion_ids, self.logps, self.finish_reasons, strict=True)
-        return [Trajectory.of(prompt, ids, logps_t=logps, finish=why) for prompt, ids, logps, why in columns]
+        counts: Sequence[Any] = self.counts or [None] * len(self)
+        columns = zip(self.prompt_ids, self.completion_ids, counts, self.logps, self.finish_reasons, strict=True)
+        return [Trajectory.of(*ids, logps_t=logps, finish=why) for *ids, logps, why in columns]
 
     @property
     def num_tokens(self) -> int:
@@ -75,25 +84,32 @@ class Rollout:
         return completion_metrics(self.ends)
 
     @property
-    def ends(self) -> list[tuple[int, str]]:
-        """Length and finish reason of each."""
-        return [(len(ids), why) for ids, why in zip(self.completion_ids, self.finish_reasons, strict=True)]
+    def ends(self) -> list[End]:
+        """Length and finish reason of each, and of several turns more numbers by their names."""
+        return [(len(logps), why) for logps, why in zip(self.logps, self.finish_reasons, strict=True)]
 
-    def select(self, indices: Sequence[int]) -> "Rollout":
+    def select(self, indices: Sequence[int]) -> Self:
         """These completions, in this order."""
-        return Rollout(**{name: [getattr(self, name)[i] for i in indices] for name in LISTS}, seconds=self.seconds,
-                       engine=self.engine)  # fmt: skip
+        chosen: dict[str, Any] = {name: [values[i] for i in indices] for name, values in self._lists.items()}
+        return replace(self, **chosen)
 
-    def joined(self, other: "Rollout") -> "Rollout":
+    def joined(self, other: Self) -> Self:
         """These completions, then the other's."""
-        both = {name: getattr(self, name) + getattr(other, name) for name in LISTS}
-        return Rollout(**both, seconds=self.seconds + other.seconds, engine=self.engine)
+        both: dict[str, Any] = {name: values + getattr(other, name) for name, values in self._lists.items()}
+        return replace(self, **both, seconds=self.seconds + other.seconds)
+
+    @property
+    def _lists(self) -> dict[str, list[Any]]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, list)}
 
 
-def completion_metrics(ends: Sequence[tuple[int, str]]) -> dict[str, float]:
-    """Of completions: their mean length, and how many max_new_tokens cut."""
-    length, cut = sum(length for length, _ in ends), sum(why == "length" for _, why in ends)
-    return {"completion/length": length / len(ends), "completion/truncated_fraction": cut / len(ends)}
+def completion_metrics(ends: Sequence[End]) -> dict[str, float]:
+    """Of completions: their mean length, how many max_new_tokens cut, and the means of what else is told of them."""
+    length, cut = sum(length for length, *_ in ends), sum(why == "length" for _, why, *_ in ends)
+    found = {"completion/length": length / len(ends), "completion/truncated_fraction": cut / len(ends)}
+    told = [about for _, _, *rest in ends for about in rest]
+    names = dict.fromkeys(name for about in told for name in about)
+    return found | {name: sum(about.get(name, 0.0) for about in told) / len(ends) for name in names}
 
 
 def generate(
@@ -105,6 +121,7 @@ def generate(
     seed: int | None = None,
     addresses: Sequence[int] | None = None,
     ignore_eos: bool = False,
+    kept: Kept | None = None,
 ) -> Rollout:
     """num_samples completions of each prompt, with the weights as they are now.
 
@@ -114,6 +131,7 @@ def generate(
     addresses    which of the seed's random numbers each prompt has; None counts them from 0. A prompt draws the same,
                  whichever prompts are beside it
     ignore_eos   only sampling.stop_ids end a completion
+    kept         of rows that go on later: what was read of them; with num_samples=1
     """
     # asked only where they look odd: a trainer's never do
     if type(num_samples) is not int or num_samples < 1:
@@ -131,7 +149,8 @@ def generate(
     # never in inference mode, whose tensors neither a later rollout nor a training step could use
     with torch.inference_mode(False), torch.no_grad(), policy.evaluating():
         uniforms_BT = uniforms(seed, addresses, num_samples, sampling.max_new_tokens)
-        completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, uniforms_BT, eos_ids)
+        further = (kept,) if kept is not None and policy.kind in KEEPING else ()
+        completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, uniforms_BT, eos_ids, *further)
     seconds = time.perf_counter() - start
     _check_not_nan(logps)
     last = torch.stack([ids[-1] for ids in completion_ids]).tolist()
@@ -200,6 +219,12 @@ class Sampler:
         for finish in self._begun.values():  # first: what follows may be with other weights
             finish()
         return self._begin(prompts, sampling, num_samples, seed, addresses)()
+
+    def go_on(
+        self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], kept: Kept
+    ) -> Rollout:
+        """One turn of rows that go on later."""
+        return generate(self._whole or self.policy, prompts, sampling, seed=seed, addresses=addresses, kept=kept)
 
     def _begin(
         self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,

@@ -15,7 +15,7 @@ from memory by the kernels, so lengths do not matter. Weights that moved make a 
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from strop.models import Policy, base_model, unwrapped
 from strop.models.attention import Pass, Unsupported
 from strop.rollout import checks, transformers_generate
+from strop.rollout.kept import Kept, keep, read_on
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
 from strop.rollout.slots import Decode, Prefill, Rows
 from strop.rollout.steps import FusedLayers, OwnLayers, autocast_dtype, read, signature
@@ -158,6 +159,7 @@ class Engine:
         num_samples: int,
         uniforms_BT: torch.Tensor,
         eos_ids: tuple[int, ...],
+        kept: Kept | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Tokens and log-probs of every completion, as `strop.rollout.generate` wants them."""
         T = sampling.max_new_tokens
@@ -170,11 +172,16 @@ class Engine:
                 some = prompts[first:end], num_samples, lanes, sampling
                 uniforms = uniforms_BT[first * num_samples : end * num_samples]
                 round_, rows = self._begin(*some, uniforms, eos_ids)
-                self._prefill(prompts[first:end], round_)
+                if kept is None:
+                    self._prefill(prompts[first:end], round_)
+                else:
+                    read_on(self, prompts[first:end], round_, kept.part(first, end), read, PREFILL_TOKENS)
                 self._decode(rows, round_, sampling)
                 tokens_BT, logps_BT = round_.tokens_BT.cpu(), round_.logps_BT.cpu()
-                del round_  # before the next one's cache
                 lengths_B = completion_lengths(tokens_BT, eos_ids)
+                if kept is not None and lanes == end - first and round_.kv.shape[2] < self._num_slots() // 3:
+                    keep(prompts[first:end], lengths_B.tolist(), round_, kept.part(first, end), T)
+                del round_  # before the next one's cache
                 there_BT = torch.arange(T) < lengths_B[:, None]
                 tokens += tokens_BT[there_BT].split(lengths_B.tolist())
                 logps += logps_BT[there_BT].split(lengths_B.tolist())
@@ -250,8 +257,9 @@ class Engine:
         self._eos.fill_(-1)
         self._eos[: len(eos_ids)] = torch.tensor(eos_ids, dtype=torch.int64)
 
-    def _prefill(self, prompts: list[torch.Tensor], round_: Round) -> None:
-        order = sorted((i for i in range(len(prompts)) if len(prompts[i]) > 1), key=lambda i: len(prompts[i]))
+    def _prefill(self, prompts: list[torch.Tensor], round_: Round, skip: Collection[int] = ()) -> None:
+        there = [i for i in range(len(prompts)) if len(prompts[i]) > 1 and i not in skip]
+        order = sorted(there, key=lambda i: len(prompts[i]))
         while order:
             longest = len(prompts[order[-1]]) - 1
             part = order[-max(1, PREFILL_TOKENS // longest) :]
@@ -446,11 +454,12 @@ def complete(
     num_samples: int,
     uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
+    kept: Kept | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     with _turn:
         engine = engine_of(policy)
         if isinstance(engine, Engine):
-            return engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids)
+            return engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids, kept)
         return transformers_generate.complete(policy, prompts, sampling, num_samples, uniforms_BT, eos_ids)
 
 

@@ -20,6 +20,7 @@ from strop.distributed import ALONE, World
 from strop.models import Policy, unwrapped
 from strop.models.kinds import is_peft
 from strop.rollout import Rollout, Sampler, Sampling, checked_prompts
+from strop.rollout.kept import Kept
 from strop.rollout.server import Pending, Server, ServerConfig, ServerError, Weights
 
 PROBE_LENGTH = 64
@@ -51,6 +52,12 @@ class Served(Sampler):
             weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
         folder, self._run = world.gathered((config.sync_folder or made, secrets.token_hex(4)))[0]
         self._folder, self._number, self._published = Path(folder), 0, -1
+
+    def go_on(
+        self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], kept: Kept
+    ) -> Rollout:
+        """The servers have caches of their own."""
+        return self(prompts, sampling, 1, seed, addresses)
 
     def _begin(
         self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from strop._checks import check_count
 from strop.config import RunConfig
-from strop.data.formats import prepared
 from strop.distributed import ALONE, World
 from strop.peers import is_of_peers, raise_if_failed
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
@@ -106,10 +105,10 @@ class Run:
     ) -> History:
         """See `Trainer.train`."""
         config = trainer.config.run
-        rows = prepared(dataset, trainer.prepare, "dataset")
+        rows = trainer.prepared(dataset)
         if config.batch_size > len(rows):
             raise ValueError(f"batch_size must be at most the number of rows, {len(rows)}, found {config.batch_size}")
-        eval_rows = None if eval_dataset is None else prepared(eval_dataset, trainer.prepare, "eval_dataset")
+        eval_rows = None if eval_dataset is None else trainer.prepared(eval_dataset, "eval_dataset")
         if resume and output_dir is None:
             raise ValueError(
                 "output_dir must be given with resume=True: its newest checkpoint is where the run goes on"

@@ -63,6 +63,7 @@ class Trainer:
     """
 
     Config: ClassVar[type[TrainerConfig]] = TrainerConfig
+    any_format = False  # whether a dataset's rows may have any columns
     scores: ClassVar[bool] = False  # the model is a sequence classifier with one label
 
     def __init__(
@@ -287,7 +288,7 @@ class Trainer:
 
     def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
         """A dataset's rows, loaded, checked and tokenised: train() and evaluate() take them without doing so again."""
-        return prepared(dataset, self.prepare, name)
+        return prepared(dataset, self.prepare, name, self.any_format)
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Metrics of a dataset as eval/<metric>; leaves weights and random numbers as they are."""

@@ -1,0 +1,14 @@
+"""Conversations of more than one turn: a model with tools, in a game, with a partner that answers.
+
+class GuessANumber(Environment):
+    def reset(self, row): …                 # what the model reads first
+    def step(self, reply): return Turn(messages, reward=0.0, done=False)
+
+GRPO(model=model, tokenizer=tokenizer, environment=GuessANumber, max_turns=8)
+"""
+
+from strop.environments.base import Environment, Turn, TurnsConfig
+from strop.environments.dialogue import Chat, Dialogue
+from strop.environments.play import EnvironmentFailure, Episodes, Player
+
+__all__ = ["Chat", "Dialogue", "Environment", "EnvironmentFailure", "Episodes", "Player", "Turn", "TurnsConfig"]

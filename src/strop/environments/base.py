@@ -1,0 +1,146 @@
+"""What an environment is: a partner of the model for more than one turn."""
+
+import inspect
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from strop._checks import check_choice, check_count, check_number
+from strop.config import Config
+
+ON_ERROR = ("raise", "end")
+CREDIT = ("trajectory", "turn")
+REWRITTEN = ("refuse", "keep")
+
+
+@dataclass
+class Turn:
+    """What an environment answers to a reply.
+
+    messages   what the model reads next: messages, a text (with a chat template a message of the user's, without one a
+               text as it is), or without a tokenizer token ids
+    reward     of this reply
+    done       the trajectory ends here; the messages are not read
+    info       numbers, which are added up over a trajectory and whose means are metrics: environment/NAME
+    """
+
+    messages: Any = ()
+    reward: float = 0.0
+    done: bool = False
+    info: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment:
+    """One object for each trajectory. Both methods may be `async def`.
+
+    class GuessANumber(Environment):
+        def reset(self, row):
+            self.secret = row["secret"]
+            return "Guess my number from 0 to 99."
+        def step(self, reply):
+            right = reply.strip() == str(self.secret)
+            return Turn("higher" if reply < str(self.secret) else "lower", reward=float(right), done=right)
+
+    It may also have what a task has, for `strop train --environment`: `rows(split, limit)` and a `tokenizer`.
+
+    tools            schemas for the chat template; None has none
+    special_tokens   whether replies show special tokens as text
+    stop_ids         token ids that end a turn, besides EOS and the chat template's own
+    """
+
+    tools: ClassVar[Any] = None
+    special_tokens: ClassVar[bool] = False
+    stop_ids: ClassVar[tuple[int, ...]] = ()
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        """Begin with a row of the dataset; what the model reads first, as in `Turn.messages`. Here: the row's prompt."""
+        if row.get("prompt") is None:
+            raise ValueError(
+                f"the row must have a prompt for {type(self).__name__}, which has no reset of its own, found the columns "
+                f"{', '.join(map(str, row)) or '(none)'}"
+            )
+        return row["prompt"]
+
+    def step(self, reply: Any) -> Any:
+        """Answer what the model said: a text, without a tokenizer its token ids. Called once for every turn."""
+        raise NotImplementedError(f"{type(self).__name__} has no step(reply)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnsConfig(Config):
+    """Options of more than one turn. max_new_tokens counts the tokens of one turn.
+
+    max_turns             the most turns of the model
+    max_tokens            the most tokens of a trajectory, prompt included; None is the model's context
+    turn_discount         γ: a reward k turns later counts γ^k
+    credit                "trajectory": the drawn tokens of a trajectory share one advantage, of its discounted rewards;
+                          "turn": each turn has its own, of the rewards from it on, compared with the group's same turn
+    environment_workers   calls of environments at the same time
+    environment_timeout   seconds for one call; None waits
+    on_error              an environment that raises or is late stops the run ("raise"), or ends its trajectory ("end")
+    error_reward          of the turn that "end" ended
+    rewritten_turns       of chat templates that rewrite earlier turns: "refuse", or "keep" them as drawn
+    """
+
+    max_turns: int = 8
+    max_tokens: int | None = None
+    turn_discount: float = 1.0
+    credit: str = "trajectory"
+    environment_workers: int = 16
+    environment_timeout: float | None = None
+    on_error: str = "raise"
+    error_reward: float = 0.0
+    rewritten_turns: str = "refuse"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(self.max_turns, "max_turns", low=1)
+        if self.max_tokens is not None:
+            check_count(self.max_tokens, "max_tokens", low=2)
+        check_number(self.turn_discount, "turn_discount", low=0.0, high=1.0)
+        check_choice(self.credit, "credit", CREDIT)
+        check_count(self.environment_workers, "environment_workers", low=1)
+        if self.environment_timeout is not None:
+            check_number(self.environment_timeout, "environment_timeout", 0, open_low=True)
+        check_choice(self.on_error, "on_error", ON_ERROR)
+        check_number(self.error_reward, "error_reward")
+        check_choice(self.rewritten_turns, "rewritten_turns", REWRITTEN)
+
+
+def as_turn(answer: Any) -> Turn:
+    """What a step returned, checked: nothing is made up where it is wrong."""
+    if not isinstance(answer, Turn):
+        raise TypeError(f"it must return a Turn, found {answer!r:.60}")
+    if not isinstance(answer.done, bool):
+        raise TypeError(f"it must return a Turn whose done is True or False, found {answer.done!r:.60}")
+    reward = answer.reward.item() if hasattr(answer.reward, "item") else answer.reward
+    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        raise ValueError(f"it must return a Turn with a finite reward, found {answer.reward!r:.60}")
+    wrong = [name for name, value in answer.info.items() if not isinstance(value, numbers.Real)]
+    if wrong:
+        raise TypeError(f"it must return a Turn whose info has numbers, found {wrong[0]} {answer.info[wrong[0]]!r:.60}")
+    if not answer.done and (answer.messages is None or len(answer.messages) == 0):
+        raise ValueError("it must return a Turn with messages, or one that is done, found neither")
+    return Turn(answer.messages, float(reward), answer.done, {k: float(v) for k, v in answer.info.items()})
+
+
+def as_environment(environment: Any) -> Any:
+    """A class or function that makes an environment, checked; a class that is no Environment may have its methods."""
+    if isinstance(environment, type):
+        missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
+        if missing:
+            raise TypeError(
+                f"environment {environment.__name__} must have reset(row) and step(reply), found no {missing[0]}"
+            )
+        return environment
+    if callable(environment) and not hasattr(environment, "step"):
+        return environment
+    raise TypeError(
+        f"environment must be a class, or a function that makes one for each trajectory, found a {type(environment).__name__}"
+    )
+
+
+def is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function)

@@ -1,0 +1,66 @@
+"""Rewards of episodes, and whose merit they are: the trajectory's, or each turn's."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from strop.environments.play import Episode
+from strop.primitives import compute_batch_group_advantages
+from strop.rewards import RewardFunctions, Rewards
+
+
+class EpisodeRewards:
+    """The discounted rewards of the environments, the column `environment`, and those of reward functions besides."""
+
+    def __init__(self, besides: RewardFunctions | None, discount: float):
+        self.besides, self.discount = besides, discount
+        self.functions = [] if besides is None else besides.functions
+        self.names = ["environment", *([] if besides is None else besides.names)]
+        if len(set(self.names)) < len(self.names):
+            raise ValueError("reward_fn must not be called 'environment': the environment's rewards are")
+
+    def __call__(self, rows: Mapping[str, Sequence[Any]], rollout: Any) -> Rewards:
+        returns_B = torch.tensor([one.returns(self.discount)[0] for one in rollout.episodes], dtype=torch.float32)
+        if self.besides is None:
+            return Rewards(returns_B, {"environment": returns_B})
+        rewards = self.besides(rows)
+        return Rewards(rewards.total_B + returns_B, {"environment": returns_B, **rewards.columns})
+
+
+def turn_advantages(
+    episodes: Sequence[Episode], rewards_B: torch.Tensor, group_size: int, discount: float, *, scale: str, ddof: int,
+    eps: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Of every drawn token the advantage of its turn: the reward from it on, compared with the same turn of the group.
+
+    What reward functions gave, the rest of rewards_B, comes at the last turn. A turn that nobody else reached has nothing
+    to be compared with: 0. scale="batch" divides by the std of all turns.
+    """
+    returns: list[list[float]] = []
+    for one, reward in zip(episodes, rewards_B.tolist(), strict=True):
+        late = reward - one.returns(discount)[0]  # of the functions
+        last = len(one.rewards) - 1
+        returns.append([value + discount ** (last - t) * late for t, value in enumerate(one.returns(discount))])
+    advantages = [[0.0] * len(values) for values in returns]
+    for first in range(0, len(episodes), group_size):
+        group = range(first, first + group_size)
+        for turn in range(max(len(returns[i]) for i in group)):
+            there = [i for i in group if turn < len(returns[i])]
+            for i, value in zip(there, _centred([returns[i][turn] for i in there], scale, ddof, eps), strict=True):
+                advantages[i][turn] = value
+    if scale == "batch":
+        spread = torch.tensor([value for values in returns for value in values]).double().std(correction=ddof).item()
+        advantages = [[value / (spread + eps) for value in values] for values in advantages]
+    return [
+        torch.tensor(values).repeat_interleave(torch.tensor(one.spans))
+        for one, values in zip(episodes, advantages, strict=True)
+    ]
+
+
+def _centred(values: list[float], scale: str, ddof: int, eps: float) -> list[float]:
+    if len(values) < 2:
+        return [0.0] * len(values)
+    scale = "group" if scale == "group" and len(values) > ddof else "none"
+    rewards = torch.tensor(values, dtype=torch.float64)
+    return compute_batch_group_advantages(rewards, len(values), ddof=ddof, eps=eps, scale=scale).tolist()

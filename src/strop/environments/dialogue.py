@@ -1,0 +1,119 @@
+"""A conversation as token ids that only grow: what the model drew stays as drawn, what others say is encoded once.
+
+chat = Chat(tokenizer)                      # tries the chat template: refused, with the reason, where turns are rewritten
+dialogue = chat.begin(first_messages)
+dialogue.draw(ids, logps)                   # a turn of the model
+dialogue.hear(messages)                     # what follows it, with the template's own markers
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from strop._checks import is_conversation
+from strop.data import templates
+from strop.data.batch import Trajectory, as_ids
+from strop.data.tokenize import encode_prompt, encode_text, eos_ids, turn_ends
+
+USER = {"role": "user", "content": "?"}
+
+
+class Chat:
+    """How a tokenizer writes conversations; `tools` are schemas for its template.
+
+    rewritten_turns   "refuse" templates that rewrite earlier turns, or "keep" turns as they were drawn
+    """
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Any] | None = None, rewritten_turns: str = "refuse"):
+        self.tokenizer = tokenizer
+        self.row = {"tools": list(tools)} if tools else {}
+        self.has_template = getattr(tokenizer, "chat_template", None) is not None
+        self.ends = turn_ends(tokenizer) if self.has_template else eos_ids(tokenizer)
+        if self.has_template and rewritten_turns == "refuse":
+            answer = {"role": "tool", "content": "?"} if tools else USER
+            templates.check_append_only([USER], [answer], tokenizer, self.row)
+
+    def begin(self, first: Any) -> "Dialogue":
+        """first: messages, a text, which with a chat template is a message of the user's, or token ids"""
+        if isinstance(first, str) and self.has_template:
+            first = [{"role": "user", "content": first}]
+        messages = [dict(message) for message in first] if is_conversation(first) else first
+        ids = encode_prompt(messages, self.tokenizer, self.row)
+        if not ids:
+            raise ValueError(f"the first messages must hold at least one token, found none in {first!r:.60}")
+        return Dialogue(self, messages, ids)
+
+    def text(self, ids: Sequence[int], special_tokens: bool = False) -> Any:
+        """What the model said, without the token that ends its turn; without a tokenizer the ids."""
+        said = list(ids[:-1] if ids and ids[-1] in self.ends else ids)
+        if self.tokenizer is None:
+            return said
+        return self.tokenizer.decode(said, skip_special_tokens=not special_tokens)
+
+
+@dataclass
+class Dialogue:
+    """first     what it began with; `messages` are those that followed, where it is a chat, else texts or ids
+    ids, drawn   all tokens, and which of them the model drew; `logps` are of these
+    spans        how many it drew in each turn; `replies` are what that says
+    """
+
+    chat: Chat
+    first: Any
+    ids: list[int]
+    num_prompt: int = 0
+    drawn: list[bool] = field(default_factory=list)
+    logps: list[torch.Tensor] = field(default_factory=list)
+    spans: list[int] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    replies: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.ids)
+        self.drawn = [False] * len(self.ids)
+
+    @property
+    def is_chat(self) -> bool:
+        return is_conversation(self.first)
+
+    def draw(self, ids: Sequence[int], logps: torch.Tensor, special_tokens: bool = False) -> Any:
+        """The model's turn; what it said."""
+        self.ids += ids
+        self.drawn += [True] * len(ids)
+        self.spans.append(len(ids))
+        self.logps.append(logps)
+        said = self.chat.text(ids, special_tokens)
+        self.replies.append(said)
+        self.messages.append({"role": "assistant", "content": said})
+        return said
+
+    def hear(self, new: Any, longest: float = math.inf) -> bool:
+        """What the model reads before its next turn: messages, a text, or ids. False: it does not fit, and is left out."""
+        messages = [dict(one) for one in new] if is_conversation(new) else [{"role": "user", "content": new}]
+        ids = self._encoded(messages, new)
+        if len(self.ids) + len(ids) > longest:
+            return False
+        self.ids += ids
+        self.drawn += [False] * len(ids)
+        self.messages += messages
+        return True
+
+    def _encoded(self, messages: list[dict[str, Any]], new: Any) -> list[int]:
+        chat = self.chat
+        if not self.is_chat:
+            if is_conversation(new):
+                raise TypeError(f"messages must be a {type(self.first).__name__} as the first were, found messages")
+            return encode_text(new, chat.tokenizer) if isinstance(new, str) else as_ids(new, "messages").tolist()
+        ids = encode_text(templates.between(self.first, messages, chat.tokenizer, chat.row), chat.tokenizer)
+        ended = self.ids[-1] in chat.ends  # the model ended its turn itself: the template's end of it is there already
+        return ids[1:] if ended and ids[0] in chat.ends else ids
+
+    def trajectory(self, finish: str) -> Trajectory:
+        return Trajectory(torch.tensor(self.ids), torch.tensor(self.drawn), torch.cat(self.logps), finish)
+
+    def conversation(self) -> list[Mapping[str, Any]]:
+        """All of it as messages."""
+        return [*(self.first if self.is_chat else [{"role": "user", "content": self.first}]), *self.messages]

@@ -1,0 +1,57 @@
+"""Environments as trainers use them: who plays, and rows that need no prompt."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from strop._named import load_function
+from strop.data.inputs import Prompt
+from strop.environments.base import TurnsConfig
+from strop.environments.play import Player
+from strop.environments.tools import ToolBox
+
+RESERVED = ("prompts", "completions", "completion_ids", "prompt_ids", "conversations", "replies", "environments")
+
+
+def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
+    """Of a trainer with an environment or with tools; None has neither."""
+    if environment is None and tools is None:
+        return None
+    config = trainer.config
+    if not hasattr(config, "turns"):
+        raise ValueError(f"environment and tools must be None: {trainer.name} has one turn, found one")
+    made = player_of(trainer.policy, trainer.sampler, environment, tools, config.turns)
+    if made is not None and config.server.max_staleness:
+        raise ValueError(f"max_staleness must be 0 with an environment, found {config.server.max_staleness}")
+    if made is not None and config.server.urls and trainer.world.size > 1:
+        raise ValueError("rollout_server must be None with an environment in several processes, found one")
+    return made
+
+
+def player_of(policy: Any, sampler: Any, environment: Any, tools: Any, turns: TurnsConfig) -> Player | None:
+    if environment is None and tools is None:
+        return None
+    if environment is not None and tools is not None:
+        raise ValueError("give environment or tools, found both: an environment's own tools are its attribute `tools`")
+    if isinstance(environment, str):
+        environment = load_function(environment, "environment")
+    if tools is None and isinstance(environment, type) and not hasattr(environment, "step"):
+        tools = environment  # its methods are tools, as TRL's environment_factory has them
+    made = environment if tools is None else ToolBox(tools, policy.tokenizer)
+    return Player(made, sampler, policy, turns)
+
+
+def rows_of(rows: Any, columns: Mapping[str, Any], name: str) -> list[Prompt]:
+    """Rows for environments: dicts as they are; a text, a conversation or ids as the column `prompt`."""
+    if isinstance(rows, (str, Mapping)) or not hasattr(rows, "__len__"):
+        raise TypeError(f"{name} must be a batch of rows, found a {type(rows).__name__}")
+    found = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in rows]
+    for column, values in columns.items():
+        if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(found):
+            raise ValueError(f"{column} must have one entry for each of the {len(found)} rows, found {values!r:.60}")
+        for row, value in zip(found, values, strict=True):
+            row[column] = value
+    for column in {column for row in found for column in row} & {*RESERVED} - {"prompt"}:
+        raise ValueError(f"{column} must not be a column: reward functions get their own under this name")
+    return [Prompt(torch.zeros(0, dtype=torch.int64), row.get("prompt"), row) for row in found]

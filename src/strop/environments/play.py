@@ -1,0 +1,253 @@
+"""Rollouts across turns: the model and its environments speak in turn until each trajectory ends.
+
+    player = Player(GuessANumber, sampler, policy, TurnsConfig(max_turns=8))
+    episodes = player(rows, sampling, num_samples=8, seed=0)         # a Rollout
+
+Rows whose environment has answered draw their next turn together. The others are waited for by nobody: they join when
+they are ready. What a row draws depends on the seed, the row and its own tokens, not on who is drawn with it.
+"""
+
+import concurrent.futures
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from strop.environments.base import Turn, TurnsConfig, as_environment, as_turn
+from strop.environments.dialogue import Chat, Dialogue
+from strop.environments.pool import Late, Pool
+from strop.rollout import End, Rollout, Sampler, Sampling
+from strop.rollout.kept import Kept
+
+LINGER = 0.005  # seconds to wait for further environments once one has answered: larger batches
+
+
+class EnvironmentFailure(ValueError):
+    """An environment raised, was late, or gave nothing that can be trained on."""
+
+
+@dataclass
+class Episode:
+    """What happened in one trajectory beyond its tokens. rewards and spans (drawn tokens) have an entry a turn."""
+
+    environment: Any
+    dialogue: Any
+    rewards: list[float] = field(default_factory=list)
+    info: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    failure: str = ""
+    finish: str = ""
+
+    @property
+    def spans(self) -> list[int]:
+        return self.dialogue.spans
+
+    def told(self, given_tokens: int) -> dict[str, float]:
+        """Its part of the metrics, which are means over trajectories."""
+        return {
+            "turns/mean": len(self.spans),
+            "turns/truncated_fraction": float(self.finish == "turns"),
+            "turns/given_tokens": given_tokens,
+            "environment/seconds": self.seconds,
+            "environment/failed_fraction": float(bool(self.failure)),
+            **{f"environment/{name}": value for name, value in self.info.items()},
+        }
+
+    def returns(self, discount: float) -> list[float]:
+        """Of each turn the reward from it on, G_t = r_t + γ·G_(t+1)."""
+        found: list[float] = []
+        for reward in reversed(self.rewards):
+            found.append(reward + discount * (found[-1] if found else 0.0))
+        return found[::-1]
+
+
+@dataclass
+class Episodes(Rollout):
+    """A rollout of several turns. completion_ids are all tokens behind the prompt; `counts` says which were drawn."""
+
+    episodes: list[Episode] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens drawn."""
+        return sum(map(len, self.logps))
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """For reward functions: what the model said last, the whole conversation, and the environment itself."""
+        dialogues = [episode.dialogue for episode in self.episodes]
+        return {
+            "prompts": [dialogue.first for dialogue in dialogues],
+            "completions": [dialogue.replies[-1] for dialogue in dialogues],
+            "conversations": [dialogue.conversation() for dialogue in dialogues],
+            "replies": [dialogue.messages for dialogue in dialogues],
+            "environments": [episode.environment for episode in self.episodes],
+        }
+
+    @property
+    def ends(self) -> list[End]:
+        given = [int((~counts).sum()) for counts in self.counts or []]
+        columns = zip(super().ends, self.episodes, given, strict=True)
+        return [(length, why, episode.told(given)) for (length, why, *_), episode, given in columns]
+
+
+class Player:
+    """Plays environments with a policy.
+
+    environment   a class, or a function that makes an environment for each trajectory
+    sampler       draws the turns: here, or by servers
+    """
+
+    def __init__(self, environment: Any, sampler: Sampler, policy: Any, config: TurnsConfig):
+        self.make = as_environment(environment)
+        self.name = getattr(environment, "__name__", type(environment).__name__)
+        self.sampler, self.policy, self.config = sampler, policy, config
+        self.chat = Chat(policy.tokenizer, getattr(environment, "tools", None), config.rewritten_turns)
+        self.ends = (*getattr(environment, "stop_ids", ()), *self.chat.ends)
+        self.pool = Pool(config.environment_workers, config.environment_timeout)
+
+    def __call__(
+        self, rows: Sequence[Mapping[str, Any]], sampling: Sampling, num_samples: int, seed: int,
+        addresses: Sequence[int] | None = None,
+    ) -> Episodes:  # fmt: skip
+        """num_samples trajectories of each row, next to each other. addresses: of the rows, as `generate` has them."""
+        start = time.perf_counter()
+        ends = tuple(dict.fromkeys((*sampling.stop_ids, *self.ends)))
+        each = [(row, address << 40 | sample << 16) for row, address in zip(rows, addresses or range(len(rows)), strict=True)
+                for sample in range(num_samples)]  # fmt: skip
+        play = _Play(self, each, replace(sampling, stop_ids=ends), seed)
+        play.run()
+        return play.result(time.perf_counter() - start)
+
+
+class _Play:
+    """One call of a player: B trajectories, each in the pool, ready to draw, or ended.
+
+    each   row and address of every trajectory; a turn's random numbers have the address behind it
+    """
+
+    def __init__(self, player: Player, each: Sequence[tuple[Mapping[str, Any], int]], sampling: Sampling, seed: int):
+        self.player, self.sampling, self.seed = player, sampling, seed
+        self.rows, self.addresses = [row for row, _ in each], [address for _, address in each]
+        self.episodes = [Episode(player.make(), None) for _ in each]
+        self.ended: set[int] = set()
+        self.waiting: dict[concurrent.futures.Future[Any], int] = {}
+        self.asked: dict[int, float] = {}
+        self.engine, self.kept = "", Kept()
+        limits = (limit for limit in (player.policy.max_length, player.config.max_tokens) if limit is not None)
+        self.room = max(min(limits, default=math.inf) - sampling.max_new_tokens, 0)  # for all before a turn
+
+    def run(self) -> None:
+        for i, (row, episode) in enumerate(zip(self.rows, self.episodes, strict=True)):
+            self._ask(i, episode.environment.reset, dict(row))
+        while self.waiting:
+            ready = sorted(i for i in self._answered() if i not in self.ended)
+            if ready:
+                self._draw(ready)
+
+    def result(self, seconds: float) -> Episodes:
+        dialogues: list[Dialogue] = [episode.dialogue for episode in self.episodes]
+        return Episodes(
+            prompt_ids=[torch.tensor(one.ids[: one.num_prompt]) for one in dialogues],
+            completion_ids=[torch.tensor(one.ids[one.num_prompt :]) for one in dialogues],
+            logps=[torch.cat(one.logps) for one in dialogues],
+            finish_reasons=[episode.finish for episode in self.episodes],
+            seconds=seconds, engine=self.engine, episodes=self.episodes,
+            counts=[torch.tensor(one.drawn[one.num_prompt :]) for one in dialogues],
+        )  # fmt: skip
+
+    # ---- the model's turn ----
+
+    def _draw(self, ready: list[int]) -> None:
+        prompts = [torch.tensor(self.episodes[i].dialogue.ids) for i in ready]
+        addresses = [self.addresses[i] + len(self.episodes[i].spans) for i in ready]
+        drawn = self.player.sampler.go_on(prompts, self.sampling, self.seed, addresses, self.kept.of(ready))
+        self.engine = drawn.engine
+        for i, ids, logps, finish in zip(ready, drawn.completion_ids, drawn.logps, drawn.finish_reasons, strict=True):
+            episode = self.episodes[i]
+            reply = episode.dialogue.draw(ids.tolist(), logps, getattr(episode.environment, "special_tokens", False))
+            episode.finish = "length" if finish == "length" else ""
+            self._ask(i, episode.environment.step, reply)
+
+    # ---- the environment's ----
+
+    def _ask(self, i: int, function: Callable[..., Any], *arguments: Any) -> None:
+        self.asked[i] = time.perf_counter()
+        self.waiting[self.player.pool.submit(function, *arguments)] = i
+
+    def _answered(self) -> list[int]:
+        """Trajectories whose environment has answered; waits for at least one."""
+        found, left = [], set(self.waiting)
+        timeout = None
+        while left:
+            done, left = concurrent.futures.wait(left, timeout, concurrent.futures.FIRST_COMPLETED)
+            if not done:
+                break
+            for i, future in sorted((self.waiting.pop(one), one) for one in done):
+                self.episodes[i].seconds += time.perf_counter() - self.asked[i]
+                self._hear(i, future)
+                found.append(i)
+            timeout = LINGER
+        return found
+
+    def _hear(self, i: int, future: concurrent.futures.Future[Any]) -> None:
+        """What came back, or why nothing did."""
+        method = "reset" if self.episodes[i].dialogue is None else "step"
+        who = f"{self.player.name}.{method}"
+        try:
+            answer = future.result()
+        except Late as error:
+            limit = self.player.config.environment_timeout
+            what = f"{who} must return within environment_timeout={limit:g} seconds, found it still running"
+            return self._fail(i, error, what)
+        except Exception as error:
+            return self._fail(i, error, f"{who} raised {type(error).__name__}: {' '.join(str(error).split())}")
+        try:
+            return self._begin(i, answer) if method == "reset" else self._take(i, as_turn(answer))
+        except Exception as error:
+            return self._fail(i, error, f"{who}: {error}")
+
+    def _take(self, i: int, turn: Turn) -> None:
+        episode, config = self.episodes[i], self.player.config
+        episode.rewards.append(turn.reward)
+        for name, value in turn.info.items():
+            episode.info[name] = episode.info.get(name, 0.0) + value
+        if episode.finish == "length":  # the turn was cut: nothing can follow it
+            self.ended.add(i)
+        elif turn.done:
+            self._end(i, "environment")
+        elif len(episode.spans) == config.max_turns:
+            self._end(i, "turns")
+        elif not episode.dialogue.hear(turn.messages, self.room):
+            self._end(i, "length")
+
+    def _end(self, i: int, finish: str) -> None:
+        self.episodes[i].finish = finish
+        self.ended.add(i)
+
+    def _begin(self, i: int, first: Any) -> None:
+        dialogue = self.player.chat.begin(first)
+        if len(dialogue.ids) > self.room:
+            raise ValueError(
+                f"the first messages must have at most {self.room} tokens, so that max_new_tokens={self.sampling.max_new_tokens} "
+                f"have room behind them, found {len(dialogue.ids)}"
+            )
+        self.episodes[i].dialogue = dialogue
+
+    def _fail(self, i: int, error: Exception, what: str) -> None:
+        """Stop the run, or end the trajectory with the reward that was asked for."""
+        episode, config = self.episodes[i], self.player.config
+        if config.on_error == "raise" or episode.dialogue is None:
+            turn = 0 if episode.dialogue is None else len(episode.spans)
+            raise EnvironmentFailure(f"{what} (trajectory {i}, turn {turn}, row {_shortened(self.rows[i])})") from error
+        episode.failure = what
+        episode.rewards = [*episode.rewards[: len(episode.spans) - 1], config.error_reward]
+        self._end(i, "environment")
+
+
+def _shortened(row: Mapping[str, Any], length: int = 80) -> str:
+    text = repr(dict(row))
+    return text if len(text) <= length else f"{text[: length - 20]} … {text[-16:]}"

@@ -1,0 +1,239 @@
+"""Tools: Python functions the model may call. Calls are read from what it says; results are what it reads next.
+
+    def search(query: str) -> str:
+        '''Search the archive.
+
+        Args:
+            query: what to look for
+        '''
+
+    GRPO(model=model, tokenizer=tokenizer, tools=[search], reward_fn=reward_fn, max_turns=4)
+
+A trajectory ends when the model says something without a call. A call that cannot be read, of an unknown function or with
+wrong arguments, and one whose function raises, is answered with the error.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from strop._checks import is_conversation
+from strop.data import templates
+from strop.environments.base import Environment, Turn
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,), "array": (list,), "object": (dict,),
+}  # fmt: skip
+
+
+@dataclass
+class Call:
+    """What the model asked for; `error` says why it could not be read."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+Parser = Callable[[str], list[Call]]
+
+
+# ---- reading calls ----
+
+
+def parse_hermes(reply: str) -> list[Call]:
+    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, as Hermes, Qwen and SmolLM3 write; SmolLM2 a list of them."""
+    calls = []
+    for part in reply.split("<tool_call>")[1:]:
+        text, end, _ = part.partition("</tool_call>")
+        calls += _calls_in(text) if end else [Call(error="<tool_call> must be closed by </tool_call>")]
+    return calls
+
+
+def parse_llama(reply: str) -> list[Call]:
+    """{"name": …, "parameters": {…}} and nothing else, as Llama 3 writes, behind <|python_tag|> or not."""
+    text = reply.replace("<|python_tag|>", "").strip()
+    looks = text.startswith("{") and re.match(r'\{\s*"(name|type|function)"', text)
+    return [call for part in text.split(";\n") for call in _calls_in(part)] if looks else []
+
+
+def _calls_in(text: str) -> list[Call]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return [Call(error=f"a call must be JSON, found {text.strip()!r:.60} ({error})")]
+    return [_call(one) for one in (found if isinstance(found, list) else [found])]
+
+
+def _call(found: Any) -> Call:
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return Call(error=f'a call must be {{"name": …, "arguments": {{…}}}}, found {json.dumps(found):.60}')
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return Call(found["name"], error=f"arguments must be an object, found {json.dumps(arguments):.60}")
+    return Call(found["name"], arguments)
+
+
+PARSERS: dict[str, Parser] = {"hermes": parse_hermes, "llama": parse_llama}
+
+
+def parser_of(tokenizer: Any) -> Parser:
+    """By the chat template: Llama's has no tag for calls; all others write, or are told to write, as Hermes does."""
+    template = getattr(tokenizer, "chat_template", None)
+    text = template if isinstance(template, str) else json.dumps(template)
+    is_llama = "<tool_call>" not in text and "<|start_header_id|>" in text
+    return PARSERS["llama" if is_llama else "hermes"]
+
+
+# ---- the environment ----
+
+
+class ToolBox:
+    """Makes an environment of functions for each trajectory.
+
+    functions   typed, with a docstring that describes their arguments (Google style), as transformers'
+                `get_json_schema` reads them; some may be `async def`. Or a class whose public methods are the tools:
+                one object a trajectory, with `reset(**row)` (TRL's environment_factory)
+    parser      reads calls from a reply; None chooses by the chat template
+    """
+
+    special_tokens = True
+
+    def __init__(self, functions: Any, tokenizer: Any, parser: Parser | None = None):
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError("tools need a tokenizer with a chat template, found none")
+        self.factory = functions if isinstance(functions, type) else None
+        functions = methods_of(functions()) if self.factory else list(functions)
+        if not functions or not all(map(callable, functions)):
+            raise TypeError(f"tools must be functions, found {functions!r:.60}")
+        self.functions = {function.__name__: function for function in functions}
+        self.tools = [schema_of(function) for function in functions]
+        self.parser = parser or parser_of(tokenizer)
+        self.described = "" if _shows(tokenizer, self.tools) else _description(self.tools)
+        self.__name__ = self.factory.__name__ if self.factory else "tools"
+        self.is_async = any(map(inspect.iscoroutinefunction, functions))
+
+    def __call__(self) -> "Tools":
+        make = AsyncTools if self.is_async else Tools
+        if self.factory is None:
+            return make(self, self.functions)
+        held = self.factory()
+        return make(self, {function.__name__: function for function in methods_of(held)}, held)
+
+
+class Tools(Environment):
+    """Functions the model may call. `held` is the object whose methods they are, if they are an object's."""
+
+    special_tokens = True
+
+    def __init__(self, box: ToolBox, functions: Mapping[str, Callable[..., Any]], held: Any = None):
+        self.box, self.functions, self.held = box, functions, held
+        self.parameters = {one["function"]["name"]: one["function"]["parameters"] for one in box.tools}
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        prompt = super().reset(row)
+        messages = [dict(m) for m in prompt] if is_conversation(prompt) else [{"role": "user", "content": prompt}]
+        if self.held is not None and (seen := self.held.reset(**row)) is not None:
+            messages[-1]["content"] += str(seen)
+        if self.box.described and messages[0]["role"] == "system":
+            messages[0]["content"] += "\n\n" + self.box.described
+        elif self.box.described:
+            messages.insert(0, {"role": "system", "content": self.box.described})
+        return messages
+
+    def step(self, reply: str) -> Turn:
+        calls = self.box.parser(reply)
+        return self._turn(calls, [self._result(call) for call in calls])
+
+    def _result(self, call: Call) -> Any:
+        """What the function returns, or a Failure."""
+        error = call.error or self._refused(call)
+        if error:
+            return Failure(error)
+        try:
+            return self.functions[call.name](**call.arguments)
+        except Exception as raised:
+            return Failure(f"{type(raised).__name__}: {raised}")
+
+    def _refused(self, call: Call) -> str:
+        if call.name not in self.functions:
+            return f"there is no tool {call.name!r}; there are {', '.join(self.functions)}"
+        wanted, given = self.parameters[call.name], call.arguments
+        known = wanted.get("properties", {})
+        if missing := [name for name in wanted.get("required", ()) if name not in given]:
+            return f"{call.name} needs {', '.join(missing)}"
+        for name, value in given.items():
+            if name not in known:
+                return f"{call.name} has no argument {name!r}; it has {', '.join(known)}"
+            kind = known[name].get("type")
+            kinds = KINDS.get(kind) if isinstance(kind, str) else None
+            if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and kind != "boolean")):
+                return f"{name} of {call.name} must be of type {kind}, found {json.dumps(value):.60}"
+        return ""
+
+    def _turn(self, calls: Sequence[Call], results: Sequence[Any]) -> Turn:
+        if not calls:
+            return Turn(done=True)
+        failed = sum(isinstance(result, Failure) for result in results)
+        messages = [
+            {"role": "tool", "name": call.name, "content": as_content(result)}
+            for call, result in zip(calls, results, strict=True)
+        ]
+        return Turn(messages, info={"tool_calls": len(calls), "failed_calls": failed})
+
+
+class AsyncTools(Tools):
+    """The same where some functions are `async def`."""
+
+    async def step(self, reply: str) -> Turn:  # type: ignore[override]
+        calls, results = self.box.parser(reply), []
+        for call in calls:
+            result = self._result(call)
+            try:
+                results.append(await result if inspect.isawaitable(result) else result)
+            except Exception as raised:
+                results.append(Failure(f"{type(raised).__name__}: {raised}"))
+        return self._turn(calls, results)
+
+
+class Failure(str):
+    """Why a call gave nothing."""
+
+
+def as_content(result: Any) -> str:
+    if isinstance(result, Failure):
+        return f"error: {result}"
+    return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def methods_of(held: Any) -> list[Callable[..., Any]]:
+    """Public methods but `reset`."""
+    names = [name for name in dir(held) if not name.startswith("_") and name != "reset"]
+    return [method for name in names if inspect.ismethod(method := getattr(held, name))]
+
+
+def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(function)
+    except Exception as error:  # DocstringParsingException, TypeHintParsingException: its own words say what is missing
+        raise ValueError(f"tool {function.__name__} must have type hints and a docstring with Args: {error}") from None
+
+
+def _shows(tokenizer: Any, tools: Sequence[Any]) -> bool:
+    """Whether the chat template writes what tools there are."""
+    messages = [{"role": "user", "content": "?"}]
+    return templates.render(messages, tokenizer, {"tools": list(tools)}) != templates.render(messages, tokenizer)
+
+
+def _description(tools: Sequence[Any]) -> str:
+    """For templates that do not tell the model of tools."""
+    listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
+    return (
+        f"You may call these functions:\n<tools>\n{listed}\n</tools>\n"
+        'A call is written as\n<tool_call>\n{"name": <function>, "arguments": <object>}\n</tool_call>'
+    )

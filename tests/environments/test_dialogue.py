@@ -1,0 +1,112 @@
+"""Conversations as ids that only grow, in the chat templates of well-known models."""
+
+import pytest
+import torch
+from chat_templates import TEMPLATES, tokenizer
+
+from strop.data import templates
+from strop.environments import Chat
+from strop.tasks import CharTokenizer
+
+USER = {"role": "user", "content": "the inn?"}
+TOOL = {"role": "tool", "content": "13"}
+appending = pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "qwen3"])
+
+
+def drawn(tokens, text):
+    ids = tokens.encode(text, add_special_tokens=False)
+    return ids, torch.zeros(len(ids))
+
+
+@appending
+@pytest.mark.parametrize("new", [[USER], [TOOL], [TOOL, TOOL], "and?"], ids=["user", "tool", "tools", "text"])
+def test_three_turns_are_the_templates_text(name, new):
+    """What the model read and drew, decoded, is what the template writes; ids are those of the parts."""
+    tokens, end = tokenizer(name), TEMPLATES[name][3]
+    space = " " if name == "mistral" else ""
+    dialogue = Chat(tokens).begin([USER])
+    messages = [USER]
+    for said in ("ooh, all", "in", "the"):
+        before = list(dialogue.ids)
+        ids, logps = drawn(tokens, f"{space}{said}{end}")
+        assert dialogue.draw(ids, logps).strip() == said
+        assert dialogue.ids == before + ids
+        dialogue.hear(new)
+        messages += [
+            {"role": "assistant", "content": said},
+            *([{"role": "user", "content": new}] if new == "and?" else new),
+        ]
+    assert tokens.decode(dialogue.ids) == templates.render_prompt(messages, tokens)
+    assert [tokens.decode(dialogue.ids[i]) for i in range(len(dialogue.ids)) if dialogue.drawn[i]] == [
+        tokens.decode(i) for said in ("ooh, all", "in", "the") for i in drawn(tokens, f"{space}{said}{end}")[0]
+    ]
+    assert [message["role"] for message in dialogue.conversation()] == [message["role"] for message in messages]
+    assert dialogue.spans == [len(drawn(tokens, f"{space}{said}{end}")[0]) for said in ("ooh, all", "in", "the")]
+
+
+def test_ids_that_no_encoder_would_make_stay_as_drawn():
+    """t, h, e one by one: encoding the text again would give one token, "the"."""
+    tokens = tokenizer("qwen")
+    letters = tokens.convert_tokens_to_ids(["t", "h", "e", "<|im_end|>"])
+    assert tokens.encode("the") != letters[:3]
+    dialogue = Chat(tokens).begin([USER])
+    assert dialogue.draw(letters, torch.zeros(4)) == "the"
+    dialogue.hear([USER])
+    assert dialogue.ids[dialogue.num_prompt : dialogue.num_prompt + 4] == letters
+    assert dialogue.drawn[dialogue.num_prompt :][:5] == [True, True, True, True, False]
+
+
+def test_another_end_than_the_templates_takes_its_place():
+    tokens = tokenizer("phi")
+    dialogue = Chat(tokens).begin([USER])
+    dialogue.draw(*drawn(tokens, "in<|endoftext|>"))
+    dialogue.hear([USER])
+    assert tokens.decode(dialogue.ids).endswith("in<|endoftext|>\n<|user|>\nthe inn?<|end|>\n<|assistant|>\n")
+
+
+def test_a_template_that_forgets_thinking_is_refused_or_kept_as_drawn():
+    tokens = tokenizer("qwen3")
+    with pytest.raises(ValueError, match=r"rewrites an earlier turn's thinking .* rewritten_turns=\"keep\""):
+        Chat(tokens)
+    dialogue = Chat(tokens, rewritten_turns="keep").begin([USER])
+    dialogue.draw(*drawn(tokens, "<think>\nin\n</think>\n\nthe<|im_end|>"))
+    dialogue.hear([USER])
+    assert "<think>\nin\n</think>\n\nthe<|im_end|>\n<|im_start|>user\nthe inn?" in tokens.decode(dialogue.ids)
+
+
+def test_text_without_a_template_follows_as_it_is():
+    tokens = CharTokenizer("0123456789<>?")
+    dialogue = Chat(tokens).begin("?")
+    assert dialogue.draw([*tokens.encode("7"), 1], torch.zeros(2)) == "7"
+    dialogue.hear("<")
+    assert tokens.decode(dialogue.ids) == "?7<eos><"
+    assert dialogue.drawn == [False, True, True, False]
+    with pytest.raises(TypeError, match="messages must be a str as the first were, found messages"):
+        dialogue.hear([USER])
+
+
+def test_ids_without_a_tokenizer():
+    dialogue = Chat(None).begin([5, 6])
+    assert dialogue.draw([7, 8], torch.zeros(2)) == [7, 8]
+    dialogue.hear([9])
+    assert dialogue.ids == [5, 6, 7, 8, 9]
+
+
+def test_what_does_not_fit_is_not_heard():
+    tokens = CharTokenizer("0123456789<>?")
+    dialogue = Chat(tokens).begin("?")
+    dialogue.draw([2, 1], torch.zeros(2))
+    assert not dialogue.hear("<<", longest=4)
+    assert (dialogue.ids, len(dialogue.messages)) == ([14, 2, 1], 1)
+    assert dialogue.hear("<", longest=4)
+
+
+def test_tools_stand_in_the_prompt():
+    add = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+    for name in ("qwen", "llama"):
+        assert '"description": "Adds."' in tokenizer(name).decode(Chat(tokenizer(name), [add]).begin([USER]).ids)
+
+
+def test_with_a_template_a_text_is_a_message_of_the_users():
+    tokens = tokenizer("qwen")
+    assert Chat(tokens).begin("the inn?").ids == Chat(tokens).begin([USER]).ids

@@ -1,0 +1,352 @@
+"""GRPO over several turns: the loss against a mask made by hand, whose merit a reward is, metrics, tools, rows."""
+
+import pytest
+import torch
+from chat_templates import tokenizer
+from games import Echo, OfIds
+from tiny_models import PlainModel, llama, moe
+from trained_models import tiny_moe, weights_of
+
+from strop import GRPO
+from strop.environments.base import Environment, Turn, TurnsConfig
+from strop.environments.credit import turn_advantages
+from strop.environments.dialogue import Chat
+from strop.environments.play import Episode
+from strop.moe import MoEConfig, MoETransformer
+
+ROWS = [{"prompt": [5, 6, 7]}, {"prompt": [8, 9]}]
+
+
+class Two(Environment):
+    """Two turns, of which the first is rewarded for what was said."""
+
+    def reset(self, row):
+        self.count = 0
+        return row["prompt"]
+
+    def step(self, reply):
+        self.count += 1
+        return Turn([4, 2], reward=float(reply[0] % 5), done=self.count == 2)
+
+
+def grpo(model, environment=Two, **options):
+    known = {"kl_coef": 0.0, "max_new_tokens": 4, "group_size": 4, "learning_rate": 1e-3, "max_grad_norm": 0}
+    return GRPO(model=model, environment=environment, **(known | options))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+def test_loss_and_gradient_are_those_of_a_mask_made_by_hand(loss_type, credit):
+    """float64: Σ weight · (−advantage · ratio) over drawn tokens, which stand in two places of every row."""
+    model = PlainModel(eos_token_id=[0, 1, 2]).double()
+    trainer = grpo(model, loss_type=loss_type, credit=credit, seed=3)
+    prompts = trainer.prepare(ROWS, "rows")
+    rollout = trainer._generate(prompts, range(2), 0)
+    _, rewards = trainer._reward(prompts, rollout)
+    experience = trainer._experience(rollout, rewards.total_B)
+    everything = list(range(8))
+    result = trainer.loss_on(experience, everything, num_tokens=experience.num_tokens(everything), num_sequences=8)
+    result.loss.backward()
+    found = [param.grad.clone() for param in model.parameters()]
+
+    model.zero_grad()
+    wanted, num_tokens = 0.0, sum(len(one) for one in rollout.logps)
+    advantages = by_hand(rollout, rewards, credit)
+    assert len({len(episode.spans) for episode in rollout.episodes}) >= 1
+    assert any(len(episode.spans) == 2 for episode in rollout.episodes)
+    for line, episode, (first, second) in zip(rollout.trajectories, rollout.episodes, advantages, strict=True):
+        ids, start = line.ids_T, episode.dialogue.num_prompt
+        logps_TV = model(ids[None])[0].log_softmax(-1)
+        one = range(start, start + episode.spans[0])
+        two = range(len(ids) - episode.spans[1], len(ids)) if len(episode.spans) == 2 else []
+        for places, advantage in ((one, first), (two, second)):
+            for t in places:
+                logp = logps_TV[t - 1, ids[t]]
+                weight = 1 / num_tokens if loss_type == "dapo" else 1 / 8 / (len(one) + len(two))
+                wanted = wanted - weight * advantage * (logp - logp.detach()).exp()
+    wanted.backward()
+    assert result.loss.item() == pytest.approx(wanted.item(), abs=1e-9)
+    for gradient, param in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, param.grad, rtol=1e-6, atol=1e-8)
+    assert max(gradient.abs().max() for gradient in found) > 1e-3
+
+
+def by_hand(rollout, rewards, credit):
+    """(first, second) advantages of each trajectory, in float32 as rewards are, then double."""
+
+    def scaled(values):
+        values = torch.tensor(values, dtype=torch.float64)
+        return ((values - values.mean()) / (values.std() + 1e-4)).float().double().tolist()
+
+    found = []
+    for group in (range(4), range(4, 8)):
+        if credit == "trajectory":
+            found += [(value, value) for value in scaled([sum(rollout.episodes[i].rewards) for i in group])]
+            continue
+        firsts = scaled([sum(rollout.episodes[i].rewards) for i in group])
+        there = [i for i in group if len(rollout.episodes[i].rewards) == 2]
+        seconds = [0.0] if len(there) == 1 else scaled([rollout.episodes[i].rewards[1] for i in there]) if there else []
+        late = dict(zip(there, seconds, strict=True))
+        found += [(first, late.get(i, 0.0)) for i, first in zip(group, firsts, strict=True)]
+    return found
+
+
+def test_on_the_moe_the_first_ratio_is_exactly_1_over_all_turns():
+    trainer = grpo(tiny_moe(max_seq_len=64), OfIds)
+    metrics = trainer.train_step(ROWS)
+    assert metrics["turns/mean"] > 1
+    assert (metrics["mismatch_kl"], metrics["mismatch_ratio_max"]) == (0.0, 1.0)
+    assert (metrics["ratio/mean"], metrics["ratio/max"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("make", [lambda: moe(eos_token_id=3), lambda: llama(eos_token_id=3)], ids=["moe", "llama"])
+def test_micro_batches_change_nothing(make):
+    whole, cut = (grpo(make(), OfIds, micro_batch_size=size) for size in (0, 3))
+    assert whole.train_step(ROWS)["loss"] == pytest.approx(cut.train_step(ROWS)["loss"], abs=1e-5)
+    torch.testing.assert_close(weights_of(whole), weights_of(cut), rtol=0, atol=1e-4)
+
+
+def test_metrics_of_a_step():
+    metrics = grpo(moe(eos_token_id=list(range(30))), OfIds).train_step(ROWS)
+    assert metrics["turns/mean"] == metrics["completion/length"] == 3
+    assert metrics["turns/given_tokens"] == 6
+    assert metrics["reward/mean"] == metrics["reward/environment"] == 3
+    for name in ("turns/truncated_fraction", "environment/failed_fraction", "completion/truncated_fraction"):
+        assert metrics[name] == 0
+
+
+def test_reward_functions_are_added_and_see_the_conversation():
+    seen = {}
+
+    def judge(completions, conversations, environments, level):
+        seen.update(completions=completions, conversations=conversations, level=level)
+        return [environment.count / 2 for environment in environments]
+
+    trainer = grpo(moe(eos_token_id=list(range(30))), OfIds, reward_fn=judge)
+    metrics = trainer.train_step([{"prompt": [5, 6], "level": 1}])
+    assert metrics["reward/environment"] == 3
+    assert metrics["reward/judge"] == 1.5
+    assert metrics["reward/mean"] == 4.5
+    assert seen["level"] == [1] * 4
+    assert [message["role"] for message in seen["conversations"][0]] == ["user"] + ["assistant", "user"] * 2 + [
+        "assistant"
+    ]
+    assert seen["completions"][0] == seen["conversations"][0][-1]["content"]
+    assert trainer.samples[0]["completion"] == seen["conversations"][0][1:]
+
+
+def test_truncated_trajectories_can_count_for_nothing():
+    trainer = grpo(moe(eos_token_id=list(range(30))), OfIds, max_turns=2, mask_truncated=True)
+    before = weights_of(trainer)
+    metrics = trainer.train_step(ROWS)
+    assert metrics["turns/truncated_fraction"] == 1
+    assert weights_of(trainer).equal(before)
+
+
+# ---- credit ----
+
+
+def episodes(*rewards):
+    dialogues = [Chat(None).begin([1]) for _ in rewards]
+    for dialogue, turns in zip(dialogues, rewards, strict=True):
+        for turn in range(len(turns)):
+            dialogue.draw([2] * (turn + 1), torch.zeros(turn + 1))
+    return [Episode(None, dialogue, list(turns)) for dialogue, turns in zip(dialogues, rewards, strict=True)]
+
+
+def test_discounted_rewards():
+    (one,) = episodes([1.0, 0.0, 4.0])
+    assert one.returns(1.0) == [5.0, 4.0, 4.0]
+    assert one.returns(0.5) == [2.0, 2.0, 4.0]
+    assert one.returns(0.0) == [1.0, 0.0, 4.0]
+
+
+def test_each_turn_is_compared_with_the_same_turn_of_the_group():
+    some = episodes([0.0, 2.0], [0.0, 4.0], [3.0], [1.0, 1.0])
+    rewards_B = torch.tensor([2.0, 4.0, 3.0, 2.0])
+    options = {"scale": "none", "ddof": 1, "eps": 0.0}
+    found = [a.tolist() for a in turn_advantages(some, rewards_B, 2, 1.0, **options)]
+    # first turns: 2 and 4, then 3 and 2; second turns: 2 and 4; the last has nobody beside it
+    assert found == [[-1, -1, -1], [1, 1, 1], [0.5], [-0.5, 0, 0]]
+    discounted = [a.tolist() for a in turn_advantages(some, torch.tensor([0.0, 0.0, 3.0, 1.0]), 2, 0.0, **options)]
+    assert discounted == [[0, -1, -1], [0, 1, 1], [1], [-1, 0, 0]]
+
+
+def test_what_functions_gave_comes_at_the_last_turn():
+    some = episodes([0.0, 0.0], [0.0, 0.0])
+    found = turn_advantages(some, torch.tensor([1.0, 3.0]), 2, 0.5, scale="none", ddof=1, eps=0.0)
+    # reward_fn gave 1 and 3; half of it reaches the first turn
+    assert [a.tolist() for a in found] == [[-0.5, -1, -1], [0.5, 1, 1]]
+
+
+def test_turns_are_scaled_by_their_group():
+    some = episodes([1.0], [3.0], [0.0], [8.0])
+    found = turn_advantages(some, torch.tensor([1.0, 3.0, 0.0, 8.0]), 2, 1.0, scale="group", ddof=1, eps=0.0)
+    assert [a.item() for a in found] == pytest.approx([-(0.5**0.5), 0.5**0.5] * 2)
+
+
+# ---- tools, rows, faults ----
+
+
+def double(x: int) -> int:
+    """Double a number.
+
+    Args:
+        x: it
+    """
+    return 2 * x
+
+
+class Scripted:
+    """A sampler that says what it is told, turn by turn."""
+
+    def __init__(self, tokens, says):
+        self.tokens, self.says, self.turns = tokens, says, 0
+
+    def go_on(self, prompts, sampling, seed, addresses, kept):
+        from strop.rollout import Rollout
+
+        ids = torch.tensor(self.tokens.encode(self.says[self.turns], add_special_tokens=False))
+        self.turns, size = self.turns + 1, len(prompts)
+        return Rollout(list(prompts), [ids] * size, [torch.zeros(len(ids))] * size, ["eos"] * size)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("qwen", '<tool_call>\n{"name": "double", "arguments": {"x": 21}}\n</tool_call><|im_end|>'),
+        ("smollm2", '<tool_call>\n{"name": "double", "arguments": {"x": 21}}\n</tool_call><|im_end|>'),
+        ("llama", '{"name": "double", "parameters": {"x": 21}}<|eot_id|>'),
+    ],
+)
+def test_a_tool_is_called_and_answers_in_the_templates_words(name, call):
+    tokens = tokenizer(name)
+    model = llama(vocab_size=len(tokens), max_length=1024, eos_token_id=tokens.eos_token_id)
+    trainer = GRPO(
+        model=model, tokenizer=tokens, tools=[double], reward_fn=lambda completions: [float("42" in c) for c in completions],
+        max_new_tokens=80, group_size=2, kl_coef=0.0, max_turns=4,
+    )  # fmt: skip
+    trainer.player.sampler = Scripted(tokens, [call, f"It is 42.{tokens.eos_token}"])
+    metrics = trainer.train_step([{"prompt": "Double 21."}])
+    assert metrics["reward/mean"] == 1
+    assert (metrics["environment/tool_calls"], metrics["environment/failed_calls"], metrics["turns/mean"]) == (1, 0, 2)
+    roles = [message["role"] for message in trainer.samples[0]["completion"]]
+    assert roles == ["assistant", "tool", "assistant"]
+    assert trainer.samples[0]["completion"][1]["content"] == "42"
+
+
+def test_a_class_as_trl_wants_it_is_an_environment():
+    from test_tools import Counter
+
+    tokens = tokenizer("qwen")
+    trainer = GRPO(
+        model=llama(vocab_size=len(tokens), max_length=1024), tokenizer=tokens, environment=Counter,
+        reward_fn=lambda environments: [float(one.held.count) for one in environments], max_new_tokens=80, group_size=2,
+        kl_coef=0.0,
+    )  # fmt: skip
+    says = ['<tool_call>{"name": "increment", "arguments": {"by": 2}}</tool_call><|im_end|>', "Done.<|im_end|>"]
+    trainer.player.sampler = Scripted(tokens, says)
+    assert trainer.train_step([{"prompt": "Count.", "start": 3}])["reward/mean"] == 5
+
+
+def test_rows_need_no_prompt_where_the_environment_has_none(tmp_path):
+    class Secret(OfIds):
+        def reset(self, row):
+            self.count = 0
+            return [row["secret"], 5]
+
+    trainer = grpo(moe(eos_token_id=3), Secret, batch_size=2)
+    rows = [{"secret": i} for i in range(4)]
+    history = trainer.train(rows, eval_dataset=rows, num_steps=2, output_dir=tmp_path / "run")
+    assert len(history.steps) == 2
+    assert history.evaluations[-1]["eval/turns/mean"] >= 1
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
+    def trained(steps, folder, resume=False):
+        trainer = grpo(moe(eos_token_id=3), OfIds, batch_size=2, save_every=1)
+        trainer.train(ROWS * 2, num_steps=steps, output_dir=folder, resume=resume)
+        return weights_of(trainer)
+
+    whole = trained(3, tmp_path / "whole")
+    trained(2, tmp_path / "parts")
+    assert trained(3, tmp_path / "parts", resume=True).equal(whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"environment": None}, "GRPO needs a reward_fn or an environment"),
+        ({"tools": [double], "reward_fn": len}, "give environment or tools, found both"),
+        ({"max_turns": 0}, "max_turns must be at least 1, found 0"),
+        ({"turn_discount": 1.5}, "turn_discount must be"),
+        ({"credit": "token"}, "credit must be one of 'trajectory', 'turn'"),
+        ({"on_error": "skip"}, "on_error must be one of 'raise', 'end'"),
+    ],
+)
+def test_wrong_options(options, match):
+    with pytest.raises(ValueError, match=match):
+        grpo(moe(eos_token_id=3), **({"environment": Echo} | options))
+
+
+def test_field_names_are_pinned():
+    assert list(TurnsConfig.__dataclass_fields__) == [
+        "max_turns", "max_tokens", "turn_discount", "credit", "environment_workers", "environment_timeout", "on_error",
+        "error_reward", "rewritten_turns",
+    ]  # fmt: skip
+
+
+def test_the_engine_in_numpy_plays_too():
+    config = MoEConfig(
+        vocab_size=20, hidden_dim=16, num_layers=1, num_heads=2, head_dim=8, eos_token_id=1, max_seq_len=64
+    )
+    metrics = [grpo(MoETransformer(config, engine), OfIds).train_step(ROWS) for engine in ("native", "numpy")]
+    assert metrics[0]["turns/mean"] == metrics[1]["turns/mean"]
+
+
+# ---- other algorithms ----
+
+
+def test_online_dpo_learns_from_pairs_of_conversations():
+    """Its loss is that of DPO over the drawn tokens of both: log 2 before the first update, and the better one gains."""
+    from strop import OnlineDPO
+
+    model = moe(eos_token_id=list(range(0, 30, 2)))
+    trainer = OnlineDPO(model=model, environment=OfIds, max_new_tokens=4, learning_rate=1e-2, batch_size=2)
+    metrics = trainer.train_step(ROWS)
+    assert metrics["loss"] == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=1e-6)
+    assert metrics["turns/mean"] > 1
+    assert metrics["reward/environment"] == metrics["reward/mean"]
+    rollout, pairs = trainer._sampled_pairs(trainer.prepare(ROWS), range(2), 0)
+    drawn = [int(line.counts_T.sum()) for pair in pairs for line in pair]
+    assert drawn == [sum(episode.spans) for episode in rollout.episodes]
+    assert [len(line) for pair in pairs for line in pair] != [
+        len(p) + n for p, n in zip(rollout.prompt_ids, drawn, strict=True)
+    ]
+    assert trainer.evaluate(ROWS)["eval/turns/mean"] >= 1
+
+
+def test_online_dpo_with_a_preference_over_conversations():
+    from strop import OnlineDPO
+
+    def longer(pairs, level):
+        return [int(len(b) > len(a)) for a, b in pairs]
+
+    trainer = OnlineDPO(model=moe(eos_token_id=3), environment=OfIds, preference_fn=longer, max_new_tokens=4)
+    assert trainer.train_step(ROWS, level=[1, 2])["preference/tied_fraction"] == 0
+
+
+def test_best_of_n_keeps_the_best_conversation():
+    from strop import BestOfN
+
+    best = BestOfN(model=moe(eos_token_id=list(range(0, 30, 2))), environment=OfIds, n=6, seed=0, max_new_tokens=4)
+    said = best.generate(ROWS)
+    assert best.all_rewards.shape == (2, 6)
+    assert best.rewards.tolist() == best.all_rewards.amax(1).tolist()
+    assert best.all_rewards.std() > 0
+    for reward, conversation, last in zip(best.rewards, best.conversations, said, strict=True):
+        replies = [message["content"] for message in conversation if message["role"] == "assistant"]
+        assert replies[-1] == last
+        assert sum(map(len, replies)) == reward
+    with pytest.raises(ValueError, match="BestOfN needs a reward_fn or an environment"):
+        BestOfN(model=moe())

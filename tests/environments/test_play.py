@@ -1,0 +1,313 @@
+"""Rollouts across turns: what is read is what was drawn and said, whatever the model and whoever is late."""
+
+import time
+
+import pytest
+import torch
+from games import Echo, OfIds, Slow, SlowAsync
+from tiny_models import Letters, every_kind, llama, moe, qwen2
+
+from strop.environments import Environment, EnvironmentFailure, Player, Turn, TurnsConfig
+from strop.models import as_policy
+from strop.rollout import Sampler, Sampling
+
+SAMPLING = Sampling(max_new_tokens=4)
+ROWS = [{"prompt": "ab"}, {"prompt": "dab"}, {"prompt": "f"}]
+
+
+def play(environment, model=None, rows=ROWS, num_samples=2, seed=0, sampling=SAMPLING, tokenizer=None, **turns):
+    policy = as_policy(moe(eos_token_id=3) if model is None else model, tokenizer)
+    return Player(environment, Sampler(policy), policy, TurnsConfig(**turns))(rows, sampling, num_samples, seed)
+
+
+class LettersOnly(Letters):
+    """Any id has a letter: what the model may draw is never no text."""
+
+    chat_template = None
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(chr(i + 96) for i in ids if not (skip_special_tokens and i in (0, 3)))
+
+
+@every_kind
+def test_ids_read_are_ids_drawn_and_said(make):
+    """Log-probs of every turn are those of one forward over the whole trajectory."""
+    model = make(eos_token_id=3, max_length=64)
+    found = play(Echo, model, tokenizer=LettersOnly(), num_samples=3)
+    assert len(found) == 9
+    tokens = LettersOnly()
+    for line, episode in zip(found.trajectories, found.episodes, strict=True):
+        said = iter(episode.environment.heard)
+        ids, drawn = line.ids_T.tolist(), line.counts_T.tolist()
+        assert sum(drawn) == sum(episode.spans) == len(line.logps_t)
+        text = tokens.encode(episode.environment.row["prompt"])
+        for turn, span in enumerate(episode.spans):
+            assert ids[: len(text)] == text
+            text += ids[len(text) : len(text) + span]
+            reply = next(said)
+            if turn + 1 < len(episode.spans):
+                text += tokens.encode(f"b{reply[:2]}b")
+        assert ids == text
+    policy = as_policy(model)
+    with torch.no_grad(), policy.evaluating():
+        for line in found.trajectories:
+            from strop.data.batch import TokenBatch
+
+            wanted = policy.logps(TokenBatch.of([line]))
+            torch.testing.assert_close(line.logps_t, wanted, rtol=0, atol=2e-6)
+
+
+def test_on_the_moe_log_probs_are_those_of_training_bit_for_bit():
+    from strop.data.batch import TokenBatch
+
+    policy = as_policy(moe(eos_token_id=3), LettersOnly())
+    found = Player(Echo, Sampler(policy), policy, TurnsConfig())(ROWS, SAMPLING, 4, 0)
+    with torch.no_grad():
+        for line in found.trajectories:
+            assert line.logps_t.equal(policy.logps(TokenBatch.of([line])))
+
+
+@pytest.mark.parametrize("environment", [Slow, SlowAsync], ids=["threads", "asyncio"])
+def test_delays_change_no_id(environment):
+    rows = [{"prompt": "abcdefgh"[i % 8 :][:3]} for i in range(16)]
+    plain, late = (play(one, rows=rows, num_samples=4, tokenizer=LettersOnly()) for one in (Echo, environment))
+    assert len(plain) == 64
+    assert [ids.tolist() for ids in plain.completion_ids] == [ids.tolist() for ids in late.completion_ids]
+    assert all(a.equal(b) for a, b in zip(plain.logps, late.logps, strict=True))
+    assert plain.finish_reasons == late.finish_reasons
+
+
+def test_a_row_alone_draws_what_it_draws_among_others():
+    among = play(Echo, tokenizer=LettersOnly())
+    policy = as_policy(moe(eos_token_id=3), LettersOnly())
+    alone = Player(Echo, Sampler(policy), policy, TurnsConfig())(ROWS[1:2], SAMPLING, 2, 0, [1])
+    assert [ids.tolist() for ids in alone.completion_ids] == [ids.tolist() for ids in among.completion_ids[2:4]]
+
+
+def test_samples_and_turns_have_their_own_random_numbers():
+    found = play(OfIds, moe(), rows=[{"prompt": [5, 6, 7]}], num_samples=8, tokenizer=None)
+    turns = [tuple(ids[:4].tolist()) for ids in found.completion_ids]
+    assert len(set(turns)) > 4
+
+
+def test_the_ends_are_told_apart():
+    sampling = Sampling(max_new_tokens=2, temperature=0.0)
+    endless = moe()  # no EOS: every turn is cut
+    assert set(play(Echo, endless, tokenizer=Unending(), sampling=sampling).finish_reasons) == {"length"}
+    ends = moe(eos_token_id=list(range(30)))
+    assert set(play(Echo, ends, tokenizer=LettersOnly()).finish_reasons) == {"environment"}
+    assert set(play(Echo, ends, tokenizer=LettersOnly(), max_turns=2).finish_reasons) == {"turns"}
+    short = play(Echo, ends, tokenizer=LettersOnly(), max_tokens=9)
+    assert set(short.finish_reasons) == {"length"}
+    assert all(len(line) <= 9 for line in short.trajectories)
+    assert all(line.counts_T[-1] for line in short.trajectories)  # what was heard and not answered is left out
+
+
+class Unending(LettersOnly):
+    eos_token_id = None
+
+
+def test_metrics():
+    ends = moe(eos_token_id=list(range(30)))
+    found = play(Echo, ends, tokenizer=LettersOnly()).metrics
+    said = found.pop("environment/said")
+    assert 0 <= said <= 3
+    assert found.pop("environment/seconds") > 0
+    assert found["turns/mean"] == found["completion/length"] == 3
+    assert found["turns/given_tokens"] == pytest.approx(2 * 2 + said * 2 / 3, abs=0.3)
+    assert (found["turns/truncated_fraction"], found["environment/failed_fraction"]) == (0, 0)
+
+
+# ---- faults ----
+
+
+def failing(what, method="step", after=1):
+    class Failing(Echo):
+        def reset(self, row):
+            if method == "reset" and row["prompt"] == "dab":
+                return what()
+            return super().reset(row)
+
+        def step(self, reply):
+            turn = super().step(reply)
+            if method == "step" and self.row["prompt"] == "dab" and len(self.heard) == after:
+                return what()
+            return turn
+
+    return Failing
+
+
+def raises():
+    raise KeyError("x")
+
+
+def hangs():
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        (raises, r"Failing.step raised KeyError: 'x' \(trajectory 2, turn 1, row {'prompt': 'dab'}\)"),
+        (lambda: None, r"Failing.step: it must return a Turn, found None \(trajectory 2"),
+        (lambda: ("b", 1.0, False), "must return a Turn, found \\('b'"),
+        (lambda: Turn("b", reward=float("nan")), "finite reward, found nan"),
+        (lambda: Turn("b", reward="1"), "finite reward, found '1'"),
+        (lambda: Turn("b", done=None), "done is True or False, found None"),
+        (lambda: Turn(""), "with messages, or one that is done, found neither"),
+        (lambda: Turn([{"role": "user", "content": "b"}]), "messages must be a str as the first were"),
+        (lambda: Turn("b", info={"x": "y"}), "info has numbers, found x 'y'"),
+    ],
+)
+def test_a_wrong_step_stops_the_run_with_the_row_named(what, match):
+    model = moe(eos_token_id=list(range(30)))
+    with pytest.raises(EnvironmentFailure, match=match):
+        play(failing(what), model, tokenizer=LettersOnly())
+
+
+def test_or_ends_its_trajectory_with_the_reward_that_was_asked_for():
+    model = moe(eos_token_id=list(range(30)))
+    found = play(failing(raises, after=2), model, tokenizer=LettersOnly(), on_error="end", error_reward=-5.0)
+    assert found.metrics["environment/failed_fraction"] == pytest.approx(1 / 3)
+    assert [episode.rewards[-1] for episode in found.episodes[2:4]] == [-5.0, -5.0]
+    assert [len(episode.rewards) for episode in found.episodes] == [3, 3, 2, 2, 3, 3]
+    assert set(found.finish_reasons) == {"environment"}
+
+
+def test_a_reset_that_fails_always_stops():
+    """There is nothing to train on."""
+    with pytest.raises(EnvironmentFailure, match=r"Failing.reset raised KeyError.*trajectory 2, turn 0"):
+        play(failing(raises, "reset"), tokenizer=LettersOnly(), on_error="end")
+    with pytest.raises(EnvironmentFailure, match="the first messages must have at most 60 tokens"):
+        play(Echo, rows=[{"prompt": "a" * 61}], tokenizer=LettersOnly())
+
+
+@pytest.mark.parametrize("kind", ["threads", "asyncio"])
+def test_one_that_hangs_is_left(kind):
+    class Hanging(Echo):
+        def step(self, reply):
+            if self.row["prompt"] == "dab":
+                hangs()
+            return super().step(reply)
+
+    class HangingAsync(Echo):
+        async def step(self, reply):
+            import asyncio
+
+            if self.row["prompt"] == "dab":
+                await asyncio.sleep(60)
+            return Echo.step(self, reply)
+
+    environment = Hanging if kind == "threads" else HangingAsync
+    start = time.monotonic()
+    with pytest.raises(
+        EnvironmentFailure, match=r"step must return within environment_timeout=0.2 seconds, found it still"
+    ):
+        play(environment, tokenizer=LettersOnly(), environment_timeout=0.2)
+    assert time.monotonic() - start < 10
+    found = play(environment, tokenizer=LettersOnly(), environment_timeout=0.2, on_error="end")
+    assert found.metrics["environment/failed_fraction"] == pytest.approx(1 / 3)
+
+
+def test_so_many_run_at_the_same_time():
+    running, most = [], []
+
+    class Counting(Echo):
+        def step(self, reply):
+            running.append(1)
+            most.append(len(running))
+            time.sleep(0.005)
+            running.pop()
+            return super().step(reply)
+
+    play(Counting, tokenizer=LettersOnly(), environment_workers=2)
+    assert max(most) == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "match"),
+    [
+        (3, "environment must be a class, or a function that makes one"),
+        (type("NoStep", (), {"reset": lambda self, row: "a"}), "NoStep must have reset.* and step.*found no step"),
+        (Echo(), "environment must be a class, or a function that makes one for each trajectory, found a Echo"),
+    ],
+)
+def test_what_is_no_environment(environment, match):
+    with pytest.raises(TypeError, match=match):
+        play(environment)
+
+
+def test_an_environment_without_reset_begins_with_the_prompt():
+    class Bare(Environment):
+        def step(self, reply):
+            return Turn(done=True, reward=1.0)
+
+    assert play(Bare, tokenizer=LettersOnly()).prompt_ids[0].tolist() == [1, 2]
+    with pytest.raises(EnvironmentFailure, match="row must have a prompt for Bare"):
+        play(Bare, rows=[{"secret": 3}], tokenizer=LettersOnly())
+
+
+class Counting(Sampler):
+    """Counts the rows of every call, and forgets what was kept if it is told so."""
+
+    def __init__(self, policy, forgets=False):
+        super().__init__(policy)
+        self.asked, self.forgets = [], forgets
+
+    def go_on(self, prompts, sampling, seed, addresses, kept):
+        self.asked.append(len(prompts))
+        if self.forgets:
+            return self(prompts, sampling, 1, seed, addresses)
+        return super().go_on(prompts, sampling, seed, addresses, kept)
+
+
+def test_each_turn_is_one_call_for_all_that_are_ready():
+    policy = as_policy(llama(eos_token_id=3), LettersOnly())
+    sampler = Counting(policy)
+    found = Player(Echo, sampler, policy, TurnsConfig())(ROWS, SAMPLING, 2, 0)
+    assert sum(sampler.asked) == sum(len(episode.spans) for episode in found.episodes)
+    assert sampler.asked[0] == 6
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        llama,
+        qwen2,
+        lambda **options: qwen2(sliding_window=4, use_sliding_window=True, max_window_layers=0, **options),
+        moe,
+    ],
+    ids=["llama", "qwen2", "window", "moe"],
+)
+def test_a_kept_cache_gives_what_reading_everything_again_gives(make):
+    """The same ids in every turn, log-probs within rounding; on the MoE the same bits."""
+    model = make(eos_token_id=list(range(0, 30, 3)), max_length=64)
+    policy = as_policy(model, LettersOnly())
+    turns = TurnsConfig(max_turns=3)
+    kept, again = (
+        Player(Echo, Counting(policy, forgets), policy, turns)(ROWS, SAMPLING, 4, 1) for forgets in (False, True)
+    )
+    assert max(len(episode.spans) for episode in kept.episodes) == 3
+    assert [ids.tolist() for ids in kept.completion_ids] == [ids.tolist() for ids in again.completion_ids]
+    for a, b in zip(kept.logps, again.logps, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.0 if make is moe else 2e-6)
+
+
+def test_of_a_further_turn_only_the_new_tokens_are_read(monkeypatch):
+    """All once, of every later turn the last two drawn again, and up to four steps of rows that have ended."""
+    from strop.rollout import decoding
+
+    policy = as_policy(llama(eos_token_id=list(range(30)), max_length=64), LettersOnly())
+    play_one = Player(Echo, Sampler(policy), policy, TurnsConfig())
+    play_one(ROWS[:1], SAMPLING, 1, 0)  # the engine is made, and tried
+    seen, read = [], decoding.read
+
+    def counting(layers, pass_, ids, *given, **options):
+        seen.append(ids.numel())
+        return read(layers, pass_, ids, *given, **options)
+
+    monkeypatch.setattr(decoding, "read", counting)
+    found = play_one([{"prompt": "abcdefgh" * 4}], SAMPLING, 1, 0)
+    (line,) = found.trajectories
+    assert len(found.episodes[0].spans) == 3
+    assert len(line) - 1 <= sum(seen) <= len(line) + 3 * (2 + 4) < 3 * 32

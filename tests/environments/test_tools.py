@@ -1,0 +1,155 @@
+"""Calls as models write them, what they are answered with, and tools of classes."""
+
+import asyncio
+
+import pytest
+from chat_templates import tokenizer
+
+from strop.environments.tools import ToolBox, parse_hermes, parse_llama, parser_of
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+def fail(why: str) -> str:
+    """Raise.
+
+    Args:
+        why: the reason
+    """
+    raise RuntimeError(why)
+
+
+async def wait(text: str) -> str:
+    """Answer later.
+
+    Args:
+        text: the answer
+    """
+    await asyncio.sleep(0)
+    return text
+
+
+def calls(found):
+    return [(call.name, call.arguments) for call in found]
+
+
+def test_calls_of_hermes_qwen_and_smollm():
+    reply = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n<tool_call>{"name": "stop"}</tool_call>'
+    assert calls(parse_hermes(reply)) == [("add", {"a": 1, "b": 2}), ("stop", {})]
+    listed = '<tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 2}}]</tool_call>'
+    assert calls(parse_hermes(listed)) == [("add", {"a": 1}), ("add", {"a": 2})]
+    assert parse_hermes("The sum is 3.") == []
+
+
+def test_calls_of_llama():
+    assert calls(parse_llama('{"name": "add", "parameters": {"a": 1}}')) == [("add", {"a": 1})]
+    assert calls(parse_llama('<|python_tag|>{"name": "add", "parameters": {"a": 1}}')) == [("add", {"a": 1})]
+    assert parse_llama("The sum is {3}.") == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        ("<tool_call>{", "must be closed by </tool_call>"),
+        ("<tool_call>add(1, 2)</tool_call>", "a call must be JSON, found 'add(1, 2)'"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "a call must be {\"name\": …"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "arguments must be an object, found [1]"),
+        ('<tool_call>{"name": "sub", "arguments": {}}</tool_call>', "there is no tool 'sub'; there are add, fail"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "add needs b"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1, "b": "2"}}</tool_call>', "b of add must be of type integer"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1, "b": true}}</tool_call>', "b of add must be of type integer"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2, "c": 3}}</tool_call>', "has no argument 'c'"),
+        ('<tool_call>{"name": "fail", "arguments": {"why": "so"}}</tool_call>', "RuntimeError: so"),
+    ],
+)  # fmt: skip
+def test_a_call_that_fails_is_answered_with_the_error(reply, error):
+    turn = ToolBox([add, fail], tokenizer("qwen"))().step(reply)
+    (message,) = turn.messages
+    assert message["role"] == "tool"
+    assert message["content"].startswith("error: ")
+    assert error in message["content"]
+    assert (turn.info, turn.done) == ({"tool_calls": 1, "failed_calls": 1}, False)
+
+
+def test_results_are_in_order_and_a_reply_without_calls_ends():
+    tools = ToolBox([add], tokenizer("qwen"))()
+    both = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": 1}}}}</tool_call>' for a in (1, 2))
+    turn = tools.step(both)
+    assert [message["content"] for message in turn.messages] == ["2", "3"]
+    assert turn.info == {"tool_calls": 2, "failed_calls": 0}
+    assert tools.step("3.").done
+
+
+def test_the_parser_is_chosen_by_the_template():
+    found = {name: parser_of(tokenizer(name)).__name__ for name in ("qwen", "llama", "smollm2", "phi")}
+    assert found == {"qwen": "parse_hermes", "llama": "parse_llama", "smollm2": "parse_hermes", "phi": "parse_hermes"}
+    mine = ToolBox([add], tokenizer("qwen"), parser=lambda reply: [])
+    assert mine().step("<tool_call>{</tool_call>").done
+
+
+def test_a_template_that_tells_of_no_tools_gets_a_system_message():
+    box = ToolBox([add], tokenizer("smollm2"))
+    first = box().reset({"prompt": "2 + 2?"})
+    assert [message["role"] for message in first] == ["system", "user"]
+    assert '"description": "Add two numbers."' in first[0]["content"]
+    own = box().reset({"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}]})
+    assert own[0]["content"].startswith("Be brief.\n\nYou may call these functions:")
+    assert ToolBox([add], tokenizer("qwen"))().reset({"prompt": "?"}) == [{"role": "user", "content": "?"}]
+
+
+def test_async_functions_are_awaited():
+    tools = ToolBox([add, wait], tokenizer("qwen"))()
+    made = {"wait": '{"text": "so"}', "add": '{"a": 1, "b": 1}'}
+    reply = "".join(
+        f'<tool_call>{{"name": "{name}", "arguments": {given}}}</tool_call>' for name, given in made.items()
+    )
+    assert [message["content"] for message in asyncio.run(tools.step(reply)).messages] == ["so", "2"]
+
+
+class Counter:
+    """As TRL's environment_factory wants one."""
+
+    def reset(self, start: int = 0, **row) -> str:
+        self.count = start
+        return f" It is {start}."
+
+    def increment(self, by: int) -> int:
+        """Count up.
+
+        Args:
+            by: how far
+        """
+        self.count += by
+        return self.count
+
+    def _hidden(self):
+        raise AssertionError
+
+
+def test_public_methods_of_a_class_are_tools_of_each_trajectory():
+    box = ToolBox(Counter, tokenizer("qwen"))
+    assert [tool["function"]["name"] for tool in box.tools] == ["increment"]
+    one, two = box(), box()
+    assert one.reset({"prompt": "Count.", "start": 3})[0]["content"] == "Count. It is 3."
+    two.reset({"prompt": "Count.", "start": 10})
+    call = '<tool_call>{"name": "increment", "arguments": {"by": 2}}</tool_call>'
+    assert [one.step(call).messages[0]["content"], two.step(call).messages[0]["content"]] == ["5", "12"]
+    assert (one.held.count, two.held.count) == (5, 12)
+
+
+def test_a_function_without_types_is_refused_by_name():
+    def bare(x):
+        """Bare."""
+
+    with pytest.raises(ValueError, match="tool bare must have type hints and a docstring with Args"):
+        ToolBox([bare], tokenizer("qwen"))
+    with pytest.raises(ValueError, match="tools need a tokenizer with a chat template"):
+        ToolBox([add], None)
