@@ -135,9 +135,9 @@ def dequantised(monkeypatch):
     """What is read from GGUF files, in place of transformers' reading them."""
     read, real = [], loading._hugging_face
 
-    def hugging_face(name, dtype, gguf_file, device, options):
+    def hugging_face(name, dtype, gguf_file, device, *more):
         if gguf_file is None:
-            return real(name, dtype, gguf_file, device, options)
+            return real(name, dtype, gguf_file, device, *more)
         read.append((Path(name), gguf_file))
         return model_of("llama"), CharTokenizer("abc")
 

@@ -14,13 +14,12 @@ CURVE = "How many held-out problems SmolLM2-135M-Instruct solves, and what its s
 
 
 def learning_summary(result: Result) -> str:
-    """A sentence and the curve, for the README."""
+    """A sentence."""
     case = _case(result)
     before, after = _accuracy(case)
     steps, seconds = case["training"]["steps"][-1], sum(case["training"]["time/step"])
     where = result["gpu"]["name"] if result.get("gpu") else result["machine"]["cpu"]
     return (
-        f"![{CURVE}](docs/images/learning.png)\n\n"
         f"Greedy answers to {case['labels']['num_eval_rows']:,} held-out problems are right in {before} before and in {after}"
         f" after {steps} steps, {_minutes(seconds)} of training on one {where}.\n"
     )

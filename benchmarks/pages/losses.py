@@ -34,7 +34,7 @@ def losses_summary(result: Result) -> str:
     """For the README: the picture, and the rows of a training step."""
     shown = [c for c in _timed(result) if (c["labels"]["operator"], c["labels"]["way"]) in
              (("grpo_loss", BOTH), ("linear_grpo_loss", BOTH), ("linear_logp", SCORE)) and _by_device(c)]  # fmt: skip
-    picture = "![The time of each implementation as a multiple of the floor](docs/images/losses.png)\n\n"
+    picture = "![The time of each implementation as a multiple of the floor](images/losses.png)\n\n"
     rows = []
     for case in shown:
         cells = [_time(case, name) for name in ("strop", *PEERS, "floor")]

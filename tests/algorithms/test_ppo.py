@@ -238,7 +238,7 @@ def test_what_is_not_finite_changes_nothing():
         (lambda: PPO(model=Bigram(), reward_fn=low_ids), ValueError, "critic must be given"),
         (lambda: PPO(model=tiny_qwen2(), reward_fn=low_ids, critic=tiny_qwen2()), TypeError, "model must be a ForSequenceClassification"),
         (lambda: PPO(model=tiny_qwen2(), reward_fn=low_ids, critic=classifier(vocab_size=20)), ValueError, "critic must know the model's 32"),
-        (lambda: PPO(model=tiny_qwen2()), ValueError, "PPO needs a reward_fn, found None"),
+        (lambda: PPO(model=tiny_qwen2()), ValueError, "PPO needs a reward_fn or an environment, found None"),
     ],
 )  # fmt: skip
 def test_mistakes(make, error, message):

@@ -292,7 +292,7 @@ def test_every_contender_with_its_memory(result):
     assert "V 32,768, in a loop | Liger | 1.1 ms | 2.2×" in blocks["losses_grpo_loss"](result)
     assert "from call to result" in blocks["losses_grpo_loss"](result)
     assert "wall" not in pages.losses_summary(result)
-    assert "docs/images/losses.png" in pages.losses_summary(result)
+    assert "(images/losses.png)" in pages.losses_summary(result)
     assert "| bfloat16 | gradient | 3.00e-03 | 1.00e-03 | 3.00× |" in pages.losses_accuracy(result)
 
 

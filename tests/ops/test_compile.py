@@ -205,6 +205,10 @@ CALLS = {
         (*HEAD, I, M, *STATS, None, 0.7, "torch", 400, torch.float32, wanted)
         for wanted in ([True, True, True], [True, False, False], [False, True, False])
     ],
+    "linear_divergence": [
+        (*HEAD, 2 * HEAD[0], WEIGHT, BIAS, O, beta, 0.7, "torch", 400, torch.float32, torch.float32, wanted)
+        for beta, wanted in ((0.3, [True, True, True]), (0.0, [True, False, False]), (1.0, [False, False, False]))
+    ],
     "linear_policy_loss": [
         (*HEAD, I, M, O, None, O, O, *WITHOUT_KL, "torch", 400, torch.float32, wanted)
         for wanted in ([True, True, True], [False, True, False], [False, False, False])

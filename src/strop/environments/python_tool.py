@@ -62,8 +62,8 @@ def python_tool(seconds: float = 5.0, megabytes: int = 512) -> Callable[[str], s
             limits = [str(max(1, round(seconds + 0.5))), str(megabytes), folder]
             try:
                 done = subprocess.run(
-                    [sys.executable, "-I", "-S", "-c", CHILD, *limits], input=code, capture_output=True, text=True,
-                    timeout=seconds, cwd=folder, env={}, errors="replace",
+                    [sys.executable, "-I", "-S", "-c", CHILD, *limits], input=code, capture_output=True,
+                    encoding="utf-8", errors="replace", timeout=seconds, cwd=folder, env={},
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 raise TimeoutError(f"the code must end within {seconds:g} seconds, found it still running") from None

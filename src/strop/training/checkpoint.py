@@ -251,7 +251,7 @@ def load(path: str | Path, cls: type["Trainer"]) -> Saved:
 
 def _contents(path: Path, world: World) -> tuple[Header, Tensors, int, Callable[[Tensors], None]]:
     """Header, tensors, number of processes that wrote it, and `fill`. All processes fail where one does."""
-    if not path.is_dir():
+    if path.suffix or not path.is_dir():
         header, tensors = world.together(lambda: read(path), raises=CheckpointError)
         return header, tensors, 1, functools.partial(_fill, tensors)
     header, tensors = world.together(lambda: checkpoint_folder.read(path, world), raises=CheckpointError)
@@ -413,7 +413,7 @@ def _check_adam(entry: dict[str, Any], param: torch.Tensor, amsgrad: bool, path:
 def all_in(folder: Path) -> list[Path]:
     """The checkpoints of a folder, files and folders, the oldest first."""
     found = [path for path in folder.glob("step-*") if path.suffix == ".safetensors" or path.is_dir()]
-    return sorted(found, key=lambda path: (path.stem, path.stat().st_mtime))
+    return sorted(found, key=lambda path: (path.stem, path.lstat().st_mtime))
 
 
 def newest_good(folder: Path, cls: type["Trainer"], world: World) -> Saved | None:
