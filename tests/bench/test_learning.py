@@ -110,7 +110,6 @@ def test_the_sentence(result):
         in text
     )
     assert "on one A GPU." in text
-    assert "![How many held-out problems SmolLM2-135M-Instruct solves" in text
 
 
 @pytest.mark.parametrize(
