@@ -172,6 +172,25 @@ def test_long_prompts_read_together(windowed, monkeypatch):
             torch.testing.assert_close(found[0].logps[i], found[1].logps[i], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
+def test_a_first_long_prompt_compiles_nothing(kind):
+    from strop.rollout import kernels
+
+    def compiled():
+        jitted = {name: one for name, one in vars(kernels).items() if hasattr(one, "device_caches")}
+        return {name: sum(len(found[0]) for found in one.device_caches.values()) for name, one in jitted.items()}
+
+    policy = as_policy(model_of(kind, max_position_embeddings=2048))
+    sampling = Sampling(max_new_tokens=8)
+    generate(policy, [torch.tensor([3, 4])], sampling, num_samples=4, seed=0)
+    engine_of(policy).compiling.join()
+    before = compiled()
+    for lengths in ([5], [700, 3], [1500] * 3, [600] * 40):
+        prompts = [torch.arange(length) % 8003 for length in lengths]
+        generate(policy, prompts, sampling, num_samples=4, seed=0)
+    assert compiled() == before
+
+
 def test_more_stop_ids_than_before_are_captured_too():
     policy = as_policy(model_of("llama"))
     generate(policy, PROMPTS, Sampling(max_new_tokens=20))

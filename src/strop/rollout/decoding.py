@@ -13,6 +13,7 @@ changes these in place and the next rollout computes with what is there. Everyth
 from memory by the kernels, so lengths do not matter. Weights that moved make a new engine.
 """
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -27,10 +28,11 @@ from strop.rollout import checks, transformers_generate
 from strop.rollout.kept import Kept, keep, read_on
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
 from strop.rollout.slots import Decode, Prefill, Rows
-from strop.rollout.steps import FusedLayers, OwnLayers, autocast_dtype, read, signature
+from strop.rollout.steps import FusedLayers, OwnLayers, autocast_dtype, heads, read, signature
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows of a step; of more the others wait
 ASK_EVERY = 8  # steps between two looks at which rows have ended
+LONG_PROMPT = 2**20  # tokens: its kernels are those of any long prompt
 PREFILL_TOKENS = 16384  # of prompts read together, padding included
 SHARE_OF_MEMORY = 0.8  # of what is free, for the cache
 MAX_SAMPLINGS = 2  # ways of sampling (training's, an evaluation's) whose graphs are kept
@@ -105,11 +107,13 @@ class Engine:
         own = OwnLayers(self.model, self.device, autocast_dtype(self.device), compiled)
         ids = checks.probe(policy)[0]
         seen = checks.states_of(own, ids, self.device)
-        self.shape = checks.cache_shape(self.model, seen)
+        self.shape, self.rules = checks.cache_shape(self.model, seen), list(seen.rules.values())
         # by our kernels; else attention and draw are torch's
         self.on_gpu = self.device.type == "cuda" and self.shape.dtype.itemsize <= 4
         self.why_no_graphs = None if self.on_gpu else f"{self.shape.dtype} on {self.device.type}"
         self._pool: Any = None  # memory the graphs share
+        self._compiled_tiles: set[int] = set()
+        self.compiling: threading.Thread | None = None
         getting_ready()
         self.layers: FusedLayers | OwnLayers = own
         self.why_own: str | None = None
@@ -132,7 +136,8 @@ class Engine:
         sampling = Sampling(max_new_tokens=1)
         round_, rows = self._begin([prompt], 1, 1, sampling, torch.zeros(1, 1), ())
         layer = layers.layers[0]
-        qkv = layers.heads(torch.zeros(len(rows), len(layer.qkv[0]), dtype=layers.dtype, device=self.device))
+        states_NE = torch.zeros(len(rows), len(layer.qkv[0]), dtype=layers.dtype, device=self.device)
+        qkv = heads(states_NE, self.shape.num_heads, self.shape.head_dim)
         logits_NV = torch.zeros(len(rows), len(layers.head[0]), dtype=layers.dtype, device=self.device)
         attention = KernelDecode(self._table, rows, self.shape, self._parts(rows, round_), self._tiles_CN)
         compile_together(self.device, [
@@ -141,6 +146,34 @@ class Engine:
             *layers.launches(),
         ])  # fmt: skip
         torch.cuda.synchronize(self.device)
+
+    def _compile_ahead(self, rows: Rows, round_: Round) -> None:
+        """Compile the kernels of long prompts in a thread, so that the first such prompt stops no later step.
+
+        The thread only compiles. Memory is taken here: while a graph is captured no other thread may ask the GPU for any.
+        """
+        from strop.rollout.launch import KernelDecode, compile_only, compile_together
+
+        parts = self._parts(rows, round_, longest=LONG_PROMPT)
+        if parts.tile in self._compiled_tiles:
+            return
+        self._compiled_tiles.add(parts.tile)
+        later: list[Callable[[], None]] = []
+
+        def put_off(*launch: Any, **constants: Any) -> None:
+            later.append(functools.partial(compile_only, *launch, **constants))
+
+        attention = KernelDecode(self._table, rows, self.shape, parts, self._tiles_CN, run=put_off)
+        K, D, layers = self.shape.num_heads, self.shape.head_dim, self.layers
+        num_states = K * (self.shape.per_head + 2) * D
+        qkv = heads(torch.zeros(len(rows), num_states, dtype=self.shape.dtype, device=self.device), K, D)
+        for rule in set(self.rules):
+            if isinstance(layers, FusedLayers):
+                attention.attend_unrotated(*qkv, 0, rule, layers.layers[0].head_norms, layers.rounds)
+            else:
+                attention.attend(*qkv, 0, rule)
+        self.compiling = threading.Thread(target=compile_together, args=(self.device, later))
+        self.compiling.start()
 
     @property
     def name(self) -> str:
@@ -322,11 +355,13 @@ class Engine:
         tiles_CN[:, : len(tiles)] = torch.tensor(tiles).T
         self._tiles_CN.copy_(tiles_CN)
 
-    def _parts(self, rows: Rows, round_: Round) -> Any:
+    def _parts(self, rows: Rows, round_: Round, longest: int | None = None) -> Any:
+        """longest: tokens of the longest prompt; None is the round's"""
         from strop.rollout.launch import parts_of
 
         T = round_.tokens_BT.shape[1]
-        return parts_of(len(rows), self.shape, round_.longest - T, T, len(round_.prefix_starts), round_.num_samples)
+        prefix = round_.longest - T if longest is None else longest
+        return parts_of(len(rows), self.shape, prefix, T, len(round_.prefix_starts), round_.num_samples)
 
     def _steps(self, num_steps: int, rows: Rows, round_: Round, sampling: Sampling, *, wait: bool) -> torch.Tensor:
         """So many steps, and which rows have ended; without `wait` before the last of them, so that the device has work
@@ -414,6 +449,7 @@ class Engine:
             warnings.warn(f"decode steps cannot be captured as CUDA graphs: {self.why_no_graphs}", stacklevel=2)
         else:
             graphs[kind] = graph
+            self._compile_ahead(rows, round_)
 
     def _graphs_of(self, sampling: Sampling) -> dict[Any, Any]:
         rule = (sampling.temperature, sampling.top_k, sampling.top_p)

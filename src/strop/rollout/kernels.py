@@ -150,12 +150,12 @@ def _over_keys(
     return m, weight, out
 
 
-@triton.jit(do_not_specialize=["layer", "window"])
+@triton.jit(do_not_specialize=["layer", "window", "splits", "parts"])
 def attend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, prefix_start_ptr, prefix_length_ptr, suffix_start_ptr,
-    step_ptr, table_ptr, layer, q_row, q_head, k_row, k_head, v_row, v_head, scale, softcap, window,
+    step_ptr, table_ptr, layer, q_row, q_head, k_row, k_head, v_row, v_head, scale, softcap, window, splits, parts,
     q_weight_ptr, k_weight_ptr, eps, offset,
-    HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     ROTATE: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -163,8 +163,8 @@ def attend_kernel(
 
     The row's keys lie in two runs of slots: the prompt's, which its group shares, and its own. The new token's key and
     value come from k_ptr and v_ptr and are written to the row's next slot by the last part. ROTATE: query and key come
-    straight from the product, and are normed and rotated here. More PARTS than SPLITS: the first ones are the prompt's,
-    by prefix_kernel, and only the row's own keys are left.
+    straight from the product, and are normed and rotated here. More `parts` than `splits`: the first ones are the
+    prompt's, by prefix_kernel, and only the row's own keys are left.
     """
     n, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
@@ -176,9 +176,8 @@ def attend_kernel(
     first = 0
     if WINDOW:
         first = tl.maximum(total + 1 - window, 0)
-    if PARTS > SPLITS:
-        first = prefix
-    part = tl.cdiv(tl.cdiv(total - first, SPLITS), BLOCK_S) * BLOCK_S
+    first = tl.where(parts > splits, prefix, first)
+    part = tl.cdiv(tl.cdiv(total - first, splits), BLOCK_S) * BLOCK_S
     begin = first + split * part
     end = tl.minimum(begin + part, total)
 
@@ -199,7 +198,7 @@ def attend_kernel(
         q, begin, end, keys_ptr, values_ptr, prefix, prefix_start, suffix_start, head, scale, softcap,
         HEADS, D, BLOCK_R, BLOCK_D, BLOCK_S, SOFTCAP, PRECISION,
     )  # fmt: skip
-    if split == SPLITS - 1:  # the new token
+    if split == splits - 1:  # the new token
         if ROTATE:
             k = _rotated(k_at, d < D, rotation_ptr, k_weight_ptr, eps, offset, d, D, NORM, ROUND).to(kind)
         else:
@@ -216,20 +215,20 @@ def attend_kernel(
         m = new_m
 
     head_row = n * HEADS * R + head * R + r
-    if PARTS == 1:
+    if parts == 1:
         tl.store(out_ptr + head_row[:, None] * D + d[None, :], (out / weight[:, None]).to(kind), mask=here)
     else:
-        row = head_row * PARTS + (PARTS - SPLITS) + split
+        row = head_row * parts + (parts - splits) + split
         tl.store(partial_ptr + row[:, None] * D + d[None, :], out, mask=here)
         tl.store(stats_ptr + row * 2, m, mask=r < R)
         tl.store(stats_ptr + row * 2 + 1, weight, mask=r < R)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "splits", "parts"])
 def prefix_kernel(
     q_ptr, partial_ptr, stats_ptr, tile_start_ptr, tile_rows_ptr, prefix_start_ptr, prefix_length_ptr, step_ptr, table_ptr,
-    layer, q_row, q_head, scale, softcap, q_weight_ptr, eps, offset,
-    HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    layer, q_row, q_head, scale, softcap, splits, parts, q_weight_ptr, eps, offset,
+    HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, SOFTCAP: tl.constexpr, ROTATE: tl.constexpr,
     NORM: tl.constexpr, ROUND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -244,7 +243,7 @@ def prefix_kernel(
     prefix, prefix_start = tl.load(prefix_length_ptr + first), tl.load(prefix_start_ptr + first)
     mine = m_ < num_rows * R
     n = tl.where(mine, first + m_ // R, first)
-    part = tl.cdiv(tl.cdiv(prefix, SPLITS), BLOCK_S) * BLOCK_S
+    part = tl.cdiv(tl.cdiv(prefix, splits), BLOCK_S) * BLOCK_S
     begin = split * part
     end = tl.minimum(begin + part, prefix)
 
@@ -266,24 +265,24 @@ def prefix_kernel(
         HEADS, D, BLOCK_M, BLOCK_D, BLOCK_S, SOFTCAP, PRECISION,
     )  # fmt: skip
 
-    row = (n * HEADS * R + head * R + m_ % R) * PARTS + split
+    row = (n * HEADS * R + head * R + m_ % R) * parts + split
     tl.store(partial_ptr + row[:, None] * D + d[None, :], out, mask=here)
     tl.store(stats_ptr + row * 2, m, mask=mine)
     tl.store(stats_ptr + row * 2 + 1, weight, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def join_kernel(
-    partial_ptr, stats_ptr, out_ptr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
+    partial_ptr, stats_ptr, out_ptr, parts, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """One query head's parts made one: out = Σ partial·exp(m − max) / Σ weight·exp(m − max)."""
     row = tl.program_id(0)
     d, part = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P)
-    m = tl.load(stats_ptr + (row * PARTS + part) * 2, mask=part < PARTS, other=NO_SCORE)
-    weight = tl.load(stats_ptr + (row * PARTS + part) * 2 + 1, mask=part < PARTS, other=0.0)
+    m = tl.load(stats_ptr + (row * parts + part) * 2, mask=part < parts, other=NO_SCORE)
+    weight = tl.load(stats_ptr + (row * parts + part) * 2 + 1, mask=part < parts, other=0.0)
     share = tl.exp2((m - tl.max(m, 0)) * LOG2E)
-    here = (part[:, None] < PARTS) & (d[None, :] < D)
-    partial = tl.load(partial_ptr + (row * PARTS + part)[:, None] * D + d[None, :], mask=here, other=0.0)
+    here = (part[:, None] < parts) & (d[None, :] < D)
+    partial = tl.load(partial_ptr + (row * parts + part)[:, None] * D + d[None, :], mask=here, other=0.0)
     out = tl.sum(partial * share[:, None], 0) / tl.sum(weight * share, 0)
     tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 

@@ -34,6 +34,14 @@ def compile_together(device: torch.device, launches: Sequence[Callable[[], objec
         list(threads.map(run, launches))
 
 
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    kernel[grid](*arguments, **constants)
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    kernel.warmup(*arguments, grid=grid, **constants)
+
+
 # ---- between the products of a layer: the kernels of `steps.FusedLayers` ----
 
 
@@ -142,6 +150,7 @@ class KernelDecode(Pass):
     """`slots.Decode` by kernels. Where the cache is, they read from the table.
 
     tiles_CN   first row and number of rows of each tile, of no rows behind the last
+    run        runs a kernel, or only compiles it
     """
 
     table: torch.Tensor
@@ -149,6 +158,7 @@ class KernelDecode(Pass):
     shape: CacheShape
     parts: Parts
     tiles_CN: torch.Tensor
+    run: Callable[..., object] = launch
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         return self._attend((q, k, v), layer, rule, None, {"ROTATE": False, "NORM": False, "ROUND": False})
@@ -170,36 +180,36 @@ class KernelDecode(Pass):
         splits = parts.own if shares else parts.splits
         num_parts = splits + (parts.of_prompt if shares else 0)
         out_NTHD = torch.empty(N, 1, H, D, dtype=shape.dtype, device=q.device)
-        partial = stats = out_NTHD
-        if num_parts > 1:
-            partial = torch.empty(N * H * num_parts, D, dtype=torch.float32, device=q.device)
-            stats = torch.empty(N * H * num_parts, 2, dtype=torch.float32, device=q.device)
+        num_partial = N * H * num_parts if num_parts > 1 else 0
+        partial, stats = (torch.empty(num_partial, size, dtype=torch.float32, device=q.device) for size in (D, 2))
         q = q.to(shape.dtype)
         q, k, v = (states if states.stride(3) == 1 else states.contiguous() for states in (q, k, v))
         q_weight, k_weight, eps, offset = head_norms(norms, self.table)
         block_d = triton.next_power_of_2(max(D, 16))
         shared = {
-            "HEADS": shape.num_heads, "R": shape.per_head, "D": D, "PARTS": num_parts, "BLOCK_D": block_d,
+            "HEADS": shape.num_heads, "R": shape.per_head, "D": D, "BLOCK_D": block_d,
             "BLOCK_S": KEYS_AT_ONCE if block_d <= 128 else KEYS_AT_ONCE // 2, "SOFTCAP": rule.softcap > 0, **how,
             "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32", "num_warps": ATTENTION_WARPS,
         }  # fmt: skip
         if shares:
-            kernels.prefix_kernel[(parts.num_tiles, shape.num_heads, parts.of_prompt)](
-                q, partial, stats, *self.tiles_CN, rows.prefix_start_N, rows.prefix_length_N, rows.step_N,
-                self.table, layer, q.stride(0), q.stride(1), rule.scaling, rule.softcap, q_weight, eps, offset,
-                SPLITS=parts.of_prompt, BLOCK_M=parts.tile, **shared,
+            self.run(
+                kernels.prefix_kernel, (parts.num_tiles, shape.num_heads, parts.of_prompt),
+                q, partial, stats, *self.tiles_CN, rows.prefix_start_N, rows.prefix_length_N, rows.step_N, self.table,
+                layer, q.stride(0), q.stride(1), rule.scaling, rule.softcap, parts.of_prompt, num_parts,
+                q_weight, eps, offset, BLOCK_M=parts.tile, **shared,
             )  # fmt: skip
-        kernels.attend_kernel[(N, shape.num_heads, splits)](
+        self.run(
+            kernels.attend_kernel, (N, shape.num_heads, splits),
             q, k, v, out_NTHD, partial, stats, rows.prefix_start_N, rows.prefix_length_N, rows.suffix_start_N, rows.step_N,
             self.table, layer, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            rule.scaling, rule.softcap, rule.window, q_weight, k_weight, eps, offset, SPLITS=splits,
+            rule.scaling, rule.softcap, rule.window, splits, num_parts, q_weight, k_weight, eps, offset,
             BLOCK_R=triton.next_power_of_2(max(shape.per_head, 16)), WINDOW=rule.window > 0, **shared,
         )  # fmt: skip
         if num_parts > 1:
-            block_p = triton.next_power_of_2(num_parts)
-            kernels.join_kernel[(N * H,)](
-                partial, stats, out_NTHD, D=D, PARTS=num_parts, BLOCK_P=block_p, BLOCK_D=block_d, num_warps=1
-            )
+            self.run(
+                kernels.join_kernel, (N * H,), partial, stats, out_NTHD, num_parts, D=D, BLOCK_P=2 * MAX_SPLITS,
+                BLOCK_D=block_d, num_warps=1,
+            )  # fmt: skip
         return out_NTHD
 
 

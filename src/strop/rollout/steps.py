@@ -194,17 +194,11 @@ class FusedLayers:
         return x_NH, rms_norm_(x_NH, norm).to(self.dtype)
 
     def _attend(self, qkv_NE: torch.Tensor, positions_PT: torch.Tensor, index: int, layer: Layer) -> torch.Tensor:
-        pass_, qkv = current_pass(), self.heads(qkv_NE, positions_PT.shape[1])
+        pass_, qkv = current_pass(), heads(qkv_NE, self.num_heads, self.head_dim, positions_PT.shape[1])
         if hasattr(pass_, "attend_unrotated"):  # the decode kernel, which rotates by itself
             return pass_.attend_unrotated(*qkv, index, layer.rule, layer.head_norms, self.rounds)
         self._rotate(qkv_NE.unflatten(1, (-1, self.head_dim)), positions_PT.flatten(), layer)
         return pass_.attend(*qkv, index, layer.rule)
-
-    def heads(self, qkv_NE: torch.Tensor, num_tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of queries [P, Q, T, D], keys and values [P, K, T, D]."""
-        K = self.num_heads
-        heads_PETD = qkv_NE.view(-1, num_tokens, qkv_NE.shape[1] // self.head_dim, self.head_dim).transpose(1, 2)
-        return heads_PETD[:, : -2 * K], heads_PETD[:, -2 * K : -K], heads_PETD[:, -K:]
 
     def _rotate(self, qkv_NED: torch.Tensor, positions_N: torch.Tensor, layer: Layer) -> None:
         """Norms, where the model has them, and rotation of queries and keys, in place."""
@@ -230,6 +224,12 @@ class FusedLayers:
             return self.kernels.gated(gate_up_NF, self.activation)
         gate_NF, up_NF = gate_up_NF.chunk(2, -1)
         return ACTIVATIONS[self.activation](gate_NF) * up_NF
+
+
+def heads(qkv_NE: torch.Tensor, K: int, D: int, num_tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of queries [P, Q, T, D], keys and values [P, K, T, D]."""
+    heads_PETD = qkv_NE.view(-1, num_tokens, qkv_NE.shape[1] // D, D).transpose(1, 2)
+    return heads_PETD[:, : -2 * K], heads_PETD[:, -2 * K : -K], heads_PETD[:, -K:]
 
 
 def _kernels() -> Any:
