@@ -8,7 +8,7 @@ from benchmarks.text import Result, provenance, table, times
 from strop.bench.harness import ratio
 from strop.bench.text import duration, size
 
-OPERATORS = ("logp", "ratio_kl", "grpo_loss", "linear_logp", "linear_grpo_loss", "linear_dpo_loss")
+OPERATORS = ("logp", "ratio_kl", "grpo_loss", "linear_logp", "linear_grpo_loss", "linear_dpo_loss", "linear_divergence")
 PEERS = ("eager", "torch.compile", "Liger")
 BOTH, SCORE, FROZEN = "forward + backward", "score only", "forward + backward, frozen head"
 COLOURS = {"eager": "#dd8452", "torch.compile": "#8c8c8c", "Liger": "#55a868", "strop": "#c44e52"}
@@ -27,6 +27,7 @@ FLOORS = {  # what the floor of a row is
     ("linear_grpo_loss", BOTH): "three products",
     ("linear_grpo_loss", FROZEN): "two products",
     ("linear_dpo_loss", BOTH): "three products",
+    ("linear_divergence", BOTH): "four products",
 }
 
 

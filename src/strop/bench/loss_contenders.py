@@ -89,6 +89,14 @@ def eager_linear_dpo_loss(hidden: torch.Tensor, weight: torch.Tensor, batch: Bat
     return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
+def eager_linear_divergence(
+    hidden: torch.Tensor, weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor
+) -> torch.Tensor:
+    """The reverse KL, Σ p·(log p − log q), of every token, and its mean."""
+    log_p, log_q = ((h @ w.T).float().log_softmax(-1) for h, w in ((hidden, weight), (teacher_hidden, teacher_weight)))
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+
+
 # ---- Liger ------------------------------------------------------------------------------------------------------------
 
 
@@ -168,12 +176,14 @@ def read(*tensors: torch.Tensor) -> None:
 def products(
     number: int, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, logits_NV: torch.Tensor
 ) -> Callable[[], None]:
-    """The first of: the logits; the hidden states' gradient from them; the weight's. Back to back at full size."""
+    """The first of: the logits; the hidden states' gradient from them; the weight's; another model's logits. Back to
+    back at full size."""
     d_hidden_NH, d_weight_VH = torch.empty_like(hidden_NH), torch.empty_like(weight_VH)
     calls = [
         lambda: torch.mm(hidden_NH, weight_VH.T, out=logits_NV),
         lambda: torch.mm(logits_NV, weight_VH, out=d_hidden_NH),
         lambda: torch.mm(logits_NV.T, hidden_NH, out=d_weight_VH),
+        lambda: torch.mm(hidden_NH, weight_VH.T, out=logits_NV),
     ][:number]
 
     def run() -> None:

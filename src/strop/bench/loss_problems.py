@@ -63,6 +63,15 @@ class HeadProblem:
         self.weight.requires_grad_()
 
     @functools.cached_property
+    def teacher(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and head of another model of the same size, a little way from this one."""
+        random = _Random(str(self.hidden.device), 1)
+        return tuple(  # type: ignore[return-value]
+            one.detach() + 0.3 * one.detach().std() * random.normal(*one.shape, dtype=one.dtype)
+            for one in (self.hidden, self.weight)
+        )
+
+    @functools.cached_property
     def logits_NV(self) -> torch.Tensor:
         """Memory for the floors to write."""
         B, T, _ = self.hidden.shape

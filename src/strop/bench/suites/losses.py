@@ -20,7 +20,7 @@ from strop.bench.loss_accuracy import AccuracyOfHeads, AccuracyOfLogits, error_r
 from strop.bench.loss_contenders import Numbers
 from strop.bench.loss_problems import OPTIONS, HeadProblem, LogitsProblem, tidy
 from strop.bench.text import duration, size
-from strop.ops import grpo_loss, linear_dpo_loss, linear_grpo_loss, linear_logp, logp, ratio_kl
+from strop.ops import grpo_loss, linear_divergence, linear_dpo_loss, linear_grpo_loss, linear_logp, logp, ratio_kl
 
 ON_GPU = True
 FORWARD, BOTH, SCORE, FROZEN = "forward", "forward + backward", "score only", "forward + backward, frozen head"
@@ -97,7 +97,7 @@ def cases(sizes: Sizes | None = None) -> list[Any]:
     found += [_from_logits(s, s.small, "grpo_loss", way, "wall") for way in (FORWARD, BOTH)]
     for head in s.heads:
         for name, way in HEAD_BUILDERS:
-            if name != "linear_dpo_loss" or head == s.heads[0]:
+            if name not in AT_ONE_SIZE or head == s.heads[0]:
                 found.append(_from_hidden(s, head, name, way))
         if s.kernels:
             found += [_from_hidden(s, head, name, way, "loop") for name, way in HEADS_IN_A_LOOP]
@@ -431,6 +431,27 @@ def _linear_dpo_contenders(s: Sizes, p: HeadProblem) -> list[Contender]:
     return build.found
 
 
+def _linear_divergence_contenders(s: Sizes, p: HeadProblem) -> list[Contender]:
+    inputs, (teacher_hidden, teacher_weight) = [p.hidden, p.weight], p.teacher
+    num_tokens = p.hidden.shape[0] * p.hidden.shape[1]
+    weights_N = torch.full((num_tokens,), 1 / num_tokens, device=p.hidden.device)
+
+    def ours() -> torch.Tensor:
+        heads = p.hidden.flatten(0, 1), p.weight, teacher_hidden.flatten(0, 1), teacher_weight
+        return linear_divergence(*heads, weights_N).loss
+
+    both = functools.partial(with_gradients, inputs, None)
+    given = p.hidden, p.weight, teacher_hidden, teacher_weight
+    eager = both(peers.eager_linear_divergence, *given)
+    build = Builder(s, Numbers(eager()))
+    build.add("strop", both(ours), inputs)
+    build.add("eager", eager, inputs)
+    if s.compiled:
+        build.add("torch.compile", both(torch.compile(peers.eager_linear_divergence, dynamic=False), *given), inputs)
+    build.floor("floor", p.products(4))
+    return build.found
+
+
 HEAD_BUILDERS: dict[tuple[str, str], Callable[[Sizes, HeadProblem], list[Contender]]] = {
     ("linear_grpo_loss", BOTH): _linear_grpo_contenders,
     ("linear_grpo_loss", FROZEN): _frozen_contenders,
@@ -438,7 +459,9 @@ HEAD_BUILDERS: dict[tuple[str, str], Callable[[Sizes, HeadProblem], list[Contend
     ("linear_logp", BOTH): _linear_logp_contenders,
     ("linear_logp", FROZEN): _frozen_logp_contenders,
     ("linear_dpo_loss", BOTH): _linear_dpo_contenders,
+    ("linear_divergence", BOTH): _linear_divergence_contenders,
 }
+AT_ONE_SIZE = {"linear_dpo_loss", "linear_divergence"}
 # A GPU that rests before every call runs its products at a higher clock than one a training step keeps busy
 HEADS_IN_A_LOOP = [("linear_grpo_loss", BOTH), ("linear_grpo_loss", FROZEN), ("linear_logp", SCORE)]
 
