@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.pages import (
+    algorithms,
     convergence,
     demo,
     engines,
@@ -71,6 +72,7 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         demo.demo_summary,
         demo.demo_table,
         guess.guess_table,
+        algorithms.algorithms_table,
     )
 }
 
@@ -82,6 +84,7 @@ STEP, STEP_ON_GPU = "benchmarks/results/step-x86_64-2cores.json", "benchmarks/re
 LEARNING = "benchmarks/results/learning-h200.json"
 DEMO = "benchmarks/results/demo-x86_64-2cores.json"
 GUESS = "benchmarks/results/guess-x86_64-2cores.json"
+ALGORITHMS = "benchmarks/results/algorithms-x86_64-2cores.json"
 FIGURES: dict[str, tuple[Callable[[Result, Path, dict[str, str]], None], str]] = {
     "docs/images/primitives.png": (primitives.primitives_figure, PRIMITIVES),
     "docs/images/engines.png": (engines.engines_figure, ENGINES),
@@ -91,6 +94,7 @@ FIGURES: dict[str, tuple[Callable[[Result, Path, dict[str, str]], None], str]] =
     "docs/images/step-h200.png": (step.step_figure, STEP_ON_GPU),
     "docs/images/demo.png": (demo.demo_figure, DEMO),
     "docs/images/guess.png": (guess.guess_figure, GUESS),
+    "docs/images/algorithms.png": (algorithms.algorithms_figure, ALGORITHMS),
     "docs/images/learning.png": (learning.learning_figure, LEARNING),
     "docs/images/convergence.png": (convergence.convergence_figure, CONVERGENCE),
     "docs/images/convergence.gif": (convergence.convergence_animation, CONVERGENCE),

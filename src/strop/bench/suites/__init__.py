@@ -10,5 +10,6 @@ SUITES = {
     "processes": "a GRPO step in several processes against one",
     "step": "a whole GRPO step against TRL, on a GPU if there is one",
     "demo": "`strop demo` on three seeds",
+    "algorithms": "every algorithm learns to sort digits on a CPU, with three seeds",
     "learning": "SmolLM2-135M-Instruct learns to add with GRPO, on a GPU if there is one",
 }
