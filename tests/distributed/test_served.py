@@ -28,8 +28,8 @@ def trained(folder, size, shard, monkeypatch):
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         monkeypatch.setenv("STROP_TEST_SERVERS", " ".join(stack.enter_context(serving()) for _ in NAMES))
-        work(folder, size, shard, NAMES)
-    return [read(folder / f"{name}.safetensors") for name in NAMES]
+        work(folder, size, [f"{shard}/{name}" for name in NAMES])
+    return [read(folder / shard / f"{name}.safetensors") for name in NAMES]
 
 
 def test_two_processes_share_a_server(tmp_path, monkeypatch):
