@@ -123,8 +123,9 @@ def distill(**options):
 
 def served(number, **options):
     """The same model as the test's servers have, by the one of this number."""
-    servers = os.environ.get("STROP_TEST_SERVERS", "").split()
-    return grpo(lambda: llama(eos_token_id=EOS), rollout_server=servers[number] if servers else None, **options)
+    return lambda **more: grpo(
+        lambda: llama(eos_token_id=EOS), rollout_server=os.environ["STROP_TEST_SERVERS"].split()[number], **options
+    )(**more)
 
 
 CASES = {
@@ -137,7 +138,6 @@ CASES = {
     "grpo-float32": grpo(lambda: qwen2(eos_token_id=EOS)),
     "sft-lora": sft(lambda: double(llama), lora={"r": 2}),
     "dpo": dpo(),
-    "dpo-ipo": dpo(loss_type="ipo"),
     "grpo": grpo(),
     "grpo-tied": grpo(lambda: double(tie_word_embeddings=True), loss_type="dapo"),
     "grpo-bnpo": grpo(loss_type="bnpo", minibatch_size=4, inner_epochs=2),
@@ -181,7 +181,6 @@ SERVED = {
 
 
 def main(folder, *names):
-    torch.set_num_threads(1)
     if world().size == 4:  # two processes gather a model's layers together, four each on its own
         strop.distributed.TOGETHER = 1
     for name in names:
@@ -211,4 +210,5 @@ def evaluation_rows(trainer):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main(*sys.argv[1:])

@@ -170,7 +170,6 @@ def load_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]]:
 
 def _read(data: Any, job: JobConfig, split: str, limit: int | None) -> Sequence[dict[str, Any]]:
     from strop.data.formats import check_rows, name_of, read_rows
-
     from strop.distributed import world
 
     def read() -> Sequence[dict[str, Any]]:

@@ -211,7 +211,8 @@ def _check_same_run(trainer: "Trainer", saved: "checkpoint.Saved") -> None:
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+    """The values of a tree by their dotted names."""
+    found: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found

@@ -83,7 +83,8 @@ class Trainer:
         self.config = self._make_config(config, options)
         check_tokenizer(tokenizer)
         self.world = world()
-        self.world.check_same(flat(self.config.to_dict()))
+        if self.world.size > 1:
+            self.world.check_same(flat(self.config.to_dict()))
         if device is None and self.world.device is not None:
             device = self.world.device
         if isinstance(model, (str, Path)):
