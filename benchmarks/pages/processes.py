@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.text import Result, provenance, table, times
+from benchmarks.text import Result, provenance, table
 from strop.bench.text import duration, size
 
 QWEN2_05B = 494e6  # parameters of the measured step
@@ -17,10 +17,11 @@ def processes_table(result: Result) -> str:
     rows = []
     for case in result["cases"]:
         for name, facts in case["contenders"].items():
-            ratio = times(case["ratios"][name]) if name in case["ratios"] else ""
+            found = case["ratios"].get(name)  # of times: below 1 is faster
+            ratio = f"{found['value']:.3g}× [{found['low']:.3g}, {found['high']:.3g}]" if found else ""
             rows.append([case["work"], name, duration(facts["median_ns"]), ratio, size(facts["peak_bytes"])])
     steps = len(next(iter(result["cases"][0]["contenders"].values()))["samples_ns"])
-    header = ["work", "by", "a step", "takes, of one process", "peak memory of a process"]
+    header = ["work", "by", "a step", "time, of one process's", "peak memory of a process"]
     return table(header, rows) + "\n" + provenance(result, f"{steps} steps of each side") + "\n"
 
 

@@ -104,6 +104,19 @@ class World:
         found = self.together(lambda: [call()] if self.is_first else [])
         return self.gathered(found)[0][0]
 
+    def check_same(self, values: Mapping[str, Any]) -> None:
+        """Raise, in every process, where one of these is not the same in all; by their names."""
+        if self.size == 1:
+            return
+        first, *others = self.gathered(dict(values))
+        for rank, own in enumerate(others, 1):
+            if apart := sorted(name for name in first.keys() | own.keys() if first.get(name) != own.get(name)):
+                name = apart[0]
+                raise ValueError(
+                    f"{name} must be the same in every process, which takes its share by itself, found "
+                    f"{first.get(name)!s:.60} in process 0 and {own.get(name)!s:.60} in process {rank}"
+                )
+
     # ---- tensors ----
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -258,6 +271,11 @@ class Shards:
         # a method that FSDP knows: within it the embedding and the head are whole too
         module.strop_read = types.MethodType(lambda _, call: call(), module)  # type: ignore[assignment]
         register_fsdp_forward_method(module, "strop_read")
+        # FSDP takes the dtype of gradients from the parameters that are trained when it first computes, and the first may be
+        # a reference: the same model with its adapter off, in which nothing is trained
+        with torch.no_grad():
+            self.read(lambda: None)
+        module.reshard()  # type: ignore[operator]
 
     def clip(self, params: Sequence[nn.Parameter], limit: float, world: World) -> torch.Tensor:
         """`clip_grad_norm_`, on what lies here of each gradient."""

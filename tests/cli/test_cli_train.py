@@ -13,9 +13,10 @@ import pytest
 from tiny_qwen2 import tiny_qwen2
 
 from strop.cli import generate, main
-from strop.cli.job import JobConfig, load_function, load_rewards, shaped
+from strop.cli.job import JobConfig, load_data, load_function, load_rewards, shaped
 from strop.cli.options import described, options_of, parse_settings, parse_value, read_config
 from strop.cli.train import ALGORITHMS, algorithm_class, gather
+from strop.distributed import World
 from strop.tasks import load_task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -192,6 +193,24 @@ def test_a_dry_run_takes_a_step_and_writes_nothing(command, strop):
     assert re.search(r"held out: 5 rows; of a batch eval/\w+", out)
     assert out.endswith("nothing was written\n")
     assert list(Path().iterdir()) == []
+
+
+def test_of_several_processes_the_first_tells_of_a_dry_run(strop, monkeypatch):
+    monkeypatch.setattr("strop.training.trainer.world", lambda: World(rank=1))
+    code, out, err = strop("train", "sft", *TINY, "--num-steps", 1, "--num-eval-rows", 0, "--dry-run")
+    assert (code, out) == (0, ""), err
+
+
+def test_of_several_processes_the_first_reads_standard_input(monkeypatch):
+    """They have one between them, and the others are told what it held."""
+
+    class Other(World):
+        def from_first(self, call):
+            return [{"prompt": "told", "completion": "by the first"}]
+
+    monkeypatch.setattr("strop.distributed.world", Other)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert load_data(JobConfig(data="-"), None) == [{"prompt": "told", "completion": "by the first"}]
 
 
 def test_the_best_is_kept_and_a_run_without_progress_ends(strop):

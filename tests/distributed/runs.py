@@ -1,15 +1,17 @@
 """Runs of train() that end, go on and are read again, alone or under torchrun.
 
 python runs.py FOLDER PLAN     with PLAN a JSON list of [case, shard, run folder, number of steps, resume]
-                               or ["copy", from, to]
+                               or ["copy", from, to], or ["forget", run folder]: its newest checkpoint
 """
 
 import json
+import os
 import random
 import shutil
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -62,7 +64,15 @@ def drop(**options):
     return SFT(model=Dropping(), dropout=True, **OPTIONS, **options)
 
 
-MAKERS = {"sft": sft, "grpo": grpo, "lora": lora, "drop": drop}
+def ahead(**options):
+    """One step ahead by a server; with batches of one prompt, of two processes the first has none."""
+    model = llama(eos_token_id=EOS, dtype=torch.float32)
+    more = {"group_size": 3, "max_new_tokens": 5, "kl_coef": 0.0, "importance_cap": 2.0, "max_staleness": 1}
+    server = {"rollout_server": os.environ["STROP_TEST_SERVERS"].split()[-1]}
+    return GRPO(model=model, reward_fn=reward, **more, **server, **OPTIONS | {"batch_size": 1}, **options)
+
+
+MAKERS = {"sft": sft, "grpo": grpo, "lora": lora, "drop": drop, "ahead": ahead}
 
 
 def train(case, shard, folder, num_steps, resume):
@@ -79,6 +89,9 @@ def by_hand(folder, shard):
     trainer.train_step(**batch)
     trainer.save(folder / f"by-hand-{shard}")
     trainer.save(folder / f"by-hand-{shard}")  # in place of the first
+    for wrong in (lambda: trainer.train(ROWS[world().rank :]), lambda: sft(seed=world().rank)):
+        with pytest.raises(ValueError, match="must be the same in every process"):
+            wrong()
     again = SFT.from_checkpoint(folder / f"by-hand-{shard}")
     assert again.config == trainer.config
     assert again.train_step(**batch)["loss"] == trainer.train_step(**batch)["loss"]
@@ -92,6 +105,9 @@ def main(folder, plan):
     for case, *arguments in json.loads(plan):
         if case == "by-hand":
             by_hand(folder, arguments[0])
+        elif case == "forget":
+            checkpoints = folder / arguments[0] / "checkpoints"
+            world().from_first(lambda path=checkpoints: shutil.rmtree(max(path.iterdir())))
         elif case == "copy":
             world().from_first(lambda names=arguments: shutil.copytree(*(folder / name for name in names)))
         else:

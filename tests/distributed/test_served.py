@@ -4,11 +4,14 @@ import contextlib
 import threading
 
 import pytest
+import runs
 from test_equality import read, work
+from test_resume_processes import apart, launched
 from tiny_models import llama
 
 from strop.models import as_policy
 from strop.rollout.serving import Serving, make_server
+from strop.training.logging import read_metrics
 
 NAMES = ["served", "served-again", "served-lora"]
 
@@ -24,20 +27,38 @@ def serving():
         server.server_close()
 
 
-def trained(folder, size, shard, monkeypatch):
-    folder.mkdir()
+@pytest.fixture
+def servers(monkeypatch):
+    """One for each of NAMES, and one for those who sample ahead."""
     with contextlib.ExitStack() as stack:
-        monkeypatch.setenv("STROP_TEST_SERVERS", " ".join(stack.enter_context(serving()) for _ in NAMES))
-        work(folder, size, shard, NAMES)
-    return [read(folder / f"{name}.safetensors") for name in NAMES]
+        monkeypatch.setenv("STROP_TEST_SERVERS", " ".join(stack.enter_context(serving()) for _ in range(4)))
+        yield
 
 
-def test_two_processes_share_a_server(tmp_path, monkeypatch):
-    wanted = trained(tmp_path / "alone", 1, "none", monkeypatch)
-    for shard in ("none", "full"):
-        found = trained(tmp_path / shard, 2, shard, monkeypatch)
-        for (steps, weights), (wanted_steps, wanted_weights) in zip(found, wanted, strict=True):
-            for step, wanted_step in zip(steps, wanted_steps, strict=True):
-                assert step == pytest.approx(wanted_step, rel=1e-4, abs=1e-5)
-            for name, weight in weights.items():
-                assert (weight - wanted_weights[name]).abs().max() < 1e-5
+def trained(folder, size, shards):
+    work(folder, size, [f"{shard}/{name}" for shard in shards for name in NAMES])
+    return {shard: [read(folder / shard / f"{name}.safetensors") for name in NAMES] for shard in shards}
+
+
+def test_two_processes_share_a_server(tmp_path, servers):
+    """With replicas, then with shards: the servers are brought the weights of the second run as they were those of the first."""
+    wanted = trained(tmp_path, 1, ["none"])["none"]
+    found = trained(tmp_path, 2, ["none", "full"])
+    for (steps, weights), (wanted_steps, wanted_weights) in zip(found["none"] + found["full"], wanted * 2, strict=True):
+        for step, wanted_step in zip(steps, wanted_steps, strict=True):
+            assert step == pytest.approx(wanted_step, rel=1e-4, abs=1e-5)
+        for name, weight in weights.items():
+            assert (weight - wanted_weights[name]).abs().max() < 1e-5
+
+
+def test_two_processes_one_step_ahead(tmp_path, servers):
+    """As one process does, and resumed bit for bit: what was sampled ahead is in the checkpoint, of each process its share."""
+    runs.train("ahead", "none", tmp_path / "alone", 4, False)
+    plan = [["ahead", "none", "through", 4, False], ["copy", "through", "then"], ["forget", "then"]]
+    launched(2, tmp_path, [*plan, ["ahead", "none", "then", 4, True]])
+    assert apart(tmp_path / "through", tmp_path / "then") == 0
+    assert apart(tmp_path / "through", tmp_path / "alone") < 1e-5
+    through, then = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("through", "then"))
+    for one, other in zip(through, then, strict=True):
+        assert (one["loss"], one["mismatch_kl"]) == (other["loss"], other["mismatch_kl"])
+    assert any(entry["mismatch_kl"] > 1e-6 for entry in through)  # the completions are older than the weights

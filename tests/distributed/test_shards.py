@@ -1,4 +1,4 @@
-"""Shards in one process: the copy for rollouts, and what is said where it does not fit."""
+"""Shards in one process: the copy for rollouts, and what is said where it does not fit. What processes compare."""
 
 import os
 
@@ -7,9 +7,44 @@ import torch
 import torch.distributed as dist
 from tiny_models import PlainModel, moe, qwen2
 
-from strop.distributed import whole
+from strop.data.inputs import Prompt
+from strop.distributed import World, whole
 from strop.models import as_policy
 from strop.rollout import Sampling, generate
+from strop.training.run import _some_of
+
+
+class Several(World):
+    """Process 0 of as many as there are values, which the others have said."""
+
+    def __new__(cls, *others):
+        return super().__new__(cls)
+
+    def __init__(self, *others):
+        super().__init__(size=1 + len(others))
+        object.__setattr__(self, "others", others)
+
+    def gathered(self, value):
+        return [value, *self.others]
+
+
+def test_what_differs_between_processes_is_named():
+    Several({"a": 1, "b": [2]}, {"a": 1, "b": [2]}).check_same({"a": 1, "b": [2]})
+    says = r"b must be the same in every process, .*, found \[2\] in process 0 and \[3\] in process 2"
+    with pytest.raises(ValueError, match=says):
+        Several({"a": 1, "b": [2]}, {"a": 1, "b": [3]}).check_same({"a": 1, "b": [2]})
+    with pytest.raises(ValueError, match="found 1 in process 0 and None in process 1"):
+        Several({}).check_same({"a": 1})
+
+
+def test_rows_are_compared_by_what_they_say():
+    """Not by what differs from process to process: addresses, the order of sets."""
+    rows = [Prompt(torch.tensor([i, 6]), "text", {"answer": {1, i}, "tool": object()}) for i in range(100)]
+    again = [Prompt(torch.tensor([i, 6]), "text", {"answer": {i, 1}, "tool": object()}) for i in range(100)]
+    assert _some_of(rows) == _some_of(again)
+    assert _some_of(rows) != _some_of(rows[::-1])
+    assert _some_of(rows) != _some_of(rows[1:])
+    assert _some_of(rows) != _some_of(rows[::2])
 
 
 @pytest.fixture

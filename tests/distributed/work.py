@@ -1,6 +1,6 @@
 """Five steps of every algorithm, alone or under torchrun: the metrics of each step and the weights afterwards, in a folder.
 
-python work.py FOLDER SHARD [CASE …]
+python work.py FOLDER SHARD/CASE …       such as none/sft full/sft; they are written under these names
 """
 
 import json
@@ -19,6 +19,8 @@ from tiny_qwen2 import tiny_qwen2
 import strop.distributed
 from strop import DPO, GRPO, KTO, PPO, SFT, Distill, OnlineDPO, RewardModel
 from strop.distributed import whole, world
+from strop.environments import Environment, Turn
+from strop.losses import PREFERENCE_LOSS_TYPES
 
 EOS = 3
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [4, 13], [14, 15], [16, 17, 18, 19, 20], [21]]
@@ -61,14 +63,26 @@ def sft(model=double, **options):
     return lambda **more: (SFT(model=model(), learning_rate=3e-3, micro_batch_tokens=16, **options, **more), rows)
 
 
-def dpo(**options):
+def dpo(model=double, **options):
     rows = [{"prompt": b, "chosen": [[*p, EOS] for p in b], "rejected": [[6, 7, EOS]] * len(b)} for b in BATCHES]
-    return lambda **more: (DPO(model=double(), learning_rate=3e-3, micro_batch_size=2, **options, **more), rows)
+    return lambda **more: (DPO(model=model(), learning_rate=3e-3, micro_batch_size=2, **options, **more), rows)
 
 
-def online(**options):
+def online(model=double, **options):
     made = {"reward_fn": reward, "max_new_tokens": 5, "learning_rate": 3e-3, "micro_batch_size": 2} | options
-    return lambda **more: (OnlineDPO(model=double(), **made, **more), [{"prompts": batch} for batch in BATCHES])
+    return lambda **more: (OnlineDPO(model=model(), **made, **more), [{"prompts": batch} for batch in BATCHES])
+
+
+class Turns(Environment):
+    """One to three turns, by the prompt, so that processes do not end together."""
+
+    def reset(self, row):
+        self.left = 1 + row["prompt"][0] % 3
+        return row["prompt"]
+
+    def step(self, reply):
+        self.left -= 1
+        return Turn([5, 6, len(reply)], reward=float(sum(reply) % 5), done=not self.left, info={"said": len(reply)})
 
 
 def kto(**options):
@@ -109,8 +123,9 @@ def distill(**options):
 
 def served(number, **options):
     """The same model as the test's servers have, by the one of this number."""
-    servers = os.environ.get("STROP_TEST_SERVERS", "").split()
-    return grpo(lambda: llama(eos_token_id=EOS), rollout_server=servers[number] if servers else None, **options)
+    return lambda **more: grpo(
+        lambda: llama(eos_token_id=EOS), rollout_server=os.environ["STROP_TEST_SERVERS"].split()[number], **options
+    )(**more)
 
 
 CASES = {
@@ -123,7 +138,6 @@ CASES = {
     "grpo-float32": grpo(lambda: qwen2(eos_token_id=EOS)),
     "sft-lora": sft(lambda: double(llama), lora={"r": 2}),
     "dpo": dpo(),
-    "dpo-ipo": dpo(loss_type="ipo"),
     "grpo": grpo(),
     "grpo-tied": grpo(lambda: double(tie_word_embeddings=True), loss_type="dapo"),
     "grpo-bnpo": grpo(loss_type="bnpo", minibatch_size=4, inner_epochs=2),
@@ -132,12 +146,21 @@ CASES = {
     "grpo-cispo": grpo(loss_type="cispo", clip_eps=(0.2, 2.0), importance_cap=1.5, old_logps="auto"),
     "grpo-sequence": grpo(importance_level="sequence", entropy_coef=0.01, top_k=12, old_logps="auto"),
     "grpo-again": grpo(reward_fn=rarely, resample_rounds=2),
+    "grpo-luspo": grpo(loss_type="luspo", kl_estimator="k1", entropy_coef=0.01),
+    "grpo-sapo": grpo(loss_type="sapo", kl_estimator="k2", old_logps="recompute", importance_cap=(0.5, 2.0)),
+    "grpo-geometric": grpo(importance_level="geometric", minibatch_size=4, inner_epochs=2, kl_coef=0.0),
+    "grpo-turns": grpo(reward_fn=None, environment=Turns, turns={"credit": "turn"}, max_new_tokens=3),
     "grpo-lora": grpo(lambda: double(llama), lora={"r": 2}),
     "grpo-plain": grpo(lambda: double(PlainModel)),
     "online": online(),
-    "dpo-sft": dpo(loss_type=["sigmoid", "sft"]),
+    "online-float32": online(lambda: qwen2(eos_token_id=EOS)),
+    "online-turns": online(reward_fn=None, environment=Turns, max_new_tokens=3),
+    "dpo-float32": dpo(lambda: qwen2(eos_token_id=EOS)),
+    "dpo-lora-bf16": dpo(lambda: llama(eos_token_id=EOS), autocast="bf16", lora={"r": 2}),
+    "dpo-all": dpo(loss_type=list(PREFERENCE_LOSS_TYPES), label_smoothing=0.1),
     "kto": kto(undesirable_weight=2.0),
     "kto-bco": kto(loss_type="bco"),
+    "kto-apo": kto(loss_type="apo_zero_unpaired"),
     "reward": reward_model(center_coef=0.1),
     "ppo": ppo(),
     "ppo-critic": ppo(own=True),
@@ -148,6 +171,7 @@ CASES = {
     "grpo-moe": grpo(lambda: moe(eos_token_id=EOS)),
 }
 WHOLE = ("grpo-moe", "ppo", "distill")  # these have no shards
+TIMES = ("tokens_per_second", "environment/seconds", "eval/environment/seconds")
 # each with a server of its own
 SERVED = {
     "served": served(0, importance_cap=2.0, old_logps="auto"),
@@ -156,24 +180,20 @@ SERVED = {
 }
 
 
-def main(folder, shard, *names):
-    torch.set_num_threads(1)
+def main(folder, *names):
     if world().size == 4:  # two processes gather a model's layers together, four each on its own
         strop.distributed.TOGETHER = 1
-    folder = Path(folder)
-    for name in names or CASES:
-        if shard == "full" and name.startswith(WHOLE):
-            continue
-        trainer, batches = (CASES | SERVED)[name](shard=shard)
+    for name in names:
+        shard, _, case = name.partition("/")
+        trainer, batches = (CASES | SERVED)[case](shard=shard)
         steps = [trainer.train_step(**batch) for batch in batches]
         steps.append(trainer.evaluate(evaluation_rows(trainer)))
         weights = {key: whole(param.detach()).clone() for key, param in trainer.module.named_parameters()}
         if world().is_first:
-            keep = [
-                {k: v for k, v in step.items() if not k.startswith("time/") and k != "tokens_per_second"}
-                for step in steps
-            ]
-            save_file(weights, folder / f"{name}.safetensors", {"steps": json.dumps(keep)})
+            keep = [{k: v for k, v in step.items() if k not in TIMES and "time/" not in k} for step in steps]
+            file = Path(folder, f"{name}.safetensors")
+            file.parent.mkdir(exist_ok=True)
+            save_file(weights, file, {"steps": json.dumps(keep)})
 
 
 def evaluation_rows(trainer):
@@ -190,4 +210,5 @@ def evaluation_rows(trainer):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main(*sys.argv[1:])

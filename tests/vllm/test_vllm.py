@@ -16,8 +16,9 @@ from tiny_tokenizers import hugging_face
 
 from strop.algorithms.grpo import GRPO
 from strop.data.batch import TokenBatch
+from strop.environments import Environment, Player, Turn
 from strop.models import as_policy
-from strop.rollout import Sampling, generate, sampling_logps
+from strop.rollout import Sampler, Sampling, generate, sampling_logps
 from strop.rollout.sampler import Served
 from strop.rollout.server import Server, ServerConfig, ServerError
 
@@ -215,6 +216,35 @@ def test_one_step_ahead(vllm):
     mismatch = [step["mismatch_kl"] for step in grpo.train([{"prompt": prompt} for prompt in PROMPTS]).steps]
     assert mismatch[0] < 1e-8
     assert min(mismatch[1:]) > 1e-6
+
+
+class Partner(Environment):
+    """Says the number of tokens it heard, three times."""
+
+    def reset(self, row):
+        self.turns = 0
+        return row["prompt"]
+
+    def step(self, reply):
+        self.turns += 1
+        return Turn([5, 6, 7 + len(reply) % 20], reward=float(len(reply)), done=self.turns == 3)
+
+
+def test_a_conversation_is_our_engines(vllm):
+    """Every turn is a request with all ids before it; what was drawn is never written anew."""
+    grpo = GRPO(
+        model=make_model(), environment=Partner, group_size=2, kl_coef=0.0, max_new_tokens=8, learning_rate=1e-3,
+        rollout_server=vllm.url,
+    )  # fmt: skip
+    rows, greedy = [{"prompt": prompt} for prompt in PROMPTS], Sampling(max_new_tokens=8, temperature=0.0)
+    found = grpo.player(rows, greedy, 1, 0)
+    wanted = Player(Partner, Sampler(grpo.policy), grpo.policy, grpo.config.turns)(rows, greedy, 1, 0)
+    assert ids_of(found) == ids_of(wanted)
+    assert max(len(episode.spans) for episode in found.episodes) == 3
+    torch.testing.assert_close(torch.cat(found.logps), torch.cat(wanted.logps), rtol=0, atol=1e-4)
+    metrics = grpo.train_step(rows)
+    assert metrics["mismatch_kl"] < 1e-8
+    assert metrics["grad_norm"] > 0
 
 
 # ---- the last ones end the server ----

@@ -103,3 +103,4 @@ def _join_others(debug: bool) -> None:
 
     if not world().is_first and not debug:
         warnings.simplefilter("ignore")
+        os.environ["TQDM_DISABLE"] = "1"

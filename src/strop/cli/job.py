@@ -170,8 +170,13 @@ def load_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]]:
 
 def _read(data: Any, job: JobConfig, split: str, limit: int | None) -> Sequence[dict[str, Any]]:
     from strop.data.formats import check_rows, name_of, read_rows
+    from strop.distributed import world
 
-    rows = shaped(read_rows(data, split=split, limit=limit), job)
+    def read() -> Sequence[dict[str, Any]]:
+        return read_rows(data, split=split, limit=limit)
+
+    of_stdin = "-" in ((data,) if isinstance(data, str) else data)  # which all processes have together
+    rows = shaped(world().from_first(read) if of_stdin else read(), job)
     if job.environment is None:  # which takes any columns
         check_rows(rows, where=name_of(data))
     return rows

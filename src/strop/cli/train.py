@@ -240,7 +240,8 @@ def try_out(command: str, job: JobConfig, config: Any) -> None:
         lines.append(
             f"held out: {len(eval_rows):,} rows; of a batch {', '.join(f'{k} {v:.4g}' for k, v in found.items())}"
         )
-    print("\n".join([*lines, "nothing was written"]))
+    if trainer.world.is_first:
+        print("\n".join([*lines, "nothing was written"]))
 
 
 def _peak_memory(device: Any) -> float:

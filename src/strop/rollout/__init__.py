@@ -260,8 +260,10 @@ class Sampler:
                 rollout = finish()
                 for name in ROWS:
                     rows = getattr(rollout, name)
-                    lengths = torch.tensor([len(row) for row in rows])
-                    tensors |= {f"{seed}/{name}": torch.cat(rows), f"{seed}/{name}_lengths": lengths}
+                    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+                    none = torch.zeros(0, dtype=torch.int64)  # of a process without prompts
+                    joined = torch.cat(rows) if rows else none
+                    tensors |= {f"{seed}/{name}": joined, f"{seed}/{name}_lengths": lengths}
                 values[str(seed)] = {"finish_reasons": rollout.finish_reasons, "engine": rollout.engine}
         return tensors, values
 

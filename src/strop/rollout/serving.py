@@ -112,6 +112,7 @@ class Serving:
             self.adapters.remove(name)
             model: Any = unwrapped(self.policy.model)
             if self.adapters:
+                model.set_adapter(self.adapters[0])  # peft warns of one that is deleted while it is in use
                 model.delete_adapter(name)
             else:  # the last one: the model below them is as it was
                 self.policy = Policy(model.unload(), self.policy.tokenizer)

@@ -203,15 +203,16 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 def _check_same_run(trainer: "Trainer", saved: "checkpoint.Saved") -> None:
     """The options of the run that is resumed must be those it began with, but for where it ends and what it reports."""
-    before, now = _flat(saved.config.to_dict()), _flat(trainer.config.to_dict())
+    before, now = flat(saved.config.to_dict()), flat(trainer.config.to_dict())
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)
         if old != new and name.rpartition(".")[2] not in MAY_CHANGE:
             raise ValueError(f"{name} must be {old!r} as in the run of {saved.path}, found {new!r}")
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a tree by their dotted names."""
+    found: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found

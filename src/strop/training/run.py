@@ -5,9 +5,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from strop._checks import check_count
 from strop.config import RunConfig
@@ -109,6 +112,8 @@ class Run:
         if config.batch_size > len(rows):
             raise ValueError(f"batch_size must be at most the number of rows, {len(rows)}, found {config.batch_size}")
         eval_rows = None if eval_dataset is None else trainer.prepared(eval_dataset, "eval_dataset")
+        if self.world.size > 1:
+            self.world.check_same({"dataset": _some_of(rows), "eval_dataset": _some_of(eval_rows or ())})
         if resume and output_dir is None:
             raise ValueError(
                 "output_dir must be given with resume=True: its newest checkpoint is where the run goes on"
@@ -233,6 +238,22 @@ def _own_callbacks(
     if folder is not None:
         after.append(folder.checkpoints)
     return [ProgressBar(show=progress)], after
+
+
+def _some_of(rows: Sequence[Any]) -> str:
+    """How many rows there are and what some of them say, for processes to compare: texts, numbers, ids."""
+    some = [_said(rows[len(rows) * i // 8]) for i in range(min(8, len(rows)))]
+    return f"{len(rows)} rows: {some}"
+
+
+def _said(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping) or is_dataclass(value):
+        return {name: _said(one) for name, one in (value if isinstance(value, Mapping) else vars(value)).items()}
+    if isinstance(value, (list, tuple)):
+        return [_said(one) for one in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> list[int]:

@@ -28,7 +28,7 @@ from strop.models.prepare import prepared_model, warn_of_half_precision
 from strop.models.scorer import as_scorer
 from strop.training import checkpoint
 from strop.training.callbacks import Callback
-from strop.training.folder import remove_run
+from strop.training.folder import flat, remove_run
 from strop.training.logging import Logger
 from strop.training.memory import LACKS, raise_explained
 from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
@@ -83,6 +83,8 @@ class Trainer:
         self.config = self._make_config(config, options)
         check_tokenizer(tokenizer)
         self.world = world()
+        if self.world.size > 1:
+            self.world.check_same(flat(self.config.to_dict()))
         if device is None and self.world.device is not None:
             device = self.world.device
         if isinstance(model, (str, Path)):
