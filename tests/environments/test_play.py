@@ -311,3 +311,39 @@ def test_of_a_further_turn_only_the_new_tokens_are_read(monkeypatch):
     (line,) = found.trajectories
     assert len(found.episodes[0].spans) == 3
     assert len(line) - 1 <= sum(seen) <= len(line) + 3 * (2 + 4) < 3 * 32
+
+
+def test_of_a_further_turn_the_moe_reads_only_the_new_tokens(monkeypatch):
+    """Of every later turn the last token drawn and what was heard; of equal prompts all but the last token once."""
+    policy = as_policy(moe(eos_token_id=list(range(30))), LettersOnly())
+    engine, seen = policy.model.moe.engine, []
+
+    def counted(method, real):
+        def call(tokens_BT, mask_BT, *given, **options):
+            seen.append(tokens_BT.size if mask_BT is None else int(mask_BT.sum()))
+            return real(tokens_BT, mask_BT, *given, **options)
+
+        monkeypatch.setattr(engine, method, call)
+
+    counted("prefill", engine.prefill)
+    counted("complete", engine.complete)
+    found = Player(Echo, Sampler(policy), policy, TurnsConfig())([{"prompt": "abcdefgh" * 4}], SAMPLING, 3, 0)
+    assert [len(episode.spans) for episode in found.episodes] == [3, 3, 3]
+    read = [len(line) - line.counts_T.nonzero()[0].item() for line in found.trajectories]  # behind the prompt
+    assert sum(seen) == 31 + sum(1 + n - 1 for n in read)
+
+
+def test_nothing_is_kept_of_trajectories_that_ended(monkeypatch):
+    """Nor does a call of a row that ended early hold the memory of the others."""
+    kept = []
+
+    class Watching(Sampler):
+        def go_on(self, prompts, sampling, seed, addresses, now):
+            found = super().go_on(prompts, sampling, seed, addresses, now)
+            kept.append((now.rows, set(now.rows)))
+            return found
+
+    policy = as_policy(moe(eos_token_id=list(range(30))), LettersOnly())
+    Player(Echo, Watching(policy), policy, TurnsConfig())(ROWS, SAMPLING, 2, 0)
+    assert kept[0][1] == set(range(6))
+    assert kept[-1][0] == {}

@@ -216,7 +216,7 @@ class _Play:
         for name, value in turn.info.items():
             episode.info[name] = episode.info.get(name, 0.0) + value
         if episode.finish == "length":  # the turn was cut: nothing can follow it
-            self.ended.add(i)
+            self._end(i, "length")
         elif turn.done:
             self._end(i, "environment")
         elif len(episode.spans) == config.max_turns:
@@ -227,6 +227,7 @@ class _Play:
     def _end(self, i: int, finish: str) -> None:
         self.episodes[i].finish = finish
         self.ended.add(i)
+        self.kept.rows.pop(i, None)
 
     def _begin(self, i: int, first: Any) -> None:
         dialogue = self.player.chat.begin(first)
