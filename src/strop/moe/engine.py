@@ -230,8 +230,9 @@ class Engine(ABC):
             new_BT[active, step], logps_BT[active, step] = tokens, logps
             ends = (tokens[:, None] == eos).any(1) | (step + 1 == max_new_tokens)
             lengths_B[active[ends]] = step + 1
-            for at in np.nonzero(ends)[0] if kept is not None else ():
-                kept.copy_row(active[at], cache, at)
+            if kept is not None:
+                for at in np.nonzero(ends)[0].tolist():
+                    kept.copy_row(active[at], cache, at)
             going = np.nonzero(~ends)[0]
             if not going.size:
                 break
