@@ -122,6 +122,12 @@ void define_engine(nb::module_& m, const char* engine_name, const char* pass_nam
         .def("select_rows", [](const Cache<T>& cache, Array<const int64_t, 1> rows) {
             Release release;
             return cache.select_rows(rows.data(), rows.shape(0));
+        })
+        .def("copy_row", [](Cache<T>& cache, size_t to, const Cache<T>& from, size_t row, size_t length) {
+            if (to >= cache.rows() || row >= from.rows() || length > cache.capacity() || length > from.capacity())
+                throw nb::value_error("a row of a cache, or its length, is beyond the cache");
+            Release release;
+            cache.copy_row(to, from, row, length);
         });
 
     nb::class_<Engine<T>>(m, engine_name)
@@ -172,28 +178,28 @@ void define_engine(nb::module_& m, const char* engine_name, const char* pass_nam
             Release release;
             return self.loss_and_grads(batch_of(tokens_BT, mask_BT), targets_BT.data(), bytes_of(target_mask_BT), aux_coef, out);
         }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg())
-        .def("prefill", [](Engine<T>& self, Ids tokens_BT, Mask mask_BT, size_t capacity, Array<T, 2> logits_BV) {
+        .def("prefill", [](Engine<T>& self, Ids tokens_BT, Mask mask_BT, Cache<T>& cache, Array<const int64_t, 1> held_B, Array<T, 2> logits_BV) {
             Release release;
-            Cache<T> cache(self.config(), tokens_BT.shape(0), capacity);
-            self.prefill(batch_of(tokens_BT, mask_BT), cache, logits_BV.data());
-            return cache;
-        }, nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
-        .def("decode", [](Engine<T>& self, Array<const int64_t, 1> tokens_B, Array<const int64_t, 1> lengths_B, Cache<T>& cache, Array<T, 2> logits_BV) {
-            Release release;
-            self.decode(tokens_B.data(), lengths_B.data(), tokens_B.shape(0), cache, logits_BV.data());
-        })
+            self.prefill(batch_of(tokens_BT, mask_BT), {cache, held_B.data()}, logits_BV.data());
+        }, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg())
+        .def("new_cache", [](Engine<T>& self, size_t B, size_t capacity) { return Cache<T>(self.config(), B, capacity); })
         .def("generate", [](Engine<T>& self, Ids tokens_BT, Mask mask_BT, size_t capacity, size_t num_samples, double temperature, int64_t top_k,
                             double top_p, Array<const int64_t, 1> ends, Array<const double, 2> uniforms_BT, Array<int64_t, 2> new_BT,
-                            Array<double, 2> logps_BT, Array<int64_t, 1> lengths_B) {
+                            Array<double, 2> logps_BT, Array<int64_t, 1> lengths_B, Cache<T>* cache, std::optional<Array<const int64_t, 1>> held_B) {
+            if (cache && (cache->rows() != tokens_BT.shape(0) || cache->capacity() < capacity || num_samples != 1 || !held_B))
+                throw nb::value_error("a cache must have a row for each prompt, room for the completions, and what it holds");
+            std::optional<Held<T>> held;
+            if (cache) held.emplace(Held<T>{*cache, held_B->data()});
             const Completion wanted{capacity, new_BT.shape(1), num_samples, {temperature, top_k, top_p}, ends.data(), ends.shape(0),
                                     uniforms_BT.data(), new_BT.data(), logps_BT.data(), lengths_B.data()};
             bool finished;
             {
                 Release release;
-                finished = self.generate(batch_of(tokens_BT, mask_BT), wanted, Interrupts{});
+                finished = self.generate(batch_of(tokens_BT, mask_BT), wanted, held ? &*held : nullptr, Interrupts{});
             }
             if (!finished) throw nb::python_error();
-        }, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
+        }, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg().none(), nb::arg().none())
         .def("workspace_bytes", &Engine<T>::workspace_bytes);
 
     // One for float and one for double: the array decides which, so it must not be converted to fit.

@@ -111,14 +111,21 @@ std::vector<KeysValues<T>> Cache<T>::layers_in(T* data, const Config& config, si
 template <class T>
 Cache<T> Cache<T>::select_rows(const int64_t* rows, size_t count) const {
     Cache selected(config_, count, capacity_);
-    const size_t keys = config_.K * config_.C * S_, values = config_.K * S_ * padded(config_.C);
-    std::vector<KeysValues<T>> to = selected.layers(), from = const_cast<Cache*>(this)->layers();
-    for (size_t layer = 0; layer < to.size(); ++layer)
-        for (size_t b = 0; b < count; ++b) {
-            std::copy_n(from[layer].keys + rows[b] * keys, keys, to[layer].keys + b * keys);
-            std::copy_n(from[layer].values + rows[b] * values, values, to[layer].values + b * values);
-        }
+    for (size_t b = 0; b < count; ++b) selected.copy_row(b, *this, static_cast<size_t>(rows[b]), capacity_);
     return selected;
+}
+
+template <class T>
+void Cache<T>::copy_row(size_t to, const Cache& from, size_t row, size_t length) {
+    const size_t K = config_.K, C = config_.C;
+    std::vector<KeysValues<T>> there = layers(), here = const_cast<Cache&>(from).layers();
+    for (size_t layer = 0; layer < there.size(); ++layer) {
+        const KeysValues<T>&source = here[layer], &copy = there[layer];
+        for (size_t i = 0; i < K * C; ++i) std::copy_n(source.keys + (row * K * C + i) * source.S, length, copy.keys + (to * K * C + i) * copy.S);
+        for (size_t k = 0; k < K; ++k)
+            std::copy_n(source.values + (row * K + k) * source.S * padded(C), length * padded(C),
+                        copy.values + (to * K + k) * copy.S * padded(C));
+    }
 }
 
 template <class T>
@@ -154,9 +161,9 @@ std::shared_ptr<std::vector<T>> Engine<T>::rope_table(size_t positions) {
     return rope_ = table;
 }
 
-// The real tokens of a batch, positions counted from 0.
+// The real tokens of a batch, positions counted from 0, or from behind what is held.
 template <class T>
-std::unique_ptr<OwnedPass<T>> Engine<T>::start(const Batch& batch, bool saving, size_t row_step) {
+std::unique_ptr<OwnedPass<T>> Engine<T>::start(const Batch& batch, bool saving, size_t row_step, const int64_t* held_B) {
     auto owned = std::make_unique<OwnedPass<T>>(arenas_);
     Arena& arena = *owned->arena;
     const size_t most = batch.B * batch.T;
@@ -166,14 +173,15 @@ std::unique_ptr<OwnedPass<T>> Engine<T>::start(const Batch& batch, bool saving, 
     size_t n = 0, longest = 1;
     for (size_t b = 0; b < batch.B; ++b) {
         starts[b] = static_cast<int64_t>(n);
+        size_t position = held_B ? static_cast<size_t>(held_B[b]) : 0;
         for (size_t at = b * batch.T; at < (b + 1) * batch.T; ++at) {
             if (batch.mask_BT && !batch.mask_BT[at]) continue;
             ids[n] = batch.tokens_BT[at];
             rows[n] = static_cast<int32_t>(b * row_step);
-            positions[n] = static_cast<int32_t>(n - static_cast<size_t>(starts[b]));
+            positions[n] = static_cast<int32_t>(position++);
             owned->rows_N[n++] = static_cast<int64_t>(at);
         }
-        longest = std::max(longest, n - static_cast<size_t>(starts[b]));
+        longest = std::max(longest, position);
     }
     starts[batch.B] = static_cast<int64_t>(n);
 
@@ -347,29 +355,14 @@ void Engine<T>::logps_backward(OwnedPass<T>& saved, const double* dlogps_BT, con
 }
 
 template <class T>
-void Engine<T>::prefill(const Batch& batch, Cache<T>& cache, T* logits_BV) {
-    auto owned = start(batch, false);
-    auto caches = cache.layers();
+void Engine<T>::prefill(const Batch& batch, const Held<T>& held, T* logits_BV) {
+    auto owned = start(batch, false, 1, held.held_B);
+    auto caches = held.cache.layers();
     owned->pass.caches = caches.data();
-    owned->pass.last_only = true;
+    owned->pass.last_only = batch.T > 1;
     const Kernels<T>& kernels = kernels_of<T>();
     kernels.hidden_states(owned->pass);
     kernels.head(owned->pass, row_numbers(batch.B, *owned->arena), logits_BV);
-}
-
-template <class T>
-void Engine<T>::decode(const int64_t* tokens_B, const int64_t* lengths_B, size_t B, Cache<T>& cache, T* logits_BV) {
-    auto owned = start({tokens_B, nullptr, B, 1}, false);
-    int32_t* positions = take<int32_t>(*owned->arena, B);  // each row goes on from what its cache holds
-    for (size_t b = 0; b < B; ++b) positions[b] = static_cast<int32_t>(lengths_B[b]);
-    Pass<T>& pass = owned->pass;
-    pass.tokens.positions_N = positions;
-    prepare_positions(*owned, static_cast<size_t>(*std::max_element(lengths_B, lengths_B + B)) + 1);
-    auto caches = cache.layers();
-    pass.caches = caches.data();
-    const Kernels<T>& kernels = kernels_of<T>();
-    kernels.hidden_states(pass);
-    kernels.head(pass, owned->rows_N, logits_BV);
 }
 
 template struct OwnedPass<float>;

@@ -38,7 +38,10 @@ class Cache {
   public:
     Cache(const Config& config, size_t B, size_t capacity);
     Cache select_rows(const int64_t* rows, size_t count) const;
+    // The first `length` tokens of a row of another cache, of any capacity, become those of row `to`.
+    void copy_row(size_t to, const Cache& from, size_t row, size_t length);
     std::vector<KeysValues<T>> layers();
+    size_t rows() const { return B_; }
     size_t capacity() const { return capacity_; }
 
     // Elements of a row in one layer; the layers of a cache that stands in `data`.
@@ -80,6 +83,13 @@ struct Completion {
     int64_t* lengths_B;
 };
 
+// Rows of a batch are rows of a cache, which has held_B[b] tokens of row b; those of the batch follow and are added.
+template <class T>
+struct Held {
+    Cache<T>& cache;
+    const int64_t* held_B;
+};
+
 template <class T>
 class Engine {
   public:
@@ -100,17 +110,18 @@ class Engine {
                                               double* entropy_BT);
     // dentropy may be null: zeros.
     void logps_backward(OwnedPass<T>& saved, const double* dlogps_BT, const double* dentropy_BT, const std::vector<T*>& grads);
-    void prefill(const Batch& batch, Cache<T>& cache, T* logits_BV);
-    void decode(const int64_t* tokens_B, const int64_t* lengths_B, size_t B, Cache<T>& cache, T* logits_BV);
+    // The logits after each row's last token.
+    void prefill(const Batch& batch, const Held<T>& held, T* logits_BV);
     // False, with what there is by then, where `going_on`, asked before every further token, says no.
-    bool generate(const Batch& prompts, const Completion& wanted, const std::function<bool()>& going_on);
+    // held may be null; otherwise num_samples is 1, and the cache has in the end all of each row but its last token.
+    bool generate(const Batch& prompts, const Completion& wanted, const Held<T>* held, const std::function<bool()>& going_on);
 
     const Config& config() const { return config_; }
     size_t workspace_bytes() { return arenas_->capacity(); }
 
   private:
-    // Row b of the batch is row b·row_step of the caches.
-    std::unique_ptr<OwnedPass<T>> start(const Batch& batch, bool saving, size_t row_step = 1);
+    // Row b of the batch is row b·row_step of the caches, and follows the first held_B[b] tokens there (null: none).
+    std::unique_ptr<OwnedPass<T>> start(const Batch& batch, bool saving, size_t row_step = 1, const int64_t* held_B = nullptr);
     std::unique_ptr<OwnedPass<T>> start_scores(const Batch& batch, const uint8_t* counts_BT, bool saving);
     std::unique_ptr<OwnedPass<T>> score(const Batch& batch, const uint8_t* counts_BT, double temperature, bool saving, double* logps_BT,
                                         double* entropy_BT);

@@ -24,9 +24,9 @@ Going all_rows(const Tokens& prompts, size_t num_samples, Arena& arena) {
     const size_t count = prompts.B * num_samples;
     Going going{count, take<int32_t>(arena, count), take<int32_t>(arena, count), take<int64_t>(arena, count), take<int64_t>(arena, count + 1)};
     for (size_t row = 0; row < count; ++row) {
-        const size_t b = row / num_samples;
+        const size_t last = static_cast<size_t>(prompts.starts_B[row / num_samples + 1]) - 1;
         going.rows[row] = static_cast<int32_t>(row);
-        going.positions[row] = static_cast<int32_t>(prompts.starts_B[b + 1] - prompts.starts_B[b]);
+        going.positions[row] = prompts.positions_N[last] + 1;
         going.starts[row] = static_cast<int64_t>(row);
     }
     going.starts[count] = static_cast<int64_t>(count);
@@ -67,15 +67,15 @@ void fan_out(const Config& c, const std::vector<KeysValues<T>>& caches, size_t B
 }  // namespace
 
 template <class T>
-bool Engine<T>::generate(const Batch& prompts, const Completion& wanted, const std::function<bool()>& going_on) {
+bool Engine<T>::generate(const Batch& prompts, const Completion& wanted, const Held<T>* held, const std::function<bool()>& going_on) {
     const Kernels<T>& kernels = *strop::kernels().of<T>().moe;
     const size_t num_rows = prompts.B * wanted.num_samples, S = padded(wanted.capacity), V = config_.V;
-    auto owned = start(prompts, false, wanted.num_samples);
+    auto owned = start(prompts, false, wanted.num_samples, held ? held->held_B : nullptr);
     prepare_positions(*owned, wanted.capacity);
     Arena& arena = *owned->arena;
     Pass<T>& pass = owned->pass;
-    T* cache = take<T>(arena, config_.num_layers * num_rows * Cache<T>::row_elements(config_, S));
-    std::vector<KeysValues<T>> caches = Cache<T>::layers_in(cache, config_, num_rows, S);
+    T* own = held ? nullptr : take<T>(arena, config_.num_layers * num_rows * Cache<T>::row_elements(config_, S));
+    std::vector<KeysValues<T>> caches = held ? held->cache.layers() : Cache<T>::layers_in(own, config_, num_rows, S);
     pass.caches = caches.data();
     Transposed<T> transposed;
     if (wanted.max_new_tokens >= kWorthTransposing) {
@@ -109,7 +109,7 @@ bool Engine<T>::generate(const Batch& prompts, const Completion& wanted, const s
     }
 }
 
-template bool Engine<float>::generate(const Batch&, const Completion&, const std::function<bool()>&);
-template bool Engine<double>::generate(const Batch&, const Completion&, const std::function<bool()>&);
+template bool Engine<float>::generate(const Batch&, const Completion&, const Held<float>*, const std::function<bool()>&);
+template bool Engine<double>::generate(const Batch&, const Completion&, const Held<double>*, const std::function<bool()>&);
 
 }  // namespace strop::moe

@@ -110,3 +110,14 @@ def test_tools_stand_in_the_prompt():
 def test_with_a_template_a_text_is_a_message_of_the_users():
     tokens = tokenizer("qwen")
     assert Chat(tokens).begin("the inn?").ids == Chat(tokens).begin([USER]).ids
+
+
+@pytest.mark.parametrize("text", ["§ 5 of the law", "§", "§§ and §§§"])
+def test_people_may_write_the_sign_that_stands_for_the_models_words(text):
+    tokens = tokenizer("qwen")
+    said = {"role": "user", "content": text}
+    dialogue = Chat(tokens).begin([said])
+    dialogue.draw(*drawn(tokens, "in § 3<|im_end|>"))
+    dialogue.hear([said])
+    messages = [said, {"role": "assistant", "content": "in § 3"}, said]
+    assert tokens.decode(dialogue.ids) == templates.render_prompt(messages, tokens)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from chat_templates import tokenizer
 from games import Echo, OfIds
+from test_tools import Counter
 from tiny_models import PlainModel, llama, moe
 from trained_models import tiny_moe, weights_of
 
@@ -69,6 +70,31 @@ def test_loss_and_gradient_are_those_of_a_mask_made_by_hand(loss_type, credit):
     for gradient, param in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, param.grad, rtol=1e-6, atol=1e-8)
     assert max(gradient.abs().max() for gradient in found) > 1e-3
+
+
+def test_gspo_counts_drawn_tokens_alone():
+    """float64, with weights that have moved: s = exp(mean of log-ratios over the drawn tokens of all turns)."""
+    model = PlainModel(eos_token_id=[0, 1, 2]).double()
+    trainer = grpo(model, importance_level="sequence", clip_eps=0.9, seed=3)
+    prompts = trainer.prepare(ROWS, "rows")
+    rollout = trainer._generate(prompts, range(2), 0)
+    _, rewards = trainer._reward(prompts, rollout)
+    experience = trainer._experience(rollout, rewards.total_B)
+    assert any(len(episode.spans) == 2 for episode in rollout.episodes)
+    with torch.no_grad():
+        for i, param in enumerate(model.parameters()):
+            param += 0.02 * torch.sin(torch.arange(param.numel(), dtype=param.dtype) + i).view_as(param)
+    everything = list(range(8))
+    result = trainer.loss_on(experience, everything, num_tokens=experience.num_tokens(everything), num_sequences=8)
+    wanted, apart = 0.0, 0.0
+    for line, (advantage, _) in zip(rollout.trajectories, by_hand(rollout, rewards, "trajectory"), strict=True):
+        drawn = line.counts_T.nonzero().flatten()
+        logps_TV = model(line.ids_T[None])[0].log_softmax(-1)
+        ratios = logps_TV[drawn - 1, line.ids_T[drawn]] - line.logps_t
+        wanted = wanted - advantage * ratios.mean().exp() / 8
+        apart = apart - advantage * (ratios.sum() / (len(line) - 1)).exp() / 8  # what counting all tokens would give
+    assert result.loss.item() == pytest.approx(wanted.item(), abs=1e-9)
+    assert abs(wanted.item() - apart.item()) > 1e-4
 
 
 def by_hand(rollout, rewards, credit):
@@ -236,17 +262,62 @@ def test_a_tool_is_called_and_answers_in_the_templates_words(name, call):
 
 
 def test_a_class_as_trl_wants_it_is_an_environment():
-    from test_tools import Counter
-
     tokens = tokenizer("qwen")
     trainer = GRPO(
         model=llama(vocab_size=len(tokens), max_length=1024), tokenizer=tokens, environment=Counter,
-        reward_fn=lambda environments: [float(one.held.count) for one in environments], max_new_tokens=80, group_size=2,
+        reward_fn=lambda environments: [float(one.count) for one in environments], max_new_tokens=80, group_size=2,
         kl_coef=0.0,
     )  # fmt: skip
     says = ['<tool_call>{"name": "increment", "arguments": {"by": 2}}</tool_call><|im_end|>', "Done.<|im_end|>"]
     trainer.player.sampler = Scripted(tokens, says)
     assert trainer.train_step([{"prompt": "Count.", "start": 3}])["reward/mean"] == 5
+
+
+class Rewarded(Counter):
+    """Its methods are tools, but for its own reward; the first message is its own too."""
+
+    def reset(self, start: int = 0, **row) -> str:
+        return super().reset(start).strip()
+
+    def get_reward(self):
+        return self.count / 2
+
+    @property
+    def never(self):
+        raise AssertionError("a property is no tool and is not asked")
+
+
+class RewardedLater(Rewarded):
+    async def get_reward(self):
+        return self.count / 2
+
+
+@pytest.mark.parametrize(
+    "environment", [Rewarded, lambda: Rewarded(), RewardedLater], ids=["class", "function", "async"]
+)
+def test_its_own_reward_is_given_once_at_the_end(environment):
+    tokens = tokenizer("qwen")
+    trainer = GRPO(
+        model=llama(vocab_size=len(tokens), max_length=1024), tokenizer=tokens, environment=environment,
+        max_new_tokens=80, group_size=2, kl_coef=0.0,
+    )  # fmt: skip
+    says = ['<tool_call>{"name": "increment", "arguments": {"by": 2}}</tool_call><|im_end|>', "Done.<|im_end|>"]
+    trainer.player.sampler = Scripted(tokens, says)
+    metrics = trainer.train_step([{"start": 3}])
+    assert metrics["reward/mean"] == 2.5
+    assert metrics[f"reward/{trainer.player.name}"] == 2.5
+    assert trainer.samples[0]["prompt"] == [{"role": "user", "content": "It is 3."}]
+
+
+def test_tools_without_any_reward_are_refused():
+    tokens = tokenizer("qwen")
+    model = llama(vocab_size=len(tokens), max_length=1024)
+    with pytest.raises(
+        ValueError, match=r"reward_fn must be given: Counter has tools and no get_reward\(\), found None"
+    ):
+        GRPO(model=model, tokenizer=tokens, environment=Counter)
+    with pytest.raises(TypeError, match="Empty must have methods that are tools, found"):
+        GRPO(model=model, tokenizer=tokens, environment=type("Empty", (), {"reset": lambda self, **row: None}))
 
 
 def test_rows_need_no_prompt_where_the_environment_has_none(tmp_path):

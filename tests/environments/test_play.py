@@ -1,7 +1,11 @@
 """Rollouts across turns: what is read is what was drawn and said, whatever the model and whoever is late."""
 
+import functools
+import sys
+import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from games import Echo, OfIds, Slow, SlowAsync
@@ -156,7 +160,13 @@ def hangs():
         (lambda: Turn("b", done=None), "done is True or False, found None"),
         (lambda: Turn(""), "with messages, or one that is done, found neither"),
         (lambda: Turn([{"role": "user", "content": "b"}]), "messages must be a str as the first were"),
-        (lambda: Turn("b", info={"x": "y"}), "info has numbers, found x 'y'"),
+        (lambda: Turn("b", info={"x": "y"}), "info has finite numbers, found x 'y'"),
+        (lambda: Turn("b", info={"x": float("inf")}), "info has finite numbers, found x inf"),
+        (lambda: Turn("b", info=[1]), r"info is a dict of numbers, found \[1\]"),
+        (lambda: Turn(3), "messages are a list, a text or ids, found 3"),
+        (lambda: Turn({"role": "user", "content": "b"}), "messages are a list, a text or ids, found {'role'"),
+        (lambda: Turn("é"), "messages must hold ids from 0 to 29, found 137"),
+        (lambda: sys.exit(0), r"Failing.step raised SystemExit: 0 \(trajectory 2"),
     ],
 )
 def test_a_wrong_step_stops_the_run_with_the_row_named(what, match):
@@ -172,6 +182,54 @@ def test_or_ends_its_trajectory_with_the_reward_that_was_asked_for():
     assert [episode.rewards[-1] for episode in found.episodes[2:4]] == [-5.0, -5.0]
     assert [len(episode.rewards) for episode in found.episodes] == [3, 3, 2, 2, 3, 3]
     assert set(found.finish_reasons) == {"environment"}
+
+
+def test_what_an_environment_gave_before_it_failed_stays_out():
+    """Ids the model does not have are not in the trajectory that "end" leaves."""
+    model = moe(eos_token_id=list(range(30)))
+    found = play(failing(lambda: Turn("bé")), model, tokenizer=LettersOnly(), on_error="end")
+    assert [len(episode.spans) for episode in found.episodes] == [3, 3, 1, 1, 3, 3]
+    assert all(line.counts_T[-1] for line in found.trajectories)
+
+
+def test_nothing_is_asked_of_an_environment_that_is_done():
+    """It says `done` in every turn, as a number of numpy's: the first ends it, and nobody asks again."""
+    asked = []
+
+    class Done(Echo):
+        def step(self, reply):
+            asked.append(id(self))
+            return Turn("b", reward=1.0, done=np.bool_(True))
+
+    found = play(Done, moe(eos_token_id=list(range(30))), tokenizer=LettersOnly())
+    assert len(asked) == len(set(asked)) == 6
+    assert [episode.rewards for episode in found.episodes] == [[1.0]] * 6
+
+
+def test_a_function_may_make_environments_with_stops_of_their_own():
+    class Stopping(Echo):
+        stop_ids = tuple(range(30))
+
+        def __init__(self, turns):
+            self.turns = turns
+
+    found = play(functools.partial(Stopping, 2), moe(), tokenizer=LettersOnly())
+    assert [episode.spans for episode in found.episodes] == [[1, 1]] * 6
+
+
+def test_seconds_are_those_in_the_environment():
+    """Not those until the model has time to listen."""
+
+    class Slow(Sampler):
+        def go_on(self, *given):
+            time.sleep(0.1)
+            return super().go_on(*given)
+
+    policy = as_policy(moe(eos_token_id=list(range(30))), LettersOnly())
+    found = Player(SlowAsync, Slow(policy), policy, TurnsConfig())(ROWS, SAMPLING, 2, 0)
+    assert (
+        0.001 < found.metrics["environment/seconds"] < 0.15
+    )  # four calls of up to 0.03; with the model's, 0.3 and more
 
 
 def test_a_reset_that_fails_always_stops():
@@ -207,6 +265,38 @@ def test_one_that_hangs_is_left(kind):
     assert time.monotonic() - start < 10
     found = play(environment, tokenizer=LettersOnly(), environment_timeout=0.2, on_error="end")
     assert found.metrics["environment/failed_fraction"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "end"])
+def test_an_async_one_that_never_awaits_or_exits_does_not_stop_the_others(on_error, monkeypatch):
+    """It blocks the event loop that all share: those calls are late, and the next have a loop of their own."""
+    monkeypatch.setattr("strop.environments.play.GRACE", 0.1)
+    release = threading.Event()
+
+    class Blocking(Echo):
+        async def step(self, reply):
+            if self.row["prompt"] == "dab" and not release.is_set():
+                release.wait(20)
+            if self.row["prompt"] == "f":
+                sys.exit(1)
+            return Echo.step(self, reply)
+
+    try:
+        if on_error == "raise":
+            with pytest.raises(EnvironmentFailure, match=r"environment_timeout=0.1 seconds|raised SystemExit: 1"):
+                play(Blocking, tokenizer=LettersOnly(), environment_timeout=0.1)
+        else:
+            policy = as_policy(moe(eos_token_id=list(range(30))), LettersOnly())
+            turns = TurnsConfig(environment_timeout=0.1, on_error="end")
+            player = Player(Blocking, Sampler(policy), policy, turns)
+            first = player(ROWS, SAMPLING, 1, 0)
+            assert first.episodes[1].failure.endswith("found it still running")
+            release.set()
+            second = player(ROWS, SAMPLING, 1, 0)
+            assert [bool(episode.failure) for episode in second.episodes] == [False, False, True]
+            assert "raised SystemExit: 1" in second.episodes[2].failure
+    finally:
+        release.set()
 
 
 def test_so_many_run_at_the_same_time():
@@ -311,3 +401,39 @@ def test_of_a_further_turn_only_the_new_tokens_are_read(monkeypatch):
     (line,) = found.trajectories
     assert len(found.episodes[0].spans) == 3
     assert len(line) - 1 <= sum(seen) <= len(line) + 3 * (2 + 4) < 3 * 32
+
+
+def test_of_a_further_turn_the_moe_reads_only_the_new_tokens(monkeypatch):
+    """Of every later turn the last token drawn and what was heard; of equal prompts all but the last token once."""
+    policy = as_policy(moe(eos_token_id=list(range(30))), LettersOnly())
+    engine, seen = policy.model.moe.engine, []
+
+    def counted(method, real):
+        def call(tokens_BT, mask_BT, *given, **options):
+            seen.append(tokens_BT.size if mask_BT is None else int(mask_BT.sum()))
+            return real(tokens_BT, mask_BT, *given, **options)
+
+        monkeypatch.setattr(engine, method, call)
+
+    counted("prefill", engine.prefill)
+    counted("complete", engine.complete)
+    found = Player(Echo, Sampler(policy), policy, TurnsConfig())([{"prompt": "abcdefgh" * 4}], SAMPLING, 3, 0)
+    assert [len(episode.spans) for episode in found.episodes] == [3, 3, 3]
+    read = [len(line) - line.counts_T.nonzero()[0].item() for line in found.trajectories]  # behind the prompt
+    assert sum(seen) == 31 + sum(1 + n - 1 for n in read)
+
+
+def test_nothing_is_kept_of_trajectories_that_ended(monkeypatch):
+    """Nor does a call of a row that ended early hold the memory of the others."""
+    kept = []
+
+    class Watching(Sampler):
+        def go_on(self, prompts, sampling, seed, addresses, now):
+            found = super().go_on(prompts, sampling, seed, addresses, now)
+            kept.append((now.rows, set(now.rows)))
+            return found
+
+    policy = as_policy(moe(eos_token_id=list(range(30))), LettersOnly())
+    Player(Echo, Watching(policy), policy, TurnsConfig())(ROWS, SAMPLING, 2, 0)
+    assert kept[0][1] == set(range(6))
+    assert kept[-1][0] == {}

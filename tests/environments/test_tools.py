@@ -52,6 +52,8 @@ def test_calls_of_hermes_qwen_and_smollm():
 def test_calls_of_llama():
     assert calls(parse_llama('{"name": "add", "parameters": {"a": 1}}')) == [("add", {"a": 1})]
     assert calls(parse_llama('<|python_tag|>{"name": "add", "parameters": {"a": 1}}')) == [("add", {"a": 1})]
+    nested = '{"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}'
+    assert calls(parse_llama(nested)) == [("add", {"a": 1})]
     assert parse_llama("The sum is {3}.") == []
 
 

@@ -120,7 +120,7 @@ def test_weights_changed_in_place_are_seen(model):
     after = model.forward(tokens)
     assert np.abs(after - before).max() > 1e-2
     close(after, float64_twin(model).forward(tokens))
-    logits, _ = model.engine.prefill(tokens, None, 8)
+    logits = model.engine.prefill(tokens, None, model.engine.new_cache(len(tokens), 8))
     close(logits, after[:, -1])
 
 
@@ -167,7 +167,8 @@ def test_prefill_then_decode_is_the_forward(model):
         ragged = attention_mask[:, :split].any(1)  # rows whose prompt has begun by then
         rows = np.nonzero(ragged)[0]
         prompt = np.ascontiguousarray(tokens[rows, :split])
-        logits, cache = model.engine.prefill(prompt, np.ascontiguousarray(attention_mask[rows, :split]), 9)
+        cache = model.engine.new_cache(len(rows), 9)
+        logits = model.engine.prefill(prompt, np.ascontiguousarray(attention_mask[rows, :split]), cache)
         close(logits, want[rows, split - 1])
         for column in range(split, 9):
             logits = model.engine.decode(np.ascontiguousarray(tokens[rows, column]), cache)
@@ -178,13 +179,59 @@ def test_prefill_then_decode_is_the_forward(model):
 def test_cache_rows_can_be_dropped_and_repeated(model):
     tokens, _, _, _ = random_batch(model.config, (3, 6))
     want = model.forward(tokens)
-    _, cache = model.engine.prefill(tokens[:, :4].copy(), None, 10)
+    cache = model.engine.new_cache(3, 10)
+    model.engine.prefill(tokens[:, :4].copy(), None, cache)
     rows = np.array([2, 0, 2])
     chosen = cache.select_rows(rows)
     assert (chosen.capacity, chosen.lengths_B.tolist()) == (10, [4, 4, 4])
     close(model.engine.decode(tokens[rows, 4], chosen), want[rows, 4])
     close(model.engine.decode(tokens[:, 4].copy(), cache), want[:, 4])  # the original is untouched
     close(model.engine.decode(tokens[rows, 5], chosen), want[rows, 5])
+
+
+def test_a_cache_goes_on_with_several_tokens_and_in_another_room(model):
+    """Rows of different lengths, right-padded, behind what two caches of other capacities hold of them."""
+    tokens, _, _, _ = random_batch(model.config, (3, 9))
+    want = model.forward(tokens)
+    short, long = model.engine.new_cache(2, 4), model.engine.new_cache(1, 20)
+    model.engine.prefill(tokens[:2, :3].copy(), None, short)
+    model.engine.prefill(tokens[2:, :5].copy(), None, long)
+    cache = model.engine.new_cache(3, 9)
+    for to, (held, row) in enumerate(((short, 0), (short, 1), (long, 0))):
+        cache.copy_row(to, held, row)
+    assert cache.lengths_B.tolist() == [3, 3, 5]
+    new = np.stack([tokens[0, 3:7], tokens[1, 3:7], np.append(tokens[2, 5:8], 0)])
+    mask = np.array([[True] * 4, [True] * 4, [True] * 3 + [False]])
+    close(model.engine.prefill(new, mask, cache), want[[0, 1, 2], [6, 6, 7]])
+    assert cache.lengths_B.tolist() == [7, 7, 8]
+    close(model.engine.decode(tokens[[0, 1, 2], [7, 7, 8]], cache), want[[0, 1, 2], [7, 7, 8]])
+
+
+def test_generation_goes_on_from_a_cache(model):
+    """A second turn draws what it draws when all is read anew, and the cache has all but the last token."""
+    prompts, options = [[5, 6, 7], [8]], {"max_new_tokens": 5, "eos_token_id": [0, 4, 8], "seed": 3}
+    cache = model.engine.new_cache(2, 20)
+    first = model.generate(prompts, cache=cache, **options)
+    heard = [[*prompt, *said.tolist(), 2, 3] for prompt, said in zip(prompts, first.completions, strict=True)]
+    assert cache.lengths_B.tolist() == [len(row) - 3 for row in heard]
+    going = [row[held:] for row, held in zip(heard, cache.lengths_B, strict=True)]
+    found, wanted = model.generate(going, cache=cache, **options), model.generate(heard, **options)
+    assert found.tokens_BT.tolist() == wanted.tokens_BT.tolist()
+    close(found.logps_BT, wanted.logps_BT)
+    assert cache.lengths_B.tolist() == [len(row) + n - 1 for row, n in zip(heard, found.lengths_B, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "capacity", "options", "match"),
+    [
+        (3, 20, {}, "cache must have a row for each of the 2 prompts, found 3"),
+        (2, 7, {}, "cache must have room for 8 tokens in a row, found 7"),
+        (2, 20, {"num_samples": 2}, "num_samples must be 1 with a cache, found 2"),
+    ],
+)
+def test_a_cache_that_does_not_fit_is_refused(model, rows, capacity, options, match):
+    with pytest.raises(ValueError, match=match):
+        model.generate([[5, 6, 7], [8]], max_new_tokens=5, cache=model.engine.new_cache(rows, capacity), **options)
 
 
 # ---- the registry ----

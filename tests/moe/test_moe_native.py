@@ -173,7 +173,8 @@ def test_prefill_decode_and_training_have_the_same_bits(config, dtype, isa):
     training = model.engine.forward_saved(tokens, mask)
     assert same_bits(model.forward(tokens, mask), training.logits_BTV)
     prompt, prompt_mask = tokens[:, :first].copy(), mask[:, :first].copy()
-    logits, cache = model.engine.prefill(prompt, prompt_mask, length)
+    cache = model.engine.new_cache(3, length)
+    logits = model.engine.prefill(prompt, prompt_mask, cache)
     assert same_bits(logits, training.logits_BTV[:, first - 1].copy())
     for column in range(first, length):
         if column == first + 4:
@@ -205,12 +206,42 @@ def test_completions_have_the_bits_of_prefill_decode_and_sample(config, dtype, r
     assert same_bits(found.lengths_B, wanted.lengths_B)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("max_new_tokens", [2, 6])
+def test_rows_that_go_on_have_the_bits_of_rows_read_anew(config, dtype, max_new_tokens, isa):
+    """Three turns, rows of different lengths, some of which wait for a turn, across two blocks of keys (256)."""
+    model = native_model(config, dtype)
+    rng = np.random.default_rng(9)
+    options = {"max_new_tokens": max_new_tokens, "temperature": 1.1, "eos_token_id": list(range(3, 9))}
+    rows = {row: rng.integers(0, config.vocab_size, length).tolist() for row, length in enumerate((3, 250, 1, 70, 9))}
+    known = {}
+    for turn, now in enumerate(((0, 1, 2, 3, 4), (4, 1, 0), (3, 2, 1, 4))):
+        prompts = [rows[row] for row in now]
+        uniforms = rng.random((len(now), max_new_tokens))
+        wanted = model.generate(prompts, uniforms=uniforms, **options)
+        cache = model.engine.new_cache(len(now), max(map(len, prompts)) + max_new_tokens + turn)
+        for at, row in enumerate(now):
+            if row in known:
+                cache.copy_row(at, *known[row])
+        new = [prompt[held:] for prompt, held in zip(prompts, cache.lengths_B, strict=True)]
+        assert turn == 0 or sum(map(len, new)) < sum(map(len, prompts)) / 2
+        found = model.generate(new, uniforms=uniforms, cache=cache, **options)
+        assert same_bits(found.tokens_BT, wanted.tokens_BT)
+        assert same_bits(found.logps_BT, wanted.logps_BT)
+        for at, row in enumerate(now):
+            rows[row] = [*rows[row], *found.completions[at].tolist()]
+            assert cache.lengths_B[at] == len(rows[row]) - 1
+            rows[row] += rng.integers(0, config.vocab_size, 1 + turn).tolist()
+            known[row] = cache, at
+
+
 def test_step_by_step_from_the_first_token(isa):
     config = CONFIGS["tiny"]
     model = native_model(config)
     tokens = np.random.default_rng(6).integers(0, config.vocab_size, (2, 40))
     wanted = model.forward(tokens)
-    logits, cache = model.engine.prefill(tokens[:, :1].copy(), None, 40)
+    cache = model.engine.new_cache(2, 40)
+    logits = model.engine.prefill(tokens[:, :1].copy(), None, cache)
     assert same_bits(logits, wanted[:, 0].copy())
     for column in range(1, 40):
         assert same_bits(model.engine.decode(tokens[:, column].copy(), cache), wanted[:, column].copy())
@@ -243,7 +274,8 @@ def test_memory_is_kept_and_does_not_grow():
         other = model.engine.forward_saved(tokens)
         model.engine.backward(saved, saved.logits_BTV, out=out)
         del saved, other
-        logits, cache = model.engine.prefill(tokens, None, 40)
+        cache = model.engine.new_cache(4, 40)
+        logits = model.engine.prefill(tokens, None, cache)
         model.engine.decode(tokens[:, 0].copy(), cache)
         model.engine.sample(logits, np.zeros(4), temperature=1.0, top_k=0, top_p=1.0)
         model.generate(tokens, max_new_tokens=20, seed=0)

@@ -90,7 +90,7 @@ class BestOfN:
         self.turns = turns if isinstance(turns, TurnsConfig) else TurnsConfig.from_options(turns or {})
         self.player = player_of(self.policy, Sampler(self.policy), environment, tools, self.turns)
         if self.player is not None:
-            self.score = EpisodeRewards(self.score, self.turns.turn_discount)
+            self.score = EpisodeRewards(self.score, self.player)
         self.n, self.pad_id, self.sampling = n, pad_id, Sampling(**sampling)
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.rewards = torch.zeros(0)

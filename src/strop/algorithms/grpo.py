@@ -238,7 +238,7 @@ class GRPO(Trainer):
             self.any_format = True
             if config.turns.credit == "turn" and config.advantage_scale == "batch" and self.world.size > 1:
                 raise ValueError('advantage_scale must be "group" or "none" with credit="turn" in several processes')
-            self.rewards = EpisodeRewards(self.rewards, config.turns.turn_discount)
+            self.rewards = EpisodeRewards(self.rewards, self.player)
 
     @property
     def functions(self) -> list[Any]:

@@ -77,7 +77,7 @@ class OnlineDPO(DPO):
         if reward_fn is not None:
             self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
         if self.player is not None and preference_fn is None:
-            self.rewards = EpisodeRewards(self.rewards, config.turns.turn_discount)
+            self.rewards = EpisodeRewards(self.rewards, self.player)
         if self.rewards is None:
             self.preference = PreferenceFunction(preference_fn, config.reward_timeout, config.find_failing)
             if config.reward_weights is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]
-SPOKEN = "§"  # stands for what the assistant says; no template has it
+SPOKEN = "§"  # stands for what the assistant says, once or more: what no template and no message has
 
 
 def render(messages: Sequence[Message], tokenizer: Any, row: Mapping[str, Any] | None = None, **options: Any) -> str:
@@ -57,14 +57,16 @@ def between(
 ) -> str:
     """What stands between an assistant's words, which answer `before`, and its next turn: the end of its turn, the new
     messages, and the opening of the next. Without new messages only the end of its turn."""
-    spoken = {"role": "assistant", "content": SPOKEN}
-    whole = render([*before, spoken, *new], tokenizer, row, add_generation_prompt=bool(new))
-    if whole.count(SPOKEN) != 1:
+    texts = "".join(str(message) for message in (*before, *new))
+    spoken = next(mark for n in itertools.count(1) if (mark := SPOKEN * n) not in texts)  # people write of §§ too
+    said = {"role": "assistant", "content": spoken}
+    whole = render([*before, said, *new], tokenizer, row, add_generation_prompt=bool(new))
+    if whole.count(spoken) != 1:
         raise ValueError(
-            f"the chat template must write what the assistant says once, found it {whole.count(SPOKEN)} times: "
+            f"the chat template must write what the assistant says once, found it {whole.count(spoken)} times: "
             f"{whole[-80:]!r}"
         )
-    return whole.partition(SPOKEN)[2]
+    return whole.partition(spoken)[2]
 
 
 def check_append_only(

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+
 from strop._checks import check_choice, check_count, check_number
 from strop.config import Config
 
@@ -113,17 +115,26 @@ def as_turn(answer: Any) -> Turn:
     """What a step returned, checked: nothing is made up where it is wrong."""
     if not isinstance(answer, Turn):
         raise TypeError(f"it must return a Turn, found {answer!r:.60}")
-    if not isinstance(answer.done, bool):
+    if not isinstance(answer.done, (bool, np.bool_)):
         raise TypeError(f"it must return a Turn whose done is True or False, found {answer.done!r:.60}")
     reward = answer.reward.item() if hasattr(answer.reward, "item") else answer.reward
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
         raise ValueError(f"it must return a Turn with a finite reward, found {answer.reward!r:.60}")
-    wrong = [name for name, value in answer.info.items() if not isinstance(value, numbers.Real)]
-    if wrong:
-        raise TypeError(f"it must return a Turn whose info has numbers, found {wrong[0]} {answer.info[wrong[0]]!r:.60}")
-    if not answer.done and (answer.messages is None or len(answer.messages) == 0):
+    if not isinstance(answer.info, Mapping):
+        raise TypeError(f"it must return a Turn whose info is a dict of numbers, found {answer.info!r:.60}")
+    for name, value in answer.info.items():
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise TypeError(f"it must return a Turn whose info has finite numbers, found {name} {value!r:.60}")
+    if not answer.done:
+        _check_messages(answer.messages)
+    return Turn(answer.messages, float(reward), bool(answer.done), {k: float(v) for k, v in answer.info.items()})
+
+
+def _check_messages(messages: Any) -> None:
+    if isinstance(messages, Mapping) or not (messages is None or hasattr(messages, "__len__")):
+        raise TypeError(f"it must return a Turn whose messages are a list, a text or ids, found {messages!r:.60}")
+    if messages is None or len(messages) == 0:
         raise ValueError("it must return a Turn with messages, or one that is done, found neither")
-    return Turn(answer.messages, float(reward), answer.done, {k: float(v) for k, v in answer.info.items()})
 
 
 def as_environment(environment: Any) -> Any:

@@ -5,27 +5,39 @@ from typing import Any
 
 import torch
 
-from strop.environments.play import Episode
+from strop.environments.play import Episode, Player
+from strop.environments.tools import ToolBox
 from strop.primitives import compute_batch_group_advantages
 from strop.rewards import RewardFunctions, Rewards
 
 
 class EpisodeRewards:
-    """The discounted rewards of the environments, the column `environment`, and those of reward functions besides."""
+    """The discounted rewards of the environments, the column `environment`, and those of reward functions besides.
 
-    def __init__(self, besides: RewardFunctions | None, discount: float):
-        self.besides, self.discount = besides, discount
+    An object whose methods are tools has no rewards of turns: its own `get_reward` is a function besides.
+    """
+
+    def __init__(self, besides: RewardFunctions | None, player: Player):
+        self.discount = player.config.turn_discount
+        self.parts = [] if besides is None else [besides]
         self.functions = [] if besides is None else besides.functions
-        self.names = ["environment", *([] if besides is None else besides.names)]
+        if isinstance(player.make, ToolBox) and player.make.gives_reward:
+            self.parts.append(RewardFunctions(player.make.own_reward()))
+        elif isinstance(player.make, ToolBox) and besides is None:
+            raise ValueError(f"reward_fn must be given: {player.name} has tools and no get_reward(), found None")
+        self.names = ["environment", *(name for part in self.parts for name in part.names)]
         if len(set(self.names)) < len(self.names):
-            raise ValueError("reward_fn must not be called 'environment': the environment's rewards are")
+            raise ValueError(
+                "reward_fn must not be called as the environment or 'environment': these are names of rewards"
+            )
 
     def __call__(self, rows: Mapping[str, Sequence[Any]], rollout: Any) -> Rewards:
-        returns_B = torch.tensor([one.returns(self.discount)[0] for one in rollout.episodes], dtype=torch.float32)
-        if self.besides is None:
-            return Rewards(returns_B, {"environment": returns_B})
-        rewards = self.besides(rows)
-        return Rewards(rewards.total_B + returns_B, {"environment": returns_B, **rewards.columns})
+        total_B = torch.tensor([one.returns(self.discount)[0] for one in rollout.episodes], dtype=torch.float32)
+        columns = {"environment": total_B}
+        for part in self.parts:
+            rewards = part(rows)
+            total_B, columns = total_B + rewards.total_B, columns | rewards.columns
+        return Rewards(total_B, columns)
 
 
 def turn_advantages(

@@ -7,7 +7,7 @@ dialogue.hear(messages)                     # what follows it, with the template
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +25,17 @@ class Chat:
     """How a tokenizer writes conversations; `tools` are schemas for its template.
 
     rewritten_turns   "refuse" templates that rewrite earlier turns, or "keep" turns as they were drawn
+    check_ids         raises where the model has no such token
     """
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Any] | None = None, rewritten_turns: str = "refuse"):
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Any] | None = None,
+        rewritten_turns: str = "refuse",
+        check_ids: Callable[[torch.Tensor, str], None] | None = None,
+    ):
+        self.tokenizer, self.check_ids = tokenizer, check_ids
         self.row = {"tools": list(tools)} if tools else {}
         self.has_template = getattr(tokenizer, "chat_template", None) is not None
         self.ends = turn_ends(tokenizer) if self.has_template else eos_ids(tokenizer)
@@ -44,7 +51,12 @@ class Chat:
         ids = encode_prompt(messages, self.tokenizer, self.row)
         if not ids:
             raise ValueError(f"the first messages must hold at least one token, found none in {first!r:.60}")
-        return Dialogue(self, messages, ids)
+        return Dialogue(self, messages, self.checked(ids))
+
+    def checked(self, ids: list[int]) -> list[int]:
+        if self.check_ids is not None:
+            self.check_ids(torch.tensor(ids), "messages")
+        return ids
 
     def text(self, ids: Sequence[int], special_tokens: bool = False) -> Any:
         """What the model said, without the token that ends its turn; without a tokenizer the ids."""
@@ -93,7 +105,7 @@ class Dialogue:
     def hear(self, new: Any, longest: float = math.inf) -> bool:
         """What the model reads before its next turn: messages, a text, or ids. False: it does not fit, and is left out."""
         messages = [dict(one) for one in new] if is_conversation(new) else [{"role": "user", "content": new}]
-        ids = self._encoded(messages, new)
+        ids = self.chat.checked(self._encoded(messages, new))
         if len(self.ids) + len(ids) > longest:
             return False
         self.ids += ids

@@ -36,8 +36,10 @@ def player_of(policy: Any, sampler: Any, environment: Any, tools: Any, turns: Tu
         raise ValueError("give environment or tools, found both: an environment's own tools are its attribute `tools`")
     if isinstance(environment, str):
         environment = load_function(environment, "environment")
-    if tools is None and isinstance(environment, type) and not hasattr(environment, "step"):
-        tools = environment  # its methods are tools, as TRL's environment_factory has them
+    if tools is None and callable(environment) and not hasattr(environment, "tools"):
+        known = environment if isinstance(environment, type) else environment()
+        if hasattr(known, "reset") and not hasattr(known, "step"):
+            tools = environment  # its methods are tools, as TRL's environment_factory has them
     made = environment if tools is None else ToolBox(tools, policy.tokenizer)
     return Player(made, sampler, policy, turns)
 

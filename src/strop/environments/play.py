@@ -18,11 +18,12 @@ import torch
 
 from strop.environments.base import Turn, TurnsConfig, as_environment, as_turn
 from strop.environments.dialogue import Chat, Dialogue
-from strop.environments.pool import Late, Pool
+from strop.environments.pool import Answer, Late, Pool
 from strop.rollout import End, Rollout, Sampler, Sampling
 from strop.rollout.kept import Kept
 
 LINGER = 0.005  # seconds to wait for further environments once one has answered: larger batches
+GRACE = 5.0  # seconds beyond a call's timeout in which none answers: then an `async def` holds up the others
 
 
 class EnvironmentFailure(ValueError):
@@ -84,7 +85,7 @@ class Episodes(Rollout):
             "completions": [dialogue.replies[-1] for dialogue in dialogues],
             "conversations": [dialogue.conversation() for dialogue in dialogues],
             "replies": [dialogue.messages for dialogue in dialogues],
-            "environments": [episode.environment for episode in self.episodes],
+            "environments": [getattr(one.environment, "held", None) or one.environment for one in self.episodes],
         }
 
     @property
@@ -105,8 +106,10 @@ class Player:
         self.make = as_environment(environment)
         self.name = getattr(environment, "__name__", type(environment).__name__)
         self.sampler, self.policy, self.config = sampler, policy, config
-        self.chat = Chat(policy.tokenizer, getattr(environment, "tools", None), config.rewritten_turns)
-        self.ends = (*getattr(environment, "stop_ids", ()), *self.chat.ends)
+        known = environment if hasattr(environment, "tools") else environment()  # of a function: of what it makes
+        tools = getattr(known, "tools", None)
+        self.chat = Chat(policy.tokenizer, tools, config.rewritten_turns, policy.check_ids)
+        self.ends = (*getattr(known, "stop_ids", ()), *self.chat.ends)
         self.pool = Pool(config.environment_workers, config.environment_timeout)
 
     def __call__(
@@ -134,8 +137,7 @@ class _Play:
         self.rows, self.addresses = [row for row, _ in each], [address for _, address in each]
         self.episodes = [Episode(player.make(), None) for _ in each]
         self.ended: set[int] = set()
-        self.waiting: dict[concurrent.futures.Future[Any], int] = {}
-        self.asked: dict[int, float] = {}
+        self.waiting: dict[Answer, int] = {}
         self.engine, self.kept = "", Kept()
         limits = (limit for limit in (player.policy.max_length, player.config.max_tokens) if limit is not None)
         self.room = max(min(limits, default=math.inf) - sampling.max_new_tokens, 0)  # for all before a turn
@@ -175,40 +177,44 @@ class _Play:
     # ---- the environment's ----
 
     def _ask(self, i: int, function: Callable[..., Any], *arguments: Any) -> None:
-        self.asked[i] = time.perf_counter()
         self.waiting[self.player.pool.submit(function, *arguments)] = i
 
     def _answered(self) -> list[int]:
         """Trajectories whose environment has answered; waits for at least one."""
-        found, left = [], set(self.waiting)
-        timeout = None
-        while left:
-            done, left = concurrent.futures.wait(left, timeout, concurrent.futures.FIRST_COMPLETED)
-            if not done:
+        found: list[int] = []
+        limit = self.player.config.environment_timeout
+        patience = None if limit is None else limit + GRACE
+        while self.waiting:
+            done, _ = concurrent.futures.wait(self.waiting, patience, concurrent.futures.FIRST_COMPLETED)
+            if found and not done:
                 break
-            for i, future in sorted((self.waiting.pop(one), one) for one in done):
-                self.episodes[i].seconds += time.perf_counter() - self.asked[i]
-                self._hear(i, future)
-                found.append(i)
-            timeout = LINGER
+            if not done:  # every call has its time limit, and none came back: all are late
+                self.player.pool.forget_loop()
+            for answer, i in sorted(self.waiting.items(), key=lambda one: one[1]):
+                if answer in done or not done:
+                    del self.waiting[answer]
+                    self.episodes[i].seconds += answer.seconds
+                    self._hear(i, answer)
+                    found.append(i)
+            patience = LINGER
         return found
 
-    def _hear(self, i: int, future: concurrent.futures.Future[Any]) -> None:
+    def _hear(self, i: int, future: Answer) -> None:
         """What came back, or why nothing did."""
         method = "reset" if self.episodes[i].dialogue is None else "step"
         who = f"{self.player.name}.{method}"
-        try:
-            answer = future.result()
-        except Late as error:
+        error = future.exception() if future.done() else Late()
+        if isinstance(error, Late):
             limit = self.player.config.environment_timeout
             what = f"{who} must return within environment_timeout={limit:g} seconds, found it still running"
             return self._fail(i, error, what)
-        except Exception as error:
+        if error is not None:
             return self._fail(i, error, f"{who} raised {type(error).__name__}: {' '.join(str(error).split())}")
         try:
+            answer = future.result()
             return self._begin(i, answer) if method == "reset" else self._take(i, as_turn(answer))
-        except Exception as error:
-            return self._fail(i, error, f"{who}: {error}")
+        except Exception as wrong:
+            return self._fail(i, wrong, f"{who}: {wrong}")
 
     def _take(self, i: int, turn: Turn) -> None:
         episode, config = self.episodes[i], self.player.config
@@ -216,7 +222,7 @@ class _Play:
         for name, value in turn.info.items():
             episode.info[name] = episode.info.get(name, 0.0) + value
         if episode.finish == "length":  # the turn was cut: nothing can follow it
-            self.ended.add(i)
+            self._end(i, "length")
         elif turn.done:
             self._end(i, "environment")
         elif len(episode.spans) == config.max_turns:
@@ -227,6 +233,7 @@ class _Play:
     def _end(self, i: int, finish: str) -> None:
         self.episodes[i].finish = finish
         self.ended.add(i)
+        self.kept.rows.pop(i, None)
 
     def _begin(self, i: int, first: Any) -> None:
         dialogue = self.player.chat.begin(first)
@@ -237,7 +244,7 @@ class _Play:
             )
         self.episodes[i].dialogue = dialogue
 
-    def _fail(self, i: int, error: Exception, what: str) -> None:
+    def _fail(self, i: int, error: BaseException, what: str) -> None:
         """Stop the run, or end the trajectory with the reward that was asked for."""
         episode, config = self.episodes[i], self.player.config
         if config.on_error == "raise" or episode.dialogue is None:

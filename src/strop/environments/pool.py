@@ -4,67 +4,92 @@ import asyncio
 import concurrent.futures
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from strop.environments.base import is_async
 from strop.rewards import OutOfTime, time_limit
 
-Future = concurrent.futures.Future[Any]
-
 
 class Late(Exception):
     """A call took longer than its time."""
+
+
+class Answer(concurrent.futures.Future[Any]):
+    """What a call returned or raised, and how long it ran."""
+
+    seconds = 0.0
+
+    def settle(self, start: float, value: Any = None, error: BaseException | None = None) -> None:
+        self.seconds = time.perf_counter() - start
+        if error is None:
+            self.set_result(value)
+        else:
+            self.set_exception(error)
 
 
 class Pool:
     """At most `size` calls at the same time, each for at most `timeout` seconds. Threads end with the program.
 
     A plain method that is late is stopped where Python code runs; where it waits in C it is left behind, as
-    `strop.rewards.time_limit` says.
+    `strop.rewards.time_limit` says. An `async def` that is late is cancelled; one that never awaits holds up all others,
+    which `forget_loop` leaves behind.
     """
 
     def __init__(self, size: int, timeout: float | None = None):
         self.size, self.timeout = size, timeout
-        self._jobs: queue.SimpleQueue[tuple[Future, Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Answer, Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
         self._num_threads = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: asyncio.Semaphore | None = None
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+        answer = Answer()
         if is_async(function):
-            return asyncio.run_coroutine_threadsafe(self._awaited(function, *arguments), self._event_loop())
-        future: Future = concurrent.futures.Future()
-        self._jobs.put((future, function, arguments))
+            asyncio.run_coroutine_threadsafe(self._await(answer, function, arguments), self._event_loop())
+            return answer
+        self._jobs.put((answer, function, arguments))
         if self._num_threads < self.size:
             self._num_threads += 1
             threading.Thread(target=self._work, daemon=True, name="environment").start()
-        return future
+        return answer
+
+    def forget_loop(self) -> None:
+        """What runs in the event loop is left behind; further calls get a new one."""
+        self._loop = self._free = None
 
     def _work(self) -> None:
         while True:
-            future, function, arguments = self._jobs.get()
+            answer, function, arguments = self._jobs.get()
+            start = time.perf_counter()
             try:
-                future.set_result(self._call(function, arguments))
+                answer.settle(start, self._call(function, arguments))
             except OutOfTime:
-                future.set_exception(Late())
+                answer.settle(start, error=Late())
             except BaseException as error:
-                future.set_exception(error)
-            del future, function, arguments
+                answer.settle(start, error=error)
+            del answer, function, arguments
 
     def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         if self.timeout is None:
             return function(*arguments)
         return time_limit(lambda: function(*arguments), self.timeout)
 
-    async def _awaited(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def _await(self, answer: Answer, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         if self._free is None:
             self._free = asyncio.Semaphore(self.size)
         async with self._free:
+            start = time.perf_counter()
+            limit = asyncio.timeout(self.timeout)
             try:
-                return await asyncio.wait_for(function(*arguments), self.timeout)
-            except TimeoutError:
-                raise Late from None
+                async with limit:
+                    value = await function(*arguments)
+            except BaseException as error:  # SystemExit too, which would end the loop
+                late = isinstance(error, TimeoutError) and limit.expired()
+                answer.settle(start, error=Late() if late else error)
+            else:
+                answer.settle(start, value)
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:

@@ -13,6 +13,7 @@ A trajectory ends when the model says something without a call. A call that cann
 wrong arguments, and one whose function raises, is answered with the error.
 """
 
+import asyncio
 import inspect
 import json
 import re
@@ -69,6 +70,8 @@ def _calls_in(text: str) -> list[Call]:
 
 
 def _call(found: Any) -> Call:
+    if isinstance(found, dict) and isinstance(found.get("function"), dict):  # {"type": "function", "function": {…}}
+        found = found["function"]
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return Call(error=f'a call must be {{"name": …, "arguments": {{…}}}}, found {json.dumps(found):.60}')
     arguments = found.get("arguments", found.get("parameters", {}))
@@ -95,8 +98,9 @@ class ToolBox:
     """Makes an environment of functions for each trajectory.
 
     functions   typed, with a docstring that describes their arguments (Google style), as transformers'
-                `get_json_schema` reads them; some may be `async def`. Or a class whose public methods are the tools:
-                one object a trajectory, with `reset(**row)` (TRL's environment_factory)
+                `get_json_schema` reads them; some may be `async def`. Or a class, or a function that makes an object,
+                whose public methods are the tools: one object a trajectory, with `reset(**row)`, and if it likes
+                `get_reward()` (TRL's environment_factory)
     parser      reads calls from a reply; None chooses by the chat template
     """
 
@@ -105,15 +109,20 @@ class ToolBox:
     def __init__(self, functions: Any, tokenizer: Any, parser: Parser | None = None):
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError("tools need a tokenizer with a chat template, found none")
-        self.factory = functions if isinstance(functions, type) else None
-        functions = methods_of(functions()) if self.factory else list(functions)
+        self.factory = functions if callable(functions) else None
+        held = functions() if self.factory else None
+        functions = list(functions) if held is None else methods_of(held)
         if not functions or not all(map(callable, functions)):
-            raise TypeError(f"tools must be functions, found {functions!r:.60}")
+            who = (
+                "tools must be functions" if held is None else f"{type(held).__name__} must have methods that are tools"
+            )
+            raise TypeError(f"{who}, found {functions!r:.60}")
         self.functions = {function.__name__: function for function in functions}
         self.tools = [schema_of(function) for function in functions]
         self.parser = parser or parser_of(tokenizer)
         self.described = "" if _shows(tokenizer, self.tools) else _description(self.tools)
-        self.__name__ = self.factory.__name__ if self.factory else "tools"
+        self.__name__ = "tools" if held is None else type(held).__name__
+        self.gives_reward = hasattr(held, "get_reward")
         self.is_async = any(map(inspect.iscoroutinefunction, functions))
 
     def __call__(self) -> "Tools":
@@ -122,6 +131,15 @@ class ToolBox:
             return make(self, self.functions)
         held = self.factory()
         return make(self, {function.__name__: function for function in methods_of(held)}, held)
+
+    def own_reward(self) -> Callable[..., list[Any]]:
+        """The reward function of objects that say themselves what their trajectories are worth."""
+
+        def own(environments: Sequence[Any]) -> list[Any]:
+            return [_awaited(held.get_reward()) for held in environments]
+
+        own.__name__ = self.__name__
+        return own
 
 
 class Tools(Environment):
@@ -134,7 +152,8 @@ class Tools(Environment):
         self.parameters = {one["function"]["name"]: one["function"]["parameters"] for one in box.tools}
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        prompt = super().reset(row)
+        says_all = self.held is not None and "prompt" not in row  # the object itself begins
+        prompt: Any = "" if says_all else super().reset(row)
         messages = [dict(m) for m in prompt] if is_conversation(prompt) else [{"role": "user", "content": prompt}]
         if self.held is not None and (seen := self.held.reset(**row)) is not None:
             messages[-1]["content"] += str(seen)
@@ -210,9 +229,17 @@ def as_content(result: Any) -> str:
 
 
 def methods_of(held: Any) -> list[Callable[..., Any]]:
-    """Public methods but `reset`."""
-    names = [name for name in dir(held) if not name.startswith("_") and name != "reset"]
+    """Public methods but `reset` and `get_reward`; properties are not asked."""
+    named = [name for name, _ in inspect.getmembers(type(held), inspect.isfunction)]
+    names = [name for name in named if not name.startswith("_") and name not in ("reset", "get_reward")]
     return [method for name in names if inspect.ismethod(method := getattr(held, name))]
+
+
+def _awaited(value: Any) -> Any:
+    async def result() -> Any:
+        return await value
+
+    return asyncio.run(result()) if inspect.isawaitable(value) else value
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:

@@ -70,6 +70,10 @@ class KVCache(ABC):
     def select_rows(self, rows: np.ndarray) -> "KVCache":
         """A new cache of the given rows (int64, in that order, repeats allowed): drops finished rows, fans prompts out."""
 
+    @abstractmethod
+    def copy_row(self, to: int, source: "KVCache", row: int) -> None:
+        """Row `to` becomes what row `row` of another cache of the engine is, which may have another capacity."""
+
 
 class Engine(ABC):
     """What computes. See the module's docstring for what it may rely on."""
@@ -148,14 +152,17 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def prefill(
-        self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None, capacity: int
-    ) -> tuple[np.ndarray, KVCache]:
-        """logits_BV of each row's last real token, and a cache that holds the rows and room for `capacity` tokens each."""
+    def new_cache(self, num_rows: int, capacity: int) -> KVCache:
+        """A cache with room for `capacity` tokens in each row, which hold none yet."""
 
     @abstractmethod
+    def prefill(self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None, cache: KVCache) -> np.ndarray:
+        """Append each row's real tokens to what the cache holds of it, in place; logits_BV after the last. Every row has
+        room."""
+
     def decode(self, tokens_B: np.ndarray, cache: KVCache) -> np.ndarray:
-        """Append one token (int64) to every row of the cache, in place; logits_BV after it. Every row has room."""
+        """The same with one token for every row."""
+        return self.prefill(np.ascontiguousarray(tokens_B[:, None]), None, cache)
 
     def adamw_update_all(
         self,
@@ -197,18 +204,21 @@ class Engine(ABC):
         temperature: float,
         top_k: int,
         top_p: float,
+        cache: KVCache | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """num_samples completions of each prompt, next to each other: new tokens_BT, their logps_BT, lengths_B.
 
         uniforms_BT has a row for each completion and a column for each token it may have; `capacity` is the tokens of
-        the longest prompt and these. A row ends after a token of `eos` (int64); behind it stand `pad` and 0. An engine
-        may have a loop of its own.
+        the longest prompt and these. A row ends after a token of `eos` (int64); behind it stand `pad` and 0. With a cache,
+        and then num_samples is 1, the prompts follow what it holds, which `capacity` counts too; afterwards it holds all
+        of each row but its last token. An engine may have a loop of its own.
         """
         num_rows, max_new_tokens = uniforms_BT.shape
         new_BT = np.full((num_rows, max_new_tokens), pad, np.int64)
         logps_BT = np.zeros((num_rows, max_new_tokens))
-        lengths_B = np.full(num_rows, max_new_tokens)
-        logits, cache = self.prefill(tokens_BT, attention_mask_BT, capacity)
+        lengths_B = np.empty(num_rows, np.int64)
+        kept, cache = cache, self.new_cache(len(tokens_BT), capacity) if cache is None else cache
+        logits = self.prefill(tokens_BT, attention_mask_BT, cache)
         if num_samples > 1:
             fan_out = np.repeat(np.arange(len(tokens_BT)), num_samples)
             logits, cache = logits[fan_out], cache.select_rows(fan_out)
@@ -218,13 +228,16 @@ class Engine(ABC):
                 logits, uniforms_BT[active, step], temperature=temperature, top_k=top_k, top_p=top_p
             )
             new_BT[active, step], logps_BT[active, step] = tokens, logps
-            finished = (tokens[:, None] == eos).any(1)
-            if finished.any():
-                lengths_B[active[finished]] = step + 1
-                going = np.nonzero(~finished)[0]
-                active, tokens, cache = active[going], tokens[going], cache.select_rows(going)
-            if not active.size or step + 1 == max_new_tokens:
+            ends = (tokens[:, None] == eos).any(1) | (step + 1 == max_new_tokens)
+            lengths_B[active[ends]] = step + 1
+            if kept is not None:
+                for at in np.nonzero(ends)[0].tolist():
+                    kept.copy_row(active[at], cache, at)
+            going = np.nonzero(~ends)[0]
+            if not going.size:
                 break
+            if ends.any():
+                active, tokens, cache = active[going], tokens[going], cache.select_rows(going)
             logits = self.decode(tokens, cache)
         return new_BT, logps_BT, lengths_B
 

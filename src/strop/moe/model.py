@@ -13,7 +13,7 @@ import numpy as np
 from strop._checks import as_count
 from strop.moe import _inputs, weights
 from strop.moe.config import MoEConfig
-from strop.moe.engine import Arrays
+from strop.moe.engine import Arrays, KVCache
 from strop.moe.engines import engine_class
 from strop.moe.sampling import check_sampling, check_temperature
 
@@ -140,6 +140,7 @@ class MoETransformer:
         attention_mask: Any = None,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
+        cache: KVCache | None = None,
     ) -> Generation:
         """Complete prompts with a KV cache; finished rows leave the batch.
 
@@ -149,16 +150,20 @@ class MoETransformer:
         seed           the same seed draws the same tokens; None draws new ones
         uniforms       (rows, max_new_tokens) in [0, 1), the random numbers themselves in place of a seed
         eos_token_id   one or several ids that end a row, pad_token_id what stands behind it; the config's where None
+        cache          of `engine.new_cache`: the prompts follow what it holds of each row, and it keeps what is read, all
+                       but a row's last token; with num_samples=1
         """
         check_sampling(temperature, top_k, top_p)
         for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
             as_count(value, name, 1)
-        tokens_BT, mask_BT, longest = self._prompt_batch(prompts, attention_mask)
+        tokens_BT, mask_BT, longest = self._prompt_batch(prompts, attention_mask, cache)
         if longest + max_new_tokens > self.config.max_seq_len:
             raise ValueError(
                 f"max_new_tokens must be at most {self.config.max_seq_len - longest} after a prompt of {longest} tokens "
                 f"(max_seq_len={self.config.max_seq_len}), found {max_new_tokens}"
             )
+        if cache is not None:
+            _check_room(cache, len(tokens_BT), longest + max_new_tokens, num_samples)
         eos, pad = self._end_tokens(eos_token_id, pad_token_id)
 
         shape = (len(tokens_BT) * num_samples, max_new_tokens)
@@ -177,11 +182,15 @@ class MoETransformer:
             temperature=float(temperature),
             top_k=int(top_k),
             top_p=float(top_p),
+            cache=cache,
         )
         width = int(lengths_B.max())
         return Generation(new_BT[:, :width], logps_BT[:, :width], lengths_B)
 
-    def _prompt_batch(self, prompts: Any, attention_mask: Any) -> tuple[np.ndarray, np.ndarray | None, int]:
+    def _prompt_batch(
+        self, prompts: Any, attention_mask: Any, cache: KVCache | None
+    ) -> tuple[np.ndarray, np.ndarray | None, int]:
+        """Tokens, the mask of real ones, and the most a row has, those in the cache included."""
         if isinstance(prompts, (list, tuple)):
             if attention_mask is not None:
                 raise ValueError(
@@ -189,8 +198,10 @@ class MoETransformer:
                 )
             prompts, attention_mask = _inputs.left_padded(prompts)
         tokens_BT, mask_BT = _inputs.as_batch(prompts, attention_mask, self.config)
-        longest = tokens_BT.shape[1] if mask_BT is None else int(mask_BT.sum(1).max())
-        return tokens_BT, mask_BT, longest
+        lengths_B = np.full(len(tokens_BT), tokens_BT.shape[1]) if mask_BT is None else mask_BT.sum(1)
+        if cache is not None and len(cache.lengths_B) == len(lengths_B):
+            lengths_B = lengths_B + cache.lengths_B
+        return tokens_BT, mask_BT, int(lengths_B.max())
 
     def _end_tokens(self, eos_token_id: Any, pad_token_id: int | None) -> tuple[tuple[int, ...], int]:
         eos = self.config.eos_token_ids if eos_token_id is None else tuple(np.atleast_1d(eos_token_id).tolist())
@@ -222,6 +233,15 @@ class MoETransformer:
 
     def __repr__(self) -> str:
         return f"MoETransformer({self.num_parameters():,} parameters, engine={self.engine.name!r}, {self.dtype})"
+
+
+def _check_room(cache: KVCache, num_rows: int, length: int, num_samples: int) -> None:
+    if num_samples != 1:
+        raise ValueError(f"num_samples must be 1 with a cache, found {num_samples}")
+    if len(cache.lengths_B) != num_rows:
+        raise ValueError(f"cache must have a row for each of the {num_rows} prompts, found {len(cache.lengths_B)}")
+    if cache.capacity < length:
+        raise ValueError(f"cache must have room for {length} tokens in a row, found {cache.capacity}")
 
 
 def _remade(config: MoEConfig, engine: str, params: Arrays) -> MoETransformer:

@@ -28,6 +28,10 @@ class NativeCache(KVCache):
     def select_rows(self, rows: np.ndarray) -> "NativeCache":
         return NativeCache(self.rows.select_rows(rows), self.lengths_B[rows], self.capacity)
 
+    def copy_row(self, to, source, row):
+        self.rows.copy_row(int(to), source.rows, int(row), int(source.lengths_B[row]))
+        self.lengths_B[to] = source.lengths_B[row]
+
 
 class NativeEngine(Engine):
     name = "native"
@@ -99,17 +103,13 @@ class NativeEngine(Engine):
         )
         return loss, grads
 
-    def prefill(self, tokens_BT, attention_mask_BT, capacity):
-        B, T = tokens_BT.shape
-        lengths_B = np.full(B, T, np.int64) if attention_mask_BT is None else attention_mask_BT.sum(1)
-        logits_BV = np.empty((B, self.config.vocab_size), self.dtype)
-        rows = self.compiled.prefill(tokens_BT, attention_mask_BT, capacity, logits_BV)
-        return logits_BV, NativeCache(rows, lengths_B, capacity)
+    def new_cache(self, num_rows, capacity):
+        return NativeCache(self.compiled.new_cache(num_rows, capacity), np.zeros(num_rows, np.int64), capacity)
 
-    def decode(self, tokens_B, cache):
-        logits_BV = np.empty((len(tokens_B), self.config.vocab_size), self.dtype)
-        self.compiled.decode(tokens_B, cache.lengths_B, cache.rows, logits_BV)
-        cache.lengths_B = cache.lengths_B + 1
+    def prefill(self, tokens_BT, attention_mask_BT, cache):
+        logits_BV = np.empty((len(tokens_BT), self.config.vocab_size), self.dtype)
+        self.compiled.prefill(tokens_BT, attention_mask_BT, cache.rows, cache.lengths_B, logits_BV)
+        cache.lengths_B = cache.lengths_B + _num_tokens(tokens_BT, attention_mask_BT)
         return logits_BV
 
     def sample(self, logits_BV, uniforms_B, *, temperature, top_k, top_p):
@@ -130,13 +130,16 @@ class NativeEngine(Engine):
         temperature,
         top_k,
         top_p,
+        cache=None,
     ):
         new_BT, logps_BT = np.full(uniforms_BT.shape, pad, np.int64), np.zeros(uniforms_BT.shape)
         lengths_B = np.empty(len(uniforms_BT), np.int64)
         self.compiled.generate(
             tokens_BT, attention_mask_BT, capacity, num_samples, temperature, top_k, top_p, eos, uniforms_BT,
-            new_BT, logps_BT, lengths_B,
+            new_BT, logps_BT, lengths_B, *((None, None) if cache is None else (cache.rows, cache.lengths_B)),
         )  # fmt: skip
+        if cache is not None:
+            cache.lengths_B = cache.lengths_B + _num_tokens(tokens_BT, attention_mask_BT) + lengths_B - 1
         return new_BT, logps_BT, lengths_B
 
     def adamw_update_all(self, params, grads, ms, vs, *, weight_decays, step, lr, beta1, beta2, eps, grad_scale=1.0):
@@ -154,6 +157,11 @@ class NativeEngine(Engine):
     @classmethod
     def kernels(cls):
         return {"matmul": _matmul, "softmax": _softmax, "rms_norm": _rms_norm, "products": _products}
+
+
+def _num_tokens(tokens_BT, attention_mask_BT):
+    """Of each row, padding not counted; or of all."""
+    return tokens_BT.shape[1] if attention_mask_BT is None else attention_mask_BT.sum(1)
 
 
 # ---- parts alone, for benchmarks: the work is prepared as the engine has it, the call is the compiled function -------

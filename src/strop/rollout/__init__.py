@@ -36,7 +36,7 @@ ENGINES: dict[str, Callable[..., Completions]] = {
 
 End = tuple[Any, ...]  # (length, finish reason), and of several turns a dict of numbers
 ENDED = ("eos", "environment")  # finish reasons of what is not truncated
-KEEPING = ("hf",)  # engines that keep rows
+KEEPING = ("hf", "moe")  # engines that keep rows; one that only returns logits has nothing to keep
 
 ROWS = ("prompt_ids", "completion_ids", "logps")
 

@@ -23,6 +23,13 @@ class NumpyCache(KVCache):
     def select_rows(self, rows: np.ndarray) -> "NumpyCache":
         return NumpyCache([(keys[rows], values[rows]) for keys, values in self.layers], self.lengths_B[rows])
 
+    def copy_row(self, to, source, row):
+        length = source.lengths_B[row]
+        for mine, other in zip(self.layers, source.layers, strict=True):
+            for states_BSKC, from_BSKC in zip(mine, other, strict=True):
+                states_BSKC[to, :length] = from_BSKC[row, :length]
+        self.lengths_B[to] = length
+
 
 class NumpyEngine(Engine):
     name = "numpy"
@@ -79,21 +86,18 @@ class NumpyEngine(Engine):
         grads = backward(cross_entropy_bwd(ce_saved), self.config.aux_loss_coef, saved)
         return loss, _written(grads, out)
 
-    def prefill(self, tokens_BT, attention_mask_BT, capacity):
-        tokens_N, layout = _real_tokens(tokens_BT, attention_mask_BT)
-        lengths_B = np.bincount(layout.rows_N)
+    def new_cache(self, num_rows, capacity):
         config, dtype = self.config, next(iter(self.params.values())).dtype
-        shape_BSKC = (len(tokens_BT), capacity, config.num_kv_heads, config.head_dim)
+        shape_BSKC = (num_rows, capacity, config.num_kv_heads, config.head_dim)
         layers = [(np.zeros(shape_BSKC, dtype), np.zeros(shape_BSKC, dtype)) for _ in range(config.num_layers)]
-        h_ND, _, _ = hidden_states(self.params, config, tokens_N, layout, layers, keep=False)
-        last_B = np.cumsum(lengths_B) - 1
-        return head(self.params, h_ND[last_B])[0], NumpyCache(layers, lengths_B)
+        return NumpyCache(layers, np.zeros(num_rows, np.int64))
 
-    def decode(self, tokens_B, cache):
-        layout = layout_of(np.ones_like(cache.lengths_B), cache.lengths_B)
-        h_BD, _, _ = hidden_states(self.params, self.config, tokens_B, layout, cache.layers, keep=False)
-        cache.lengths_B = cache.lengths_B + 1
-        return head(self.params, h_BD)[0]
+    def prefill(self, tokens_BT, attention_mask_BT, cache):
+        tokens_N, layout = _real_tokens(tokens_BT, attention_mask_BT, cache.lengths_B)
+        h_ND, _, _ = hidden_states(self.params, self.config, tokens_N, layout, cache.layers, keep=False)
+        lengths_B = np.bincount(layout.rows_N)
+        cache.lengths_B = cache.lengths_B + lengths_B
+        return head(self.params, h_ND[np.cumsum(lengths_B) - 1])[0]
 
     @classmethod
     def kernels(cls):
@@ -110,10 +114,12 @@ def _multiply_all(pairs):
         a @ b
 
 
-def _real_tokens(tokens_BT, attention_mask_BT):
+def _real_tokens(tokens_BT, attention_mask_BT, held_B=None):
+    """held_B   tokens that a cache has of each row already"""
     B, T = tokens_BT.shape
     lengths_B = np.full(B, T) if attention_mask_BT is None else attention_mask_BT.sum(1)
-    return _without_padding(tokens_BT, attention_mask_BT), layout_of(lengths_B, np.zeros_like(lengths_B))
+    first_B = np.zeros_like(lengths_B) if held_B is None else held_B
+    return _without_padding(tokens_BT, attention_mask_BT), layout_of(lengths_B, first_B)
 
 
 def _without_padding(x_BT, attention_mask_BT):
