@@ -119,7 +119,6 @@ def load_model_and_tokenizer(job: JobConfig, task: Any, scores: bool = False) ->
 
     if not job.model:
         raise ValueError("model must be given: --model, a folder, a Hugging Face name, moe:tiny or smollm2")
-    options = dict(job.model_options)
     tokenizer = load_tokenizer(job)
     if job.model.startswith("moe:"):
         tokenizer = tokenizer or getattr(task, "tokenizer", None)
@@ -127,11 +126,10 @@ def load_model_and_tokenizer(job: JobConfig, task: Any, scores: bool = False) ->
             raise ValueError(
                 f"{job.model} is new and has no tokenizer: give one with --tokenizer or a --task that has one"
             )
-        ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
-        options = {"vocab_size": len(tokenizer), **ids, **options}
     model, own = load_model(
-        job.model, dtype=job.dtype, gguf_file=job.gguf_file, device=job.device, scores=scores, **options
-    )
+        job.model, dtype=job.dtype, gguf_file=job.gguf_file, device=job.device, scores=scores, tokenizer=tokenizer,
+        **job.model_options,
+    )  # fmt: skip
     return model, tokenizer or own or getattr(task, "tokenizer", None)
 
 
