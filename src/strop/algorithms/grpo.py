@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from strop import _trl
 from strop._checks import check_choice, check_count, check_number
 from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
@@ -225,6 +226,8 @@ class GRPO(Trainer):
     config: GRPOConfig
 
     def __init__(self, *, reward_fn: Any = None, environment: Any = None, tools: Any = None, **arguments: Any):
+        if "reward_funcs" in arguments:
+            raise ValueError(f"'reward_funcs' is no option of {type(self).__name__}; {_trl.hint('reward_funcs')}")
         if reward_fn is None and environment is None:
             raise ValueError(f"{type(self).__name__} needs a reward_fn or an environment, found None")
         super().__init__(**arguments)
