@@ -60,10 +60,10 @@ test-portable: $(INSTALLED)
 # In an environment of its own: the site reads docstrings from the source, and needs nothing of strop's.
 SITE := build/site-env
 docs-site:
-	@test -x $(SITE)/bin/mkdocs || { echo "installing mkdocs-material and mkdocstrings (20 seconds)"; $(PYTHON) -m venv $(SITE) && \
-		$(SITE)/bin/pip install --quiet mkdocs-material "mkdocstrings[python]"; }
+	@test -x $(SITE)/bin/mkdocs || { echo "installing mkdocs-material, mkdocstrings and ruff (20 seconds)"; $(PYTHON) -m venv $(SITE) && \
+		$(SITE)/bin/pip install --quiet mkdocs-material "mkdocstrings[python]" ruff; }
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
-	@echo "open build/site/index.html"
+	@echo "open build/site/index.html; its search needs a server: python3 -m http.server -d build/site"
 
 test-gpu:
 	PYTHONPATH=src python3 -m pytest tests/gpu

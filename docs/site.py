@@ -1,6 +1,6 @@
-"""Hooks of the documentation site: pages stay plain Markdown that reads in a repository too.
+"""Hooks of the documentation site. The pages themselves stay plain Markdown that reads well in the repository too.
 
-What a page links to outside of docs comes along: Markdown as a page of project/, any other file as text of source/.
+Links to files outside of docs are followed: Markdown becomes a page under project/, any other file a text under source/.
 The page of the API gets its docstrings.
 """
 
@@ -80,7 +80,9 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def _defined(name):
-    """Where a lazy name of `strop` is defined."""
-    lazy = {"SFT": "sft", "DPO": "dpo", "GRPO": "grpo", "OnlineDPO": "online_dpo", "BestOfN": "best_of_n"}
-    leaf = name.rpartition(".")[2]
-    return f"strop.algorithms.{lazy[leaf]}.{leaf}" if name == f"strop.{leaf}" and leaf in lazy else name
+    """Where a name of the table is defined: `strop.GRPO` is imported lazily, so its docstring has to be looked for."""
+    source = (ROOT / "src/strop/__init__.py").read_text(encoding="utf-8")
+    lazy = dict(re.findall(r"from (strop\.algorithms\.\w+) import (\w+) as", source))
+    places = {leaf: place for place, leaf in lazy.items()}
+    leaf = name.removeprefix("strop.")
+    return f"{places[leaf]}.{leaf}" if leaf in places else name

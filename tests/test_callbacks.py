@@ -97,7 +97,7 @@ def test_early_stopping_on_an_evaluation_and_on_a_metric_that_is_not_there():
     trainer = SFT(model=tiny_moe(), callbacks=[stopping], batch_size=4, eval_every=1)
     history = trainer.train(ROWS, eval_dataset=ROWS, num_steps=5)
     assert trainer.state.step == 1
-    assert "eval/loss has not become better" in history.stop_reason
+    assert "eval/loss has not improved on" in history.stop_reason
     wrong = SFT(model=tiny_moe(), callbacks=[EarlyStopping("los")], batch_size=4)
     with pytest.raises(ValueError, match=r"metric must be one that SFT gives, found 'los'; known are .*loss"):
         wrong.train(ROWS, num_steps=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strop import DPO, GRPO, SFT, _trl
+from strop import DPO, GRPO, KTO, SFT, RewardModel, _trl
 from strop.config import Config, LoRAConfig, OptimConfig, RunConfig, TrainerConfig, option_names, parse_number
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,7 +181,10 @@ def test_the_names():
         ("grpo", "num_generations", "is group_size"),
         ("grpo", "beta", "'kl_coef' is what sets it"),
         ("grpo", "lr", "is learning_rate"),
-        ("grpo", "logging_steps", "is log_every, eval_every, save_every"),
+        ("grpo", "logging_steps", "is log_every; 0 is off"),
+        ("sft", "assistant_only_loss", "is assistant_only"),
+        ("sft", "load_best_model_at_end", "is the callback BestCheckpoint"),
+        ("kto", "per_device_train_batch_size", "is batch_size, their product"),
         ("sft", "per_device_train_batch_size", "is batch_size, their product; micro_batch_tokens or"),
         ("grpo", "per_device_train_batch_size", "is batch_size, which counts prompts"),
         ("dpo", "bf16", 'is autocast="bf16"'),
@@ -193,7 +196,7 @@ def test_the_names():
     ],
 )
 def test_a_name_of_trl_is_told_what_it_is_here(config, name, told):
-    config = {"sft": SFT, "dpo": DPO, "grpo": GRPO}[config].Config
+    config = {"sft": SFT, "dpo": DPO, "grpo": GRPO, "kto": KTO}[config].Config
     with pytest.raises(ValueError, match=f"{re.escape(repr(name))} is no option.*; .*{re.escape(told)}"):
         config.from_options({name: 1})
 
@@ -201,13 +204,29 @@ def test_a_name_of_trl_is_told_what_it_is_here(config, name, told):
 def test_a_trainer_tells_it_too():
     with pytest.raises(ValueError, match=r"'processing_class' is no option of GRPO; .* is tokenizer="):
         GRPO(model="moe:tiny", reward_fn=len, processing_class=None)
+    with pytest.raises(
+        ValueError, match=r"'reward_funcs' is no option of GRPO; what TRL calls reward_funcs is reward_fn="
+    ):
+        GRPO(model="moe:tiny", reward_funcs=len)
+
+
+def test_the_table_has_every_option_of_trl():
+    """tests/golden/trl-1.16-options.json has the names; those of transformers' own come from the one that is installed."""
+    named = {name for row in (*_trl.ARGUMENTS, *_trl.OPTIONS) for name in row.names}
+    options = json.loads((ROOT / "tests/golden/trl-1.16-options.json").read_text(encoding="utf-8"))["configs"]
+    for config, names in options.items():
+        assert set(names) <= named, config
+    transformers = pytest.importorskip("transformers")
+    arguments = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert len(arguments - named) <= 5, arguments - named  # room for a newer transformers
 
 
 def test_what_the_table_names_is_there():
     """Every name in backquotes is an option of the algorithms, an argument, or of the command line."""
     known = {"train", "load_model", "tokenizer", "config", "reward_fn", "model", "optimizer", "logger", "on_evaluate"}
-    known |= {"log", "map", "prompt", "completion", "text"}
-    for algorithm in (SFT, DPO, GRPO):
+    known |= {"log", "map", "prompt", "completion", "text", "chat_template_kwargs", "samples", "dry", "quiet", "device"}
+    known |= {"TrackioLogger", "WandbLogger", "BestCheckpoint", "best", "trainer", "push", "final"}
+    for algorithm in (SFT, DPO, KTO, RewardModel, GRPO):
         known |= set(option_names(algorithm.Config)) | set(inspect.signature(algorithm.train).parameters)
     for row in (*_trl.ARGUMENTS, *_trl.OPTIONS):
         for quoted in re.findall(r"`(.*?)`", row.here):

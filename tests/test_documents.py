@@ -72,6 +72,26 @@ def test_the_reference_names_what_is_there():
             assert hasattr(importlib.import_module(place), leaf), name
 
 
+def test_the_page_of_metrics_has_every_metric():
+    """What the report draws and what the algorithms' pages name; its list of alarms is that of the report."""
+    from strop.report.alarms import ALARMS
+    from strop.report.metrics import METRICS
+
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    explained = {
+        name for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)
+    }
+    assert set(METRICS) <= explained
+    for path in (ROOT / "docs/algorithms").glob("*.md"):
+        for part in re.findall(r"## Metrics\n(.*?)(?:\n## |\Z)", path.read_text(encoding="utf-8"), re.DOTALL):
+            named = {
+                n for row in re.findall(r"^\| (`.*?) \|", part, re.MULTILINE) for n in re.findall(r"`([^`]+)`", row)
+            }
+            assert named <= explained, path.name
+    listed = re.findall(r"^\| (.*?) \|", page.partition("## Alarms")[2], re.MULTILINE)[1:]
+    assert listed == [*(alarm.title for alarm in ALARMS), "A value is not finite"]
+
+
 def equations():
     """The links of the equation-to-code table: row, name, file."""
     text = (ROOT / "docs/moe.md").read_text(encoding="utf-8").split("## Equations and code")[1].split("\n## ")[0]

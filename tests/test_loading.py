@@ -198,3 +198,15 @@ def test_models_are_loaded_one_at_a_time(tmp_path, monkeypatch):
     for thread in threads:
         thread.join()
     assert most == [1, 1, 1]
+
+
+def test_a_new_moe_takes_its_vocabulary_from_the_tokenizer():
+    """From Python as on the command line: GRPO(model="moe:tiny", tokenizer=…)."""
+    tokenizer = CharTokenizer("0123456789>")
+    model, own = load_model("moe:tiny", tokenizer=tokenizer)
+    assert own is None
+    config = model.moe.config
+    assert (config.vocab_size, config.eos_token_id) == (len(tokenizer), tokenizer.eos_token_id)
+    trainer = SFT(model="moe:tiny", tokenizer=tokenizer)
+    assert trainer.model.moe.config == config
+    assert load_model("moe:tiny", tokenizer=tokenizer, vocab_size=40)[0].moe.config.vocab_size == 40

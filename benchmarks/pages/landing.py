@@ -1,5 +1,10 @@
-"""The front page's one table: what strop takes beside the libraries people know, from the results of three suites."""
+"""The front page's one table: strop's times beside those of the libraries people know, from the results of three suites.
 
+vLLM is not installed where the suites run. What it took is in benchmarks/recorded.json, with where that comes from, and
+stands in the table as recorded: a range, and a ratio without an interval.
+"""
+
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +14,19 @@ from strop.bench.harness import load
 from strop.bench.text import duration
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+RECORDED = json.loads((RESULTS.parent / "recorded.json").read_text(encoding="utf-8"))
 LOSSES = (("grpo_loss", losses.BOTH), ("linear_grpo_loss", losses.BOTH))
 
 
 def landing_table(result: Result) -> str:
-    """`result` is that of a GRPO step; rollouts and losses stand below it where they are measured."""
+    """`result` is that of a GRPO step; below it come rollouts and losses, where they are measured."""
     rows = [_row(f"GRPO step, {step._work(case)}", case, ("TRL",)) for case in result["cases"]]
     found = [result]
     if (RESULTS / "generation-h200.json").exists():
         found.append(load(RESULTS / "generation-h200.json"))
-        rows += [
-            _row(f"rollout, {generation._work(case)}", case, ("vLLM", "transformers")) for case in found[-1]["cases"]
-        ]
+        for case in found[-1]["cases"]:
+            work = f"rollout, {generation._work(case)}"
+            rows += [_row(work, case, ("transformers",)), _row(work, case, ("vLLM",)) or _recorded_row(work, case)]
     if (RESULTS / "losses-h200.json").exists():
         found.append(load(RESULTS / "losses-h200.json"))
         timed = losses._timed(found[-1])
@@ -28,7 +34,8 @@ def landing_table(result: Result) -> str:
             cases = [c for c in timed if (c["labels"]["operator"], c["labels"]["way"]) == kind and losses._by_device(c)]
             rows += [_row(losses._work(case), case, ("Liger",)) for case in cases[-1:]]
     shown = [row for row in rows if row is not None]
-    return table(["work", "strop", "", "takes", "strop is faster by"], shown) + "\n" + origin(found) + "\n"
+    header = ["work", "strop takes", "compared with", "which takes", "strop is faster by"]
+    return table(header, shown) + "\n" + origin(found) + "\n"
 
 
 def _row(work: str, case: dict[str, Any], peers: tuple[str, ...]) -> list[str] | None:
@@ -39,6 +46,17 @@ def _row(work: str, case: dict[str, Any], peers: tuple[str, ...]) -> list[str] |
     return [work, own, name, other, times(case["ratios"][name])]
 
 
+def _recorded_row(work: str, case: dict[str, Any]) -> list[str] | None:
+    """A peer's recorded range, where the workload is the same."""
+    if case["work"] not in RECORDED["seconds"]:
+        return None
+    low, high = RECORDED["seconds"][case["work"]]
+    own = case["contenders"]["strop"]["median_ns"]
+    name = f"{RECORDED['peer']} {RECORDED['version']}, recorded"
+    ratio = " to ".join(f"{seconds / (own / 1e9):.3g}" for seconds in (low, high))
+    return [work, duration(own), name, f"{low} to {high} s", f"{ratio}×"]
+
+
 def origin(found: list[Result]) -> str:
     """In short: the machine, the packages that matter, the commits."""
     gpu = found[0]["gpu"]["name"]
@@ -46,4 +64,8 @@ def origin(found: list[Result]) -> str:
     versions |= {name: v for one in found for name, v in one["versions"].items() if name in versions and v}
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     commits = ", ".join(dict.fromkeys((one["commit"]["id"] or "unknown")[:9] for one in found))
-    return f"{gpu}, {packages}, commit {commits}. Medians, ratios with 95 % intervals; how they are taken: docs/benchmarks.md."
+    return (
+        f"{gpu}, {packages}, commit {commits}. Medians; ratios with 95 % intervals; docs/benchmarks.md says how they are"
+        f" taken.\nRecorded: {RECORDED['peer']} ran apart, on an {RECORDED['gpu']}, {RECORDED['date']}, not in turns with"
+        f" strop; its samples were not kept, so there is no interval.\n"
+    )

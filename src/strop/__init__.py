@@ -1,5 +1,5 @@
-"""strop: LLM post-training. This module holds the primitives, which need NumPy alone, and names the algorithms, which are
-imported with torch when they are first asked for: `from strop import GRPO`."""
+"""strop: LLM post-training. The primitives are here and need only NumPy. The algorithms (`from strop import GRPO`) are
+imported when they are first used, because they need torch."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,13 @@ from strop.primitives import (
 
 if TYPE_CHECKING:  # for checkers and editors; at run time `__getattr__` brings them
     from strop.algorithms.best_of_n import BestOfN as BestOfN
+    from strop.algorithms.distill import Distill as Distill
     from strop.algorithms.dpo import DPO as DPO
     from strop.algorithms.grpo import GRPO as GRPO
+    from strop.algorithms.kto import KTO as KTO
     from strop.algorithms.online_dpo import OnlineDPO as OnlineDPO
+    from strop.algorithms.ppo import PPO as PPO
+    from strop.algorithms.reward_model import RewardModel as RewardModel
     from strop.algorithms.sft import SFT as SFT
 
 __version__ = "0.1.0"

@@ -107,10 +107,13 @@ class Config:
 class OptimConfig(Config):
     """AdamW and its schedule.
 
-    weight_decay        of matrices; norms and biases have none
-    max_grad_norm       the gradient is scaled down to this norm; 0 is off
-    warmup_steps        the learning rate rises linearly over so many steps
-    schedule            after that: constant, linear or cosine down to min_learning_rate at the last step
+    learning_rate       the highest learning rate, after the warm-up
+    weight_decay        weight decay of matrices; norms and biases have none
+    betas, eps          AdamW's own
+    max_grad_norm       a larger gradient is scaled down to this norm; 0 is off
+    warmup_steps        the learning rate rises linearly over this many steps
+    schedule            the learning rate after the warm-up: constant, or linear or cosine down to min_learning_rate
+    min_learning_rate   the learning rate at the last step of a linear or cosine schedule
     """
 
     learning_rate: float = 1e-5
@@ -142,16 +145,24 @@ class OptimConfig(Config):
 class RunConfig(Config):
     """How a run goes, whatever the algorithm. `*_every` counts steps; 0 is off.
 
-    batch_size              rows of the dataset in a step
-    micro_batch_size        at most so many sequences (for pairs: pairs) in one forward pass; 0 is no limit
-    micro_batch_tokens      at most so many tokens in one, padding included; 0 is no limit. Four times as many where they
-                            take little memory: in scoring, and in fused layers. The result is the same.
-    num_steps, num_epochs   where train() ends; num_steps counts if above 0
-    autocast                "bf16" or None
+    batch_size              rows of the dataset in one step
+    micro_batch_size        the most sequences (or pairs) in one forward pass; 0 is no limit. Changes memory, not the result
+    micro_batch_tokens      the most tokens in one forward pass, padding included; 0 is no limit. Four times as many in
+                            scoring and in fused layers, which need less memory. Changes memory, not the result
+    num_steps               training ends after this many steps; 0 lets num_epochs decide
+    num_epochs              training ends after this many passes over the data, if num_steps is 0
+    seed                    seed of the data's order, of sampling and of the first LoRA weights
+    shuffle                 every epoch has the rows in another order
+    autocast                "bf16" computes forward passes in bfloat16 and keeps weights in float32; None is off
     shard                   under torchrun: "none" keeps all weights in every process, "full" a shard in each
-    dropout                 False turns the model's dropout off: policy and reference are then the same function
-    keep_checkpoints        how many of the newest are kept; 0 is all
-    samples_every           how often samples are shown on a terminal and written to the run folder
+    gradient_checkpointing  compute activations again in the backward pass: less memory, more time
+    compile                 torch.compile the model
+    dropout                 False turns the model's dropout off, so that policy and reference are the same function
+    log_every               log metrics every so many steps
+    eval_every              evaluate every so many steps, besides before the first and after the last
+    save_every              write a checkpoint every so many steps, besides at the end
+    keep_checkpoints        how many of the newest checkpoints are kept; 0 keeps all
+    samples_every           show samples on a terminal and write them to the run folder every so many steps
     """
 
     batch_size: int = 8
@@ -187,8 +198,10 @@ class RunConfig(Config):
 class LoRAConfig(Config):
     """Low-rank adapters through peft.
 
+    r                the rank, which is the size of the adapters
+    alpha            adapters are scaled by alpha / r
     target_modules   names of the linear layers to adapt, or "all-linear"
-    merge            a run's final/ is the whole model, adapters merged in, besides final/adapter
+    merge            write the whole model, with the adapters merged in, to final/ besides final/adapter
     """
 
     r: int = 16

@@ -248,7 +248,7 @@ def _refuse_near_miss(parameters: Sequence[inspect.Parameter], name: str, rows: 
 
 
 def _unknown_parameter(parameter: str, name: str, rows: Rows, what: str) -> str:
-    near = difflib.get_close_matches(parameter, list(rows), n=1)
+    near = difflib.get_close_matches(parameter, list(rows), n=1, cutoff=0.75)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(rows))}"
     kind = "reward" if what == "completions" else "preference"
     return f"{kind} function {name} asks for {parameter!r}, which is no column of the rows; {hint}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report
-from benchmarks.pages import primitives
+from benchmarks.pages import landing, primitives
 from strop.bench import text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,3 +110,18 @@ def test_the_front_page_compares_with_the_libraries_people_know():
     found = json.loads((ROOT / "benchmarks/results/step-h200.json").read_text())["cases"][0]
     assert f"{found['ratios']['TRL']['value']:.3g}×" in block
     assert "none (NumPy)" not in text
+
+
+def test_what_was_recorded_is_told_from_what_was_measured():
+    """A peer's recorded range stands beside strop's median, and its ratio has no interval."""
+    case = {"work": "generation, Qwen2-7B shape, 64 × 256 after 64", "contenders": {"strop": {"median_ns": 1.2e9}}}
+    row = landing._recorded_row("a rollout", case)
+    assert row == ["a rollout", "1.2 s", "vLLM 0.24, recorded", "1.44 to 1.48 s", "1.2 to 1.23×"]
+    assert landing._recorded_row("a rollout", case | {"work": "another"}) is None
+    works = {
+        case["work"] for case in json.loads((ROOT / "benchmarks/results/generation-h200.json").read_text())["cases"]
+    }
+    assert set(landing.RECORDED["seconds"]) <= works
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("| vLLM 0.24, recorded |") == 2
+    assert "Recorded: vLLM ran apart" in text

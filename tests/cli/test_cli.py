@@ -258,3 +258,19 @@ def test_files_are_written_and_read_as_utf8():
             if name in ("read_text", "write_text") or opens or as_text:
                 forgotten.append(f"{path.name}:{node.lineno}")
     assert not forgotten
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--num-generations", "is group_size"),
+        ("--max-completion-length", "is max_new_tokens"),
+        ("--nothing", "--nothing ("),
+    ],
+)
+def test_a_flag_of_trl_is_told_what_it_is_here(flag, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["strop", "train", "grpo", flag, "4"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err

@@ -242,7 +242,7 @@ def test_the_best_is_kept_and_a_run_without_progress_ends(strop):
         2,
     )
     assert code == 0, err
-    assert "stopped: eval/loss has not become better than" in err
+    assert "stopped: eval/loss has not improved on" in err
     assert [row["step"] for row in metrics("run") if "loss" in row] == [1, 2]
     assert Path("run/checkpoints/best.safetensors").exists()
     assert strop("train", *options, "--num-eval-rows", 0, "--best", "eval/loss")[2].startswith(

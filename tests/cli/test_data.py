@@ -35,7 +35,10 @@ def test_rows_are_shown_as_the_model_sees_them(check):
     assert code == 0
     lines = out.splitlines()
     assert lines[0] == "2 rows"
-    assert lines[1] == "format: prompt_completion; for strop train sft, grpo, online-dpo"
+    assert lines[1] == (
+        "format: prompt_completion; for strop train sft, grpo, ppo, online-dpo, distill; with a column label, true or false, "
+        "also kto"
+    )
     assert lines[2] == "columns: prompt, completion, level (in 1)"
     assert "tokens, all: 6 to 6, median 6, 12 together" in lines
     assert "tokens, that count: 2 to 2, median 2, 4 together" in lines
@@ -49,7 +52,11 @@ def test_pairs_texts_and_prompts(check):
     assert "\na⟦bc<eos>⟧\n" in check("texts.jsonl", "--model", "tokenizer")[1]
     write("prompts.jsonl", [{"question": "1+1=", "label": "2"}])
     code, out = check("prompts.jsonl", "--tokenizer", "tokenizer", "--map", "prompt=question")
-    assert (code, "format: prompt_only; for strop train grpo, online-dpo" in out, "\n1+1=\n" in out) == (0, True, True)
+    assert (code, "format: prompt_only; for strop train grpo, ppo, online-dpo, distill" in out, "\n1+1=\n" in out) == (
+        0,
+        True,
+        True,
+    )
 
 
 def test_bad_rows_are_named_by_line_and_the_rest_is_read(check):
@@ -84,3 +91,19 @@ def test_other_files_and_standard_input(check, monkeypatch):
     code, out = check("rows.csv", "--template", "{missing}")
     assert code == 1
     assert "must use the columns question, label, found 'missing'" in out
+
+
+def test_the_same_mistake_in_many_rows_is_told_once(check):
+    Path("rows.csv").write_text("question,label\n1+1=,2\n1+2=,3\n1+3=,4\n")
+    code, out = check("rows.csv", "--show", 0)
+    assert code == 1
+    assert "3 bad:" in out
+    assert out.count("is in no known format") == 1
+    assert "(and 2 more like it, up to row 2)" in " ".join(out.split())
+    assert "--map prompt=question,completion=answer" in out
+
+
+def test_empty_texts_are_told(check):
+    Path("rows.csv").write_text("prompt,completion\n1+1=,2\n1+2=,\n")
+    code, out = check("rows.csv", "--show", 0)
+    assert (code, "empty completion: row 1" in out) == (0, True)

@@ -77,7 +77,7 @@ class BestOfN:
                 )
                 raise ValueError(unknown_option(name, [*SAMPLING, *arguments], " of BestOfN"))
         if isinstance(model, (str, Path)):
-            model, loaded = load_model(model, device=device)
+            model, loaded = load_model(model, device=device, tokenizer=tokenizer)
             tokenizer = loaded if tokenizer is None else tokenizer
         self.policy = as_policy(model, tokenizer)
         if device is not None:

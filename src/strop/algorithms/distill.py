@@ -44,10 +44,10 @@ class DistillConfig(TrainerConfig):
     """Options of Distill.
 
     divergence   "reverse_kl", "forward_kl", "jsd", or "sampled": the reverse KL at the sampled token, as a policy gradient
-    beta         of jsd: towards 0 it is like the forward KL, towards 1 like the reverse
-    on_policy    the probability that a row's completion is the student's own
-    off_policy   whose the others are: "dataset", the column completion, or "teacher", which samples them
-    pad_id       the padding in prompts of ids; None is what tokenizer or model say
+    beta         for jsd: near 0 it behaves like the forward KL, near 1 like the reverse
+    on_policy    the probability that the student writes the completion of a row itself
+    off_policy   where the other completions come from: "dataset" (its column completion) or "teacher" (which samples)
+    pad_id       the padding id in prompts given as ids; None takes the tokenizer's or the model's
     """
 
     divergence: str = "reverse_kl"

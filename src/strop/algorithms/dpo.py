@@ -35,8 +35,8 @@ Pair = tuple[Trajectory, Trajectory]  # chosen, rejected; in OnlineDPO first and
 class DPOConfig(TrainerConfig):
     """Options of DPO.
 
-    max_length        completions are cut so that prompt and completion have at most so many tokens; None cuts nothing
-    pad_id            the padding in what train_step is given; None is what tokenizer or model say
+    max_length        the most tokens of prompt and completion together: longer completions are cut; None cuts nothing
+    pad_id            the padding id in what train_step is given; None takes the tokenizer's or the model's
     """
 
     max_length: int | None = None

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from strop import _trl
 from strop._checks import check_choice, check_count, check_number
 from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
@@ -43,24 +44,25 @@ IMPORTANCE_MODES = ("truncate", "mask")
 class GRPOConfig(TrainerConfig):
     """Options of GRPO. batch_size counts prompts, micro_batch_size and minibatch_size completions.
 
-    group_size          completions of each prompt
-    kl_coef             of the KL to the reference, β in the rule; 0 needs no reference
-    inner_epochs        passes over a step's completions
-    minibatch_size      completions of one update, drawn anew in every pass; 0 is all of them
-    advantage_scale     what centred rewards are divided by: "group" (the group's std), "batch" (that of all) or "none"
-    advantage_ddof, advantage_eps   of the std: 1 and 1e-4 are TRL's, 0 and 0 the paper as written
-    mask_truncated      completions without an end count for nothing
+    group_size          completions sampled for each prompt
+    kl_coef             weight of the KL to the reference (β in the formula); 0 needs no reference
+    inner_epochs        passes over the completions of a step
+    minibatch_size      completions in one update, drawn anew in every pass; 0 is all of them
+    advantage_scale     divide centred rewards by the std of the "group" or of the "batch", or by nothing: "none"
+    advantage_ddof      the std of advantages divides by n - ddof: 1 as TRL does, 0 as the paper says
+    advantage_eps       added to the std of advantages: 1e-4 as TRL does, 0 as the paper says
+    mask_truncated      leave completions that max_new_tokens cut off out of the loss
     resample_rounds     how often prompts whose rewards are all equal are sampled again
-    importance_cap      each token's policy term is weighted by w = π_old/π_rollout, at most cap, which corrects for a
-                        sampler whose probabilities are not those of the training forward; π_old is then recomputed. A
-                        pair (low, high) bounds w on both sides. None weights nothing
-    importance_mode     what happens to w outside the bounds: "truncate" it to them, or "mask" the token (w = 0)
-    old_logps           "rollout": those of sampling; "recompute": of a forward before the first update; "auto": the
-                        rollout's, unless top_k or top_p cut its distribution or importance_cap compares the two
-    reward_weights      of several reward functions; None is 1 for each
-    reward_timeout      seconds for one call of a reward function; None waits
-    find_failing        a reward function that raised is called again, one completion at a time, to name the one that fails
-    pad_id              the padding in prompts of ids; None is what tokenizer or model say
+    importance_cap      importance sampling for a sampler whose probabilities differ from the training forward's: weight the
+                        policy term of each token by w = π_old/π_rollout, at most this cap, or within a pair (low, high).
+                        π_old is then recomputed. None is off
+    importance_mode     outside the bounds of importance_cap: "truncate" w to them, or "mask" the token (w = 0)
+    old_logps           log-probs of the old policy: "rollout" takes those of sampling, "recompute" those of a forward
+                        before the first update; "auto" is "rollout" unless top_k, top_p or importance_cap are used
+    reward_weights      one weight for each of several reward functions; None is 1 for each
+    reward_timeout      seconds for one call of a reward function; None waits forever
+    find_failing        call a reward function that raised again, one completion at a time, to name the one that fails
+    pad_id              the padding id in prompts given as ids; None takes the tokenizer's or the model's
     """
 
     group_size: int = 8
@@ -225,6 +227,8 @@ class GRPO(Trainer):
     config: GRPOConfig
 
     def __init__(self, *, reward_fn: Any = None, environment: Any = None, tools: Any = None, **arguments: Any):
+        if "reward_funcs" in arguments:
+            raise ValueError(f"'reward_funcs' is no option of {type(self).__name__}; {_trl.hint('reward_funcs')}")
         if reward_fn is None and environment is None:
             raise ValueError(f"{type(self).__name__} needs a reward_fn or an environment, found None")
         super().__init__(**arguments)

@@ -31,8 +31,8 @@ from strop.training.trainer import Trainer
 class KTOConfig(TrainerConfig):
     """Options of KTO.
 
-    max_length   completions are cut so that prompt and completion have at most so many tokens; None cuts nothing
-    pad_id       the padding in what train_step is given; None is what tokenizer or model say
+    max_length   the most tokens of prompt and completion together: longer completions are cut; None cuts nothing
+    pad_id       the padding id in what train_step is given; None takes the tokenizer's or the model's
     """
 
     max_length: int | None = None

@@ -25,9 +25,9 @@ from strop.training.state import Mean
 class OnlineDPOConfig(DPOConfig):
     """Options of OnlineDPO: those of DPO, and
 
-    reward_weights    of several reward functions; None is 1 for each
-    reward_timeout    seconds for one call of preference_fn or a reward function; None waits
-    find_failing      such a function that raised is called again, one by one, to name the completion or pair that fails
+    reward_weights    one weight for each of several reward functions; None is 1 for each
+    reward_timeout    seconds for one call of preference_fn or a reward function; None waits forever
+    find_failing      call a function that raised again, one completion or pair at a time, to name the one that fails
     """
 
     reward_weights: tuple[float, ...] | None = None

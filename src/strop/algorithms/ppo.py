@@ -39,14 +39,22 @@ from strop.training.trainer import Update
 class PPOConfig(TrainerConfig):
     """Options of PPO. batch_size counts prompts, micro_batch_size and minibatch_size completions.
 
-    group_size            completions of each prompt
-    kl_coef               of the KL that is taken off the rewards; 0 needs no reference
-    gamma, lam            γ and λ of the advantage estimation
-    whiten                advantages are brought to mean 0 and std 1 over the tokens of the step
-    value_coef            of the critic's loss
+    group_size            completions sampled for each prompt
+    kl_coef               weight of the KL that is subtracted from the rewards; 0 needs no reference
+    gamma                 γ, the discount of later rewards
+    lam                   λ of the advantage estimation: 1 trusts the rewards, 0 the critic
+    whiten                bring advantages to mean 0 and std 1 over the tokens of the step
+    value_coef            weight of the critic's loss
     value_clip            how far a value may move from what it was before the step's updates; None does not clip
-    critic_learning_rate  of the critic, at the same schedule
-    inner_epochs, minibatch_size, old_logps, mask_truncated, reward_weights, reward_timeout, find_failing, pad_id   as GRPO's
+    critic_learning_rate  the critic's own learning rate, with the policy's schedule
+    inner_epochs          passes over the completions of a step
+    minibatch_size        completions in one update, drawn anew in every pass; 0 is all of them
+    old_logps             log-probs of the old policy: "rollout", "recompute" or "auto", as in GRPO
+    mask_truncated        leave completions that max_new_tokens cut off out of the loss
+    reward_weights        one weight for each of several reward functions; None is 1 for each
+    reward_timeout        seconds for one call of a reward function; None waits forever
+    find_failing          call a reward function that raised again, one completion at a time, to name the one that fails
+    pad_id                the padding id in prompts given as ids; None takes the tokenizer's or the model's
     """
 
     group_size: int = 1

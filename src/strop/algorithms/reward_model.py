@@ -34,9 +34,9 @@ NUM_BINS = 10  # of the calibration error
 class RewardModelConfig(TrainerConfig):
     """Options of RewardModel.
 
-    center_coef   of the square of a pair's sum of rewards, which keeps them around 0; 0 is off, 0.01 is usual
-    max_length    completions are cut so that prompt and completion have at most so many tokens; None cuts nothing
-    pad_id        the padding in what train_step is given; None is what tokenizer or model say
+    center_coef   weight of the square of a pair's summed rewards, which keeps rewards around 0; 0 is off, 0.01 is usual
+    max_length    the most tokens of prompt and completion together: longer completions are cut; None cuts nothing
+    pad_id        the padding id in what train_step is given; None takes the tokenizer's or the model's
     """
 
     center_coef: float = 0.0

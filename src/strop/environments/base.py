@@ -79,11 +79,11 @@ class TurnsConfig(Config):
     turn_discount         γ: a reward k turns later counts γ^k
     credit                "trajectory": the drawn tokens of a trajectory share one advantage, of its discounted rewards;
                           "turn": each turn has its own, of the rewards from it on, compared with the group's same turn
-    environment_workers   calls of environments at the same time
-    environment_timeout   seconds for one call; None waits
+    environment_workers   how many environments are called at the same time
+    environment_timeout   seconds for one call of an environment; None waits forever
     on_error              an environment that raises or is late stops the run ("raise"), or ends its trajectory ("end")
-    error_reward          of the turn that "end" ended
-    rewritten_turns       of chat templates that rewrite earlier turns: "refuse", or "keep" them as drawn
+    error_reward          reward of a turn that failed, with on_error="end"
+    rewritten_turns       chat templates that rewrite earlier turns: "refuse" them, or "keep" the turns as they were drawn
     """
 
     max_turns: int = 8

@@ -201,8 +201,8 @@ class PreferenceRule:
     """Which preference loss: one value from the config to the formula, checked when it is made.
 
     beta              how strongly the policy is held to the reference; for ipo and sppo_hard 1/(2β) is the margin aimed at
-    loss_type         one of `strop.losses.PREFERENCE_LOSS_TYPES`, or several, which are added
-    loss_weights      of several loss types; None is 1 for each
+    loss_type         sigmoid, ipo, hinge … (docs/losses.md lists all), or several, which are added
+    loss_weights      one weight for each of several loss types; None is 1 for each
     label_smoothing   the probability that a label is wrong: from 0 to below ½, for sigmoid, robust, cpo and simpo; above 0
                       for exo_pair
     simpo_gamma       the margin simpo aims at

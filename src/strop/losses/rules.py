@@ -96,17 +96,17 @@ def _bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipBound
 class PolicyRule:
     """Which policy loss: one value from the config to the kernel, checked when it is made.
 
-    loss_type               one of `strop.losses.POLICY_LOSS_TYPES`
+    loss_type               grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo or vespo; docs/losses.md has the formulas
     importance_level        "token": the token's ratio is clipped; "sequence": the geometric mean of its sequence's (GSPO);
                             "geometric": the tokens' log-ratios are clipped to [−low, high], then their mean is taken (GMPO)
     clip_eps                ε or (low, high); None is 0.2, for cispo (0.2, 5.0), for the geometric level 0.4. sapo and
                             vespo clip nothing
-    delta                   an upper bound of the ratio where the advantage is negative; None is none
+    delta                   upper bound of the ratio where the advantage is negative; None is off
     beta                    the coefficient of the KL to the reference
-    kl_estimator            k1, k2 or k3
-    entropy_coef            of the entropy bonus
+    kl_estimator            how the KL is estimated: k1, k2 or k3
+    entropy_coef            weight of the entropy bonus
     max_completion_length   what dr_grpo divides by
-    sapo_temperatures       of sapo's gate, for negative and for positive advantages
+    sapo_temperatures       temperatures of sapo's gate, for negative and for positive advantages
     vespo_gamma             k and λ of vespo's weight φ(w) = w^k·exp(λ − λw), for negative and for positive advantages
     stale_kl                a sequence with a negative advantage has no policy term where the mean of log(π_old/π) over its
                             tokens is above this; None keeps all

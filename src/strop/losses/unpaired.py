@@ -27,8 +27,9 @@ class UnpairedRule:
     """Which loss of labelled completions: one value from the config to the formula, checked when it is made.
 
     beta                 how strongly the policy is held to the reference
-    loss_type            one of `strop.losses.UNPAIRED_LOSS_TYPES`
-    desirable_weight, undesirable_weight   of completions with either label, to balance their numbers
+    loss_type            kto, bco or apo_zero_unpaired
+    desirable_weight     weight of desirable completions, to balance their number
+    undesirable_weight   weight of undesirable completions
     """
 
     beta: float = 0.1

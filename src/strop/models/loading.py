@@ -30,14 +30,17 @@ def load_model(
     gguf_file: str | None = None,
     device: torch.device | str | None = None,
     scores: bool = False,
+    tokenizer: Any = None,
     **options: Any,
 ) -> tuple[nn.Module, Any]:
-    """(model, tokenizer or None) from "moe:tiny", "smollm2", a folder strop's MoE saved, or a Hugging Face folder or name.
+    """(model, its own tokenizer or None) from "moe:tiny", "smollm2", a folder that strop's MoE saved, or a Hugging Face
+    folder or name.
 
     dtype      torch.bfloat16 or "bfloat16" …; None is the checkpoint's own
     gguf_file  the file's name in a folder of GGUF weights
     device     see `chosen_device`; strop's MoE computes on the CPU
-    scores     a sequence classifier with one label; of a causal LM its decoder with a new head, which is the same each time
+    scores     load a sequence classifier with one label; a causal LM gets a new head, which is the same each time
+    tokenizer  what "moe:NAME", which has none, is to read: sets its vocabulary size and its special tokens
     options    for `AutoModelForCausalLM.from_pretrained`; for "moe:NAME" fields of MoEConfig, engine and seed
     """
     name = str(name_or_path)
@@ -50,6 +53,9 @@ def load_model(
         raise ValueError(f"model must be one of transformers to score sequences, found strop's MoE {name}")
     if name.startswith("moe:"):
         check_moe_device(device)
+        if tokenizer is not None:
+            ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
+            options = {"vocab_size": len(tokenizer), **ids, **options}
         return _moe_preset(name.removeprefix("moe:"), dtype, options), None
     folder = Path(name).expanduser()
     if _is_strop_folder(folder):

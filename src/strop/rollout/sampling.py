@@ -22,9 +22,9 @@ class Sampling:
     """Options of a rollout.
 
     max_new_tokens   the most tokens of a completion
-    temperature      softmax(logits / temperature); 0 is greedy
-    top_k            only the k most probable tokens; 0 is all
-    top_p            only the fewest most probable tokens whose probabilities reach top_p; 1 is all
+    temperature      sample from softmax(logits / temperature); 0 is greedy
+    top_k            sample only from the k most probable tokens; 0 is all
+    top_p            sample only from the most probable tokens whose probabilities add up to top_p; 1 is all
     stop_ids         token ids that end a completion, besides the model's and the tokenizer's EOS
     """
 

@@ -40,12 +40,12 @@ class ServerConfig(Config):
     """Who samples, where it is not this process.
 
     rollout_server    address of an OpenAI-compatible server, or of several with the same model; None samples here
-    sync              how weights reach it: "disk" writes them into a folder it sees, "lora" the adapter alone
-    sync_folder       that folder; None is one of this machine's for temporary files
+    sync              how weights reach the server: "disk" writes them into a folder, "lora" sends the adapter alone
+    sync_folder       the folder for sync=disk, which the server must see too; None is a temporary folder of this machine
     sync_tolerance    how far a server's log-probs may be from the trainer's after a sync, root mean square
     max_staleness     1 samples the next step's completions while this one trains: they are one step older; 0 waits
-    server_requests   prompts that are on their way to one server at a time
-    server_timeout    seconds after which a server that fails or is silent is given up
+    server_requests   how many prompts one server works on at a time
+    server_timeout    give up a server that fails or is silent after so many seconds
     """
 
     rollout_server: str | tuple[str, ...] | None = None

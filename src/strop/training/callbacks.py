@@ -233,10 +233,10 @@ class EvaluationCallback(Callback):
 
 
 class EarlyStopping(Callback):
-    """Ends train() when a metric has not become better for so many looks at it.
+    """Ends train() when a metric has stopped improving.
 
-    metric      of an evaluation ("eval/loss") or of the steps ("reward/mean")
-    patience    how many looks in a row without an improvement by more than min_delta are borne
+    metric             a metric of evaluations ("eval/loss") or of steps ("reward/mean")
+    patience           end after so many evaluations (or steps) in a row without an improvement by more than min_delta
     higher_is_better   None goes by the name: losses and perplexity should fall, everything else rise
     """
 
@@ -252,6 +252,7 @@ class EarlyStopping(Callback):
             raise ValueError(f"patience must be at least 1, found {patience}")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.higher_is_better = not falls(metric) if higher_is_better is None else higher_is_better
+        self._looks = "evaluations" if metric.startswith("eval/") else "steps"
         self.best: float | None = None
         self.num_bad = 0
 
@@ -271,7 +272,7 @@ class EarlyStopping(Callback):
             return
         self.num_bad += 1
         if self.num_bad >= self.patience:
-            trainer.stop(f"{self.metric} has not become better than {self.best:.6g} in {self.num_bad} looks at it")
+            trainer.stop(f"{self.metric} has not improved on {self.best:.6g} for {self.num_bad} {self._looks}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "num_bad": self.num_bad}

@@ -52,13 +52,15 @@ class Update(dict[str, Any]):
 
 
 class Trainer:
-    """The base of SFT, DPO, GRPO and OnlineDPO.
+    """The base of the algorithms.
 
     model       a causal LM of transformers (also with peft adapters), strop's MoE, a module that returns logits, or a name
+                as `strop.models.load_model` takes it
     ref_model   the frozen reference; a copy of the model (or the base below its adapters) if not given
     device      "cpu", "cuda", "cuda:1"; None loads a name onto CUDA where there is one, and leaves a module where it is
     config      the algorithm's Config; **options change single fields of it, flat: learning_rate=1e-4
-    logger      one logger or several        callbacks   one object of strop.callbacks or several
+    logger      one logger or several
+    callbacks   one object of strop.callbacks or several
     optimizer   makes an optimiser of parameter groups, in place of AdamW
     """
 
@@ -90,7 +92,7 @@ class Trainer:
         if isinstance(model, (str, Path)):
             # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
             dtype = None if self.config.lora is not None else torch.float32
-            model, loaded = load_model(model, dtype=dtype, device=device, scores=self.scores)
+            model, loaded = load_model(model, dtype=dtype, device=device, scores=self.scores, tokenizer=tokenizer)
             tokenizer = loaded if tokenizer is None else tokenizer
         read_as: Callable[..., Any] = as_scorer if self.scores else as_policy
         given = read_as(model)
