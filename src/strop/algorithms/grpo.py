@@ -27,6 +27,8 @@ from strop.environments.base import TurnsConfig
 from strop.environments.credit import EpisodeRewards, turn_advantages
 from strop.environments.of_trainer import player, rows_of
 from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, kl_estimate
+from strop.models import unwrapped
+from strop.models.routing import Routers
 from strop.primitives import compute_batch_group_advantages
 from strop.rewards import RewardFunctions, Rewards, check_timeout, sample_table
 from strop.rollout import ENDED, Rollout, Sampling, checked_prompts, completion_metrics
@@ -57,6 +59,7 @@ class GRPOConfig(TrainerConfig):
     importance_mode     what happens to w outside the bounds: "truncate" it to them, or "mask" the token (w = 0)
     old_logps           "rollout": those of sampling; "recompute": of a forward before the first update; "auto": the
                         rollout's, unless top_k or top_p cut its distribution or importance_cap compares the two
+    replay_routing      of a Mixture-of-Experts model: the experts chosen in the rollout are those of the training forward
     reward_weights      of several reward functions; None is 1 for each
     reward_timeout      seconds for one call of a reward function; None waits
     find_failing        a reward function that raised is called again, one completion at a time, to name the one that fails
@@ -75,6 +78,7 @@ class GRPOConfig(TrainerConfig):
     importance_cap: float | tuple[float, float] | None = None
     importance_mode: str = "truncate"
     old_logps: str = "auto"
+    replay_routing: bool = False
     reward_weights: tuple[float, ...] | None = None
     reward_timeout: float | None = None
     find_failing: bool = False
@@ -108,6 +112,10 @@ class GRPOConfig(TrainerConfig):
             raise ValueError(
                 'old_logps must be "auto" or "recompute" with importance_cap, which weighs recomputed log-probs against '
                 'the rollout\'s, found "rollout"'
+            )
+        if self.replay_routing and self.server.urls:
+            raise ValueError(
+                "replay_routing must be False with rollout_server, which does not say which experts it chose"
             )
         check_timeout(self.reward_timeout, "reward_timeout")
         if self.sampling.greedy:
@@ -229,12 +237,14 @@ class GRPO(Trainer):
             raise ValueError(f"{type(self).__name__} needs a reward_fn or an environment, found None")
         super().__init__(**arguments)
         config = self.config
-        self.sampler = sampler(self, config.server)
+        self.sampler = sampler(self, config.server, config.replay_routing)
         self.rewards: Any = None
         if reward_fn is not None:
             self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
         self.player = player(self, environment, tools)
         if self.player is not None:
+            if config.replay_routing:
+                raise ValueError("replay_routing must be False with an environment or tools, found True")
             self.any_format = True
             if config.turns.credit == "turn" and config.advantage_scale == "batch" and self.world.size > 1:
                 raise ValueError('advantage_scale must be "group" or "none" with credit="turn" in several processes')
@@ -245,6 +255,9 @@ class GRPO(Trainer):
         return self.rewards.functions
 
     def setup(self, ref_model: Any) -> None:
+        if self.config.replay_routing and isinstance(self.policy.routers, str):  # asked before weights lie in shards
+            name = type(unwrapped(self.policy.model)).__name__
+            raise ValueError(f"replay_routing must be False for this {name}: {self.policy.routers}")
         if self.config.kl_coef:
             self.reference = self.policy.reference(ref_model)
         elif ref_model is not None:
@@ -452,6 +465,9 @@ class GRPO(Trainer):
     def _learn(self, experience: Experience) -> dict[str, Any]:
         """The updates on a rollout, and the means of what they measured."""
         meter, updates = PolicyMeter(), []
+        routers = self.policy.routers if self.config.replay_routing else None
+        if isinstance(routers, Routers):
+            routers.counts.clear()
         for number, indices in enumerate(self._minibatches(len(experience.counted))):
             parts, num_tokens = self._parts(experience, indices), sum(experience.counted[i] for i in indices)
             updates.append(
@@ -465,6 +481,8 @@ class GRPO(Trainer):
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         drawn_N = _joined(experience.rollout.logps).double()
         metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn_N.sum().item(), len(drawn_N))}
+        if isinstance(routers, Routers):
+            metrics["routing/changed_fraction"] = Mean(*map(sum, zip(*routers.counts))) if routers.counts else Mean(0, 0)
         return metrics | self._mismatch(experience, meter)
 
     def _parts(self, experience: Experience, indices: list[int]) -> list[list[int]]:
