@@ -36,9 +36,7 @@ def model_of(kind, eos_token_id=None, **changes):
     }  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(kind, **(sizes | KINDS.get(kind, {}) | changes))
-        )
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(sizes | KINDS.get(kind, {}) | changes)))
     model.set_experts_implementation("eager")  # the others know no float64
     return model.eval()
 
@@ -81,7 +79,9 @@ def other_experts(model):
 
 def perturbed_rollout(policy, **options):
     with other_experts(policy.model):
-        return generate(policy, PROMPTS, Sampling(max_new_tokens=12), num_samples=3, seed=5, record_routing=True, **options)
+        return generate(
+            policy, PROMPTS, Sampling(max_new_tokens=12), num_samples=3, seed=5, record_routing=True, **options
+        )
 
 
 def without_routing(batch):
@@ -152,10 +152,9 @@ def test_log_probs_are_the_rollouts_where_its_experts_were_others(kind):
     drawn = torch.cat(rollout.logps)
     torch.testing.assert_close(replayed, drawn, rtol=0, atol=2e-5)
     assert (own - drawn).abs().max() > 0.1  # the test can fail
-    counted = [(chosen.item(), places.item()) for chosen, places in policy.routers.counts]
-    routing = torch.cat([line.routing_TLk[:-1].flatten(0, 1) for line in rollout.trajectories])
-    assert [places for _, places in counted] == [len(routing)]
-    assert 0.3 * len(routing) < counted[0][0] <= len(routing)
+    [(changed, places)] = [count.tolist() for count in policy.routers.counts]
+    assert places == LAYERS * sum(len(line) - 1 for line in rollout.trajectories)
+    assert 0.3 * places < changed <= places
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,7 +166,7 @@ def test_replaying_ones_own_choices_changes_nothing(kind, padded):
     batch = TokenBatch.of(rollout.trajectories)
     replayed, own = policy.logps(batch), policy.logps(without_routing(batch))
     torch.testing.assert_close(replayed, own, rtol=0, atol=1e-12)
-    assert [changed.item() for changed, _ in policy.routers.counts] == [0]
+    assert [count[0].item() for count in policy.routers.counts] == [0]
     grads = [torch.autograd.grad(logps.sum(), list(policy.model.parameters()), allow_unused=True)
              for logps in (replayed, own)]  # fmt: skip
     for one, other in zip(*grads, strict=True):
@@ -175,19 +174,17 @@ def test_replaying_ones_own_choices_changes_nothing(kind, padded):
 
 
 def test_changed_places_are_counted():
-    """Three places of two tokens by hand; a set in another order is the same set."""
+    """Two places of seven with a record; the same experts in another order are no change."""
     policy = as_policy(model_of("mixtral"))
     batch = batch_of([([1, 2, 3], [4, 5]), ([6], [7, 8])])
     chosen = torch.cat([own_choices(policy.model, row) for row in ([1, 2, 3, 4, 5], [6, 7, 8])])
     chosen = chosen.flip(-1)
-    for token, layer in ((0, 1), (6, 0), (6, 1)):
-        chosen[token, layer, 0] = next(e for e in range(6) if e not in chosen[token, layer])
+    for token in (0, 6):
+        chosen[token, 1, 0] = next(e for e in range(6) if e not in chosen[token, 1])
     chosen[4] = NONE
     # of the last layer alone, so that what a token chooses there depends on no other choice
     policy.logps(dataclasses.replace(batch, routing_NLk=torch.where(torch.tensor([[[False], [True]]]), chosen, NONE)))
-    assert policy.routers.counts[-1] == (2, 7)
-    replay = policy.routers.replay(chosen)
-    assert replay.changed == {}
+    assert policy.routers.counts[-1].tolist() == [2, 7]
 
 
 def by_hand(model, ids, chosen_TLk):
@@ -237,8 +234,8 @@ def test_gradient_of_a_forward_by_hand_with_forced_experts(kind):
     weights = torch.linspace(-1, 2, 5, dtype=torch.float64)
     grads = [torch.autograd.grad((one * weights).sum(), list(params.values())) for one in (found, wanted)]
     for name, one, other in zip(params, *grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-    of_routers = [other for name, other in zip(params, grads[1], strict=True) if name.endswith("gate.weight")]
+        assert (one - other).norm() < 2e-6 * other.norm(), name
+    of_routers = [other for name, other in zip(params, grads[1], strict=True) if name.endswith("mlp.gate.weight")]
     assert len(of_routers) == LAYERS
     assert all(grad.abs().max() > 1e-3 for grad in of_routers)
 
@@ -253,7 +250,9 @@ def test_packed_padded_and_one_by_one_are_the_same(kind):
     padded = read_padded(policy).logps(TokenBatch.of(lines))
     torch.testing.assert_close(packed, alone, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(padded, alone, rtol=1e-6, atol=1e-6)
-    assert len({tuple(count) for count in policy.routers.counts[:1] + policy.routers.counts[-1:]}) == 1
+    counts = torch.stack(policy.routers.counts)
+    assert torch.equal(counts[0], counts[-1])
+    assert torch.equal(counts[0], counts[1:-1].sum(0))
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -268,8 +267,8 @@ def test_layers_computed_again_in_the_backward_choose_the_same(padded):
         policy = read_padded(policy) if padded else policy
         policy.logps(batch).sum().backward()
         grads.append({name: param.grad for name, param in policy.model.named_parameters()})
-        counts.append([tuple(map(int, count)) for count in policy.routers.counts])
-        assert not any(one._forward_hooks for one in policy.model.modules())
+        counts.append([count.tolist() for count in policy.routers.counts])
+        assert not any(one._forward_hooks for one in routers_in(policy.model))
     assert counts[0] == counts[1]
     assert len(counts[0]) == 1
     for name in grads[0]:
@@ -324,18 +323,23 @@ def test_steps_with_others_experts_in_the_rollout(more, monkeypatch):
 
 def test_micro_batches_checkpointing_and_padding_make_the_same_step():
     found = {}
-    ways = {"whole": {}, "by one": {"micro_batch_size": 1}, "checkpointed": {"gradient_checkpointing": True}, "padded": {}}
+    ways = {
+        "whole": {},
+        "by one": {"micro_batch_size": 1},
+        "checkpointed": {"gradient_checkpointing": True},
+        "padded": {},
+    }
     for name, options in ways.items():
-        trainer = grpo_of(model_of("qwen2_moe").double(), inner_epochs=2, minibatch_size=8, **options)
+        trainer = grpo_of(model_of("qwen2_moe").double(), inner_epochs=2, learning_rate=1e-2, **options)
         if name == "padded":
             read_padded(trainer.policy)
-        found[name] = [trainer.train_step(PROMPTS) for _ in range(2)], weights_of(trainer)
-    steps, weights = found.pop("whole")
-    assert steps[1]["routing/changed_fraction"] > 0  # after the first of the step's updates
-    for other_steps, other_weights in found.values():
-        torch.testing.assert_close(other_weights, weights, rtol=0, atol=2e-6)
-        for one, other in zip(steps, other_steps, strict=True):
-            assert one["routing/changed_fraction"] == pytest.approx(other["routing/changed_fraction"], abs=1e-9)
+        found[name] = trainer.train_step(PROMPTS[:2])["routing/changed_fraction"], weights_of(trainer)
+    changed, weights = found.pop("whole")
+    assert changed > 0  # after the first of the step's updates
+    for other_changed, other_weights in found.values():
+        torch.testing.assert_close(other_weights, weights, rtol=0, atol=1e-4)
+        assert (other_weights - weights).norm() < 1e-6 * weights.norm()
+        assert other_changed == pytest.approx(changed, abs=1e-9)
 
 
 def test_with_adapters_and_groups_sampled_again():
@@ -389,8 +393,8 @@ def test_servers_environments_and_compiled_models_are_refused():
         GRPOConfig.from_options({"replay_routing": True, "rollout_server": "http://127.0.0.1:1"})
     with pytest.raises(ValueError, match="replay_routing must be False with an environment or tools"):
         grpo_of(model_of("mixtral"), environment=Greet)
-    with pytest.raises(ValueError, match="replay_routing must be False for this .*: it is compiled"):
-        grpo_of(model_of("mixtral"), compile=True)
+    with pytest.raises(ValueError, match="replay_routing must be False with compile=True"):
+        GRPOConfig.from_options({"replay_routing": True, "compile": True})
 
 
 def test_wrong_routing_is_named():
@@ -413,7 +417,9 @@ def test_wrong_routing_is_named():
 @pytest.mark.filterwarnings("ignore:rollouts of this")
 def test_a_model_that_our_engine_cannot_run_is_refused():
     model = model_of("qwen2_moe", use_sliding_window=True, sliding_window=5, max_window_layers=1)
-    with pytest.raises(ValueError, match="replay_routing must be False: rollouts of this Qwen2MoeForCausalLM go through"):
+    with pytest.raises(
+        ValueError, match="replay_routing must be False: rollouts of this Qwen2MoeForCausalLM go through"
+    ):
         grpo_of(model).train_step(PROMPTS)
 
 

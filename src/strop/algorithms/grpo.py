@@ -117,6 +117,8 @@ class GRPOConfig(TrainerConfig):
             raise ValueError(
                 "replay_routing must be False with rollout_server, which does not say which experts it chose"
             )
+        if self.replay_routing and self.run.compile:
+            raise ValueError("replay_routing must be False with compile=True, found True")
         check_timeout(self.reward_timeout, "reward_timeout")
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
@@ -482,7 +484,8 @@ class GRPO(Trainer):
         drawn_N = _joined(experience.rollout.logps).double()
         metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn_N.sum().item(), len(drawn_N))}
         if isinstance(routers, Routers):
-            metrics["routing/changed_fraction"] = Mean(*map(sum, zip(*routers.counts))) if routers.counts else Mean(0, 0)
+            counts_2: Any = torch.stack(routers.counts).sum(0) if routers.counts else (0, 0)
+            metrics["routing/changed_fraction"] = Mean(*counts_2)
         return metrics | self._mismatch(experience, meter)
 
     def _parts(self, experience: Experience, indices: list[int]) -> list[list[int]]:

@@ -283,12 +283,12 @@ class Policy:
         """[n, ..] of what the module gives, at the tokens that predict one that counts."""
         if self.packs:
             within = contextlib.nullcontext if self._fused is None else self._fused.used
-            with replaying(self, batch.routing_NLk, within) as within:
+            with self._routed(batch.routing_NLk, within) as within:
                 read_N, _ = read_packed(self._modules, module, batch, part, within)
             return read_N.index_select(0, batch.places_n)
         rows = batch.rows(self.pad_id)
         routing = None if batch.routing_NLk is None else rows.spread(batch.routing_NLk, NONE)
-        with replaying(self, routing) as within, also_again(self._modules, within):
+        with self._routed(routing, contextlib.nullcontext) as within, also_again(self._modules, within):
             found = part(self._call_rows(module, rows))
         if not isinstance(found, torch.Tensor) or found.ndim != 3 or found.shape[:2] != rows.ids_ST.shape:
             what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
@@ -298,6 +298,10 @@ class Policy:
                 f"object with .logits), found {what}"
             )
         return found.flatten(0, 1).index_select(0, rows.index_N.index_select(0, batch.places_n))
+
+    def _routed(self, chosen: torch.Tensor | None, within: Within) -> contextlib.AbstractContextManager[Within]:
+        """Around a forward, which takes place in what this gives: `within`, with these experts chosen."""
+        return contextlib.nullcontext(within) if chosen is None else replaying(self.routers, chosen, within)
 
     @property
     def routers(self) -> Routers | str:

@@ -31,14 +31,14 @@ class Routers:
     """Of one model, in the order of its layers.
 
     normalises   whether the weights of the chosen experts are divided by their sum
-    counts       of every replay since they were last cleared: (layer, token) places where the router would have chosen
-                 other experts, and all places that had a record
+    counts       [2] of every replay since they were last cleared: places (a token in a layer) where the router would
+                 have chosen other experts, and all places with a record
     """
 
     def __init__(self, modules: Sequence[nn.Module], normalises: bool):
         self.modules, self.normalises = list(modules), normalises
         self.top_k: int = modules[0].top_k  # type: ignore[assignment]
-        self.counts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.counts: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], torch.Tensor]]:
@@ -109,7 +109,7 @@ class Replay:
     def count(self) -> None:
         """Into the routers' counts, after the forward."""
         places = (self.chosen_NLk[..., 0] != NONE).sum()
-        self.routers.counts.append((torch.stack(list(self.changed.values())).sum(), places))
+        self.routers.counts.append(torch.stack([torch.stack(list(self.changed.values())).sum(), places]))
 
     def _exchange(self, layer: int, output: Any) -> tuple[torch.Tensor, ...]:
         logits_NE, weights_Nk, own_Nk = output
@@ -124,17 +124,11 @@ class Replay:
 
 
 @contextlib.contextmanager
-def replaying(
-    policy: Any, chosen_NLk: torch.Tensor | None, within: Within = contextlib.nullcontext
-) -> Iterator[Within]:
-    """Around a forward of the policy, which takes place in what is given here: `within`, and in it the routers choose these
-    experts. None: as they like."""
-    if chosen_NLk is None:
-        yield within
-        return
-    if isinstance(policy.routers, str):
-        raise ValueError(f"routing must be None: {policy.routers}")
-    replay = policy.routers.replay(chosen_NLk)
+def replaying(routers: Routers | str, chosen_NLk: torch.Tensor, within: Within) -> Iterator[Within]:
+    """Around a forward, which takes place in what is given here: `within`, and in it the routers choose these experts."""
+    if isinstance(routers, str):
+        raise ValueError(f"routing must be None: {routers}")
+    replay = routers.replay(chosen_NLk)
 
     @contextlib.contextmanager
     def both() -> Iterator[None]:
