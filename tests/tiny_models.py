@@ -47,6 +47,13 @@ def qwen2(eos_token_id=None, scale=1.0, max_length=64, seed=0, **changes):
     return _hugging_face(Qwen2ForCausalLM, Qwen2Config, eos_token_id, scale, max_length, seed, changes)
 
 
+def mixtral(eos_token_id=None, scale=1.0, max_length=64, seed=0, **changes):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} | changes
+    return _hugging_face(MixtralForCausalLM, MixtralConfig, eos_token_id, scale, max_length, seed, experts)
+
+
 def _hugging_face(model_class, config_class, eos_token_id, scale, max_length, seed, changes):
     sizes = {
         "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

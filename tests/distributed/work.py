@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tiny_models import PlainModel, llama, moe, qwen2
+from tiny_models import PlainModel, llama, mixtral, moe, qwen2
 from tiny_qwen2 import tiny_qwen2
 
 import strop.distributed
@@ -136,6 +136,7 @@ CASES = {
     "sft-bf16": sft(lambda: qwen2(eos_token_id=EOS), autocast="bf16", gradient_checkpointing=True),
     "sft-lora-bf16": sft(lambda: llama(eos_token_id=EOS), autocast="bf16", lora={"r": 2}),
     "grpo-float32": grpo(lambda: qwen2(eos_token_id=EOS)),
+    "grpo-routing-float32": grpo(lambda: mixtral(eos_token_id=EOS), replay_routing=True, minibatch_size=8),
     "sft-lora": sft(lambda: double(llama), lora={"r": 2}),
     "dpo": dpo(),
     "grpo": grpo(),

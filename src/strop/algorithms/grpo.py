@@ -28,6 +28,8 @@ from strop.environments.base import TurnsConfig
 from strop.environments.credit import EpisodeRewards, turn_advantages
 from strop.environments.of_trainer import player, rows_of
 from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, kl_estimate
+from strop.models import unwrapped
+from strop.models.routing import Routers
 from strop.primitives import compute_batch_group_advantages
 from strop.rewards import RewardFunctions, Rewards, check_timeout, sample_table
 from strop.rollout import ENDED, Rollout, Sampling, checked_prompts, completion_metrics
@@ -59,6 +61,7 @@ class GRPOConfig(TrainerConfig):
     importance_mode     outside the bounds of importance_cap: "truncate" w to them, or "mask" the token (w = 0)
     old_logps           log-probs of the old policy: "rollout" takes those of sampling, "recompute" those of a forward
                         before the first update; "auto" is "rollout" unless top_k, top_p or importance_cap are used
+    replay_routing      use the experts chosen in the rollout in the training forward too, for Mixture-of-Experts models
     reward_weights      one weight for each of several reward functions; None is 1 for each
     reward_timeout      seconds for one call of a reward function; None waits forever
     find_failing        call a reward function that raised again, one completion at a time, to name the one that fails
@@ -77,6 +80,7 @@ class GRPOConfig(TrainerConfig):
     importance_cap: float | tuple[float, float] | None = None
     importance_mode: str = "truncate"
     old_logps: str = "auto"
+    replay_routing: bool = False
     reward_weights: tuple[float, ...] | None = None
     reward_timeout: float | None = None
     find_failing: bool = False
@@ -111,6 +115,12 @@ class GRPOConfig(TrainerConfig):
                 'old_logps must be "auto" or "recompute" with importance_cap, which weighs recomputed log-probs against '
                 'the rollout\'s, found "rollout"'
             )
+        if self.replay_routing and self.server.urls:
+            raise ValueError(
+                "replay_routing must be False with rollout_server, which does not say which experts it chose"
+            )
+        if self.replay_routing and self.run.compile:
+            raise ValueError("replay_routing must be False with compile=True, found True")
         check_timeout(self.reward_timeout, "reward_timeout")
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
@@ -233,12 +243,14 @@ class GRPO(Trainer):
             raise ValueError(f"{type(self).__name__} needs a reward_fn or an environment, found None")
         super().__init__(**arguments)
         config = self.config
-        self.sampler = sampler(self, config.server)
+        self.sampler = sampler(self, config.server, config.replay_routing)
         self.rewards: Any = None
         if reward_fn is not None:
             self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
         self.player = player(self, environment, tools)
         if self.player is not None:
+            if config.replay_routing:
+                raise ValueError("replay_routing must be False with an environment or tools, found True")
             self.any_format = True
             if config.turns.credit == "turn" and config.advantage_scale == "batch" and self.world.size > 1:
                 raise ValueError('advantage_scale must be "group" or "none" with credit="turn" in several processes')
@@ -249,6 +261,9 @@ class GRPO(Trainer):
         return self.rewards.functions
 
     def setup(self, ref_model: Any) -> None:
+        if self.config.replay_routing and isinstance(self.policy.routers, str):  # asked before weights lie in shards
+            name = type(unwrapped(self.policy.model)).__name__
+            raise ValueError(f"replay_routing must be False for this {name}: {self.policy.routers}")
         if self.config.kl_coef:
             self.reference = self.policy.reference(ref_model)
         elif ref_model is not None:
@@ -456,6 +471,9 @@ class GRPO(Trainer):
     def _learn(self, experience: Experience) -> dict[str, Any]:
         """The updates on a rollout, and the means of what they measured."""
         meter, updates = PolicyMeter(), []
+        routers = self.policy.routers if self.config.replay_routing else None
+        if isinstance(routers, Routers):
+            routers.counts.clear()
         for number, indices in enumerate(self._minibatches(len(experience.counted))):
             parts, num_tokens = self._parts(experience, indices), sum(experience.counted[i] for i in indices)
             updates.append(
@@ -469,6 +487,9 @@ class GRPO(Trainer):
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         drawn_N = _joined(experience.rollout.logps).double()
         metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn_N.sum().item(), len(drawn_N))}
+        if isinstance(routers, Routers):
+            counts_2: Any = torch.stack(routers.counts).sum(0) if routers.counts else (0, 0)
+            metrics["routing/changed_fraction"] = Mean(*counts_2)
         return metrics | self._mismatch(experience, meter)
 
     def _parts(self, experience: Experience, indices: list[int]) -> list[list[int]]:

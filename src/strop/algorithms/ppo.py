@@ -80,6 +80,7 @@ class PPOConfig(TrainerConfig):
     # what of GRPO's there is not
     resample_rounds: ClassVar[int] = 0
     importance_cap: ClassVar[None] = None
+    replay_routing: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

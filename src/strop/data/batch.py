@@ -26,12 +26,14 @@ class Trajectory:
     counts_T   True where a token is trained on; never at the first, which nothing predicts
     logps_t    of the tokens that count, under the distribution they were drawn from; None where nobody drew them
     finish     why it ended: "eos", "length", "turns" or "environment"; None where nobody drew it
+    routing_TLk   the experts chosen at each token by each of L routers, −1 where unknown; None where all are
     """
 
     ids_T: torch.Tensor
     counts_T: torch.Tensor
     logps_t: torch.Tensor | None = None
     finish: str | None = None
+    routing_TLk: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids_T)
@@ -63,6 +65,11 @@ class Rows(NamedTuple):
     mask_ST: torch.Tensor
     index_N: torch.Tensor
 
+    def spread(self, values_N: torch.Tensor, padding: int) -> torch.Tensor:
+        """[S·T, ..] what the batch has of each token, and `padding` between."""
+        spread = values_N.new_full((self.ids_ST.numel(), *values_N.shape[1:]), padding)
+        return spread.index_copy(0, self.index_N, values_N)
+
 
 @dataclass
 class TokenBatch:
@@ -74,6 +81,7 @@ class TokenBatch:
     targets_n       the tokens that count
     sequence_n      whose they are
     old_logps_n, ref_logps_n, advantages_n, weights_n    aligned with places_n; None where not needed
+    routing_NLk     the experts that the routers are to choose, −1 where they choose by themselves; None: everywhere
     """
 
     ids_N: torch.Tensor
@@ -88,6 +96,7 @@ class TokenBatch:
     ref_logps_n: torch.Tensor | None = None
     advantages_n: torch.Tensor | None = None
     weights_n: torch.Tensor | None = None
+    routing_NLk: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -123,6 +132,14 @@ class TokenBatch:
         )  # fmt: skip
         for name, values in per_trajectory.items():
             setattr(batch, f"{name}_n", torch.as_tensor(values, dtype=dtype)[sequence_n])
+        routing = [one.routing_TLk for one in trajectories if one.routing_TLk is not None]
+        if routing:
+            if [len(one) for one in routing] != lengths:
+                raise ValueError(
+                    f"routing must have one entry a token, in all trajectories or in none, found "
+                    f"{[len(one) for one in routing]} of {lengths} tokens"
+                )
+            batch.routing_NLk = torch.cat(routing)
         return batch.to(device)
 
     def __len__(self) -> int:
@@ -142,11 +159,12 @@ class TokenBatch:
         return self.ids_N.device
 
     def to(self, device: torch.device | str) -> "TokenBatch":
-        """The batch there, all its numbers in two transfers that nobody waits for."""
+        """The batch there, all its numbers in two transfers (and one of the routing) that nobody waits for."""
         device = torch.device(device)
         if device.type == self.device.type and device.index in (None, self.device.index):
             return self
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        routing_NLk = tensors.pop("routing_NLk", None)
         moved: dict[str, Any] = {}
         for is_float in (False, True):
             some = {name: t for name, t in tensors.items() if t.is_floating_point() == is_float}
@@ -154,6 +172,8 @@ class TokenBatch:
                 together = on_device(torch.cat([t.long() if not is_float else t for t in some.values()]), device)
                 moved |= zip(some, together.split([len(t) for t in some.values()]), strict=True)
         moved["cu_seqlens"] = moved["cu_seqlens"].int()
+        if routing_NLk is not None:
+            moved["routing_NLk"] = on_device(routing_NLk, device)
         return replace(self, **moved)
 
     def rows(self, pad_id: int) -> Rows:

@@ -235,14 +235,27 @@ def attending(model: Any, modules: Sequence[Any] | None = None) -> Iterator[None
 def reading(
     modules: Sequence[Any], pass_: Pass, within: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> Iterator[None]:
-    """The model of these modules attends as this pass does, `within` what else is wanted; also where a layer is computed
-    again in the backward to save memory. Walking through a model takes as long as a few of its layers."""
+    """The model of these modules attends as this pass does, `within` what else is wanted."""
+
+    @contextlib.contextmanager
+    def all_of_it() -> Iterator[None]:
+        with attending(modules[0], modules), current(pass_), within():
+            yield
+
+    with also_again(modules, all_of_it):
+        yield
+
+
+@contextlib.contextmanager
+def also_again(modules: Sequence[Any], within: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """`within`, here and where a layer is computed again in the backward to save memory. modules: all of the model, since
+    walking through it takes as long as a few of its layers."""
     checkpointed = [module for module in modules if "_gradient_checkpointing_func" in vars(module)]
     before = [module._gradient_checkpointing_func for module in checkpointed]
 
     def again(checkpoint: Callable[..., Any], layer: Callable[..., Any], *arguments: Any) -> Any:
         def once_more(*arguments: Any) -> Any:
-            with attending(modules[0], modules), current(pass_), within():
+            with within():
                 return layer(*arguments)
 
         return checkpoint(once_more, *arguments)
@@ -250,7 +263,7 @@ def reading(
     for module, checkpoint in zip(checkpointed, before, strict=True):
         module._gradient_checkpointing_func = functools.partial(again, checkpoint)
     try:
-        with attending(modules[0], modules), current(pass_), within():
+        with within():
             yield
     finally:
         for module, checkpoint in zip(checkpointed, before, strict=True):

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -23,7 +24,7 @@ from strop.distributed import Shards
 from strop.losses.policy import PolicyLoss, nll_of, tokens_loss
 from strop.losses.rules import NLL, TokenRule, tokens_of
 from strop.models import trial
-from strop.models.attention import Packed, Rule, reading
+from strop.models.attention import Packed, Rule, also_again, reading
 from strop.models.kinds import (
     adapter_off,
     as_module,
@@ -38,6 +39,7 @@ from strop.models.kinds import (
     unwrapped,
 )
 from strop.models.loading import check_moe_device, chosen_device, load_model
+from strop.models.routing import NONE, Routers, Within, find_routers, replaying
 from strop.ops import linear_logp, linear_token_loss, logp
 
 Head = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -76,6 +78,7 @@ class Policy:
         """Why the decoder layers compute in their own way and not in that of `models.layers`, once a batch was read."""
         self._fused: Any = None
         self._modules: list[nn.Module] = []
+        self._routers: Routers | str | None = None
         self.shards: Shards | None = None
         """The weights where they lie in shards, one a process; None where they are whole."""
         self.rollout_engine: tuple[Any, Any] | None = None
@@ -280,10 +283,13 @@ class Policy:
         """[n, ..] of what the module gives, at the tokens that predict one that counts."""
         if self.packs:
             within = contextlib.nullcontext if self._fused is None else self._fused.used
-            read_N, _ = read_packed(self._modules, module, batch, part, within)
+            with self._routed(batch.routing_NLk, within) as within:
+                read_N, _ = read_packed(self._modules, module, batch, part, within)
             return read_N.index_select(0, batch.places_n)
         rows = batch.rows(self.pad_id)
-        found = part(self._call_rows(module, rows))
+        routing = None if batch.routing_NLk is None else rows.spread(batch.routing_NLk, NONE)
+        with self._routed(routing, contextlib.nullcontext) as within, also_again(self._modules, within):
+            found = part(self._call_rows(module, rows))
         if not isinstance(found, torch.Tensor) or found.ndim != 3 or found.shape[:2] != rows.ids_ST.shape:
             what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             count, longest = rows.ids_ST.shape
@@ -292,6 +298,17 @@ class Policy:
                 f"object with .logits), found {what}"
             )
         return found.flatten(0, 1).index_select(0, rows.index_N.index_select(0, batch.places_n))
+
+    def _routed(self, chosen: torch.Tensor | None, within: Within) -> contextlib.AbstractContextManager[Within]:
+        """Around a forward, which takes place in what this gives: `within`, with these experts chosen."""
+        return contextlib.nullcontext(within) if chosen is None else replaying(self.routers, chosen, within)
+
+    @property
+    def routers(self) -> Routers | str:
+        """The model's routers, or why none of their choices can be recorded and replayed."""
+        if self._routers is None:
+            self._routers = find_routers(self)
+        return self._routers
 
     def _call_rows(self, module: nn.Module, rows: Rows) -> Any:
         """The module on padded rows, with those of the arguments it takes.
@@ -460,7 +477,7 @@ class Policy:
 
 
 class Reference:
-    """Log-probs of a frozen model, without gradient and in eval mode.
+    """Log-probs of a frozen model, without gradient and in eval mode. Its routers choose by themselves.
 
     kind   "given", "copy", or "adapter off": then `policy` is the trained one and there are no weights to keep
     """
@@ -475,6 +492,7 @@ class Reference:
 
     @torch.no_grad()
     def logps(self, batch: TokenBatch, *, temperature: float = 1.0) -> torch.Tensor:
+        batch = replace(batch, routing_NLk=None)  # of the policy; what the reference is must not depend on it
         if self.kind != "adapter off":  # it may live on another device
             logps_n = self.policy.logps(batch.to(self.policy.device), temperature=temperature)
             return logps_n.to(batch.device)
@@ -488,7 +506,7 @@ def read_packed(
     module: nn.Module,
     batch: TokenBatch,
     part: Callable[[Any], torch.Tensor],
-    within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    within: Within = contextlib.nullcontext,
 ) -> tuple[torch.Tensor, dict[int, Rule]]:
     """[N, ..] of what the module, one of a model's, gives for the batch as one row; what its layers' attention is."""
     pass_ = Packed(batch.lengths, batch.cu_seqlens)

@@ -27,7 +27,7 @@ __all__ = ["Rollout", "Sampler", "Sampling", "draw", "generate", "sampling_logps
 
 # (policy, prompts, sampling, num_samples, uniforms_BT, eos_ids) → tokens and log-probs of every completion, EOS the last token
 # of one that ended so
-Completions = tuple[list[torch.Tensor], list[torch.Tensor]]
+Completions = tuple[list[torch.Tensor], ...]  # and, where asked for, the experts chosen
 ENGINES: dict[str, Callable[..., Completions]] = {
     "moe": native.complete,
     "hf": decoding.complete,
@@ -50,6 +50,8 @@ class Rollout:
                      drawn from: temperature, top-k and top-p applied. Greedy: under softmax(logits)
     finish_reasons   "eos", or "length" where max_new_tokens ended it
     counts           of several turns which tokens of completion_ids were drawn; logps are of these. None: all
+    routing          where asked for, [T, L, k] int16: the experts that each token of prompt and completion chose in each
+                     layer that has a router; −1 at the last, which was drawn but never read
     seconds          spent generating
     engine           what computed, and for a slow way why
     """
@@ -61,6 +63,7 @@ class Rollout:
     seconds: float = 0.0
     engine: str = ""
     counts: list[torch.Tensor] | None = None
+    routing: list[torch.Tensor] | None = None
 
     columns: ClassVar[Any] = {}  # what reward functions are given besides, or in place of what these tokens say
 
@@ -71,8 +74,12 @@ class Rollout:
     def trajectories(self) -> list[Trajectory]:
         """Each completion behind its prompt."""
         counts: Sequence[Any] = self.counts or [None] * len(self)
-        columns = zip(self.prompt_ids, self.completion_ids, counts, self.logps, self.finish_reasons, strict=True)
-        return [Trajectory.of(*ids, logps_t=logps, finish=why) for *ids, logps, why in columns]
+        routing: Sequence[Any] = [None] * len(self) if self.routing is None else self.routing
+        known = zip(self.logps, self.finish_reasons, routing, strict=True)
+        return [
+            Trajectory.of(*ids, logps_t=logps, finish=why, routing_TLk=chosen)
+            for *ids, (logps, why, chosen) in zip(self.prompt_ids, self.completion_ids, counts, known, strict=True)
+        ]
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +129,7 @@ def generate(
     addresses: Sequence[int] | None = None,
     ignore_eos: bool = False,
     kept: Kept | None = None,
+    record_routing: bool = False,
 ) -> Rollout:
     """num_samples completions of each prompt, with the weights as they are now.
 
@@ -132,6 +140,7 @@ def generate(
                  whichever prompts are beside it
     ignore_eos   only sampling.stop_ids end a completion
     kept         of rows that go on later: what was read of them; with num_samples=1
+    record_routing   of a Mixture-of-Experts model also say which experts were chosen, as `Rollout.routing`
     """
     # asked only where they look odd: a trainer's never do
     if type(num_samples) is not int or num_samples < 1:
@@ -141,6 +150,9 @@ def generate(
     ids = checked_prompts(policy, prompts, sampling)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
+    if record_routing and (isinstance(policy.routers, str) or kept is not None):
+        why = policy.routers if isinstance(policy.routers, str) else "these rows go on later"
+        raise ValueError(f"record_routing must be False: {why}")
     addresses = range(len(ids)) if addresses is None else addresses
     if len(addresses) != len(ids):
         raise ValueError(f"addresses must be one for each of the {len(ids)} prompts, found {len(addresses)}")
@@ -149,15 +161,18 @@ def generate(
     # never in inference mode, whose tensors neither a later rollout nor a training step could use
     with torch.inference_mode(False), torch.no_grad(), policy.evaluating():
         uniforms_BT = uniforms(seed, addresses, num_samples, sampling.max_new_tokens)
-        further = (kept,) if kept is not None and policy.kind in KEEPING else ()
-        completion_ids, logps = ENGINES[policy.kind](policy, ids, sampling, num_samples, uniforms_BT, eos_ids, *further)
+        further: dict[str, Any] = {"kept": kept} if kept is not None and policy.kind in KEEPING else {}
+        further |= {"routers": policy.routers} if record_routing else {}
+        completion_ids, logps, *routing = ENGINES[policy.kind](
+            policy, ids, sampling, num_samples, uniforms_BT, eos_ids, **further
+        )
     seconds = time.perf_counter() - start
     _check_not_nan(logps)
     last = torch.stack([ids[-1] for ids in completion_ids]).tolist()
     reasons = ["eos" if one in eos_ids else "length" for one in last]
     prompt_ids = [prompt for prompt in ids for _ in range(num_samples)]
     engine = decoding.description(policy) if policy.kind == "hf" else policy.kind
-    return Rollout(prompt_ids, completion_ids, logps, reasons, seconds, engine)
+    return Rollout(prompt_ids, completion_ids, logps, reasons, seconds, engine, routing=routing[0] if routing else None)
 
 
 def _check_not_nan(logps: Sequence[torch.Tensor]) -> None:
@@ -193,12 +208,14 @@ class Sampler:
     """`generate` for a trainer: the policy is known, and a rollout may be begun before it is asked for.
 
     What was begun is known by its seed, and kept until the next such rollout is asked for: a step that failed asks again.
+
+    records_routing   whether rollouts say which experts were chosen
     """
 
     FAILURES: ClassVar[tuple[type[Exception], ...]] = ()  # of a rollout that was begun, which may be begun again
 
-    def __init__(self, policy: Policy):
-        self.policy = policy
+    def __init__(self, policy: Policy, records_routing: bool = False):
+        self.policy, self.records_routing = policy, records_routing
         self._begun: dict[int, Callable[[], Rollout]] = {}
         self._whole: Policy | None = None
 
@@ -232,7 +249,7 @@ class Sampler:
     ) -> Callable[[], Rollout]:  # fmt: skip
         """A rollout with the weights as they are now; the function returned waits for it."""
         if not len(prompts):  # the share of a process where there are fewer prompts than processes
-            return lambda: Rollout([], [], [], [])
+            return lambda: Rollout([], [], [], [], routing=[] if self.records_routing else None)
         return functools.partial(
             generate,
             self._whole or self.policy,
@@ -241,6 +258,7 @@ class Sampler:
             num_samples=num_samples,
             seed=seed,
             addresses=addresses,
+            record_routing=self.records_routing,
         )
 
     def ahead(

@@ -13,6 +13,7 @@ changes these in place and the next rollout computes with what is there. Everyth
 from memory by the kernels, so lengths do not matter. Weights that moved make a new engine.
 """
 
+import contextlib
 import functools
 import threading
 import warnings
@@ -24,8 +25,10 @@ import torch
 
 from strop.models import Policy, base_model, unwrapped
 from strop.models.attention import Pass, Unsupported
+from strop.models.routing import Routers
 from strop.rollout import checks, transformers_generate
 from strop.rollout.kept import Kept, keep, read_on
+from strop.rollout.recording import Record, step_memory
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
 from strop.rollout.slots import Decode, Prefill, Rows
 from strop.rollout.steps import FusedLayers, OwnLayers, autocast_dtype, heads, read, signature
@@ -48,6 +51,7 @@ class Round:
 
     token_B, prefix_start_B, prefix_length_B   what a row begins with
     longest                                    the most tokens of a row, its prompt included
+    record                                     of the experts chosen; None keeps none
     """
 
     kv: torch.Tensor
@@ -61,6 +65,7 @@ class Round:
     prefix_starts: list[int]
     num_samples: int
     longest: int
+    record: Record | None = None
 
     def table(self) -> list[int]:
         """Where all that is, for the kernels: see kernels.py."""
@@ -99,6 +104,7 @@ class Engine:
         self._rows: Rows | None = None
         self._table = torch.zeros(7, dtype=torch.int64, device=self.device)
         self._eos = torch.full((16,), -1, dtype=torch.int64, device=self.device)
+        self._chosen_NLk: torch.Tensor | None = None
         self._tiles_CN = torch.zeros(2, BUCKETS[-1], dtype=torch.int32, device=self.device)
         self._flags = (
             torch.empty(BUCKETS[-1], dtype=torch.int8, pin_memory=True) if policy.device.type == "cuda" else None
@@ -193,18 +199,26 @@ class Engine:
         uniforms_BT: torch.Tensor,
         eos_ids: tuple[int, ...],
         kept: Kept | None = None,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Tokens and log-probs of every completion, as `strop.rollout.generate` wants them."""
+        routers: Routers | None = None,
+    ) -> tuple[list[torch.Tensor], ...]:
+        """Tokens and log-probs of every completion, as `strop.rollout.generate` wants them; with routers their choices too."""
         T = sampling.max_new_tokens
         uniforms_BT = uniforms_BT.float().clamp(max=1 - 2**-24)  # rounded, but below 1
         tokens: list[torch.Tensor] = []
         logps: list[torch.Tensor] = []
+        routing: list[torch.Tensor] = []
+        recording = contextlib.nullcontext() if routers is None else routers.recording()
         self.layers.refresh(max(map(len, prompts)) + T)
-        with self.layers.ready():
+        with self.layers.ready(), recording as latest:
             for first, end, lanes in self._rounds(prompts, num_samples, T):
                 some = prompts[first:end], num_samples, lanes, sampling
                 uniforms = uniforms_BT[first * num_samples : end * num_samples]
                 round_, rows = self._begin(*some, uniforms, eos_ids)
+                if routers is not None and latest is not None:
+                    if self._chosen_NLk is None:
+                        self._chosen_NLk = step_memory(routers, BUCKETS[-1], self.device)
+                    num_slots = sum(len(prompt) - 1 for prompt in some[0])
+                    round_.record = Record.of(latest, self._chosen_NLk, num_slots, *round_.tokens_BT.shape)
                 if kept is None:
                     self._prefill(prompts[first:end], round_)
                 else:
@@ -212,13 +226,16 @@ class Engine:
                 self._decode(rows, round_, sampling)
                 tokens_BT, logps_BT = round_.tokens_BT.cpu(), round_.logps_BT.cpu()
                 lengths_B = completion_lengths(tokens_BT, eos_ids)
+                if round_.record is not None:
+                    lengths = lengths_B.tolist()
+                    routing += round_.record.lines(prompts[first:end], round_.prefix_starts, lengths, num_samples)
                 if kept is not None and lanes == end - first and round_.kv.shape[2] < self._num_slots() // 3:
                     keep(prompts[first:end], lengths_B.tolist(), round_, kept.part(first, end), T)
                 del round_  # before the next one's cache
                 there_BT = torch.arange(T) < lengths_B[:, None]
                 tokens += tokens_BT[there_BT].split(lengths_B.tolist())
                 logps += logps_BT[there_BT].split(lengths_B.tolist())
-        return tokens, logps
+        return (tokens, logps) if routers is None else (tokens, logps, routing)
 
     # ---- a round ----
 
@@ -310,6 +327,8 @@ class Engine:
             by_kernel = self.on_gpu and self.shape.dtype.itemsize == 2
             prefill = Prefill(round_.kv, tokens_M, slots_M, ends if by_kernel else None)
             read(self.layers, prefill, ids_PT.to(self.device), positions_PT, with_logits=False)
+            if round_.record is not None:
+                round_.record.read_prompts(tokens_M, slots_M)
 
     def _decode(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         """Steps until all rows have ended. The first `live` places are of real rows: which, and since which step."""
@@ -380,6 +399,10 @@ class Engine:
     # ---- a step ----
 
     def _step(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
+        with contextlib.nullcontext() if round_.record is None else round_.record.step(rows):
+            self._bare_step(rows, round_, sampling)
+
+    def _bare_step(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         if self.why_no_graphs is None:
             self._replay(rows, round_, sampling)
         elif self.on_gpu:
@@ -391,13 +414,14 @@ class Engine:
         """[N, V] of the rows' next tokens."""
         if self.on_gpu:
             return self._logits_on_gpu(rows, round_)
-        return self._logits(rows, Decode(round_.kv, rows, int((rows.prefix_length_N + rows.step_N).max()) + 1))
+        longest = int((rows.prefix_length_N + rows.step_N).max()) + 1
+        return self._logits(rows, round_, Decode(round_.kv, rows, longest))
 
     def _logits_on_gpu(self, rows: Rows, round_: Round) -> torch.Tensor:
         from strop.rollout.launch import KernelDecode
 
         parts = self._parts(rows, round_)
-        return self._logits(rows, KernelDecode(self._table, rows, self.shape, parts, self._tiles_CN))
+        return self._logits(rows, round_, KernelDecode(self._table, rows, self.shape, parts, self._tiles_CN))
 
     def _step_on_gpu(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         from strop.rollout.launch import pick
@@ -409,9 +433,12 @@ class Engine:
             scale = 1.0 if sampling.greedy else 1 / sampling.temperature
         pick(logits_NV, rows, self._eos, self._table, scale, sampling.greedy)
 
-    def _logits(self, rows: Rows, pass_: Pass) -> torch.Tensor:
+    def _logits(self, rows: Rows, round_: Round, pass_: Pass) -> torch.Tensor:
         positions_N = (rows.prefix_length_N + rows.step_N).long()
-        return read(self.layers, pass_, rows.token_N[:, None], positions_N[:, None])
+        logits_NV = read(self.layers, pass_, rows.token_N[:, None], positions_N[:, None])
+        if round_.record is not None:
+            round_.record.read_step(len(rows))
+        return logits_NV
 
     def _draw(self, logits_NV: torch.Tensor, rows: Rows, round_: Round, sampling: Sampling) -> None:
         """As `launch.pick`, in torch."""
@@ -430,7 +457,7 @@ class Engine:
     def _replay(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         """A step as a graph; the first of its kind is taken step by step, which compiles its kernels, and then captured."""
         graphs = self._graphs_of(sampling)
-        kind = len(rows), self._parts(rows, round_)
+        kind = len(rows), self._parts(rows, round_), round_.record is not None
         if kind in graphs:
             graphs[kind].replay()
             return
@@ -491,11 +518,17 @@ def complete(
     uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
     kept: Kept | None = None,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    routers: Routers | None = None,
+) -> tuple[list[torch.Tensor], ...]:
     with _turn:
         engine = engine_of(policy)
         if isinstance(engine, Engine):
-            return engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids, kept)
+            return engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids, kept, routers)
+        if routers is not None:
+            raise ValueError(
+                f"replay_routing must be False: rollouts of this {type(policy.model).__name__} go through transformers' "
+                f"generate, where the experts chosen are not recorded: {engine}"
+            )
         return transformers_generate.complete(policy, prompts, sampling, num_samples, uniforms_BT, eos_ids)
 
 

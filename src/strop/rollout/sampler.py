@@ -164,8 +164,9 @@ class Served(Sampler):
             return self.policy.logps(batch).cpu().double()
 
 
-def sampler(trainer: Any, config: ServerConfig) -> Sampler:
+def sampler(trainer: Any, config: ServerConfig, records_routing: bool = False) -> Sampler:
     """Of a trainer: here, or by the servers its config names."""
     if not config.urls:
-        return Sampler(trainer.policy)
+        return Sampler(trainer.policy, records_routing)
+    assert not records_routing
     return Served(trainer.policy, config, trainer.save_pretrained, lambda: trainer.state.updates, trainer.world)
