@@ -238,3 +238,25 @@ def test_import_is_quick():
     ]
     assert min(ours for _, ours in runs) < 0.05
     assert min(numpy + ours for numpy, ours in runs) < 0.2
+
+
+def test_one_file_knows_torch_distributed_and_only_inside_functions():
+    """So a run without torchrun has nothing to do with it; torch itself imports parts of it."""
+    knowing, at_top = set(), set()
+    for name, path in modules().items():
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            modules_ = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [f"{node.module}.{alias.name}" for alias in node.names]
+                if isinstance(node, ast.ImportFrom)
+                else [ast.unparse(node)]
+                if isinstance(node, ast.Attribute)
+                else []
+            )
+            if any(module.startswith("torch.distributed") for module in modules_):
+                knowing.add(name)
+                at_top |= {name} if node in tree.body else set()
+    assert knowing == {"strop.distributed"}
+    assert not at_top

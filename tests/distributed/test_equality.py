@@ -1,7 +1,9 @@
 """Several processes compute what one does: every metric of five steps and of an evaluation, and the weights afterwards."""
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -40,9 +42,27 @@ def work(folder, size, names):
     return folder
 
 
+def made_once(tmp_path_factory, name, make):
+    """A folder that `make` fills: of pytest's workers one does, and the others wait for it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        folder = tmp_path_factory.mktemp(name)
+        make(folder)
+        return folder
+    folder = tmp_path_factory.getbasetemp().parent / f"{name}-{run}"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "made").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # what another one that failed left
+            folder.mkdir()
+            make(folder)
+            (folder / "made").touch()
+    return folder
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    return work(tmp_path_factory.mktemp("alone"), 1, REPLICAS) / "none"
+    return made_once(tmp_path_factory, "alone", lambda folder: work(folder, 1, REPLICAS)) / "none"
 
 
 def read(path):

@@ -11,7 +11,7 @@ import pytest
 import runs
 import torch
 from safetensors.torch import load_file
-from test_equality import LAUNCH
+from test_equality import LAUNCH, made_once
 from tiny_models import llama
 from transformers import AutoModelForCausalLM
 
@@ -37,8 +37,11 @@ def launched(size, folder, plan):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    return made_once(tmp_path_factory, "runs", make_runs)
+
+
+def make_runs(folder):
     """All launches: what each does depends on the one before."""
-    folder = tmp_path_factory.mktemp("runs")
     for case in ("sft", "grpo"):
         runs.train(case, "none", folder / f"{case}-1", 4, False)  # to its end, in one process
         runs.train(case, "none", folder / f"{case}-1-then", 3, False)
@@ -60,7 +63,6 @@ def folder(tmp_path_factory):
         plan += [[case, shard, f"{case}-{shard}-2-then-4", 4, True], [case, shard, f"{case}-{shard}-4-then", 3, False]]
     said = launched(4, folder, plan)
     assert said.count(f"{damaged} is damaged: the checksum of shard-00002") == 1  # and the one before was taken
-    return folder
 
 
 def newest(run):

@@ -219,7 +219,7 @@ def test_one_step_ahead(vllm):
 
 
 class Partner(Environment):
-    """Says the number of tokens it heard, three times."""
+    """Says the number of tokens it heard, three times; what it heard says how well it was."""
 
     def reset(self, row):
         self.turns = 0
@@ -227,7 +227,7 @@ class Partner(Environment):
 
     def step(self, reply):
         self.turns += 1
-        return Turn([5, 6, 7 + len(reply) % 20], reward=float(len(reply)), done=self.turns == 3)
+        return Turn([5, 6, 7 + len(reply) % 20], reward=float(sum(reply) % 5), done=self.turns == 3)
 
 
 def test_a_conversation_is_our_engines(vllm):
