@@ -74,6 +74,30 @@ def test_greedy_equals_generate(kind):
         assert found.engine == f"hf, {layers}, cuda graphs"
 
 
+@pytest.mark.filterwarnings("ignore:decode steps cannot be captured")
+def test_experts_are_recorded_in_graphs_and_without():
+    """Of rows that end at all times; the first rollout captures, the second has graphs without a record beside."""
+    model = model_of("mixtral", eos_token_id=list(range(600)))
+    policy, seen = as_policy(model), []
+    for record in (True, False, True):
+        found = generate(policy, PROMPTS, Sampling(max_new_tokens=60), num_samples=8, seed=2, record_routing=record)
+    lengths = [len(c) for c in found.completion_ids]
+    assert min(lengths) < 10 < 30 < max(lengths)
+    routers = policy.routers.modules
+    hooks = [one.register_forward_hook(lambda *args: seen.append(args[2][2])) for one in routers]
+    same = []
+    for line in found.trajectories:
+        seen.clear()
+        with torch.no_grad():
+            model(line.ids_T[None].cuda())
+        assert (line.routing_TLk[-1] == -1).all()
+        own = torch.stack(seen, 1).cpu().sort(-1)[0][:-1]
+        same.append((own == line.routing_TLk[:-1].long().sort(-1)[0]).all(-1).flatten())
+    for hook in hooks:
+        hook.remove()
+    assert torch.cat(same).float().mean() > 0.99  # but for choices so close that rounding decides
+
+
 @pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=1), Sampling(max_new_tokens=1, temperature=0.7, top_k=9)])
 def test_samples_follow_the_exact_distribution(sampling):
     policy, count = as_policy(model_of("qwen2", vocab_size=50)), 1024

@@ -13,7 +13,8 @@ from strop.data.batch import TokenBatch
 from strop.models import as_policy
 from strop.models.routing import NONE, Routers, routers_of
 from strop.rollout import Sampling, generate
-from strop.rollout.decoding import Engine
+from strop.rollout.checks import PROBE
+from strop.rollout.decoding import Engine, engine_of
 
 PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10, 11, 12], [4, 4]]
 KINDS = {
@@ -57,13 +58,17 @@ def own_choices(model, ids):
 
 
 @contextlib.contextmanager
-def other_experts(model):
-    """Within, routers choose by logits that something is added to, and weigh by those that it is not added to."""
+def other_experts(model, most=10**9):
+    """Within, routers choose by logits that something is added to, and weigh by those that it is not added to.
+
+    most   only where they see at most so many tokens
+    """
     bias = torch.tensor([2.0, -1.0, 0.5, -2.0, 1.0, 0.0])
 
     def choose(module, arguments, output):
         logits, weights, _ = output
-        experts = (logits + bias.to(logits.dtype)).topk(module.top_k).indices
+        added = bias.to(logits.dtype) if len(logits) <= most else 0.0
+        experts = (logits + added).topk(module.top_k).indices
         chosen = logits.float().softmax(-1).gather(-1, experts)
         if getattr(module, "norm_topk_prob", True):
             chosen = chosen / chosen.sum(-1, keepdim=True)
@@ -137,6 +142,14 @@ def test_recording_changes_no_completion():
     for one, other in zip(plain.completion_ids, recorded.completion_ids, strict=True):
         assert torch.equal(one, other)
     assert not any(one._forward_hooks for one in policy.model.modules())
+
+
+def test_the_trial_of_the_engine_does_not_judge_choices():
+    """A step, which reads one token of each of three rows, chooses other experts than the forward that it is compared with."""
+    policy = as_policy(model_of("mixtral"))
+    with other_experts(policy.model, most=len(PROBE)):
+        engine = engine_of(policy)
+    assert isinstance(engine, Engine), engine
 
 
 # ---- replaying ----

@@ -53,6 +53,9 @@ METRICS = {
     "ratio/mean": Metric("Mean ratio", "new over old probability", "policy", 16),
     "mismatch_kl": Metric("Rollout against training, KL", "nats per token", "policy", 17),
     "mismatch_ratio_max": Metric("Rollout against training, largest ratio", "", "policy", 18),
+    "routing/changed_fraction": Metric(
+        "Experts chosen otherwise", "of tokens in layers", "policy", 18.5, fraction=True
+    ),
     "grad_norm": Metric("Gradient norm", "before clipping", "optimiser", 20, from_zero=True),
     "learning_rate": Metric("Learning rate", "", "optimiser", 21, from_zero=True, smoothed=False),
     "tokens_per_second": Metric("Throughput", "tokens per second", "optimiser", 30, from_zero=True, in_summary=True),

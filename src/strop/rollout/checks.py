@@ -1,5 +1,6 @@
 """Whether a model can be run by the engine, and by fused layers: what its forward hands to attention, and its numbers."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from strop.models import Policy
 from strop.models.attention import Unsupported, current, sdpa_without_plans
 from strop.models.kinds import of_config
+from strop.models.routing import Routers
 from strop.rollout.sampling import Sampling
 from strop.rollout.slots import CacheShape, Seen
 
@@ -14,7 +16,7 @@ PROBE = ([1, 2, 3, 4, 5], [3, 1], [2])
 ERROR_ALLOWED = {
     torch.float64: 1e-6,
     torch.float32: 1e-3,
-}  # relative; 0.1 in 16 bits, where experts may be chosen differently
+}  # relative; 0.1 in 16 bits
 
 
 def probe(policy: Policy) -> list[torch.Tensor]:
@@ -78,21 +80,34 @@ def check_states(found: Seen, wanted: Seen) -> None:
 
 
 def check_against_forward(engine: Any, policy: Policy) -> None:
-    """Two greedy steps of the probe against plain forwards: the only way to know what a model does with positions."""
+    """Two greedy steps of the probe against plain forwards: the only way to know what a model does with positions.
+
+    The forwards use the experts of the steps. Else a choice that rounding decides would look like an error.
+    """
     prompts = probe(policy)
+    routers = policy.routers if isinstance(policy.routers, Routers) else None
     sampling = Sampling(max_new_tokens=2, temperature=0.0)
     engine.layers.refresh(len(prompts[0]) + 2)
-    with engine.layers.ready():
+    with engine.layers.ready(), contextlib.nullcontext() if routers is None else routers.recording() as latest:
         round_, rows = engine._begin(prompts, 1, len(prompts), sampling, torch.zeros(len(prompts), 2), ())
+        if routers is not None:
+            engine._begin_record(round_, prompts, routers, latest)
         engine._prefill(prompts, round_)
         found = []
         for _ in range(2):
-            logits_NV = engine._decode_logits(rows, round_)
-            found.append(logits_NV[: len(prompts)].float())
-            engine._draw(logits_NV, rows, round_, sampling)
+            with round_.recorded(rows):
+                logits_NV = engine._decode_logits(rows, round_)
+                found.append(logits_NV[: len(prompts)].float())
+                engine._draw(logits_NV, rows, round_, sampling)
+    chosen = (
+        None if round_.record is None else round_.record.lines(prompts, round_.prefix_starts, [2] * len(prompts), 1)
+    )
     for i, prompt in enumerate(prompts):
         read = torch.cat([prompt, round_.tokens_BT[i, :1].cpu()]).to(engine.device)
-        with torch.no_grad(), sdpa_without_plans():
+        experts: Any = contextlib.nullcontext()
+        if routers is not None and chosen is not None:
+            experts = routers.replay(chosen[i][: len(read)].to(engine.device)).used()
+        with torch.no_grad(), sdpa_without_plans(), experts:
             wanted_TV = engine.model(input_ids=read[None], use_cache=False).logits[0, -2:].float()
         found_TV = torch.stack([one[i] for one in found])
         error = ((found_TV - wanted_TV).norm() / wanted_TV.norm()).item()

@@ -72,6 +72,10 @@ class Round:
         addresses = [one.data_ptr() for one in (self.uniforms_BT, self.tokens_BT, self.logps_BT)]
         return [self.kv.data_ptr(), self.kv.shape[2], *addresses, self.tokens_BT.shape[1]]
 
+    def recorded(self, rows: Rows) -> contextlib.AbstractContextManager[None]:
+        """Around a step of these rows."""
+        return contextlib.nullcontext() if self.record is None else self.record.step(rows)
+
     def enter(self, rows: Rows, places: torch.Tensor, first: int) -> None:
         """The rows of the round from `first` on begin at these places of the step, in the slots that are there."""
         row_M = torch.arange(first, first + len(places), device=rows.row_N.device)
@@ -214,11 +218,8 @@ class Engine:
                 some = prompts[first:end], num_samples, lanes, sampling
                 uniforms = uniforms_BT[first * num_samples : end * num_samples]
                 round_, rows = self._begin(*some, uniforms, eos_ids)
-                if routers is not None and latest is not None:
-                    if self._chosen_NLk is None:
-                        self._chosen_NLk = step_memory(routers, BUCKETS[-1], self.device)
-                    num_slots = sum(len(prompt) - 1 for prompt in some[0])
-                    round_.record = Record.of(latest, self._chosen_NLk, num_slots, *round_.tokens_BT.shape)
+                if routers is not None:
+                    self._begin_record(round_, some[0], routers, latest)
                 if kept is None:
                     self._prefill(prompts[first:end], round_)
                 else:
@@ -236,6 +237,13 @@ class Engine:
                 tokens += tokens_BT[there_BT].split(lengths_B.tolist())
                 logps += logps_BT[there_BT].split(lengths_B.tolist())
         return (tokens, logps) if routers is None else (tokens, logps, routing)
+
+    def _begin_record(self, round_: Round, prompts: list[torch.Tensor], routers: Routers, latest: Any) -> None:
+        """From now on the round knows which experts its tokens chose. latest: what `routers.recording` gives"""
+        if self._chosen_NLk is None:
+            self._chosen_NLk = step_memory(routers, BUCKETS[-1], self.device)
+        num_slots = sum(len(prompt) - 1 for prompt in prompts)
+        round_.record = Record.of(latest, self._chosen_NLk, num_slots, *round_.tokens_BT.shape)
 
     # ---- a round ----
 
@@ -399,7 +407,7 @@ class Engine:
     # ---- a step ----
 
     def _step(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
-        with contextlib.nullcontext() if round_.record is None else round_.record.step(rows):
+        with round_.recorded(rows):
             self._bare_step(rows, round_, sampling)
 
     def _bare_step(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
