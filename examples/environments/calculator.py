@@ -8,15 +8,16 @@ import re
 
 from strop.tasks import split_of
 
-# One solved problem shows how a call is written: without it a model this small never writes one, and nothing is learned.
+# One solved problem shows how a call is written. At temperature 1 the untrained model then makes a call that works in 3% of
+# its answers, which is where learning starts; with a problem of two digits it never did, with two of three it is 40%.
 EXAMPLE = [
-    {"role": "user", "content": "What is 12 * 34?"},
+    {"role": "user", "content": "What is 312 * 434?"},
     {
         "role": "assistant",
-        "content": '<tool_call>\n{"name": "multiply", "arguments": {"a": 12, "b": 34}}\n</tool_call>',
+        "content": '<tool_call>\n{"name": "multiply", "arguments": {"a": 312, "b": 434}}\n</tool_call>',
     },
-    {"role": "tool", "content": "408"},
-    {"role": "assistant", "content": "408"},
+    {"role": "tool", "content": "135408"},
+    {"role": "assistant", "content": "135408"},
 ]
 
 
@@ -27,7 +28,7 @@ class Calculator:
         rng, found = random.Random(f"{split}/{seed}"), {}
         while len(found) < (4000 if limit is None else limit):
             a, b = rng.randint(100, 999), rng.randint(100, 999)
-            if split_of(f"{min(a, b)}*{max(a, b)}") == split:
+            if split_of(f"{min(a, b)}*{max(a, b)}") == split and {a, b} != {312, 434}:
                 prompt = [*EXAMPLE, {"role": "user", "content": f"What is {a} * {b}?"}]
                 found[a, b] = {"prompt": prompt, "answer": str(a * b)}
         return list(found.values())
@@ -52,5 +53,6 @@ def right(completions, answer):
 
 
 def called(replies):
-    """1 where a call was answered with a number."""
-    return [float(any(m["role"] == "tool" and m["content"].isdigit() for m in messages)) for messages in replies]
+    """1 where a call was answered with a number, 0.3 where one was tried."""
+    answers = [[m["content"] for m in messages if m["role"] == "tool"] for messages in replies]
+    return [1.0 if any(map(str.isdigit, texts)) else 0.3 if texts else 0.0 for texts in answers]

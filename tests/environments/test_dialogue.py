@@ -1,5 +1,7 @@
 """Conversations as ids that only grow, in the chat templates of well-known models."""
 
+import copy
+
 import pytest
 import torch
 from chat_templates import TEMPLATES, tokenizer
@@ -121,3 +123,47 @@ def test_people_may_write_the_sign_that_stands_for_the_models_words(text):
     dialogue.hear([said])
     messages = [said, {"role": "assistant", "content": "in § 3"}, said]
     assert tokens.decode(dialogue.ids) == templates.render_prompt(messages, tokens)
+
+
+def with_template(template):
+    tokens = copy.deepcopy(tokenizer("qwen"))
+    tokens.chat_template = template
+    return tokens
+
+
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+ONE = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (
+            "{% for m in messages %}{% if m.role != 'tool' or loop.previtem.tool_calls %}" + ONE + "{% endif %}{% endfor %}",
+            "the role tool behind what the assistant says, and it is left out",
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+            + ONE + "{% endfor %}",
+            "raises TemplateError: roles must alternate",
+        ),
+    ],
+    ids=["left out", "raises"],
+)  # fmt: skip
+def test_a_template_without_words_for_results_is_refused(template, why):
+    """The model would never see what a tool answered."""
+    tokens = with_template(template + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    Chat(tokens)
+    with pytest.raises(ValueError, match=why):
+        Chat(tokens, [ADD])
+
+
+def test_a_turn_that_opens_otherwise_than_it_is_written_later_is_refused_with_the_place():
+    """As templates do that begin a turn with thinking and leave it out of earlier turns."""
+    tokens = with_template(
+        "{% for m in messages %}"
+        + ONE
+        + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    with pytest.raises(ValueError, match=r"assistant\\n<think>\\n' becomes '.*assistant\\n§"):
+        Chat(tokens)

@@ -84,7 +84,7 @@ def test_the_calculator_by_hand():
     assert tools.step(call).messages[0]["content"] == row["answer"]
     assert module.right([f"It is {a * b:,}.", "12"], [row["answer"]] * 2) == [1.0, 0.0]
     tool = {"role": "tool", "content": row["answer"]}
-    assert module.called([[tool], [{"role": "tool", "content": "error: no"}], []]) == [1.0, 0.0, 0.0]
+    assert module.called([[tool], [{"role": "tool", "content": "error: no"}], []]) == [1.0, 0.3, 0.0]
 
 
 def test_the_calculators_options_are_known():

@@ -69,6 +69,20 @@ def between(
     return whole.partition(spoken)[2]
 
 
+def check_writes(message: Message, tokenizer: Any, row: Mapping[str, Any] | None = None) -> None:
+    """Raise if the template has no words for such a message behind a turn of the assistant's, or leaves it out."""
+    why = "is left out"
+    try:
+        if message["content"] in between([{"role": "user", "content": "?"}], [message], tokenizer, row):
+            return
+    except Exception as error:  # a template's own, of any kind
+        why = f"raises {type(error).__name__}: {error}"
+    raise ValueError(
+        f"the chat template must write a message of the role {message['role']} behind what the assistant says, and it "
+        f"{why}; an environment of your own can say the same as a message of the user"
+    )
+
+
 def check_append_only(
     before: Sequence[Message], new: Sequence[Message], tokenizer: Any, row: Mapping[str, Any] | None = None
 ) -> None:
@@ -81,10 +95,12 @@ def check_append_only(
         shorter, longer = (render(some, tokenizer, row) for some in (begun, [*begun, *new]))
         opened = render_prompt(before, tokenizer, row)
         shorter = shorter[: shorter.rindex(SPOKEN) + 1]  # some put an EOS behind a conversation's last turn
-        if not (longer.startswith(shorter) and longer.startswith(opened)):
-            at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
+        for was in (shorter, opened):
+            if longer.startswith(was):
+                continue
+            at = next((i for i, (a, b) in enumerate(zip(was, longer, strict=False)) if a != b), len(longer))
             raise ValueError(
                 f"the chat template must leave earlier turns as they were drawn, and rewrites {what} when the "
-                f"conversation goes on: {shorter[max(at - 20, 0) : at + 30]!r} becomes "
+                f"conversation goes on: {was[max(at - 20, 0) : at + 30]!r} becomes "
                 f'{longer[max(at - 20, 0) : at + 30]!r}; rewritten_turns="keep" trains and plays with turns as drawn'
             )

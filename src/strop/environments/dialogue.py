@@ -19,6 +19,7 @@ from strop.data.batch import Trajectory, as_ids
 from strop.data.tokenize import encode_prompt, encode_text, eos_ids, turn_ends
 
 USER = {"role": "user", "content": "?"}
+RESULT = {"role": "tool", "name": "f", "content": "7315"}
 
 
 class Chat:
@@ -39,9 +40,10 @@ class Chat:
         self.row = {"tools": list(tools)} if tools else {}
         self.has_template = getattr(tokenizer, "chat_template", None) is not None
         self.ends = turn_ends(tokenizer) if self.has_template else eos_ids(tokenizer)
+        if self.has_template and tools:
+            templates.check_writes(RESULT, tokenizer, self.row)
         if self.has_template and rewritten_turns == "refuse":
-            answer = {"role": "tool", "content": "?"} if tools else USER
-            templates.check_append_only([USER], [answer], tokenizer, self.row)
+            templates.check_append_only([USER], [RESULT if tools else USER], tokenizer, self.row)
 
     def begin(self, first: Any) -> "Dialogue":
         """first: messages, a text, which with a chat template is a message of the user's, or token ids"""
