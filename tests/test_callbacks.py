@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import sys
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from strop.callbacks import (
     ProgressBar,
     SampleTable,
 )
+from strop.logging import ConsoleLogger
 from strop.training.callbacks import doing
 
 ROWS = [{"prompt": [2 + i], "completion": [3 + i, 1]} for i in range(4)]
@@ -150,8 +152,18 @@ def test_the_sample_table(tmp_path, capsys):
     assert "[red]2" in shown.err  # a completion is text, never markup
     quiet = SFT(model=tiny_moe(), callbacks=[SampleTable(every=1)], batch_size=4)
     quiet.samples = [{"prompt": "p", "completion": "c"}]
-    quiet.train(ROWS, num_steps=1)
+    quiet.train(ROWS, num_steps=1, progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_samples_are_of_several_prompts(tmp_path):
+    """Those of a prompt are neighbours: the first eight would all be of one."""
+    table = SampleTable(every=1, num_rows=3, path=tmp_path / "samples.jsonl", show=False)
+    trainer = SFT(model=tiny_moe(), callbacks=[table], batch_size=4)
+    trainer.samples = [{"prompt": prompt, "completion": i} for prompt in "abc" for i in range(4)]
+    trainer.train(ROWS, num_steps=1)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["completion"]) for row in rows] == [("a", 0), ("b", 0), ("c", 0)]
 
 
 def test_train_shows_samples_on_a_terminal_and_nowhere_else(tmp_path, monkeypatch):
@@ -192,7 +204,17 @@ def test_the_progress_bar(monkeypatch):
         shown[show] = err.getvalue()
     assert "3/3" in shown[True]
     assert "loss" in shown[True]
-    assert shown[None] == ""  # not a terminal
+    assert (
+        shown[None].splitlines()[0].startswith("SFT 1/3  0:00:0")
+    )  # not a terminal: lines, the first and the last step's
+    assert [line.split()[1] for line in shown[None].splitlines()] == ["1/3", "3/3"]
+
+
+def test_lines_in_a_file_are_left_to_a_logger(monkeypatch):
+    err = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", err)
+    SFT(model=tiny_moe(), logger=ConsoleLogger(file=io.StringIO()), batch_size=4).train(ROWS, num_steps=3)
+    assert err.getvalue() == ""
 
 
 def test_the_checkpoint_of_the_best_evaluation_is_kept(tmp_path):

@@ -16,6 +16,7 @@ from strop.cli import generate, main
 from strop.cli.job import JobConfig, load_data, load_function, load_rewards, shaped
 from strop.cli.options import described, options_of, parse_settings, parse_value, read_config
 from strop.cli.train import ALGORITHMS, algorithm_class, gather
+from strop.config import OptimConfig
 from strop.distributed import World
 from strop.tasks import load_task
 
@@ -66,13 +67,15 @@ def test_options_are_the_fields_of_the_config():
     assert options["--learning-rate"].default == config().optim.learning_rate
     assert options["--lora-r"].path == "lora.r"
     assert options["--mask-truncated"].is_switch
-    assert "completions of each prompt" in options["--group-size"].help
+    assert "completions sampled for each prompt" in options["--group-size"].help
     assert "--optim" not in options
 
 
 def test_help_of_fields_is_read_from_the_docstring():
     told = described(JobConfig)
-    assert told["split"] == told["eval_split"] == "of a task or dataset"
+    assert told["eval_split"] == "which split of a task or dataset is held out"
+    optim = described(OptimConfig)
+    assert optim["betas"] == optim["eps"] == "AdamW's own"
     assert told["reward"].startswith("file.py:function or package.module:function;")
     assert set(told) == set(JobConfig.__dataclass_fields__)
 

@@ -66,7 +66,9 @@ def _show_usage_error(error: Any) -> None:
         error.show()
     else:
         path = getattr(getattr(error, "ctx", None), "command_path", "strop")
-        print(f"strop: {_hint_for_trl(error, path) or error.format_message()} ({path} --help lists all)", file=sys.stderr)
+        print(
+            f"strop: {_hint_for_trl(error, path) or error.format_message()} ({path} --help lists all)", file=sys.stderr
+        )
 
 
 def _hint_for_trl(error: Any, path: str) -> str | None:

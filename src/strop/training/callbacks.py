@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.data.formats import as_text
+from strop.training.logging import JSONLLogger
 
 if TYPE_CHECKING:
     from strop.training.state import History
@@ -53,11 +54,16 @@ DOING = {"generate": "sampling", "reward": "rewarding", "score": "scoring"}
 
 
 class ProgressBar(Callback):
-    """A bar with what is being done, the main metrics and the remaining time, while train() runs; in a notebook a line.
+    """A bar with what is being done, the main metrics and the remaining time, while train() runs.
+
+    A notebook gets one line that is updated. Where there is neither (output goes to a file), a line is written for the
+    first step, the last, and in between every `SECONDS` seconds, unless the trainer has a logger, which tells more.
 
     metrics   which are shown; the first three that are there
-    show      True shows it everywhere, False nowhere, None on a terminal and in a notebook
+    show      True shows the bar everywhere, False shows nothing, None decides as said above
     """
+
+    SECONDS = 10.0
 
     def __init__(
         self,
@@ -69,12 +75,16 @@ class ProgressBar(Callback):
         self._progress: Any = None
         self._task: Any = None
         self._in_notebook = False  # and shown there
+        self._in_file = False
+        self._told = 0.0  # when the last line was written to a file
         self._ends: deque[float] = deque(maxlen=51)  # when the newest steps ended, and before them when the first began
 
     def on_train_begin(self, trainer: "Trainer") -> None:
         self._ends.clear()
         self._in_notebook = "ipykernel" in sys.modules and self.show is not False
         show = sys.stderr.isatty() if self.show is None else self.show
+        alone = trainer.world.is_first and not self._in_notebook and self.show is None
+        self._in_file = alone and not show and all(isinstance(logger, JSONLLogger) for logger in trainer.loggers)
         if self._in_notebook or not show or not trainer.world.is_first:
             return
         from rich.console import Console
@@ -109,6 +119,15 @@ class ProgressBar(Callback):
         elif self._in_notebook:
             line = f"{trainer.name} {step}/{total}  {self._remaining(total - step)}  {shown}"
             print(f"\r{line:<100}", end="" if step < total else "\n", flush=True)
+        elif self._in_file and (
+            step in (trainer.state.first_step + 1, total) or self._ends[-1] - self._told > self.SECONDS
+        ):
+            self._told = self._ends[-1]
+            print(
+                f"{trainer.name} {step}/{total}  {self._remaining(total - step)} left  {shown}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def on_train_end(self, trainer: "Trainer", history: "History") -> None:
         if self._progress is not None:
@@ -284,7 +303,7 @@ class EarlyStopping(Callback):
 class SampleTable(Callback):
     """A table of prompts, completions and rewards every so many steps, from what the algorithm left in trainer.samples.
 
-    num_rows   how many at most; the table on the screen has the first four of them
+    num_rows   how many at most, spread over the step's prompts; the table on the screen has the first four of them
     path       also written there, one JSON object per line; with it and show=False only there
     show       print the table to standard error, above the progress bar; None is on a terminal
     """
@@ -299,7 +318,8 @@ class SampleTable(Callback):
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if trainer.state.step % self.every or not trainer.samples or not trainer.world.is_first:
             return
-        samples = [{"step": trainer.state.step, **sample} for sample in trainer.samples[: self.num_rows]]
+        chosen = _spread(trainer.samples, self.num_rows)
+        samples = [{"step": trainer.state.step, **sample} for sample in chosen]
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
@@ -324,6 +344,12 @@ class SampleTable(Callback):
         if len(text) > self.MOST_CHARACTERS:
             text = f"{text[: self.MOST_CHARACTERS]}… ({len(text):,} characters)"
         return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def _spread(samples: list[Any], num_rows: int) -> list[Any]:
+    """So many of them at equal distances: those of a prompt are neighbours, and one prompt tells little of a step."""
+    count = min(num_rows, len(samples))
+    return [samples[i * len(samples) // count] for i in range(count)]
 
 
 def _check_every(every: Any) -> None:
