@@ -57,6 +57,8 @@ class GRPOConfig(TrainerConfig):
     importance_mode     what happens to w outside the bounds: "truncate" it to them, or "mask" the token (w = 0)
     old_logps           "rollout": those of sampling; "recompute": of a forward before the first update; "auto": the
                         rollout's, unless top_k or top_p cut its distribution or importance_cap compares the two
+    exact               sampling and training give the same log-probs bit for bit: sums have one order in both, which
+                        takes longer. For Hugging Face models of the common kind on a GPU; strop's MoE does so anyway
     reward_weights      of several reward functions; None is 1 for each
     reward_timeout      seconds for one call of a reward function; None waits
     find_failing        a reward function that raised is called again, one completion at a time, to name the one that fails
@@ -75,6 +77,7 @@ class GRPOConfig(TrainerConfig):
     importance_cap: float | tuple[float, float] | None = None
     importance_mode: str = "truncate"
     old_logps: str = "auto"
+    exact: bool = False
     reward_weights: tuple[float, ...] | None = None
     reward_timeout: float | None = None
     find_failing: bool = False
@@ -109,6 +112,7 @@ class GRPOConfig(TrainerConfig):
                 'old_logps must be "auto" or "recompute" with importance_cap, which weighs recomputed log-probs against '
                 'the rollout\'s, found "rollout"'
             )
+        check_exact(self)
         check_timeout(self.reward_timeout, "reward_timeout")
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
@@ -123,6 +127,19 @@ class GRPOConfig(TrainerConfig):
         """Whether old log-probs come from a forward of their own."""
         differs = self.sampling.cuts or self.importance_cap is not None
         return self.old_logps == "recompute" or (self.old_logps == "auto" and differs)
+
+
+def check_exact(config: Any) -> None:
+    """What cannot be exact, whatever the model."""
+    run = config.run
+    for name, wanted, found in (
+        ("rollout_server", None, config.server.rollout_server), ("lora", None, config.lora), ("shard", "none", run.shard),
+        ("compile", False, run.compile), ("dropout", False, run.dropout),
+    ):  # fmt: skip
+        if config.exact and found != wanted:
+            raise ValueError(
+                f"{name} must be {wanted!r} with exact, for its sums have an order of their own, found {found!r}"
+            )
 
 
 @dataclass
@@ -245,6 +262,9 @@ class GRPO(Trainer):
         return self.rewards.functions
 
     def setup(self, ref_model: Any) -> None:
+        if self.config.exact:
+            with self.autocast():
+                self.policy.be_exact()
         if self.config.kl_coef:
             self.reference = self.policy.reference(ref_model)
         elif ref_model is not None:

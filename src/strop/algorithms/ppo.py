@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from strop._checks import check_choice, check_count, check_number
-from strop.algorithms.grpo import GRPO, OLD_LOGPS, Experience, Scores
+from strop.algorithms.grpo import GRPO, OLD_LOGPS, Experience, Scores, check_exact
 from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, on_device
 from strop.data.inputs import Prompt
@@ -46,7 +46,7 @@ class PPOConfig(TrainerConfig):
     value_coef            of the critic's loss
     value_clip            how far a value may move from what it was before the step's updates; None does not clip
     critic_learning_rate  of the critic, at the same schedule
-    inner_epochs, minibatch_size, old_logps, mask_truncated, reward_weights, reward_timeout, find_failing, pad_id   as GRPO's
+    inner_epochs, minibatch_size, old_logps, exact, mask_truncated, reward_weights, reward_timeout, find_failing, pad_id   as GRPO's
     """
 
     group_size: int = 1
@@ -60,6 +60,7 @@ class PPOConfig(TrainerConfig):
     inner_epochs: int = 4
     minibatch_size: int = 0
     old_logps: str = "auto"
+    exact: bool = False
     mask_truncated: bool = False
     reward_weights: tuple[float, ...] | None = None
     reward_timeout: float | None = None
@@ -85,6 +86,7 @@ class PPOConfig(TrainerConfig):
         if self.value_clip is not None:
             check_number(self.value_clip, "value_clip", 0, open_low=True)
         check_choice(self.old_logps, "old_logps", OLD_LOGPS)
+        check_exact(self)
         check_timeout(self.reward_timeout, "reward_timeout")
         if self.sampling.greedy and self.group_size > 1:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")

@@ -90,10 +90,12 @@ class Policy:
 
     def be_exact(self) -> None:
         """From now on log-probs are sums of one order, the same bit for bit in rollouts, scoring and training, in any batch;
-        strop's MoE has no others. Where a model cannot, its first batch raises."""
+        strop's MoE has no others. ValueError, with the reason, where the model cannot."""
         if self.kind == "plain":
             raise ValueError(f"exact must be False for a {type(self.model).__name__}, whose sums are its own, found True")
-        self.exact, self._tried, self.rollout_engine = self.kind == "hf", False, None
+        if self.kind == "hf":
+            self.exact, self.rollout_engine = True, None
+            self._try()
 
     # ---- what the model says of itself ----
 
@@ -394,6 +396,8 @@ class Policy:
         if self.exact and (why := self.no_fusing_because or self.no_hidden_because):
             self._tried = False
             raise ValueError(f"exact must be False for this {type(inner).__name__}, found True: {why}")
+        if self.exact and self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:  # angles are a product
+            raise ValueError("torch.backends.cuda.matmul.allow_tf32 must be False with exact, found True")
         if not isinstance(found, str):
             decoder, head = found
             if self.model is not inner:  # compiled: the part that is called must be, and likewise
