@@ -191,7 +191,9 @@ def _layer(
 ) -> torch.Tensor:
     if not _is_plain(layer):  # it was when it was tried
         if by is Exact:
-            raise ValueError("exact must be False for a model with adapters, whose sums in training are others, found True")
+            raise ValueError(
+                "exact must be False for a model with adapters, whose sums in training are others, found True"
+            )
         return type(layer).forward(layer, hidden_states, position_embeddings=position_embeddings, **others)
     parts, (q, k, v, *rest) = layer._modules, [one._parameters for one in _projections(layer)]
     attn = parts["self_attn"]._modules

@@ -92,7 +92,9 @@ class Policy:
         """From now on log-probs are sums of one order, the same bit for bit in rollouts, scoring and training, in any batch;
         strop's MoE has no others. ValueError, with the reason, where the model cannot."""
         if self.kind == "plain":
-            raise ValueError(f"exact must be False for a {type(self.model).__name__}, whose sums are its own, found True")
+            raise ValueError(
+                f"exact must be False for a {type(self.model).__name__}, whose sums are its own, found True"
+            )
         if self.kind == "hf":
             self.exact, self.rollout_engine = True, None
             self._try()

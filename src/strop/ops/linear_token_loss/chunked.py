@@ -13,7 +13,7 @@ from strop.losses.rules import TokenRule
 from strop.ops.chunks import linear_policy_loss
 from strop.ops.library import first_order, keep_gradients, kept_gradients
 from strop.ops.linear_token_loss.reference import linear_token_loss
-from strop.ops.registry import only_by_name, on_gpu, on_gpu_or_interpreted
+from strop.ops.registry import on_gpu, on_gpu_or_interpreted, only_by_name
 from strop.ops.rows import implementation
 
 
