@@ -14,6 +14,7 @@ from strop.losses import IMPORTANCE_LEVELS, POLICY_LOSS_TYPES
 from strop.ops import registry
 
 FACTOR = 2.0
+KERNELS = ("triton", "exact")  # backends of Triton's kernels
 RULES = [  # every loss type with every importance level it takes
     (loss_type, level)
     for loss_type in POLICY_LOSS_TYPES
@@ -32,12 +33,12 @@ def clip_of(loss_type, high=1.1):
 
 def backends(name, dtype=torch.float32):
     """The operator's backends that take this dtype: float64 is computed by the reference and the chunks in torch."""
-    return [b for b in registry.backends(name) if not (b == "triton" and dtype == torch.float64)]
+    return [b for b in registry.backends(name) if not (b in KERNELS and dtype == torch.float64)]
 
 
 def cut_off(backend, dtype):
     """Triton's interpreter cuts bfloat16 off where a GPU rounds: one unit of the last place more."""
-    return torch.finfo(dtype).eps if backend == "triton" and dtype == torch.bfloat16 else 0.0
+    return torch.finfo(dtype).eps if backend in KERNELS and dtype == torch.bfloat16 else 0.0
 
 
 def check(found, exact, eager, what="result", *, allowance=0.0, scale=0.0):

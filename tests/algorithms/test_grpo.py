@@ -580,7 +580,8 @@ def test_field_names_are_pinned():
     assert names[GRPOConfig] == [
         "optim", "run", "lora", "group_size", "kl_coef", "inner_epochs", "minibatch_size", "advantage_scale",
         "advantage_ddof", "advantage_eps", "mask_truncated", "resample_rounds", "importance_cap", "importance_mode", "old_logps",
-        "replay_routing", "reward_weights", "reward_timeout", "find_failing", "pad_id", "sampling", "server", "turns", "loss",
+        "replay_routing", "exact", "reward_weights", "reward_timeout", "find_failing", "pad_id", "sampling", "server",
+        "turns", "loss",
     ]  # fmt: skip
     assert names[PolicyRule] == [
         "loss_type", "importance_level", "clip_eps", "delta", "beta", "kl_estimator", "entropy_coef",

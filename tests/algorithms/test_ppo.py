@@ -250,7 +250,7 @@ def test_mistakes(make, error, message):
 def test_the_fields_of_the_config():
     assert set(PPOConfig().to_dict()) == {
         "group_size", "kl_coef", "gamma", "lam", "whiten", "value_coef", "value_clip", "critic_learning_rate",
-        "inner_epochs", "minibatch_size", "old_logps", "mask_truncated", "reward_weights", "reward_timeout",
+        "inner_epochs", "minibatch_size", "old_logps", "exact", "mask_truncated", "reward_weights", "reward_timeout",
         "find_failing", "pad_id", "sampling", "server", "loss", "optim", "run", "lora",
     }  # fmt: skip
     assert math.isclose(PPOConfig().rule.beta, 0.0)

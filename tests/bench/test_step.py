@@ -1,5 +1,7 @@
 """The suite `step`: what it records of a step, and what the page makes of it."""
 
+import dataclasses
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -33,6 +35,14 @@ def test_a_step_tells_its_phases_and_tokens(measured):
     assert sum(facts["phases_ns"].values()) <= 1.2 * facts["median_ns"]
     assert 6 <= facts["generated_tokens"] <= 2 * 3 * 5
     assert measured["labels"]["left_out"] == {"TRL": "it is not installed"}
+
+
+def test_the_price_of_exact_is_a_side_of_its_own(monkeypatch):
+    monkeypatch.setattr(step_contenders, "trl_installed", lambda: False)
+    (case,) = step.cases([dataclasses.replace(TINY, exact=True)])
+    measured = case.measure(Method(rounds=3))
+    assert list(measured["contenders"]) == ["strop", "strop, exact"]
+    assert measured["ratios"]["strop, exact"]["value"] > 0
 
 
 def test_the_models_of_both_sides_have_the_same_weights(tmp_path):
@@ -95,7 +105,8 @@ def test_lengths_that_vary_have_the_mean_that_was_asked_for():
 
 
 def test_the_workloads_that_are_measured():
-    full, varied, _, short = step_contenders.ON_A_GPU
+    full, varied, _, short, *exact = step_contenders.ON_A_GPU
+    assert [(workload.exact, workload.dtype) for workload in exact] == [(True, torch.bfloat16)] * 2
     assert (varied.mean_tokens, varied.new_tokens, varied.shape) == (96, 256, full.shape)
     assert (short.num_completions, short.new_tokens, short.dtype, short.autocast) == (128, 16, torch.float32, True)
     assert full.dtype == torch.bfloat16

@@ -25,6 +25,13 @@ def fast_backend(request):
         yield request.param
 
 
+@pytest.fixture(params=["chunked", "triton"])
+def cutting_backend(request):
+    """The others keep rows whole, or multiply by a kernel of their own."""
+    with registry.use_backend(linear_logp=request.param):
+        yield request.param
+
+
 def example(dtype=torch.float32, H=H, V=V, seed=0):
     """hidden, weight, bias, ids, completion_mask"""
     generator = torch.Generator().manual_seed(seed)
@@ -173,7 +180,7 @@ def test_the_gradient_of_a_frozen_head(workspace, monkeypatch):
         )
 
 
-def test_a_frozen_head_takes_two_products(fast_backend, monkeypatch):
+def test_a_frozen_head_takes_two_products(cutting_backend, monkeypatch):
     """The logits, and from their gradient the hidden states'; the backward none."""
     products = []
     for name in ("mm", "addmm"):
@@ -188,7 +195,7 @@ def test_a_frozen_head_takes_two_products(fast_backend, monkeypatch):
     assert len(products) == 2
 
 
-def test_a_frozen_head_keeps_to_a_small_workspace(fast_backend, monkeypatch):
+def test_a_frozen_head_keeps_to_a_small_workspace(cutting_backend, monkeypatch):
     """Where it holds few tokens' rows, blocks of the vocabulary: the weight is not read for every token."""
     original, sizes = Tokens.workspace, []
     monkeypatch.setattr(Tokens, "workspace", lambda self, size: (sizes.append(size), original(self, size))[1])

@@ -94,7 +94,7 @@ def test_a_backend_asked_for_by_name_runs_or_raises(double):
     ):
         double(-3)
     with (
-        pytest.raises(ValueError, match="unknown backend 'fsat'; there are chunked, fast, torch, triton"),
+        pytest.raises(ValueError, match="unknown backend 'fsat'; there are chunked, exact, fast, torch, triton"),
         registry.use_backend("fsat"),
     ):
         pass

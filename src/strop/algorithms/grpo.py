@@ -62,6 +62,8 @@ class GRPOConfig(TrainerConfig):
     old_logps           log-probs of the old policy: "rollout" takes those of sampling, "recompute" those of a forward
                         before the first update; "auto" is "rollout" unless top_k, top_p or importance_cap are used
     replay_routing      use the experts chosen in the rollout in the training forward too, for Mixture-of-Experts models
+    exact               make the log-probs of sampling and training equal bit for bit, which takes longer: sums have one order
+                        in both. For Hugging Face models of the common kind on a GPU; strop's MoE does so anyway
     reward_weights      one weight for each of several reward functions; None is 1 for each
     reward_timeout      seconds for one call of a reward function; None waits forever
     find_failing        call a reward function that raised again, one completion at a time, to name the one that fails
@@ -81,6 +83,7 @@ class GRPOConfig(TrainerConfig):
     importance_mode: str = "truncate"
     old_logps: str = "auto"
     replay_routing: bool = False
+    exact: bool = False
     reward_weights: tuple[float, ...] | None = None
     reward_timeout: float | None = None
     find_failing: bool = False
@@ -121,6 +124,7 @@ class GRPOConfig(TrainerConfig):
             )
         if self.replay_routing and self.run.compile:
             raise ValueError("replay_routing must be False with compile=True, found True")
+        check_exact(self)
         check_timeout(self.reward_timeout, "reward_timeout")
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
@@ -135,6 +139,19 @@ class GRPOConfig(TrainerConfig):
         """Whether old log-probs come from a forward of their own."""
         differs = self.sampling.cuts or self.importance_cap is not None
         return self.old_logps == "recompute" or (self.old_logps == "auto" and differs)
+
+
+def check_exact(config: Any) -> None:
+    """What cannot be exact, whatever the model."""
+    run = config.run
+    for name, wanted, found in (
+        ("rollout_server", None, config.server.rollout_server), ("lora", None, config.lora), ("shard", "none", run.shard),
+        ("compile", False, run.compile), ("dropout", False, run.dropout),
+    ):  # fmt: skip
+        if config.exact and found != wanted:
+            raise ValueError(
+                f"{name} must be {wanted!r} with exact, for its sums have an order of their own, found {found!r}"
+            )
 
 
 @dataclass
@@ -264,6 +281,9 @@ class GRPO(Trainer):
         if self.config.replay_routing and isinstance(self.policy.routers, str):  # asked before weights lie in shards
             name = type(unwrapped(self.policy.model)).__name__
             raise ValueError(f"replay_routing must be False for this {name}: {self.policy.routers}")
+        if self.config.exact:
+            with self.autocast():
+                self.policy.be_exact()
         if self.config.kl_coef:
             self.reference = self.policy.reference(ref_model)
         elif ref_model is not None:

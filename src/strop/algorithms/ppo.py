@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from strop._checks import check_choice, check_count, check_number
-from strop.algorithms.grpo import GRPO, OLD_LOGPS, Experience, Scores
+from strop.algorithms.grpo import GRPO, OLD_LOGPS, Experience, Scores, check_exact
 from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, on_device
 from strop.data.inputs import Prompt
@@ -50,6 +50,7 @@ class PPOConfig(TrainerConfig):
     inner_epochs          passes over the completions of a step
     minibatch_size        completions in one update, drawn anew in every pass; 0 is all of them
     old_logps             log-probs of the old policy: "rollout", "recompute" or "auto", as in GRPO
+    exact                 make the log-probs of sampling and training equal bit for bit, as in GRPO
     mask_truncated        leave completions that max_new_tokens cut off out of the loss
     reward_weights        one weight for each of several reward functions; None is 1 for each
     reward_timeout        seconds for one call of a reward function; None waits forever
@@ -68,6 +69,7 @@ class PPOConfig(TrainerConfig):
     inner_epochs: int = 4
     minibatch_size: int = 0
     old_logps: str = "auto"
+    exact: bool = False
     mask_truncated: bool = False
     reward_weights: tuple[float, ...] | None = None
     reward_timeout: float | None = None
@@ -94,6 +96,7 @@ class PPOConfig(TrainerConfig):
         if self.value_clip is not None:
             check_number(self.value_clip, "value_clip", 0, open_low=True)
         check_choice(self.old_logps, "old_logps", OLD_LOGPS)
+        check_exact(self)
         check_timeout(self.reward_timeout, "reward_timeout")
         if self.sampling.greedy and self.group_size > 1:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")

@@ -40,6 +40,7 @@ class Workload:
 
     mean_tokens         completions have so many on average, and end by themselves; None: all have new_tokens
     autocast            float32 weights under autocast to bfloat16
+    exact               strop's step is also measured with `exact`, which is its price
     trl_micro_batches   TRL's: completions in one, None is all; empty: TRL is not measured, its step takes seconds
     """
 
@@ -54,6 +55,7 @@ class Workload:
     autocast: bool = False
     kl_coef: float = 0.04
     device: str = "cpu"
+    exact: bool = False
     trl_micro_batches: tuple[int | None, ...] = (None,)
 
     @property
@@ -102,6 +104,8 @@ ON_A_GPU = [
         name="SmolLM2-135M shape, short", model_type="llama", shape=SMOLLM2, num_prompts=16, prompt_tokens=64,
         new_tokens=16, autocast=True, device="cuda",
     ),
+    Workload(name="Qwen2-0.5B shape, exact", model_type="qwen2", shape=QWEN2, exact=True, trl_micro_batches=(), **LONG),
+    Workload(name="SmolLM2-135M shape, exact", model_type="llama", shape=SMOLLM2, exact=True, trl_micro_batches=(), **LONG),
 ]  # fmt: skip
 ON_A_CPU = [
     Workload(name="tiny MoE", model_type="moe", shape={"vocab_size": 1000, "intermediate_dim": 256}),

@@ -21,7 +21,9 @@ from torch.nn.functional import linear
 
 from strop.models import layer_kernels as kernels
 from strop.models.attention import Packed, Rule, current_pass, has_kernel
+from strop.models.exact import Exact
 from strop.models.kinds import base_model
+from strop.ops.exact import whole
 from strop.ops.head import product
 from strop.ops.library import first_order
 
@@ -38,18 +40,23 @@ class Fused:
 
     rules   of attention, by layer
     parts   of the layers, which are not called
+    by      `Fast`, or `Exact`: sums have one order, and there is no other way
     """
 
     layers: list[Any]
     rules: list[Rule]
     norm: Any
     parts: list[nn.Module]
+    by: Any
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Within, the layers compute so, unless somebody listens to a part that is not called then, or it drops out."""
         drops = any(getattr(layer.self_attn, "attention_dropout", 0.0) for layer in self.layers)
         as_they_are = drops or any(map(_has_hooks, self.parts))
+        if as_they_are and self.by is Exact:
+            found = "attention with dropout" if drops else "hooks on parts of its layers"
+            raise ValueError(f"exact must be False for a model with {found}, which fused layers leave out, found True")
         with _replaced({} if as_they_are else self._forwards()):
             yield
 
@@ -72,12 +79,13 @@ class Fused:
 
     def _forwards(self) -> dict[nn.Module, Callable[..., Any]]:
         layers = {
-            layer: functools.partial(_layer, layer, rule) for layer, rule in zip(self.layers, self.rules, strict=True)
+            layer: functools.partial(_layer, layer, rule, self.by)
+            for layer, rule in zip(self.layers, self.rules, strict=True)
         }
         return layers | {self.norm: lambda x: LastNorm.apply(x, self.norm.weight, _eps(self.norm))}
 
 
-def fused(model: Any, rules: dict[int, Rule]) -> Fused | str:
+def fused(model: Any, rules: dict[int, Rule], exact: bool = False) -> Fused | str:
     """The model's layers, or why they are not of the kind. `rules` are what its attention was asked for, by layer."""
     decoder = base_model(model).get_decoder()
     layers, norm = list(getattr(decoder, "layers", [])), getattr(decoder, "norm", None)
@@ -86,7 +94,7 @@ def fused(model: Any, rules: dict[int, Rule]) -> Fused | str:
     if why := next(filter(None, map(_unlike, layers)), None) or _no_norm(norm):
         return why
     parts = [part for layer in layers for part in layer.modules() if part is not layer]
-    return Fused(layers, [rules[layer.self_attn.layer_idx] for layer in layers], norm, parts)
+    return Fused(layers, [rules[layer.self_attn.layer_idx] for layer in layers], norm, parts, Exact if exact else Fast)
 
 
 def _unlike(layer: Any) -> str | None:
@@ -176,20 +184,69 @@ def _with_gradients(
 def _layer(
     layer: Any,
     rule: Rule,
+    by: Any,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     **others: Any,
 ) -> torch.Tensor:
     if not _is_plain(layer):  # it was when it was tried
+        if by is Exact:
+            raise ValueError(
+                "exact must be False for a model with adapters, whose sums in training are others, found True"
+            )
         return type(layer).forward(layer, hidden_states, position_embeddings=position_embeddings, **others)
     parts, (q, k, v, *rest) = layer._modules, [one._parameters for one in _projections(layer)]
     attn = parts["self_attn"]._modules
     norms = parts["input_layernorm"], parts["post_attention_layernorm"], attn.get("q_norm"), attn.get("k_norm")
     return Layer.apply(
-        hidden_states, position_embeddings, Attention(current_pass(), rule), [_eps(norm) for norm in norms],
+        hidden_states, position_embeddings, Attention(current_pass(), rule, by), [_eps(norm) for norm in norms],
         *(None if norm is None else norm._parameters["weight"] for norm in norms), q["weight"], k["weight"], v["weight"],
         q["bias"], k["bias"], v["bias"], *(one["weight"] for one in rest),
     )  # fmt: skip
+
+
+class Fast:
+    """A layer's products by cuBLAS, attention by torch's kernel."""
+
+    product = staticmethod(linear)
+
+    @staticmethod
+    def add_norm(x_NH, a_NI, weight, w, eps, dtype):
+        """h = x + a·weightᵀ, and its norm"""
+        return kernels.norm(x_NH, w, eps, dtype, a=linear(a_NI, weight))[:2]
+
+    @staticmethod
+    def add(h_NH, m_NF, weight):
+        """h + m·weightᵀ"""
+        return torch.addmm(h_NH, m_NF, weight.T) if h_NH.dtype == m_NF.dtype else h_NH + linear(m_NF, weight)
+
+    @staticmethod
+    def attend(pass_, rule, q_NQD, k_NKD, v_NKD):
+        """[N, Q, D], and what the backward needs besides."""
+        if has_kernel(q_NQD, rule):
+            out_NQD, *saved = pass_.flash(q_NQD, k_NKD, v_NKD, rule)
+            return out_NQD, saved
+        return _by_sequence(pass_, rule, q_NQD, k_NKD, v_NKD), []
+
+
+def computed(x_NH, cos, sin, attend, eps, norms, joined, heads, dtype):
+    """A layer's forward, of training and of an exact rollout: y, what attention keeps, and r₁, raw, r_q, r_k, qkv, out, h."""
+    (w_1, w_2, w_q, w_k), (qkv, o, gate_up, down, bias), by = norms, joined, attend.by
+    _, n1_NH, r1_N = kernels.norm(x_NH, w_1, eps[0], dtype)
+    raw_NW = qkv_NW = by.product(n1_NH, qkv, bias)
+    r_q = r_k = None
+    if w_q is not None:
+        qkv_NW = torch.empty_like(raw_NW)
+        (q_raw, k_raw, v_raw), (q_new, k_new, v_new) = (_apart(one, heads) for one in (raw_NW, qkv_NW))
+        _, _, r_q = kernels.norm(q_raw, w_q, eps[2], dtype, n=q_new)
+        _, _, r_k = kernels.norm(k_raw, w_k, eps[3], dtype, n=k_new)
+        v_new.copy_(v_raw)
+    q_NQD, k_NKD, v_NKD = _apart(qkv_NW, heads)
+    kernels.rotate(q_NQD, k_NKD, cos, sin, into=(q_NQD, k_NKD))
+    out_NQD, saved = attend.forward(q_NQD, k_NKD, v_NKD)
+    h_NH, n2_NH = by.add_norm(x_NH, out_NQD.flatten(1), o, w_2, eps[1], dtype)
+    y_NH = by.add(h_NH, kernels.gate(by.product(n2_NH, gate_up)), down)
+    return y_NH, saved, r1_N, raw_NW, r_q, r_k, qkv_NW, out_NQD, h_NH
 
 
 class Layer(torch.autograd.Function):
@@ -199,25 +256,11 @@ class Layer(torch.autograd.Function):
     def forward(ctx: Any, x, angles, attend, eps, w_1, w_2, w_q, w_k, *projections):
         x_NH, cos, sin = whole(x[0]), *map(whole, angles)
         dtype, heads = _computed_in(x), [one.shape[0] // cos.shape[-1] for one in projections[:3]]
-        qkv, o, gate_up, down, bias = _copied(projections, dtype, attend.pass_.memory)
+        norms, joined = (w_1, w_2, w_q, w_k), _copied(projections, dtype, attend.pass_.memory)
+        y_NH, saved, *rest = computed(x_NH, cos, sin, attend, eps, norms, joined, heads, dtype)
 
-        _, n1_NH, r1_N = kernels.norm(x_NH, w_1, eps[0], dtype)
-        raw_NW = qkv_NW = linear(n1_NH, qkv, bias)
-        r_q = r_k = None
-        if w_q is not None:
-            qkv_NW = torch.empty_like(raw_NW)
-            (q_raw, k_raw, v_raw), (q_new, k_new, v_new) = (_apart(one, heads) for one in (raw_NW, qkv_NW))
-            _, _, r_q = kernels.norm(q_raw, w_q, eps[2], dtype, n=q_new)
-            _, _, r_k = kernels.norm(k_raw, w_k, eps[3], dtype, n=k_new)
-            v_new.copy_(v_raw)
-        q_NQD, k_NKD, v_NKD = _apart(qkv_NW, heads)
-        kernels.rotate(q_NQD, k_NKD, cos, sin, into=(q_NQD, k_NKD))
-        out_NQD, saved = attend.forward(q_NQD, k_NKD, v_NKD)
-        h_NH, n2_NH, _ = kernels.norm(x_NH, w_2, eps[1], dtype, a=linear(out_NQD.flatten(1), o))
-        m_NF = kernels.gate(linear(n2_NH, gate_up))
-        y_NH = torch.addmm(h_NH, m_NF, down.T) if h_NH.dtype == dtype else h_NH + linear(m_NF, down)
-
-        kept = x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos, sin, out_NQD, h_NH, w_1, w_2, w_q, w_k
+        r1_N, raw_NW, r_q, r_k, qkv_NW, out_NQD, h_NH = rest
+        kept = x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos, sin, out_NQD, h_NH, *norms
         ctx.save_for_backward(*kept, *projections, *saved)
         ctx.attend, ctx.heads, ctx.dtype, ctx.eps_2, ctx.num_kept = attend, heads, dtype, eps[1], len(kept)
         return y_NH[None]
@@ -281,24 +324,24 @@ class Attention:
 
     pass_: Packed
     rule: Rule
+    by: Any
 
-    def forward(self, q_NQD, k_NKD, v_NKD) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """[N, Q, D], and what the backward needs besides."""
-        if has_kernel(q_NQD, self.rule):
-            out_NQD, *saved = self.pass_.flash(q_NQD, k_NKD, v_NKD, self.rule)
-            return out_NQD, saved
-        return self._by_sequence(q_NQD, k_NKD, v_NKD), []
+    def forward(self, *states: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """[N, Q, D] of q, k and v, and what the backward needs besides."""
+        return self.by.attend(self.pass_, self.rule, *states)
 
     def backward(self, d_out_NQD, q_NQD, k_NKD, v_NKD, out_NQD, saved) -> Sequence[torch.Tensor]:
         if saved:
             return self.pass_.flash_bwd(d_out_NQD, q_NQD, k_NKD, v_NKD, out_NQD, *saved, rule=self.rule)
         with torch.enable_grad():
             states = [one.detach().requires_grad_() for one in (q_NQD, k_NKD, v_NKD)]
-            return [whole(one) for one in torch.autograd.grad(self._by_sequence(*states), states, d_out_NQD)]
+            out_NQD = _by_sequence(self.pass_, self.rule, *states)
+            return [whole(one) for one in torch.autograd.grad(out_NQD, states, d_out_NQD)]
 
-    def _by_sequence(self, *states: torch.Tensor) -> torch.Tensor:
-        q, k, v = (one.transpose(0, 1)[None] for one in states)
-        return self.pass_.attend(q, k, v, 0, self.rule)[0]
+
+def _by_sequence(pass_: Packed, rule: Rule, *states: torch.Tensor) -> torch.Tensor:
+    q, k, v = (one.transpose(0, 1)[None] for one in states)
+    return pass_.attend(q, k, v, 0, rule)[0]
 
 
 class LastNorm(torch.autograd.Function):
@@ -322,12 +365,6 @@ def _computed_in(x: torch.Tensor) -> torch.dtype:
     """The dtype of products with x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    """The tensor as the kernels read it: without gaps, on a boundary of 16 bytes."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _copied(projections: Sequence[Any], dtype: torch.dtype, memory: dict[Any, Any]) -> tuple[Any, ...]:

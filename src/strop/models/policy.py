@@ -41,6 +41,7 @@ from strop.models.kinds import (
 from strop.models.loading import check_moe_device, chosen_device, load_model
 from strop.models.routing import NONE, Routers, Within, find_routers, replaying
 from strop.ops import linear_logp, linear_token_loss, logp
+from strop.ops.registry import use_backend
 
 Head = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -76,6 +77,8 @@ class Policy:
         """Why batches are read as padded rows, once one was read."""
         self.no_fusing_because: str | None = None
         """Why the decoder layers compute in their own way and not in that of `models.layers`, once a batch was read."""
+        self.exact = False
+        """See `be_exact`."""
         self._fused: Any = None
         self._modules: list[nn.Module] = []
         self._routers: Routers | str | None = None
@@ -87,6 +90,17 @@ class Policy:
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, whose weights are elsewhere: without what belongs to these."""
         return {**self.__dict__, "rollout_engine": None}
+
+    def be_exact(self) -> None:
+        """From now on log-probs are sums of one order, the same bit for bit in rollouts, scoring and training, in any batch;
+        strop's MoE has no others. ValueError, with the reason, where the model cannot."""
+        if self.kind == "plain":
+            raise ValueError(
+                f"exact must be False for a {type(self.model).__name__}, whose sums are its own, found True"
+            )
+        if self.kind == "hf":
+            self.exact, self.rollout_engine = True, None
+            self._try()
 
     # ---- what the model says of itself ----
 
@@ -230,7 +244,8 @@ class Policy:
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
         if (head := head or self.hidden(batch)) is not None:
             hidden_nH, weight, bias = head
-            return linear_logp(hidden_nH, weight, batch.targets_n, bias=bias, **options)
+            with self._operators():
+                return linear_logp(hidden_nH, weight, batch.targets_n, bias=bias, **options)
         self.check_causality(batch)
         return logp(self.logits(batch), batch.targets_n, **options)
 
@@ -243,10 +258,11 @@ class Policy:
         assert batch.weights_n is not None
         if rule.row_suffices and (head := head or self.hidden(batch)) is not None:
             hidden_nH, weight, bias = head
-            return linear_token_loss(
-                hidden_nH, weight, batch.targets_n, batch.weights_n, rule=rule, old_logps=batch.old_logps_n,
-                ref_logps=batch.ref_logps_n, advantages=batch.advantages_n, bias=bias, temperature=temperature,
-            )  # fmt: skip
+            with self._operators():
+                return linear_token_loss(
+                    hidden_nH, weight, batch.targets_n, batch.weights_n, rule=rule, old_logps=batch.old_logps_n,
+                    ref_logps=batch.ref_logps_n, advantages=batch.advantages_n, bias=bias, temperature=temperature,
+                )  # fmt: skip
         if isinstance(rule, NLL):
             return nll_of(self.logps(batch, temperature=temperature), batch.weights_n)
         # the entropies cost a pass where they come from hidden states, and nothing where all logits are there
@@ -258,6 +274,11 @@ class Policy:
         )
         tokens = tokens_of(rule, logps_n, old_n, advantages_n, sequence_N=batch.sequence_n, num_sequences=len(batch))
         return tokens_loss(rule, tokens, weights_n, ref_n, entropy_n)
+
+    def _operators(self) -> contextlib.AbstractContextManager[None]:
+        """Within, the operators are those whose sums have one order, if the policy's have."""
+        chosen = use_backend(linear_logp="exact", linear_token_loss="exact")
+        return chosen if self.exact else contextlib.nullcontext()
 
     def check_causality(self, batch: TokenBatch) -> None:
         """Once, of a plain module, on the first batch that can tell."""
@@ -387,10 +408,15 @@ class Policy:
 
             rules = self._no_packing() or trial.packing(read, of_config(self.config, "num_hidden_layers"), wanted_NV)
             self.no_packing_because = rules if isinstance(rules, str) else None
-            fused = trial.fusing(inner, rules, read)
+            fused = trial.fusing(inner, rules, read, self.exact)
         self.no_fusing_because = fused if isinstance(fused, str) else None
         self._fused = None if isinstance(fused, str) else fused
         self.no_hidden_because = found if isinstance(found, str) else None
+        if self.exact and (why := self.no_fusing_because or self.no_hidden_because):
+            self._tried = False
+            raise ValueError(f"exact must be False for this {type(inner).__name__}, found True: {why}")
+        if self.exact and self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:  # angles are a product
+            raise ValueError("torch.backends.cuda.matmul.allow_tf32 must be False with exact, found True")
         if not isinstance(found, str):
             decoder, head = found
             if self.model is not inner:  # compiled: the part that is called must be, and likewise
@@ -467,6 +493,7 @@ class Policy:
             return Reference(self, "adapter off")
         else:
             ref, kind = Policy(copy.deepcopy(inner), self.tokenizer), "copy"
+            ref.exact = self.exact
         ref.model.requires_grad_(False).eval()
         for param in ref.model.parameters():
             param.grad = None

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from strop.data.batch import TokenBatch
 from strop.models.attention import Rule, Unsupported
 from strop.models.kinds import base_model, evaluating, is_peft, of_config
-from strop.ops.registry import on_gpu
+from strop.ops.registry import on_gpu, on_gpu_or_interpreted
 
 # config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "logit_soft_cap")
@@ -158,16 +158,16 @@ def packing(read: Read, num_layers: int | None, wanted_NV: torch.Tensor) -> dict
     return f"its logits of packed sequences are not those of its rows (relative error {apart:.1e})"
 
 
-def fusing(model: Any, rules: dict[int, Rule] | str, read: Read) -> Any:
-    """The decoder layers in few kernels, or why they stay as they are."""
+def fusing(model: Any, rules: dict[int, Rule] | str, read: Read, exact: bool = False) -> Any:
+    """The decoder layers in few kernels, or why they stay as they are. exact: see `models.exact`"""
     if isinstance(rules, str):
         return f"it does not read packed sequences: {rules}"
-    if (reason := on_gpu(next(model.parameters()))) is not True:
+    if (reason := (on_gpu_or_interpreted if exact else on_gpu)(next(model.parameters()))) is not True:
         return reason
     from strop.models.layers import fused  # imports Triton
 
     try:
-        found = fused(model, rules)
+        found = fused(model, rules, exact)
         return found if isinstance(found, str) else found.differs(read, ALIKE) or found
     except Exception as error:  # as above
         return f"its layers fail in that way ({type(error).__name__}: {error})"

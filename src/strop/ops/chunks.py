@@ -70,12 +70,12 @@ def linear_logps(
     """Log-probs [N], statistics [2, N], entropies [N] (empty unless asked for)."""
     tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     logits_at_once = (workspace or SCORE_WORKSPACE) // rows.bytes_per_logit(tokens.dtype, entropy)
-    n = max(1, min(tokens.count, _SCORE_TOKENS, logits_at_once))
-    v = min(head.V, _score_vocabulary(n, logits_at_once, hidden_NH.device))
+    n = max(1, min(tokens.count, _SCORE_TOKENS, logits_at_once // (head.row if head.exact else 1)))
+    v = head.V if head.exact else min(head.V, _score_vocabulary(n, logits_at_once, hidden_NH.device))
     logps_n, stats_2n, entropies_n = (
         hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (2,), (int(entropy),))
     )
-    memory = tokens.workspace(n * v)
+    memory = tokens.workspace(n * (head.row if head.exact else v))
     for part in cut(tokens.count, n, IDS_MULTIPLE):
         hidden_nH, ids_n = tokens.hidden(part), tokens.take(ids_N, part)
         into = logps_n[part], stats_2n[:, part], entropies_n[:, part].reshape(-1)
@@ -224,7 +224,7 @@ def linear_policy_terms(
 
 def _chunk_size(tokens: Tokens, head: Head, wanted: Wanted, workspace: int) -> int:
     """Tokens of the largest chunk: their logits and, for factors to be multiplied with, their gradients in float32."""
-    logits_bytes = head.V * tokens.rows.bytes_per_logit(tokens.dtype)
+    logits_bytes = head.row * tokens.rows.bytes_per_logit(tokens.dtype)
     most = workspace // (logits_bytes + head.weight_VH.shape[1] * 4 * wanted.factors_can_wait)
     return max((part.stop - part.start for part in cut(tokens.count, most, TOKENS_MULTIPLE)), default=0)
 
@@ -328,7 +328,7 @@ def _fake_forward(hidden_NH, weight, bias, ids_N, mask_N, temperature, entropy, 
     _fake_forward,
 )
 def linear_logp_forward(hidden_NH, weight, bias, ids_N, mask_N, temperature, entropy, rows, workspace, dtype):
-    head = Head.of(dtype, weight, bias)
+    head = Head.of(dtype, weight, bias, rows == "exact")
     return linear_logps(hidden_NH, head, ids_N, mask_N, temperature, entropy, implementation(rows), workspace)
 
 
@@ -342,7 +342,7 @@ def _fake_with_gradient(hidden_NH, weight, bias, ids_N, mask_N, temperature, row
     _fake_with_gradient,
 )
 def linear_logp_with_gradient(hidden_NH, weight, bias, ids_N, mask_N, temperature, rows, workspace, dtype):
-    head = Head.of(dtype, weight, bias)
+    head = Head.of(dtype, weight, bias, rows == "exact")
     return linear_logps_with_gradient(hidden_NH, head, ids_N, mask_N, temperature, implementation(rows), workspace)
 
 
@@ -391,8 +391,8 @@ def linear_policy_loss(
     workspace, dtype, wanted,
 ):  # fmt: skip
     total, policy_and_kl, logps_N, gradients = linear_policy_terms(
-        hidden_NH, Head.of(dtype, weight, bias), ids_N, mask_N, old_N, ref_N, advantages_N, weights_N, temperature,
-        from_text(rule), implementation(rows), workspace,
+        hidden_NH, Head.of(dtype, weight, bias, rows == "exact"), ids_N, mask_N, old_N, ref_N, advantages_N, weights_N,
+        temperature, from_text(rule), implementation(rows), workspace,
         Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
     )  # fmt: skip
     d_bias = gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)

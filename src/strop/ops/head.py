@@ -12,26 +12,41 @@ import torch
 from strop._tensors import sums_in
 
 TOKENS_MULTIPLE, IDS_MULTIPLE = 512, 128  # what chunks of tokens and blocks of the vocabulary are multiples of
+ROW_MULTIPLE = 8  # of logits whose rows begin on multiples of 16 bytes
 
 ALL = slice(None)
 
 
 class Head(NamedTuple):
-    """The LM head in the dtype it is computed in."""
+    """The LM head in the dtype it is computed in.
+
+    exact   its sums have one order, and its rows are whole: see `strop.ops.exact`
+    """
 
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None
+    exact: bool = False
 
     @classmethod
-    def of(cls, dtype: torch.dtype, weight: torch.Tensor, bias: torch.Tensor | None) -> "Head":
-        return cls(weight.to(dtype), None if bias is None else bias.to(dtype))
+    def of(cls, dtype: torch.dtype, weight: torch.Tensor, bias: torch.Tensor | None, exact: bool = False) -> "Head":
+        return cls(weight.to(dtype), None if bias is None else bias.to(dtype), exact)
 
     @property
     def V(self) -> int:
         return self.weight_VH.shape[0]
 
+    @property
+    def row(self) -> int:
+        """Numbers from one row of logits to the next."""
+        return round_up(self.V, ROW_MULTIPLE) if self.exact else self.V
+
     def logits(self, hidden_nH: torch.Tensor, vocabulary: slice, memory: torch.Tensor) -> torch.Tensor:
         """hidden @ weightᵀ + bias for a part of the vocabulary, in the given memory."""
+        if self.exact:
+            from strop.ops.exact import product  # Triton
+
+            out_nV = memory[: len(hidden_nH) * self.row].view(len(hidden_nH), self.row)[:, : self.V]
+            return product(hidden_nH, self.weight_VH, self.bias_V, out=out_nV)
         weight_vH = self.weight_VH[vocabulary]
         out_nv = memory[: len(hidden_nH) * len(weight_vH)].view(len(hidden_nH), len(weight_vH))
         if self.bias_V is None:
@@ -149,7 +164,7 @@ class LogitChunks:
 
     def __init__(self, tokens: Tokens, head: Head, n: int) -> None:
         self._tokens, self._head = tokens, head
-        self._memory = tokens.workspace(n * head.V)
+        self._memory = tokens.workspace(n * head.row)
         self.parts = cut(tokens.count, n, TOKENS_MULTIPLE)
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:

@@ -49,6 +49,10 @@ def always(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
+def only_by_name(*args: Any, **kwargs: Any) -> str:
+    return "it runs only where it is asked for by name"
+
+
 @dataclass(frozen=True)
 class Backend:
     name: str

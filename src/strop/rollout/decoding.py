@@ -17,7 +17,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,7 @@ class Engine:
 
     def __init__(self, policy: Policy):
         self.model = base_model(unwrapped(policy.model))
-        self.device = policy.device
+        self.device, self.exact = policy.device, policy.exact
         if devices := {param.device for param in self.model.parameters()} - {self.device}:
             raise Unsupported(f"its weights lie on several devices, {self.device} and {min(map(str, devices))}")
         getting_ready = _get_ready(self.device)
@@ -119,8 +119,9 @@ class Engine:
         seen = checks.states_of(own, ids, self.device)
         self.shape, self.rules = checks.cache_shape(self.model, seen), list(seen.rules.values())
         # by our kernels; else attention and draw are torch's
-        self.on_gpu = self.device.type == "cuda" and self.shape.dtype.itemsize <= 4
-        self.why_no_graphs = None if self.on_gpu else f"{self.shape.dtype} on {self.device.type}"
+        on_gpu = self.device.type == "cuda" and self.shape.dtype.itemsize <= 4
+        self.on_gpu = on_gpu or self.exact  # of which training has found that the kernels run, if only interpreted
+        self.why_no_graphs = None if on_gpu else f"{self.shape.dtype} on {self.device.type}"
         self._pool: Any = None  # memory the graphs share
         self._compiled_tiles: set[int] = set()
         self.compiling: threading.Thread | None = None
@@ -128,14 +129,24 @@ class Engine:
         self.layers: FusedLayers | OwnLayers = own
         self.why_own: str | None = None
         try:
-            self.layers = FusedLayers(self.model, self.shape, seen.rules, self._table, self.on_gpu)
+            self.layers = self._fused()(self.model, self.shape, seen.rules, self._table, self.on_gpu)
             self.layers.refresh(len(ids))
-            self._compile(self.layers, ids)
+            if not self.exact:
+                self._compile(self.layers, ids)
             checks.check_states(checks.states_of(self.layers, ids, self.device), seen)
             checks.check_against_forward(self, policy)
         except Unsupported as error:
+            if self.exact:
+                raise
             self.layers, self.why_own = own, str(error)
             checks.check_against_forward(self, policy)
+
+    def _fused(self) -> type[FusedLayers]:
+        if not self.exact:
+            return FusedLayers
+        from strop.rollout.exact import ExactLayers  # Triton
+
+        return ExactLayers
 
     def _compile(self, layers: FusedLayers, prompt: torch.Tensor) -> None:
         """The kernels of a step, all at once: one after the other they take seconds where no cache on disk has them."""
@@ -187,7 +198,7 @@ class Engine:
 
     @property
     def name(self) -> str:
-        layers = "fused layers" if self.why_own is None else "its own layers"
+        layers = "exact layers" if self.exact else "fused layers" if self.why_own is None else "its own layers"
         graphs = "cuda graphs" if self.why_no_graphs is None else f"no cuda graphs: {self.why_no_graphs}"
         return f"{layers}, {graphs}"
 
@@ -333,10 +344,19 @@ class Engine:
             positions_PT = torch.arange(longest, device=self.device).expand(len(part), -1)
             ends = torch.arange(len(part) + 1, dtype=torch.int32, device=self.device) * longest
             by_kernel = self.on_gpu and self.shape.dtype.itemsize == 2
-            prefill = Prefill(round_.kv, tokens_M, slots_M, ends if by_kernel else None)
+            prefill: Pass = Prefill(round_.kv, tokens_M, slots_M, ends if by_kernel else None)
+            if self.exact:
+                new = [len(prompts[i]) - 1 for i in part]
+                prefill = self.reading([round_.prefix_starts[i] for i in part], [0] * len(part), new)
             read(self.layers, prefill, ids_PT.to(self.device), positions_PT, with_logits=False)
             if round_.record is not None:
                 round_.record.read_prompts(tokens_M, slots_M)
+
+    def reading(self, starts: Sequence[int], have: Sequence[int], new: Sequence[int]) -> Pass:
+        """New tokens of rows that begin at these slots and have so many, read exactly."""
+        from strop.rollout.exact import Slotted
+
+        return Slotted.prompts(self._table, starts, have, new)
 
     def _decode(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         """Steps until all rows have ended. The first `live` places are of real rows: which, and since which step."""
@@ -384,7 +404,10 @@ class Engine:
 
     def _parts(self, rows: Rows, round_: Round, longest: int | None = None) -> Any:
         """longest: tokens of the longest prompt; None is the round's"""
-        from strop.rollout.launch import parts_of
+        from strop.rollout.launch import Parts, parts_of
+
+        if self.exact:  # one way for all
+            return Parts()
 
         T = round_.tokens_BT.shape[1]
         prefix = round_.longest - T if longest is None else longest
@@ -426,15 +449,23 @@ class Engine:
         return self._logits(rows, round_, Decode(round_.kv, rows, longest))
 
     def _logits_on_gpu(self, rows: Rows, round_: Round) -> torch.Tensor:
+        if self.exact:
+            from strop.rollout.exact import Slotted
+
+            return self._logits(rows, Slotted.decode(self._table, rows))
         from strop.rollout.launch import KernelDecode
 
         parts = self._parts(rows, round_)
         return self._logits(rows, round_, KernelDecode(self._table, rows, self.shape, parts, self._tiles_CN))
 
     def _step_on_gpu(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
+        from strop.rollout import exact
         from strop.rollout.launch import pick
 
         logits_NV = self._logits_on_gpu(rows, round_)
+        if self.exact and not sampling.cuts:
+            exact.pick(logits_NV, rows, self._eos, self._table, sampling.temperature)
+            return
         if sampling.cuts:
             logits_NV, scale = sampling_logps(logits_NV, sampling), 1.0
         else:
@@ -549,6 +580,9 @@ def engine_of(policy: Policy) -> Engine | str:
         try:
             engine = Engine(policy)
         except Unsupported as error:
+            if policy.exact:
+                found = type(policy.model).__name__
+                raise ValueError(f"exact must be False for this {found}, found True: in a rollout {error}") from None
             engine = str(error)
             warnings.warn(
                 f"rollouts of this {type(policy.model).__name__} go through transformers' generate, which is slower: {error}",

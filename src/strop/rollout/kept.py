@@ -108,7 +108,11 @@ def _extend(
         torch.tensor(column, device=device) for column in ([s for _, s, _ in rows], [h for _, _, h in rows])
     )
     longest = max(have + len(new) for new, _, have in rows)
-    pass_ = Extend(round_.kv, starts_R, lengths_R, tokens_N.to(device), slots_N.to(device), longest)
+    pass_: Pass = Extend(round_.kv, starts_R, lengths_R, tokens_N.to(device), slots_N.to(device), longest)
+    if engine.exact:
+        pass_ = engine.reading(
+            [start for _, start, _ in rows], [have for *_, have in rows], [len(new) for new, *_ in rows]
+        )
     positions_RM = (lengths_R[:, None] + torch.arange(M, device=device)).clamp(max=longest - 1)
     read(engine.layers, pass_, ids_RM.to(device), positions_RM, with_logits=False)
 

@@ -1,7 +1,8 @@
 """A whole GRPO step: strop against TRL with the same model, weights, prompts, lengths and β.
 
 On a GPU with the shapes of Qwen2-0.5B and SmolLM2-135M in bfloat16: full completions of 256 tokens, lengths that vary (96 on
-average, see `step_contenders.raise_the_end`), and short ones with float32 weights under autocast. Without a GPU the tiny
+average, see `step_contenders.raise_the_end`), and short ones with float32 weights under autocast; and strop against itself with
+`exact`, alone by `strop bench step --only exact`. Without a GPU the tiny
 MoE, strop on its native engine and TRL on transformers' Mixtral, and a tiny Qwen2. The tokens each side made are recorded.
 
 Both sides take turns, a few steps at a time; the first of each turn is not counted. A step is from prompts to updated
@@ -52,6 +53,10 @@ class StepCase:
         """What makes each side; the first is the one others are compared with."""
         workload = self.workload
         sides: dict[str, Callable[[], Any]] = {"strop": lambda: contenders.strop_steps(workload, trainer())}
+        if workload.exact:
+            sides["strop, exact"] = lambda: contenders.strop_steps(
+                workload, contenders.strop_trainer(workload, exact=True)
+            )
         for count in workload.trl_micro_batches if contenders.trl_installed() else ():
             name = f"TRL, {count} at a time" if count else "TRL"
             sides[name] = lambda count=count: contenders.trl_steps(workload, f"{folder}/{count}", at_a_time=count)  # type: ignore[misc]

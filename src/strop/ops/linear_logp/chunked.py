@@ -1,6 +1,6 @@
 """`linear_logp` by chunks (see `strop.ops.chunks`): "chunked" with torch's row functions on any device, "triton" with the
-row kernels. One product to score; three more for the gradients, of which the first makes the logits again. With a frozen head
-two in all, in the forward, where the workspace has room for rows of logits.
+row kernels, "exact" with sums of one order. One product to score; three more for the gradients, of which the first makes
+the logits again. With a frozen head two in all, in the forward, where the workspace has room for rows of logits.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from strop._tensors import check_linear_logp, computed_in
 from strop.ops.chunks import linear_logp_backward, linear_logp_forward, linear_logp_with_gradient, whole_rows_fit
 from strop.ops.library import first_order
 from strop.ops.linear_logp.reference import linear_logp
-from strop.ops.registry import on_gpu, on_gpu_or_interpreted
+from strop.ops.registry import on_gpu, on_gpu_or_interpreted, only_by_name
 
 
 @linear_logp.backend("chunked")
@@ -19,6 +19,13 @@ def linear_logp_chunked(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, **options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     return _linear_logp("torch", hidden, weight, ids, **options)
+
+
+@linear_logp.backend("exact", when=only_by_name, by_name=on_gpu_or_interpreted)
+def linear_logp_exact(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, **options: Any
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return _linear_logp("exact", hidden, weight, ids, **options)
 
 
 @linear_logp.backend("triton", when=on_gpu, by_name=on_gpu_or_interpreted)

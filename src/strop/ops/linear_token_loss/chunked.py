@@ -1,5 +1,5 @@
 """`linear_token_loss` by chunks (see `strop.ops.chunks`): "chunked" with torch's row functions on any device, "triton" with
-the row kernels. Three products in all, two with a frozen head: the gradients are made in the forward.
+the row kernels, "exact" with sums of one order. Three products in all, two with a frozen head: the gradients are made in the forward.
 """
 
 from typing import Any
@@ -13,13 +13,18 @@ from strop.losses.rules import TokenRule
 from strop.ops.chunks import linear_policy_loss
 from strop.ops.library import first_order, keep_gradients, kept_gradients
 from strop.ops.linear_token_loss.reference import linear_token_loss
-from strop.ops.registry import on_gpu, on_gpu_or_interpreted
+from strop.ops.registry import on_gpu, on_gpu_or_interpreted, only_by_name
 from strop.ops.rows import implementation
 
 
 @linear_token_loss.backend("chunked")
 def linear_token_loss_chunked(hidden, weight, ids, weights, **options) -> PolicyLoss:
     return _linear_token_loss("torch", hidden, weight, ids, weights, **options)
+
+
+@linear_token_loss.backend("exact", when=only_by_name, by_name=on_gpu_or_interpreted)
+def linear_token_loss_exact(hidden, weight, ids, weights, **options) -> PolicyLoss:
+    return _linear_token_loss("exact", hidden, weight, ids, weights, **options)
 
 
 @linear_token_loss.backend("triton", when=on_gpu, by_name=on_gpu_or_interpreted)

@@ -1,7 +1,7 @@
 """Rows of logits: from a row to the log-prob of its token, to its term of a loss, and back to the row's gradient.
 
-`strop.ops.rows.torch_rows` and `strop.ops.rows.triton_rows` hold the same functions, the latter a few more; `implementation` gives one of them
-by name.
+`strop.ops.rows.torch_rows` and `strop.ops.rows.triton_rows` hold the same functions, the latter a few more, and
+`strop.ops.rows.exact_rows` those that the operators' backends "exact" need; `implementation` gives one of them by name.
 """
 
 import functools

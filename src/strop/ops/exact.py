@@ -1,0 +1,113 @@
+"""A product whose sums have one order: y = x·wᵀ + bias + onto, bit for bit the same for a row, whichever rows are beside it.
+
+A library's product takes other tiles, and splits the sum over K, as the number of rows tells it to. Here an element is one
+float32 accumulator, to which blocks of BLOCK_K numbers are added from the first to the last; it is rounded once, at the
+end. Tiles of rows and columns may differ, for no sum goes through them, but all are such that a Hopper GPU multiplies them
+by the same instruction (wgmma: 64 rows for four warps). `strop.models.exact` has attention.
+
+Shapes: M rows, K numbers of each, which are multiplied and summed, N of a row of the product.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from strop.ops.rows.launch import Launcher
+
+PROGRAMS = 132  # wanted at least: one for each of an H200's multiprocessors
+GROUP = 8  # tiles of rows that go over the same columns of w together, and find them in the cache
+
+# dtype → (BLOCK_K, [(rows and columns of a tile, warps, blocks on their way at a time)]), the first with enough programs
+TILES = {
+    torch.float32: (32, [(64, 64, 4, 2)]),  # without tensor cores: TF32 rounds its factors
+    None: (64, [(128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 6), (64, 32, 4, 8)]),
+}
+INTERPRETED_TILES = [(64, 128, 4, 1)]  # one: of NumPy's products those of one shape have one order
+
+
+@triton.jit
+def multiplied(a, b, onto, PRECISION: tl.constexpr):
+    """onto + a·b in float32"""
+    if PRECISION == "wide":  # Triton's interpreter knows no bfloat16: it multiplies the bits
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), onto, input_precision="ieee")
+    return tl.dot(a, b, onto, input_precision=PRECISION)
+
+
+@Launcher
+def product_kernel(
+    x_ptr, w_ptr, bias_ptr, onto_ptr, y_ptr, M: tl.int32,
+    K: tl.constexpr, N: tl.constexpr, Y_STRIDE: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile."""
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    first = program // (GROUP * tiles_n) * GROUP
+    size = tl.minimum(tl.cdiv(M, BLOCK_M) - first, GROUP)
+    within = program % (GROUP * tiles_n)
+    m = ((first + within % size) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    n = (within // size * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    i = tl.arange(0, BLOCK_K)
+    # rows and columns behind the last read the first, and are not stored
+    x_at = tl.multiple_of(x_ptr, 16) + tl.where(m < M, m, 0)[:, None] * K + i[None, :]
+    w_at = tl.multiple_of(w_ptr, 16) + tl.where(n < N, n, 0)[:, None] * K + i[None, :]
+
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            x, w = tl.load(x_at + start), tl.load(w_at + start)
+        else:
+            x = tl.load(x_at + start, mask=i[None, :] < K - start, other=0.0)
+            w = tl.load(w_at + start, mask=i[None, :] < K - start, other=0.0)
+        sums = multiplied(x, tl.trans(w), sums, PRECISION)
+
+    here = (m < M)[:, None] & (n < N)[None, :]
+    if BIAS:
+        sums += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if ONTO:
+        sums += tl.load(onto_ptr + m[:, None] * N + n[None, :], mask=here, other=0.0).to(tl.float32)
+    tl.store(y_ptr + m[:, None] * Y_STRIDE + n[None, :], sums.to(y_ptr.dtype.element_ty), mask=here)
+
+
+def product(
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    *,
+    onto: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ wᵀ + bias, and + onto in its dtype, which the result then has. out: rows may lie apart."""
+    x_MK, (M, K), N = whole(x_MK), x_MK.shape, len(w_NK)
+    if out is None:
+        out = torch.empty(M, N, dtype=x_MK.dtype if onto is None else onto.dtype, device=x_MK.device)
+    block_k, tiles = TILES[x_MK.dtype if x_MK.dtype in TILES else None]
+    y_MN = out
+    if product_kernel.interpreted:  # it cuts bits off where a GPU rounds
+        tiles, y_MN = INTERPRETED_TILES, torch.empty(M, N)
+    numbers = [-(-M // rows) * -(-N // columns) for rows, columns, *_ in tiles]
+    which = next((i for i, number in enumerate(numbers) if number >= PROGRAMS), len(tiles) - 1)
+    block_m, block_n, warps, stages = tiles[which]
+    if M:
+        product_kernel(
+            numbers[which], x_MK, whole(w_NK), x_MK if bias_N is None else bias_N.contiguous(),
+            x_MK if onto is None else whole(onto), y_MN, M, num_warps=warps, K=K, N=N, Y_STRIDE=y_MN.stride(0),
+            BIAS=bias_N is not None, ONTO=onto is not None,
+            PRECISION=precision(x_MK.dtype), GROUP=GROUP, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            STAGES=stages,
+        )  # fmt: skip
+    return out if y_MN is out else out.copy_(y_MN)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How factors of this dtype are multiplied: float32 as it is, 16 bits by tensor cores."""
+    if dtype == torch.float32:
+        return "ieee"
+    return "wide" if product_kernel.interpreted else "tf32"
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as the kernels read it: without gaps, on a boundary of 16 bytes."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
