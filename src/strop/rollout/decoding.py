@@ -452,7 +452,7 @@ class Engine:
         if self.exact:
             from strop.rollout.exact import Slotted
 
-            return self._logits(rows, Slotted.decode(self._table, rows))
+            return self._logits(rows, round_, Slotted.decode(self._table, rows))
         from strop.rollout.launch import KernelDecode
 
         parts = self._parts(rows, round_)
@@ -515,7 +515,8 @@ class Engine:
             warnings.warn(f"decode steps cannot be captured as CUDA graphs: {self.why_no_graphs}", stacklevel=2)
         else:
             graphs[kind] = graph
-            self._compile_ahead(rows, round_)
+            if not self.exact:
+                self._compile_ahead(rows, round_)
 
     def _graphs_of(self, sampling: Sampling) -> dict[Any, Any]:
         rule = (sampling.temperature, sampling.top_k, sampling.top_p)
