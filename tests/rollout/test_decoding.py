@@ -471,7 +471,7 @@ def test_spare_rows_neither_write_to_others_nor_keep_a_step_large(monkeypatch):
     lengths = [30, 3, 5, 9, 20, 2, 2, 2, 17]
     sizes, steps = scripted(engine, monkeypatch, lengths)
     sampling = Sampling(max_new_tokens=40)
-    round_, rows = engine._begin([torch.tensor([1, 2, 3])], 9, 9, sampling, torch.zeros(9, 40), ())
+    round_, rows = engine.begin([torch.tensor([1, 2, 3])], 9, 9, sampling, torch.zeros(9, 40), ())
     assert rows.suffix_start_N[9:].eq(2 + 9 * 40).all(), "behind everyone's slots"
     engine._decode(rows, round_, sampling)
     assert sizes == [16] * 8 + [4] * 8 + [4] * 8 + [1] * 8
@@ -487,7 +487,7 @@ def test_rows_that_wait_enter_the_places_of_those_that_ended(on_gpu, monkeypatch
     sizes, steps = scripted(engine, monkeypatch, lengths)
     sampling = Sampling(max_new_tokens=40)
     prompts = [torch.tensor([1, 2, 3]), torch.tensor([7]), torch.tensor([5, 6])]
-    round_, rows = engine._begin(prompts, 8, 8, sampling, torch.zeros(24, 40), ())
+    round_, rows = engine.begin(prompts, 8, 8, sampling, torch.zeros(24, 40), ())
     engine._decode(rows, round_, sampling)
     assert steps == lengths
     assert len(sizes) <= 56, "three rounds would take 120 steps"

@@ -89,7 +89,7 @@ def check_against_forward(engine: Any, policy: Policy) -> None:
     sampling = Sampling(max_new_tokens=2, temperature=0.0)
     engine.layers.refresh(len(prompts[0]) + 2)
     with engine.layers.ready(), contextlib.nullcontext() if routers is None else routers.recording() as latest:
-        round_, rows = engine._begin(prompts, 1, len(prompts), sampling, torch.zeros(len(prompts), 2), ())
+        round_, rows = engine.begin(prompts, 1, len(prompts), sampling, torch.zeros(len(prompts), 2), ())
         if routers is not None:
             engine._begin_record(round_, prompts, routers, latest)
         engine._prefill(prompts, round_)

@@ -14,7 +14,6 @@ from memory by the kernels, so lengths do not matter. Weights that moved make a 
 """
 
 import contextlib
-import functools
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,11 +30,10 @@ from strop.rollout.kept import Kept, keep, read_on
 from strop.rollout.recording import Record, step_memory
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
 from strop.rollout.slots import Decode, Prefill, Rows
-from strop.rollout.steps import FusedLayers, OwnLayers, autocast_dtype, heads, read, signature
+from strop.rollout.steps import FusedLayers, OwnLayers, autocast_dtype, read, signature
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows of a step; of more the others wait
 ASK_EVERY = 8  # steps between two looks at which rows have ended
-LONG_PROMPT = 2**20  # tokens: its kernels are those of any long prompt
 PREFILL_TOKENS = 16384  # of prompts read together, padding included
 SHARE_OF_MEMORY = 0.8  # of what is free, for the cache
 MAX_SAMPLINGS = 2  # ways of sampling (training's, an evaluation's) whose graphs are kept
@@ -106,10 +104,10 @@ class Engine:
         getting_ready = _get_ready(self.device)
         self._graphs: dict[Any, dict[Any, Any]] = {}
         self._rows: Rows | None = None
-        self._table = torch.zeros(7, dtype=torch.int64, device=self.device)
-        self._eos = torch.full((16,), -1, dtype=torch.int64, device=self.device)
+        self.table = torch.zeros(7, dtype=torch.int64, device=self.device)
+        self.eos = torch.full((16,), -1, dtype=torch.int64, device=self.device)
         self._chosen_NLk: torch.Tensor | None = None
-        self._tiles_CN = torch.zeros(2, BUCKETS[-1], dtype=torch.int32, device=self.device)
+        self.tiles_CN = torch.zeros(2, BUCKETS[-1], dtype=torch.int32, device=self.device)
         self._flags = (
             torch.empty(BUCKETS[-1], dtype=torch.int8, pin_memory=True) if policy.device.type == "cuda" else None
         )
@@ -123,16 +121,18 @@ class Engine:
         self.on_gpu = on_gpu or self.exact  # of which training has found that the kernels run, if only interpreted
         self.why_no_graphs = None if on_gpu else f"{self.shape.dtype} on {self.device.type}"
         self._pool: Any = None  # memory the graphs share
-        self._compiled_tiles: set[int] = set()
+        self.compiled_tiles: set[int] = set()  # and the thread that compiles: see compiling.py
         self.compiling: threading.Thread | None = None
         getting_ready()
         self.layers: FusedLayers | OwnLayers = own
         self.why_own: str | None = None
         try:
-            self.layers = self._fused()(self.model, self.shape, seen.rules, self._table, self.on_gpu)
+            self.layers = self._fused()(self.model, self.shape, seen.rules, self.table, self.on_gpu)
             self.layers.refresh(len(ids))
-            if not self.exact:
-                self._compile(self.layers, ids)
+            if self.on_gpu and not self.exact:
+                from strop.rollout.compiling import compile_step  # Triton
+
+                compile_step(self, self.layers, ids)
             checks.check_states(checks.states_of(self.layers, ids, self.device), seen)
             checks.check_against_forward(self, policy)
         except Unsupported as error:
@@ -147,54 +147,6 @@ class Engine:
         from strop.rollout.exact import ExactLayers  # Triton
 
         return ExactLayers
-
-    def _compile(self, layers: FusedLayers, prompt: torch.Tensor) -> None:
-        """The kernels of a step, all at once: one after the other they take seconds where no cache on disk has them."""
-        if not self.on_gpu:
-            return
-        from strop.rollout.launch import KernelDecode, compile_together, pick
-
-        sampling = Sampling(max_new_tokens=1)
-        round_, rows = self._begin([prompt], 1, 1, sampling, torch.zeros(1, 1), ())
-        layer = layers.layers[0]
-        states_NE = torch.zeros(len(rows), len(layer.qkv[0]), dtype=layers.dtype, device=self.device)
-        qkv = heads(states_NE, self.shape.num_heads, self.shape.head_dim)
-        logits_NV = torch.zeros(len(rows), len(layers.head[0]), dtype=layers.dtype, device=self.device)
-        attention = KernelDecode(self._table, rows, self.shape, self._parts(rows, round_), self._tiles_CN)
-        compile_together(self.device, [
-            lambda: attention.attend_unrotated(*qkv, 0, layer.rule, layer.head_norms, layers.rounds),
-            lambda: pick(logits_NV, rows, self._eos, self._table, 1.0, False),
-            *layers.launches(),
-        ])  # fmt: skip
-        torch.cuda.synchronize(self.device)
-
-    def _compile_ahead(self, rows: Rows, round_: Round) -> None:
-        """Compile the kernels of long prompts in a thread, so that the first such prompt stops no later step.
-
-        The thread only compiles. Memory is taken here: while a graph is captured no other thread may ask the GPU for any.
-        """
-        from strop.rollout.launch import KernelDecode, compile_only, compile_together
-
-        parts = self._parts(rows, round_, longest=LONG_PROMPT)
-        if parts.tile in self._compiled_tiles:
-            return
-        self._compiled_tiles.add(parts.tile)
-        later: list[Callable[[], None]] = []
-
-        def put_off(*launch: Any, **constants: Any) -> None:
-            later.append(functools.partial(compile_only, *launch, **constants))
-
-        attention = KernelDecode(self._table, rows, self.shape, parts, self._tiles_CN, run=put_off)
-        K, D, layers = self.shape.num_heads, self.shape.head_dim, self.layers
-        num_states = K * (self.shape.per_head + 2) * D
-        qkv = heads(torch.zeros(len(rows), num_states, dtype=self.shape.dtype, device=self.device), K, D)
-        for rule in set(self.rules):
-            if isinstance(layers, FusedLayers):
-                attention.attend_unrotated(*qkv, 0, rule, layers.layers[0].head_norms, layers.rounds)
-            else:
-                attention.attend(*qkv, 0, rule)
-        self.compiling = threading.Thread(target=compile_together, args=(self.device, later))
-        self.compiling.start()
 
     @property
     def name(self) -> str:
@@ -228,7 +180,7 @@ class Engine:
             for first, end, lanes in self._rounds(prompts, num_samples, T):
                 some = prompts[first:end], num_samples, lanes, sampling
                 uniforms = uniforms_BT[first * num_samples : end * num_samples]
-                round_, rows = self._begin(*some, uniforms, eos_ids)
+                round_, rows = self.begin(*some, uniforms, eos_ids)
                 if routers is not None:
                     self._begin_record(round_, some[0], routers, latest)
                 if kept is None:
@@ -280,7 +232,7 @@ class Engine:
         free = torch.cuda.mem_get_info(self.device)[0] + cached
         return int(SHARE_OF_MEMORY * free) // self.shape.bytes_per_slot
 
-    def _begin(
+    def begin(
         self, prompts: list[torch.Tensor], num_samples: int, lanes: int, sampling: Sampling, uniforms_BT: torch.Tensor,
         eos_ids: tuple[int, ...],
     ) -> tuple[Round, Rows]:  # fmt: skip
@@ -307,7 +259,7 @@ class Engine:
         round_.enter(rows, torch.arange(lanes, device=device), 0)
         round_.make_spare(rows.after(lanes))
         if self.on_gpu:
-            self._table[:6] = torch.tensor(round_.table())
+            self.table[:6] = torch.tensor(round_.table())
             self._use_eos(eos_ids)
         return round_, rows
 
@@ -320,11 +272,11 @@ class Engine:
         return self._rows.first(bucket_of(size))
 
     def _use_eos(self, eos_ids: tuple[int, ...]) -> None:
-        if len(eos_ids) > len(self._eos):  # another place: the graphs are not valid any more
-            self._eos = torch.full((1 << len(eos_ids).bit_length(),), -1, dtype=torch.int64, device=self.device)
+        if len(eos_ids) > len(self.eos):  # another place: the graphs are not valid any more
+            self.eos = torch.full((1 << len(eos_ids).bit_length(),), -1, dtype=torch.int64, device=self.device)
             self._graphs.clear()
-        self._eos.fill_(-1)
-        self._eos[: len(eos_ids)] = torch.tensor(eos_ids, dtype=torch.int64)
+        self.eos.fill_(-1)
+        self.eos[: len(eos_ids)] = torch.tensor(eos_ids, dtype=torch.int64)
 
     def _prefill(self, prompts: list[torch.Tensor], round_: Round, skip: Collection[int] = ()) -> None:
         there = [i for i in range(len(prompts)) if len(prompts[i]) > 1 and i not in skip]
@@ -356,7 +308,7 @@ class Engine:
         """New tokens of rows that begin at these slots and have so many, read exactly."""
         from strop.rollout.exact import Slotted
 
-        return Slotted.prompts(self._table, starts, have, new)
+        return Slotted.prompts(self.table, starts, have, new)
 
     def _decode(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         """Steps until all rows have ended. The first `live` places are of real rows: which, and since which step."""
@@ -393,16 +345,16 @@ class Engine:
 
     def _tile(self, rows: Rows, round_: Round, row_L: torch.Tensor) -> None:
         """Tell the kernels which rows read their prompt together."""
-        if not self.on_gpu or not (parts := self._parts(rows, round_)).of_prompt:
+        if not self.on_gpu or not (parts := self.parts(rows, round_)).of_prompt:
             return
         from strop.rollout.launch import tiles_of
 
         tiles = tiles_of((row_L // round_.num_samples).tolist(), parts.tile // self.shape.per_head)
-        tiles_CN = torch.zeros(self._tiles_CN.shape, dtype=torch.int32)
+        tiles_CN = torch.zeros(self.tiles_CN.shape, dtype=torch.int32)
         tiles_CN[:, : len(tiles)] = torch.tensor(tiles).T
-        self._tiles_CN.copy_(tiles_CN)
+        self.tiles_CN.copy_(tiles_CN)
 
-    def _parts(self, rows: Rows, round_: Round, longest: int | None = None) -> Any:
+    def parts(self, rows: Rows, round_: Round, longest: int | None = None) -> Any:
         """longest: tokens of the longest prompt; None is the round's"""
         from strop.rollout.launch import Parts, parts_of
 
@@ -452,11 +404,11 @@ class Engine:
         if self.exact:
             from strop.rollout.exact import Slotted
 
-            return self._logits(rows, round_, Slotted.decode(self._table, rows))
+            return self._logits(rows, round_, Slotted.decode(self.table, rows))
         from strop.rollout.launch import KernelDecode
 
-        parts = self._parts(rows, round_)
-        return self._logits(rows, round_, KernelDecode(self._table, rows, self.shape, parts, self._tiles_CN))
+        parts = self.parts(rows, round_)
+        return self._logits(rows, round_, KernelDecode(self.table, rows, self.shape, parts, self.tiles_CN))
 
     def _step_on_gpu(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         from strop.rollout import exact
@@ -464,13 +416,13 @@ class Engine:
 
         logits_NV = self._logits_on_gpu(rows, round_)
         if self.exact and not sampling.cuts:
-            exact.pick(logits_NV, rows, self._eos, self._table, sampling.temperature)
+            exact.pick(logits_NV, rows, self.eos, self.table, sampling.temperature)
             return
         if sampling.cuts:
             logits_NV, scale = sampling_logps(logits_NV, sampling), 1.0
         else:
             scale = 1.0 if sampling.greedy else 1 / sampling.temperature
-        pick(logits_NV, rows, self._eos, self._table, scale, sampling.greedy)
+        pick(logits_NV, rows, self.eos, self.table, scale, sampling.greedy)
 
     def _logits(self, rows: Rows, round_: Round, pass_: Pass) -> torch.Tensor:
         positions_N = (rows.prefix_length_N + rows.step_N).long()
@@ -496,7 +448,7 @@ class Engine:
     def _replay(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         """A step as a graph; the first of its kind is taken step by step, which compiles its kernels, and then captured."""
         graphs = self._graphs_of(sampling)
-        kind = len(rows), self._parts(rows, round_), round_.record is not None
+        kind = len(rows), self.parts(rows, round_), round_.record is not None
         if kind in graphs:
             graphs[kind].replay()
             return
@@ -516,7 +468,9 @@ class Engine:
         else:
             graphs[kind] = graph
             if not self.exact:
-                self._compile_ahead(rows, round_)
+                from strop.rollout.compiling import compile_long_prompts
+
+                compile_long_prompts(self, rows, round_)
 
     def _graphs_of(self, sampling: Sampling) -> dict[Any, Any]:
         rule = (sampling.temperature, sampling.top_k, sampling.top_p)
