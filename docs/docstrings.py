@@ -11,7 +11,7 @@ import re
 import griffe
 
 FIELD = re.compile(r"^(\S(?:.*?\S)?) {2,}(\S.*)$")
-CODE = re.compile(r"^(?:\w+(?:, \w+)* = |from |import |with )\S.*[()\[]")
+CODE = re.compile(r"^(?:\w+(?:, \w+)* = |from |import |with |class |def )\S.*[()\[]")
 
 
 class Columns(griffe.Extension):

@@ -12,7 +12,7 @@ CACHE = Path(__file__).resolve().parents[1] / ".mypy_cache" / "outside"  # the f
 PROJECT = """
 from pathlib import Path
 
-from strop import DPO, GRPO, SFT, BestOfN, OnlineDPO, __version__, compute_group_advantages
+from strop import DPO, GRPO, KTO, PPO, SFT, BestOfN, Distill, OnlineDPO, RewardModel, __version__, compute_group_advantages
 from strop.callbacks import Callback, EarlyStopping
 from strop.logging import ConsoleLogger
 from strop.training.state import History
@@ -40,7 +40,7 @@ history.nothing  # wrong 2
 grpo.save(7)  # wrong 3
 BestOfN.nothing  # wrong 4
 SFT(model=3)  # wrong 5
-DPO.nothing, OnlineDPO.nothing  # wrong 6
+DPO.nothing, OnlineDPO.nothing, KTO.nothing, PPO.nothing, Distill.nothing, RewardModel.nothing  # wrong 6
 SFT(model="moe:tiny", callbacks=len)  # wrong 7
 """
 

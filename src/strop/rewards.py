@@ -85,7 +85,7 @@ class RewardFunctions:
     """One reward function or several, added up with weights.
 
     weights   one a function; None is 1 for each
-    timeout   seconds for one call of one function; None waits for ever. See `time_limit` for what it can stop.
+    timeout   seconds for one call of one function; None waits forever. See `time_limit` for what it can stop.
     find_failing   a function that raised is called again, one completion at a time, so that the error names the one
                    that fails. Off: a function may cost money
     """

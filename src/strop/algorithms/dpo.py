@@ -67,11 +67,11 @@ class DPO(Trainer):
             warnings.warn(f"ref_model has no effect: {self.config.loss.loss_type} has no reference", stacklevel=4)
 
     def train_step(self, prompt: Any, chosen: Any, rejected: Any, *, prompt_mask: Any = None) -> dict[str, float]:
-        """One step on B pairs of token ids: (B, P), (B, C), (B, R), or lists of rows of unequal lengths.
+        """One training step on B pairs.
 
-        Padding of prompts is what equals the pad id at their sides, or with prompt_mask (B, P) what is 0 there.
-        Completions end at their first EOS; what stands behind it does not count. With a tokenizer also lists of texts or
-        of conversations.
+        prompt             token ids (B, P), lists of ids of unequal lengths, or with a tokenizer texts or conversations
+        chosen, rejected   the same, (B, C) and (B, R); what comes after their first EOS is ignored
+        prompt_mask        (B, P), 0 at padding; without it the pad id at both ends of a prompt is padding
         """
         return self.run_step(lambda: self._step(self._pairs(prompt, chosen, rejected, prompt_mask)))
 

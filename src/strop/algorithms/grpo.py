@@ -293,8 +293,8 @@ class GRPO(Trainer):
         """One step on a batch of prompts: sampling, rewards, updates.
 
         prompts       ids (B, P), lists of ids, texts, conversations, or rows with a "prompt"
-        prompt_mask   (B, P), 0 at padding; without it padding is what equals the pad id at a prompt's sides
-        columns       for reward functions, each with one entry a prompt: train_step(prompts, answer=answers)
+        prompt_mask   (B, P), 0 at padding; without it the pad id at both ends of a prompt is padding
+        columns       columns for reward functions, one entry per prompt: train_step(prompts, answer=answers)
         """
         if self.player is not None:
             batch = rows_of(prompts, columns, "prompts")

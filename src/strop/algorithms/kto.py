@@ -70,9 +70,11 @@ class KTO(Trainer):
         self._seen = torch.zeros(2, dtype=torch.float64, device=self.policy.device)  # bco: sum and number of rewards
 
     def train_step(self, prompt: Any, completion: Any, label: Any, *, prompt_mask: Any = None) -> dict[str, float]:
-        """One step on B completions of token ids, (B, P) and (B, C) or lists of rows, with B labels: true is desirable.
+        """One training step on B completions with labels.
 
-        Padding and ends as in `DPO.train_step`. With a tokenizer also lists of texts or of conversations.
+        prompt, completion   token ids (B, P) and (B, C), lists of ids, or with a tokenizer texts or conversations
+        label                B booleans: True is desirable
+        prompt_mask          (B, P), 0 at padding; without it the pad id at both ends of a prompt is padding
         """
         return self.run_step(lambda: self._step(self._examples(prompt, completion, label, prompt_mask)))
 

@@ -45,12 +45,12 @@ class OnlineDPOConfig(DPOConfig):
 
 
 class OnlineDPO(DPO):
-    """DPO on pairs the policy itself makes.
+    """DPO on pairs that the policy samples itself.
 
     online = OnlineDPO(model=model, preference_fn=preference_fn, beta=0.1, max_new_tokens=64)
     metrics = online.train_step(prompts)        # or online.train(dataset)
 
-    preference_fn   takes pairs (a, b), texts or id tensors, and returns 0 where a is the better, 1 where b is; by its
+    preference_fn   takes pairs (a, b), texts or id tensors, and returns 0 if a is better, 1 if b is; by its
                     parameter names it may ask for prompts and the dataset's columns: preference_fn(pairs, answer); or
     reward_fn       a reward function or several: the higher reward is the better, and a tie teaches nothing
     environment, tools   as of GRPO; an environment's rewards are added to reward_fn's, or take its place

@@ -89,7 +89,7 @@ class RewardModel(DPO):
     def train_step(
         self, prompt: Any, chosen: Any, rejected: Any, margin: Any = None, *, prompt_mask: Any = None
     ) -> dict[str, float]:
-        """One step on B pairs, as `DPO.train_step` takes them; margin: B numbers, None is 0."""
+        """One training step on B pairs, given as to `DPO.train_step`. margin: B numbers; None is 0."""
         pairs = self._pairs(prompt, chosen, rejected, prompt_mask)
         margins = [0.0] * len(pairs) if margin is None else torch.as_tensor(margin).tolist()
         if len(margins) != len(pairs):

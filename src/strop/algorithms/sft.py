@@ -52,10 +52,11 @@ class SFT(Trainer):
     config: SFTConfig
 
     def train_step(self, prompt: Any, completion: Any = None, *, prompt_mask: Any = None) -> dict[str, float]:
-        """One step on token ids: prompts (B, P) and completions (B, C), or whole texts alone, all of which count.
+        """One training step.
 
-        Padding of prompts and texts is what equals the pad id at their sides, or what prompt_mask has 0 for. Completions
-        end at their first EOS. With a tokenizer also lists of texts or conversations.
+        prompt        token ids (B, P), lists of ids of unequal lengths, or with a tokenizer texts or conversations
+        completion    the same, (B, C), up to the first EOS; None trains on whole texts, given as prompt
+        prompt_mask   (B, P), 0 at padding; without it the pad id at both ends of a prompt is padding
         """
         return self.run_step(lambda: self._step(self._examples(prompt, completion, prompt_mask)))
 

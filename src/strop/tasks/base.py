@@ -30,7 +30,7 @@ class Problem(NamedTuple):
 class Task(ABC):
     """A family of problems with one right answer each; the fields of a subclass set how hard they are.
 
-    A problem belongs to the split its key hashes to, so train and test never meet, whatever seeds and sizes they are drawn
+    The hash of a problem's key decides its split, so train and test never overlap, whatever seeds and sizes they are drawn
     with.
     """
 

@@ -270,16 +270,17 @@ class Trainer:
         overwrite: bool = False,
         progress: bool | None = None,
     ) -> History:
-        """Train on the dataset: rows as dicts (list, datasets.Dataset) or a JSONL file.
+        """Train on a dataset: a list of dicts, a `datasets.Dataset`, or a file or name as `load_rows` takes them.
 
-        A run that begins sets the global random generators by config.run.seed. After from_checkpoint, or after an
-        interruption, it goes on where it was. Ctrl-C and SIGTERM end it after the step, with a checkpoint.
+        A new run seeds the global random generators with config.run.seed. After from_checkpoint, or after an
+        interruption, training continues where it was. Ctrl-C and SIGTERM end it after the current step, with a checkpoint.
 
-        num_steps, num_epochs   where to end, in place of the config's
+        num_steps, num_epochs   when to end, instead of the config's
         output_dir              the run folder: metrics, samples, checkpoints, and at the end the model
-        resume                  go on from the newest checkpoint of output_dir, or begin if there is none
-        overwrite               a run that is in output_dir already is removed first; nothing else there is
-        progress                a progress bar and tables of samples; None is "on a terminal"
+        resume                  continue from the newest checkpoint in output_dir, or begin if there is none
+        overwrite               remove a run that is in output_dir first, and nothing else there
+        progress                True shows a progress bar and tables of samples, False nothing; None shows them on a
+                                terminal, and elsewhere a line now and then
         """
         if resume and overwrite:
             raise ValueError("overwrite must be False with resume=True: one goes on with a run, the other removes it")
@@ -295,7 +296,7 @@ class Trainer:
         return prepared(dataset, self.prepare, name, self.any_format)
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
-        """Metrics of a dataset as eval/<metric>; leaves weights and random numbers as they are."""
+        """Metrics of a dataset, as eval/<metric>. Changes neither weights nor random numbers."""
         rows = list(self.prepared(dataset, "eval_dataset"))
         with self._doing("evaluating"), self.policy.evaluating(), torch.no_grad(), rng_kept():
             try:
@@ -305,9 +306,9 @@ class Trainer:
         return {f"eval/{name}": float(value) for name, value in metrics.items()}
 
     def save(self, path: str | Path, *, base: bool = True) -> None:
-        """Write everything needed to go on into one file, atomically; several processes together write a folder.
+        """Write everything needed to continue into one file, atomically; several processes together write a folder.
 
-        base   False leaves out the frozen weights below an adapter: from_checkpoint then takes them as model=
+        base   False leaves out the frozen weights of a model with adapters; from_checkpoint then needs them as model=
         """
         with self._doing("saving"):
             checkpoint.save(self, path, self.extra_state(), base)
@@ -315,7 +316,7 @@ class Trainer:
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, model: Any = None, ref_model: Any = None, **arguments: Any) -> Self:
-        """The trainer as it was saved. A plain module and functions (reward_fn, logger, …) are passed in again."""
+        """The trainer as it was saved. Plain modules and functions (reward_fn, logger, …) have to be passed in again."""
         saved = checkpoint.load(path, cls)
         trainer = cls(**(arguments | saved.rebuilt(model, ref_model, arguments.get("tokenizer"))))
         saved.put(trainer)
@@ -328,7 +329,7 @@ class Trainer:
     def push_to_hub(self, repo_id: str, *, private: bool = True, folder: str | Path | None = None) -> str:
         """Upload the model to the Hub, with the user's own login; its address.
 
-        folder   what is uploaded, a run's final/ say with its card; None writes the model as `save_pretrained` does
+        folder   what to upload, such as the final/ of a run with its model card; None uploads what `save_pretrained` writes
         """
         try:
             from huggingface_hub import HfApi
