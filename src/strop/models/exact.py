@@ -80,12 +80,16 @@ def attend_kernel(
     kind: tl.constexpr = q_ptr.dtype.element_ty
     if TABLE:
         k_ptr, v_ptr = cache_of(table_ptr, layer, KV_STRIDE, kind)
+    else:  # layer is 0: the compiler hears of an alignment of sums, not of arguments
+        k_ptr, v_ptr = k_ptr + layer * 16, v_ptr + layer * 16
+    k_ptr, v_ptr = tl.multiple_of(k_ptr, 16), tl.multiple_of(v_ptr, 16)
     m, d, s = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     token = tile * tokens + m // R
     here = ((m < tokens * R) & (token < count))[:, None] & (d[None, :] < D)
-    at = (tl.load(start_ptr + row) + token).to(tl.int64)[:, None]
+    start = tl.load(start_ptr + row).to(tl.int64)
     of_head = (head * R + m % R)[:, None] * D + d[None, :]
-    q = tl.load(tl.multiple_of(q_ptr, 16) + at * Q_STRIDE + of_head, mask=here, other=0.0)
+    q_ptr = tl.multiple_of(q_ptr + start * Q_STRIDE, 16)
+    q = tl.load(q_ptr + token[:, None] * Q_STRIDE + of_head, mask=here, other=0.0)
     first = tl.load(position_ptr + row)
     position = first + token
     end = first + tl.minimum(tile * tokens + tokens, count)  # behind the last key that a query of the tile sees
@@ -103,8 +107,8 @@ def attend_kernel(
         slot = tl.where(i < prefix, prefix_start + i, suffix_start + i - prefix).to(tl.int64)
         there = (i[:, None] < end) & (d[None, :] < D)
         key_at = slot[:, None] * KV_STRIDE + head * D + d[None, :]
-        k = tl.load(tl.multiple_of(k_ptr, 16) + key_at, mask=there, other=0.0)
-        v = tl.load(tl.multiple_of(v_ptr, 16) + key_at, mask=there, other=0.0)
+        k = tl.load(k_ptr + key_at, mask=there, other=0.0)
+        v = tl.load(v_ptr + key_at, mask=there, other=0.0)
         seen = i[None, :] <= position[:, None]
         if WINDOW:
             seen &= i[None, :] > position[:, None] - window
@@ -117,7 +121,8 @@ def attend_kernel(
         out = multiplied(p.to(kind), v, out * shrink[:, None], PRECISION)
         top = new
 
-    tl.store(out_ptr + at * (HEADS * R * D) + of_head, (out / weight[:, None]).to(kind), mask=here)
+    out_ptr = tl.multiple_of(out_ptr + start * (HEADS * R * D), 16)
+    tl.store(out_ptr + token[:, None] * (HEADS * R * D) + of_head, (out / weight[:, None]).to(kind), mask=here)
 
 
 def attend(

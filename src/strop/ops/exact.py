@@ -46,12 +46,13 @@ def product_kernel(
     first = program // (GROUP * tiles_n) * GROUP
     size = tl.minimum(tl.cdiv(M, BLOCK_M) - first, GROUP)
     within = program % (GROUP * tiles_n)
-    m = ((first + within % size) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    n = (within // size * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    i = tl.arange(0, BLOCK_K)
-    # rows and columns behind the last read the first, and are not stored
-    x_at = tl.multiple_of(x_ptr, 16) + tl.where(m < M, m, 0)[:, None] * K + i[None, :]
-    w_at = tl.multiple_of(w_ptr, 16) + tl.where(n < N, n, 0)[:, None] * K + i[None, :]
+    first_m, first_n = ((first + within % size) * BLOCK_M).to(tl.int64), (within // size * BLOCK_N).to(tl.int64)
+    m, n, i = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    # rows and columns behind the last read the tile's first, and are not stored; the compiler hears of an alignment of
+    # sums, not of arguments, and without it takes numbers one by one
+    x_at = tl.multiple_of(x_ptr + first_m * K, 16) + tl.where(first_m + m < M, m, 0)[:, None] * K + i[None, :]
+    w_at = tl.multiple_of(w_ptr + first_n * K, 16) + tl.where(first_n + n < N, n, 0)[:, None] * K + i[None, :]
+    m, n = first_m + m, first_n + n
 
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
