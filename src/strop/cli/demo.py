@@ -6,6 +6,7 @@ sees prompts and whether an answer of its own was right. Held-out problems are n
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -217,7 +218,7 @@ class Demo:
         rows, looked_at = self.train[NUM_LOOKED_AT:], self.train[:NUM_LOOKED_AT]
         enough = StopWhenMediocre(self.task, looked_at)
         sft = SFT(model=model, tokenizer=self.task.tokenizer, seed=self.seed, callbacks=[enough], **SFT_OPTIONS)
-        history = sft.train(rows, num_steps=self.sft_steps, output_dir=self.folder / "sft")
+        history = sft.train(rows, num_steps=self.sft_steps, output_dir=self.folder / "sft", progress=_bar())
         self.check(history, "the supervised stage")
         loss = history.values("loss")
         self.sft_ended = f"stopped at {history.stop_reason}" if history.stop_reason else "the limit given"
@@ -237,7 +238,9 @@ class Demo:
             **GRPO_OPTIONS,
         )
         prompts = [{name: row[name] for name in ("prompt", "answer")} for row in self.train]  # no completion to imitate
-        history = grpo.train(prompts, eval_dataset=self.test, num_steps=self.steps, output_dir=self.folder / "grpo")
+        history = grpo.train(
+            prompts, eval_dataset=self.test, num_steps=self.steps, output_dir=self.folder / "grpo", progress=_bar()
+        )
         self.check(history, "GRPO")
         reward = history.values("reward/mean")
         self.say(f"reward {reward[0]:.2f} → {reward[-1]:.2f}, KL to the start {history.values('kl')[-1]:.2f}")
@@ -295,3 +298,8 @@ def comparison(before: Scores, after: Scores) -> dict[str, dict[str, float]]:
     return {
         shown: {"after SFT": getattr(before, name), "after GRPO": getattr(after, name)} for shown, name in names.items()
     }
+
+
+def _bar() -> bool:
+    """A progress bar on a terminal; elsewhere nothing, since the demo tells its stages itself."""
+    return sys.stderr.isatty()
