@@ -16,7 +16,7 @@ def demo_summary(result: Result) -> str:
     seconds = [sum(case["seconds"].values()) for case in result["cases"]]
     number = result["cases"][0]["labels"]["num_held_out"]
     return (
-        f"On {len(seconds)} seeds it solves {before} of {number} held-out problems after the supervised stage and {after} after"
+        f"On {len(seconds)} seeds the model solves {before} of {number} held-out problems after the supervised stage and {after} after"
         f" GRPO, in at most {max(seconds):.0f} seconds on {result['threads']['usable_cpus']} CPU cores.\n"
     )
 

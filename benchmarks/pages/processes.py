@@ -21,7 +21,7 @@ def processes_table(result: Result) -> str:
             ratio = f"{found['value']:.3g}× [{found['low']:.3g}, {found['high']:.3g}]" if found else ""
             rows.append([case["work"], name, duration(facts["median_ns"]), ratio, size(facts["peak_bytes"])])
     steps = len(next(iter(result["cases"][0]["contenders"].values()))["samples_ns"])
-    header = ["work", "by", "a step", "time, of one process's", "peak memory of a process"]
+    header = ["work", "by", "a step", "time as a multiple of one process's", "peak memory of a process"]
     return table(header, rows) + "\n" + provenance(result, f"{steps} steps of each side") + "\n"
 
 

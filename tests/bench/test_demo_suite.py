@@ -42,7 +42,7 @@ def test_the_pages():
     }
     other = case | {"before": case["before"] | {"greedy": 0.46}, "after": case["after"] | {"greedy": 0.994}}
     text = page.demo_summary(result_of(case, other))
-    assert "On 2 seeds it solves 40 to 46 % of 500 held-out problems" in text
+    assert "On 2 seeds the model solves 40 to 46 % of 500 held-out problems" in text
     assert "98 to 99 % after GRPO, in at most 41 seconds on 2 CPU cores" in text
     table = page.demo_table(result_of(case))
     assert "| 0 | greedy | 40.0% | 98.0% | 41 s |" in table
