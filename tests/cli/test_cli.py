@@ -158,7 +158,7 @@ def test_errors_are_one_line(here):
     assert (
         found.stderr
         == "strop: ValueError: unknown suite 'nope'; there are primitives, engines, convergence, losses, generation, "
-        "processes, step, demo, learning\n"
+        "processes, step, demo, algorithms, learning\n"
     )
     assert "Traceback" in run("--debug", "bench", "nope").stderr
     wanted = "strop: ValueError: rounds must be at least 3 for an interval, found 1\n"
