@@ -175,6 +175,19 @@ def test_columns_get_new_names_and_a_template_needs_no_prompt():
         shaped(rows, JobConfig(template="{prompt}"))
 
 
+def test_streamed_data_trains_to_the_same_weights(strop):
+    rows = [{"question": f"{i}+{i}=", "label": str(2 * i)} for i in range(12)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, options in (("kept", ()), ("streamed", ("--stream",))):
+        code, _, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--data", "rows.jsonl",
+                             "--map", "prompt=question,completion=label", "--num-steps", 3, "--batch-size", 5,
+                             "--output", name, *options)  # fmt: skip
+        assert code == 0, err
+    assert Path("kept/final/model.safetensors").read_bytes() == Path("streamed/final/model.safetensors").read_bytes()
+    code, _, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--stream", "--output", "run")
+    assert (code, "stream needs data, found none" in err) == (1, True)
+
+
 def test_data_under_other_names_trains(strop):
     Path("rows.csv").write_text("question,label\n" + "1+1=,2\n2+2=,4\n" * 8)
     code, _, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--data", "rows.csv",
