@@ -175,6 +175,21 @@ def test_columns_get_new_names_and_a_template_needs_no_prompt():
         shaped(rows, JobConfig(template="{prompt}"))
 
 
+def test_a_hub_that_cannot_be_reached_costs_no_run(strop, monkeypatch):
+    def unreachable(self, *_, **__):
+        raise ConnectionError("Name or service\nnot known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", unreachable)
+    code, out, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--num-rows", 8,
+                           "--num-eval-rows", 0, "--num-steps", 1, "--output", "run", "--push-to-hub", "me/mine")  # fmt: skip
+    assert (code, out) == (1, "run\n")
+    assert err.splitlines()[-1] == (
+        "strop: RuntimeError: the run is complete and its model is in run/final, but me/mine could not be uploaded: "
+        "Name or service not known. To try again: hf upload me/mine run/final"
+    )
+    assert Path("run/final/model.safetensors").exists()
+
+
 def test_streamed_data_trains_to_the_same_weights(strop):
     rows = [{"question": f"{i}+{i}=", "label": str(2 * i)} for i in range(12)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

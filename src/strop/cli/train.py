@@ -191,10 +191,10 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
         raise typer.Exit(128 + (history.signal or 2))
     if not quiet:
         _tell(history, output)
-    if world().is_first and job.push_to_hub is not None:
-        print(f"pushed to {trainer.push_to_hub(job.push_to_hub, folder=_model_of(output))}", file=sys.stderr)
     if world().is_first:
         print(output)
+        if job.push_to_hub is not None:
+            _push(trainer, job.push_to_hub, _model_of(output))
     return output
 
 
@@ -356,6 +356,17 @@ def _tell(history: Any, output: Path) -> None:
     if history.stop_reason:
         print(f"stopped: {history.stop_reason}", file=sys.stderr)
     print(f"model: {_model_of(output)}\nlook at it: strop report {output}", file=sys.stderr)
+
+
+def _push(trainer: Any, repo_id: str, folder: Path) -> None:
+    try:
+        address = trainer.push_to_hub(repo_id, folder=folder)
+    except Exception as error:  # of many kinds: no network, no login, no right to the name
+        raise RuntimeError(
+            f"the run is complete and its model is in {folder}, but {repo_id} could not be uploaded: "
+            f"{' '.join(str(error).split()):.200}. To try again: hf upload {repo_id} {folder}"
+        ) from error
+    print(f"pushed to {address}", file=sys.stderr)
 
 
 def _model_of(output: Path) -> Path:
