@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -173,6 +174,19 @@ def test_columns_get_new_names_and_a_template_needs_no_prompt():
         ValueError, match=r"^template '\{prompt\}' must use the columns question, label, id, found 'prompt'$"
     ):
         shaped(rows, JobConfig(template="{prompt}"))
+
+
+def test_loggers_are_closed_after_the_run(strop, monkeypatch):
+    told = []
+    fake = types.ModuleType("trackio")
+    fake.init = lambda **options: told.append("began")
+    fake.log = lambda metrics, step: told.append(step)
+    fake.finish = lambda: told.append("finished")
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    code, _, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--num-rows", 8, "--log", "trackio",
+                         "--num-eval-rows", 0, "--num-steps", 2, "--output", "run")  # fmt: skip
+    assert code == 0, err
+    assert told == ["began", 1, 2, "finished"]
 
 
 def test_a_hub_that_cannot_be_reached_costs_no_run(strop, monkeypatch):

@@ -182,9 +182,13 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
     trainer.run.about = {"job": told(job)}
     if not quiet:
         print(f"{command}: {len(rows):,} rows, {_size(trainer)}; run folder {output}", file=sys.stderr)
-    history = trainer.train(
-        rows, eval_dataset=eval_rows, output_dir=output, resume=job.resume, progress=False if quiet else None
-    )
+    try:
+        history = trainer.train(
+            rows, eval_dataset=eval_rows, output_dir=output, resume=job.resume, progress=False if quiet else None
+        )
+    finally:
+        for logger in trainer.loggers:
+            logger.close()
     if history.interrupted:
         if not quiet:
             print("the same command with --resume goes on from there", file=sys.stderr)
