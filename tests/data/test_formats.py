@@ -319,7 +319,7 @@ def test_streamed_rows_are_checked_as_they_are_read(tmp_path):
     assert (len(read), read[0]) == (3, "language_modeling")
     with pytest.raises(TypeError, match=re.escape("dataset: rows[1]['text'] must be a text")):
         read[1]
-    with pytest.raises(ValueError, match="a.jsonl, row 2: not JSON"):
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 2: not JSON"):
         read[2]
     with path.open("a") as file:
         file.write("\n")
@@ -331,7 +331,7 @@ def test_streamed_rows_are_checked_as_they_are_read(tmp_path):
 def test_what_cannot_be_streamed(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.csv").write_text("text\na\n")
-    with pytest.raises(ValueError, match="stream needs .jsonl files, one .parquet file or a Dataset, found"):
+    with pytest.raises(ValueError, match=r"stream needs \.jsonl files, one \.parquet file or a Dataset, found"):
         load_rows(source, stream=True)
 
 

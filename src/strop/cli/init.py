@@ -32,7 +32,9 @@ GIVEN_TOO = {"distill": {"ref_model": "HuggingFaceTB/SmolLM2-360M-Instruct"}}  #
 
 def init(
     algorithm: Annotated[str, typer.Argument(help=f"{', '.join(ALGORITHMS)}.")],
-    output: Annotated[Path | None, typer.Option(help="The file; by default ALGORITHM.yaml; - is standard output.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="The file; by default ALGORITHM.yaml; - is standard output.")
+    ] = None,
     schema: Annotated[
         bool, typer.Option(help="Also ALGORITHM.schema.json beside it: editors complete and check the file by it.")
     ] = False,

@@ -171,9 +171,7 @@ def load_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]]:
     return shaped(task.rows(job.split, job.num_rows), job)
 
 
-def _read(
-    data: Any, job: JobConfig, split: str, limit: int | None, stream: bool = False
-) -> Sequence[dict[str, Any]]:
+def _read(data: Any, job: JobConfig, split: str, limit: int | None, stream: bool = False) -> Sequence[dict[str, Any]]:
     from strop.data.formats import check_rows, name_of, read_rows
     from strop.distributed import world
 

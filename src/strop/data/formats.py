@@ -97,7 +97,9 @@ def _read_streamed(source: Any, split: str, limit: int | None, seed: int) -> Str
         raise ValueError(f"stream needs .jsonl files, one .parquet file or a Dataset, found {', '.join(paths):.200}")
     rows = _read(source, split, limit, seed)
     if not _is_dataset(rows):
-        raise ValueError(f"stream needs .jsonl files, one .parquet file or a Dataset, found {name_of(source) or 'rows'}")
+        raise ValueError(
+            f"stream needs .jsonl files, one .parquet file or a Dataset, found {name_of(source) or 'rows'}"
+        )
     return Streamed(len(rows), rows.__getitem__)
 
 
