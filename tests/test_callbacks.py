@@ -268,14 +268,36 @@ def test_the_bar_says_what_is_being_done(tmp_path):
     assert doing(grpo) == ""
 
 
-def test_a_notebook_gets_a_line(monkeypatch, capsys):
+class Notebook:
+    """In place of IPython.display: its outputs, and how often one was changed."""
+
+    def __init__(self):
+        self.outputs, self.num_updates = [], 0
+
+    def display(self, data, raw, display_id):
+        self.outputs.append(data)
+        return self
+
+    def update(self, data, raw):
+        self.outputs[-1] = data
+        self.num_updates += 1
+
+
+def test_a_notebook_gets_one_line_that_changes(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ipykernel", object())
-    SFT(model=tiny_moe(), batch_size=4).train(ROWS, num_steps=2)
-    first, second = capsys.readouterr().out.split("\r")[1:]
-    assert first.startswith("SFT 1/2  0:00:0")
-    assert "loss" in second
-    assert second.endswith("\n")
+    monkeypatch.setattr(ProgressBar, "NOTEBOOK_SECONDS", -1.0)
+    shown = Notebook()
+    monkeypatch.setitem(sys.modules, "IPython.display", shown)
+    SFT(model=tiny_moe(), batch_size=4).train(ROWS, num_steps=3)
+    [output] = shown.outputs
+    assert shown.num_updates == 2
+    assert output["text/plain"].startswith("SFT 3/3  0:00:00  loss ")
+    monkeypatch.setattr(ProgressBar, "NOTEBOOK_SECONDS", 60.0)
+    SFT(model=tiny_moe(), batch_size=4).train(ROWS, num_steps=3)
+    assert len(shown.outputs) == 2
+    assert shown.num_updates == 3  # the last step is always told
     SFT(model=tiny_moe(), batch_size=4).train(ROWS, num_steps=2, progress=False)
+    assert len(shown.outputs) == 2
     assert capsys.readouterr().out == ""
 
 

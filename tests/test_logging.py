@@ -89,19 +89,28 @@ def test_wandb(monkeypatch):
     assert calls == [{"project": "strop"}, ({"loss": 1.0}, 4), "finished"]
 
 
-def test_trackio(monkeypatch):
+def test_trackio(monkeypatch, capsys):
     calls = []
     fake = types.ModuleType("trackio")
     fake.init = lambda **options: calls.append(options)
     fake.log = lambda metrics, step: calls.append((metrics, step))
-    fake.finish = lambda: calls.append("finished")
+    fake.finish = lambda: print("bye") or calls.append("finished")
     monkeypatch.setitem(sys.modules, "trackio", fake)
     logger = TrackioLogger(name="a")
-    logger.log({"loss": 1.0}, 4)
+    logger.log({"time": 2.0, "loss": 1.0}, 4)  # trackio renames a column `time` with a warning
     logger.close()
-    assert calls == [{"project": "strop", "name": "a"}, ({"loss": 1.0}, 4), "finished"]
+    assert calls == [{"project": "strop", "name": "a"}, ({"seconds": 2.0, "loss": 1.0}, 4), "finished"]
+    assert capsys.readouterr() == ("", "bye\n")  # standard output is for the run's folder
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ImportError, match="TrackioLogger needs trackio: pip install trackio"):
+        TrackioLogger()
+
+
+def test_a_package_that_is_there_but_broken_is_told_from_one_that_is_not(monkeypatch, tmp_path):
+    (tmp_path / "trackio.py").write_text("import surely_not_installed")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    with pytest.raises(ImportError, match="installed but cannot be imported: No module named 'surely_not_installed'"):
         TrackioLogger()
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -173,6 +174,47 @@ def test_columns_get_new_names_and_a_template_needs_no_prompt():
         ValueError, match=r"^template '\{prompt\}' must use the columns question, label, id, found 'prompt'$"
     ):
         shaped(rows, JobConfig(template="{prompt}"))
+
+
+def test_loggers_are_closed_after_the_run(strop, monkeypatch):
+    told = []
+    fake = types.ModuleType("trackio")
+    fake.init = lambda **options: told.append("began")
+    fake.log = lambda metrics, step: told.append(step)
+    fake.finish = lambda: told.append("finished")
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    code, _, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--num-rows", 8, "--log", "trackio",
+                         "--num-eval-rows", 0, "--num-steps", 2, "--output", "run")  # fmt: skip
+    assert code == 0, err
+    assert told == ["began", 1, 2, "finished"]
+
+
+def test_a_hub_that_cannot_be_reached_costs_no_run(strop, monkeypatch):
+    def unreachable(self, *_, **__):
+        raise ConnectionError("Name or service\nnot known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", unreachable)
+    code, out, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--num-rows", 8,
+                           "--num-eval-rows", 0, "--num-steps", 1, "--output", "run", "--push-to-hub", "me/mine")  # fmt: skip
+    assert (code, out) == (1, "run\n")
+    assert err.splitlines()[-1] == (
+        "strop: RuntimeError: the run is complete and its model is in run/final, but me/mine could not be uploaded: "
+        "Name or service not known. To try again: hf upload me/mine run/final"
+    )
+    assert Path("run/final/model.safetensors").exists()
+
+
+def test_streamed_data_trains_to_the_same_weights(strop):
+    rows = [{"question": f"{i}+{i}=", "label": str(2 * i)} for i in range(12)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, options in (("kept", ()), ("streamed", ("--stream",))):
+        code, _, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--data", "rows.jsonl",
+                             "--map", "prompt=question,completion=label", "--num-steps", 3, "--batch-size", 5,
+                             "--output", name, *options)  # fmt: skip
+        assert code == 0, err
+    assert Path("kept/final/model.safetensors").read_bytes() == Path("streamed/final/model.safetensors").read_bytes()
+    code, _, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--stream", "--output", "run")
+    assert (code, "stream needs data, found none" in err) == (1, True)
 
 
 def test_data_under_other_names_trains(strop):

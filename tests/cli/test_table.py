@@ -98,3 +98,6 @@ def test_init_writes_files_and_overwrites_none(tmp_path, monkeypatch, capsys):
         init.init("grpo")
     with pytest.raises(ValueError, match=r"algorithm must be one of 'sft', 'dpo', .*; did you mean 'grpo'"):
         init.init("gpro")
+    init.init("sft", Path("-"))
+    assert capsys.readouterr().out == init.config_text("sft") + "\n"
+    assert not Path("-").exists()

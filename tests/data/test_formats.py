@@ -2,11 +2,13 @@
 
 import io
 import json
+import re
 
 import pytest
 
 from strop.data.files import read_jsonl
-from strop.data.formats import check_rows, detect_format, load_rows, read_rows, with_prompt
+from strop.data.formats import check_rows, detect_format, load_rows, prepared, read_rows, with_prompt
+from strop.data.streams import Streamed
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 ROWS = [{"prompt": "1+1=", "completion": "2", "level": 1}, {"prompt": "1+2=", "completion": "3", "level": 2}]
@@ -287,3 +289,54 @@ class TestDatasets:
     def test_a_stream_is_an_error(self, datasets):
         with pytest.raises(TypeError, match="found a streaming dataset"):
             load_rows(datasets.Dataset.from_list(ROWS).to_iterable_dataset())
+
+
+# ---- streamed ----
+
+
+def test_streamed_rows_are_those_in_memory(tmp_path):
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    lines = [json.dumps({"prompt": f"{i}é", "completion": str(i)}) for i in range(5)]
+    first.write_text("\ufeff" + "\n\n".join(lines[:3]) + "\n  \n", encoding="utf-8")
+    second.write_text("\n".join(lines[3:]), encoding="utf-8")  # the last line has no end
+    for source in (first, [first, second], str(tmp_path / "*.jsonl")):
+        rows, kept = load_rows(source, stream=True), load_rows(source)
+        assert isinstance(rows, Streamed)
+        assert [*rows] == [rows[i] for i in range(len(rows))] == kept
+        assert rows[-1] == kept[-1]
+        assert [*rows[1:][::-1]] == kept[1:][::-1]
+        assert [*load_rows(source, stream=True, limit=2)] == kept[:2]
+        assert load_rows(rows) is rows
+        with pytest.raises(IndexError):
+            rows[len(kept)]
+
+
+def test_streamed_rows_are_checked_as_they_are_read(tmp_path):
+    (path := tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": 3}\n{"text":\n')
+    rows = load_rows(path, stream=True)
+    read = prepared(rows, lambda rows, name: [check_rows(rows, where=name) for _ in rows], "dataset")
+    assert prepared(read, None, "dataset") is read
+    assert (len(read), read[0]) == (3, "language_modeling")
+    with pytest.raises(TypeError, match=re.escape("dataset: rows[1]['text'] must be a text")):
+        read[1]
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 2: not JSON"):
+        read[2]
+    with path.open("a") as file:
+        file.write("\n")
+    with pytest.raises(ValueError, match="must stay as it is while it is streamed"):
+        read[0]
+
+
+@pytest.mark.parametrize("source", ["a.csv", "-", "sorting", [{"text": "a"}]])
+def test_what_cannot_be_streamed(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("text\na\n")
+    with pytest.raises(ValueError, match=r"stream needs \.jsonl files, one \.parquet file or a Dataset, found"):
+        load_rows(source, stream=True)
+
+
+def test_a_streamed_dataset_is_read_row_by_row(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    found = load_rows(datasets.Dataset.from_list(ROWS), stream=True)
+    assert isinstance(found, Streamed)
+    assert [*found] == ROWS

@@ -28,7 +28,7 @@ from strop.report.curves import (
 )
 from strop.report.metrics import METRICS
 from strop.report.page import summary_tiles
-from strop.report.svg import step_axis
+from strop.report.svg import Chart, Curve, line_chart, step_axis
 from strop.report.watch import Watch, version_of
 
 
@@ -608,3 +608,13 @@ class TestNumbers:
 
     def test_durations(self):
         assert [duration(s).replace("\u00a0", " ") for s in (2.5, 75, 7300)] == ["2.5 s", "1 min 15 s", "2 h 2 min"]
+
+
+def test_long_numbers_on_an_axis_stay_inside_the_card():
+    """0.0000005 apart: nine characters, more than there is room for at the left."""
+    narrow, _ = line_chart(Chart("Largest ratio", [Curve("a", [1, 2], [1.000001, 1.0000035])]))
+    labels = re.findall(r'class="end"( textLength="40"[^>]*)?>([^<]*)<', narrow)
+    assert [len(label) for fitted, label in labels if fitted]
+    assert all(fitted for fitted, label in labels if len(label) > 7)
+    plain, _ = line_chart(Chart("Loss", [Curve("a", [1, 2], [1.0, 2.0])]))
+    assert "textLength" not in plain

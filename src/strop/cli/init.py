@@ -32,13 +32,20 @@ GIVEN_TOO = {"distill": {"ref_model": "HuggingFaceTB/SmolLM2-360M-Instruct"}}  #
 
 def init(
     algorithm: Annotated[str, typer.Argument(help=f"{', '.join(ALGORITHMS)}.")],
-    output: Annotated[Path | None, typer.Option(help="The file; by default ALGORITHM.yaml.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="The file; by default ALGORITHM.yaml; - is standard output.")
+    ] = None,
     schema: Annotated[
         bool, typer.Option(help="Also ALGORITHM.schema.json beside it: editors complete and check the file by it.")
     ] = False,
 ) -> None:
     """Write a commented config file with what is worth changing, for strop train ALGORITHM --config FILE."""
     check_choice(algorithm, "algorithm", tuple(ALGORITHMS))
+    if str(output) == "-":
+        if schema:
+            raise ValueError("schema needs a file to lie beside, found --output -")
+        print(config_text(algorithm))
+        return
     path = output or Path(f"{algorithm}.yaml")
     beside = path.with_name(f"{algorithm}.schema.json")
     for file in (path, beside) if schema else (path,):

@@ -31,6 +31,7 @@ class JobConfig(Config):
     split            which split of a task or dataset is trained on
     eval_split       which split of a task or dataset is held out
     num_rows         use only the first so many rows of data
+    stream           leave data on the disk, a JSONL or Parquet file or a dataset: a row is read and checked when a step needs it
     num_eval_rows    use only the first so many held-out rows; 0 evaluates nothing
     map              rename columns, new=old: prompt=question,answer=label
     chat             put prompts to the model as messages of a user, through its chat template
@@ -63,6 +64,7 @@ class JobConfig(Config):
     split: str = "train"
     eval_split: str = "test"
     num_rows: int | None = None
+    stream: bool = False
     num_eval_rows: int | None = None
     map: str | tuple[str, ...] | None = None
     chat: bool = False
@@ -161,18 +163,20 @@ def load_task(job: JobConfig) -> Any:
 
 def load_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]]:
     if job.data is not None:
-        return _read(job.data, job, job.split, job.num_rows)
+        return _read(job.data, job, job.split, job.num_rows, job.stream)
+    if job.stream:
+        raise ValueError("stream needs data, found none: a task's rows are made in memory")
     if task is None:
         raise ValueError("data or a task must be given: --data rows.jsonl or --task addition")
     return shaped(task.rows(job.split, job.num_rows), job)
 
 
-def _read(data: Any, job: JobConfig, split: str, limit: int | None) -> Sequence[dict[str, Any]]:
+def _read(data: Any, job: JobConfig, split: str, limit: int | None, stream: bool = False) -> Sequence[dict[str, Any]]:
     from strop.data.formats import check_rows, name_of, read_rows
     from strop.distributed import world
 
     def read() -> Sequence[dict[str, Any]]:
-        return read_rows(data, split=split, limit=limit)
+        return read_rows(data, split=split, limit=limit, stream=stream)
 
     of_stdin = "-" in ((data,) if isinstance(data, str) else data)  # which all processes have together
     rows = shaped(world().from_first(read) if of_stdin else read(), job)
@@ -197,10 +201,16 @@ def load_eval_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]] | None
 
 def shaped(rows: Sequence[dict[str, Any]], job: JobConfig) -> Sequence[dict[str, Any]]:
     """Columns by their new names; prompts through the template and as messages of a user, completions as answers to them."""
+    from strop.data.streams import Streamed
+
     names = _parse_map(job.map)
     if job.template is None and not job.chat and not names:
         return rows
-    return [_shaped_row(_renamed(dict(row), names, i), job, i) for i, row in enumerate(rows)]
+
+    def change(row: Mapping[str, Any], i: int) -> dict[str, Any]:
+        return _shaped_row(_renamed(dict(row), names, i), job, i)
+
+    return rows.mapped(change) if isinstance(rows, Streamed) else [change(row, i) for i, row in enumerate(rows)]
 
 
 def _parse_map(given: str | tuple[str, ...] | None) -> dict[str, str]:

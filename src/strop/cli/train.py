@@ -182,19 +182,23 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
     trainer.run.about = {"job": told(job)}
     if not quiet:
         print(f"{command}: {len(rows):,} rows, {_size(trainer)}; run folder {output}", file=sys.stderr)
-    history = trainer.train(
-        rows, eval_dataset=eval_rows, output_dir=output, resume=job.resume, progress=False if quiet else None
-    )
+    try:
+        history = trainer.train(
+            rows, eval_dataset=eval_rows, output_dir=output, resume=job.resume, progress=False if quiet else None
+        )
+    finally:
+        for logger in trainer.loggers:
+            logger.close()
     if history.interrupted:
         if not quiet:
             print("the same command with --resume goes on from there", file=sys.stderr)
         raise typer.Exit(128 + (history.signal or 2))
     if not quiet:
         _tell(history, output)
-    if world().is_first and job.push_to_hub is not None:
-        print(f"pushed to {trainer.push_to_hub(job.push_to_hub, folder=_model_of(output))}", file=sys.stderr)
     if world().is_first:
         print(output)
+        if job.push_to_hub is not None:
+            _push(trainer, job.push_to_hub, _model_of(output))
     return output
 
 
@@ -356,6 +360,17 @@ def _tell(history: Any, output: Path) -> None:
     if history.stop_reason:
         print(f"stopped: {history.stop_reason}", file=sys.stderr)
     print(f"model: {_model_of(output)}\nlook at it: strop report {output}", file=sys.stderr)
+
+
+def _push(trainer: Any, repo_id: str, folder: Path) -> None:
+    try:
+        address = trainer.push_to_hub(repo_id, folder=folder)
+    except Exception as error:  # of many kinds: no network, no login, no right to the name
+        raise RuntimeError(
+            f"the run is complete and its model is in {folder}, but {repo_id} could not be uploaded: "
+            f"{' '.join(str(error).split()):.200}. To try again: hf upload {repo_id} {folder}"
+        ) from error
+    print(f"pushed to {address}", file=sys.stderr)
 
 
 def _model_of(output: Path) -> Path:

@@ -38,7 +38,11 @@ def _jsonl(lines: Iterable[bytes], path: Any) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if line.strip():
-            yield _row_of(_parse(line.strip(), path, number), f"{path}, line {number}:")
+            yield jsonl_row(line, f"{path}, line {number}")
+
+
+def jsonl_row(line: bytes, where: str) -> Row:
+    return _row_of(_parse(line.strip(), where, of_line=True), f"{where}:")
 
 
 def checked_lines(path: str | os.PathLike[str]) -> tuple[list[tuple[int, Row]], list[str]]:
@@ -54,9 +58,8 @@ def checked_lines(path: str | os.PathLike[str]) -> tuple[list[tuple[int, Row]], 
     return rows, wrong
 
 
-def _parse(data: bytes, path: Any, number: int | None = None) -> Any:
-    """The JSON of a line, or of a whole file where no number is given."""
-    where = str(path) if number is None else f"{path}, line {number}"
+def _parse(data: bytes, where: str, *, of_line: bool = False) -> Any:
+    """The JSON of a line, or of a whole file."""
     try:
         text = data.decode()
         found = json.loads(text)
@@ -67,7 +70,7 @@ def _parse(data: bytes, path: Any, number: int | None = None) -> Any:
     except json.JSONDecodeError as error:
         start = text.rfind("\n", 0, error.pos) + 1
         shown = one_line(text[start : start + 60]) + ("…" if len(text) > start + 60 else "")
-        line = "" if number is not None else f", line {error.lineno}"
+        line = "" if of_line else f", line {error.lineno}"
         raise ValueError(f"{where}{line}: not JSON ({error.msg} at column {error.colno}): {shown}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets without end
         raise ValueError(f"{where}: not JSON that can be read: {error}") from None
@@ -88,7 +91,7 @@ def _is_array(path: str | os.PathLike[str]) -> bool:
 
 def read_array(path: str | os.PathLike[str]) -> list[Row]:
     """A file that is one JSON array of objects."""
-    found = _parse(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8), path)
+    found = _parse(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8), str(path))
     return [_row_of(row, f"{path}, entry {i}") for i, row in enumerate(found)]
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from strop._checks import check_choice, is_conversation
 from strop.data.files import SUFFIXES, datasets_package, one_line, read_file
+from strop.data.streams import PreparedStream, Streamed, is_jsonl, stream_files
 
 Row = dict[str, Any]
 
@@ -43,23 +44,28 @@ class Prepared(list[Any]):
 
 def prepared(
     dataset: Any, prepare: Callable[[Sequence[Row], str], Sequence[Any]], name: str, any_format: bool = False
-) -> Prepared:
+) -> Sequence[Any]:
     """The dataset's rows as `prepare` returns them; what went through here already stays as it is."""
-    if isinstance(dataset, Prepared):
+    if isinstance(dataset, (Prepared, PreparedStream)):
         return dataset
     if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
         raise ValueError(f"{name} must have rows, found none")
-    return Prepared(prepare((read_rows if any_format else load_rows)(dataset), name))
+    rows = (read_rows if any_format else load_rows)(dataset)
+    return PreparedStream.of(rows, prepare, name) if isinstance(rows, Streamed) else Prepared(prepare(rows, name))
 
 
-def load_rows(source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0) -> Sequence[Row]:
-    """Rows of a source, checked to be of one known format; see `read_rows`."""
-    rows = read_rows(source, split=split, limit=limit, seed=seed)
+def load_rows(
+    source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0, stream: bool = False
+) -> Sequence[Row]:
+    """Rows of a source, checked to be of one known format, of streamed ones the first; see `read_rows`."""
+    rows = read_rows(source, split=split, limit=limit, seed=seed, stream=stream)
     check_rows(rows, where=name_of(source))
     return rows
 
 
-def read_rows(source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0) -> Sequence[Row]:
+def read_rows(
+    source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0, stream: bool = False
+) -> Sequence[Row]:
     """Rows of a source as they are, whatever their columns.
 
     source   a list of dicts; a file (JSONL, a JSON array, CSV, TSV or Parquet), a pattern of files or a list of them,
@@ -68,8 +74,9 @@ def read_rows(source: Any, *, split: str = "train", limit: int | None = None, se
     split    which part of a task, a DatasetDict or an id; a file is one part
     limit    the first so many rows
     seed     of a task's problems
+    stream   leave the rows of JSONL files, Parquet files and Datasets on the disk until a step asks for them
     """
-    rows = _read(source, split, limit, seed)
+    rows = (_read_streamed if stream else _read)(source, split, limit, seed)
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows)))) if hasattr(rows, "select") else rows[:limit]
     if not len(rows):
@@ -82,8 +89,36 @@ def name_of(source: Any) -> str:
     return str(source) if isinstance(source, (str, os.PathLike)) else ""
 
 
+def _read_streamed(source: Any, split: str, limit: int | None, seed: int) -> Streamed:
+    paths = _files_of(source, split)
+    if paths and all(is_jsonl(path) for path in paths):
+        return stream_files(paths)
+    if paths and not (len(paths) == 1 and Path(paths[0]).suffix.lower() == ".parquet"):
+        raise ValueError(f"stream needs .jsonl files, one .parquet file or a Dataset, found {', '.join(paths):.200}")
+    rows = _read(source, split, limit, seed)
+    if not _is_dataset(rows):
+        raise ValueError(
+            f"stream needs .jsonl files, one .parquet file or a Dataset, found {name_of(source) or 'rows'}"
+        )
+    return Streamed(len(rows), rows.__getitem__)
+
+
+def _files_of(source: Any, split: str) -> list[str]:
+    """The files that a path, a pattern, a folder or a list of paths names; none for another source."""
+    if isinstance(source, Sequence) and not isinstance(source, str) and source:
+        return [str(path) for path in source] if all(isinstance(path, (str, os.PathLike)) for path in source) else []
+    if not isinstance(source, (str, os.PathLike)):
+        return []
+    path = Path(source).expanduser()
+    if str(source) == "-" or path.is_file():
+        return [str(source) if str(source) == "-" else str(path)]
+    if path.is_dir():
+        return [str(file) for end in SUFFIXES if (file := path / (split + end)).is_file()][:1]
+    return sorted(glob.glob(str(path)))
+
+
 def _read(source: Any, split: str, limit: int | None, seed: int) -> Any:
-    if _is_dataset(source):
+    if _is_dataset(source) or isinstance(source, Streamed):
         return source
     if isinstance(source, Mapping):  # a DatasetDict, or a plain dict of splits
         return _read(_pick_split(source, split), split, limit, seed)
@@ -227,7 +262,8 @@ def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str 
         raise ValueError(
             f"{what or 'the data'} needs {_listed(wanted)}; {where or 'the data'} is {first}: {_found(rows[0])}"
         )
-    for i, row in enumerate([rows[0]] if _is_dataset(rows) else rows):  # a Dataset's columns are the same in all rows
+    alone = _is_dataset(rows) or isinstance(rows, Streamed)  # a Dataset's columns are the same in all rows
+    for i, row in enumerate([rows[0]] if alone else rows):
         name = _name(where, i)
         if (found := detect_format(row, name)) != first:
             raise ValueError(f"{name} is {found}, the rows before it {first}; {_found(row)}")

@@ -151,9 +151,9 @@ def _frame(x_ticks: Sequence[tuple[float, str]], y_axis: Axis, x_label: str, fra
     for tick in y_axis.ticks:
         y = _y(y_axis, tick)
         label = tick_label(tick, y_axis, fraction)
-        parts.append(
-            f'<path class="grid" d="M{LEFT} {y}H{right}"/><text x="{LEFT - 6}" y="{y + 4:g}" class="end">{label}</text>'
-        )
+        fit = f' textLength="{LEFT - 6}" lengthAdjust="spacingAndGlyphs"' if len(label) > 7 else ""  # not over the edge
+        text = f'<text x="{LEFT - 6}" y="{y + 4:g}" class="end"{fit}>{label}</text>'
+        parts.append(f'<path class="grid" d="M{LEFT} {y}H{right}"/>{text}')
     for x, label in x_ticks:
         place = "end" if x > right - 14 else "mid"
         parts.append(

@@ -63,7 +63,7 @@ class ProgressBar(Callback):
     show      True shows the bar everywhere, False shows nothing, None decides as said above
     """
 
-    SECONDS = 10.0
+    SECONDS, NOTEBOOK_SECONDS = 10.0, 0.2
 
     def __init__(
         self,
@@ -75,13 +75,14 @@ class ProgressBar(Callback):
         self._progress: Any = None
         self._task: Any = None
         self._in_notebook = False  # and shown there
+        self._line: Any = None  # of a notebook
         self._in_file = False
         self._told = 0.0  # when the last line was written to a file
         self._ends: deque[float] = deque(maxlen=51)  # when the newest steps ended, and before them when the first began
 
     def on_train_begin(self, trainer: "Trainer") -> None:
         self._ends.clear()
-        self._in_notebook = "ipykernel" in sys.modules and self.show is not False
+        self._in_notebook, self._line = "ipykernel" in sys.modules and self.show is not False, None
         show = sys.stderr.isatty() if self.show is None else self.show
         alone = trainer.world.is_first and not self._in_notebook and self.show is None
         self._in_file = alone and not show and all(isinstance(logger, JSONLLogger) for logger in trainer.loggers)
@@ -117,8 +118,9 @@ class ProgressBar(Callback):
         if self._progress is not None:
             self._progress.update(self._task, completed=step, shown=shown)
         elif self._in_notebook:
-            line = f"{trainer.name} {step}/{total}  {self._remaining(total - step)}  {shown}"
-            print(f"\r{line:<100}", end="" if step < total else "\n", flush=True)
+            if step == total or self._ends[-1] - self._told > self.NOTEBOOK_SECONDS:
+                self._told = self._ends[-1]
+                self._in_place(f"{trainer.name} {step}/{total}  {self._remaining(total - step)}  {shown}")
         elif self._in_file and (
             step in (trainer.state.first_step + 1, total) or self._ends[-1] - self._told > self.SECONDS
         ):
@@ -133,6 +135,15 @@ class ProgressBar(Callback):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+    def _in_place(self, text: str) -> None:
+        """A notebook's line: one output, however often it changes. Printed with \\r, each change would be saved."""
+        from IPython.display import display
+
+        if self._line is None:
+            self._line = display({"text/plain": text}, raw=True, display_id=True)
+        else:
+            self._line.update({"text/plain": text}, raw=True)
 
     def _remaining(self, num_steps: float) -> str:
         """The time so many more steps take, if they are as long as the newest were."""

@@ -3,6 +3,7 @@
 Anything with log(metrics, step) and close() is a logger. `time` in the metrics is seconds since training began.
 """
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping
@@ -79,8 +80,8 @@ class TensorBoardLogger:
     def __init__(self, folder: str | Path):
         try:
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ImportError("TensorBoardLogger needs tensorboard: pip install tensorboard") from None
+        except ImportError as error:
+            raise _absent(error, "TensorBoardLogger", "tensorboard") from None
         self._writer = SummaryWriter(str(folder))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -98,16 +99,19 @@ class TrackioLogger:
     def __init__(self, project: str = "strop", **init: Any):
         try:
             import trackio
-        except ImportError:
-            raise ImportError("TrackioLogger needs trackio: pip install trackio") from None
+        except ImportError as error:
+            raise _absent(error, "TrackioLogger", "trackio") from None
         self._trackio = trackio
-        trackio.init(project=project, **init)
+        with contextlib.redirect_stdout(sys.stderr):  # it talks, and standard output is the run's folder
+            trackio.init(project=project, **init)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._trackio.log(dict(metrics), step=step)
+        named = {"seconds" if name == "time" else name: value for name, value in metrics.items()}  # time is its own
+        self._trackio.log(named, step=step)
 
     def close(self) -> None:
-        self._trackio.finish()
+        with contextlib.redirect_stdout(sys.stderr):
+            self._trackio.finish()
 
 
 class WandbLogger:
@@ -116,8 +120,8 @@ class WandbLogger:
     def __init__(self, **init: Any):
         try:
             import wandb
-        except ImportError:
-            raise ImportError("WandbLogger needs wandb: pip install wandb") from None
+        except ImportError as error:
+            raise _absent(error, "WandbLogger", "wandb") from None
         self._run = wandb.init(**init)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -125,6 +129,13 @@ class WandbLogger:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _absent(error: ImportError, logger: str, package: str) -> ImportError:
+    """Tells a package that is not there from one that is, but lacks something itself."""
+    if error.name in (None, package):
+        return ImportError(f"{logger} needs {package}: pip install {package}")
+    return ImportError(f"{logger} needs {package}, which is installed but cannot be imported: {error}")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

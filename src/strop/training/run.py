@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -256,8 +257,8 @@ def _said(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
 
 
-def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    order = list(range(num_rows))
+def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> Sequence[int]:
+    order = array("q", range(num_rows))  # 8 bytes a row
     if shuffle:
         random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
