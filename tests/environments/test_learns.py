@@ -34,7 +34,7 @@ def test_the_fewest_guesses_by_hand():
     assert len(test) > 40
 
 
-@pytest.mark.slow
+@pytest.mark.learning
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_guessing_is_learned_from_nothing(seed, tmp_path):
     """Of held-out ranges and secrets nearly all are found, in little more than the fewest guesses."""
