@@ -40,7 +40,9 @@ def test_a_config_file_of_init_is_read_and_changes_nothing(command, tmp_path):
     job, config = gather(config_class, path)
     assert config == config_class()
     assert job.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    every = "\n".join(line.removeprefix("# ") if _is_option(line) else line for line in path.read_text().splitlines())
+    every = "\n".join(
+        line.removeprefix("# ") if _is_option(line) else line for line in path.read_text(encoding="utf-8").splitlines()
+    )
     path.write_text(every, encoding="utf-8")
     _, config = gather(config_class, path)  # with every line in force: the defaults, but for the adapter
     assert config.changed(lora=None) == config_class()
@@ -92,8 +94,10 @@ def test_init_writes_files_and_overwrites_none(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     init.init("grpo", None, schema=True)
     assert capsys.readouterr().out == "grpo.yaml\n"
-    assert Path("grpo.yaml").read_text().startswith("# yaml-language-server: $schema=grpo.schema.json\n")
-    assert json.loads(Path("grpo.schema.json").read_text())["title"] == "strop train grpo"
+    assert (
+        Path("grpo.yaml").read_text(encoding="utf-8").startswith("# yaml-language-server: $schema=grpo.schema.json\n")
+    )
+    assert json.loads(Path("grpo.schema.json").read_text(encoding="utf-8"))["title"] == "strop train grpo"
     with pytest.raises(FileExistsError, match=r"grpo\.yaml is there already: --output names another file"):
         init.init("grpo")
     with pytest.raises(ValueError, match=r"algorithm must be one of 'sft', 'dpo', .*; did you mean 'grpo'"):

@@ -473,9 +473,11 @@ def test_samples_by_step_in_a_browser(width, tmp_path):
     lines = [{"step": s, "prompt": "q" * 300, "completion": c, "reward": r} for s in (1, 9)
              for c, r in (("a", 0.5), ("b", -1.0), ("c", None), ("d", 2.0))]  # fmt: skip
     (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "report.html").write_text(build_report([folder]).replace("</body>", LOOKS))
+    (tmp_path / "report.html").write_text(build_report([folder]).replace("</body>", LOOKS), encoding="utf-8")
     frame = f'<iframe style="width:{width}px;height:900px;border:0" src="report.html" onload="{FRAMED}"></iframe>'
-    (tmp_path / "frame.html").write_text(f"<!doctype html><title></title>{frame}")  # a window has at least 500 pixels
+    (tmp_path / "frame.html").write_text(
+        f"<!doctype html><title></title>{frame}", encoding="utf-8"
+    )  # a window has at least 500 pixels
     page, _ = in_chromium((tmp_path / "frame.html").as_uri(), tmp_path, "--allow-file-access-from-files")
     found = json.loads(re.search("<title>(.*?)</title>", page)[1].replace("&quot;", '"'))
     assert found[:2] == [True, width]
