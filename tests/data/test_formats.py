@@ -269,7 +269,9 @@ class TestDatasets:
         both["train"].save_to_disk(tmp_path / "one")
         assert list(load_rows(tmp_path / "one")) == ROWS
 
-    def test_parquet(self, datasets, tmp_path):
+    def test_parquet(self, datasets, tmp_path, tmp_path_factory, monkeypatch):
+        cache = tmp_path_factory.mktemp("cache")  # datasets wants one, and there may be no home to write to
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
         datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "train.parquet"))
         assert [dict(row) for row in load_rows(tmp_path / "train.parquet")] == ROWS
         assert [dict(row) for row in load_rows(tmp_path)] == ROWS
