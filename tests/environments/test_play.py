@@ -369,8 +369,18 @@ def test_each_turn_is_one_call_for_all_that_are_ready():
     ],
     ids=["llama", "qwen2", "window", "moe"],
 )
-def test_a_kept_cache_gives_what_reading_everything_again_gives(make):
-    """The same ids in every turn, log-probs within rounding; on the MoE the same bits."""
+def test_a_kept_cache_gives_what_reading_everything_again_gives(make, monkeypatch):
+    """The same ids in every turn, log-probs within rounding; on the MoE the same bits. Slots hold anything at first."""
+    from strop.rollout.decoding import Engine
+
+    begin = Engine.begin
+
+    def begin_with_nan(*given):
+        round_, rows = begin(*given)
+        round_.kv.fill_(torch.nan)
+        return round_, rows
+
+    monkeypatch.setattr(Engine, "begin", begin_with_nan)
     model = make(eos_token_id=list(range(0, 30, 3)), max_length=64)
     policy = as_policy(model, LettersOnly())
     turns = TurnsConfig(max_turns=3)

@@ -40,13 +40,14 @@ class Extend(Pass):
     """New tokens of rows, right-padded, behind what the cache holds of them.
 
     starts_R, lengths_R   where a row's slots begin, and how many are filled already
+    ends_R                how many are with the new tokens; `longest` is the most
     tokens_N, slots_N     which of the R·M tokens are none of the padding, and where they go
-    longest               the most tokens of a row, the new ones included
     """
 
     kv: torch.Tensor
     starts_R: torch.Tensor
     lengths_R: torch.Tensor
+    ends_R: torch.Tensor
     tokens_N: torch.Tensor
     slots_N: torch.Tensor
     longest: int
@@ -61,10 +62,9 @@ class Extend(Pass):
         mask_RMT = i_T <= positions_RM1
         if rule.window:
             mask_RMT &= i_T > positions_RM1 - rule.window
-        slots_RT = (self.starts_R[:, None] + i_T).clamp(max=kv.shape[1] - 1)
+        # the row's first slot in place of one that is not its own: that may hold NaN, which no mask takes back
+        slots_RT = self.starts_R[:, None] + i_T * (i_T < self.ends_R[:, None])
         keys, values = (kv[side][slots_RT].transpose(1, 2) for side in (0, 1))
-        written_RT = mask_RMT.any(1)
-        values = values.masked_fill(~written_RT[:, None, :, None], 0.0)  # 0·(what was never written) may be NaN
         return masked_attention(q, keys, values, mask_RMT[:, None], rule).transpose(1, 2)
 
 
@@ -104,15 +104,12 @@ def _extend(
         ids_RM[r, : len(new)] = new
     tokens_N = torch.cat([torch.arange(len(new)) + r * M for r, (new, _, _) in enumerate(rows)])
     slots_N = torch.cat([torch.arange(len(new)) + start + have for new, start, have in rows])
-    starts_R, lengths_R = (
-        torch.tensor(column, device=device) for column in ([s for _, s, _ in rows], [h for _, _, h in rows])
-    )
-    longest = max(have + len(new) for new, _, have in rows)
-    pass_: Pass = Extend(round_.kv, starts_R, lengths_R, tokens_N.to(device), slots_N.to(device), longest)
+    starts, lengths, ends = zip(*((start, have, have + len(new)) for new, start, have in rows), strict=True)
+    starts_R, lengths_R, ends_R = torch.tensor([starts, lengths, ends], device=device)
+    longest = max(ends)
+    pass_: Pass = Extend(round_.kv, starts_R, lengths_R, ends_R, tokens_N.to(device), slots_N.to(device), longest)
     if engine.exact:
-        pass_ = engine.reading(
-            [start for _, start, _ in rows], [have for *_, have in rows], [len(new) for new, *_ in rows]
-        )
+        pass_ = engine.reading(starts, lengths, [len(new) for new, *_ in rows])
     positions_RM = (lengths_R[:, None] + torch.arange(M, device=device)).clamp(max=longest - 1)
     read(engine.layers, pass_, ids_RM.to(device), positions_RM, with_logits=False)
 
