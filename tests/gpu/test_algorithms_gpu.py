@@ -77,8 +77,8 @@ def test_micro_batches_change_nothing():
     weights = []
     for size, tokens in ((0, 0), (3, 0), (0, 40)):
         grpo = GRPO(
-            model=llama().cuda(), reward_fn=share_of_even, group_size=4, max_new_tokens=8, learning_rate=1e-3,
-            micro_batch_size=size, micro_batch_tokens=tokens,
+            model=llama().cuda(), reward_fn=share_of_even, group_size=4, max_new_tokens=8, micro_batch_size=size,
+            micro_batch_tokens=tokens, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
         )  # fmt: skip
         grpo.train_step(PROMPTS)
         weights.append(torch.cat([p.flatten() for p in grpo.model.parameters()]))
@@ -94,7 +94,7 @@ def test_scoring_does_not_wait_for_the_gpu(top_k, monkeypatch):
     grpo = GRPO(model=llama().cuda(), reward_fn=share_of_even, group_size=4, max_new_tokens=8, kl_coef=0.1, top_k=top_k,
                 micro_batch_tokens=60)  # fmt: skip
     grpo.train_step(PROMPTS)  # what is asked once: whether the head gives the logits
-    rollout = grpo._generate(grpo.prepare([{"prompt": p} for p in PROMPTS]), 0)
+    rollout = grpo._generate(grpo.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)), 0)
     with without_waiting():
         scores = grpo._score(rollout)
     assert scores.old_logps[0].is_cuda
@@ -105,7 +105,7 @@ def test_scoring_does_not_wait_for_the_gpu(top_k, monkeypatch):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4 if top_k else 1e-3)
     online = OnlineDPO(model=llama().cuda(), reward_fn=share_of_even, max_new_tokens=6)
     online.train_step(PROMPTS)
-    _, pairs = online._sampled_pairs(online.prepare([{"prompt": p} for p in PROMPTS]), 0)
+    _, pairs = online._sampled_pairs(online.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)), 0)
     with without_waiting():
         online._reference_logps(online._batches(pairs))
 

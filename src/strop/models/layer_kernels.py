@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from strop.ops.rows.launch import Launcher
+from strop.ops.rows.launch import aligned
 
 NORM_PROGRAMS = (
     528  # of a norm's backward: four for each of an H200's multiprocessors, each with its sum for the weight
@@ -33,7 +33,7 @@ def _tile(
     return at[:, None] + i[None, :], (row[:, None] < end) & (i[None, :] < H)
 
 
-@Launcher
+@aligned
 def norm_kernel(
     x_ptr, a_ptr, w_ptr, h_ptr, n_ptr, r_ptr, num_rows: tl.int32, eps: tl.float32,
     ADD: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, X_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
@@ -42,23 +42,23 @@ def norm_kernel(
     start = tl.program_id(0).to(tl.int64) * ROWS
     row, i = start + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at, here = _tile(start, num_rows, X_STRIDE, HEADS, H, ROWS, BLOCK)
-    h = tl.load(tl.multiple_of(x_ptr, 16) + at, mask=here, other=0.0).to(tl.float32)
+    h = tl.load(x_ptr + at, mask=here, other=0.0).to(tl.float32)
     if ADD:
-        h += tl.load(tl.multiple_of(a_ptr, 16) + at, mask=here, other=0.0).to(tl.float32)
+        h += tl.load(a_ptr + at, mask=here, other=0.0).to(tl.float32)
         h = h.to(h_ptr.dtype.element_ty)
-        tl.store(tl.multiple_of(h_ptr, 16) + at, h, mask=here)
+        tl.store(h_ptr + at, h, mask=here)
         h = h.to(tl.float32)
-    w = tl.load(tl.multiple_of(w_ptr, 16) + i, mask=i < H, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + i, mask=i < H, other=0.0).to(tl.float32)
 
     r = tl.rsqrt(tl.sum(h * h, 1) / H + eps)
     n = w[None, :] * h * r[:, None]
 
     tl.store(r_ptr + row, r, mask=row < num_rows)
     at, here = _tile(start, num_rows, N_STRIDE, HEADS, H, ROWS, BLOCK)
-    tl.store(tl.multiple_of(n_ptr, 16) + at, n.to(n_ptr.dtype.element_ty), mask=here)
+    tl.store(n_ptr + at, n.to(n_ptr.dtype.element_ty), mask=here)
 
 
-@Launcher
+@aligned
 def norm_bwd_kernel(
     dn_ptr, past_ptr, h_ptr, w_ptr, r_ptr, dh_ptr, n_ptr, dw_ptr, num_rows: tl.int32, rows_each: tl.int32,
     PAST: tl.constexpr, AGAIN: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr,
@@ -68,14 +68,14 @@ def norm_bwd_kernel(
     program, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     first = program * rows_each
     end = tl.minimum(first + rows_each, num_rows)
-    w = tl.load(tl.multiple_of(w_ptr, 16) + i, mask=i < H, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + i, mask=i < H, other=0.0).to(tl.float32)
     dw = tl.zeros([BLOCK], tl.float32)
     for start in range(first, end, ROWS):
         row = start + tl.arange(0, ROWS)
         at, here = _tile(start, end, DN_STRIDE, HEADS, H, ROWS, BLOCK)
-        dn = tl.load(tl.multiple_of(dn_ptr, 16) + at, mask=here, other=0.0).to(tl.float32)
+        dn = tl.load(dn_ptr + at, mask=here, other=0.0).to(tl.float32)
         at, here = _tile(start, end, H_STRIDE, HEADS, H, ROWS, BLOCK)
-        h = tl.load(tl.multiple_of(h_ptr, 16) + at, mask=here, other=0.0).to(tl.float32)
+        h = tl.load(h_ptr + at, mask=here, other=0.0).to(tl.float32)
         r = tl.load(r_ptr + row, mask=row < end, other=0.0)
 
         hr = h * r[:, None]
@@ -84,12 +84,12 @@ def norm_bwd_kernel(
         via_r = tl.sum(d_hr * hr, 1) / H
         dh = r[:, None] * (d_hr - hr * via_r[:, None])  # direct path − path through r
         if PAST:
-            dh += tl.load(tl.multiple_of(past_ptr, 16) + at, mask=here, other=0.0).to(tl.float32)
+            dh += tl.load(past_ptr + at, mask=here, other=0.0).to(tl.float32)
 
-        tl.store(tl.multiple_of(dh_ptr, 16) + at, dh.to(dh_ptr.dtype.element_ty), mask=here)
+        tl.store(dh_ptr + at, dh.to(dh_ptr.dtype.element_ty), mask=here)
         if AGAIN:
             n = w[None, :] * h * r[:, None]
-            tl.store(tl.multiple_of(n_ptr, 16) + at, n.to(n_ptr.dtype.element_ty), mask=here)
+            tl.store(n_ptr + at, n.to(n_ptr.dtype.element_ty), mask=here)
     tl.store(dw_ptr + program * H + i, dw, mask=i < H)
 
 
@@ -143,7 +143,7 @@ def _warps(numbers: int) -> int:
 # ---- rotation: y₁ = x₁·cos₁ − x₂·sin₁, y₂ = x₂·cos₂ + x₁·sin₂, of the halves of a head ----
 
 
-@Launcher
+@aligned
 def rotate_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
     BACKWARD: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
@@ -154,7 +154,7 @@ def rotate_kernel(
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     half: tl.constexpr = D // 2
     here = d < half
-    cos_ptr, sin_ptr = tl.multiple_of(cos_ptr, 16) + token * D + d, tl.multiple_of(sin_ptr, 16) + token * D + d
+    cos_ptr, sin_ptr = cos_ptr + token * D + d, sin_ptr + token * D + d
     cos_1, cos_2 = tl.load(cos_ptr, mask=here), tl.load(cos_ptr + half, mask=here)
     sin_1, sin_2 = tl.load(sin_ptr, mask=here), tl.load(sin_ptr + half, mask=here)
     angles = (cos_1.to(tl.float32), cos_2.to(tl.float32), sin_1.to(tl.float32), sin_2.to(tl.float32))
@@ -170,12 +170,12 @@ def _rotate(x_ptr, y_ptr, angles, d, HEADS: tl.constexpr, D: tl.constexpr, BLOCK
     at = head[:, None] * D + d[None, :]
     here = (head[:, None] < HEADS) & (d[None, :] < D // 2)
     cos_1, cos_2, sin_1, sin_2 = angles
-    x_1 = tl.load(tl.multiple_of(x_ptr, 16) + at, mask=here).to(tl.float32)
-    x_2 = tl.load(tl.multiple_of(x_ptr, 16) + at + D // 2, mask=here).to(tl.float32)
+    x_1 = tl.load(x_ptr + at, mask=here).to(tl.float32)
+    x_2 = tl.load(x_ptr + at + D // 2, mask=here).to(tl.float32)
     y_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
     y_2 = x_2 * cos_2[None, :] + x_1 * sin_2[None, :]
-    tl.store(tl.multiple_of(y_ptr, 16) + at, y_1.to(y_ptr.dtype.element_ty), mask=here)
-    tl.store(tl.multiple_of(y_ptr, 16) + at + D // 2, y_2.to(y_ptr.dtype.element_ty), mask=here)
+    tl.store(y_ptr + at, y_1.to(y_ptr.dtype.element_ty), mask=here)
+    tl.store(y_ptr + at + D // 2, y_2.to(y_ptr.dtype.element_ty), mask=here)
 
 
 def rotate(q, k, cos, sin, into, backward=False):
@@ -192,33 +192,33 @@ def rotate(q, k, cos, sin, into, backward=False):
 # ---- gate: a = g·σ(g)·u, of rows [g, u] ----
 
 
-@Launcher
+@aligned
 def gate_kernel(gu_ptr, a_ptr, F: tl.constexpr, BLOCK: tl.constexpr):
     """One program a block of a token's row."""
     row, at, here = _gate_block(F, BLOCK)
-    g = tl.load(tl.multiple_of(gu_ptr, 16) + row * 2 * F + at, mask=here).to(tl.float32)
-    u = tl.load(tl.multiple_of(gu_ptr, 16) + row * 2 * F + F + at, mask=here).to(tl.float32)
+    g = tl.load(gu_ptr + row * 2 * F + at, mask=here).to(tl.float32)
+    u = tl.load(gu_ptr + row * 2 * F + F + at, mask=here).to(tl.float32)
     a = g * tl.sigmoid(g) * u
-    tl.store(tl.multiple_of(a_ptr, 16) + row * F + at, a.to(a_ptr.dtype.element_ty), mask=here)
+    tl.store(a_ptr + row * F + at, a.to(a_ptr.dtype.element_ty), mask=here)
 
 
-@Launcher
+@aligned
 def gate_bwd_kernel(a_ptr, gu_ptr, d_gu_ptr, F: tl.constexpr, BLOCK: tl.constexpr):
     """`a_ptr` holds da and gets a, computed again."""
     row, at, here = _gate_block(F, BLOCK)
-    da = tl.load(tl.multiple_of(a_ptr, 16) + row * F + at, mask=here).to(tl.float32)
-    g = tl.load(tl.multiple_of(gu_ptr, 16) + row * 2 * F + at, mask=here).to(tl.float32)
-    u = tl.load(tl.multiple_of(gu_ptr, 16) + row * 2 * F + F + at, mask=here).to(tl.float32)
+    da = tl.load(a_ptr + row * F + at, mask=here).to(tl.float32)
+    g = tl.load(gu_ptr + row * 2 * F + at, mask=here).to(tl.float32)
+    u = tl.load(gu_ptr + row * 2 * F + F + at, mask=here).to(tl.float32)
 
     s = tl.sigmoid(g)
     a = g * s * u
     du = da * g * s
     dg = da * u * s * (1 + g * (1 - s))  # d(g·σ)/dg = σ + g·σ·(1 − σ)
 
-    tl.store(tl.multiple_of(a_ptr, 16) + row * F + at, a.to(a_ptr.dtype.element_ty), mask=here)
+    tl.store(a_ptr + row * F + at, a.to(a_ptr.dtype.element_ty), mask=here)
     dtype = d_gu_ptr.dtype.element_ty
-    tl.store(tl.multiple_of(d_gu_ptr, 16) + row * 2 * F + at, dg.to(dtype), mask=here)
-    tl.store(tl.multiple_of(d_gu_ptr, 16) + row * 2 * F + F + at, du.to(dtype), mask=here)
+    tl.store(d_gu_ptr + row * 2 * F + at, dg.to(dtype), mask=here)
+    tl.store(d_gu_ptr + row * 2 * F + F + at, du.to(dtype), mask=here)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ N tokens of S sequences, n of them that count; T tokens of a row; V vocabulary.
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -100,7 +101,10 @@ def _is_same(one_V: torch.Tensor, other_V: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def tried(module: nn.Module, device: torch.device) -> Iterator[None]:
     """In eval mode, without gradient, and with the random numbers put back."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), evaluating(module):
+    rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with rng, torch.no_grad(), evaluating(module), warnings.catch_warnings():
+        # torch says it once in a process, of the first product in the thread of backwards, and then does what is needed
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
         yield
 
 

@@ -8,7 +8,7 @@ import torch
 
 from strop._tensors import computed_in, in_dtype, sums_in
 from strop.ops.chunks import fake_gradients, train_workspace
-from strop.ops.head import ALL, TOKENS_MULTIPLE, Head, Tokens, Wanted, add_product, cut, empty_gradients, product
+from strop.ops.head import ALL, TOKENS_MULTIPLE, Head, Tokens, Wanted, add_product, cut, empty_gradients, narrowed, no_view, product
 from strop.ops.library import first_order, keep_gradients, kept_gradients, library_op
 from strop.ops.linear_divergence.reference import DivergenceLoss, check_linear_divergence, linear_divergence
 from strop.ops.registry import on_gpu, on_gpu_or_interpreted
@@ -116,4 +116,5 @@ def divergence_terms(
         if wanted[2]:
             grads.bias_V.add_(logits_nV.sum(0, dtype=sums))
     d_bias = grads.bias_V.to(weight.dtype if bias is None else bias.dtype)
-    return (weights_N * found_N).sum(), found_N, grads.hidden_NH, grads.weight_VH.to(weight.dtype), d_bias
+    d_weight = no_view(narrowed(grads.weight_VH, weight.dtype)) if wanted[1] else grads.weight_VH
+    return (weights_N * found_N).sum(), found_N, grads.hidden_NH, d_weight, d_bias

@@ -31,7 +31,7 @@ HEADROOM = tl.constexpr(40.0)  # powers of 2 an exponential may lie above 1: sum
 
 
 @triton.jit
-def _merge(x, m, s, t, scale, ENTROPY: tl.constexpr):
+def merge(x, m, s, t, scale, ENTROPY: tl.constexpr):
     """Take the tile x [LANES, PER] into the lanes' m, s, t [LANES]."""
     new = tl.maximum(m, tl.max(x, 1))
     shrink = tl.exp2((m - new) * scale)
@@ -81,11 +81,11 @@ def _row_stats(
     tiles = lanes // LANES
     for k in tl.range(tiles, num_stages=STAGES):
         x = tl.load(body_ptr + k * (LANES * PER) + tile, eviction_policy=EVICTION).to(tl.float32)
-        m, s, t = _merge(x, m, s, t, scale, ENTROPY)
+        m, s, t = merge(x, m, s, t, scale, ENTROPY)
     if tiles * LANES < lanes:
         rest = (lane < lanes - tiles * LANES)[:, None]
         x = tl.load(body_ptr + tiles * (LANES * PER) + tile, mask=rest, other=-float("inf")).to(tl.float32)
-        m, s, t = _merge(x, m, s, t, scale, ENTROPY)
+        m, s, t = merge(x, m, s, t, scale, ENTROPY)
     if lanes * PER < V:
         offsets, inside = _edge_offsets(before, V, PER)
         x = tl.load(x_ptr + offsets, mask=inside, other=-float("inf")).to(tl.float32)

@@ -6,6 +6,9 @@ gain nothing from it: each is compiled once for a set of dtypes and constants, a
 past the hooks that Triton calls before and after a launch. Pointers go to it as numbers: of a tensor it would ask the driver
 whether a kernel can reach it. Small operators take two thirds of the time that way.
 
+Kernels on rows that begin on multiples of 16 bytes are `@aligned`: Triton then moves 16 bytes at a time. `tl.multiple_of` of a
+pointer that is an argument says nothing to it, that of a sum does.
+
 That launch is Triton's private one. Triton 3.6 to 3.9 make it with the same line; where the line is another one, kernels are
 launched the public way, and a warning says so.
 """
@@ -41,19 +44,20 @@ def launch_is_known() -> bool:
 class Launcher:
     """`kernel(programs, *arguments, num_warps=…, **constants)`: pointers first, then numbers; constants are the parameters
     annotated constexpr.
+
+    aligned   pointers are taken to lie on multiples of 16 bytes where they do; where one does not, it is another kernel
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], aligned: bool = False) -> None:
         parameters = inspect.signature(function).parameters
         names = list(parameters)
         pointers = [name for name in names if name.endswith("_ptr")]
         assert names[: len(pointers)] == pointers, "their dtypes are looked at, and only theirs"
         self.num_pointers = len(pointers)
         self.constants = [name for name in names if "constexpr" in str(parameters[name].annotation)]
-        self.jitted = triton.jit(
-            do_not_specialize=[name for name in names if name not in pointers and name not in self.constants],
-            do_not_specialize_on_alignment=pointers,
-        )(function)
+        numbers = [name for name in names if name not in pointers and name not in self.constants]
+        self.jitted = triton.jit(do_not_specialize=numbers, do_not_specialize_on_alignment=pointers)(function)
+        self.aligned = triton.jit(do_not_specialize=numbers)(function) if aligned else None
         self.interpreted = not isinstance(self.jitted, triton.JITFunction)
         self._compiled: dict[Any, Any] = {}
 
@@ -63,18 +67,23 @@ class Launcher:
             with torch.cuda.device(device):  # Triton launches on the current device, wherever the tensors are
                 return self(programs, *arguments, num_warps=num_warps, **constants)
         pointers, numbers = arguments[: self.num_pointers], arguments[self.num_pointers :]
-        dtypes = [pointer.dtype for pointer in pointers]
-        key = (device, num_warps, *dtypes, *constants.values())
+        dtypes, addresses = [pointer.dtype for pointer in pointers], [pointer.data_ptr() for pointer in pointers]
+        aligned = self.aligned is not None and not any(address % 16 for address in addresses)
+        key = (device, num_warps, aligned, *dtypes, *constants.values())
         compiled = self._compiled.get(key)
         if compiled is None or self.interpreted or not launch_is_known():
             assert list(constants) == self.constants, "in the kernel's order, for they are passed on by position"
             # fused multiply-add is asked for: Triton 3.9 warns where it is not, 3.10 would leave it out
             options = {} if self.interpreted else {"enable_fp_fusion": True}
-            self._compiled[key] = self.jitted[(programs,)](*arguments, num_warps=num_warps, **options, **constants)
+            jitted = self.aligned if aligned else self.jitted
+            self._compiled[key] = jitted[(programs,)](*arguments, num_warps=num_warps, **options, **constants)
         else:
             stream = torch._C._cuda_getCurrentRawStream(device)
             compiled.run(
                 programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *_NO_HOOKS,
-                *[pointer.data_ptr() for pointer in pointers], *numbers, *constants.values(),
+                *addresses, *numbers, *constants.values(),
             )  # fmt: skip
         return None
+
+
+aligned = functools.partial(Launcher, aligned=True)

@@ -6,7 +6,7 @@ Everything is float32 inside, offsets of rows are 64-bit.
 import triton.language as tl
 
 from strop.ops.rows.kernels import row_start
-from strop.ops.rows.launch import Launcher
+from strop.ops.rows.launch import Launcher, aligned
 
 
 @Launcher
@@ -58,9 +58,9 @@ def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N: tl.int32, BLOCK: tl.
         tl.store(policy_and_kl_ptr + (i - 1), tl.sum(total, 0))
 
 
-@Launcher
+@aligned
 def put_kernel(
-    x_ptr, factor_ptr, place_ptr, out_ptr, H: tl.int32, PLACED: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, factor_ptr, place_ptr, out_ptr, H: tl.constexpr, PLACED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """out[place] = factor·x; one program a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -76,14 +76,12 @@ def put_kernel(
         tl.store(out_ptr + h, (factor * x).to(out_ptr.dtype.element_ty), mask=h < H)
 
 
-@Launcher
-def scale_kernel(x_ptr, scale_ptr, size: tl.int64, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+@aligned
+def scale_kernel(x_ptr, scale_ptr, size: tl.int64, BLOCK: tl.constexpr):
     """x·scale in place; nothing is read or written where the scale is 1."""
     scale = tl.load(scale_ptr).to(tl.float32)
     if scale == 1.0:
         return
-    if ALIGNED:
-        x_ptr = tl.multiple_of(x_ptr, 16)
     dtype = x_ptr.dtype.element_ty
     n = tl.arange(0, BLOCK)
     blocks = size // BLOCK

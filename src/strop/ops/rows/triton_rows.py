@@ -34,6 +34,7 @@ def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = Fals
 
 
 _WIDE_RANGE = (torch.bfloat16,)  # dtypes that hold exponentials whose maximum is not known yet
+_PER_LANE = 8  # numbers of 16 bits that are moved at a time
 _SCALE_BLOCK = 8192
 _SCALE_PROGRAMS = 1024  # few enough to cost nothing where there is nothing to do, enough to fill a GPU
 
@@ -129,7 +130,7 @@ def put_multiplied(
     assert out_NH.is_contiguous()
     if n:
         small_kernels.put_kernel(
-            n, values_nH.contiguous(), factors_n, _or(places_n, factors_n), out_NH, H,
+            n, values_nH.contiguous(), factors_n, _or(places_n, factors_n), out_NH, H=H,
             PLACED=places_n is not None, BLOCK=min(1024, _power_of_2(H)),
         )  # fmt: skip
 
@@ -294,8 +295,9 @@ def divergence(
     log_beta, log_rest = (math.log(share) if share else -math.inf for share in (beta, 1 - beta))
     if N:
         divergence_kernel.divergence_kernel(
-            N, logits_NV, teacher_NV, weights_N.contiguous(), found_N, V, 1 / temperature, beta, log_beta, log_rest,
-            FORWARD=beta == 0, REVERSE=beta == 1, GRADIENT=gradient, BLOCK=min(4096, _power_of_2(V)), num_warps=8,
+            N, logits_NV, teacher_NV, weights_N.contiguous(), found_N, 1 / temperature, beta, log_beta, log_rest,
+            num_warps=16, V=V, FORWARD=beta == 0, REVERSE=beta == 1, GRADIENT=gradient,
+            LANES=min(512, _power_of_2(-(-V // _PER_LANE))), PER=_PER_LANE,
         )  # fmt: skip
     return found_N
 
@@ -319,8 +321,7 @@ def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
         )
     elif size:
         programs = min(-(-size // _SCALE_BLOCK), _SCALE_PROGRAMS)
-        aligned = gradient.data_ptr() % 16 == 0
-        small_kernels.scale_kernel(programs, gradient, factor, size, ALIGNED=aligned, BLOCK=_SCALE_BLOCK, num_warps=8)
+        small_kernels.scale_kernel(programs, gradient, factor, size, BLOCK=_SCALE_BLOCK, num_warps=8)
 
 
 def _gradient_memory(given: torch.Tensor, logits: torch.Tensor, rows: Rows, in_place: bool) -> torch.Tensor:
