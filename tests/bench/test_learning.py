@@ -16,6 +16,7 @@ from strop.bench.suites import learning  # noqa: E402
 from strop.cli.train import gather  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
+ACCURACY = "eval/reward/right_number"
 TINY = {
     "model": "moe:tiny", "model_options": {"hidden_dim": 16, "num_layers": 1, "max_seq_len": 16}, "task": "addition",
     "task_options": {"digits": 1}, "reward": f"{ROOT}/examples/rewards/arithmetic.py:right_number", "num_rows": 20,
@@ -31,10 +32,10 @@ def config(tmp_path):
 
 
 def test_every_metric_of_every_step_is_kept(config, capfd):
-    found = learning.Learning(path=config, settings=("num_steps=3",)).measure(Method())
+    found = learning.Learning(path=config, accuracy=ACCURACY, settings=("num_steps=3", "samples_every=1")).measure(Method())
     assert found["training"]["steps"] == [1, 2, 3]
     assert found["evaluations"]["steps"] == [0, 2, 3]
-    assert len(found["evaluations"][page.ACCURACY]) == 3
+    assert len(found["evaluations"][ACCURACY]) == 3
     assert {len(column) for column in found["training"].values()} == {3}
     assert {"reward/mean", "kl", "entropy_estimate", "completion/length", "time/step", "time/generate"} <= found[
         "training"
@@ -44,24 +45,27 @@ def test_every_metric_of_every_step_is_kept(config, capfd):
     assert found["config"]["task_options"] == {"digits": 1}
     assert "gguf_file" not in found["config"]  # nothing was said of it
     assert "step      2  eval/reward/mean" in capfd.readouterr().err
+    assert [sample["step"] for sample in found["samples"]] == [1, 1, 3, 3]
+    assert found["samples"][0]["prompt"].endswith("=")
     header, rows = learning.summary([found])
-    assert header == ["step", "held-out problems solved"]
-    assert [row[0] for row in rows] == ["0", "2", "3"]
+    assert header == ["work", "step", "held-out problems solved"]
+    assert [row[1] for row in rows] == ["0", "2", "3"]
 
 
 def test_without_held_out_rows_there_is_nothing_to_show(config):
     with pytest.raises(ValueError, match="must have held-out rows: num_eval_rows above 0"):
-        learning.Learning(path=config, settings=("num_eval_rows=0",)).measure(Method())
+        learning.Learning(path=config, accuracy=ACCURACY, settings=("num_eval_rows=0",)).measure(Method())
 
 
-def test_the_example_is_what_is_measured():
-    """Its options exist, and so do those that differ without a GPU."""
-    job, options = gather(GRPO.Config, ROOT / learning.CONFIG, learning.ON_A_CPU)
+@pytest.mark.parametrize("case", learning.cases(), ids=lambda case: case.path.stem)
+def test_the_examples_are_what_is_measured(case):
+    """Their options exist, and so do those that differ without a GPU; the accuracy is a reward of theirs."""
+    job, options = gather(GRPO.Config, ROOT / case.path, learning.ON_A_CPU)
     assert job.model == "smollm2"
     assert (options.run.batch_size, options.run.autocast) == (2, None)
-    assert gather(GRPO.Config, ROOT / learning.CONFIG)[1].run.num_steps > 100
-    (case,) = learning.cases()
-    assert case.path == learning.CONFIG
+    assert gather(GRPO.Config, ROOT / case.path)[1].run.num_steps > 100
+    rewards = [job.reward] if isinstance(job.reward, str) else job.reward
+    assert case.accuracy.removeprefix("eval/reward/") in [name.partition(":")[2] for name in rewards]
 
 
 def test_columns_have_a_place_for_what_a_step_does_not_tell():
@@ -75,9 +79,9 @@ def result():
         "steps": [1, 2, 3, 4], "reward/mean": [0.1, 0.3, 0.5, 0.7], "reward/right_number": [0.1, 0.3, 0.5, 0.7],
         "kl": [0.0, None, 0.01, 0.02], "time/step": [30.0] * 4, "time/generate": [15.0] * 4, "memory": [2e9, 3e9, 3e9, 3e9],
     }  # fmt: skip
-    held_out = {"steps": [0, 2, 4], page.ACCURACY: [0.2, 0.4, 0.75], "eval/completion/length": [4.5, 4.0, 4.25]}
+    held_out = {"steps": [0, 2, 4], ACCURACY: [0.2, 0.4, 0.75], "eval/completion/length": [4.5, 4.0, 4.25]}
     case = {
-        "work": "GRPO", "labels": {"num_eval_rows": 100}, "training": training, "evaluations": held_out,
+        "work": "GRPO", "labels": {"num_eval_rows": 100, "accuracy": ACCURACY}, "training": training, "evaluations": held_out,
         "config": {"run": {"batch_size": 32}, "group_size": 16, "optim": {"learning_rate": 1e-5}},
     }  # fmt: skip
     return {
@@ -129,6 +133,6 @@ def test_blocks_and_figure_follow_the_result(result, tmp_path, monkeypatch):
     harness.save(result, tmp_path / "r.json")
     assert report.write(tmp_path) == ["README.md", "curve.png"]
     assert report.drifted(tmp_path) == []
-    result["cases"][0]["evaluations"][page.ACCURACY][-1] = 0.8
+    result["cases"][0]["evaluations"][ACCURACY][-1] = 0.8
     harness.save(result, tmp_path / "r.json")
     assert report.drifted(tmp_path) == ["README.md", "curve.png"]

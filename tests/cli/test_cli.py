@@ -231,6 +231,14 @@ def test_bench_of_some_cases_writes_nothing_and_characters_a_terminal_lacks_as_e
     assert list(tmp_path.iterdir()) == []
 
 
+def test_bench_of_some_cases_is_written_where_it_is_told(tmp_path):
+    code, *_ = here("bench", "primitives", "--only", "advantages 16", "--rounds", "3", "--output", str(tmp_path / "x.json"))
+    assert code == 0
+    found = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert found["command"] == "strop bench primitives --only 'advantages 16' --rounds 3"
+    assert all("advantages 16" in case["work"] for case in found["cases"])
+
+
 def test_the_name_of_a_file_is_printed_as_it_is(tmp_path):
     """Also where the terminal's encoding does not know its characters: a shell may go on with it."""
     name = "größe".encode()

@@ -21,7 +21,7 @@ def bench(
     suite: Annotated[str, typer.Argument(help="One of: " + "; ".join(f"{k} ({v})" for k, v in SUITES.items()))],
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes; by default benchmarks/results.")] = None,
     rounds: Annotated[int, number_option("Interleaved rounds; each gives one sample per contender.")] = 21,
-    only: Annotated[str, typer.Option(help="Only the cases whose name contains this; nothing is written then.")] = "",
+    only: Annotated[str, typer.Option(help="Only the cases whose name contains this; nothing is written then, unless --output says where.")] = "",
 ) -> None:
     """Measure a suite, print its table, write its JSON with all samples."""
     if suite not in SUITES:
@@ -48,7 +48,7 @@ def bench(
     if found.get("gpu"):
         found["gpu_after"] = harness.gpu()  # the clocks again
     console.print(*_summary(suite, module, found["cases"]), sep="\n")
-    if not only:
+    if output or not only:
         harness.save(found, path)
         console.print(f"wrote {path}")
 

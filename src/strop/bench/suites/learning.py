@@ -1,8 +1,10 @@
-"""A real model learns: SmolLM2-135M-Instruct with GRPO as `examples/smollm2_grpo.yaml` sets it up.
+"""A real model learns: SmolLM2-135M-Instruct with GRPO, to add as `examples/smollm2_grpo.yaml` sets it up, and to use a
+calculator as `examples/calculator.yaml` does.
 
 The rewards are those of sampled completions, the accuracy that of greedy answers to problems that are never trained on. Every
-metric of every step is kept. Without a GPU it is a few small steps, which show that it works and little else. The command
-`strop train grpo --config examples/smollm2_grpo.yaml` runs as a user runs it, and the result is read from its run folder.
+metric of every step is kept, and samples of the first and the last step that has any. Without a GPU it is a few small
+steps, which show that it works and little else. The command `strop train grpo --config …` runs as a user runs it, and
+the result is read from its run folder.
 """
 
 import json
@@ -20,24 +22,30 @@ from strop.bench.harness import Method
 from strop.training.logging import read_metrics
 
 ON_GPU = True
-ACCURACY = "eval/reward/right_number"
-CONFIG = Path("examples/smollm2_grpo.yaml")
+CONFIGS = {  # and the metric that is the accuracy
+    Path("examples/smollm2_grpo.yaml"): "eval/reward/right_number",
+    Path("examples/calculator.yaml"): "eval/reward/right",
+}
+NUM_SAMPLES = 2  # of a step
 ON_A_CPU = ("batch_size=2", "group_size=4", "num_steps=2", "eval_every=1", "num_eval_rows=8", "autocast=none")
 DIGITS = 6  # of a metric in the result
 
 
 def cases() -> list["Learning"]:
-    return [Learning(settings=() if torch.cuda.is_available() else ON_A_CPU)]
+    settings = () if torch.cuda.is_available() else ON_A_CPU
+    return [Learning(path=path, accuracy=accuracy, settings=settings) for path, accuracy in CONFIGS.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
     """One run of GRPO.
 
+    accuracy   the metric of held-out problems solved
     settings   options that differ from the file's, as `strop train --set` takes them
     """
 
-    path: Path = CONFIG
+    path: Path
+    accuracy: str
     settings: Sequence[str] = ()
 
     @property
@@ -51,6 +59,7 @@ class Learning:
             run_command("train", "grpo", f"--config={self.path}", f"--output={folder}", *settings)
             about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
             rows = read_metrics(folder / "metrics.jsonl")
+            samples = _first_and_last(folder / "samples.jsonl")
         evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
         if not evaluations:
             raise ValueError(f"{self.path} must have held-out rows: num_eval_rows above 0")
@@ -58,14 +67,23 @@ class Learning:
         return {
             "work": self.work,
             "labels": {
-                "algorithm": "grpo", "model": job["model"], "task": job["task"], "num_rows": about["num_rows"],
-                "num_eval_rows": job["num_eval_rows"], "device": about["model"]["device"],
+                "algorithm": "grpo", "model": job["model"], "task": job["task"] or job["environment"],
+                "accuracy": self.accuracy, "num_rows": about["num_rows"], "num_eval_rows": job["num_eval_rows"],
+                "device": about["model"]["device"],
             },
             "settings": list(self.settings),
             "config": {name: value for name, value in job.items() if name != "output"} | about["config"],
             "training": columns([row for row in rows if row not in evaluations]),
             "evaluations": columns(evaluations),
+            "samples": samples,
         }  # fmt: skip
+
+
+def _first_and_last(path: Path) -> list[dict[str, Any]]:
+    """Some samples of the first and of the last step that has any."""
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    steps = dict.fromkeys(sample["step"] for sample in (*found[:1], *found[-1:]))
+    return [sample for step in steps for sample in [one for one in found if one["step"] == step][:NUM_SAMPLES]]
 
 
 def run_command(*arguments: str) -> None:
@@ -87,6 +105,6 @@ def _short(value: float | None) -> float | None:
 def summary(measured: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for case in measured:
-        accuracy, steps = case["evaluations"][ACCURACY], case["evaluations"]["steps"]
-        rows += [[str(step), f"{value:.1%}"] for step, value in zip(steps, accuracy, strict=True)]
-    return ["step", "held-out problems solved"], rows
+        accuracy, steps = case["evaluations"][case["labels"]["accuracy"]], case["evaluations"]["steps"]
+        rows += [[case["work"], str(step), f"{value:.1%}"] for step, value in zip(steps, accuracy, strict=True)]
+    return ["work", "step", "held-out problems solved"], rows
