@@ -231,7 +231,7 @@ def test_bench_of_some_cases_writes_nothing_and_characters_a_terminal_lacks_as_e
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_of_some_cases_is_written_where_it_is_told(tmp_path):
+def test_bench_of_some_cases_is_written_where_it_is_told(here, tmp_path):
     code, *_ = here("bench", "primitives", "--only", "advantages 16", "--rounds", "3", "--output", str(tmp_path / "x.json"))
     assert code == 0
     found = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
