@@ -148,7 +148,10 @@ def test_reward_functions_are_added_and_see_the_conversation():
         seen.update(completions=completions, conversations=conversations, level=level)
         return [environment.count / 2 for environment in environments]
 
-    trainer = grpo(moe(eos_token_id=list(range(30))), OfIds, reward_fn=judge)
+    class Cards(OfIds):
+        held = ("ace",)  # a name of its own
+
+    trainer = grpo(moe(eos_token_id=list(range(30))), Cards, reward_fn=judge)
     metrics = trainer.train_step([{"prompt": [5, 6], "level": 1}])
     assert metrics["reward/environment"] == 3
     assert metrics["reward/judge"] == 1.5
@@ -261,6 +264,13 @@ def test_a_tool_is_called_and_answers_in_the_templates_words(name, call):
     assert trainer.samples[0]["completion"][1]["content"] == "42"
 
 
+def test_one_function_is_a_tool_too():
+    tokens = tokenizer("qwen")
+    model = llama(vocab_size=len(tokens), max_length=1024)
+    trainer = GRPO(model=model, tokenizer=tokens, tools=double, reward_fn=lambda completions: [0.0] * len(completions))
+    assert [tool["function"]["name"] for tool in trainer.player.make.tools] == ["double"]
+
+
 def test_a_class_as_trl_wants_it_is_an_environment():
     tokens = tokenizer("qwen")
     trainer = GRPO(
@@ -287,13 +297,18 @@ class Rewarded(Counter):
         raise AssertionError("a property is no tool and is not asked")
 
 
+class Empty(Rewarded):
+    def __len__(self):
+        return 0
+
+
 class RewardedLater(Rewarded):
     async def get_reward(self):
         return self.count / 2
 
 
 @pytest.mark.parametrize(
-    "environment", [Rewarded, lambda: Rewarded(), RewardedLater], ids=["class", "function", "async"]
+    "environment", [Rewarded, lambda: Rewarded(), RewardedLater, Empty], ids=["class", "function", "async", "falsy"]
 )
 def test_its_own_reward_is_given_once_at_the_end(environment):
     tokens = tokenizer("qwen")

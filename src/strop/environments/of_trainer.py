@@ -34,6 +34,8 @@ def player_of(policy: Any, sampler: Any, environment: Any, tools: Any, turns: Tu
         return None
     if environment is not None and tools is not None:
         raise ValueError("give environment or tools, found both: an environment's own tools are its attribute `tools`")
+    if isinstance(tools, str) or (callable(tools) and not isinstance(tools, type)):
+        tools = [tools]
     if isinstance(environment, str):
         environment = load_function(environment, "environment")
     if tools is None and callable(environment) and not hasattr(environment, "tools"):

@@ -19,6 +19,7 @@ import torch
 from strop.environments.base import Turn, TurnsConfig, as_environment, as_turn
 from strop.environments.dialogue import Chat, Dialogue
 from strop.environments.pool import Answer, Late, Pool
+from strop.environments.tools import Tools
 from strop.rollout import End, Rollout, Sampler, Sampling
 from strop.rollout.kept import Kept
 
@@ -85,7 +86,7 @@ class Episodes(Rollout):
             "completions": [dialogue.replies[-1] for dialogue in dialogues],
             "conversations": [dialogue.conversation() for dialogue in dialogues],
             "replies": [dialogue.messages for dialogue in dialogues],
-            "environments": [getattr(one.environment, "held", None) or one.environment for one in self.episodes],
+            "environments": [_own(one.environment) for one in self.episodes],
         }
 
     @property
@@ -93,6 +94,12 @@ class Episodes(Rollout):
         given = [int((~counts).sum()) for counts in self.counts or []]
         columns = zip(super().ends, self.episodes, given, strict=True)
         return [(length, why, episode.told(given)) for (length, why, *_), episode, given in columns]
+
+
+def _own(environment: Any) -> Any:
+    """The object that a user made: of tools the one whose methods they are."""
+    held = environment.held if isinstance(environment, Tools) else None
+    return environment if held is None else held
 
 
 class Player:
