@@ -66,6 +66,30 @@ def test_another_end_than_the_templates_takes_its_place():
     assert tokens.decode(dialogue.ids).endswith("in<|endoftext|>\n<|user|>\nthe inn?<|end|>\n<|assistant|>\n")
 
 
+@pytest.mark.parametrize("end", ["<|python_tag|>", "<|eot_id|>", "<|begin_of_text|>"])
+def test_any_special_token_at_which_the_model_stops_ends_its_turn(end):
+    """As Llama's <|eom_id|> behind calls, which its tokenizer does not name: it is no word, and takes the end's place."""
+    tokens = tokenizer("llama")
+    stops = tokens.convert_tokens_to_ids(["<|python_tag|>", "<|begin_of_text|>", "e"])
+    dialogue = Chat(tokens, stop_ids=stops).begin([USER])
+    assert dialogue.draw(*drawn(tokens, f"in{end}"), special_tokens=True) == "in"
+    dialogue.hear([TOOL])
+    assert f"in{end}<|start_header_id|>ipython" in tokens.decode(dialogue.ids)
+    assert dialogue.draw(*drawn(tokens, "e")) == "e"  # a letter is a word all the same
+
+
+def test_where_the_next_turns_opening_ends_the_last_it_stands_once():
+    """As in GLM: the model stops at the role that follows, or at EOS, which is no role."""
+    tokens = with_template("{% for m in messages %}<|im_start|>{{ m.role + m.content }}{% endfor %}"
+                           "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}")  # fmt: skip
+    for end in ("<|im_start|>", "<|im_end|>"):
+        dialogue = Chat(tokens, stop_ids=tokens.convert_tokens_to_ids(["<|im_start|>"])).begin([USER])
+        assert dialogue.draw(*drawn(tokens, f"in{end}")) == "in"
+        dialogue.hear([USER])
+        opening = end + "user" if end == "<|im_start|>" else end + "<|im_start|>user"
+        assert tokens.decode(dialogue.ids).endswith(f"assistantin{opening}the inn?<|im_start|>assistant")
+
+
 def test_a_template_that_forgets_thinking_is_refused_or_kept_as_drawn():
     tokens = tokenizer("qwen3")
     with pytest.raises(ValueError, match=r"rewrites an earlier turn's thinking .* rewritten_turns=\"keep\""):

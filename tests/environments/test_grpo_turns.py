@@ -246,11 +246,12 @@ class Scripted:
         ("qwen", '<tool_call>\n{"name": "double", "arguments": {"x": 21}}\n</tool_call><|im_end|>'),
         ("smollm2", '<tool_call>\n{"name": "double", "arguments": {"x": 21}}\n</tool_call><|im_end|>'),
         ("llama", '{"name": "double", "parameters": {"x": 21}}<|eot_id|>'),
+        ("llama", '{"name": "double", "parameters": {"x": 21}}<|begin_of_text|>'),  # at which this model stops too
     ],
 )
 def test_a_tool_is_called_and_answers_in_the_templates_words(name, call):
     tokens = tokenizer(name)
-    model = llama(vocab_size=len(tokens), max_length=1024, eos_token_id=tokens.eos_token_id)
+    model = llama(vocab_size=len(tokens), max_length=1024, eos_token_id=[tokens.eos_token_id, tokens.bos_token_id])
     trainer = GRPO(
         model=model, tokenizer=tokens, tools=[double], reward_fn=lambda completions: [float("42" in c) for c in completions],
         max_new_tokens=80, group_size=2, kl_coef=0.0, max_turns=4,

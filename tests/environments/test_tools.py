@@ -57,6 +57,11 @@ def test_calls_of_llama():
     nested = '{"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}'
     assert calls(parse_llama(nested)) == [("add", {"a": 1})]
     assert parse_llama("The sum is {3}.") == []
+    for between in ("; ", ";\n", "\n"):
+        both = f'{{"name": "add", "parameters": {{"a": 1}}}}{between}{{"name": "stop", "parameters": {{}}}}'
+        assert calls(parse_llama(both)) == [("add", {"a": 1}), ("stop", {})]
+    one, other = parse_llama('{"name": "add", "parameters": {"a": 1}} and')
+    assert (one.error, other.error[:30]) == ("", "a call must be JSON, found 'an")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from strop._checks import is_conversation
 from strop.data import templates
 from strop.data.batch import Trajectory, as_ids
-from strop.data.tokenize import encode_prompt, encode_text, eos_ids, turn_ends
+from strop.data.tokenize import encode_prompt, encode_text, eos_ids, special_ids, turn_ends
 
 USER = {"role": "user", "content": "?"}
 RESULT = {"role": "tool", "name": "f", "content": "7315"}
@@ -27,6 +27,7 @@ class Chat:
 
     rewritten_turns   "refuse" templates that rewrite earlier turns, or "keep" turns as they were drawn
     check_ids         raises where the model has no such token
+    stop_ids          ids at which the model stops; those of special tokens end a turn as the template's own does
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class Chat:
         tools: Sequence[Any] | None = None,
         rewritten_turns: str = "refuse",
         check_ids: Callable[[torch.Tensor, str], None] | None = None,
+        stop_ids: Sequence[int] = (),
     ):
         self.tokenizer, self.check_ids = tokenizer, check_ids
         self.row = {"tools": list(tools)} if tools else {}
         self.has_template = getattr(tokenizer, "chat_template", None) is not None
         self.ends = turn_ends(tokenizer) if self.has_template else eos_ids(tokenizer)
+        self.stops = {*self.ends, *special_ids(tokenizer).intersection(stop_ids)}
         if self.has_template and tools:
             templates.check_writes(RESULT, tokenizer, self.row)
         if self.has_template and rewritten_turns == "refuse":
@@ -62,7 +65,7 @@ class Chat:
 
     def text(self, ids: Sequence[int], special_tokens: bool = False) -> Any:
         """What the model said, without the token that ends its turn; without a tokenizer the ids."""
-        said = list(ids[:-1] if ids and ids[-1] in self.ends else ids)
+        said = list(ids[:-1] if ids and ids[-1] in self.stops else ids)
         if self.tokenizer is None:
             return said
         return self.tokenizer.decode(said, skip_special_tokens=not special_tokens)
@@ -122,8 +125,8 @@ class Dialogue:
                 raise TypeError(f"messages must be a {type(self.first).__name__} as the first were, found messages")
             return encode_text(new, chat.tokenizer) if isinstance(new, str) else as_ids(new, "messages").tolist()
         ids = encode_text(templates.between(self.first, messages, chat.tokenizer, chat.row), chat.tokenizer)
-        ended = self.ids[-1] in chat.ends  # the model ended its turn itself: the template's end of it is there already
-        return ids[1:] if ended and ids[0] in chat.ends else ids
+        last = self.ids[-1]  # if the model ended its turn itself, the template's end of it is there already
+        return ids[1:] if last in chat.stops and (ids[0] == last or ids[0] in chat.ends) else ids
 
     def trajectory(self, finish: str) -> Trajectory:
         return Trajectory(torch.tensor(self.ids), torch.tensor(self.drawn), torch.cat(self.logps), finish)

@@ -115,7 +115,7 @@ class Player:
         self.sampler, self.policy, self.config = sampler, policy, config
         known = environment if hasattr(environment, "tools") else environment()  # of a function: of what it makes
         tools = getattr(known, "tools", None)
-        self.chat = Chat(policy.tokenizer, tools, config.rewritten_turns, policy.check_ids)
+        self.chat = Chat(policy.tokenizer, tools, config.rewritten_turns, policy.check_ids, policy.eos_ids)
         self.ends = (*getattr(known, "stop_ids", ()), *self.chat.ends)
         self.pool = Pool(config.environment_workers, config.environment_timeout)
 

@@ -56,18 +56,25 @@ def parse_hermes(reply: str) -> list[Call]:
 
 
 def parse_llama(reply: str) -> list[Call]:
-    """{"name": …, "parameters": {…}} and nothing else, as Llama 3 writes, behind <|python_tag|> or not."""
+    """{"name": …, "parameters": {…}} and nothing else, as Llama 3 writes, behind <|python_tag|> or not; several with ;"""
     text = reply.replace("<|python_tag|>", "").strip()
-    looks = text.startswith("{") and re.match(r'\{\s*"(name|type|function)"', text)
-    return [call for part in text.split(";\n") for call in _calls_in(part)] if looks else []
+    looks = re.match(r'\{\s*"(name|type|function)"', text)
+    return _calls_in(text) if looks else []
 
 
 def _calls_in(text: str) -> list[Call]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return [Call(error=f"a call must be JSON, found {text.strip()!r:.60} ({error})")]
-    return [_call(one) for one in (found if isinstance(found, list) else [found])]
+    """One call, a list of them, or several with semicolons between."""
+    calls: list[Call] = []
+    rest = text.strip()
+    while True:
+        try:
+            found, end = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError) as error:
+            return [*calls, Call(error=f"a call must be JSON, found {rest!r:.60} ({error})")]
+        calls += [_call(one) for one in found] if isinstance(found, list) else [_call(found)]
+        rest = rest[end:].lstrip("; \n")
+        if not rest:
+            return calls
 
 
 def _call(found: Any) -> Call:
