@@ -349,6 +349,29 @@ def test_rows_need_no_prompt_where_the_environment_has_none(tmp_path):
     assert history.evaluations[-1]["eval/turns/mean"] >= 1
 
 
+def test_columns_that_functions_ask_for_are_looked_for_before_the_first_rollout():
+    """And rows that lack one are named, where it was None in silence."""
+    from strop import OnlineDPO
+    from strop.rewards import RewardError
+
+    def judge(completions, environments, prompt, answer):
+        raise AssertionError("not asked")
+
+    def prefers(pairs, conversations, answer):
+        raise AssertionError("not asked")
+
+    rows = [{"prompt": [5], "answer": 1}, {"prompt": [6]}]
+    for trainer in (
+        grpo(moe(eos_token_id=3), OfIds, reward_fn=judge),
+        OnlineDPO(model=moe(eos_token_id=3), environment=OfIds, preference_fn=prefers, max_new_tokens=4),
+    ):
+        with pytest.raises(RewardError, match=r"dataset\[1\] must have the column 'answer'"):
+            trainer.prepare(rows)
+        with pytest.raises(RewardError, match="asks for 'answer'"):
+            trainer.prepare(rows[1:])
+        assert len(trainer.prepare(rows[:1])) == 1
+
+
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     def trained(steps, folder, resume=False):
         trainer = grpo(moe(eos_token_id=3), OfIds, batch_size=2, save_every=1)
@@ -416,7 +439,11 @@ def test_online_dpo_learns_from_pairs_of_conversations():
 def test_online_dpo_with_a_preference_over_conversations():
     from strop import OnlineDPO
 
-    def longer(pairs, level):
+    def longer(pairs, level, conversations, environments, prompt):
+        for (a, b), (first, second) in zip(pairs, conversations, strict=True):
+            assert (first[-1]["content"], second[-1]["content"]) == (a, b)
+        assert [(one.count > 0, other.count > 0) for one, other in environments] == [(True, True)] * 2
+        assert prompt == [[5, 6, 7], [8, 9]]
         return [int(len(b) > len(a)) for a, b in pairs]
 
     trainer = OnlineDPO(model=moe(eos_token_id=3), environment=OfIds, preference_fn=longer, max_new_tokens=4)

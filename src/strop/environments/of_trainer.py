@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from strop._named import load_function
-from strop.data.inputs import Prompt
+from strop.data.inputs import RESERVED, Prompt
 from strop.environments.base import TurnsConfig
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
 
-RESERVED = ("prompts", "completions", "completion_ids", "prompt_ids", "conversations", "replies", "environments")
+OF_EPISODES = ("conversations", "replies", "environments")  # what reward functions get beside what one turn gives
 
 
 def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
@@ -56,6 +56,14 @@ def rows_of(rows: Any, columns: Mapping[str, Any], name: str) -> list[Prompt]:
             raise ValueError(f"{column} must have one entry for each of the {len(found)} rows, found {values!r:.60}")
         for row, value in zip(found, values, strict=True):
             row[column] = value
-    for column in {column for row in found for column in row} & {*RESERVED} - {"prompt"}:
+    for column in {column for row in found for column in row} & {*RESERVED, *OF_EPISODES} - {"prompt"}:
         raise ValueError(f"{column} must not be a column: reward functions get their own under this name")
     return [Prompt(torch.zeros(0, dtype=torch.int64), row.get("prompt"), row) for row in found]
+
+
+def checked_rows(rows: Any, name: str, judge: Any) -> list[Prompt]:
+    """Of a dataset: with the columns that `judge`, rewards or a preference, asks for."""
+    found = rows_of(rows, {}, name)
+    columns = [prompt.columns for prompt in found]
+    judge.check(columns, name, (*OF_EPISODES, *(["prompt"] if any("prompt" in row for row in columns) else [])))
+    return found
