@@ -133,6 +133,20 @@ def test_tools_stand_in_the_prompt():
         assert '"description": "Adds."' in tokenizer(name).decode(Chat(tokenizer(name), [add]).begin([USER]).ids)
 
 
+def test_a_rows_own_options_are_the_templates_in_every_turn():
+    tokens = with_template(
+        "{% for m in messages %}"
+        + ONE
+        + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{{ '' if thinks else 'No thinking.' }}{% endif %}"
+    )
+    for row, quiet in (({}, "No thinking."), ({"chat_template_kwargs": {"thinks": True}, "x": 1}, "")):
+        dialogue = Chat(tokens, rewritten_turns="keep").begin([USER], row)
+        dialogue.draw(*drawn(tokens, "in<|im_end|>"))
+        dialogue.hear([USER])
+        turn = f"<|im_start|>user\nthe inn?<|im_end|>\n<|im_start|>assistant\n{quiet}"
+        assert tokens.decode(dialogue.ids) == f"{turn}in<|im_end|>\n{turn}"
+
+
 def test_with_a_template_a_text_is_a_message_of_the_users():
     tokens = tokenizer("qwen")
     assert Chat(tokens).begin("the inn?").ids == Chat(tokens).begin([USER]).ids

@@ -172,7 +172,8 @@ def test_results_are_in_order_and_a_reply_without_calls_ends():
     turn = tools.step(both)
     assert [message["content"] for message in turn.messages] == ["2", "3"]
     assert turn.info == {"tool_calls": 2, "failed_calls": 0}
-    assert tools.step("3.").done
+    last = tools.step("3.")
+    assert (last.done, last.info) == (True, {"tool_calls": 0, "failed_calls": 0})
 
 
 def test_the_parser_is_chosen_by_the_template():

@@ -254,8 +254,8 @@ class GRPO(Trainer):
     config: GRPOConfig
 
     def __init__(self, *, reward_fn: Any = None, environment: Any = None, tools: Any = None, **arguments: Any):
-        if "reward_funcs" in arguments:
-            raise ValueError(f"'reward_funcs' is no option of {type(self).__name__}; {_trl.hint('reward_funcs')}")
+        for name in arguments.keys() & {"reward_funcs", "environment_factory"}:
+            raise ValueError(f"{name!r} is no option of {type(self).__name__}; {_trl.hint(name)}")
         if reward_fn is None and environment is None:
             raise ValueError(f"{type(self).__name__} needs a reward_fn or an environment, found neither")
         super().__init__(**arguments)

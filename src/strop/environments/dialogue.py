@@ -48,15 +48,19 @@ class Chat:
         if self.has_template and rewritten_turns == "refuse":
             templates.check_append_only([USER], [RESULT if tools else USER], tokenizer, self.row)
 
-    def begin(self, first: Any) -> "Dialogue":
-        """first: messages, a text, which with a chat template is a message of the user's, or token ids"""
+    def begin(self, first: Any, row: Mapping[str, Any] | None = None) -> "Dialogue":
+        """first: messages, a text, which with a chat template is a message of the user's, or token ids
+
+        row   of the dataset: its documents and chat_template_kwargs are the template's
+        """
         if isinstance(first, str) and self.has_template:
             first = [{"role": "user", "content": first}]
         messages = [dict(message) for message in first] if is_conversation(first) else first
-        ids = encode_prompt(messages, self.tokenizer, self.row)
+        own = {name: row[name] for name in ("documents", "chat_template_kwargs") if name in row} if row else {}
+        ids = encode_prompt(messages, self.tokenizer, self.row | own)
         if not ids:
             raise ValueError(f"the first messages must hold at least one token, found none in {first!r:.60}")
-        return Dialogue(self, messages, self.checked(ids))
+        return Dialogue(self, messages, self.checked(ids), self.row | own)
 
     def checked(self, ids: list[int]) -> list[int]:
         if self.check_ids is not None:
@@ -74,6 +78,7 @@ class Chat:
 @dataclass
 class Dialogue:
     """first     what it began with; `messages` are those that followed, where it is a chat, else texts or ids
+    row          tools, and what else the chat template is given
     ids, drawn   all tokens, and which of them the model drew; `logps` are of these
     spans        how many it drew in each turn; `replies` are what that says
     """
@@ -81,6 +86,7 @@ class Dialogue:
     chat: Chat
     first: Any
     ids: list[int]
+    row: Mapping[str, Any]
     num_prompt: int = 0
     drawn: list[bool] = field(default_factory=list)
     logps: list[torch.Tensor] = field(default_factory=list)
@@ -124,7 +130,7 @@ class Dialogue:
             if is_conversation(new):
                 raise TypeError(f"messages must be a {type(self.first).__name__} as the first were, found messages")
             return encode_text(new, chat.tokenizer) if isinstance(new, str) else as_ids(new, "messages").tolist()
-        ids = encode_text(templates.between(self.first, messages, chat.tokenizer, chat.row), chat.tokenizer)
+        ids = encode_text(templates.between(self.first, messages, chat.tokenizer, self.row), chat.tokenizer)
         last = self.ids[-1]  # if the model ended its turn itself, the template's end of it is there already
         return ids[1:] if last in chat.stops and (ids[0] == last or ids[0] in chat.ends) else ids
 

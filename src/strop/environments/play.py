@@ -243,7 +243,7 @@ class _Play:
         self.kept.rows.pop(i, None)
 
     def _begin(self, i: int, first: Any) -> None:
-        dialogue = self.player.chat.begin(first)
+        dialogue = self.player.chat.begin(first, self.rows[i])
         if len(dialogue.ids) > self.room:
             raise ValueError(
                 f"the first messages must have at most {self.room} tokens, so that max_new_tokens={self.sampling.max_new_tokens} "

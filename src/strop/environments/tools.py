@@ -209,15 +209,13 @@ class Tools(Environment):
         return ""
 
     def _turn(self, calls: Sequence[Call], results: Sequence[Any]) -> Turn:
-        if not calls:
-            return Turn(done=True)
         texts = [as_text(result) for result in results]
         failed = sum(isinstance(text, Failure) for text in texts)
         messages = [
             {"role": "tool", "name": call.name, "content": f"error: {text}" if isinstance(text, Failure) else text}
             for call, text in zip(calls, texts, strict=True)
         ]
-        return Turn(messages, info={"tool_calls": len(calls), "failed_calls": failed})
+        return Turn(messages, done=not calls, info={"tool_calls": len(calls), "failed_calls": failed})
 
 
 class AsyncTools(Tools):
