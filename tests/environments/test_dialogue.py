@@ -111,6 +111,27 @@ def test_text_without_a_template_follows_as_it_is():
         dialogue.hear([USER])
 
 
+@pytest.mark.parametrize(
+    ("new", "match"),
+    [
+        ([5, 6], r"must be messages or a text as the first were, found \[5, 6\]"),
+        ([{"role": "user"}], "a message must have a role and a content, found {'role': 'user'}"),
+        ([{"content": "?"}], "must have a role and a content"),
+        ([{"role": "user", "content": None}], "must have a role and a content"),
+        ([USER, "?"], "must have a role and a content, found '\\?'"),
+    ],
+)
+def test_what_is_no_message_is_not_written_into_the_conversation(new, match):
+    tokens = tokenizer("qwen")
+    dialogue = Chat(tokens).begin([USER])
+    dialogue.draw(*drawn(tokens, "in<|im_end|>"))
+    with pytest.raises(TypeError, match=match):
+        dialogue.hear(new)
+    if new != [5, 6]:
+        with pytest.raises(TypeError, match=match):
+            Chat(tokens).begin(new)
+
+
 def test_ids_without_a_tokenizer():
     dialogue = Chat(None).begin([5, 6])
     assert dialogue.draw([7, 8], torch.zeros(2)) == [7, 8]

@@ -372,6 +372,11 @@ def test_columns_that_functions_ask_for_are_looked_for_before_the_first_rollout(
         assert len(trainer.prepare(rows[:1])) == 1
 
 
+def test_no_rows_are_refused():
+    with pytest.raises(ValueError, match="prompts must hold at least one row, found none"):
+        grpo(moe(eos_token_id=3)).train_step([])
+
+
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     def trained(steps, folder, resume=False):
         trainer = grpo(moe(eos_token_id=3), OfIds, batch_size=2, save_every=1)

@@ -55,7 +55,7 @@ class Chat:
         """
         if isinstance(first, str) and self.has_template:
             first = [{"role": "user", "content": first}]
-        messages = [dict(message) for message in first] if is_conversation(first) else first
+        messages = _as_messages(first) if is_conversation(first) else first
         own = {name: row[name] for name in ("documents", "chat_template_kwargs") if name in row} if row else {}
         ids = encode_prompt(messages, self.tokenizer, self.row | own)
         if not ids:
@@ -115,7 +115,7 @@ class Dialogue:
 
     def hear(self, new: Any, longest: float = math.inf) -> bool:
         """What the model reads before its next turn: messages, a text, or ids. False: it does not fit, and is left out."""
-        messages = [dict(one) for one in new] if is_conversation(new) else [{"role": "user", "content": new}]
+        messages = _as_messages(new) if is_conversation(new) else [{"role": "user", "content": new}]
         ids = self.chat.checked(self._encoded(messages, new))
         if len(self.ids) + len(ids) > longest:
             return False
@@ -130,6 +130,8 @@ class Dialogue:
             if is_conversation(new):
                 raise TypeError(f"messages must be a {type(self.first).__name__} as the first were, found messages")
             return encode_text(new, chat.tokenizer) if isinstance(new, str) else as_ids(new, "messages").tolist()
+        if not isinstance(messages[0]["content"], str) and not is_conversation(new):
+            raise TypeError(f"messages must be messages or a text as the first were, found {new!r:.60}")
         ids = encode_text(templates.between(self.first, messages, chat.tokenizer, self.row), chat.tokenizer)
         last = self.ids[-1]  # if the model ended its turn itself, the template's end of it is there already
         return ids[1:] if last in chat.stops and (ids[0] == last or ids[0] in chat.ends) else ids
@@ -140,3 +142,11 @@ class Dialogue:
     def conversation(self) -> list[Mapping[str, Any]]:
         """All of it as messages."""
         return [*(self.first if self.is_chat else [{"role": "user", "content": self.first}]), *self.messages]
+
+
+def _as_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
+    for one in given:
+        says = isinstance(one, Mapping) and (isinstance(one.get("content"), (str, list)) or one.get("tool_calls"))
+        if not says or not isinstance(one.get("role"), str):
+            raise TypeError(f"a message must have a role and a content, found {one!r:.60}")
+    return [dict(one) for one in given]

@@ -50,6 +50,8 @@ def rows_of(rows: Any, columns: Mapping[str, Any], name: str) -> list[Prompt]:
     """Rows for environments: dicts as they are; a text, a conversation or ids as the column `prompt`."""
     if isinstance(rows, (str, Mapping)) or not hasattr(rows, "__len__"):
         raise TypeError(f"{name} must be a batch of rows, found a {type(rows).__name__}")
+    if not len(rows):
+        raise ValueError(f"{name} must hold at least one row, found none")
     found = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in rows]
     for column, values in columns.items():
         if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(found):
