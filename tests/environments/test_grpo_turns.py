@@ -455,6 +455,17 @@ def test_online_dpo_with_a_preference_over_conversations():
     assert trainer.train_step(ROWS, level=[1, 2])["preference/tied_fraction"] == 0
 
 
+def test_options_without_effect_are_told():
+    from strop import OnlineDPO
+
+    with pytest.warns(UserWarning, match="max_turns, credit have no effect without an environment or tools"):
+        GRPO(model=moe(), reward_fn=len, max_turns=3, credit="turn")
+    with pytest.warns(UserWarning, match="credit has no effect: a pair is of whole trajectories"):
+        OnlineDPO(model=moe(), environment=OfIds, credit="turn")
+    with pytest.warns(UserWarning, match="max_length has no effect with an environment: max_tokens"):
+        OnlineDPO(model=moe(), environment=OfIds, max_length=9)
+
+
 def test_best_of_n_keeps_the_best_conversation():
     from strop import BestOfN
 

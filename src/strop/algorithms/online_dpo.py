@@ -75,6 +75,10 @@ class OnlineDPO(DPO):
         self.rewards: Any = None
         self.player = player(self, environment, tools)
         self.any_format = self.player is not None
+        if self.player is not None and config.turns.credit != "trajectory":
+            warnings.warn("credit has no effect: a pair is of whole trajectories", stacklevel=2)
+        if self.player is not None and config.max_length is not None:
+            warnings.warn("max_length has no effect with an environment: max_tokens is what limits it", stacklevel=2)
         if reward_fn is not None:
             self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
         if self.player is not None and preference_fn is None:

@@ -1,5 +1,7 @@
 """Environments as trainers use them: who plays, and rows that need no prompt."""
 
+import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,9 +18,14 @@ OF_EPISODES = ("conversations", "replies", "environments")  # what reward functi
 
 def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
     """Of a trainer with an environment or with tools; None has neither."""
-    if environment is None and tools is None:
-        return None
     config = trainer.config
+    if environment is None and tools is None:
+        if changed := _changed(getattr(config, "turns", TurnsConfig())):
+            warnings.warn(
+                f"{', '.join(changed)} {'have' if len(changed) > 1 else 'has'} no effect without an environment or tools",
+                stacklevel=3,
+            )
+        return None
     if not hasattr(config, "turns"):
         raise ValueError(f"environment and tools must be None: {trainer.name} has one turn, found one")
     made = player_of(trainer.policy, trainer.sampler, environment, tools, config.turns)
@@ -27,6 +34,11 @@ def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
     if made is not None and config.server.urls and trainer.world.size > 1:
         raise ValueError("rollout_server must be None with an environment in several processes, found one")
     return made
+
+
+def _changed(turns: TurnsConfig) -> list[str]:
+    """Options that are not as they are by default."""
+    return [one.name for one in dataclasses.fields(turns) if getattr(turns, one.name) != one.default]
 
 
 def player_of(policy: Any, sampler: Any, environment: Any, tools: Any, turns: TurnsConfig) -> Player | None:
