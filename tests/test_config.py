@@ -208,6 +208,8 @@ def test_a_trainer_tells_it_too():
         ValueError, match=r"'reward_funcs' is no option of GRPO; what TRL calls reward_funcs is reward_fn="
     ):
         GRPO(model="moe:tiny", reward_funcs=len)
+    with pytest.raises(ValueError, match="what TRL calls environment_factory is environment="):
+        GRPO(model="moe:tiny", environment_factory=object)
 
 
 def test_the_table_has_every_option_of_trl():
@@ -225,7 +227,7 @@ def test_what_the_table_names_is_there():
     """Every name in backquotes is an option of the algorithms, an argument, or of the command line."""
     known = {"train", "load_model", "tokenizer", "config", "reward_fn", "model", "optimizer", "logger", "on_evaluate"}
     known |= {"log", "map", "prompt", "completion", "text", "chat_template_kwargs", "samples", "dry", "quiet", "device"}
-    known |= {"TrackioLogger", "WandbLogger", "BestCheckpoint", "best", "trainer", "push", "final"}
+    known |= {"TrackioLogger", "WandbLogger", "BestCheckpoint", "best", "trainer", "push", "final", "environment"}
     for algorithm in (SFT, DPO, KTO, RewardModel, GRPO):
         known |= set(option_names(algorithm.Config)) | set(inspect.signature(algorithm.train).parameters)
     for row in (*_trl.ARGUMENTS, *_trl.OPTIONS):

@@ -29,6 +29,7 @@ ARGUMENTS = (
     Name("train_dataset", "", "an argument of `train(dataset)`"),
     Name("eval_dataset", "", "an argument of `train(dataset, eval_dataset=…)`"),
     Name("reward_funcs", "", "`reward_fn=`"),
+    Name("environment_factory", "", "`environment=`"),
     Name("peft_config", "", "`lora={'r': 16}`, or a peft model as `model=`"),
     Name("optimizers", "", "`optimizer=`, a function of parameter groups"),
     Name("formatting_func", "", "rows brought into one of the formats of data beforehand"),

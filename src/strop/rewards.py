@@ -119,10 +119,13 @@ class RewardFunctions:
                     f"give the function another __name__"
                 )
 
-    def check(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-        """Raise, before anything is sampled, where a function asks for a column that no row or not every row has."""
+    def check(self, rows: Sequence[Mapping[str, Any]], name: str, besides: Sequence[str] = ()) -> None:
+        """Raise, before anything is sampled, where a function asks for a column that no row or not every row has.
+
+        besides   columns that come from the rollout, beyond a completion's
+        """
         for function, called in zip(self.functions, self.names, strict=True):
-            check_columns(function, called, ("completions", "completion_ids"), rows, name)
+            check_columns(function, called, ("completions", "completion_ids", *besides), rows, name)
 
     def __call__(self, rows: Rows, rollout: Any = None) -> Rewards:
         total_B = torch.zeros(len(rows["completions"]), dtype=torch.float64)
@@ -160,9 +163,9 @@ class PreferenceFunction:
         self.function, self.timeout, self.find_failing = function, check_timeout(timeout), find_failing
         self.name = unique_names([function])[0]
 
-    def check(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+    def check(self, rows: Sequence[Mapping[str, Any]], name: str, besides: Sequence[str] = ()) -> None:
         """As `RewardFunctions.check`."""
-        check_columns(self.function, self.name, ("pairs",), rows, name)
+        check_columns(self.function, self.name, ("pairs", *besides), rows, name)
 
     def __call__(self, pairs: Sequence[tuple[Any, Any]], columns: Rows | None = None) -> list[int]:
         if not pairs:

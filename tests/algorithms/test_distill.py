@@ -83,6 +83,20 @@ def test_from_logits_where_there_are_no_hidden_states(make_model):
     assert metrics["loss"] > 0
 
 
+def test_what_tools_say_counts_for_nothing():
+    from chat_templates import tokenizer
+    from tiny_models import llama
+
+    tokens = tokenizer("qwen")
+    student, teacher = (llama(vocab_size=len(tokens), max_length=512) for _ in range(2))
+    distill = Distill(model=student, teacher=teacher, tokenizer=tokens, on_policy=0.0)
+    call, said = ({"role": "assistant", "content": text} for text in ("call", "ooh"))
+    row = {"prompt": [{"role": "user", "content": "?"}], "completion": [call, {"role": "tool", "content": "13"}, said]}
+    (line,), _ = distill._lines(distill.prepare([row]), 0, 0)
+    assert tokens.decode(line.ids_T[line.counts_T]) == "call<|im_end|>ooh<|im_end|>"
+    assert "13" in tokens.decode(line.ids_T)
+
+
 def test_the_sampled_token_by_hand():
     """The loss is −mean of the advantages, their gradient −A for each token's log-prob."""
     distill = make(divergence="sampled", learning_rate=0.0)

@@ -50,6 +50,30 @@ def test_four_steps_are_those_of_trl(loss_type):
     assert loss_type != "kto" or sum(step["kl"] for step in run["steps"]) > 1
 
 
+@pytest.mark.parametrize("mark", ["", "{% generation %}"], ids=["no marks", "marks"])
+def test_what_tools_say_counts_for_nothing(mark):
+    """Of completions with several turns, and of those that another prompt is compared with."""
+    from chat_templates import of_bytes
+    from tiny_models import llama
+
+    said = mark + "{{ m.content }}<|im_end|>" + mark.replace("gen", "endgen")
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + said + "{% else %}"
+        "{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokens = of_bytes(template, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "<|im_end|>")
+    kto = KTO(model=llama(vocab_size=len(tokens), max_length=512), tokenizer=tokens)
+    user, tool = {"role": "user", "content": "the inn?"}, {"role": "tool", "content": "13"}
+    turns = [[{"role": "assistant", "content": word} for word in words] for words in (("call", "in"), ("ooh", "all"))]
+    rows = [{"prompt": [user], "completion": [a, tool, b], "label": True} for a, b in turns]
+    lines = [example.line for example in kto.prepare(rows)]
+    counted = [tokens.decode(line.ids_T[line.counts_T]) for line in lines]
+    assert counted == ["call<|im_end|>in<|im_end|>", "ooh<|im_end|>all<|im_end|>"]
+    others = kto._mismatched(lines)
+    assert [tokens.decode(line.ids_T[line.counts_T]) for line in others] == counted[::-1]
+    assert [line.ids_T.tolist() for line in others] == [line.ids_T.tolist() for line in lines[::-1]]  # the same prompt
+
+
 def test_the_formulas_by_hand():
     """β = ½, c = 2 and −1 with labels true and false, a shift of ½: s·(βc − shift) is ½ and 1."""
     policy = torch.tensor([-1.0, -3.0], dtype=torch.float64, requires_grad=True)

@@ -178,7 +178,7 @@ def test_the_judge_gets_the_columns_of_the_dataset():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="OnlineDPO needs a preference_fn or a reward_fn, found neither"):
+    with pytest.raises(ValueError, match="OnlineDPO needs a preference_fn, a reward_fn or an environment, found none"):
         OnlineDPO(model=moe())
     with pytest.raises(ValueError, match="found both"):
         OnlineDPO(model=moe(), preference_fn=prefers_low, reward_fn=low_tokens)

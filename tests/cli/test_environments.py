@@ -64,6 +64,95 @@ def test_generate_shows_conversations(folder, capsys):
     assert "assistant: " in capsys.readouterr().out
 
 
+def test_eval_plays(folder, capsys):
+    """The same conversations as training's own evaluation: greedy, on held-out rows."""
+    words = ["eval", folder / "final", "--environment", GUESS, "--num-rows", 40, "--batch-size", 16]
+    assert run(*words, "--max-new-tokens", 1, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_rows"], list(found["rewards"])) == (40, ["environment"])
+    assert run("generate", "--model", folder / "final", "--environment", GUESS, "--num-rows", 40, "--json") == 0
+    rewards = [json.loads(line)["reward"] for line in capsys.readouterr().out.splitlines()]
+    assert found["rewards"]["environment"]["mean"] == sum(rewards) / 40
+    assert run(*words, "--max-turns", 1) == 0
+    assert "] right, of 40" in capsys.readouterr().out
+
+
+TOOLS = """
+def mul(a: int) -> int:
+    '''M.
+
+    Args:
+        a: a
+    '''
+    return a
+
+class Silent:
+    def reset(self, **row):
+        self.count = 0
+
+    def add(self, by: int) -> int:
+        '''Add.
+
+        Args:
+            by: so many
+        '''
+        self.count += by
+        return self.count
+
+class Counter(Silent):
+    def get_reward(self):
+        return 0.5
+
+def short(completions):
+    return [float(len(text) < 9) for text in completions]
+
+def longer(pairs, prompts):
+    raise KeyError(f"asked of {len(pairs[0])} conversations")
+"""
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    """A tiny Llama that has a chat template, a context of 400 tokens, and a file of tools."""
+    from chat_templates import tokenizer
+    from tiny_models import llama
+
+    folder, tokens = tmp_path_factory.mktemp("chat"), tokenizer("qwen")
+    llama(vocab_size=len(tokens), max_length=400, eos_token_id=tokens.eos_token_id).save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    (folder / "mine.py").write_text(TOOLS)
+    (folder / "rows.jsonl").write_text('{"prompt": "1?"}\n{"prompt": "2?"}\n')
+    return folder
+
+
+def test_eval_with_tools_and_with_methods_that_are_tools(chatting, capsys):
+    """The columns are those that reward: functions and get_reward."""
+    rows = ["--data", chatting / "rows.jsonl", "--split", "train", "--num-rows", 2, "--json"]
+    mine = f"{chatting}/mine.py:"
+    assert run("eval", chatting, *rows, "--tools", mine + "mul", "--reward", mine + "short") == 0
+    assert list(json.loads(capsys.readouterr().out)["rewards"]) == ["short"]
+    assert run("eval", chatting, *rows, "--environment", mine + "Counter", "--reward", mine + "short") == 0
+    found = json.loads(capsys.readouterr().out)["rewards"]
+    assert (list(found), found["Counter"]["mean"]) == (["short", "Counter"], 0.5)
+
+
+def test_generate_needs_no_reward(chatting, capsys):
+    rows = ["--data", chatting / "rows.jsonl", "--num-rows", 2, "--json"]
+    assert run("generate", "--model", chatting, *rows, "--environment", f"{chatting}/mine.py:Silent") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert (
+        run("generate", "--model", chatting, *rows, "--environment", f"{chatting}/mine.py:Silent", "--best-of", 2) == 1
+    )
+    assert "reward_fn must be given: Silent has tools and no get_reward()" in capsys.readouterr().err
+
+
+def test_a_preference_is_asked_of_conversations(capsys, tmp_path, chatting):
+    words = ["train", "online-dpo", "--model", "moe:tiny", "--environment", GUESS, "--max-new-tokens", 1, "--quiet"]
+    words += ["--preference", f"{chatting}/mine.py:longer", "--num-steps", 1, "--output", tmp_path / "run"]
+    assert run(*words) == 1
+    assert "asked of 2 conversations" in capsys.readouterr().err
+
+
 def test_what_sft_does_not_have(tmp_path, capsys):
     assert run("train", "sft", "--model", "moe:tiny", "--task", "sorting", "--environment", GUESS) == 1
     assert "environment must not be given: sft has none" in capsys.readouterr().err

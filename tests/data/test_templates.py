@@ -1,5 +1,7 @@
 """Conversations in the chat templates of well-known models: which tokens are the assistant's, and what stands between."""
 
+import copy
+
 import pytest
 from chat_templates import TEMPLATES, tokenizer
 
@@ -18,6 +20,12 @@ TOOL = {"role": "tool", "content": "13"}
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 every_template = pytest.mark.parametrize("name", TEMPLATES)
 appending = pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "qwen3"])
+
+
+def with_template(name, template):
+    tokens = copy.deepcopy(tokenizer(name))
+    tokens.chat_template = template
+    return tokens
 
 
 def counted(tokens, ids, counts):
@@ -81,6 +89,46 @@ def test_a_template_without_such_a_token_ends_turns_with_eos():
     _, ids, counts = encode_row({"messages": messages}, tokens)
     assert tokens.convert_ids_to_tokens(ids)[-4:] == [" ", "ab", "\n", "<eos>"]
     assert counts[-4:] == [False, True, True, True]
+
+
+PLAIN = (
+    "{% for m in messages %}{{ m.role[0] + ': ' + (m.tool_calls[0].function.name if m.tool_calls else m.content) }}\n"
+    "{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+ROLES = (  # as of GLM: the opening of the next turn ends the last
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + (m.tool_calls[0].function.name if m.tool_calls else m.content) }}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [(PLAIN, "\n"), (ROLES, "<|im_start|>")], ids=["no end", "the next one's opening"]
+)
+def test_where_no_token_ends_a_turn_the_words_of_others_count_for_nothing(template, end):
+    tokens = with_template("qwen", template)
+    later = {"role": "user", "content": "later"}
+    _, ids, counts = encode_row({"messages": [USER, SAID, later, CALL, TOOL, SAID]}, tokens)
+    assert "later" in tokens.decode(ids)
+    found = counted(tokens, ids, counts)
+    assert found[:2] == [f"ooh, all{end}", f"add{end}"]
+    assert found[2].startswith("ooh, all")
+    prompt, completion, counts_ = encode_row({"prompt": [USER], "completion": [SAID, later, CALL, TOOL, SAID]}, tokens)
+    assert (prompt + completion, [False] * len(prompt) + counts_) == (ids, counts)
+    _, ids, counts = encode_row({"messages": [USER, SAID, later]}, tokens)  # and where nobody answers
+    assert counted(tokens, ids, counts) == [f"ooh, all{end}"]
+
+
+def test_turns_that_cannot_be_told_apart_are_refused():
+    """No token ends them, and they are rewritten once the conversation goes on."""
+    said = "{{ m.content if loop.last or m.role == 'user' else m.content | upper }}"
+    tokens = with_template("qwen", PLAIN.replace("m.content) }}", "'') }}" + said))
+    with pytest.raises(ValueError, match=r"must end the assistant's turns with a special token .* from 'ooh, all"):
+        encode_row({"messages": [USER, SAID, USER, SAID]}, tokens)
+
+
+def test_calls_that_a_template_leaves_out_are_refused():
+    with pytest.raises(ValueError, match=r"must write tool_calls, and leaves out 'add' of messages\[1\]"):
+        encode_row({"messages": [USER, CALL, TOOL, SAID], "tools": [ADD]}, tokenizer("smollm2"))
 
 
 @appending

@@ -79,6 +79,7 @@ def python():
 
 def test_what_is_printed_is_the_answer(python):
     assert python("print(6 * 7)\nprint('so')") == "42\nso"
+    assert python("print('ü' * 9000)") == "ü" * 4000
     assert python("open('x', 'w').write('1'); print(open('x').read())") == "1"
     assert ToolBox([python], tokenizer("qwen")).tools[0]["function"]["name"] == "python"
 
@@ -94,6 +95,7 @@ def test_what_is_printed_is_the_answer(python):
         ("open('/tmp/strop_tool_test', 'w')", "own folder only"),
         ("import os; os.remove('/tmp/none')", "does not allow os.remove"),
         ("x = bytearray(4 << 30)", "MemoryError"),
+        ("while True: print('x' * 10**6)", "must print less than 1 MB"),
     ],
 )
 def test_what_is_refused_is_said(python, code, error):

@@ -66,6 +66,30 @@ def test_another_end_than_the_templates_takes_its_place():
     assert tokens.decode(dialogue.ids).endswith("in<|endoftext|>\n<|user|>\nthe inn?<|end|>\n<|assistant|>\n")
 
 
+@pytest.mark.parametrize("end", ["<|python_tag|>", "<|eot_id|>", "<|begin_of_text|>"])
+def test_any_special_token_at_which_the_model_stops_ends_its_turn(end):
+    """As Llama's <|eom_id|> behind calls, which its tokenizer does not name: it is no word, and takes the end's place."""
+    tokens = tokenizer("llama")
+    stops = tokens.convert_tokens_to_ids(["<|python_tag|>", "<|begin_of_text|>", "e"])
+    dialogue = Chat(tokens, stop_ids=stops).begin([USER])
+    assert dialogue.draw(*drawn(tokens, f"in{end}"), special_tokens=True) == "in"
+    dialogue.hear([TOOL])
+    assert f"in{end}<|start_header_id|>ipython" in tokens.decode(dialogue.ids)
+    assert dialogue.draw(*drawn(tokens, "e")) == "e"  # a letter is a word all the same
+
+
+def test_where_the_next_turns_opening_ends_the_last_it_stands_once():
+    """As in GLM: the model stops at the role that follows, or at EOS, which is no role."""
+    tokens = with_template("{% for m in messages %}<|im_start|>{{ m.role + m.content }}{% endfor %}"
+                           "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}")  # fmt: skip
+    for end in ("<|im_start|>", "<|im_end|>"):
+        dialogue = Chat(tokens, stop_ids=tokens.convert_tokens_to_ids(["<|im_start|>"])).begin([USER])
+        assert dialogue.draw(*drawn(tokens, f"in{end}")) == "in"
+        dialogue.hear([USER])
+        opening = end + "user" if end == "<|im_start|>" else end + "<|im_start|>user"
+        assert tokens.decode(dialogue.ids).endswith(f"assistantin{opening}the inn?<|im_start|>assistant")
+
+
 def test_a_template_that_forgets_thinking_is_refused_or_kept_as_drawn():
     tokens = tokenizer("qwen3")
     with pytest.raises(ValueError, match=r"rewrites an earlier turn's thinking .* rewritten_turns=\"keep\""):
@@ -85,6 +109,27 @@ def test_text_without_a_template_follows_as_it_is():
     assert dialogue.drawn == [False, True, True, False]
     with pytest.raises(TypeError, match="messages must be a str as the first were, found messages"):
         dialogue.hear([USER])
+
+
+@pytest.mark.parametrize(
+    ("new", "match"),
+    [
+        ([5, 6], r"must be messages or a text as the first were, found \[5, 6\]"),
+        ([{"role": "user"}], "a message must have a role and a content, found {'role': 'user'}"),
+        ([{"content": "?"}], "must have a role and a content"),
+        ([{"role": "user", "content": None}], "must have a role and a content"),
+        ([USER, "?"], "must have a role and a content, found '\\?'"),
+    ],
+)
+def test_what_is_no_message_is_not_written_into_the_conversation(new, match):
+    tokens = tokenizer("qwen")
+    dialogue = Chat(tokens).begin([USER])
+    dialogue.draw(*drawn(tokens, "in<|im_end|>"))
+    with pytest.raises(TypeError, match=match):
+        dialogue.hear(new)
+    if new != [5, 6]:
+        with pytest.raises(TypeError, match=match):
+            Chat(tokens).begin(new)
 
 
 def test_ids_without_a_tokenizer():
@@ -107,6 +152,20 @@ def test_tools_stand_in_the_prompt():
     add = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
     for name in ("qwen", "llama"):
         assert '"description": "Adds."' in tokenizer(name).decode(Chat(tokenizer(name), [add]).begin([USER]).ids)
+
+
+def test_a_rows_own_options_are_the_templates_in_every_turn():
+    tokens = with_template(
+        "{% for m in messages %}"
+        + ONE
+        + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{{ '' if thinks else 'No thinking.' }}{% endif %}"
+    )
+    for row, quiet in (({}, "No thinking."), ({"chat_template_kwargs": {"thinks": True}, "x": 1}, "")):
+        dialogue = Chat(tokens, rewritten_turns="keep").begin([USER], row)
+        dialogue.draw(*drawn(tokens, "in<|im_end|>"))
+        dialogue.hear([USER])
+        turn = f"<|im_start|>user\nthe inn?<|im_end|>\n<|im_start|>assistant\n{quiet}"
+        assert tokens.decode(dialogue.ids) == f"{turn}in<|im_end|>\n{turn}"
 
 
 def test_with_a_template_a_text_is_a_message_of_the_users():

@@ -148,7 +148,10 @@ def test_reward_functions_are_added_and_see_the_conversation():
         seen.update(completions=completions, conversations=conversations, level=level)
         return [environment.count / 2 for environment in environments]
 
-    trainer = grpo(moe(eos_token_id=list(range(30))), OfIds, reward_fn=judge)
+    class Cards(OfIds):
+        held = ("ace",)  # a name of its own
+
+    trainer = grpo(moe(eos_token_id=list(range(30))), Cards, reward_fn=judge)
     metrics = trainer.train_step([{"prompt": [5, 6], "level": 1}])
     assert metrics["reward/environment"] == 3
     assert metrics["reward/judge"] == 1.5
@@ -243,11 +246,12 @@ class Scripted:
         ("qwen", '<tool_call>\n{"name": "double", "arguments": {"x": 21}}\n</tool_call><|im_end|>'),
         ("smollm2", '<tool_call>\n{"name": "double", "arguments": {"x": 21}}\n</tool_call><|im_end|>'),
         ("llama", '{"name": "double", "parameters": {"x": 21}}<|eot_id|>'),
+        ("llama", '{"name": "double", "parameters": {"x": 21}}<|begin_of_text|>'),  # at which this model stops too
     ],
 )
 def test_a_tool_is_called_and_answers_in_the_templates_words(name, call):
     tokens = tokenizer(name)
-    model = llama(vocab_size=len(tokens), max_length=1024, eos_token_id=tokens.eos_token_id)
+    model = llama(vocab_size=len(tokens), max_length=1024, eos_token_id=[tokens.eos_token_id, tokens.bos_token_id])
     trainer = GRPO(
         model=model, tokenizer=tokens, tools=[double], reward_fn=lambda completions: [float("42" in c) for c in completions],
         max_new_tokens=80, group_size=2, kl_coef=0.0, max_turns=4,
@@ -259,6 +263,13 @@ def test_a_tool_is_called_and_answers_in_the_templates_words(name, call):
     roles = [message["role"] for message in trainer.samples[0]["completion"]]
     assert roles == ["assistant", "tool", "assistant"]
     assert trainer.samples[0]["completion"][1]["content"] == "42"
+
+
+def test_one_function_is_a_tool_too():
+    tokens = tokenizer("qwen")
+    model = llama(vocab_size=len(tokens), max_length=1024)
+    trainer = GRPO(model=model, tokenizer=tokens, tools=double, reward_fn=lambda completions: [0.0] * len(completions))
+    assert [tool["function"]["name"] for tool in trainer.player.make.tools] == ["double"]
 
 
 def test_a_class_as_trl_wants_it_is_an_environment():
@@ -287,13 +298,18 @@ class Rewarded(Counter):
         raise AssertionError("a property is no tool and is not asked")
 
 
+class Empty(Rewarded):
+    def __len__(self):
+        return 0
+
+
 class RewardedLater(Rewarded):
     async def get_reward(self):
         return self.count / 2
 
 
 @pytest.mark.parametrize(
-    "environment", [Rewarded, lambda: Rewarded(), RewardedLater], ids=["class", "function", "async"]
+    "environment", [Rewarded, lambda: Rewarded(), RewardedLater, Empty], ids=["class", "function", "async", "falsy"]
 )
 def test_its_own_reward_is_given_once_at_the_end(environment):
     tokens = tokenizer("qwen")
@@ -331,6 +347,34 @@ def test_rows_need_no_prompt_where_the_environment_has_none(tmp_path):
     history = trainer.train(rows, eval_dataset=rows, num_steps=2, output_dir=tmp_path / "run")
     assert len(history.steps) == 2
     assert history.evaluations[-1]["eval/turns/mean"] >= 1
+
+
+def test_columns_that_functions_ask_for_are_looked_for_before_the_first_rollout():
+    """And rows that lack one are named, where it was None in silence."""
+    from strop import OnlineDPO
+    from strop.rewards import RewardError
+
+    def judge(completions, environments, prompt, answer):
+        raise AssertionError("not asked")
+
+    def prefers(pairs, conversations, answer):
+        raise AssertionError("not asked")
+
+    rows = [{"prompt": [5], "answer": 1}, {"prompt": [6]}]
+    for trainer in (
+        grpo(moe(eos_token_id=3), OfIds, reward_fn=judge),
+        OnlineDPO(model=moe(eos_token_id=3), environment=OfIds, preference_fn=prefers, max_new_tokens=4),
+    ):
+        with pytest.raises(RewardError, match=r"dataset\[1\] must have the column 'answer'"):
+            trainer.prepare(rows)
+        with pytest.raises(RewardError, match="asks for 'answer'"):
+            trainer.prepare(rows[1:])
+        assert len(trainer.prepare(rows[:1])) == 1
+
+
+def test_no_rows_are_refused():
+    with pytest.raises(ValueError, match="prompts must hold at least one row, found none"):
+        grpo(moe(eos_token_id=3)).train_step([])
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
@@ -400,11 +444,26 @@ def test_online_dpo_learns_from_pairs_of_conversations():
 def test_online_dpo_with_a_preference_over_conversations():
     from strop import OnlineDPO
 
-    def longer(pairs, level):
+    def longer(pairs, level, conversations, environments, prompt):
+        for (a, b), (first, second) in zip(pairs, conversations, strict=True):
+            assert (first[-1]["content"], second[-1]["content"]) == (a, b)
+        assert [(one.count > 0, other.count > 0) for one, other in environments] == [(True, True)] * 2
+        assert prompt == [[5, 6, 7], [8, 9]]
         return [int(len(b) > len(a)) for a, b in pairs]
 
     trainer = OnlineDPO(model=moe(eos_token_id=3), environment=OfIds, preference_fn=longer, max_new_tokens=4)
     assert trainer.train_step(ROWS, level=[1, 2])["preference/tied_fraction"] == 0
+
+
+def test_options_without_effect_are_told():
+    from strop import OnlineDPO
+
+    with pytest.warns(UserWarning, match="max_turns, credit have no effect without an environment or tools"):
+        GRPO(model=moe(), reward_fn=len, max_turns=3, credit="turn")
+    with pytest.warns(UserWarning, match="credit has no effect: a pair is of whole trajectories"):
+        OnlineDPO(model=moe(), environment=OfIds, credit="turn")
+    with pytest.warns(UserWarning, match="max_length has no effect with an environment: max_tokens"):
+        OnlineDPO(model=moe(), environment=OfIds, max_length=9)
 
 
 def test_best_of_n_keeps_the_best_conversation():

@@ -162,6 +162,7 @@ def hangs():
         (lambda: Turn([{"role": "user", "content": "b"}]), "messages must be a str as the first were"),
         (lambda: Turn("b", info={"x": "y"}), "info has finite numbers, found x 'y'"),
         (lambda: Turn("b", info={"x": float("inf")}), "info has finite numbers, found x inf"),
+        (lambda: Turn("b", info={"seconds": 1}), "info has other names than metrics have, found 'seconds'"),
         (lambda: Turn("b", info=[1]), r"info is a dict of numbers, found \[1\]"),
         (lambda: Turn(3), "messages are a list, a text or ids, found 3"),
         (lambda: Turn({"role": "user", "content": "b"}), "messages are a list, a text or ids, found {'role'"),

@@ -1,6 +1,8 @@
 """Calls as models write them, what they are answered with, and tools of classes."""
 
 import asyncio
+import functools
+from typing import Literal
 
 import pytest
 from chat_templates import tokenizer
@@ -55,6 +57,11 @@ def test_calls_of_llama():
     nested = '{"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}'
     assert calls(parse_llama(nested)) == [("add", {"a": 1})]
     assert parse_llama("The sum is {3}.") == []
+    for between in ("; ", ";\n", "\n"):
+        both = f'{{"name": "add", "parameters": {{"a": 1}}}}{between}{{"name": "stop", "parameters": {{}}}}'
+        assert calls(parse_llama(both)) == [("add", {"a": 1}), ("stop", {})]
+    one, other = parse_llama('{"name": "add", "parameters": {"a": 1}} and')
+    assert (one.error, other.error[:30]) == ("", "a call must be JSON, found 'an")
 
 
 @pytest.mark.parametrize(
@@ -81,13 +88,92 @@ def test_a_call_that_fails_is_answered_with_the_error(reply, error):
     assert (turn.info, turn.done) == ({"tool_calls": 1, "failed_calls": 1}, False)
 
 
+def optional(count: int | None = None, unit: Literal["m", "km"] = "m", what: int | str = 0) -> str:
+    """Say what was given.
+
+    Args:
+        count: how many
+        unit: of what
+        what: a number or its name
+    """
+    return f"{count} {unit} {what}"
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("{}", "None m 0"),
+        ('{"count": null, "unit": "km", "what": "two"}', "None km two"),
+        ('{"count": "1"}', 'error: count of optional must be of type integer, found "1"'),
+        ('{"unit": "mile"}', 'error: unit of optional must be one of ["m", "km"], found "mile"'),
+        ('{"what": true}', "error: what of optional must be of type integer or string, found true"),
+    ],
+)
+def test_arguments_that_may_be_left_out_or_be_one_of_several(given, answer):
+    call = f'<tool_call>{{"name": "optional", "arguments": {given}}}</tool_call>'
+    (message,) = ToolBox([optional], tokenizer("qwen"))().step(call).messages
+    assert message["content"] == answer
+
+
+def test_results_are_written_as_people_read_them():
+    def tell(what: str) -> dict:
+        """Tell.
+
+        Args:
+            what: it
+        """
+        return {"city": "Zürich"} if what == "city" else {(1, 2): 3}
+
+    tools = ToolBox([tell], tokenizer("qwen"))()
+    city, pair = (
+        tools.step(f'<tool_call>{{"name": "tell", "arguments": {{"what": "{what}"}}}}</tool_call>')
+        for what in ("city", "pair")
+    )
+    assert city.messages[0]["content"] == '{"city": "Zürich"}'
+    assert pair.messages[0]["content"].startswith("error: TypeError: keys must be str")
+    assert pair.info["failed_calls"] == 1
+
+
+def generator(n: int):
+    """Count.
+
+    Args:
+        n: to where
+    """
+    yield from range(n)
+
+
+def by_place(n: int, /) -> int:
+    """Count.
+
+    Args:
+        n: to where
+    """
+    return n
+
+
+@pytest.mark.parametrize(
+    ("tools", "match"),
+    [
+        ([generator], "tool generator must return its result, found a generator"),
+        ([by_place], "tool by_place must take arguments by their names, found n: int"),
+        ([functools.partial(add, 1)], "tools must be functions, found functools.partial"),
+        ([add, add], r"tools must have different names, found \['add', 'add'\]"),
+    ],
+)
+def test_tools_that_could_not_be_called_are_refused(tools, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        ToolBox(tools, tokenizer("qwen"))
+
+
 def test_results_are_in_order_and_a_reply_without_calls_ends():
     tools = ToolBox([add], tokenizer("qwen"))()
     both = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": 1}}}}</tool_call>' for a in (1, 2))
     turn = tools.step(both)
     assert [message["content"] for message in turn.messages] == ["2", "3"]
     assert turn.info == {"tool_calls": 2, "failed_calls": 0}
-    assert tools.step("3.").done
+    last = tools.step("3.")
+    assert (last.done, last.info) == (True, {"tool_calls": 0, "failed_calls": 0})
 
 
 def test_the_parser_is_chosen_by_the_template():
@@ -145,6 +231,22 @@ def test_public_methods_of_a_class_are_tools_of_each_trajectory():
     call = '<tool_call>{"name": "increment", "arguments": {"by": 2}}</tool_call>'
     assert [one.step(call).messages[0]["content"], two.step(call).messages[0]["content"]] == ["5", "12"]
     assert (one.held.count, two.held.count) == (5, 12)
+
+
+class Later(Counter):
+    async def reset(self, start: int = 0, **row):
+        return super().reset(start)
+
+
+def test_a_reset_may_be_async_and_says_a_text_or_nothing():
+    first = asyncio.run(ToolBox(Later, tokenizer("qwen"))().reset({"prompt": "Count."}))
+    assert first == [{"role": "user", "content": "Count. It is 0."}]
+    silent = type("Silent", (Counter,), {"reset": lambda self, **row: None})
+    with pytest.raises(ValueError, match="the row must have a prompt, or reset must return one"):
+        ToolBox(silent, tokenizer("qwen"))().reset({"start": 1})
+    listed = type("Listed", (Counter,), {"reset": lambda self, **row: [{"role": "user", "content": "?"}]})
+    with pytest.raises(TypeError, match=r"must return a text or None, found \[\{'role'"):
+        ToolBox(listed, tokenizer("qwen"))().reset({"prompt": "Count."})
 
 
 def test_a_function_without_types_is_refused_by_name():

@@ -95,6 +95,8 @@ class BestOfN:
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.rewards = torch.zeros(0)
         self.all_rewards = torch.zeros(0, n)
+        self.columns: dict[str, torch.Tensor] = {}
+        """Of each function, and of the environment, the rewards of all samples."""
         self.completion_ids: list[torch.Tensor] = []
         """Of the chosen, the EOS included."""
         self.conversations: list[list[dict[str, Any]]] = []
@@ -133,7 +135,8 @@ class BestOfN:
     def _chosen(self, batch: list[Prompt], rollout: Rollout) -> tuple[dict[str, list[Any]], list[int]]:
         """What reward functions were given, and the best of each prompt."""
         rows = reward_rows(repeated(batch, self.n), rollout, self.policy.tokenizer)
-        self.all_rewards = self.score(rows, rollout).total_B.view(-1, self.n)
+        scored = self.score(rows, rollout)
+        self.all_rewards, self.columns = scored.total_B.view(-1, self.n), scored.columns
         self.rewards, best_B = self.all_rewards.max(1)
         chosen = [row * self.n + int(index) for row, index in enumerate(best_B)]
         self.completion_ids = [rollout.completion_ids[i] for i in chosen]

@@ -78,10 +78,11 @@ class DistillConfig(TrainerConfig):
 
 
 class Lesson(NamedTuple):
-    """A prompt, and the dataset's completion where it is needed."""
+    """A prompt, and the dataset's completion where it is needed, with which of its tokens count."""
 
     prompt: Prompt
     completion: torch.Tensor | None
+    counts: list[bool] | None = None
 
 
 class Distance(NamedTuple):
@@ -197,7 +198,7 @@ class Distill(Trainer):
         for i in others if config.off_policy == "dataset" else ():
             lesson = lessons[i]
             assert lesson.completion is not None
-            found[i] = Trajectory.of(lesson.prompt.ids, lesson.completion)
+            found[i] = Trajectory.of(lesson.prompt.ids, lesson.completion, lesson.counts)
         return [found[i] for i in range(len(lessons))], len(own)
 
     def _table(self, prompts: list[Prompt], rollout: Rollout) -> list[dict[str, Any]]:
@@ -256,8 +257,9 @@ class Distill(Trainer):
         if completion is None:
             raise ValueError(f"{where} must have a completion where on_policy is below 1, found none")
         with row_named(where):
-            ids = torch.tensor(encode_completion(prompt.shown, completion, self.policy.tokenizer)[0]).long()
+            found, counts = encode_completion(prompt.shown, completion, self.policy.tokenizer, prompt.columns)
+        ids = torch.tensor(found).long()
         if not len(ids):
             raise ValueError(f"{where}: the completion must have at least one token, found none")
         self.policy.check_ids(ids, where)
-        return Lesson(prompt, fit(prompt.ids, ids, None, self.policy.max_length, where))
+        return Lesson(prompt, fit(prompt.ids, ids, None, self.policy.max_length, where), counts)

@@ -26,7 +26,7 @@ from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.inputs import Prompt, as_prompts, prompts_of_dataset, repeated, reward_rows
 from strop.environments.base import TurnsConfig
 from strop.environments.credit import EpisodeRewards, turn_advantages
-from strop.environments.of_trainer import player, rows_of
+from strop.environments.of_trainer import checked_rows, player, rows_of
 from strop.losses import ADVANTAGE_SCALES, PolicyLoss, PolicyRule, kl_estimate
 from strop.models import unwrapped
 from strop.models.routing import Routers
@@ -254,10 +254,10 @@ class GRPO(Trainer):
     config: GRPOConfig
 
     def __init__(self, *, reward_fn: Any = None, environment: Any = None, tools: Any = None, **arguments: Any):
-        if "reward_funcs" in arguments:
-            raise ValueError(f"'reward_funcs' is no option of {type(self).__name__}; {_trl.hint('reward_funcs')}")
+        for name in arguments.keys() & {"reward_funcs", "environment_factory"}:
+            raise ValueError(f"{name!r} is no option of {type(self).__name__}; {_trl.hint(name)}")
         if reward_fn is None and environment is None:
-            raise ValueError(f"{type(self).__name__} needs a reward_fn or an environment, found None")
+            raise ValueError(f"{type(self).__name__} needs a reward_fn or an environment, found neither")
         super().__init__(**arguments)
         config = self.config
         self.sampler = sampler(self, config.server, config.replay_routing)
@@ -310,7 +310,7 @@ class GRPO(Trainer):
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:
         if self.player is not None:
-            return rows_of(rows, {}, name)
+            return checked_rows(rows, name, self.rewards)
         prompts = prompts_of_dataset(
             rows, self.policy.tokenizer, self.policy.padding(self.config.pad_id), name, self.name
         )

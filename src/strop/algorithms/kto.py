@@ -83,8 +83,9 @@ class KTO(Trainer):
         examples = []
         for i, row in enumerate(rows):
             with row_named(f"{name}[{i}]"):
-                prompt, completion = (torch.tensor(part).long() for part in encode_row(row, self.tokenizer)[:2])
-            examples.append(self._checked(prompt, completion, row.get("label"), f"{name}[{i}]"))
+                *ids, counts = encode_row(row, self.tokenizer)
+            prompt, completion = (torch.tensor(part).long() for part in ids)
+            examples.append(self._checked(prompt, completion, row.get("label"), f"{name}[{i}]", counts))
         return examples
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
@@ -151,8 +152,8 @@ class KTO(Trainer):
         limit = context if self.config.max_length is None else self.config.max_length
         found = []
         for i, line in enumerate(lines):
-            prompt, other = line.ids_T[~line.counts_T], lines[i - 1].ids_T[lines[i - 1].counts_T]
-            found.append(Trajectory.of(prompt, fit(prompt, other, limit, context, f"row {i}")))
+            (prompt, _, _), (_, other, counts) = _parted(line), _parted(lines[i - 1])
+            found.append(Trajectory.of(prompt, fit(prompt, other, limit, context, f"row {i}"), counts))
         return found
 
     def _batches(self, lines: Sequence[Trajectory], cut: Any) -> list[tuple[list[int], TokenBatch]]:
@@ -190,7 +191,7 @@ class KTO(Trainer):
         rows = as_dicts({"prompt": prompts, "completion": completions, "label": labels})
         return [self._checked(row["prompt"], row["completion"], row["label"], f"row {i}") for i, row in enumerate(rows)]
 
-    def _checked(self, prompt: Ids, completion: Ids, label: Any, where: str) -> Example:
+    def _checked(self, prompt: Ids, completion: Ids, label: Any, where: str, counts: Any = None) -> Example:
         if label not in (True, False) or not isinstance(label, (bool, int)):
             raise TypeError(f"{where}: label must be true or false, found {label!r}")
         for name, ids in (("the prompt", prompt), ("the completion", completion)):
@@ -198,7 +199,13 @@ class KTO(Trainer):
                 raise ValueError(f"{where}: {name} must have at least one token, found none")
         self.policy.check_ids(torch.cat([prompt, completion]), where)
         fitted = fit(prompt, completion, self.config.max_length, self.policy.max_length, where)
-        return Example(Trajectory.of(prompt, fitted), bool(label))
+        return Example(Trajectory.of(prompt, fitted, counts), bool(label))
+
+
+def _parted(line: Trajectory) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The prompt, the completion, which begins with a token that counts, and which of the completion's count."""
+    start = int(line.counts_T.nonzero()[0])
+    return line.ids_T[:start], line.ids_T[start:], line.counts_T[start:]
 
 
 def _metrics(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], shift: torch.Tensor) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from strop.data.batch import on_device
 from strop.data.inputs import Prompt, as_prompts, check_below, prompts_of_dataset, repeated, reward_rows
 from strop.environments.base import TurnsConfig
 from strop.environments.credit import EpisodeRewards
-from strop.environments.of_trainer import player, rows_of
+from strop.environments.of_trainer import OF_EPISODES, checked_rows, player, rows_of
 from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout, sample_table
 from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics
 from strop.rollout.sampler import sampler
@@ -53,7 +53,8 @@ class OnlineDPO(DPO):
     preference_fn   takes pairs (a, b), texts or id tensors, and returns 0 if a is better, 1 if b is; by its
                     parameter names it may ask for prompts and the dataset's columns: preference_fn(pairs, answer); or
     reward_fn       a reward function or several: the higher reward is the better, and a tie teaches nothing
-    environment, tools   as of GRPO; an environment's rewards are added to reward_fn's, or take its place
+    environment, tools   as of GRPO; an environment's rewards are added to reward_fn's, or take its place. preference_fn
+                    then gets pairs of last replies, and as `conversations`, `replies` and `environments` pairs too
     """
 
     Config = OnlineDPOConfig
@@ -66,7 +67,7 @@ class OnlineDPO(DPO):
         if preference_fn is not None and reward_fn is not None:
             raise ValueError("OnlineDPO needs a preference_fn or a reward_fn, found both")
         if preference_fn is None and reward_fn is None and environment is None:
-            raise ValueError("OnlineDPO needs a preference_fn or a reward_fn, found neither")
+            raise ValueError("OnlineDPO needs a preference_fn, a reward_fn or an environment, found none")
         super().__init__(**arguments)
         config = self.config
         self.sampler = sampler(self, config.server)
@@ -74,6 +75,10 @@ class OnlineDPO(DPO):
         self.rewards: Any = None
         self.player = player(self, environment, tools)
         self.any_format = self.player is not None
+        if self.player is not None and config.turns.credit != "trajectory":
+            warnings.warn("credit has no effect: a pair is of whole trajectories", stacklevel=2)
+        if self.player is not None and config.max_length is not None:
+            warnings.warn("max_length has no effect with an environment: max_tokens is what limits it", stacklevel=2)
         if reward_fn is not None:
             self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
         if self.player is not None and preference_fn is None:
@@ -103,13 +108,13 @@ class OnlineDPO(DPO):
         return self.run_step(lambda: self._online_step(batch))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:  # type: ignore[override]
+        judge = self.rewards or self.preference
+        assert judge is not None
         if self.player is not None:
-            return rows_of(rows, {}, name)
+            return checked_rows(rows, name, judge)
         prompts = prompts_of_dataset(
             rows, self.policy.tokenizer, self.policy.padding(self.config.pad_id), name, self.name
         )
-        judge = self.rewards or self.preference
-        assert judge is not None
         judge.check(rows, name)
         checked_prompts(self.policy, [prompt.ids for prompt in prompts], self.config.sampling, name)
         check_below(self.config.max_length, prompts, name)
@@ -204,7 +209,11 @@ class OnlineDPO(DPO):
             return better, rewards.over(self.world).metrics, sample_table(rows, **rewards.shown)
         assert self.preference is not None
         completions = rows["completions"]
-        columns = {name: values[::2] for name, values in rows.items() if name not in ("completions", "completion_ids")}
+        columns = {
+            name: list(zip(values[::2], values[1::2], strict=True)) if name in OF_EPISODES else values[::2]
+            for name, values in rows.items()
+            if name not in ("completions", "completion_ids")
+        }
         preferred = self.preference(list(zip(completions[::2], completions[1::2], strict=True)), columns)
         chosen = torch.nn.functional.one_hot(torch.tensor(preferred).long(), 2).flatten().bool().tolist()
         return list(preferred), {}, sample_table(rows, preferred=chosen)

@@ -1,6 +1,5 @@
 """`strop eval MODEL --task …`: how often a model is right, with a 95 % interval."""
 
-import functools
 import json
 import math
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ import numpy as np
 import typer
 
 from strop.cli.generate import as_job, room_of
-from strop.cli.job import load_data, load_model_and_tokenizer, load_rewards, load_task
+from strop.cli.job import load_data, load_environment, load_model_and_tokenizer, load_rewards, load_task, load_tools
 from strop.cli.options import number_option
 
 
@@ -21,6 +20,11 @@ def evaluate(
     task: Annotated[str | None, typer.Option(help="Held-out problems of a task, with its reward.")] = None,
     data: Annotated[str | None, typer.Option(help="Rows with prompts, as strop train --data takes them.")] = None,
     reward: Annotated[list[str] | None, typer.Option(help="file.py:function; may be repeated.")] = None,
+    environment: Annotated[str | None, typer.Option(help="file.py:Class, for more than one turn.")] = None,
+    tools: Annotated[
+        list[str] | None, typer.Option(help="file.py:function the model may call; may be repeated.")
+    ] = None,
+    max_turns: Annotated[int, number_option("Of the model, with an environment or tools.", low=1)] = 8,
     num_rows: Annotated[int, number_option("How many problems.", low=2)] = 200,
     map: Annotated[
         list[str] | None, typer.Option(help="Rename columns, new=old: prompt=question,answer=label.")
@@ -46,27 +50,35 @@ def evaluate(
     job = as_job(
         model=model, task=task, data=data, num_rows=num_rows, chat=chat, tokenizer=tokenizer, dtype=dtype, device=device,
         reward=tuple(reward or ()) or None, split=split, map=tuple(map or ()) or None, template=template,
-        settings=settings or (),
+        environment=environment, tools=tuple(tools or ()) or None, settings=settings or (),
     )  # fmt: skip
     problems = load_task(job)
     rows = [dict(row) for row in load_data(job, problems)]
     functions = load_rewards(job, problems)
-    if not functions:
-        raise ValueError("eval needs a reward: --reward file.py:function, or a --task that has one")
+    playing = {"environment": load_environment(job), "tools": load_tools(job)}
+    max_turns = max_turns if any(playing.values()) else 1
+    if not functions and playing["environment"] is None:
+        raise ValueError("eval needs a reward: --reward file.py:function, a --task that has one, or an --environment")
     loaded, its_tokenizer = load_model_and_tokenizer(job, problems)
     if its_tokenizer is None:
         raise ValueError("the model has no tokenizer: give one with --tokenizer, or the --task it was trained on")
     from strop.algorithms.best_of_n import BestOfN
+    from strop.environments.tools import ToolBox
 
-    scores: list[list[float]] = [[] for _ in functions]
     best = BestOfN(
-        model=loaded, tokenizer=its_tokenizer, n=1, seed=seed, temperature=temperature,
-        max_new_tokens=max_new_tokens or room_of(loaded, its_tokenizer, rows),
-        reward_fn=[_noted(function, kept) for function, kept in zip(functions, scores, strict=True)],
+        model=loaded, tokenizer=its_tokenizer, n=1, seed=seed, temperature=temperature, reward_fn=functions or None,
+        max_new_tokens=max_new_tokens or room_of(loaded, its_tokenizer, rows, max_turns),
+        turns={"max_turns": max_turns}, **playing,
     )  # fmt: skip
+    names = best.score.names[
+        best.player is not None and isinstance(best.player.make, ToolBox) :
+    ]  # tools reward nothing
+    scores: dict[str, list[float]] = {name: [] for name in names}
     for start in range(0, len(rows), batch_size):
         best.generate(rows[start : start + batch_size])
-    found = {name: summary(values) for name, values in zip(best.score.names, scores, strict=True)}
+        for name, values in scores.items():
+            values += best.columns[name].tolist()
+    found = {name: summary(values) for name, values in scores.items()}
     if as_json:
         print(json.dumps({"model": model, "num_rows": len(rows), "rewards": found}))
         return
@@ -74,18 +86,6 @@ def evaluate(
         how = "right" if one["interval"] == "wilson" else "mean"
         low, high = (_shown(one[end], how) for end in ("low", "high"))
         print(f"{name}: {_shown(one['mean'], how)} [{low}, {high}] {how}, of {len(rows):,}")
-
-
-def _noted(function: Any, kept: list[float]) -> Any:
-    """The function, whose rewards are kept besides; it is called by the same parameter names."""
-
-    @functools.wraps(function)
-    def noted(*arguments: Any, **named: Any) -> Any:
-        found = function(*arguments, **named)
-        kept.extend(float(value) for value in found)
-        return found
-
-    return noted
 
 
 def summary(values: Sequence[float], rounds: int = 2000) -> dict[str, Any]:

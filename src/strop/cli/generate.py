@@ -65,6 +65,7 @@ def generate(
     rows = _rows(job, problems, prompt)
     rewards = load_rewards(job, problems if "answer" in rows[0] else None)
     playing = {"environment": load_environment(job), "tools": load_tools(job)}
+    max_turns = max_turns if any(playing.values()) else 1
     if best_of > 1 and not rewards and environment is None:
         raise ValueError("--best-of needs a reward: --reward file.py:function, or a --task that has one")
     if temperature is None:
@@ -76,8 +77,8 @@ def generate(
 
     best = BestOfN(
         model=loaded, tokenizer=its_tokenizer, n=best_of, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p,
-        max_new_tokens=max_new_tokens or room_of(loaded, its_tokenizer, rows), turns={"max_turns": max_turns}, **playing,
-        reward_fn=rewards or (None if environment else _no_reward),
+        max_new_tokens=max_new_tokens or room_of(loaded, its_tokenizer, rows, max_turns), turns={"max_turns": max_turns}, **playing,
+        reward_fn=rewards or (None if environment and best_of > 1 else _no_reward),
         reward_weights=parse_value(reward_weights) if reward_weights and rewards else None,
     )  # fmt: skip
     answers = _answers(best, rows, scored=bool(rewards) or environment is not None)
@@ -116,12 +117,14 @@ def _no_reward(completions: Sequence[str]) -> list[float]:
     return [0.0] * len(completions)
 
 
-def room_of(model: Any, tokenizer: Any, rows: list[dict[str, Any]], most: int = 128) -> int:
-    """Tokens the model can still read behind the longest prompt."""
+def room_of(model: Any, tokenizer: Any, rows: list[dict[str, Any]], max_turns: int, most: int = 128) -> int:
+    """Tokens the model can still read behind the longest prompt; of several turns, and what it reads, an equal part."""
     from strop.data.tokenize import encode_prompt
     from strop.models import as_policy
 
     context = as_policy(model, tokenizer).max_length
+    if context is not None and max_turns > 1:
+        return max(1, min(most, context // (max_turns + 1)))
     longest = max(len(encode_prompt(row.get("prompt", []), tokenizer, row)) for row in rows)
     return most if context is None else max(1, min(most, context - longest))
 

@@ -289,14 +289,14 @@ def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
             if getattr(job, name) is not None:
                 raise ValueError(f"{name} must not be given: {command} has none")
         return {}
-    if job.preference is not None:
-        if command != "online-dpo":
-            raise ValueError(f"preference must not be given: {command} has rewards")
-        return {"preference_fn": load_function(job.preference, "preference")}
-    rewards = load_rewards(job, task)
     found: dict[str, Any] = {"critic": job.critic}
     if command != "ppo":
         found = {"environment": load_environment(job), "tools": load_tools(job)}
+    if job.preference is not None:
+        if command != "online-dpo":
+            raise ValueError(f"preference must not be given: {command} has rewards")
+        return found | {"preference_fn": load_function(job.preference, "preference")}
+    rewards = load_rewards(job, task)
     if not rewards and found.get("environment") is None:
         raise ValueError(
             f"{command} needs a reward: --reward file.py:function, a --task that has one, or an --environment"

@@ -49,7 +49,15 @@ def pieces(messages: Sequence[Message], first: int, tokenizer: Any, row: Mapping
     begins = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     prompts = [render(messages[:i], tokenizer, row, add_generation_prompt=True) for i in begins]
     cuts = [0, *(len(whole) - len(following(prompt, whole)) for prompt in prompts), len(whole)]
-    return [whole[start:end] for start, end in itertools.pairwise(cuts)]
+    found = [whole[start:end] for start, end in itertools.pairwise(cuts)]
+    for i, text in zip(begins, found[1:], strict=True):
+        for call in messages[i].get("tool_calls") or ():
+            if (name := (call.get("function") or call).get("name", "")) not in text:
+                raise ValueError(
+                    f"the chat template must write tool_calls, and leaves out {name!r} of messages[{i}]; calls may also be "
+                    f"written into the content"
+                )
+    return found
 
 
 def between(

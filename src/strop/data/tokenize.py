@@ -52,10 +52,11 @@ def encode_completion(
     if prompt[-1]["role"] == "assistant":  # begun in the prompt: one message for the template
         joined = {**prompt[-1], "content": prompt[-1]["content"] + completion[0]["content"]}
         first, messages = first - 1, [*prompt[:-1], joined, *completion[1:]]
-    before, *parts = templates.pieces(messages, first, tokenizer, row)
+    opening, *parts = templates.pieces(messages, first, tokenizer, row)
     _check_spoken(parts, completion, "the completion")
-    parts[0] = templates.following(templates.render_prompt(prompt, tokenizer, row), before + parts[0])
-    ids, counts = _encode_turns(parts, messages[-1], tokenizer)
+    before = templates.render_prompt(prompt, tokenizer, row)
+    parts[0] = templates.following(before, opening + parts[0])
+    ids, counts = _encode_turns(before, parts, messages, tokenizer, row)
     return (ids, counts) if assistant_only else _all_count(ids)
 
 
@@ -94,7 +95,7 @@ def _encode_messages(messages: Any, tokenizer: Any, row: Mapping[str, Any], assi
     before, *parts = templates.pieces(messages, 0, tokenizer, row)
     _check_spoken(parts, messages, "messages")
     opening = encode_text(before, tokenizer)
-    ids, counts = _encode_turns(parts, messages[-1], tokenizer)
+    ids, counts = _encode_turns(before, parts, messages, tokenizer, row)
     return opening + ids, [False] * len(opening) + counts
 
 
@@ -104,32 +105,55 @@ def _check_spoken(parts: Sequence[str], messages: Any, name: str) -> None:
         raise ValueError(f"{name} must have a turn of the assistant, found {roles}")
 
 
-def _encode_turns(parts: Sequence[str], last: Mapping[str, Any], tokenizer: Any) -> Line:
-    """Pieces that each begin with a turn of the assistant: its tokens up to the one that ends it count, what follows does
-    not. Generation ends there, so behind the assistant's last word nothing is left."""
+def _encode_turns(
+    before: str, parts: Sequence[str], messages: Any, tokenizer: Any, row: Mapping[str, Any] | None
+) -> Line:
+    """Pieces behind the text `before` that each begin with a turn of the assistant: its tokens up to the one that ends it
+    count, what follows does not. Generation ends there, so behind the assistant's last word nothing is left."""
     ends = turn_ends(tokenizer)
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-len(parts) :]
     ids: Ids = []
     counts: Counts = []
-    for number, part in enumerate(parts):
+    for i, part in zip(turns, parts, strict=True):
         found = encode_text(part, tokenizer)
-        spoken = next((i + 1 for i, token in enumerate(found) if token in ends), None)
-        if number + 1 == len(parts) and last["role"] == "assistant":
+        spoken = next((n + 1 for n, token in enumerate(found) if token in ends), None)
+        if i + 1 == len(messages):
             found = found[:spoken]
-            if _ends_with(part, last.get("content")):
+            if _ends_with(part, messages[i].get("content")):
                 found = _with_eos(found, tokenizer)
-        spoken = len(found) if spoken is None else spoken
+            spoken = len(found)
+        elif spoken is None:
+            alone = templates.following(before, templates.render(messages[: i + 1], tokenizer, row))
+            spoken = _num_spoken(found, alone, tokenizer)
         ids += found
-        counts += [i < spoken for i in range(len(found))]
+        counts += [n < spoken for n in range(len(found))]
+        before += part
     return ids, counts
+
+
+def _num_spoken(ids: Ids, alone: str, tokenizer: Any) -> int:
+    """How many tokens are the assistant's where none of them ends its turn: those that stand there too when nothing
+    follows (`alone`), and a special token behind them, as the one that opens the next turn ends this one."""
+    said, special = encode_text(alone, tokenizer), special_ids(tokenizer)
+    same = next((n for n, (a, b) in enumerate(zip(ids, said, strict=False)) if a != b), min(len(ids), len(said)))
+    rest = tokenizer.decode([token for token in said[same:] if token not in special])
+    if rest.strip():
+        raise ValueError(
+            f"the chat template must end the assistant's turns with a special token or leave them as they are when the "
+            f"conversation goes on, found {alone[-60:]!r} changed from {rest[:30]!r} on"
+        )
+    return same + (same < len(ids) and ids[same] in special)
 
 
 def turn_ends(tokenizer: Any) -> tuple[int, ...]:
     """Ids that end a turn: EOS, and the special token the chat template puts behind an assistant's words."""
-    ends = eos_ids(tokenizer)
     text = templates.between([{"role": "user", "content": "?"}], [], tokenizer)
-    special = {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}
-    first = encode_text(text, tokenizer)[:1]
-    return tuple(dict.fromkeys((*ends, *(first if first and first[0] in special else ()))))
+    first = [token for token in encode_text(text, tokenizer)[:1] if token in special_ids(tokenizer)]
+    return tuple(dict.fromkeys((*eos_ids(tokenizer), *first)))
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    return {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}
 
 
 def _all_count(ids: Ids) -> Line:
@@ -193,15 +217,6 @@ def eos_ids(tokenizer: Any) -> tuple[int, ...]:
 def _with_eos(ids: Ids, tokenizer: Any) -> Ids:
     ends = eos_ids(tokenizer)
     return ids if not ends or (ids and ids[-1] in ends) else [*ids, ends[0]]
-
-
-def _until_last_eos(ids: Ids, tokenizer: Any) -> Ids:
-    """Without the white space some templates put behind the end of a turn: generation stops before it."""
-    ends = eos_ids(tokenizer)
-    last = max((i for i, token in enumerate(ids) if token in ends), default=None)
-    if last is None or tokenizer.decode(ids[last + 1 :]).strip():
-        return ids
-    return ids[: last + 1]
 
 
 def _as_ids(ids: Any) -> Ids:

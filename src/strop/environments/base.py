@@ -123,6 +123,8 @@ def as_turn(answer: Any) -> Turn:
     if not isinstance(answer.info, Mapping):
         raise TypeError(f"it must return a Turn whose info is a dict of numbers, found {answer.info!r:.60}")
     for name, value in answer.info.items():
+        if name in ("seconds", "failed_fraction"):
+            raise ValueError(f"it must return a Turn whose info has other names than metrics have, found {name!r}")
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise TypeError(f"it must return a Turn whose info has finite numbers, found {name} {value!r:.60}")
     if not answer.done:

@@ -31,6 +31,10 @@ class EpisodeRewards:
                 "reward_fn must not be called as the environment or 'environment': these are names of rewards"
             )
 
+    def check(self, rows: Sequence[Mapping[str, Any]], name: str, besides: Sequence[str] = ()) -> None:
+        for part in self.parts:
+            part.check(rows, name, besides)
+
     def __call__(self, rows: Mapping[str, Sequence[Any]], rollout: Any) -> Rewards:
         total_B = torch.tensor([one.returns(self.discount)[0] for one in rollout.episodes], dtype=torch.float32)
         columns = {"environment": total_B}

@@ -16,7 +16,7 @@ import torch
 from strop._checks import is_conversation
 from strop.data import templates
 from strop.data.batch import Trajectory, as_ids
-from strop.data.tokenize import encode_prompt, encode_text, eos_ids, turn_ends
+from strop.data.tokenize import encode_prompt, encode_text, eos_ids, special_ids, turn_ends
 
 USER = {"role": "user", "content": "?"}
 RESULT = {"role": "tool", "name": "f", "content": "7315"}
@@ -27,6 +27,7 @@ class Chat:
 
     rewritten_turns   "refuse" templates that rewrite earlier turns, or "keep" turns as they were drawn
     check_ids         raises where the model has no such token
+    stop_ids          ids at which the model stops; those of special tokens end a turn as the template's own does
     """
 
     def __init__(
@@ -35,25 +36,31 @@ class Chat:
         tools: Sequence[Any] | None = None,
         rewritten_turns: str = "refuse",
         check_ids: Callable[[torch.Tensor, str], None] | None = None,
+        stop_ids: Sequence[int] = (),
     ):
         self.tokenizer, self.check_ids = tokenizer, check_ids
         self.row = {"tools": list(tools)} if tools else {}
         self.has_template = getattr(tokenizer, "chat_template", None) is not None
         self.ends = turn_ends(tokenizer) if self.has_template else eos_ids(tokenizer)
+        self.stops = {*self.ends, *special_ids(tokenizer).intersection(stop_ids)}
         if self.has_template and tools:
             templates.check_writes(RESULT, tokenizer, self.row)
         if self.has_template and rewritten_turns == "refuse":
             templates.check_append_only([USER], [RESULT if tools else USER], tokenizer, self.row)
 
-    def begin(self, first: Any) -> "Dialogue":
-        """first: messages, a text, which with a chat template is a message of the user's, or token ids"""
+    def begin(self, first: Any, row: Mapping[str, Any] | None = None) -> "Dialogue":
+        """first: messages, a text, which with a chat template is a message of the user's, or token ids
+
+        row   of the dataset: its documents and chat_template_kwargs are the template's
+        """
         if isinstance(first, str) and self.has_template:
             first = [{"role": "user", "content": first}]
-        messages = [dict(message) for message in first] if is_conversation(first) else first
-        ids = encode_prompt(messages, self.tokenizer, self.row)
+        messages = _as_messages(first) if is_conversation(first) else first
+        own = {name: row[name] for name in ("documents", "chat_template_kwargs") if name in row} if row else {}
+        ids = encode_prompt(messages, self.tokenizer, self.row | own)
         if not ids:
             raise ValueError(f"the first messages must hold at least one token, found none in {first!r:.60}")
-        return Dialogue(self, messages, self.checked(ids))
+        return Dialogue(self, messages, self.checked(ids), self.row | own)
 
     def checked(self, ids: list[int]) -> list[int]:
         if self.check_ids is not None:
@@ -62,7 +69,7 @@ class Chat:
 
     def text(self, ids: Sequence[int], special_tokens: bool = False) -> Any:
         """What the model said, without the token that ends its turn; without a tokenizer the ids."""
-        said = list(ids[:-1] if ids and ids[-1] in self.ends else ids)
+        said = list(ids[:-1] if ids and ids[-1] in self.stops else ids)
         if self.tokenizer is None:
             return said
         return self.tokenizer.decode(said, skip_special_tokens=not special_tokens)
@@ -71,6 +78,7 @@ class Chat:
 @dataclass
 class Dialogue:
     """first     what it began with; `messages` are those that followed, where it is a chat, else texts or ids
+    row          tools, and what else the chat template is given
     ids, drawn   all tokens, and which of them the model drew; `logps` are of these
     spans        how many it drew in each turn; `replies` are what that says
     """
@@ -78,6 +86,7 @@ class Dialogue:
     chat: Chat
     first: Any
     ids: list[int]
+    row: Mapping[str, Any]
     num_prompt: int = 0
     drawn: list[bool] = field(default_factory=list)
     logps: list[torch.Tensor] = field(default_factory=list)
@@ -106,7 +115,7 @@ class Dialogue:
 
     def hear(self, new: Any, longest: float = math.inf) -> bool:
         """What the model reads before its next turn: messages, a text, or ids. False: it does not fit, and is left out."""
-        messages = [dict(one) for one in new] if is_conversation(new) else [{"role": "user", "content": new}]
+        messages = _as_messages(new) if is_conversation(new) else [{"role": "user", "content": new}]
         ids = self.chat.checked(self._encoded(messages, new))
         if len(self.ids) + len(ids) > longest:
             return False
@@ -121,9 +130,11 @@ class Dialogue:
             if is_conversation(new):
                 raise TypeError(f"messages must be a {type(self.first).__name__} as the first were, found messages")
             return encode_text(new, chat.tokenizer) if isinstance(new, str) else as_ids(new, "messages").tolist()
-        ids = encode_text(templates.between(self.first, messages, chat.tokenizer, chat.row), chat.tokenizer)
-        ended = self.ids[-1] in chat.ends  # the model ended its turn itself: the template's end of it is there already
-        return ids[1:] if ended and ids[0] in chat.ends else ids
+        if not isinstance(messages[0]["content"], str) and not is_conversation(new):
+            raise TypeError(f"messages must be messages or a text as the first were, found {new!r:.60}")
+        ids = encode_text(templates.between(self.first, messages, chat.tokenizer, self.row), chat.tokenizer)
+        last = self.ids[-1]  # if the model ended its turn itself, the template's end of it is there already
+        return ids[1:] if last in chat.stops and (ids[0] == last or ids[0] in chat.ends) else ids
 
     def trajectory(self, finish: str) -> Trajectory:
         return Trajectory(torch.tensor(self.ids), torch.tensor(self.drawn), torch.cat(self.logps), finish)
@@ -131,3 +142,11 @@ class Dialogue:
     def conversation(self) -> list[Mapping[str, Any]]:
         """All of it as messages."""
         return [*(self.first if self.is_chat else [{"role": "user", "content": self.first}]), *self.messages]
+
+
+def _as_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
+    for one in given:
+        says = isinstance(one, Mapping) and (isinstance(one.get("content"), (str, list)) or one.get("tool_calls"))
+        if not says or not isinstance(one.get("role"), str):
+            raise TypeError(f"a message must have a role and a content, found {one!r:.60}")
+    return [dict(one) for one in given]

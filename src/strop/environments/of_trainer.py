@@ -1,24 +1,31 @@
 """Environments as trainers use them: who plays, and rows that need no prompt."""
 
+import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from strop._named import load_function
-from strop.data.inputs import Prompt
+from strop.data.inputs import RESERVED, Prompt
 from strop.environments.base import TurnsConfig
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
 
-RESERVED = ("prompts", "completions", "completion_ids", "prompt_ids", "conversations", "replies", "environments")
+OF_EPISODES = ("conversations", "replies", "environments")  # what reward functions get beside what one turn gives
 
 
 def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
     """Of a trainer with an environment or with tools; None has neither."""
-    if environment is None and tools is None:
-        return None
     config = trainer.config
+    if environment is None and tools is None:
+        if changed := _changed(getattr(config, "turns", TurnsConfig())):
+            warnings.warn(
+                f"{', '.join(changed)} {'have' if len(changed) > 1 else 'has'} no effect without an environment or tools",
+                stacklevel=3,
+            )
+        return None
     if not hasattr(config, "turns"):
         raise ValueError(f"environment and tools must be None: {trainer.name} has one turn, found one")
     made = player_of(trainer.policy, trainer.sampler, environment, tools, config.turns)
@@ -29,11 +36,18 @@ def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
     return made
 
 
+def _changed(turns: TurnsConfig) -> list[str]:
+    """Options that are not as they are by default."""
+    return [one.name for one in dataclasses.fields(turns) if getattr(turns, one.name) != one.default]
+
+
 def player_of(policy: Any, sampler: Any, environment: Any, tools: Any, turns: TurnsConfig) -> Player | None:
     if environment is None and tools is None:
         return None
     if environment is not None and tools is not None:
         raise ValueError("give environment or tools, found both: an environment's own tools are its attribute `tools`")
+    if isinstance(tools, str) or (callable(tools) and not isinstance(tools, type)):
+        tools = [tools]
     if isinstance(environment, str):
         environment = load_function(environment, "environment")
     if tools is None and callable(environment) and not hasattr(environment, "tools"):
@@ -48,12 +62,22 @@ def rows_of(rows: Any, columns: Mapping[str, Any], name: str) -> list[Prompt]:
     """Rows for environments: dicts as they are; a text, a conversation or ids as the column `prompt`."""
     if isinstance(rows, (str, Mapping)) or not hasattr(rows, "__len__"):
         raise TypeError(f"{name} must be a batch of rows, found a {type(rows).__name__}")
+    if not len(rows):
+        raise ValueError(f"{name} must hold at least one row, found none")
     found = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in rows]
     for column, values in columns.items():
         if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(found):
             raise ValueError(f"{column} must have one entry for each of the {len(found)} rows, found {values!r:.60}")
         for row, value in zip(found, values, strict=True):
             row[column] = value
-    for column in {column for row in found for column in row} & {*RESERVED} - {"prompt"}:
+    for column in {column for row in found for column in row} & {*RESERVED, *OF_EPISODES} - {"prompt"}:
         raise ValueError(f"{column} must not be a column: reward functions get their own under this name")
     return [Prompt(torch.zeros(0, dtype=torch.int64), row.get("prompt"), row) for row in found]
+
+
+def checked_rows(rows: Any, name: str, judge: Any) -> list[Prompt]:
+    """Of a dataset: with the columns that `judge`, rewards or a preference, asks for."""
+    found = rows_of(rows, {}, name)
+    columns = [prompt.columns for prompt in found]
+    judge.check(columns, name, (*OF_EPISODES, *(["prompt"] if any("prompt" in row for row in columns) else [])))
+    return found

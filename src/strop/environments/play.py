@@ -19,6 +19,7 @@ import torch
 from strop.environments.base import Turn, TurnsConfig, as_environment, as_turn
 from strop.environments.dialogue import Chat, Dialogue
 from strop.environments.pool import Answer, Late, Pool
+from strop.environments.tools import Tools
 from strop.rollout import End, Rollout, Sampler, Sampling
 from strop.rollout.kept import Kept
 
@@ -85,7 +86,7 @@ class Episodes(Rollout):
             "completions": [dialogue.replies[-1] for dialogue in dialogues],
             "conversations": [dialogue.conversation() for dialogue in dialogues],
             "replies": [dialogue.messages for dialogue in dialogues],
-            "environments": [getattr(one.environment, "held", None) or one.environment for one in self.episodes],
+            "environments": [_own(one.environment) for one in self.episodes],
         }
 
     @property
@@ -93,6 +94,12 @@ class Episodes(Rollout):
         given = [int((~counts).sum()) for counts in self.counts or []]
         columns = zip(super().ends, self.episodes, given, strict=True)
         return [(length, why, episode.told(given)) for (length, why, *_), episode, given in columns]
+
+
+def _own(environment: Any) -> Any:
+    """The object that a user made: of tools the one whose methods they are."""
+    held = environment.held if isinstance(environment, Tools) else None
+    return environment if held is None else held
 
 
 class Player:
@@ -108,7 +115,7 @@ class Player:
         self.sampler, self.policy, self.config = sampler, policy, config
         known = environment if hasattr(environment, "tools") else environment()  # of a function: of what it makes
         tools = getattr(known, "tools", None)
-        self.chat = Chat(policy.tokenizer, tools, config.rewritten_turns, policy.check_ids)
+        self.chat = Chat(policy.tokenizer, tools, config.rewritten_turns, policy.check_ids, policy.eos_ids)
         self.ends = (*getattr(known, "stop_ids", ()), *self.chat.ends)
         self.pool = Pool(config.environment_workers, config.environment_timeout)
 
@@ -236,7 +243,7 @@ class _Play:
         self.kept.rows.pop(i, None)
 
     def _begin(self, i: int, first: Any) -> None:
-        dialogue = self.player.chat.begin(first)
+        dialogue = self.player.chat.begin(first, self.rows[i])
         if len(dialogue.ids) > self.room:
             raise ValueError(
                 f"the first messages must have at most {self.room} tokens, so that max_new_tokens={self.sampling.max_new_tokens} "

@@ -7,6 +7,7 @@ boundary: Python cannot be locked in by Python, and somebody who means harm gets
 reason to fear, in a container or a virtual machine without a network (gVisor, Firecracker), and call that from a tool.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,13 +16,14 @@ from collections.abc import Callable
 from strop._checks import check_count, check_number
 
 LONGEST = 4000  # characters of an answer
+LARGEST = 1 << 20  # bytes of a file, and of all that is printed
 
 # The child: limits first, then a hook that refuses, then the code. An audit hook cannot be taken away again.
 CHILD = """
 import os, resource, sys, traceback
-seconds, megabytes, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+seconds, megabytes, largest, folder = *map(int, sys.argv[1:4]), sys.argv[4]
 code = sys.stdin.read()
-for what, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, megabytes << 20), (resource.RLIMIT_FSIZE, 1 << 20),
+for what, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, megabytes << 20), (resource.RLIMIT_FSIZE, largest),
                    (resource.RLIMIT_NOFILE, 32), (resource.RLIMIT_CORE, 0)):
     resource.setrlimit(what, (most, most))
 REFUSED = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.kill", "ctypes.", "pty.",
@@ -58,16 +60,20 @@ def python_tool(seconds: float = 5.0, megabytes: int = 512) -> Callable[[str], s
         Args:
             code: the program; print what you want to know
         """
-        with tempfile.TemporaryDirectory() as folder:
-            limits = [str(max(1, round(seconds + 0.5))), str(megabytes), folder]
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as printed:  # which has a file's limit
+            limits = [str(max(1, round(seconds + 0.5))), str(megabytes), str(LARGEST), folder]
             try:
                 done = subprocess.run(
-                    [sys.executable, "-I", "-S", "-c", CHILD, *limits], input=code, capture_output=True,
-                    encoding="utf-8", errors="replace", timeout=seconds, cwd=folder, env={},
+                    [sys.executable, "-I", "-S", "-c", CHILD, *limits], input=code.encode("utf-8", "replace"),
+                    stdout=printed, stderr=subprocess.DEVNULL, timeout=seconds, cwd=folder, env={},
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 raise TimeoutError(f"the code must end within {seconds:g} seconds, found it still running") from None
-        said = done.stdout[-LONGEST:].strip()
+            size = printed.seek(0, os.SEEK_END)
+            printed.seek(max(size - 4 * LONGEST, 0))
+            said = printed.read().decode("utf-8", "replace").strip()[-LONGEST:]
+        if size >= LARGEST:
+            raise RuntimeError("the code must print less than 1 MB, found more")
         if done.returncode < 0:
             raise RuntimeError(f"the code was stopped by signal {-done.returncode}: too much time or memory")
         if done.returncode:

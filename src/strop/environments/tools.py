@@ -27,6 +27,7 @@ from strop.environments.base import Environment, Turn
 
 KINDS: dict[str, tuple[type, ...]] = {
     "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,), "array": (list,), "object": (dict,),
+    "null": (type(None),),
 }  # fmt: skip
 
 
@@ -55,18 +56,25 @@ def parse_hermes(reply: str) -> list[Call]:
 
 
 def parse_llama(reply: str) -> list[Call]:
-    """{"name": …, "parameters": {…}} and nothing else, as Llama 3 writes, behind <|python_tag|> or not."""
+    """{"name": …, "parameters": {…}} and nothing else, as Llama 3 writes, behind <|python_tag|> or not; several with ;"""
     text = reply.replace("<|python_tag|>", "").strip()
-    looks = text.startswith("{") and re.match(r'\{\s*"(name|type|function)"', text)
-    return [call for part in text.split(";\n") for call in _calls_in(part)] if looks else []
+    looks = re.match(r'\{\s*"(name|type|function)"', text)
+    return _calls_in(text) if looks else []
 
 
 def _calls_in(text: str) -> list[Call]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return [Call(error=f"a call must be JSON, found {text.strip()!r:.60} ({error})")]
-    return [_call(one) for one in (found if isinstance(found, list) else [found])]
+    """One call, a list of them, or several with semicolons between."""
+    calls: list[Call] = []
+    rest = text.strip()
+    while True:
+        try:
+            found, end = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError) as error:
+            return [*calls, Call(error=f"a call must be JSON, found {rest!r:.60} ({error})")]
+        calls += [_call(one) for one in found] if isinstance(found, list) else [_call(found)]
+        rest = rest[end:].lstrip("; \n")
+        if not rest:
+            return calls
 
 
 def _call(found: Any) -> Call:
@@ -117,13 +125,15 @@ class ToolBox:
                 "tools must be functions" if held is None else f"{type(held).__name__} must have methods that are tools"
             )
             raise TypeError(f"{who}, found {functions!r:.60}")
-        self.functions = {function.__name__: function for function in functions}
         self.tools = [schema_of(function) for function in functions]
+        self.functions = {function.__name__: function for function in functions}
+        if len(self.functions) < len(functions):
+            raise ValueError(f"tools must have different names, found {[function.__name__ for function in functions]}")
         self.parser = parser or parser_of(tokenizer)
         self.described = "" if _shows(tokenizer, self.tools) else _description(self.tools)
         self.__name__ = "tools" if held is None else type(held).__name__
         self.gives_reward = hasattr(held, "get_reward")
-        self.is_async = any(map(inspect.iscoroutinefunction, functions))
+        self.is_async = any(map(inspect.iscoroutinefunction, (*functions, getattr(held, "reset", None))))
 
     def __call__(self) -> "Tools":
         make = AsyncTools if self.is_async else Tools
@@ -152,13 +162,20 @@ class Tools(Environment):
         self.parameters = {one["function"]["name"]: one["function"]["parameters"] for one in box.tools}
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        says_all = self.held is not None and "prompt" not in row  # the object itself begins
+        return self._first(row, None if self.held is None else self.held.reset(**row))
+
+    def _first(self, row: Mapping[str, Any], seen: Any) -> list[dict[str, Any]]:
+        """The first messages; `seen` is what the object's own reset returned."""
+        if not (seen is None or isinstance(seen, str)):
+            raise TypeError(f"it must return a text or None, found {seen!r:.60}")
+        if seen is None and self.held is not None and row.get("prompt") is None:
+            raise ValueError("the row must have a prompt, or reset must return one, found neither")
+        says_all = seen is not None and "prompt" not in row  # the object itself begins
         prompt: Any = "" if says_all else super().reset(row)
         messages = [dict(m) for m in prompt] if is_conversation(prompt) else [{"role": "user", "content": prompt}]
-        if self.held is not None and (seen := self.held.reset(**row)) is not None:
-            messages[-1]["content"] += str(seen)
+        messages[-1]["content"] = messages[-1]["content"] + (seen or "")
         if self.box.described and messages[0]["role"] == "system":
-            messages[0]["content"] += "\n\n" + self.box.described
+            messages[0]["content"] = messages[0]["content"] + "\n\n" + self.box.described
         elif self.box.described:
             messages.insert(0, {"role": "system", "content": self.box.described})
         return messages
@@ -187,25 +204,26 @@ class Tools(Environment):
         for name, value in given.items():
             if name not in known:
                 return f"{call.name} has no argument {name!r}; it has {', '.join(known)}"
-            kind = known[name].get("type")
-            kinds = KINDS.get(kind) if isinstance(kind, str) else None
-            if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and kind != "boolean")):
-                return f"{name} of {call.name} must be of type {kind}, found {json.dumps(value):.60}"
+            if other := _wanted_instead(value, known[name]):
+                return f"{name} of {call.name} must be {other}, found {json.dumps(value):.60}"
         return ""
 
     def _turn(self, calls: Sequence[Call], results: Sequence[Any]) -> Turn:
-        if not calls:
-            return Turn(done=True)
-        failed = sum(isinstance(result, Failure) for result in results)
+        texts = [as_text(result) for result in results]
+        failed = sum(isinstance(text, Failure) for text in texts)
         messages = [
-            {"role": "tool", "name": call.name, "content": as_content(result)}
-            for call, result in zip(calls, results, strict=True)
+            {"role": "tool", "name": call.name, "content": f"error: {text}" if isinstance(text, Failure) else text}
+            for call, text in zip(calls, texts, strict=True)
         ]
-        return Turn(messages, info={"tool_calls": len(calls), "failed_calls": failed})
+        return Turn(messages, done=not calls, info={"tool_calls": len(calls), "failed_calls": failed})
 
 
 class AsyncTools(Tools):
-    """The same where some functions are `async def`."""
+    """The same where some functions are `async def`. Plain ones hold up the event loop that all trajectories share."""
+
+    async def reset(self, row: Mapping[str, Any]) -> Any:
+        seen = None if self.held is None else self.held.reset(**row)
+        return self._first(row, await seen if inspect.isawaitable(seen) else seen)
 
     async def step(self, reply: str) -> Turn:  # type: ignore[override]
         calls, results = self.box.parser(reply), []
@@ -222,10 +240,28 @@ class Failure(str):
     """Why a call gave nothing."""
 
 
-def as_content(result: Any) -> str:
-    if isinstance(result, Failure):
-        return f"error: {result}"
-    return result if isinstance(result, str) else json.dumps(result, default=str)
+def as_text(result: Any) -> str:
+    """What a function returned as the model reads it, JSON where it is no text; a Failure where it cannot be written."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, default=str, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return Failure(f"{type(error).__name__}: {error}")
+
+
+def _wanted_instead(value: Any, schema: Mapping[str, Any]) -> str:
+    """What the schema wants where a value is something else."""
+    if value is None and schema.get("nullable"):
+        return ""
+    names = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", [])
+    if names and not any(_is_a(value, name) for name in names):
+        return f"of type {' or '.join(names)}"
+    return f"one of {json.dumps(schema['enum'])}" if value not in schema.get("enum", [value]) else ""
+
+
+def _is_a(value: Any, name: str) -> bool:
+    return isinstance(value, KINDS.get(name, object)) and (name == "boolean" or not isinstance(value, bool))
 
 
 def methods_of(held: Any) -> list[Callable[..., Any]]:
@@ -245,6 +281,13 @@ def _awaited(value: Any) -> Any:
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
+    if not hasattr(function, "__name__"):
+        raise TypeError(f"tools must be functions, found {function!r:.60}, which has no name")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"tool {function.__name__} must return its result, found a generator")
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"tool {function.__name__} must take arguments by their names, found {parameter}")
     try:
         return get_json_schema(function)
     except Exception as error:  # DocstringParsingException, TypeHintParsingException: its own words say what is missing
@@ -259,7 +302,7 @@ def _shows(tokenizer: Any, tools: Sequence[Any]) -> bool:
 
 def _description(tools: Sequence[Any]) -> str:
     """For templates that do not tell the model of tools."""
-    listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (
         f"You may call these functions:\n<tools>\n{listed}\n</tools>\n"
         'A call is written as\n<tool_call>\n{"name": <function>, "arguments": <object>}\n</tool_call>'
