@@ -37,6 +37,7 @@ $(VENV)/packages: pyproject.toml constraints.txt | $(VENV)/created
 	@$(BIN)/python -m pip install --quiet -c constraints.txt scikit-build-core nanobind numpy cmake ninja
 	@echo "2 of 3: torch, transformers and the rest, and the compiled module (two minutes)"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --upgrade --target $(VENV)/peers trl  # its chat templates, for tests
 	@touch $@
 
 $(INSTALLED): $(VENV)/packages $(NATIVE)

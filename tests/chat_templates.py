@@ -1,6 +1,11 @@
-"""What chat templates of well-known models write, in a short form of our own, and a tokenizer of bytes for each."""
+"""What chat templates of well-known models write, with a tokenizer of bytes: in a short form of our own, and as they are.
+
+The latter are files of the package trl, which `make` lays into the environment's folder `peers`: nothing imports it.
+"""
 
 import functools
+import sys
+from pathlib import Path
 
 QWEN = r"""
 {%- if tools %}<|im_start|>system
@@ -102,13 +107,39 @@ TEMPLATES = {
 }
 
 
-@functools.cache
+IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+PEERS = Path(sys.prefix) / "peers" / "trl" / "chat_templates"
+REAL = {
+    # file of PEERS: special tokens, the EOS of the tokenizer, the token that ends a turn
+    "qwen2_5": (IM, "<|im_end|>", "<|im_end|>"),
+    "qwen3_instruct_2507": (IM, "<|im_end|>", "<|im_end|>"),
+    "llama3_1": ([*TEMPLATES["llama"][1], "<|eom_id|>"], "<|eot_id|>", "<|eot_id|>"),
+    "llama3": (TEMPLATES["llama"][1], "<|eot_id|>", "<|eot_id|>"),
+    "lfm2": (["<|startoftext|>", "<|im_start|>", "<|im_end|>", "<|tool_list_start|>", "<|tool_list_end|>",
+              "<|tool_response_start|>", "<|tool_response_end|>"], "<|im_end|>", "<|im_end|>"),
+    "phi3": (TEMPLATES["phi"][1], "<|endoftext|>", "<|end|>"),
+    "glm4moe": (["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
+                "<|endoftext|>", None),
+}  # fmt: skip
+
+
 def tokenizer(name):
+    template, special, eos, _ = TEMPLATES[name]
+    return of_bytes(template, tuple(special), eos)
+
+
+def real_tokenizer(name):
+    special, eos, _ = REAL[name]
+    template = (PEERS / f"{name}.jinja").read_text(encoding="utf-8")
+    return of_bytes(template, tuple(special), eos)
+
+
+@functools.cache
+def of_bytes(template, special, eos):
     """Bytes, a few merges of words, the model's special tokens; what it writes has any characters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    template, special, eos, _ = TEMPLATES[name]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("t", "h"), ("th", "e"), ("i", "n"), ("Ċ", "Ċ"), ("o", "o"), ("l", "l")]
     words = [*special, *letters, *map("".join, merges)]
@@ -120,6 +151,6 @@ def tokenizer(name):
         bos_token=special[0],
         eos_token=eos,
         pad_token=special[0],
-        additional_special_tokens=special,
+        additional_special_tokens=list(special),
         chat_template=template,
     )

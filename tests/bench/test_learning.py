@@ -63,7 +63,7 @@ def test_the_examples_are_what_is_measured(case):
     job, options = gather(GRPO.Config, ROOT / case.path, learning.ON_A_CPU)
     assert job.model == "smollm2"
     assert (options.run.batch_size, options.run.autocast) == (2, None)
-    assert gather(GRPO.Config, ROOT / case.path)[1].run.num_steps > 100
+    assert gather(GRPO.Config, ROOT / case.path)[1].run.num_steps >= 40
     rewards = [job.reward] if isinstance(job.reward, str) else job.reward
     assert case.accuracy.removeprefix("eval/reward/") in [name.partition(":")[2] for name in rewards]
 
