@@ -11,6 +11,7 @@ from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, tiny_moe, weights_of
 
 from strop.algorithms.ppo import PPO, PPOConfig
+from strop.algorithms.reward_model import ModelReward
 from strop.rewards import RewardFunctions
 from strop.rollout import Rollout
 
@@ -223,7 +224,32 @@ def test_what_is_not_finite_changes_nothing():
     assert (ppo.critic.module.weight == 0).all()
 
 
+def test_a_critic_of_its_own_is_made_ready_as_the_policy_is():
+    critic = classifier(attention_dropout=0.5).train()
+    ppo = make_ppo(critic=critic, gradient_checkpointing=True)
+    assert critic.is_gradient_checkpointing
+    rollout = ppo.sampler([[2, 3], [4]], ppo.config.sampling, 1, 0)
+    first, second = (torch.cat(ppo._values(rollout)) for _ in range(2))
+    assert torch.equal(first, second)  # no dropout
+
+
+def test_a_checkpoint_says_which_critic_it_needs(tmp_path):
+    ppo = make_ppo(critic=classifier())
+    ppo.train_step(PROMPTS)
+    ppo.save(tmp_path / "ppo.safetensors")
+    with pytest.raises(ValueError, match="critic must be of the kind that was saved"):
+        PPO.from_checkpoint(tmp_path / "ppo.safetensors", reward_fn=low_ids)
+
+
 # ---- bad input ----
+
+REWARD = ModelReward(classifier())
+
+
+def sharing():
+    model, critic = tiny_qwen2(), classifier()
+    critic.model = model.model
+    return make_ppo(model, critic=critic)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +262,11 @@ def test_what_is_not_finite_changes_nothing():
         (lambda: PPOConfig(inner_epochs=0), ValueError, "inner_epochs must be at least 1, found 0"),
         (lambda: PPO(model=tiny_moe(), reward_fn=low_ids), ValueError, "critic must be given: there is no head to put on"),
         (lambda: PPO(model=Bigram(), reward_fn=low_ids), ValueError, "critic must be given"),
-        (lambda: PPO(model=tiny_qwen2(), reward_fn=low_ids, critic=tiny_qwen2()), TypeError, "model must be a ForSequenceClassification"),
+        (lambda: PPO(model=tiny_qwen2(), reward_fn=low_ids, critic=tiny_qwen2()), TypeError, "critic must be a ForSequenceClassification"),
         (lambda: PPO(model=tiny_qwen2(), reward_fn=low_ids, critic=classifier(vocab_size=20)), ValueError, "critic must know the model's 32"),
+        (lambda: PPO(model=tiny_qwen2(), reward_fn=REWARD, critic=REWARD.policy.model), ValueError, "critic must not be the model that gives"),
+        (lambda: PPOConfig.from_options(temperature=0.0), ValueError, "temperature must be above 0"),
+        (sharing, ValueError, "critic must not share parameters with model"),
         (lambda: PPO(model=tiny_qwen2()), ValueError, "PPO needs a reward_fn or an environment, found None"),
     ],
 )  # fmt: skip

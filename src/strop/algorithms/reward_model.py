@@ -179,7 +179,9 @@ class ModelReward:
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         if len(prompts) != len(completions):
-            raise ValueError(f"completions must be one for each of the {len(prompts)} prompts, found {len(completions)}")
+            raise ValueError(
+                f"completions must be one for each of the {len(prompts)} prompts, found {len(completions)}"
+            )
         lines = [self._line(*both) for both in zip(prompts, completions, strict=True)]
         for i, line in enumerate(lines):
             self.policy.check_ids(line.ids_T, f"prompt and completion {i}")

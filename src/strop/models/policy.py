@@ -36,6 +36,7 @@ from strop.models.kinds import (
     layers_of,
     listed_ids,
     of_config,
+    shares,
     unwrapped,
 )
 from strop.models.loading import check_moe_device, chosen_device, load_model
@@ -470,8 +471,11 @@ class Policy:
 
     # ---- the reference ----
 
-    def reference(self, ref_model: Any = None) -> "Reference":
-        """A frozen model to compare with: the given one or its name; of a peft model the base, its adapter off; else a copy."""
+    def reference(self, ref_model: Any = None, name: str = "ref_model") -> "Reference":
+        """A frozen model to compare with: the given one or its name; of a peft model the base, its adapter off; else a copy.
+
+        name   what errors call it
+        """
         inner = unwrapped(self.model)
         if isinstance(ref_model, (str, Path)):  # in our dtype, so that the same weights are the same function
             dtypes = [param.dtype for param in inner.parameters() if param.is_floating_point()]
@@ -480,14 +484,13 @@ class Policy:
             try:
                 ref = as_policy(ref_model, self.tokenizer)
             except TypeError as error:
-                raise TypeError(f"ref_{error}") from None
-            ours = {id(p) for p in inner.parameters()}
-            if any(id(p) in ours for p in ref.model.parameters()):
+                raise TypeError(str(error).replace("model", name, 1)) from None
+            if shares(inner, ref.model):
                 raise ValueError(
-                    "ref_model must not share parameters with model, which training changes; leave it out for a copy"
+                    f"{name} must not share parameters with model, which training changes; copy.deepcopy(model) does not"
                 )
             if None not in (sizes := (self.vocab_size, ref.vocab_size)) and sizes[1] < sizes[0]:  # type: ignore[operator]
-                raise ValueError(f"ref_model must know the model's {sizes[0]} tokens, found {sizes[1]}")
+                raise ValueError(f"{name} must know the model's {sizes[0]} tokens, found {sizes[1]}")
             kind = "given"
         elif has_adapter(inner):
             return Reference(self, "adapter off")
