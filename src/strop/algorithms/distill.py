@@ -14,7 +14,7 @@ import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -30,7 +30,8 @@ from strop.ops import linear_divergence
 from strop.rewards import sample_table
 from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics, generate
 from strop.rollout.sampler import sampler
-from strop.rollout.server import ServerConfig
+from strop.rollout.server import ServerConfig, is_address
+from strop.rollout.teacher import ServedTeacher
 from strop.training.state import Mean
 from strop.training.trainer import Trainer
 
@@ -97,13 +98,16 @@ class Distill(Trainer):
     distill = Distill(model=student, teacher=teacher, learning_rate=1e-5, max_new_tokens=128)
     metrics = distill.train_step(prompts)          # or distill.train(dataset)
 
-    teacher   a model, a folder or a name, with the student's vocabulary; it stays as it is. The same as ref_model
+    teacher   a model, a folder or a name, with the student's vocabulary, or for "sampled" the address of a server; it stays
+              as it is. The same as ref_model
     """
 
     Config = DistillConfig
     config: DistillConfig
 
     def __init__(self, *, teacher: Any = None, **arguments: Any):
+        if teacher is not None and arguments.get("ref_model") is not None:
+            raise ValueError("teacher must be given once, found it and a ref_model, which is the same")
         super().__init__(**(arguments if teacher is None else {**arguments, "ref_model": teacher}))
         if self.config.run.shard != "none":
             raise ValueError(
@@ -111,13 +115,33 @@ class Distill(Trainer):
             )
         self.sampler = sampler(self, self.config.server)
 
+    @classmethod
+    def from_checkpoint(cls, path: Any, model: Any = None, ref_model: Any = None, **arguments: Any) -> Self:
+        """As of every trainer; a teacher is one of the checkpoint unless it is given, and by a server always given."""
+        return super().from_checkpoint(path, model, arguments.pop("teacher", ref_model), **arguments)
+
     def setup(self, ref_model: Any) -> None:
         if ref_model is None:
             raise ValueError("Distill needs a teacher, found None")
-        self.reference = self.policy.reference(ref_model)
+        if is_address(ref_model):
+            self._setup_served(ref_model)
+            return
+        self.reference = self.policy.reference(ref_model, "teacher")
         sizes = self.policy.vocab_size, self.reference.policy.vocab_size
         if None not in sizes and sizes[0] != sizes[1] and self.config.divergence != "sampled":
             raise ValueError(f"teacher must have the student's vocabulary of {sizes[0]} tokens, found {sizes[1]}")
+
+    def _setup_served(self, address: str) -> None:
+        config = self.config
+        for name, wanted, found in (
+            ("divergence", "sampled", config.divergence), ("temperature", 1.0, config.sampling.temperature),
+        ):  # fmt: skip
+            if found != wanted:
+                raise ValueError(
+                    f"{name} must be {wanted!r} with a server as teacher, which gives the log-probs of single tokens, "
+                    f"found {found!r}"
+                )
+        self.reference = ServedTeacher(address, config.server)
 
     def train_step(self, prompts: Any, *, prompt_mask: Any = None) -> dict[str, float]:
         """One step on a batch of prompts, as `GRPO.train_step` takes them; rows may have a completion."""
@@ -206,9 +230,12 @@ class Distill(Trainer):
     def _distance(self, lines: Sequence[Trajectory], num_tokens: int) -> Distance:
         weights = [1 / max(num_tokens, 1)] * len(lines)
         batch = TokenBatch.of(lines, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
+        teacher = self.reference.policy
+        longest, most = max(map(len, lines), default=0), None if teacher is None else teacher.max_length
+        if most is not None and longest > most:
+            raise ValueError(f"teacher must read rows of {longest} tokens, found one that reads {most}")
         if self.config.divergence == "sampled":
             return self._sampled(batch, lines)
-        teacher = self.reference.policy
         with torch.no_grad():
             theirs = teacher.hidden(batch.to(teacher.device))
         ours = None if theirs is None else self.policy.hidden(batch)
