@@ -23,7 +23,7 @@ from strop._checks import check_choice, check_count, check_number
 from strop.algorithms.grpo import GRPO, OLD_LOGPS, Experience, Scores, check_exact
 from strop.algorithms.reward_model import ModelReward
 from strop.config import OptimConfig, TrainerConfig
-from strop.data.batch import TokenBatch, on_device
+from strop.data.batch import TokenBatch, joined, on_device
 from strop.data.inputs import Prompt
 from strop.losses import PolicyLoss, PolicyRule
 from strop.models.critic import Critic
@@ -139,10 +139,6 @@ class PPO(GRPO):
 
     def __init__(self, *, critic: Any = None, **arguments: Any):
         super().__init__(**arguments)
-        if self.config.run.shard != "none":
-            raise ValueError(
-                f"shard must be 'none' for PPO, whose critic reads whole weights, found {self.config.run.shard!r}"
-            )
         self.critic = Critic(self.policy, critic, self.config.run)
         for function in self.functions:
             if isinstance(function, ModelReward) and shares(function.policy.model, self.critic.module):
@@ -219,7 +215,8 @@ class PPO(GRPO):
         dtype = self.policy.loss_dtype
         with self.phase("score"), self.autocast():
             for part, batch in self._batches(rollout):
-                found |= zip(part, batch.split(self.critic.values(batch, self._head(batch)).to(dtype)), strict=True)
+                values_n = self.policy.reading(lambda batch=batch: self.critic.values(batch, self._head(batch)))
+                found |= zip(part, batch.split(values_n.to(dtype)), strict=True)
         return [found[i] for i in sorted(found)]
 
     def _head(self, batch: TokenBatch) -> Any:
@@ -279,11 +276,16 @@ class PPO(GRPO):
         self, experience: Experience, indices: Sequence[int], *, num_tokens: int, num_sequences: int
     ) -> PolicyLoss:
         """The loss of these completions as their share of a batch with so many tokens and sequences, the critic's too."""
+        return self.policy.reading(lambda: self._loss_on(experience, indices, num_tokens, num_sequences))
+
+    def _loss_on(
+        self, experience: Experience, indices: Sequence[int], num_tokens: int, num_sequences: int
+    ) -> PolicyLoss:
         assert isinstance(experience, Valued)
         config, device = self.config, self.policy.device
         batch = self._batch(experience, indices, num_tokens, num_sequences)
         advantages_n, returns_n, before_n = (
-            on_device(torch.cat([values[i] for i in indices]), device)
+            on_device(joined([values[i] for i in indices]), device)
             for values in (experience.advantages, experience.returns, experience.values)
         )
         batch.advantages_n = advantages_n

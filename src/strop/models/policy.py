@@ -216,6 +216,10 @@ class Policy:
             self._try()
         return None if self._head is None else self._head[1].in_features
 
+    def reading(self, call: Callable[[], Any]) -> Any:
+        """What `call` makes of hidden states and head; weights that lie in shards are whole meanwhile."""
+        return call() if self.shards is None or self.shards.are_whole else self.shards.read(call)
+
     @overload
     def logps(self, batch: TokenBatch, *, temperature: float = 1.0) -> torch.Tensor: ...
 
@@ -238,7 +242,7 @@ class Policy:
         head      what `hidden` gave for the batch, where it was asked already
         """
         if self.shards is not None and not self.shards.are_whole:
-            return self.shards.read(lambda: self.logps(batch, temperature=temperature, entropy=entropy))
+            return self.reading(lambda: self.logps(batch, temperature=temperature, entropy=entropy))
         if self.kind == "moe":  # from its engine, as its sampler has them: a rollout's log-probs are these, bit for bit
             both = self._logps_of_moe(batch, temperature)
             return both if entropy else both[0]
@@ -255,7 +259,7 @@ class Policy:
     ) -> PolicyLoss:
         """A rule's loss of the tokens that count; the batch has their weights and what else the rule reads."""
         if self.shards is not None and not self.shards.are_whole:
-            return self.shards.read(lambda: self.loss(batch, rule, temperature=temperature))
+            return self.reading(lambda: self.loss(batch, rule, temperature=temperature))
         assert batch.weights_n is not None
         if rule.row_suffices and (head := head or self.hidden(batch)) is not None:
             hidden_nH, weight, bias = head
