@@ -1,5 +1,6 @@
 """PPO: its advantages and losses by hand, invariances, resume with either kind of critic, learning, and bad input."""
 
+import copy
 import math
 import signal
 
@@ -8,7 +9,7 @@ import torch
 from test_grpo import Table
 from test_resume import SignalAt
 from tiny_qwen2 import tiny_qwen2
-from trained_models import Bigram, tiny_moe, weights_of
+from trained_models import Bigram, shifted, tiny_moe, weights_of
 
 from strop.algorithms.ppo import PPO, PPOConfig
 from strop.algorithms.reward_model import ModelReward
@@ -116,6 +117,57 @@ def test_explained_variance_by_hand():
     metrics = ppo._value_metrics(experience)
     assert metrics["value/explained_variance"] == pytest.approx(1 - left / 0.75)
     assert metrics["value/mean"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("critic", [None, classifier], ids=["head", "model"])
+def test_the_gradient_is_that_of_plain_torch(critic):
+    """A whole step in float64 against transformers' own forward, one completion at a time: the policy's and the critic's."""
+    made = None if critic is None else critic().double()
+    ppo = make_ppo(tiny_qwen2().double(), critic=made, kl_coef=0.1, gamma=0.9, lam=0.8, value_coef=0.3, inner_epochs=1,
+                   temperature=0.7, max_grad_norm=0.0, ref_model=shifted(tiny_qwen2().double()), old_logps="recompute")  # fmt: skip
+    ppo.rewards = RewardFunctions(lambda completion_ids: [len(ids) / 2 for ids in completion_ids])
+    torch.nn.init.normal_(getattr(ppo.critic.module, "score", ppo.critic.module).weight)
+    model, head, reference = (copy.deepcopy(m) for m in (ppo.model, ppo.critic.module, ppo.reference.model))
+    rollout, found = ppo.sampler([torch.tensor(p) for p in PROMPTS], ppo.config.sampling, 1, ppo.seed_of(0, 0)), {}
+
+    def keep(optimizer, *_):
+        found.update({id(p): p.grad.clone() for group in optimizer.param_groups for p in group["params"]})
+
+    for one in (ppo.optimizer, ppo.critic_optimizer):
+        one.register_step_pre_hook(keep)
+    ppo.train_step(PROMPTS)
+    gradients = [[found[id(p)] for p in module.parameters()] for module in (ppo.model, ppo.critic.module)]
+
+    def read(policy, i):
+        prompt, completion = rollout.prompt_ids[i], rollout.completion_ids[i]
+        ids, places = torch.cat([prompt, completion])[None], slice(len(prompt) - 1, -1)
+        output = policy(ids, output_hidden_states=True)
+        states = output.hidden_states[-1][0] if critic is None else head.model(ids).last_hidden_state[0]
+        logps = (output.logits[0, places] / 0.7).log_softmax(-1).gather(1, completion[:, None])[:, 0]
+        return logps, (head if critic is None else head.score)(states[places])[:, 0]
+
+    rows, advantages, returns = range(len(PROMPTS)), [], []
+    with torch.no_grad():
+        for i in rows:
+            (logps, values), (ref_logps, _) = read(model, i), read(reference, i)
+            rewards, gae, behind = -0.1 * (logps - ref_logps), torch.zeros_like(values), (0.0, 0.0)
+            rewards[-1] += len(logps) / 2
+            for t in reversed(range(len(logps))):
+                gae[t] = rewards[t] + 0.9 * behind[0] - values[t] + 0.72 * behind[1]
+                behind = values[t], gae[t]
+            advantages.append(gae)
+            returns.append(gae + values)
+    every = torch.cat(advantages)
+    loss = 0.0
+    for i in rows:
+        logps, values = read(model, i)
+        wanted = (advantages[i] - every.mean()) / (every.std(correction=0) + 1e-8)
+        ratio = (logps - logps.detach()).exp()
+        loss = loss + (-(ratio * wanted).sum() + 0.3 / 2 * (values - returns[i]).square().sum()) / len(every)
+    loss.backward()
+    for module, own in zip((model, head), gradients, strict=True):
+        for wanted, gradient in zip(module.parameters(), own, strict=True):
+            torch.testing.assert_close(gradient, wanted.grad, rtol=1e-9, atol=1e-10)
 
 
 def test_a_new_head_expects_nothing():
