@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_models import llama, moe, plain
 from tiny_qwen2 import tiny_qwen2
+from tiny_tokenizers import hugging_face
 
 from strop.algorithms.best_of_n import BestOfN
 from strop.algorithms.dpo import DPO
@@ -198,6 +199,25 @@ def test_models_are_loaded_one_at_a_time(tmp_path, monkeypatch):
     for thread in threads:
         thread.join()
     assert most == [1, 1, 1]
+
+
+def test_a_reward_model_is_no_causal_lm(tmp_path):
+    tiny_qwen2("ForSequenceClassification", num_labels=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model must be a causal LM, found .*, a Qwen2ForSequenceClassification"):
+        load_model(tmp_path, device="cpu")
+    assert load_model(tmp_path, device="cpu", scores=True)[0].config.num_labels == 1
+
+
+@pytest.mark.parametrize("make", [hugging_face, lambda: CharTokenizer("ab +=\n")], ids=["hugging_face", "characters"])
+def test_a_tokenizer_splits_after_it_was_saved_as_before(make, tmp_path):
+    """Beside a Qwen2, for which transformers would take its class and lose characters."""
+    tokenizer, text = make(), "a+b =\nab"
+    tiny_qwen2(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer.encode(text)
+    for found in (load_model(tmp_path, device="cpu")[1], loading.load_tokenizer(tmp_path)):
+        assert type(found) is type(tokenizer)
+        assert found.encode(text) == ids
 
 
 def test_a_new_moe_takes_its_vocabulary_from_the_tokenizer():

@@ -280,6 +280,8 @@ class Shards:
     def clip(self, params: Sequence[nn.Parameter], limit: float, world: World) -> torch.Tensor:
         """`clip_grad_norm_`, on what lies here of each gradient."""
         grads = [param.grad.to_local() for param in params if param.grad is not None]  # type: ignore[attr-defined]
+        if not grads:  # in no process, as when every completion is masked
+            return torch.zeros((), device=params[0].device)
         norm = world.summed(torch.nn.utils.get_total_norm(grads).square()).sqrt()
         torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm

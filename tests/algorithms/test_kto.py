@@ -6,9 +6,11 @@ import math
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_resume import SignalAt
+from tiny_models import Letters
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, shifted, tiny_moe, weights_of
 
@@ -105,6 +107,26 @@ def test_the_kl_is_that_of_each_prompt_with_the_completion_before():
             logps = [m.table_VV[a].log_softmax(0)[b].item() for m in (kto.model, kto.reference.model)]
             ratios.append(logps[0] - logps[1])
     assert metrics["rewards/shift"] == pytest.approx(0.3 * max(sum(ratios) / 4, 0), abs=1e-5)
+
+
+def test_one_row_is_no_pair_with_itself():
+    """As the last of an epoch may be. Compared with its own reward as the KL, it would always be worth nothing."""
+    kto = KTO(model=Bigram(), ref_model=shifted(Bigram()), learning_rate=0.0, batch_size=2)
+    metrics = [kto.train_step(*columns([row])) for row in random_rows(4)]
+    assert [one["rewards/shift"] for one in metrics] == [0.0] * 4
+    assert all(abs(one["loss"] - 0.5) > 1e-4 for one in metrics)
+    assert kto.evaluate(random_rows(1))["eval/rewards/shift"] == 0
+
+
+def test_labels_of_numpy_and_torch():
+    rows = random_rows(4)
+    prompt, completion, label = columns(rows)
+    found = set()
+    for labels in (label, np.array(label), np.array(label).astype(np.int64), torch.tensor(label), [*np.array(label)]):
+        found.add(KTO(model=Bigram(), ref_model=shifted(Bigram())).train_step(prompt, completion, labels)["loss"])
+    assert len(found) == 1
+    texts = KTO(model=tiny_qwen2(), tokenizer=Letters(), learning_rate=0.0)
+    assert texts.train_step(["ab", "cd"], ["e", "f"], torch.tensor([True, False]))["loss"] == pytest.approx(0.5)
 
 
 def test_bcos_shift_is_the_mean_of_all_rewards_so_far():

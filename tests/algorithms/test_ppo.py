@@ -1,5 +1,6 @@
 """PPO: its advantages and losses by hand, invariances, resume with either kind of critic, learning, and bad input."""
 
+import copy
 import math
 import signal
 
@@ -8,9 +9,10 @@ import torch
 from test_grpo import Table
 from test_resume import SignalAt
 from tiny_qwen2 import tiny_qwen2
-from trained_models import Bigram, tiny_moe, weights_of
+from trained_models import Bigram, shifted, tiny_moe, weights_of
 
 from strop.algorithms.ppo import PPO, PPOConfig
+from strop.algorithms.reward_model import ModelReward
 from strop.rewards import RewardFunctions
 from strop.rollout import Rollout
 
@@ -115,6 +117,57 @@ def test_explained_variance_by_hand():
     metrics = ppo._value_metrics(experience)
     assert metrics["value/explained_variance"] == pytest.approx(1 - left / 0.75)
     assert metrics["value/mean"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("critic", [None, classifier], ids=["head", "model"])
+def test_the_gradient_is_that_of_plain_torch(critic):
+    """A whole step in float64 against transformers' own forward, one completion at a time: the policy's and the critic's."""
+    made = None if critic is None else critic().double()
+    ppo = make_ppo(tiny_qwen2().double(), critic=made, kl_coef=0.1, gamma=0.9, lam=0.8, value_coef=0.3, inner_epochs=1,
+                   temperature=0.7, max_grad_norm=0.0, ref_model=shifted(tiny_qwen2().double()), old_logps="recompute")  # fmt: skip
+    ppo.rewards = RewardFunctions(lambda completion_ids: [len(ids) / 2 for ids in completion_ids])
+    torch.nn.init.normal_(getattr(ppo.critic.module, "score", ppo.critic.module).weight)
+    model, head, reference = (copy.deepcopy(m) for m in (ppo.model, ppo.critic.module, ppo.reference.model))
+    rollout, found = ppo.sampler([torch.tensor(p) for p in PROMPTS], ppo.config.sampling, 1, ppo.seed_of(0, 0)), {}
+
+    def keep(optimizer, *_):
+        found.update({id(p): p.grad.clone() for group in optimizer.param_groups for p in group["params"]})
+
+    for one in (ppo.optimizer, ppo.critic_optimizer):
+        one.register_step_pre_hook(keep)
+    ppo.train_step(PROMPTS)
+    gradients = [[found[id(p)] for p in module.parameters()] for module in (ppo.model, ppo.critic.module)]
+
+    def read(policy, i):
+        prompt, completion = rollout.prompt_ids[i], rollout.completion_ids[i]
+        ids, places = torch.cat([prompt, completion])[None], slice(len(prompt) - 1, -1)
+        output = policy(ids, output_hidden_states=True)
+        states = output.hidden_states[-1][0] if critic is None else head.model(ids).last_hidden_state[0]
+        logps = (output.logits[0, places] / 0.7).log_softmax(-1).gather(1, completion[:, None])[:, 0]
+        return logps, (head if critic is None else head.score)(states[places])[:, 0]
+
+    rows, advantages, returns = range(len(PROMPTS)), [], []
+    with torch.no_grad():
+        for i in rows:
+            (logps, values), (ref_logps, _) = read(model, i), read(reference, i)
+            rewards, gae, behind = -0.1 * (logps - ref_logps), torch.zeros_like(values), (0.0, 0.0)
+            rewards[-1] += len(logps) / 2
+            for t in reversed(range(len(logps))):
+                gae[t] = rewards[t] + 0.9 * behind[0] - values[t] + 0.72 * behind[1]
+                behind = values[t], gae[t]
+            advantages.append(gae)
+            returns.append(gae + values)
+    every = torch.cat(advantages)
+    loss = 0.0
+    for i in rows:
+        logps, values = read(model, i)
+        wanted = (advantages[i] - every.mean()) / (every.std(correction=0) + 1e-8)
+        ratio = (logps - logps.detach()).exp()
+        loss = loss + (-(ratio * wanted).sum() + 0.3 / 2 * (values - returns[i]).square().sum()) / len(every)
+    loss.backward()
+    for module, own in zip((model, head), gradients, strict=True):
+        for wanted, gradient in zip(module.parameters(), own, strict=True):
+            torch.testing.assert_close(gradient, wanted.grad, rtol=1e-9, atol=1e-10)
 
 
 def test_a_new_head_expects_nothing():
@@ -223,7 +276,32 @@ def test_what_is_not_finite_changes_nothing():
     assert (ppo.critic.module.weight == 0).all()
 
 
+def test_a_critic_of_its_own_is_made_ready_as_the_policy_is():
+    critic = classifier(attention_dropout=0.5).train()
+    ppo = make_ppo(critic=critic, gradient_checkpointing=True)
+    assert critic.is_gradient_checkpointing
+    rollout = ppo.sampler([[2, 3], [4]], ppo.config.sampling, 1, 0)
+    first, second = (torch.cat(ppo._values(rollout)) for _ in range(2))
+    assert torch.equal(first, second)  # no dropout
+
+
+def test_a_checkpoint_says_which_critic_it_needs(tmp_path):
+    ppo = make_ppo(critic=classifier())
+    ppo.train_step(PROMPTS)
+    ppo.save(tmp_path / "ppo.safetensors")
+    with pytest.raises(ValueError, match="critic must be of the kind that was saved"):
+        PPO.from_checkpoint(tmp_path / "ppo.safetensors", reward_fn=low_ids)
+
+
 # ---- bad input ----
+
+REWARD = ModelReward(classifier())
+
+
+def sharing():
+    model, critic = tiny_qwen2(), classifier()
+    critic.model = model.model
+    return make_ppo(model, critic=critic)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +314,11 @@ def test_what_is_not_finite_changes_nothing():
         (lambda: PPOConfig(inner_epochs=0), ValueError, "inner_epochs must be at least 1, found 0"),
         (lambda: PPO(model=tiny_moe(), reward_fn=low_ids), ValueError, "critic must be given: there is no head to put on"),
         (lambda: PPO(model=Bigram(), reward_fn=low_ids), ValueError, "critic must be given"),
-        (lambda: PPO(model=tiny_qwen2(), reward_fn=low_ids, critic=tiny_qwen2()), TypeError, "model must be a ForSequenceClassification"),
+        (lambda: PPO(model=tiny_qwen2(), reward_fn=low_ids, critic=tiny_qwen2()), TypeError, "critic must be a ForSequenceClassification"),
         (lambda: PPO(model=tiny_qwen2(), reward_fn=low_ids, critic=classifier(vocab_size=20)), ValueError, "critic must know the model's 32"),
+        (lambda: PPO(model=tiny_qwen2(), reward_fn=REWARD, critic=REWARD.policy.model), ValueError, "critic must not be the model that gives"),
+        (lambda: PPOConfig.from_options(temperature=0.0), ValueError, "temperature must be above 0"),
+        (sharing, ValueError, "critic must not share parameters with model"),
         (lambda: PPO(model=tiny_qwen2()), ValueError, "PPO needs a reward_fn or an environment, found None"),
     ],
 )  # fmt: skip

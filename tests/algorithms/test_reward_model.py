@@ -6,6 +6,7 @@ import math
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_resume import SignalAt
@@ -78,6 +79,15 @@ def test_the_loss_by_hand():
     assert metrics["preference/accuracy"] == sum(c > r for c, r in zip(chosen, rejected, strict=True)) / 3
     assert metrics["preference/margin"] == pytest.approx((sum(chosen) - sum(rejected)) / 3, abs=1e-5)
     assert metrics["reward/mean"] == pytest.approx((sum(chosen) + sum(rejected)) / 6, abs=1e-5)
+
+
+def test_margins_of_any_kind():
+    rows = random_rows(4)
+    prompt, chosen, rejected, margin = columns(rows)
+    found = set()
+    for margins in (margin, np.array(margin), torch.tensor(margin), [None, *margin[1:]]):  # the first is 0
+        found.add(RewardModel(model=classifier()).train_step(prompt, chosen, rejected, margins)["loss"])
+    assert len(found) == 1
 
 
 def test_calibration_by_hand():
@@ -186,6 +196,11 @@ FAR = {"prompt": [2], "chosen": [3], "rejected": [4], "margin": "far"}
         (lambda: RewardModel(model="moe:tiny"), ValueError, "model must be one of transformers to score sequences"),
         (lambda: RewardModel(model=classifier(), ref_model=classifier()), ValueError, "RewardModel has no reference"),
         (lambda: RewardModel(model=classifier()).train_step([[2]], [[3]], [[4]], [1.0, 2.0]), ValueError, "margin must have 1 rows"),
+        (lambda: RewardModel(model=classifier()).train_step([[2]], [[3]], [[4]], 1.0), ValueError, "margin must have 1 rows as prompt has"),
+        (lambda: RewardModel(model=classifier()).train_step([[2]], [[3]], [[4]], ["far"]), TypeError, "pair 0: margin must be a number, found str"),
+        (lambda: RewardModel(model=classifier()).prepare([{"prompt": [2]}]), ValueError, "RewardModel needs preference"),
+        (lambda: ModelReward(classifier())([[2], [3]], [[4]]), ValueError, "completions must be one for each of the 2 prompts, found 1"),
+        (lambda: ModelReward(classifier())([[2], [3]], [[4], [99]]), ValueError, "prompt and completion 1 must hold ids from 0 to 31, found 99"),
         (lambda: RewardModel(model=classifier()).prepare([FAR]), TypeError, "dataset[0]: margin must be a number, found str"),
     ],
 )  # fmt: skip

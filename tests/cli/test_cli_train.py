@@ -612,6 +612,7 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(strop, tmp_path):
         (["sft", *TINY, "--num-rows", "0"], 1, "num_rows must be at least 1, found 0"),
         (["grpo", "--task", "adition"], 1, "did you mean 'addition'"),
         (["sft", *TINY, "--reward", "a.py:b"], 1, "reward must not be given: sft has none"),
+        (["grpo", *TINY, "--critic", "runs/reward/final"], 1, "critic must not be given: grpo has none"),
         (["grpo", *TINY, "--resume"], 1, "--resume needs --output"),
         (["sft", *TINY, "--output", __file__], 1, "output must be a folder, found the file"),
         (["sft", *TINY, "--device", "cuda"], 1, "device must be cpu for a MoEForCausalLM, found 'cuda'"),

@@ -20,7 +20,17 @@ APART = {"moe": 1e-5, "float32": 1e-5}
 REPLICAS = [f"none/{name}" for name in CASES]
 SHARDS = [f"full/{name}" for name in CASES if not name.startswith(WHOLE)]
 # of four: every loss of GRPO, with shards where these matter
-IN_SHARDS = ("sft-tied", "dpo", "grpo-bnpo", "grpo-sequence", "grpo-lora", "grpo-again", "online-ties")
+IN_SHARDS = (
+    "sft-tied",
+    "dpo",
+    "grpo-bnpo",
+    "grpo-sequence",
+    "grpo-lora",
+    "grpo-again",
+    "online-ties",
+    "ppo",
+    "distill",
+)
 LOSSES = ("grpo", "grpo-dr", "grpo-batch", "grpo-luspo", "grpo-cispo", "grpo-sapo", "grpo-vespo", "grpo-geometric")
 OTHERS = ("grpo-turns", "dpo-all", "online", "sft-float32", "grpo-float32")
 OF_FOUR = [f"full/{name}" for name in IN_SHARDS] + [f"none/{name}" for name in LOSSES + OTHERS]

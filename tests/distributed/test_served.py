@@ -13,7 +13,7 @@ from strop.models import as_policy
 from strop.rollout.serving import Serving, make_server
 from strop.training.logging import read_metrics
 
-NAMES = ["served", "served-again", "served-lora"]
+NAMES = ["served", "served-again", "served-lora", "served-distill"]
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def serving():
 def servers(monkeypatch):
     """One for each of NAMES, and one for those who sample ahead."""
     with contextlib.ExitStack() as stack:
-        monkeypatch.setenv("STROP_TEST_SERVERS", " ".join(stack.enter_context(serving()) for _ in range(4)))
+        monkeypatch.setenv("STROP_TEST_SERVERS", " ".join(stack.enter_context(serving()) for _ in range(5)))
         yield
 
 

@@ -105,20 +105,17 @@ def reward_model(**options):
     )
 
 
-def ppo(**options):
+def ppo(model=double, critic=lambda: None, **options):
     made = {"reward_fn": reward, "max_new_tokens": 5, "learning_rate": 3e-3, "micro_batch_size": 2} | options
     made = {"old_logps": "rollout", "critic_learning_rate": 3e-3, "minibatch_size": 3, "inner_epochs": 2} | made
     batches = [{"prompts": batch} for batch in BATCHES]
-    return lambda **more: (
-        PPO(model=double(), critic=classifier() if made.pop("own", 0) else None, **made, **more),
-        batches,
-    )
+    return lambda **more: (PPO(model=model(), critic=critic(), **made, **more), batches)
 
 
-def distill(**options):
+def distill(model=double, **options):
     made = {"max_new_tokens": 5, "learning_rate": 3e-3, "micro_batch_size": 2, "on_policy": 0.6} | options
     rows = [{"prompts": [{"prompt": p, "completion": [*p, EOS]} for p in batch]} for batch in BATCHES]
-    return lambda **more: (Distill(model=double(), teacher=double(seed=1), **made, **more), rows)
+    return lambda **more: (Distill(model=model(), teacher=model(seed=1), **made, **more), rows)
 
 
 def served(number, **options):
@@ -164,20 +161,27 @@ CASES = {
     "kto-apo": kto(loss_type="apo_zero_unpaired"),
     "reward": reward_model(center_coef=0.1),
     "ppo": ppo(),
-    "ppo-critic": ppo(own=True),
+    "ppo-critic": ppo(critic=classifier),
     "distill": distill(),
     "distill-jsd": distill(divergence="jsd", on_policy=1.0),
+    "distill-sampled": distill(divergence="sampled", on_policy=1.0),
+    "distill-teacher": distill(divergence="forward_kl", off_policy="teacher"),
+    "distill-plain": distill(lambda **more: double(PlainModel, **more), divergence="jsd"),
+    "ppo-lora": ppo(lambda: double(llama), lora={"r": 2}, mask_truncated=True),
     "grpo-vespo": grpo(loss_type="vespo", stale_kl=0.1, minibatch_size=4, inner_epochs=2),
     "online-ties": online(reward_fn=seldom),
     "grpo-moe": grpo(lambda: moe(eos_token_id=EOS)),
 }
-WHOLE = ("grpo-moe", "ppo", "distill")  # these have no shards
+WHOLE = ("grpo-moe",)  # it has no shards
 TIMES = ("tokens_per_second", "environment/seconds", "eval/environment/seconds")
 # each with a server of its own
 SERVED = {
     "served": served(0, importance_cap=2.0, old_logps="auto"),
     "served-again": served(1, reward_fn=rarely, resample_rounds=1),
     "served-lora": served(2, lora={"r": 2}, sync="lora"),
+    "served-distill": lambda **more: distill(
+        lambda **changes: llama(eos_token_id=EOS, **changes), rollout_server=os.environ["STROP_TEST_SERVERS"].split()[3]
+    )(**more),
 }
 
 

@@ -337,6 +337,7 @@ MISTAKES = [
     ((S, S, S, S), {"loss_type": "ipo", "chosen_lengths": [1, 1]}, TypeError, "chosen_lengths must be a tensor, found list"),
     ((S, S, S, S), {"loss_type": "ipo", "chosen_lengths": K[:1]}, ValueError, "chosen_lengths must have shape [2], found [1]"),
     ((S, S, S, S), {"loss_type": "ipo", "chosen_lengths": -K}, ValueError, "chosen_lengths must be at least 0, found -1.0"),
+    ((S, S, S, S), {"loss_type": {"ipo": 1.0}}, TypeError, "loss_type must be a name or a list of names, found {'ipo': 1.0}"),
     ((S, S, S, S), {"loss_type": ()}, ValueError, "loss_type must name each loss once and at least one, found ()"),
     ((S, S, S, S), {"loss_type": ["ipo", "ipo"]}, ValueError, "loss_type must name each loss once and at least one"),
     ((S, S, S, S), {"loss_type": ["sft", "hinge"], "loss_weights": [1.0]}, ValueError, "one number for each of 2 losses, found 1"),

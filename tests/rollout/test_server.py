@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny_models import llama
 
+from strop.algorithms.distill import Distill
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.online_dpo import OnlineDPO
 from strop.environments import Environment, Player, Turn
@@ -670,3 +671,40 @@ def test_a_server_that_dies_one_step_ahead_leaves_a_checkpoint(start, tmp_path):
 def test_an_address_that_is_none_is_told_at_once(url):
     with pytest.raises((ValueError, TypeError), match="rollout_server must be"):
         ServerConfig(rollout_server=url)
+
+
+# ---- a teacher ----
+
+
+def distilled(teacher, **options):
+    made = {"divergence": "sampled", "max_new_tokens": 6, "learning_rate": 1e-2, "batch_size": 4} | options
+    return Distill(model=make_model(), teacher=teacher, **made)
+
+
+def test_a_servers_teacher_is_the_same_one_here(start, tmp_path):
+    """What a step says; a server that fails now and then is asked again; a checkpoint is told the address."""
+    teacher = make_model(seed=1)
+    running, failures = start(teacher, allow_sync=False), iter([(503, "busy"), None, "dies"])
+    running.spoil = lambda *_: next(failures, None)
+    near, far = distilled(teacher), distilled(running.url, micro_batch_size=2)
+    for _ in range(3):
+        found, wanted = far.train_step(PROMPTS), near.train_step(PROMPTS)
+        for name in ("loss", "grad_norm", "distill/divergence", "completion/length"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-4)
+    assert set(running.paths) == {"/v1/completions"}  # it keeps its weights
+    far.save(tmp_path / "far.safetensors")
+    again = Distill.from_checkpoint(tmp_path / "far.safetensors", teacher=running.url)
+    assert again.train_step(PROMPTS)["loss"] == far.train_step(PROMPTS)["loss"]
+    assert far.evaluate([{"prompt": prompt} for prompt in PROMPTS])["eval/distill/divergence"] > 0
+
+
+def test_what_a_servers_teacher_cannot_give(start):
+    for options, name in (({"divergence": "jsd"}, "divergence"), ({"temperature": 0.5}, "temperature")):
+        with pytest.raises(ValueError, match=f"{name} must be .* with a server as teacher"):
+            distilled("http://127.0.0.1:9", **options)
+    with pytest.raises(ServerError, match=r"127\.0\.0\.1:9 does not answer"):
+        distilled("http://127.0.0.1:9", server_timeout=0.1).train_step(PROMPTS)
+    running = start(make_model())
+    running.spoil = lambda *_: (200, json.dumps({"choices": [{"index": 0, "text": "a"}]}))
+    with pytest.raises(ServerError, match="must give prompt_logprobs, found"):
+        distilled(running.url).train_step(PROMPTS)

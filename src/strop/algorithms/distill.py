@@ -14,14 +14,14 @@ import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from strop._checks import check_choice, check_number
 from strop._tensors import on_host
 from strop.config import OptimConfig, TrainerConfig
-from strop.data.batch import TokenBatch, Trajectory, on_device
+from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.inputs import Prompt, as_prompts, fit, prompts_of_dataset, reward_rows
 from strop.data.tokenize import encode_completion, row_named
 from strop.losses import PolicyRule
@@ -30,7 +30,8 @@ from strop.ops import linear_divergence
 from strop.rewards import sample_table
 from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics, generate
 from strop.rollout.sampler import sampler
-from strop.rollout.server import ServerConfig
+from strop.rollout.server import ServerConfig, is_address
+from strop.rollout.teacher import ServedTeacher
 from strop.training.state import Mean
 from strop.training.trainer import Trainer
 
@@ -98,27 +99,46 @@ class Distill(Trainer):
     distill = Distill(model=student, teacher=teacher, learning_rate=1e-5, max_new_tokens=128)
     metrics = distill.train_step(prompts)          # or distill.train(dataset)
 
-    teacher   a model, a folder or a name, with the student's vocabulary; it stays as it is. The same as ref_model
+    teacher   a model, a folder or a name, with the student's vocabulary, or for "sampled" the address of a server; it stays
+              as it is. The same as ref_model
     """
 
     Config = DistillConfig
     config: DistillConfig
 
     def __init__(self, *, teacher: Any = None, **arguments: Any):
+        if teacher is not None and arguments.get("ref_model") is not None:
+            raise ValueError("teacher must be given once, found it and a ref_model, which is the same")
         super().__init__(**(arguments if teacher is None else {**arguments, "ref_model": teacher}))
-        if self.config.run.shard != "none":
-            raise ValueError(
-                f"shard must be 'none' for Distill, which reads two whole heads, found {self.config.run.shard!r}"
-            )
         self.sampler = sampler(self, self.config.server)
+
+    @classmethod
+    def from_checkpoint(cls, path: Any, model: Any = None, ref_model: Any = None, **arguments: Any) -> Self:
+        """As of every trainer; a teacher is one of the checkpoint unless it is given, and by a server always given."""
+        return super().from_checkpoint(path, model, arguments.pop("teacher", ref_model), **arguments)
 
     def setup(self, ref_model: Any) -> None:
         if ref_model is None:
             raise ValueError("Distill needs a teacher, found None")
-        self.reference = self.policy.reference(ref_model)
+        if is_address(ref_model):
+            self._setup_served(ref_model)
+            return
+        self.reference = self.policy.reference(ref_model, "teacher")
         sizes = self.policy.vocab_size, self.reference.policy.vocab_size
         if None not in sizes and sizes[0] != sizes[1] and self.config.divergence != "sampled":
             raise ValueError(f"teacher must have the student's vocabulary of {sizes[0]} tokens, found {sizes[1]}")
+
+    def _setup_served(self, address: str) -> None:
+        config = self.config
+        for name, wanted, found in (
+            ("divergence", "sampled", config.divergence), ("temperature", 1.0, config.sampling.temperature),
+        ):  # fmt: skip
+            if found != wanted:
+                raise ValueError(
+                    f"{name} must be {wanted!r} with a server as teacher, which gives the log-probs of single tokens, "
+                    f"found {found!r}"
+                )
+        self.reference = ServedTeacher(address, config.server)
 
     def train_step(self, prompts: Any, *, prompt_mask: Any = None) -> dict[str, float]:
         """One step on a batch of prompts, as `GRPO.train_step` takes them; rows may have a completion."""
@@ -140,7 +160,9 @@ class Distill(Trainer):
         """The divergence on completions as a step has them."""
         mine, size, lines = self.share(len(rows)), self.config.run.batch_size, []
         with self.sampler.ready():
-            for start in range(mine.start, mine.stop, size):
+            for start in range(
+                mine.start, mine.start - (-len(rows) // self.world.size), size
+            ):  # alike in all processes
                 found, _ = self._lines(rows[start : min(start + size, mine.stop)], "evaluation", start)
                 lines += found
         num_tokens, sums = sum(line.num_counted for line in lines), []
@@ -183,18 +205,24 @@ class Distill(Trainer):
         others = [i for i, share in enumerate(draw) if share >= config.on_policy]
         found: dict[int, Trajectory] = {}
         with self.autocast():
-            if own:
-                places = [addresses[i] for i in own]
-                ids = [lessons[i].prompt.ids for i in own]
-                rollout = self.sampler(ids, config.sampling, 1, self.seed_of(step), places)
+            if config.on_policy > 0:  # in all processes, also in one that has no row: they may share a server
+                rollout = self.sampler(
+                    [lessons[i].prompt.ids for i in own],
+                    config.sampling,
+                    1,
+                    self.seed_of(step),
+                    [addresses[i] for i in own],
+                )
                 found |= zip(own, rollout.trajectories, strict=True)
                 self.samples = self._table([lessons[i].prompt for i in own], rollout)
-            if others and config.off_policy == "teacher":
+            if config.on_policy < 1 and config.off_policy == "teacher":
                 places = [addresses[i] for i in others]
                 ids = [lessons[i].prompt.ids for i in others]
                 seed = self.seed_of(step, "teacher")
-                rollout = generate(self.reference.policy, ids, config.sampling, seed=seed, addresses=places)
-                found |= zip(others, rollout.trajectories, strict=True)
+                with self.reference.policy.whole() as teacher:
+                    if others:
+                        rollout = generate(teacher, ids, config.sampling, seed=seed, addresses=places)
+                        found |= zip(others, rollout.trajectories, strict=True)
         for i in others if config.off_policy == "dataset" else ():
             lesson = lessons[i]
             assert lesson.completion is not None
@@ -207,43 +235,45 @@ class Distill(Trainer):
     def _distance(self, lines: Sequence[Trajectory], num_tokens: int) -> Distance:
         weights = [1 / max(num_tokens, 1)] * len(lines)
         batch = TokenBatch.of(lines, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
+        teacher = self.reference.policy
+        longest, most = max(map(len, lines), default=0), None if teacher is None else teacher.max_length
+        if most is not None and longest > most:
+            raise ValueError(f"teacher must read rows of {longest} tokens, found one that reads {most}")
         if self.config.divergence == "sampled":
             return self._sampled(batch, lines)
-        teacher = self.reference.policy
-        with torch.no_grad():
-            theirs = teacher.hidden(batch.to(teacher.device))
-        ours = None if theirs is None else self.policy.hidden(batch)
-        beta = BETAS.get(self.config.divergence, self.config.beta)
-        assert batch.weights_n is not None
-        if ours is not None and theirs is not None:
-            hidden, weight, bias = (None if x is None else x.to(batch.device) for x in theirs)
-            assert hidden is not None
-            assert weight is not None
-            return Distance(
-                *linear_divergence(
-                    ours[0],
-                    ours[1],
-                    hidden,
-                    weight.detach(),
-                    batch.weights_n,
-                    beta=beta,
-                    bias=ours[2],
-                    teacher_bias=bias,
-                )
-            )
+        theirs = teacher.reading(lambda: self._teachers(teacher, batch))
+        return self.policy.reading(lambda: self._divergence(batch, theirs))
+
+    @torch.no_grad()
+    def _teachers(self, teacher: Any, batch: TokenBatch) -> Any:
+        """Hidden states and head, or where there are none the logits, on the student's device."""
+        found = teacher.hidden(batch.to(teacher.device))
+        if found is None:
+            return teacher.logits(batch.to(teacher.device)).to(batch.device)
+        if teacher.shards is not None:  # outside of here they are not whole
+            found = tuple(None if x is None else x.clone() for x in found)
+        return tuple(None if x is None else x.detach().to(batch.device) for x in found)
+
+    def _divergence(self, batch: TokenBatch, theirs: Any) -> Distance:
+        beta, weights_n = BETAS.get(self.config.divergence, self.config.beta), batch.weights_n
+        assert weights_n is not None
+        ours = self.policy.hidden(batch) if isinstance(theirs, tuple) else None
+        if ours is not None:
+            biases = {"bias": ours[2], "teacher_bias": theirs[2]}
+            return Distance(*linear_divergence(*ours[:2], *theirs[:2], weights_n, beta=beta, **biases))
         self.policy.check_causality(batch)
-        with torch.no_grad():
-            theirs_nV = teacher.logits(batch.to(teacher.device)).to(batch.device)
+        if isinstance(theirs, tuple):
+            theirs = torch.nn.functional.linear(*theirs)
         logps_nV, teacher_nV = (
-            logits.to(self.policy.loss_dtype).log_softmax(-1) for logits in (self.policy.logits(batch), theirs_nV)
+            logits.to(self.policy.loss_dtype).log_softmax(-1) for logits in (self.policy.logits(batch), theirs)
         )
         found_n = divergence(logps_nV, teacher_nV, beta)
-        return Distance((batch.weights_n * found_n).sum(), found_n.detach())
+        return Distance((weights_n * found_n).sum(), found_n.detach())
 
     def _sampled(self, batch: TokenBatch, lines: Sequence[Trajectory]) -> Distance:
         """A policy gradient, each token with its own advantage."""
         temperature = self.config.sampling.temperature
-        old_n = torch.cat([line.logps_t for line in lines if line.logps_t is not None])
+        old_n = joined([line.logps_t for line in lines if line.logps_t is not None])
         batch.old_logps_n = on_device(old_n.to(self.policy.loss_dtype), batch.device)
         teacher_n = self.reference.logps(batch, temperature=temperature).to(batch.old_logps_n.dtype)
         batch.advantages_n = teacher_n - batch.old_logps_n

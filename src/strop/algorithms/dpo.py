@@ -76,7 +76,7 @@ class DPO(Trainer):
         return self.run_step(lambda: self._step(self._pairs(prompt, chosen, rejected, prompt_mask)))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Pair]:
-        check_rows(rows, ["preference"], where=name, what="DPO")
+        check_rows(rows, ["preference"], where=name, what=self.name)
         pairs = []
         for i, row in enumerate(rows):
             with row_named(f"{name}[{i}]"):

@@ -22,7 +22,7 @@ import torch
 from strop import _trl
 from strop._checks import check_choice, check_count, check_number
 from strop.config import OptimConfig, TrainerConfig
-from strop.data.batch import TokenBatch, Trajectory, on_device
+from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.inputs import Prompt, as_prompts, prompts_of_dataset, repeated, reward_rows
 from strop.environments.base import TurnsConfig
 from strop.environments.credit import EpisodeRewards, turn_advantages
@@ -431,7 +431,7 @@ class GRPO(Trainer):
                 old_logps = self._logps_by(self.policy, batches)
             else:
                 lengths = [len(logps) for logps in rollout.logps]
-                old_logps = list(on_device(_joined(rollout.logps), self.policy.device).split(lengths))
+                old_logps = list(on_device(joined(rollout.logps), self.policy.device).split(lengths))
             ref_logps = None if reference is None else self._logps_by(reference, batches)
         return Scores(old_logps, ref_logps)
 
@@ -505,7 +505,7 @@ class GRPO(Trainer):
             for part, result in zip(parts, updates[-1].parts, strict=True):
                 meter.add(result.metrics, experience.num_tokens(part), first=number == 0)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        drawn_N = _joined(experience.rollout.logps).double()
+        drawn_N = joined(experience.rollout.logps).double()
         metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn_N.sum().item(), len(drawn_N))}
         if isinstance(routers, Routers):
             counts_2: Any = torch.stack(routers.counts).sum(0) if routers.counts else (0, 0)
@@ -543,7 +543,7 @@ class GRPO(Trainer):
         )  # fmt: skip
 
         def of_these(values: Sequence[torch.Tensor]) -> torch.Tensor:
-            return on_device(_joined([values[i] for i in indices]), self.policy.device)
+            return on_device(joined([values[i] for i in indices]), self.policy.device)
 
         batch.old_logps_n = of_these(experience.old_logps)
         batch.ref_logps_n = None if experience.ref_logps is None else of_these(experience.ref_logps)
@@ -601,10 +601,5 @@ def _with_groups_replaced(
 
 def _sampled_and_trained(experience: Experience) -> tuple[torch.Tensor, torch.Tensor]:
     """[N] and [N] log-probs of every token, of sampling and of the training forward with the same weights."""
-    trained_N = _joined(experience.old_logps)
-    return on_device(_joined(experience.rollout.logps), trained_N.device).to(trained_N.dtype), trained_N
-
-
-def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One after the other; of none an empty one."""
-    return torch.cat(list(rows)) if rows else torch.zeros(0)
+    trained_N = joined(experience.old_logps)
+    return on_device(joined(experience.rollout.logps), trained_N.device).to(trained_N.dtype), trained_N

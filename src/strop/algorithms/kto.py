@@ -3,7 +3,8 @@
     loss = unpaired_loss(log π(completion), log π_ref(completion), label, shift)
 
 with the formulas of `strop.losses.unpaired_loss`. KTO's shift is β·KL(π ‖ π_ref), estimated on mismatched pairs: each
-prompt of the batch with the completion of the row before it, the first with that of the last.
+prompt of the batch with the completion of the row before it, the first with that of the last. A batch of one row has no
+such pair: its KL counts as 0.
 
 B rows of a batch.
 """
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from strop._checks import check_count
@@ -134,7 +136,7 @@ class KTO(Trainer):
         learns     these rows count for bco's mean
         """
         rule = self.config.loss
-        if rule.loss_type == "kto":
+        if rule.loss_type == "kto" and len(examples) > 1:  # of one row, such as an epoch's last, there is no other pair
             lines = self._mismatched([example.line for example in examples])
             others = self._batches(lines[mine.start : mine.stop], self.eval_batches)
             ratios_B = self._scored(others, self.policy) - self._scored(others, self.reference)
@@ -182,17 +184,18 @@ class KTO(Trainer):
         return *unpaired_loss(self.config.loss, logps, refs, labels, shift, num_rows), labels
 
     def _examples(self, prompt: Any, completion: Any, label: Any, prompt_mask: Any) -> list[Example]:
+        label = label.tolist() if hasattr(label, "tolist") else label  # of torch or NumPy
         if is_written(prompt, "prompt", prompt_mask):
             return self.prepare(as_dicts({"prompt": prompt, "completion": completion, "label": label}), "rows")
         padding = self.policy.padding(self.config.pad_id)
         prompts = prompt_rows(prompt, "prompt", prompt_mask, *padding)
         completions = completion_rows(completion, "completion", len(prompts), *padding)
-        labels = label.tolist() if isinstance(label, torch.Tensor) else label
-        rows = as_dicts({"prompt": prompts, "completion": completions, "label": labels})
+        rows = as_dicts({"prompt": prompts, "completion": completions, "label": label})
         return [self._checked(row["prompt"], row["completion"], row["label"], f"row {i}") for i, row in enumerate(rows)]
 
     def _checked(self, prompt: Ids, completion: Ids, label: Any, where: str, counts: Any = None) -> Example:
-        if label not in (True, False) or not isinstance(label, (bool, int)):
+        label = label.item() if isinstance(label, np.generic) else label
+        if not isinstance(label, (bool, int)) or label not in (True, False):
             raise TypeError(f"{where}: label must be true or false, found {label!r}")
         for name, ids in (("the prompt", prompt), ("the completion", completion)):
             if not len(ids):

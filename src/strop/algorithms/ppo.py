@@ -21,14 +21,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from strop._checks import check_choice, check_count, check_number
 from strop.algorithms.grpo import GRPO, OLD_LOGPS, Experience, Scores, check_exact
+from strop.algorithms.reward_model import ModelReward
 from strop.config import OptimConfig, TrainerConfig
-from strop.data.batch import TokenBatch, on_device
+from strop.data.batch import TokenBatch, joined, on_device
 from strop.data.inputs import Prompt
 from strop.losses import PolicyLoss, PolicyRule
 from strop.models.critic import Critic
+from strop.models.kinds import shares
 from strop.primitives import compute_gae
 from strop.rewards import check_timeout, sample_table
-from strop.rollout import Rollout, Sampling, completion_metrics
+from strop.rollout import ENDED, Rollout, Sampling, completion_metrics
 from strop.rollout.server import ServerConfig
 from strop.training.optimiser import can_skip, make_optimizer
 from strop.training.state import Sum, not_finite
@@ -98,8 +100,8 @@ class PPOConfig(TrainerConfig):
         check_choice(self.old_logps, "old_logps", OLD_LOGPS)
         check_exact(self)
         check_timeout(self.reward_timeout, "reward_timeout")
-        if self.sampling.greedy and self.group_size > 1:
-            raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
+        if self.sampling.greedy:
+            raise ValueError("temperature must be above 0, for a greedy completion has no ratio to learn from, found 0")
 
     @functools.cached_property
     def rule(self) -> PolicyRule:
@@ -137,11 +139,12 @@ class PPO(GRPO):
 
     def __init__(self, *, critic: Any = None, **arguments: Any):
         super().__init__(**arguments)
-        if self.config.run.shard != "none":
-            raise ValueError(
-                f"shard must be 'none' for PPO, whose critic reads whole weights, found {self.config.run.shard!r}"
-            )
-        self.critic = Critic(self.policy, critic)
+        self.critic = Critic(self.policy, critic, self.config.run)
+        for function in self.functions:
+            if isinstance(function, ModelReward) and shares(function.policy.model, self.critic.module):
+                raise ValueError(
+                    "critic must not be the model that gives the rewards, which would change: load it twice"
+                )
         self.world.make_same(self.critic.module)
         self.critic_optim = replace(self.config.optim, learning_rate=self.config.critic_learning_rate)
         self.critic_optimizer = make_optimizer(self.critic.module.named_parameters(), self.critic_optim)
@@ -155,6 +158,8 @@ class PPO(GRPO):
         found = {name.removeprefix("critic/"): t for name, t in tensors.items() if name.startswith("critic/")}
         super().load_extra_state({name: t for name, t in tensors.items() if not name.startswith("critic/")}, values)
         weights = {name.removeprefix("model/"): t for name, t in found.items() if name.startswith("model/")}
+        if weights.keys() != self.critic.module.state_dict().keys():
+            raise ValueError("critic must be of the kind that was saved: give the same critic= (--critic) again")
         self.critic.module.load_state_dict(weights)
         for name, param in self.critic.module.named_parameters():
             below = f"optim/{name}/"
@@ -197,7 +202,7 @@ class PPO(GRPO):
         """As GRPO's, with what the critic expects."""
         old_logps, ref_logps = scores or self._score(rollout)
         masked = self.config.mask_truncated
-        counted = [length if why == "eos" or not masked else 0 for length, why in ends or rollout.ends]
+        counted = [length if why in ENDED or not masked else 0 for length, why in ends or rollout.ends]
         none_B, values = torch.zeros(len(rollout)), self._values(rollout)
         found = Valued(rollout, none_B, counted, old_logps, ref_logps, first=first, values=values)
         self._estimate(found, rewards_B[first : first + len(rollout)])
@@ -210,7 +215,8 @@ class PPO(GRPO):
         dtype = self.policy.loss_dtype
         with self.phase("score"), self.autocast():
             for part, batch in self._batches(rollout):
-                found |= zip(part, batch.split(self.critic.values(batch, self._head(batch)).to(dtype)), strict=True)
+                values_n = self.policy.reading(lambda batch=batch: self.critic.values(batch, self._head(batch)))
+                found |= zip(part, batch.split(values_n.to(dtype)), strict=True)
         return [found[i] for i in sorted(found)]
 
     def _head(self, batch: TokenBatch) -> Any:
@@ -270,11 +276,16 @@ class PPO(GRPO):
         self, experience: Experience, indices: Sequence[int], *, num_tokens: int, num_sequences: int
     ) -> PolicyLoss:
         """The loss of these completions as their share of a batch with so many tokens and sequences, the critic's too."""
+        return self.policy.reading(lambda: self._loss_on(experience, indices, num_tokens, num_sequences))
+
+    def _loss_on(
+        self, experience: Experience, indices: Sequence[int], num_tokens: int, num_sequences: int
+    ) -> PolicyLoss:
         assert isinstance(experience, Valued)
         config, device = self.config, self.policy.device
         batch = self._batch(experience, indices, num_tokens, num_sequences)
         advantages_n, returns_n, before_n = (
-            on_device(torch.cat([values[i] for i in indices]), device)
+            on_device(joined([values[i] for i in indices]), device)
             for values in (experience.advantages, experience.returns, experience.values)
         )
         batch.advantages_n = advantages_n

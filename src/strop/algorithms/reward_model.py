@@ -89,11 +89,12 @@ class RewardModel(DPO):
     def train_step(
         self, prompt: Any, chosen: Any, rejected: Any, margin: Any = None, *, prompt_mask: Any = None
     ) -> dict[str, float]:
-        """One training step on B pairs, given as to `DPO.train_step`. margin: B numbers; None is 0."""
+        """One training step on B pairs, given as to `DPO.train_step`. margin: B numbers; None, for all or in one, is 0."""
         pairs = self._pairs(prompt, chosen, rejected, prompt_mask)
-        margins = [0.0] * len(pairs) if margin is None else torch.as_tensor(margin).tolist()
-        if len(margins) != len(pairs):
-            raise ValueError(f"margin must have {len(pairs)} rows as prompt has, found {len(margins)}")
+        margins = margin.tolist() if hasattr(margin, "tolist") else [None] * len(pairs) if margin is None else margin
+        if not isinstance(margins, (list, tuple)) or len(margins) != len(pairs):
+            found = len(margins) if isinstance(margins, (list, tuple)) else repr(margins)
+            raise ValueError(f"margin must have {len(pairs)} rows as prompt has, found {found}")
         rows = [
             _compared(pair, margin, f"pair {i}") for i, (pair, margin) in enumerate(zip(pairs, margins, strict=True))
         ]
@@ -177,7 +178,13 @@ class ModelReward:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        if len(prompts) != len(completions):
+            raise ValueError(
+                f"completions must be one for each of the {len(prompts)} prompts, found {len(completions)}"
+            )
         lines = [self._line(*both) for both in zip(prompts, completions, strict=True)]
+        for i, line in enumerate(lines):
+            self.policy.check_ids(line.ids_T, f"prompt and completion {i}")
         parts = split(range(len(lines)), [len(line) for line in lines], 0, self.num_tokens, padded=self.policy.pads)
         found: dict[int, float] = {}
         with self.policy.evaluating():

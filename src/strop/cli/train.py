@@ -280,8 +280,9 @@ def told(job: JobConfig) -> dict[str, Any]:
 
 
 def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
-    """reward_fn and preference_fn, for the algorithms that generate."""
-    for name in () if command in ("grpo", "online-dpo") else ("environment", "tools"):
+    """Arguments of the trainer beside the model: reward_fn and preference_fn for the algorithms that generate, a critic …"""
+    none = () if command in ("grpo", "online-dpo") else ("environment", "tools")
+    for name in none if command == "ppo" else (*none, "critic"):
         if getattr(job, name) is not None:
             raise ValueError(f"{name} must not be given: {command} has none")
     if command not in ("grpo", "ppo", "online-dpo"):
@@ -305,9 +306,11 @@ def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
 
 
 def _ref_model(job: JobConfig) -> Any:
-    if job.ref_model is None:
-        return None
     from strop.models import load_model
+    from strop.rollout.server import is_address
+
+    if job.ref_model is None or is_address(job.ref_model):
+        return job.ref_model
 
     return load_model(job.ref_model, dtype=job.dtype, device=job.device)[0]
 

@@ -194,6 +194,11 @@ class TokenBatch:
         return list(values_n.split(self.counts))
 
 
+def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One after the other; of none an empty one."""
+    return torch.cat(list(rows)) if rows else torch.zeros(0)
+
+
 def on_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """`tensor.to(device)` that does not wait until a GPU has done all its work, as a copy from ordinary memory does."""
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":

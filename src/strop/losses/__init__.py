@@ -1,6 +1,6 @@
 """Policy and preference losses as pure torch functions of log-probs."""
 
-from strop.losses.advantages import ADVANTAGE_SCALES, group_advantages, rloo_advantages
+from strop.losses.advantages import ADVANTAGE_SCALES, gae_advantages, group_advantages, rloo_advantages
 from strop.losses.policy import PolicyLoss, policy_loss, policy_metrics, rloo_loss, token_policy_loss, token_weights
 from strop.losses.preference import (
     PREFERENCE_LOSS_TYPES,
@@ -35,6 +35,7 @@ __all__ = [
     "PreferenceRule",
     "UnpairedRule",
     "clip_bounds",
+    "gae_advantages",
     "group_advantages",
     "kl_estimate",
     "pair_preference_loss",

@@ -1,13 +1,14 @@
-"""Advantages from rewards, in torch on any device: the rewards of a group compared with each other.
+"""Advantages from rewards, in torch on any device: of a group compared with each other, or of tokens with a critic.
 
     group_advantages   (r − mean) / (std + eps)                GRPO, arXiv 2402.03300; the primitives' numbers
     rloo_advantages    r − mean of the others in the group     RLOO, arXiv 2402.14740
+    gae_advantages     Σ (γλ)^k·δ of the tokens that follow    GAE, arXiv 1506.02438; the numbers of strop.compute_gae
 
 Computed in float64, so that float32 rewards give the nearest float32. Equal rewards give exactly 0, and so does a group
 of one. NaN or infinity among the rewards is an error on the CPU; on a GPU, where looking would wait for the device, it
 makes its group NaN.
 
-Shapes: B rewards in P groups of G, padded where the groups differ in size.
+Shapes: B rewards in P groups of G, padded where the groups differ in size; of GAE B sequences of T tokens, C at a time.
 """
 
 import itertools
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 
 from strop._checks import as_count, check_choice, check_number
-from strop._tensors import FLOATS, can_look, check_tensor
+from strop._tensors import FLOATS, as_completion_mask, can_look, check_floats, check_like, check_tensor
 
 ADVANTAGE_SCALES = ("group", "batch", "none")
+GAE_CHUNK = 64  # tokens whose advantages are one product
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
@@ -87,6 +89,51 @@ def rloo_advantages(rewards: torch.Tensor, samples_per_prompt: int) -> torch.Ten
     # r − (Σ − r)/(G − 1) = (r − mean)·G/(G − 1), which is exactly 0 for equal rewards
     factor = samples_per_prompt / max(samples_per_prompt - 1, 1)
     return _like_rewards(groups.flat(groups.centred(values_B)) * factor, rewards)
+
+
+@torch.no_grad()
+def gae_advantages(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    completion_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Advantages of every token as `strop.compute_gae` has them, [B, T], for tensors that are on a GPU.
+
+        δ_t = r_t + γ·V_{t+1} − V_t        A_t = δ_t + γλ·A_{t+1}
+
+    rewards, values   [B, T] of each token, and what the critic expects before it
+    completion_mask   [B, T]; a token whose mask is 0 is left out as if it were not there, and has the advantage 0
+    returns           [B, T] float32 (float64 for float64); added to the values they are the returns
+    """
+    check_floats(rewards, "rewards")
+    if rewards.ndim != 2:
+        raise ValueError(f"rewards must have shape [B, T], found {list(rewards.shape)}")
+    check_like(values, "values", rewards, "rewards")
+    for name, number in (("gamma", gamma), ("lam", lam)):
+        check_number(number, name, 0, 1)
+    counts_BT = torch.ones_like(rewards, dtype=torch.bool)
+    if completion_mask is not None:
+        counts_BT = as_completion_mask(completion_mask, rewards, "rewards")
+    order_BT = counts_BT.byte().argsort(dim=1, descending=True, stable=True)  # tokens that count first, 0 behind them
+    r_BT, v_BT = (x.double().masked_fill(~counts_BT, 0.0).gather(1, order_BT) for x in (rewards, values))
+    delta_BT = r_BT - v_BT
+    delta_BT[:, :-1] += gamma * v_BT[:, 1:]
+    # A_t = Σ_{s≥t} (γλ)^(s−t)·δ_s within a chunk, and (γλ)^(C−t)·A of the chunk behind it
+    steps_C = torch.arange(GAE_CHUNK + 1, device=rewards.device)
+    decay_C = torch.tensor(gamma * lam, dtype=torch.float64, device=rewards.device) ** steps_C
+    apart_CC = steps_C[:-1, None] - steps_C[:-1]
+    decay_CC = decay_C[apart_CC.clamp(min=0)].masked_fill(apart_CC < 0, 0.0)
+    found_BT, next_B1 = torch.zeros_like(delta_BT), torch.zeros_like(delta_BT[:, :1])
+    for start in reversed(range(0, delta_BT.shape[1], GAE_CHUNK)):
+        part = delta_BT[:, start : start + GAE_CHUNK]
+        size = part.shape[1]
+        found = part @ decay_CC[:size, :size] + next_B1 * decay_C[1 : size + 1].flip(0)
+        found_BT[:, start : start + size], next_B1 = found, found[:, :1]
+    back_BT = torch.zeros_like(found_BT).scatter(1, order_BT, found_BT).masked_fill(~counts_BT, 0.0)
+    return back_BT.to(torch.float64 if rewards.dtype == torch.float64 else torch.float32)
 
 
 class _Groups:

@@ -220,6 +220,8 @@ class PreferenceRule:
         for name in ("loss_type", "loss_weights"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
+        if not isinstance(self.loss_type, (str, tuple)):
+            raise TypeError(f"loss_type must be a name or a list of names, found {self.loss_type!r}")
         if not self.types or len(set(self.types)) < len(self.types):
             raise ValueError(f"loss_type must name each loss once and at least one, found {self.loss_type!r}")
         for loss_type in self.types:

@@ -3,15 +3,19 @@
 Shapes: n tokens that count, H hidden.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from strop.config import RunConfig
 from strop.data.batch import TokenBatch
+from strop.models.kinds import shares
 from strop.models.loading import load_model
 from strop.models.policy import Head, Policy
+from strop.models.prepare import prepared_model, warn_of_half_precision
 from strop.models.scorer import Scorer, as_scorer
 
 
@@ -20,9 +24,10 @@ class Critic:
 
     given   None: a new linear head on the policy's hidden states, whose first values are 0; else a sequence classifier
             with one label (a module, a folder or a name), whose head is read at every token
+    run     its dropout and gradient_checkpointing are those of a critic of its own too
     """
 
-    def __init__(self, policy: Policy, given: Any = None):
+    def __init__(self, policy: Policy, given: Any, run: RunConfig):
         self.scorer: Scorer | None = None
         if given is None:
             width = policy.hidden_size
@@ -36,8 +41,14 @@ class Critic:
             return
         if isinstance(given, (str, Path)):
             given, _ = load_model(given, dtype=torch.float32, device=policy.device, scores=True)
-        self.scorer = as_scorer(given)
-        self.module = self.scorer.model
+        try:
+            self.scorer = as_scorer(given)
+        except TypeError as error:
+            raise TypeError(str(error).replace("model", "critic", 1)) from None
+        self.module = prepared_model(self.scorer, replace(run, compile=False), None)
+        warn_of_half_precision(self.module)
+        if shares(policy.model, self.module):
+            raise ValueError("critic must not share parameters with model, which has an optimiser of its own")
         if None not in (sizes := (policy.vocab_size, self.scorer.vocab_size)) and sizes[1] < sizes[0]:  # type: ignore[operator]
             raise ValueError(f"critic must know the model's {sizes[0]} tokens, found {sizes[1]}")
 

@@ -72,6 +72,12 @@ def as_module(model: Any) -> nn.Module:
     return model
 
 
+def shares(one: nn.Module, other: nn.Module) -> bool:
+    """Whether a parameter is in both."""
+    ours = {id(param) for param in one.parameters()}
+    return any(id(param) in ours for param in other.parameters())
+
+
 def is_moe(model: nn.Module) -> bool:
     module = sys.modules.get("strop.moe.torch")  # not imported: then it is none, and transformers need not be loaded
     return module is not None and isinstance(model, module.MoEForCausalLM)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import os
 import sys
 import tempfile
@@ -179,7 +180,7 @@ def _is_strop_folder(folder: Path) -> bool:
         return False
 
 
-def load_tokenizer(name: str | Path) -> Any:
+def load_tokenizer(name: str | Path, **options: Any) -> Any:
     """transformers' tokenizer of a folder or a name. strop's own of characters is opened as what it is: it says which
     character it cannot write, where transformers says "WordLevel error: Missing [UNK] token"."""
     from strop.tasks import CharTokenizer
@@ -187,7 +188,18 @@ def load_tokenizer(name: str | Path) -> Any:
     try:
         return CharTokenizer.from_pretrained(name)
     except (ValueError, OSError):  # not its file, or not a folder at all
-        return _transformers().AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        kind = _transformers().PreTrainedTokenizerFast if _is_generic(Path(name)) else _transformers().AutoTokenizer
+        return kind.from_pretrained(name, **{"trust_remote_code": False, **options})
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether transformers saved a tokenizer of no model's own class. Beside a Qwen2, AutoTokenizer would make it one of
+    Qwen2, which splits texts in another way."""
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("tokenizer_class") == "TokenizersBackend"
 
 
 def _tokenizer_in(folder: Path) -> Any:
@@ -221,11 +233,14 @@ def _hugging_face(
             f"{name} has code of its own, which is not run: load_model(…, trust_remote_code=True), or on the command "
             f"line --set model_options.trust_remote_code=true, runs it"
         ) from None
+    heads = [one for one in model.config.architectures or () if one.endswith("ForSequenceClassification")]
+    if heads and not scores:  # transformers would say so in a table, and write texts with a head of random numbers
+        raise ValueError(f"model must be a causal LM, found {name}, a {heads[0]}: it scores texts and writes none")
     if gguf_file is not None:
         _forget_quantization(model)
     without = Path(name).is_dir() and not gguf and not _tokenizer_files(Path(name))  # a model of ids alone
     gguf["trust_remote_code"] = options["trust_remote_code"]
-    tokenizer = None if without else transformers.AutoTokenizer.from_pretrained(name, **gguf)
+    tokenizer = None if without else load_tokenizer(name, **gguf)
     return model.to(device), tokenizer
 
 

@@ -36,6 +36,7 @@ from strop.models.kinds import (
     layers_of,
     listed_ids,
     of_config,
+    shares,
     unwrapped,
 )
 from strop.models.loading import check_moe_device, chosen_device, load_model
@@ -215,6 +216,10 @@ class Policy:
             self._try()
         return None if self._head is None else self._head[1].in_features
 
+    def reading(self, call: Callable[[], Any]) -> Any:
+        """What `call` makes of hidden states and head; weights that lie in shards are whole meanwhile."""
+        return call() if self.shards is None or self.shards.are_whole else self.shards.read(call)
+
     @overload
     def logps(self, batch: TokenBatch, *, temperature: float = 1.0) -> torch.Tensor: ...
 
@@ -237,7 +242,7 @@ class Policy:
         head      what `hidden` gave for the batch, where it was asked already
         """
         if self.shards is not None and not self.shards.are_whole:
-            return self.shards.read(lambda: self.logps(batch, temperature=temperature, entropy=entropy))
+            return self.reading(lambda: self.logps(batch, temperature=temperature, entropy=entropy))
         if self.kind == "moe":  # from its engine, as its sampler has them: a rollout's log-probs are these, bit for bit
             both = self._logps_of_moe(batch, temperature)
             return both if entropy else both[0]
@@ -254,7 +259,7 @@ class Policy:
     ) -> PolicyLoss:
         """A rule's loss of the tokens that count; the batch has their weights and what else the rule reads."""
         if self.shards is not None and not self.shards.are_whole:
-            return self.shards.read(lambda: self.loss(batch, rule, temperature=temperature))
+            return self.reading(lambda: self.loss(batch, rule, temperature=temperature))
         assert batch.weights_n is not None
         if rule.row_suffices and (head := head or self.hidden(batch)) is not None:
             hidden_nH, weight, bias = head
@@ -470,8 +475,11 @@ class Policy:
 
     # ---- the reference ----
 
-    def reference(self, ref_model: Any = None) -> "Reference":
-        """A frozen model to compare with: the given one or its name; of a peft model the base, its adapter off; else a copy."""
+    def reference(self, ref_model: Any = None, name: str = "ref_model") -> "Reference":
+        """A frozen model to compare with: the given one or its name; of a peft model the base, its adapter off; else a copy.
+
+        name   what errors call it
+        """
         inner = unwrapped(self.model)
         if isinstance(ref_model, (str, Path)):  # in our dtype, so that the same weights are the same function
             dtypes = [param.dtype for param in inner.parameters() if param.is_floating_point()]
@@ -480,14 +488,13 @@ class Policy:
             try:
                 ref = as_policy(ref_model, self.tokenizer)
             except TypeError as error:
-                raise TypeError(f"ref_{error}") from None
-            ours = {id(p) for p in inner.parameters()}
-            if any(id(p) in ours for p in ref.model.parameters()):
+                raise TypeError(str(error).replace("model", name, 1)) from None
+            if shares(inner, ref.model):
                 raise ValueError(
-                    "ref_model must not share parameters with model, which training changes; leave it out for a copy"
+                    f"{name} must not share parameters with model, which training changes; copy.deepcopy(model) does not"
                 )
             if None not in (sizes := (self.vocab_size, ref.vocab_size)) and sizes[1] < sizes[0]:  # type: ignore[operator]
-                raise ValueError(f"ref_model must know the model's {sizes[0]} tokens, found {sizes[1]}")
+                raise ValueError(f"{name} must know the model's {sizes[0]} tokens, found {sizes[1]}")
             kind = "given"
         elif has_adapter(inner):
             return Reference(self, "adapter off")

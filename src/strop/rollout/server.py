@@ -59,7 +59,7 @@ class ServerConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         for url in self.urls:
-            if not _is_address(url):
+            if not is_address(url):
                 raise ValueError(f"rollout_server must be like http://127.0.0.1:8000, found {url!r}")
         check_choice(self.sync, "sync", SYNCS)
         check_number(self.sync_tolerance, "sync_tolerance", low=0.0, open_low=True)
@@ -77,7 +77,8 @@ class ServerConfig(Config):
         return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
-def _is_address(url: Any) -> bool:
+def is_address(url: Any) -> bool:
+    """Of a server."""
     try:
         parts = urllib.parse.urlsplit(url if isinstance(url, str) else "")
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -222,18 +223,29 @@ class Server:
     def _probe(self, weights: Weights) -> torch.Tensor:
         """Log-probs of the probe. Of the only token that top_k=1 leaves the processed log-prob is 0."""
         choice = self._choices(self.complete(PROBE | {"prompt": weights.probe}), 1)[0]
+        found = self._prompt_logps(choice, weights.probe)
         try:
-            entries = zip(weights.probe[1:], choice["prompt_logprobs"][1:], strict=True)
-            found = torch.tensor([float(entry[str(token)]["logprob"]) for token, entry in entries], dtype=torch.float64)
             drawn = float(choice["logprobs"]["token_logprobs"][0])
         except (KeyError, TypeError, ValueError, IndexError):
-            raise ServerError(f"{self.url} must give prompt_logprobs and logprobs, found {_shown(choice)}") from None
+            raise ServerError(f"{self.url} must give logprobs, found {_shown(choice)}") from None
         if not drawn > -1e-3:
             raise ServerError(
                 f"{self.url} must give log-probs of the distribution it draws from, found others: start it with "
                 f"--logprobs-mode processed_logprobs"
             )
-        return found
+        return torch.tensor(found, dtype=torch.float64)
+
+    def prompt_logps(self, ids: list[int]) -> list[float]:
+        """Of every token but the first, by the model the server was started with."""
+        self._model = self._model or self._base_model()
+        return self._prompt_logps(self._choices(self.complete(PROBE | {"prompt": ids}), 1)[0], ids)
+
+    def _prompt_logps(self, choice: Any, ids: list[int]) -> list[float]:
+        try:
+            entries = zip(ids[1:], choice["prompt_logprobs"][1:], strict=True)
+            return [float(entry[str(token)]["logprob"]) for token, entry in entries]
+        except (KeyError, TypeError, ValueError, IndexError):
+            raise ServerError(f"{self.url} must give prompt_logprobs, found {_shown(choice)}") from None
 
     def complete(self, asked: dict[str, Any]) -> Any:
         """Everything is said, since a server takes what is not said from the model's generation_config."""
