@@ -14,8 +14,13 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
 
+from interpreter import hasten
+
 import strop
 from strop import _compiled
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    hasten()
 
 
 def pytest_addoption(parser):

@@ -36,7 +36,18 @@ FOLDERS = ["ops", "losses", "algorithms", "rollout", "test_models.py", "test_che
 OF_ARITHMETIC = ["moe"]
 OF_SURROUNDINGS = ["cli", "report", "data", "tasks", "test_logging.py", "test_callbacks.py"]
 
-# what does not exclude one another, together; graphs are compiled in `make test` alone
+# of the two passes: graphs that are compiled, processes that are killed, and who imports what, are the same everywhere
+ONCE = [
+    "rollout/test_decoding.py::test_a_compiled_model_has_compiled_steps",
+    "test_models.py::test_compiled_model_has_the_same_log_probs",
+    "algorithms/test_resume.py::test_ten_kills",
+    "ops/test_registry.py::test_environment_in_a_fresh_process",
+    "cli/test_cli.py::test_bench_of_curves",
+    "cli/test_cli.py::test_bench_can_be_interrupted",
+    "cli/test_cli.py::test_doctor_imports_torch_and_no_other_package",
+    "moe/test_torch_contract.py::test_transformers_is_not_needed",
+]
+# what does not exclude one another, together
 SHORT = {
     "as little as can be": [
         "torch without vectors", "OpenBLAS with AVX2", "one thread", "strop without vectors", "another hash seed",
@@ -74,8 +85,9 @@ def main():
         merged = {
             title: {k: v for name in names for k, v in ENVIRONMENTS[name].items()} for title, names in SHORT.items()
         }
-        folders = paths(*FOLDERS, *OF_ARITHMETIC, *OF_SURROUNDINGS)
-        passed = [run(title, merged[title], *folders, "--ignore", *paths("ops/test_compile.py")) for title in merged]
+        chosen = paths(*FOLDERS, *OF_ARITHMETIC, *OF_SURROUNDINGS)
+        chosen += ["--ignore", *paths("ops/test_compile.py"), *(f"--deselect={path}" for path in paths(*ONCE))]
+        passed = [run(title, merged[title], *chosen) for title in merged]
     else:
         wanted = [name for name in ENVIRONMENTS if not sys.argv[1:] or any(word in name for word in sys.argv[1:])]
         more = {name: OF_ARITHMETIC if name in ARITHMETIC else OF_SURROUNDINGS for name in wanted}

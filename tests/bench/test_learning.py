@@ -32,7 +32,9 @@ def config(tmp_path):
 
 
 def test_every_metric_of_every_step_is_kept(config, capfd):
-    found = learning.Learning(path=config, accuracy=ACCURACY, settings=("num_steps=3", "samples_every=1")).measure(Method())
+    found = learning.Learning(path=config, accuracy=ACCURACY, settings=("num_steps=3", "samples_every=1")).measure(
+        Method()
+    )
     assert found["training"]["steps"] == [1, 2, 3]
     assert found["evaluations"]["steps"] == [0, 2, 3]
     assert len(found["evaluations"][ACCURACY]) == 3

@@ -232,7 +232,9 @@ def test_bench_of_some_cases_writes_nothing_and_characters_a_terminal_lacks_as_e
 
 
 def test_bench_of_some_cases_is_written_where_it_is_told(here, tmp_path):
-    code, *_ = here("bench", "primitives", "--only", "advantages 16", "--rounds", "3", "--output", str(tmp_path / "x.json"))
+    code, *_ = here(
+        "bench", "primitives", "--only", "advantages 16", "--rounds", "3", "--output", str(tmp_path / "x.json")
+    )
     assert code == 0
     found = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
     assert found["command"] == "strop bench primitives --only 'advantages 16' --rounds 3"

@@ -18,7 +18,6 @@ LAUNCH = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpo
 # else float64; in bfloat16 layers compute with weights of 16 bits, where autocast converts them at every product
 APART = {"moe": 1e-5, "float32": 1e-5}
 REPLICAS = [f"none/{name}" for name in CASES]
-SHARDS = [f"full/{name}" for name in CASES if not name.startswith(WHOLE)]
 # of four: every loss of GRPO, with shards where these matter
 IN_SHARDS = (
     "sft-tied",
@@ -32,6 +31,9 @@ IN_SHARDS = (
     "distill",
 )
 LOSSES = ("grpo", "grpo-dr", "grpo-batch", "grpo-luspo", "grpo-cispo", "grpo-sapo", "grpo-vespo", "grpo-geometric")
+# such a loss is computed of what a model gives, in shards or not
+UNSHARDED = (*WHOLE, *(name for name in LOSSES if name not in ("grpo", "grpo-batch")), "kto-bco", "kto-apo")
+SHARDS = [f"full/{name}" for name in CASES if not name.startswith(UNSHARDED)]
 OTHERS = ("grpo-turns", "dpo-all", "online", "sft-float32", "grpo-float32")
 OF_FOUR = [f"full/{name}" for name in IN_SHARDS] + [f"none/{name}" for name in LOSSES + OTHERS]
 WORLDS = {2: REPLICAS + SHARDS, 4: OF_FOUR}

@@ -202,7 +202,10 @@ class KTO(Trainer):
                 raise ValueError(f"{where}: {name} must have at least one token, found none")
         self.policy.check_ids(torch.cat([prompt, completion]), where)
         fitted = fit(prompt, completion, self.config.max_length, self.policy.max_length, where)
-        return Example(Trajectory.of(prompt, fitted, counts), bool(label))
+        line = Trajectory.of(prompt, fitted, counts)
+        if not line.num_counted:
+            raise ValueError(f"{where}: a token of the completion must count, found none within max_length")
+        return Example(line, bool(label))
 
 
 def _parted(line: Trajectory) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -21,7 +21,12 @@ def bench(
     suite: Annotated[str, typer.Argument(help="One of: " + "; ".join(f"{k} ({v})" for k, v in SUITES.items()))],
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes; by default benchmarks/results.")] = None,
     rounds: Annotated[int, number_option("Interleaved rounds; each gives one sample per contender.")] = 21,
-    only: Annotated[str, typer.Option(help="Only the cases whose name contains this; nothing is written then, unless --output says where.")] = "",
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Only the cases whose name contains this; nothing is written then, unless --output says where."
+        ),
+    ] = "",
 ) -> None:
     """Measure a suite, print its table, write its JSON with all samples."""
     if suite not in SUITES:

@@ -67,7 +67,7 @@ class Learning:
         return {
             "work": self.work,
             "labels": {
-                "algorithm": "grpo", "model": job["model"], "task": job["task"] or job["environment"],
+                "algorithm": "grpo", "model": job["model"], "task": job.get("task") or job["environment"],
                 "accuracy": self.accuracy, "num_rows": about["num_rows"], "num_eval_rows": job["num_eval_rows"],
                 "device": about["model"]["device"],
             },

@@ -8,7 +8,19 @@ import torch
 
 from strop._tensors import computed_in, in_dtype, sums_in
 from strop.ops.chunks import fake_gradients, train_workspace
-from strop.ops.head import ALL, TOKENS_MULTIPLE, Head, Tokens, Wanted, add_product, cut, empty_gradients, narrowed, no_view, product
+from strop.ops.head import (
+    ALL,
+    TOKENS_MULTIPLE,
+    Head,
+    Tokens,
+    Wanted,
+    add_product,
+    cut,
+    empty_gradients,
+    narrowed,
+    no_view,
+    product,
+)
 from strop.ops.library import first_order, keep_gradients, kept_gradients, library_op
 from strop.ops.linear_divergence.reference import DivergenceLoss, check_linear_divergence, linear_divergence
 from strop.ops.registry import on_gpu, on_gpu_or_interpreted
