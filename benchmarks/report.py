@@ -64,11 +64,13 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         landing.landing_table,
         step.step_table,
         step.step_summary,
+        step.exact_table,
         processes.processes_table,
         processes.scaling_table,
         step.step_training,
         learning.learning_summary,
         learning.learning_table,
+        learning.calculator_table,
         demo.demo_summary,
         demo.demo_table,
         guess.guess_table,
@@ -81,7 +83,7 @@ PRIMITIVES, ENGINES, CONVERGENCE = (
 )
 LOSSES = "benchmarks/results/losses-h200.json"
 STEP, STEP_ON_GPU = "benchmarks/results/step-x86_64-2cores.json", "benchmarks/results/step-h200.json"
-LEARNING = "benchmarks/results/learning-h200.json"
+LEARNING, CALCULATOR = (f"benchmarks/results/{name}-h200.json" for name in ("learning", "calculator"))
 DEMO = "benchmarks/results/demo-x86_64-2cores.json"
 GUESS = "benchmarks/results/guess-x86_64-2cores.json"
 ALGORITHMS = "benchmarks/results/algorithms-x86_64-2cores.json"
@@ -96,6 +98,7 @@ FIGURES: dict[str, tuple[Callable[[Result, Path, dict[str, str]], None], str]] =
     "docs/images/guess.png": (guess.guess_figure, GUESS),
     "docs/images/algorithms.png": (algorithms.algorithms_figure, ALGORITHMS),
     "docs/images/learning.png": (learning.learning_figure, LEARNING),
+    "docs/images/calculator.png": (learning.calculator_figure, CALCULATOR),
     "docs/images/convergence.png": (convergence.convergence_figure, CONVERGENCE),
     "docs/images/convergence.gif": (convergence.convergence_animation, CONVERGENCE),
 }

@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.text import Result, provenance, table, times
 from strop.bench.text import duration, size
 
+EXACT = "strop, exact"
 PHASES = ("generate", "reward", "score", "forward", "backward", "update")
 COLOURS = {
     "generate": "#4c72b0", "reward": "#937860", "score": "#8172b3", "forward": "#55a868", "backward": "#c44e52",
@@ -40,6 +41,19 @@ def step_summary(result: Result) -> str:
     """The same without phases, for the front page."""
     header = ["a GRPO step", "by", "takes", "strop is faster by", "peak memory"]
     rows = [[work, name, duration(f["median_ns"]), faster, memory] for work, name, f, faster, memory in _sides(result)]
+    return table(header, rows) + "\n" + _origin(result) + "\n"
+
+
+def exact_table(result: Result) -> str:
+    """strop's step with `exact` beside the ordinary one."""
+    header = ["a GRPO step", "ordinary", "with `exact`", "times as long", "of the ordinary step", "of the exact one"]
+    rows = []
+    for case in result["cases"]:
+        sides, price = (case["contenders"][name] for name in ("strop", EXACT)), case["ratios"][EXACT]
+        ordinary, exact = sides
+        of_which = [", ".join(f"{n} {duration(ns)}" for n, ns in _phases(side).items()) for side in (ordinary, exact)]
+        took = f"{price['value']:.3g}× [{price['low']:.3g}, {price['high']:.3g}]"
+        rows.append([_work(case), duration(ordinary["median_ns"]), duration(exact["median_ns"]), took, *of_which])
     return table(header, rows) + "\n" + _origin(result) + "\n"
 
 

@@ -48,10 +48,24 @@ def test_every_metric_of_every_step_is_kept(config, capfd):
     assert "gguf_file" not in found["config"]  # nothing was said of it
     assert "step      2  eval/reward/mean" in capfd.readouterr().err
     assert [sample["step"] for sample in found["samples"]] == [1, 1, 3, 3]
+    assert found["samples"][0]["reward"] <= found["samples"][1]["reward"]
     assert found["samples"][0]["prompt"].endswith("=")
     header, rows = learning.summary([found])
     assert header == ["work", "step", "held-out problems solved"]
     assert [row[1] for row in rows] == ["0", "2", "3"]
+
+
+def test_an_environment_is_the_task(tmp_path):
+    game = f"{ROOT}/examples/environments/guess.py:GuessANumber"
+    options = {name: TINY[name] for name in ("model", "num_rows", "num_eval_rows", "group_size", "run")}
+    options |= {"model_options": {"hidden_dim": 16, "num_layers": 1, "max_seq_len": 64}, "environment": game,
+                "turns": {"max_turns": 2}, "max_new_tokens": 1}  # fmt: skip
+    (tmp_path / "game.yaml").write_text(json.dumps(options))
+    case = learning.Learning(path=tmp_path / "game.yaml", accuracy="eval/reward/environment", settings=("num_steps=2",))
+    found = case.measure(Method())
+    assert found["labels"]["task"] == game
+    assert len(found["evaluations"][case.accuracy]) == 2
+    assert found["samples"] == []  # none before step 10
 
 
 def test_without_held_out_rows_there_is_nothing_to_show(config):
@@ -107,6 +121,31 @@ def test_the_table(result, monkeypatch):
     )
     assert "A GPU, driver unknown; A CPU" in text
     assert "commit 012345678;" in text
+
+
+def test_the_table_of_conversations(result):
+    case = result["cases"][0]
+    case["evaluations"] |= {
+        "eval/environment/tool_calls": [0.1, 0.5, 1.0],
+        "eval/environment/failed_calls": [0.1, 0.2, 0.0],
+    }
+    case["training"] |= {"environment/tool_calls": [0.0, 1.0, 1.0, 1.5]}
+    ask, answer = {"role": "user", "content": "2 * 3?"}, {"role": "assistant", "content": "six\n  it is"}
+    sample = {
+        "step": 1,
+        "prompt": [{"role": "system", "content": "hidden"}, ask],
+        "completion": [answer],
+        "reward": 0.5,
+    }
+    case["samples"] = [sample, sample | {"reward": 1.0}, sample | {"step": 4}, sample | {"step": 4}]
+    text = page.calculator_table(result)
+    assert "| calls for one of those answers | 0.10 | 1.00 |" in text
+    assert "| calls for a sampled answer | 0.88 | 0.88 |" in text
+    assert text.endswith(
+        "The worst sample of step 4, rewarded with 0.5:\n\n```\nuser: 2 * 3?\nassistant: six it is\n```\n"
+    )
+    assert text.count("The worst sample") == 2
+    assert "hidden" not in text
 
 
 def test_the_sentence(result):

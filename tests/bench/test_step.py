@@ -82,6 +82,19 @@ def test_the_page(measured, tmp_path):
     assert (tmp_path / "step.png").stat().st_size > 5000
 
 
+def test_the_price_of_exact_on_the_page(measured):
+    both = {"strop": measured["contenders"]["strop"] | {"median_ns": 2e8, "phases_ns": {"generate": 1.5e8}},
+            "strop, exact": measured["contenders"]["strop"] | {"median_ns": 3e8, "phases_ns": {"generate": 2e8}}}  # fmt: skip
+    case = measured | {"contenders": both, "ratios": {"strop, exact": {"value": 1.5, "low": 1.4, "high": 1.6}}}
+    result = {
+        "cases": [case], "method": {"rounds": 3, "confidence": 0.95}, "commit": {"id": "0123456789", "clean": None},
+        "machine": {"cpu": "A CPU", "instruction_set": "avx2"}, "threads": {"usable_cpus": 2, "strop": 2}, "versions": {},
+        "created": "2026-11-15T00:00:00", "command": "strop bench step",
+    }  # fmt: skip
+    text = page.exact_table(result)
+    assert "| 200 ms | 300 ms | 1.5× [1.4, 1.6] | generate 150 ms, rest 50 ms | generate 200 ms, rest 100 ms |" in text
+
+
 def test_the_profile_on_the_page(measured):
     measured["contenders"]["strop"]["training"] = {
         "median_ns": 2e8, "busy_ns": 1.8e8, "profiled_ns": 2.4e8, "busy_share": 0.75, "kernels": 2306, "waits": 1,

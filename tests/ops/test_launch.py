@@ -77,6 +77,19 @@ def test_compiled_anew_for_other_dtypes_constants_and_warps(launcher):
     assert len(launcher.jitted.compiled) == 6
 
 
+def test_pointers_off_16_bytes_are_another_kernel(launcher):
+    """Triton may move 16 bytes at a time in the one, and must not in the other."""
+    launcher.aligned = Jitted()
+    x = torch.zeros(9)
+    launcher(1, x, x[4:], 3, ODD=True, BLOCK=8)
+    launcher(1, x[4:], x, 3, ODD=True, BLOCK=8)
+    assert (len(launcher.aligned.compiled), len(launcher.jitted.compiled)) == (1, 0)
+    for unaligned in ((x, x[1:]), (x[3:], x), (x[1:], x[2:])):
+        launcher(1, *unaligned, 3, ODD=True, BLOCK=8)
+    assert (len(launcher.aligned.compiled), len(launcher.jitted.compiled)) == (1, 1)
+    assert launch.aligned(kernel).aligned is not None
+
+
 def test_what_a_kernel_must_look_like(launcher):
     def pointer_last(n: tl.int32, x_ptr):
         pass

@@ -2,7 +2,7 @@
 calculator as `examples/calculator.yaml` does.
 
 The rewards are those of sampled completions, the accuracy that of greedy answers to problems that are never trained on. Every
-metric of every step is kept, and samples of the first and the last step that has any. Without a GPU it is a few small
+metric of every step is kept, and of the first and the last step with samples the worst and the best. Without a GPU it is a few small
 steps, which show that it works and little else. The command `strop train grpo --config …` runs as a user runs it, and
 the result is read from its run folder.
 """
@@ -26,7 +26,6 @@ CONFIGS = {  # and the metric that is the accuracy
     Path("examples/smollm2_grpo.yaml"): "eval/reward/right_number",
     Path("examples/calculator.yaml"): "eval/reward/right",
 }
-NUM_SAMPLES = 2  # of a step
 ON_A_CPU = ("batch_size=2", "group_size=4", "num_steps=2", "eval_every=1", "num_eval_rows=8", "autocast=none")
 DIGITS = 6  # of a metric in the result
 
@@ -59,7 +58,7 @@ class Learning:
             run_command("train", "grpo", f"--config={self.path}", f"--output={folder}", *settings)
             about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
             rows = read_metrics(folder / "metrics.jsonl")
-            samples = _first_and_last(folder / "samples.jsonl")
+            samples = _worst_and_best(folder / "samples.jsonl")
         evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
         if not evaluations:
             raise ValueError(f"{self.path} must have held-out rows: num_eval_rows above 0")
@@ -79,11 +78,12 @@ class Learning:
         }  # fmt: skip
 
 
-def _first_and_last(path: Path) -> list[dict[str, Any]]:
-    """Some samples of the first and of the last step that has any."""
+def _worst_and_best(path: Path) -> list[dict[str, Any]]:
+    """By reward, of the first and of the last step that has samples."""
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     steps = dict.fromkeys(sample["step"] for sample in (*found[:1], *found[-1:]))
-    return [sample for step in steps for sample in [one for one in found if one["step"] == step][:NUM_SAMPLES]]
+    by_reward = [sorted((s for s in found if s["step"] == step), key=lambda s: s["reward"]) for step in steps]
+    return [sample for samples in by_reward for sample in (samples[0], samples[-1])]
 
 
 def run_command(*arguments: str) -> None:

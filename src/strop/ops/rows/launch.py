@@ -57,7 +57,7 @@ class Launcher:
         self.constants = [name for name in names if "constexpr" in str(parameters[name].annotation)]
         numbers = [name for name in names if name not in pointers and name not in self.constants]
         self.jitted = triton.jit(do_not_specialize=numbers, do_not_specialize_on_alignment=pointers)(function)
-        self.aligned = triton.jit(do_not_specialize=numbers)(function) if aligned else None
+        self.aligned: Any = triton.jit(do_not_specialize=numbers)(function) if aligned else None
         self.interpreted = not isinstance(self.jitted, triton.JITFunction)
         self._compiled: dict[Any, Any] = {}
 

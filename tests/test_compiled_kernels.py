@@ -1,7 +1,8 @@
-"""The kernels of `exact` as a Hopper GPU would run them, compiled without one: which instructions, in which order.
+"""Kernels as a Hopper GPU would run them, compiled without one: which instructions, and of `exact` in which order.
 
 What makes bits equal there cannot be seen through the interpreter: that every tile multiplies by wgmma, and that attention over
-slots and over rows of q, k and v is the same arithmetic. Without asynchronous copies a product would be slow.
+slots and over rows of q, k and v is the same arithmetic. Without asynchronous copies a product would be slow, and so
+would kernels on aligned rows that move one number at a time.
 """
 
 import os
@@ -18,16 +19,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from strop.models import exact as attention
+from strop.models.layer_kernels import gate_bwd_kernel
 from strop.ops import exact as products
+from strop.ops.rows.divergence_kernel import divergence_kernel
 
-def ptx(launcher, pointers, numbers, num_warps, constants):
+def ptx(launcher, pointers, numbers, num_warps, constants, aligned=False):
     names = launcher.jitted.arg_names
     kinds = dict(zip(names, ["*" + kind for kind in pointers])) | numbers | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=launcher.jitted, signature={name: kinds[name] for name in names}, constexprs=constants)
+    attrs = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))} if aligned else {}
+    signature = {name: kinds[name] for name in names}
+    source = ASTSource(fn=launcher.jitted, signature=signature, constexprs=constants, attrs=attrs)
     target, options = GPUTarget("cuda", 90, 32), {"num_warps": num_warps, "enable_fp_fusion": True}
     return triton.compile(source, target=target, options=options).asm["ptx"]
 
-found = {"products": [], "attention": []}
+found = {"products": [], "attention": [], "rows": []}
+found["rows"].append(ptx(gate_bwd_kernel, ["bf16"] * 3, {}, 4, dict(F=4864, BLOCK=1024), aligned=True))
+numbers = dict.fromkeys(("cooled", "beta", "log_beta", "log_rest"), "fp32")
+constants = dict(V=32768, FORWARD=False, REVERSE=True, GRADIENT=True, LANES=512, PER=8)
+found["rows"].append(ptx(divergence_kernel, ["bf16", "bf16", "fp32", "fp32"], numbers, 16, constants, aligned=True))
 block_k, tiles = products.TILES[None]
 for block_m, block_n, warps, stages in tiles:
     constants = dict(K=896, N=1152, Y_STRIDE=1152, BIAS=True, ONTO=False, PRECISION="tf32", GROUP=8, BLOCK_M=block_m,
@@ -44,7 +53,7 @@ json.dump(found, sys.stdout)
 
 
 @pytest.mark.slow
-def test_every_tile_is_one_kind_of_product_and_attention_one_arithmetic(tmp_path):
+def test_one_kind_of_product_one_arithmetic_of_attention_and_16_bytes_at_a_time(tmp_path):
     import json
 
     triton = pytest.importorskip("triton")
@@ -64,6 +73,10 @@ def test_every_tile_is_one_kind_of_product_and_attention_one_arithmetic(tmp_path
             re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16", one) for one in products
         )
         assert "cp.async.cg.shared.global" in ptx
+    for ptx in found["rows"]:
+        assert "ld.global.v4" in ptx
+        assert "st.global.v4" in ptx
+        assert not re.search(r"(?:ld|st)\.global\.b16", ptx)
     kinds = r"\b(?:wgmma\.mma|ex2|fma|mul\.f32|add\.f32|sub\.f32|max\.f32|div|shfl|mul\.rn|add\.rn|sub\.rn)"
     arithmetic = [
         [re.sub(r"%\w+", "r", line) for line in ptx.splitlines() if re.search(kinds, line)]
