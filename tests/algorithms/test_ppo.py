@@ -319,7 +319,7 @@ def sharing():
         (lambda: PPO(model=tiny_qwen2(), reward_fn=REWARD, critic=REWARD.policy.model), ValueError, "critic must not be the model that gives"),
         (lambda: PPOConfig.from_options(temperature=0.0), ValueError, "temperature must be above 0"),
         (sharing, ValueError, "critic must not share parameters with model"),
-        (lambda: PPO(model=tiny_qwen2()), ValueError, "PPO needs a reward_fn or an environment, found None"),
+        (lambda: PPO(model=tiny_qwen2()), ValueError, "PPO needs a reward_fn, found none"),
     ],
 )  # fmt: skip
 def test_mistakes(make, error, message):

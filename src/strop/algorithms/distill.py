@@ -159,10 +159,9 @@ class Distill(Trainer):
     def evaluate_on(self, rows: list[Any]) -> dict[str, Any]:
         """The divergence on completions as a step has them."""
         mine, size, lines = self.share(len(rows)), self.config.run.batch_size, []
+        most = -(-len(rows) // self.world.size)  # of a process: all sample equally often
         with self.sampler.ready():
-            for start in range(
-                mine.start, mine.start - (-len(rows) // self.world.size), size
-            ):  # alike in all processes
+            for start in range(mine.start, mine.start + most, size):
                 found, _ = self._lines(rows[start : min(start + size, mine.stop)], "evaluation", start)
                 lines += found
         num_tokens, sums = sum(line.num_counted for line in lines), []
@@ -206,13 +205,8 @@ class Distill(Trainer):
         found: dict[int, Trajectory] = {}
         with self.autocast():
             if config.on_policy > 0:  # in all processes, also in one that has no row: they may share a server
-                rollout = self.sampler(
-                    [lessons[i].prompt.ids for i in own],
-                    config.sampling,
-                    1,
-                    self.seed_of(step),
-                    [addresses[i] for i in own],
-                )
+                ids, places = [lessons[i].prompt.ids for i in own], [addresses[i] for i in own]
+                rollout = self.sampler(ids, config.sampling, 1, self.seed_of(step), places)
                 found |= zip(own, rollout.trajectories, strict=True)
                 self.samples = self._table([lessons[i].prompt for i in own], rollout)
             if config.on_policy < 1 and config.off_policy == "teacher":

@@ -257,7 +257,8 @@ class GRPO(Trainer):
         for name in arguments.keys() & {"reward_funcs", "environment_factory"}:
             raise ValueError(f"{name!r} is no option of {type(self).__name__}; {_trl.hint(name)}")
         if reward_fn is None and environment is None:
-            raise ValueError(f"{type(self).__name__} needs a reward_fn or an environment, found neither")
+            or_environment = " or an environment" if hasattr(self.Config(), "turns") else ""
+            raise ValueError(f"{type(self).__name__} needs a reward_fn{or_environment}, found none")
         super().__init__(**arguments)
         config = self.config
         self.sampler = sampler(self, config.server, config.replay_routing)

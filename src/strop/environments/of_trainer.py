@@ -27,7 +27,7 @@ def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
             )
         return None
     if not hasattr(config, "turns"):
-        raise ValueError(f"environment and tools must be None: {trainer.name} has one turn, found one")
+        raise ValueError(f"environment and tools must be None for {trainer.name}: its completions have one turn")
     made = player_of(trainer.policy, trainer.sampler, environment, tools, config.turns)
     if made is not None and config.server.max_staleness:
         raise ValueError(f"max_staleness must be 0 with an environment, found {config.server.max_staleness}")
