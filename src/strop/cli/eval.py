@@ -70,9 +70,9 @@ def evaluate(
         max_new_tokens=max_new_tokens or room_of(loaded, its_tokenizer, rows, max_turns),
         turns={"max_turns": max_turns}, **playing,
     )  # fmt: skip
-    names = best.score.names[
-        best.player is not None and isinstance(best.player.make, ToolBox) :
-    ]  # tools reward nothing
+    names = best.score.names
+    if best.player is not None and isinstance(best.player.make, ToolBox):
+        names = names[1:]  # the first is that of turns, which tools do not reward
     scores: dict[str, list[float]] = {name: [] for name in names}
     for start in range(0, len(rows), batch_size):
         best.generate(rows[start : start + batch_size])
