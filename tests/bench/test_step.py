@@ -56,6 +56,14 @@ def test_the_models_of_both_sides_have_the_same_weights(tmp_path):
     assert tokenizer("t7 t39 t2").input_ids == [7, 39, 2]
 
 
+def result_of(case):
+    return {
+        "cases": [case], "method": {"rounds": 3, "confidence": 0.95}, "commit": {"id": "0123456789", "clean": None},
+        "machine": {"cpu": "A CPU", "instruction_set": "avx2"}, "threads": {"usable_cpus": 2, "strop": 2}, "versions": {},
+        "created": "2026-11-15T00:00:00", "command": "strop bench step",
+    }  # fmt: skip
+
+
 def test_the_page(measured, tmp_path):
     measured["contenders"]["TRL"] = {
         **measured["contenders"]["strop"],
@@ -63,11 +71,7 @@ def test_the_page(measured, tmp_path):
         "peak_bytes": 3e9,
     }
     measured["ratios"]["TRL"] = {"value": 5.0, "low": 4.0, "high": 6.0, "verdict": "faster"}
-    result = {
-        "cases": [measured], "method": {"rounds": 3, "confidence": 0.95}, "commit": {"id": "0123456789", "clean": None},
-        "machine": {"cpu": "A CPU", "instruction_set": "avx2"}, "threads": {"usable_cpus": 2, "strop": 2}, "versions": {},
-        "created": "2026-11-15T00:00:00", "command": "strop bench step",
-    }  # fmt: skip
+    result = result_of(measured)
     text = page.step_table(result)
     assert "| tiny, 6 × 5 tokens, float32 | TRL |" in text
     assert "| 5× [4, 6] | generate " in text
@@ -86,12 +90,7 @@ def test_the_price_of_exact_on_the_page(measured):
     both = {"strop": measured["contenders"]["strop"] | {"median_ns": 2e8, "phases_ns": {"generate": 1.5e8}},
             "strop, exact": measured["contenders"]["strop"] | {"median_ns": 3e8, "phases_ns": {"generate": 2e8}}}  # fmt: skip
     case = measured | {"contenders": both, "ratios": {"strop, exact": {"value": 1.5, "low": 1.4, "high": 1.6}}}
-    result = {
-        "cases": [case], "method": {"rounds": 3, "confidence": 0.95}, "commit": {"id": "0123456789", "clean": None},
-        "machine": {"cpu": "A CPU", "instruction_set": "avx2"}, "threads": {"usable_cpus": 2, "strop": 2}, "versions": {},
-        "created": "2026-11-15T00:00:00", "command": "strop bench step",
-    }  # fmt: skip
-    text = page.exact_table(result)
+    text = page.exact_table(result_of(case))
     assert "| 200 ms | 300 ms | 1.5× [1.4, 1.6] | generate 150 ms, rest 50 ms | generate 200 ms, rest 100 ms |" in text
 
 
