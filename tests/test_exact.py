@@ -48,7 +48,9 @@ def policy_of(kind, dtype=torch.float32, **changes):
 
 def logps_of(policy, lines, temperature=0.7):
     with torch.no_grad():
-        return policy.logps(TokenBatch.of(lines), temperature=temperature).split([line.num_counted for line in lines])
+        return policy.logps(TokenBatch.of(lines), temperature=temperature).split(
+            [line.num_loss_tokens for line in lines]
+        )
 
 
 def equal(found, wanted):

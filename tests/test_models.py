@@ -54,7 +54,7 @@ def test_what_does_not_count_changes_nothing(make):
     try:
         batch = batch_of(ROWS)
         wrong = TokenBatch.of(
-            [Trajectory(t.ids_T, t.counts_T | (torch.arange(len(t)) == 0)) for t in map(line_of, ROWS)]
+            [Trajectory(t.ids_T, t.loss_mask_T | (torch.arange(len(t)) == 0)) for t in map(line_of, ROWS)]
         )
         found = other.logps(wrong)
     finally:
@@ -107,7 +107,7 @@ def test_a_module_that_takes_a_mask_gets_it():
 
     batch = batch_of(ROWS)
     as_policy(Masked()).logps(batch)
-    assert torch.equal(seen[0], batch.rows(0).mask_ST)
+    assert torch.equal(seen[0], batch.padded(0).mask_ST)
 
 
 # ---- packed ----
@@ -140,7 +140,7 @@ def with_eager_experts(model):
 
 
 def loss_and_gradients(policy, batch):
-    weights_n = torch.linspace(0.5, 2.0, batch.num_counted, dtype=torch.float64)
+    weights_n = torch.linspace(0.5, 2.0, batch.num_loss_tokens, dtype=torch.float64)
     loss = (policy.logps(batch) * weights_n).sum()
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
@@ -159,14 +159,14 @@ def test_packed_padded_and_one_by_one_are_the_same(make):
     # these have norms that compute in float32 whatever they are given
     tolerance = 1e-5 if packed.config.model_type.startswith(("gemma", "cohere")) else 1e-10
     found = [loss_and_gradients(packed, batch_of(rows)), loss_and_gradients(read_padded(padded), batch_of(rows))]
-    weights_n = torch.linspace(0.5, 2.0, batch_of(rows).num_counted, dtype=torch.float64)
+    weights_n = torch.linspace(0.5, 2.0, batch_of(rows).num_loss_tokens, dtype=torch.float64)
     total, start = 0.0, 0
     for row in rows:
         batch = batch_of([row])
-        if batch.num_counted:
-            part = (alone.logps(batch) * weights_n[start : start + batch.num_counted]).sum()
+        if batch.num_loss_tokens:
+            part = (alone.logps(batch) * weights_n[start : start + batch.num_loss_tokens]).sum()
             part.backward()
-            total, start = total + part.detach(), start + batch.num_counted
+            total, start = total + part.detach(), start + batch.num_loss_tokens
     found.append((total, {name: p.grad for name, p in alone.model.named_parameters() if p.grad is not None}))
     for loss, gradients in found[1:]:
         assert abs(loss - found[0][0]) < tolerance

@@ -38,7 +38,7 @@ def plain_torch(student, teacher, lines, divergence, beta=0.5):
     total, count = 0.0, 0
     for line in lines:
         p, q = (model(line.ids_T[None]).logits[0].double().log_softmax(-1) for model in (student, teacher))
-        for t in line.counts_T.nonzero().flatten().tolist():
+        for t in line.loss_mask_T.nonzero().flatten().tolist():
             p_t, q_t = p[t - 1], q[t - 1]
             if divergence == "reverse_kl":
                 total += (p_t.exp() * (p_t - q_t)).sum()
@@ -60,7 +60,7 @@ def test_the_loss_and_its_gradient_are_those_of_plain_torch(divergence, packs):
     lessons = distill.prepare(ROWS)
     lines, own = distill._lines(lessons, 0, 0)
     assert own == 0
-    loss = distill._distance(lines, sum(line.num_counted for line in lines)).loss
+    loss = distill._distance(lines, sum(line.num_loss_tokens for line in lines)).loss
     student, teacher = tiny_qwen2(), sharper(tiny_qwen2())
     wanted = plain_torch(student, teacher, lines, divergence, 0.3)
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
@@ -93,7 +93,7 @@ def test_what_tools_say_counts_for_nothing():
     call, said = ({"role": "assistant", "content": text} for text in ("call", "ooh"))
     row = {"prompt": [{"role": "user", "content": "?"}], "completion": [call, {"role": "tool", "content": "13"}, said]}
     (line,), _ = distill._lines(distill.prepare([row]), 0, 0)
-    assert tokens.decode(line.ids_T[line.counts_T]) == "call<|im_end|>ooh<|im_end|>"
+    assert tokens.decode(line.ids_T[line.loss_mask_T]) == "call<|im_end|>ooh<|im_end|>"
     assert "13" in tokens.decode(line.ids_T)
 
 
@@ -101,12 +101,12 @@ def test_the_sampled_token_by_hand():
     """The loss is −mean of the advantages, their gradient −A for each token's log-prob."""
     distill = make(divergence="sampled", learning_rate=0.0)
     lines, _ = distill._lines(distill.prepare(ROWS), 0, 0)
-    num_tokens = sum(line.num_counted for line in lines)
+    num_tokens = sum(line.num_loss_tokens for line in lines)
     result = distill._distance(lines, num_tokens)
     advantages = []
     for line in lines:
         p, q = (model(line.ids_T[None]).logits[0].log_softmax(-1) for model in (distill.model, distill.reference.model))
-        at = line.counts_T.nonzero().flatten()
+        at = line.loss_mask_T.nonzero().flatten()
         p_t, q_t = (one[at - 1, line.ids_T[at]] for one in (p, q))
         advantages.append((q_t - p_t.detach(), p_t))
     wanted = -sum((a * p_t).sum() for a, p_t in advantages) / num_tokens
@@ -137,13 +137,13 @@ def test_mixing():
     distill = make(on_policy=0.5, batch_size=64)
     lessons = distill.prepare(rows)
     lines, own = distill._lines(lessons, 0, 0)
-    of_dataset = [line.ids_T[2:].tolist() == [30, 31, 30] and line.logps_t is None for line in lines]
+    of_dataset = [line.ids_T[2:].tolist() == [30, 31, 30] and line.rollout_logps_t is None for line in lines]
     assert 20 < own < 44
     assert sum(of_dataset) == 64 - own
     again, _ = distill._lines(lessons, 0, 0)
     assert all(torch.equal(a.ids_T, b.ids_T) for a, b in zip(lines, again, strict=True))
     other, _ = distill._lines(lessons, 1, 0)
-    assert [line.logps_t is None for line in other] != [line.logps_t is None for line in lines]
+    assert [line.rollout_logps_t is None for line in other] != [line.rollout_logps_t is None for line in lines]
 
 
 def test_the_teacher_samples():
@@ -153,7 +153,7 @@ def test_the_teacher_samples():
     teacher.lm_head.bias = torch.nn.Parameter(torch.zeros(32).index_fill(0, torch.tensor([17]), 50.0))
     distill = make(teacher=teacher, on_policy=0.0, off_policy="teacher")
     lines, _ = distill._lines(distill.prepare([{"prompt": p} for p in PROMPTS]), 0, 0)
-    assert all(line.ids_T[line.counts_T].tolist() == [17] * 5 for line in lines)
+    assert all(line.ids_T[line.loss_mask_T].tolist() == [17] * 5 for line in lines)
 
 
 # ---- invariances ----
@@ -176,7 +176,7 @@ def test_micro_batches_change_nothing(make_model, divergence):
 def test_a_ragged_batch_is_its_rows(divergence):
     distill = make(divergence=divergence)
     lines, _ = distill._lines(distill.prepare(ROWS), 0, 0)
-    num_tokens = sum(line.num_counted for line in lines)
+    num_tokens = sum(line.num_loss_tokens for line in lines)
     whole = distill._distance(lines, num_tokens).loss
     alone = [distill._distance([line], num_tokens).loss for line in lines]
     torch.testing.assert_close(whole, sum(alone), rtol=1e-5, atol=1e-6)

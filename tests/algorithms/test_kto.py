@@ -69,10 +69,10 @@ def test_what_tools_say_counts_for_nothing(mark):
     turns = [[{"role": "assistant", "content": word} for word in words] for words in (("call", "in"), ("ooh", "all"))]
     rows = [{"prompt": [user], "completion": [a, tool, b], "label": True} for a, b in turns]
     lines = [example.line for example in kto.prepare(rows)]
-    counted = [tokens.decode(line.ids_T[line.counts_T]) for line in lines]
+    counted = [tokens.decode(line.ids_T[line.loss_mask_T]) for line in lines]
     assert counted == ["call<|im_end|>in<|im_end|>", "ooh<|im_end|>all<|im_end|>"]
     others = kto._mismatched(lines)
-    assert [tokens.decode(line.ids_T[line.counts_T]) for line in others] == counted[::-1]
+    assert [tokens.decode(line.ids_T[line.loss_mask_T]) for line in others] == counted[::-1]
     assert [line.ids_T.tolist() for line in others] == [line.ids_T.tolist() for line in lines[::-1]]  # the same prompt
 
 

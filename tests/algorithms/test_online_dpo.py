@@ -136,7 +136,9 @@ def test_completions_are_cut_at_max_length():
     """As DPO cuts them; a prompt that fills max_length alone is named before anything is sampled."""
     online = make_online(llama(), max_length=7, max_new_tokens=6)
     _, pairs = online._sampled_pairs(online.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)), 0)
-    assert [[(len(line), line.num_counted) for line in pair] for pair in pairs] == [[(7, n)] * 2 for n in (4, 6, 2, 5)]
+    assert [[(len(line), line.num_loss_tokens) for line in pair] for pair in pairs] == [
+        [(7, n)] * 2 for n in (4, 6, 2, 5)
+    ]
     online.train_step(PROMPTS)
     too_long = [*PROMPTS, [1] * 7]
     message = r"\[4\]: the prompt must be shorter than max_length, 7 tokens, found 7"

@@ -23,13 +23,13 @@ def test_a_batch_by_hand():
     assert batch.targets_n.tolist() == [4, 5, 7, 8, 9, 10, 12]  # 11 is the first of its line: nothing predicts it
     assert batch.places_n.tolist() == [2, 3, 5, 6, 7, 8, 10]  # each the token before its target
     assert batch.sequence_n.tolist() == [0, 0, 1, 1, 1, 1, 2]
-    assert batch.counts == [2, 4, 1, 0]
-    assert (len(batch), batch.num_tokens, batch.num_counted) == (4, 14, 7)
+    assert batch.num_loss_tokens_S == [2, 4, 1, 0]
+    assert (len(batch), batch.num_tokens, batch.num_loss_tokens) == (4, 14, 7)
     assert (batch.old_logps_n, batch.ref_logps_n, batch.advantages_n, batch.weights_n) == (None,) * 4
 
 
 def test_right_padded_rows_by_hand():
-    rows = batch_of(ROWS).rows(99)
+    rows = batch_of(ROWS).padded(99)
     assert rows.ids_ST.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 99, 99, 99], [13, 14, 99, 99, 99]]
     assert rows.mask_ST.int().tolist() == [[1] * 5, [1] * 5, [1, 1, 0, 0, 0], [1, 1, 0, 0, 0]]
     assert rows.index_N.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15, 16]
@@ -39,7 +39,7 @@ def test_right_padded_rows_by_hand():
 
 def test_a_pad_id_that_is_a_real_token_is_still_counted_where_it_is_one():
     batch = batch_of([([5, 0], [0, 7]), ([1], [2])])
-    assert batch.rows(0).mask_ST.int().tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert batch.padded(0).mask_ST.int().tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert batch.targets_n.tolist() == [0, 7, 2]
 
 
@@ -49,7 +49,7 @@ def test_more_than_one_span_may_count():
     batch = TokenBatch.of([line, line])
     assert batch.targets_n.tolist() == [2, 3, 6, 2, 3, 6]
     assert batch.places_n.tolist() == [1, 2, 5, 9, 10, 13]
-    assert line.counts_T[0], "the trajectory itself is not changed"
+    assert line.loss_mask_T[0], "the trajectory itself is not changed"
 
 
 def test_numbers_of_trajectories_go_to_their_tokens():
@@ -97,7 +97,7 @@ def test_bad_rows_are_named(row, error, match):
 def test_no_trajectories_are_one_token_that_counts_for_nothing():
     """For a process without work, which runs the model beside the others all the same."""
     batch = TokenBatch.of([], weights=[], dtype=torch.float64)
-    assert (batch.num_tokens, batch.num_counted, batch.counts) == (1, 0, [])
+    assert (batch.num_tokens, batch.num_loss_tokens, batch.num_loss_tokens_S) == (1, 0, [])
     assert batch.weights_n.dtype == torch.float64
     assert batch.sums(torch.zeros(0)).shape == (0,)
 

@@ -88,9 +88,9 @@ def test_gspo_counts_drawn_tokens_alone():
     result = trainer.loss_on(experience, everything, num_tokens=experience.num_tokens(everything), num_sequences=8)
     wanted, apart = 0.0, 0.0
     for line, (advantage, _) in zip(rollout.trajectories, by_hand(rollout, rewards, "trajectory"), strict=True):
-        drawn = line.counts_T.nonzero().flatten()
+        drawn = line.loss_mask_T.nonzero().flatten()
         logps_TV = model(line.ids_T[None])[0].log_softmax(-1)
-        ratios = logps_TV[drawn - 1, line.ids_T[drawn]] - line.logps_t
+        ratios = logps_TV[drawn - 1, line.ids_T[drawn]] - line.rollout_logps_t
         wanted = wanted - advantage * ratios.mean().exp() / 8
         apart = apart - advantage * (ratios.sum() / (len(line) - 1)).exp() / 8  # what counting all tokens would give
     assert result.loss.item() == pytest.approx(wanted.item(), abs=1e-9)
@@ -433,7 +433,7 @@ def test_online_dpo_learns_from_pairs_of_conversations():
     assert metrics["turns/mean"] > 1
     assert metrics["reward/environment"] == metrics["reward/mean"]
     rollout, pairs = trainer._sampled_pairs(trainer.prepare(ROWS), range(2), 0)
-    drawn = [int(line.counts_T.sum()) for pair in pairs for line in pair]
+    drawn = [int(line.loss_mask_T.sum()) for pair in pairs for line in pair]
     assert drawn == [sum(episode.spans) for episode in rollout.episodes]
     assert [len(line) for pair in pairs for line in pair] != [
         len(p) + n for p, n in zip(rollout.prompt_ids, drawn, strict=True)

@@ -42,8 +42,8 @@ def test_ids_read_are_ids_drawn_and_said(make):
     tokens = LettersOnly()
     for line, episode in zip(found.trajectories, found.episodes, strict=True):
         said = iter(episode.environment.heard)
-        ids, drawn = line.ids_T.tolist(), line.counts_T.tolist()
-        assert sum(drawn) == sum(episode.spans) == len(line.logps_t)
+        ids, drawn = line.ids_T.tolist(), line.loss_mask_T.tolist()
+        assert sum(drawn) == sum(episode.spans) == len(line.rollout_logps_t)
         text = tokens.encode(episode.environment.row["prompt"])
         for turn, span in enumerate(episode.spans):
             assert ids[: len(text)] == text
@@ -58,7 +58,7 @@ def test_ids_read_are_ids_drawn_and_said(make):
             from strop.data.batch import TokenBatch
 
             wanted = policy.logps(TokenBatch.of([line]))
-            torch.testing.assert_close(line.logps_t, wanted, rtol=0, atol=2e-6)
+            torch.testing.assert_close(line.rollout_logps_t, wanted, rtol=0, atol=2e-6)
 
 
 def test_on_the_moe_log_probs_are_those_of_training_bit_for_bit():
@@ -68,7 +68,7 @@ def test_on_the_moe_log_probs_are_those_of_training_bit_for_bit():
     found = Player(Echo, Sampler(policy), policy, TurnsConfig())(ROWS, SAMPLING, 4, 0)
     with torch.no_grad():
         for line in found.trajectories:
-            assert line.logps_t.equal(policy.logps(TokenBatch.of([line])))
+            assert line.rollout_logps_t.equal(policy.logps(TokenBatch.of([line])))
 
 
 @pytest.mark.parametrize("environment", [Slow, SlowAsync], ids=["threads", "asyncio"])
@@ -104,7 +104,7 @@ def test_the_ends_are_told_apart():
     short = play(Echo, ends, tokenizer=LettersOnly(), max_tokens=9)
     assert set(short.finish_reasons) == {"length"}
     assert all(len(line) <= 9 for line in short.trajectories)
-    assert all(line.counts_T[-1] for line in short.trajectories)  # what was heard and not answered is left out
+    assert all(line.loss_mask_T[-1] for line in short.trajectories)  # what was heard and not answered is left out
 
 
 class Unending(LettersOnly):
@@ -190,7 +190,7 @@ def test_what_an_environment_gave_before_it_failed_stays_out():
     model = moe(eos_token_id=list(range(30)))
     found = play(failing(lambda: Turn("bé")), model, tokenizer=LettersOnly(), on_error="end")
     assert [len(episode.spans) for episode in found.episodes] == [3, 3, 1, 1, 3, 3]
-    assert all(line.counts_T[-1] for line in found.trajectories)
+    assert all(line.loss_mask_T[-1] for line in found.trajectories)
 
 
 def test_nothing_is_asked_of_an_environment_that_is_done():
@@ -430,7 +430,7 @@ def test_of_a_further_turn_the_moe_reads_only_the_new_tokens(monkeypatch):
     counted("complete", engine.complete)
     found = Player(Echo, Sampler(policy), policy, TurnsConfig())([{"prompt": "abcdefgh" * 4}], SAMPLING, 3, 0)
     assert [len(episode.spans) for episode in found.episodes] == [3, 3, 3]
-    read = [len(line) - line.counts_T.nonzero()[0].item() for line in found.trajectories]  # behind the prompt
+    read = [len(line) - line.loss_mask_T.nonzero()[0].item() for line in found.trajectories]  # behind the prompt
     assert sum(seen) == 31 + sum(1 + n - 1 for n in read)
 
 

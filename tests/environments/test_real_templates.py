@@ -40,8 +40,8 @@ def test_three_turns_are_the_templates_text_and_the_ids_of_sft(name, tools, firs
         messages += new
         assert tokens.decode(dialogue.ids) == templates.render_prompt(messages, tokens, {"tools": tools})
     line = dialogue.trajectory("environment")
-    assert (line.ids_T.tolist(), line.counts_T.tolist()) == (dialogue.ids, dialogue.drawn)
-    assert tokens.decode(line.ids_T[line.counts_T]) == "".join(
+    assert (line.ids_T.tolist(), line.loss_mask_T.tolist()) == (dialogue.ids, dialogue.drawn)
+    assert tokens.decode(line.ids_T[line.loss_mask_T]) == "".join(
         f"{said}{end}" for said in (CALL, "in the inn", "ooh ü€")
     )
 

@@ -46,7 +46,7 @@ def prompts_of(lengths):
 def logps_of(policy, lines, temperature):
     with torch.no_grad():
         found = policy.logps(TokenBatch.of(lines, "cuda"), temperature=temperature).cpu()
-    return found.split([line.num_counted for line in lines])
+    return found.split([line.num_loss_tokens for line in lines])
 
 
 def different(found, wanted):

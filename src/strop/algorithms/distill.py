@@ -164,7 +164,7 @@ class Distill(Trainer):
             for start in range(mine.start, mine.start + most, size):
                 found, _ = self._lines(rows[start : min(start + size, mine.stop)], "evaluation", start)
                 lines += found
-        num_tokens, sums = sum(line.num_counted for line in lines), []
+        num_tokens, sums = sum(line.num_loss_tokens for line in lines), []
         for part in self.eval_batches(lines, [len(line) for line in lines]):
             with self.autocast():
                 sums.append(self._distance(part, num_tokens).divergences_n.double().sum())
@@ -182,7 +182,7 @@ class Distill(Trainer):
         mine = self.share(len(lessons))
         with self.phase("generate"), self.sampler.ready():
             lines, num_own = self._lines(lessons[mine.start : mine.stop], self.state.step, mine.start)
-        here, lengths = sum(line.num_counted for line in lines), [len(line) for line in lines]
+        here, lengths = sum(line.num_loss_tokens for line in lines), [len(line) for line in lines]
         num_tokens = int(self.world.total(here))
         parts = self.micro_batches(lines, lengths)
         update = self.update(functools.partial(self._distance, part, num_tokens) for part in parts)
@@ -194,7 +194,7 @@ class Distill(Trainer):
 
     def _completions(self, lines: Sequence[Trajectory]) -> dict[str, float]:
         """Lengths of those of all processes, and how many were cut."""
-        return completion_metrics(self.of_all([(line.num_counted, str(line.finish)) for line in lines]))
+        return completion_metrics(self.of_all([(line.num_loss_tokens, str(line.finish)) for line in lines]))
 
     def _lines(self, lessons: Sequence[Lesson], step: Any, start: int) -> tuple[list[Trajectory], int]:
         """A completion behind each prompt, and how many are the student's own. `start`: of the first in its batch."""
@@ -267,7 +267,7 @@ class Distill(Trainer):
     def _sampled(self, batch: TokenBatch, lines: Sequence[Trajectory]) -> Distance:
         """A policy gradient, each token with its own advantage."""
         temperature = self.config.sampling.temperature
-        old_n = joined([line.logps_t for line in lines if line.logps_t is not None])
+        old_n = joined([line.rollout_logps_t for line in lines if line.rollout_logps_t is not None])
         batch.old_logps_n = on_device(old_n.to(self.policy.loss_dtype), batch.device)
         teacher_n = self.reference.logps(batch, temperature=temperature).to(batch.old_logps_n.dtype)
         batch.advantages_n = teacher_n - batch.old_logps_n

@@ -147,7 +147,7 @@ class DPO(Trainer):
     def _loss(self, batch: TokenBatch, ref_logps_B2: torch.Tensor | None, counts: tuple[int, int]) -> PreferenceLoss:
         """Of a part of a batch with so many pairs and chosen tokens: the parts' losses add up to the batch's."""
         logps_B2 = _sums(self.policy.logps(batch), batch)
-        lengths = on_device(torch.tensor(batch.counts).long(), batch.device).view(2, -1)
+        lengths = on_device(torch.tensor(batch.num_loss_tokens_S).long(), batch.device).view(2, -1)
         refs = (None, None) if ref_logps_B2 is None else ref_logps_B2.unbind(1)
         return pairs_loss(
             self.config.loss, logps_B2[:, 0], logps_B2[:, 1], refs[0], refs[1], lengths[0], lengths[1], *counts
@@ -192,7 +192,7 @@ def _lengths(pairs: Sequence[Pair]) -> list[int]:
 
 def counts_of(pairs: Sequence[Pair]) -> tuple[int, int]:
     """Pairs, and tokens of chosen completions that count: what the losses of a batch are divided by."""
-    return len(pairs), sum(chosen.num_counted for chosen, _ in pairs)
+    return len(pairs), sum(chosen.num_loss_tokens for chosen, _ in pairs)
 
 
 def _metrics(results: Sequence[PreferenceLoss]) -> dict[str, Any]:

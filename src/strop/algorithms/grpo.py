@@ -537,7 +537,7 @@ class GRPO(Trainer):
 
     def _batch(self, experience: Experience, indices: Sequence[int], num_tokens: int, num_sequences: int) -> TokenBatch:
         lines = [experience.trajectories[i] for i in indices]
-        weights = [self.config.rule.weight(line.num_counted, num_tokens, num_sequences) for line in lines]
+        weights = [self.config.rule.weight(line.num_loss_tokens, num_tokens, num_sequences) for line in lines]
         batch = TokenBatch.of(
             lines, self.policy.device, weights=weights, advantages=experience.advantages_B[list(indices)].tolist(),
             dtype=self.policy.loss_dtype,

@@ -203,15 +203,15 @@ class KTO(Trainer):
         self.policy.check_ids(torch.cat([prompt, completion]), where)
         fitted = fit(prompt, completion, self.config.max_length, self.policy.max_length, where)
         line = Trajectory.of(prompt, fitted, counts)
-        if not line.num_counted:
+        if not line.num_loss_tokens:
             raise ValueError(f"{where}: a token of the completion must count, found none within max_length")
         return Example(line, bool(label))
 
 
 def _parted(line: Trajectory) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The prompt, the completion, which begins with a token that counts, and which of the completion's count."""
-    start = int(line.counts_T.nonzero()[0])
-    return line.ids_T[:start], line.ids_T[start:], line.counts_T[start:]
+    start = int(line.loss_mask_T.nonzero()[0])
+    return line.ids_T[:start], line.ids_T[start:], line.loss_mask_T[start:]
 
 
 def _metrics(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], shift: torch.Tensor) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class SFT(Trainer):
         return self._step(rows if isinstance(rows[0], Trajectory) else self.prepare(rows, "rows"))
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
-        num_tokens, mine = sum(row.num_counted for row in rows), self.share(len(rows))
+        num_tokens, mine = sum(row.num_loss_tokens for row in rows), self.share(len(rows))
         own, loss = rows[mine.start : mine.stop], 0.0
         for part in self.eval_batches(own, [len(row) for row in own]):
             with self.autocast():
@@ -85,7 +85,7 @@ class SFT(Trainer):
     # ---- inside ----
 
     def _step(self, examples: list[Trajectory]) -> dict[str, float]:
-        num_tokens, mine = sum(one.num_counted for one in examples), self.share(len(examples))
+        num_tokens, mine = sum(one.num_loss_tokens for one in examples), self.share(len(examples))
         own = examples[mine.start : mine.stop]
         lengths = [len(one) for one in own]
         batches = [self._batch(part, num_tokens) for part in self.micro_batches(own, lengths)]
@@ -95,7 +95,7 @@ class SFT(Trainer):
 
     def _batch(self, examples: Sequence[Trajectory], num_tokens: int) -> TokenBatch:
         """A part of a batch with so many tokens that count: shares of the mean over them add up, however it is cut."""
-        weights = [NLL().weight(one.num_counted, num_tokens, 0) for one in examples]
+        weights = [NLL().weight(one.num_loss_tokens, num_tokens, 0) for one in examples]
         return TokenBatch.of(examples, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
 
     def _examples(self, prompt: Any, completion: Any, prompt_mask: Any) -> list[Trajectory]:

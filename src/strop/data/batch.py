@@ -7,8 +7,8 @@ a mask and nobody waits for a number.
 Shapes: N tokens of S trajectories, n of them that count; rows of T tokens where a model wants them padded.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,27 +20,48 @@ Item = TypeVar("Item")
 
 @dataclass
 class Trajectory:
-    """A line of tokens, and who wrote each. On the host.
+    """One sequence of tokens, who wrote each, and all that is known of it. On the host.
 
-    ids_T      prompt and completion, and where a conversation goes on, what follows: as read and as drawn
-    counts_T   True where a token is trained on; never at the first, which nothing predicts
-    logps_t    of the tokens that count, under the distribution they were drawn from; None where nobody drew them
-    finish     why it ended: "eos", "length", "turns" or "environment"; None where nobody drew it
-    routing_TLk   the experts chosen at each token by each of L routers, −1 where unknown; None where all are
+    A step fills the fields in the order in which they stand here. Log-probs and advantages have one entry for each token
+    that is trained on: each True of loss_mask_T.
+
+    ids_T            prompt and completion, and where a conversation goes on, what follows: as read and as sampled
+    loss_mask_T      True where a token is trained on; never at the first, which nothing predicts
+    rollout_logps_t  under the distribution the tokens were sampled from; None where nobody sampled them
+    finish           why it ended: "eos", "length", "turns" or "environment"; None where nobody sampled it
+    routing_TLk      the experts chosen at each token by each of L routers, −1 where unknown; None where all are
+    version          of the weights that sampled it; None where nobody counts them
+    num_prompt       tokens of ids_T before the first completion
+    row              the row of the dataset it came from: columns for reward functions
+    group            which prompt of the batch it continues; completions of one prompt are compared
+    rewards          by the name of the reward function
+    old_logps_t      by a forward with the weights before the update
+    ref_logps_t      by the reference
+    advantages_t     of each token
+    weight           of each of its tokens in the loss
     """
 
     ids_T: torch.Tensor
-    counts_T: torch.Tensor
-    logps_t: torch.Tensor | None = None
+    loss_mask_T: torch.Tensor
+    rollout_logps_t: torch.Tensor | None = None
     finish: str | None = None
     routing_TLk: torch.Tensor | None = None
+    version: int | None = None
+    num_prompt: int = 0
+    row: Mapping[str, Any] = field(default_factory=dict)
+    group: int = 0
+    rewards: dict[str, float] = field(default_factory=dict)
+    old_logps_t: torch.Tensor | None = None
+    ref_logps_t: torch.Tensor | None = None
+    advantages_t: torch.Tensor | None = None
+    weight: float = 1.0
 
     def __len__(self) -> int:
         return len(self.ids_T)
 
     @property
-    def num_counted(self) -> int:
-        return int(self.counts_T.sum())
+    def num_loss_tokens(self) -> int:
+        return int(self.loss_mask_T.sum())
 
     @classmethod
     def of(cls, prompt_ids: Any, completion_ids: Any, counts: Any = None, **known: Any) -> "Trajectory":
@@ -49,13 +70,13 @@ class Trajectory:
         ids_T = torch.cat([prompt, completion])
         if not len(ids_T):
             raise ValueError("a trajectory must hold at least one token, found an empty prompt and an empty completion")
-        counts_T = torch.arange(len(ids_T)) >= max(len(prompt), 1)
+        loss_mask_T = torch.arange(len(ids_T)) >= max(len(prompt), 1)
         if counts is not None:
-            counts_T[len(prompt) :] &= torch.as_tensor(counts, dtype=torch.bool)[: len(completion)]
-        return cls(ids_T, counts_T, **known)
+            loss_mask_T[len(prompt) :] &= torch.as_tensor(counts, dtype=torch.bool)[: len(completion)]
+        return cls(ids_T, loss_mask_T, num_prompt=len(prompt), **known)
 
 
-class Rows(NamedTuple):
+class PaddedRows(NamedTuple):
     """A batch as right-padded rows, for models that know no other. In a causal model padding changes nothing before it.
 
     index_N   where each token of the batch stands among the S·T of the rows
@@ -91,7 +112,7 @@ class TokenBatch:
     places_n: torch.Tensor
     targets_n: torch.Tensor
     sequence_n: torch.Tensor
-    counts: list[int]
+    num_loss_tokens_S: list[int]
     old_logps_n: torch.Tensor | None = None
     ref_logps_n: torch.Tensor | None = None
     advantages_n: torch.Tensor | None = None
@@ -114,11 +135,11 @@ class TokenBatch:
         if not trajectories:  # a process without work runs the model beside the others all the same, on one token
             nothing = Trajectory(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
             return replace(
-                cls.of([nothing], device, dtype=dtype, **{name: [0.0] for name in per_trajectory}), counts=[]
+                cls.of([nothing], device, dtype=dtype, **{name: [0.0] for name in per_trajectory}), num_loss_tokens_S=[]
             )
         lengths = [len(one) for one in trajectories]
         ids_N = torch.cat([one.ids_T for one in trajectories])
-        counts_N = torch.cat([one.counts_T for one in trajectories])
+        counts_N = torch.cat([one.loss_mask_T for one in trajectories])
         ends_S = torch.tensor(lengths).cumsum(0)
         cu_seqlens = torch.cat([ends_S.new_zeros(1), ends_S])
         counts_N[cu_seqlens[:-1]] = False  # nothing predicts the first token of a line
@@ -151,7 +172,7 @@ class TokenBatch:
         return len(self.ids_N)
 
     @property
-    def num_counted(self) -> int:
+    def num_loss_tokens(self) -> int:
         return len(self.places_n)
 
     @property
@@ -176,22 +197,22 @@ class TokenBatch:
             moved["routing_NLk"] = on_device(routing_NLk, device)
         return replace(self, **moved)
 
-    def rows(self, pad_id: int) -> Rows:
+    def padded(self, pad_id: int) -> PaddedRows:
         """The same tokens as right-padded rows."""
         longest = max(self.lengths)
         starts = torch.arange(0, len(self) * longest, longest).repeat_interleave(torch.tensor(self.lengths))
         index_N = on_device(starts, self.device) + self.positions_N
         ids_ST = self.ids_N.new_full((len(self) * longest,), pad_id).index_copy(0, index_N, self.ids_N)
         mask_ST = torch.zeros_like(ids_ST, dtype=torch.bool).index_fill(0, index_N, True)
-        return Rows(ids_ST.view(len(self), longest), mask_ST.view(len(self), longest), index_N)
+        return PaddedRows(ids_ST.view(len(self), longest), mask_ST.view(len(self), longest), index_N)
 
     def sums(self, values_n: torch.Tensor) -> torch.Tensor:
         """[S] the sum over each trajectory's tokens that count."""
-        return values_n.new_zeros(len(self.counts)).index_add(0, self.sequence_n, values_n)
+        return values_n.new_zeros(len(self.num_loss_tokens_S)).index_add(0, self.sequence_n, values_n)
 
     def split(self, values_n: torch.Tensor) -> list[torch.Tensor]:
         """Per trajectory."""
-        return list(values_n.split(self.counts))
+        return list(values_n.split(self.num_loss_tokens_S))
 
 
 def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:

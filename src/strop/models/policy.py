@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from strop._tensors import in_dtype
-from strop.data.batch import Rows, TokenBatch, Trajectory
+from strop.data.batch import PaddedRows, TokenBatch, Trajectory
 from strop.distributed import Shards
 from strop.losses.policy import PolicyLoss, nll_of, tokens_loss
 from strop.losses.rules import NLL, TokenRule, tokens_of
@@ -299,7 +299,7 @@ class Policy:
         self._causality_checked = ahead is not None
 
     def _logps_of_moe(self, batch: TokenBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = batch.rows(self.pad_id)
+        rows = batch.padded(self.pad_id)
         counted_n = rows.index_N.index_select(0, batch.places_n + 1)
         counts_ST = torch.zeros_like(rows.mask_ST.view(-1)).index_fill(0, counted_n, True).view(rows.mask_ST.shape)
         both = unwrapped(self.model).logps(rows.ids_ST, rows.mask_ST, counts_ST, temperature=temperature)
@@ -312,7 +312,7 @@ class Policy:
             with self._routed(batch.routing_NLk, within) as within:
                 read_N, _ = read_packed(self._modules, module, batch, part, within)
             return read_N.index_select(0, batch.places_n)
-        rows = batch.rows(self.pad_id)
+        rows = batch.padded(self.pad_id)
         routing = None if batch.routing_NLk is None else rows.spread(batch.routing_NLk, NONE)
         with self._routed(routing, contextlib.nullcontext) as within, also_again(self._modules, within):
             found = part(self._call_rows(module, rows))
@@ -336,7 +336,7 @@ class Policy:
             self._routers = find_routers(self)
         return self._routers
 
-    def _call_rows(self, module: nn.Module, rows: Rows) -> Any:
+    def _call_rows(self, module: nn.Module, rows: PaddedRows) -> Any:
         """The module on padded rows, with those of the arguments it takes.
 
         Hugging Face models get no mask: nothing that counts sees padding on the right, and attention stays on its causal
@@ -361,7 +361,7 @@ class Policy:
             raise
 
     def _call_ids(self, ids_ST: torch.Tensor) -> Any:
-        rows = Rows(ids_ST, torch.ones_like(ids_ST, dtype=torch.bool), torch.arange(ids_ST.numel()))
+        rows = PaddedRows(ids_ST, torch.ones_like(ids_ST, dtype=torch.bool), torch.arange(ids_ST.numel()))
         return self._call_rows(unwrapped(self.model), rows)
 
     # ---- how the model is read: tried once ----
@@ -400,7 +400,7 @@ class Policy:
         ids = torch.arange(1, 13) % (self.vocab_size or 13)
         batch = TokenBatch.of([Trajectory.of(ids[:1], ids[1:5]), Trajectory.of(ids[5:6], ids[6:])], self.device)
         with trial.tried(inner, self.device):
-            rows = batch.rows(self.pad_id)
+            rows = batch.padded(self.pad_id)
             wanted_NV = self._call_rows(inner, rows).logits.flatten(0, 1).index_select(0, rows.index_N)
             found = trial.decoder_and_head(inner)
             if not isinstance(found, str):

@@ -64,7 +64,7 @@ class Scorer(Policy):
         ids = torch.arange(1, 13) % (self.vocab_size or 13)
         batch = TokenBatch.of([Trajectory.of(ids[:1], ids[1:5]), Trajectory.of(ids[5:6], ids[6:])], self.device)
         with trial.tried(inner, self.device):
-            rows = batch.rows(self.pad_id)
+            rows = batch.padded(self.pad_id)
             wanted_NH = last_hidden_state(self._call_rows(self.decoder, rows)).flatten(0, 1)
             rules = self._no_packing() or trial.packing(
                 lambda: read_packed(self._modules, self.decoder, batch, last_hidden_state),

@@ -77,7 +77,7 @@ class Rollout:
         routing: Sequence[Any] = [None] * len(self) if self.routing is None else self.routing
         known = zip(self.logps, self.finish_reasons, routing, strict=True)
         return [
-            Trajectory.of(*ids, logps_t=logps, finish=why, routing_TLk=chosen)
+            Trajectory.of(*ids, rollout_logps_t=logps, finish=why, routing_TLk=chosen)
             for *ids, (logps, why, chosen) in zip(self.prompt_ids, self.completion_ids, counts, known, strict=True)
         ]
 

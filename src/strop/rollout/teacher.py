@@ -23,13 +23,13 @@ class ServedTeacher:
         assert temperature == 1, "servers give log-probs at temperature 1"
         lines = [ids.tolist() for ids in batch.ids_N.split(batch.lengths)]
         with concurrent.futures.ThreadPoolExecutor(min(len(lines), self.config.server_requests)) as threads:
-            rows = list(threads.map(self._asked, lines, batch.counts))
+            rows = list(threads.map(self._asked, lines, batch.num_loss_tokens_S))
         logps_N = torch.tensor(list(itertools.chain(*rows)), dtype=torch.float64)
         return on_device(logps_N, batch.device).index_select(0, batch.places_n + 1)
 
-    def _asked(self, ids: list[int], num_counted: int) -> list[float]:
+    def _asked(self, ids: list[int], num_loss_tokens: int) -> list[float]:
         """Of every token, the first of which has none; nothing is asked of a line that does not count."""
-        if not num_counted:
+        if not num_loss_tokens:
             return [0.0] * len(ids)
         start, wait = time.monotonic(), 0.1
         while True:

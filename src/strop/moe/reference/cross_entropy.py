@@ -10,14 +10,14 @@ def cross_entropy(logits_NV, targets_N, counts_N):
     exp_NV = np.exp(z_NV)
     sum_N1 = exp_NV.sum(-1, keepdims=True)
     logp_N = z_NV[np.arange(len(z_NV)), targets_N] - np.log(sum_N1[:, 0])
-    num_counted = max(int(counts_N.sum()), 1)
-    loss = -logp_N.sum(where=counts_N, dtype=np.float64) / num_counted
-    return float(loss), (exp_NV, sum_N1, targets_N, counts_N, num_counted)
+    num_loss_tokens = max(int(counts_N.sum()), 1)
+    loss = -logp_N.sum(where=counts_N, dtype=np.float64) / num_loss_tokens
+    return float(loss), (exp_NV, sum_N1, targets_N, counts_N, num_loss_tokens)
 
 
 def cross_entropy_bwd(saved):                           # of L itself: dL = 1
-    exp_NV, sum_N1, targets_N, counts_N, num_counted = saved
-    share_N1 = (counts_N / num_counted)[:, None].astype(exp_NV.dtype)
+    exp_NV, sum_N1, targets_N, counts_N, num_loss_tokens = saved
+    share_N1 = (counts_N / num_loss_tokens)[:, None].astype(exp_NV.dtype)
     dlogits_NV = exp_NV * (share_N1 / sum_N1)           # dL/dz_nv = (softmax_nv …
     dlogits_NV[np.arange(len(exp_NV)), targets_N] -= share_N1[:, 0]  # … − [v = target_n]) / M
     return dlogits_NV
