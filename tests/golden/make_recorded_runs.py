@@ -202,4 +202,5 @@ def record(name):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     found = {name: record(name) for name in (*TRAINERS, *BEST)}
-    PATH.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items())
+    PATH.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
