@@ -4,7 +4,6 @@ import json
 import math
 
 import pytest
-
 from golden.make_recorded_runs import BEST, PATH, TRAINERS, record
 
 RECORDED = json.loads(PATH.read_text(encoding="utf-8"))
@@ -35,7 +34,9 @@ def test_every_recorded_run_is_run():
     assert RECORDED.keys() == {*TRAINERS, *BEST}
 
 
-@pytest.mark.parametrize(("found", "wanted"), [({"a": [1.0]}, {"a": [1.0 + 1e-8]}), ([1], [2]), ({"a": 1}, {}), ([], [0.0])])
+@pytest.mark.parametrize(
+    ("found", "wanted"), [({"a": [1.0]}, {"a": [1.0 + 1e-8]}), ([1], [2]), ({"a": 1}, {}), ([], [0.0])]
+)
 def test_the_comparison_can_fail(found, wanted):
     with pytest.raises(AssertionError):
         check_same(found, wanted, "")

@@ -50,7 +50,10 @@ def scorer():
 
 
 def near(completions, answer):
-    return [float((torch.as_tensor(ids) - wanted).abs().double().mean().neg()) for ids, wanted in zip(completions, answer, strict=True)]
+    return [
+        float((torch.as_tensor(ids) - wanted).abs().double().mean().neg())
+        for ids, wanted in zip(completions, answer, strict=True)
+    ]
 
 
 def brief(completion_ids):

@@ -156,13 +156,17 @@ class Distill(OnPolicy):
 
     # ---- a step ----
 
-    def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], dict[str, Any]]:
+    def sample(
+        self, prompts: Sequence[Trajectory], addresses: Sequence[int]
+    ) -> tuple[list[Trajectory], dict[str, Any]]:
         """Return a completion behind each prompt, the student's own or another, and how many are its own."""
         with self.phase("generate"):
             lines, num_own = self._mixed(prompts, addresses, self.state.step)
         return lines, {"distill/on_policy_fraction": Mean(num_own, len(lines))}
 
-    def _mixed(self, prompts: Sequence[Trajectory], addresses: Sequence[int], step: Any) -> tuple[list[Trajectory], int]:
+    def _mixed(
+        self, prompts: Sequence[Trajectory], addresses: Sequence[int], step: Any
+    ) -> tuple[list[Trajectory], int]:
         config = self.config
         draw = [random.Random(self.seed_of(step, "mix", address)).random() for address in addresses]
         own = [i for i, share in enumerate(draw) if share < config.on_policy]

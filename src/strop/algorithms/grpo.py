@@ -177,7 +177,9 @@ class GRPO(PolicyGradient):
             raise ValueError(f"replay_routing must be False for this {name}: {self.policy.routers}")
         super().setup(ref_model)
 
-    def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], dict[str, Any]]:
+    def sample(
+        self, prompts: Sequence[Trajectory], addresses: Sequence[int]
+    ) -> tuple[list[Trajectory], dict[str, Any]]:
         """Return completions of the prompts; groups whose rewards are all equal are sampled again, as often as wanted."""
         lines, size = self.draw(prompts, addresses), self.num_samples
         if not self.config.resample_rounds:

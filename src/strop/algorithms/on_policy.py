@@ -134,7 +134,9 @@ class OnPolicy(Trainer):
         self.advantages(lines, batch)
         return metrics | self.learn(lines, batch)
 
-    def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], dict[str, Any]]:
+    def sample(
+        self, prompts: Sequence[Trajectory], addresses: Sequence[int]
+    ) -> tuple[list[Trajectory], dict[str, Any]]:
         """Return completions of the prompts, num_samples of each, and metrics. addresses: their places in the batch."""
         return self.draw(prompts, addresses), {}
 
@@ -325,7 +327,10 @@ class PolicyGradient(OnPolicy):
         metrics |= self._mismatch(lines) if self.config.recomputes else meter.first()
         self.count_tokens(sum(map(len, lines)))
         assert batch.rewards is not None
-        return metrics | {"mean_reward": batch.rewards.total_B.double().mean().item(), "mean_kl": metrics.get("kl", 0.0)}
+        return metrics | {
+            "mean_reward": batch.rewards.total_B.double().mean().item(),
+            "mean_kl": metrics.get("kl", 0.0),
+        }
 
     def loss_tokens(self, batch: WholeBatch) -> list[int]:
         """[B] how many tokens of each completion are trained on: none of a truncated one, if those are masked."""

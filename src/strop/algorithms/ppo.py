@@ -162,7 +162,9 @@ class PPO(PolicyGradient):
         values_BT = _padded([line.values_t for line in lines])
         rewards_BT = torch.zeros_like(values_BT)
         if self.reference is not None:
-            old_BT, ref_BT = (_padded([getattr(line, name) for line in lines]) for name in ("old_logps_t", "ref_logps_t"))
+            old_BT, ref_BT = (
+                _padded([getattr(line, name) for line in lines]) for name in ("old_logps_t", "ref_logps_t")
+            )
             rewards_BT -= config.kl_coef * (old_BT - ref_BT)
         last_B = [length - 1 for length in lengths]
         rewards_BT[range(len(lines)), last_B] += torch.tensor([line.reward for line in lines]).double()

@@ -136,14 +136,14 @@ class Dialogue:
         last = self.ids[-1]  # if the model ended its turn itself, the template's end of it is there already
         return ids[1:] if last in chat.stops and (ids[0] == last or ids[0] in chat.ends) else ids
 
-    def trajectory(self) -> Trajectory:
+    def trajectory(self, finish: str) -> Trajectory:
         """Return all of it as one trajectory, with what reward functions are shown of it."""
         shown = {
             "prompts": self.first, "completions": self.replies[-1], "conversations": self.conversation(),
             "replies": self.messages,
         }  # fmt: skip
         ids_T, drawn_T = torch.tensor(self.ids), torch.tensor(self.drawn)
-        return Trajectory(ids_T, drawn_T, torch.cat(self.logps), num_prompt=self.num_prompt, shown=shown)
+        return Trajectory(ids_T, drawn_T, torch.cat(self.logps), finish, num_prompt=self.num_prompt, shown=shown)
 
     def conversation(self) -> list[Mapping[str, Any]]:
         """Return all of it as messages."""

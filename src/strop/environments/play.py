@@ -46,8 +46,8 @@ class _Episode:
 
     def trajectory(self, row: Mapping[str, Any]) -> Trajectory:
         """Return what was played as a trajectory, with its turns, the numbers for metrics, and the environment itself."""
-        line: Trajectory = self.dialogue.trajectory()
-        line.row, line.finish, line.failure = row, self.finish, self.failure
+        line: Trajectory = self.dialogue.trajectory(self.finish)
+        line.row, line.failure = row, self.failure
         line.turns = [RewardedTurn(*one) for one in zip(self.dialogue.spans, self.rewards, strict=True)]
         line.shown = {**line.shown, "environments": _own(self.environment)}
         line.info = {

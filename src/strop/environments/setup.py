@@ -79,5 +79,7 @@ def checked_rows(rows: Any, name: str, judge: Any) -> list[Trajectory]:
     """Return a dataset's rows, which have the columns that `judge`, rewards or a preference, asks for."""
     found = environment_rows(rows, {}, name)
     columns = [line.row for line in found]
-    judge.check(columns, name, (*CONVERSATION_COLUMNS, *(["prompt"] if any("prompt" in row for row in columns) else [])))
+    judge.check(
+        columns, name, (*CONVERSATION_COLUMNS, *(["prompt"] if any("prompt" in row for row in columns) else []))
+    )
     return found

@@ -70,7 +70,9 @@ class Extend(Pass):
         return masked_attention(q, keys, values, mask_RMT[:, None], rule).transpose(1, 2)
 
 
-def read_on(engine: Any, prompts: Sequence[torch.Tensor], round_: Any, cached: CachedRows, read: Any, most: int) -> None:
+def read_on(
+    engine: Any, prompts: Sequence[torch.Tensor], round_: Any, cached: CachedRows, read: Any, most: int
+) -> None:
     """Fill the prompts' slots: what is cached is copied, equal new prompts are read once, the rest is read.
 
     most   tokens read together, padding included

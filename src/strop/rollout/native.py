@@ -44,7 +44,9 @@ def complete(
     return tokens, [row[:length].clone() for row, length in zip(logps, made.lengths_B.tolist(), strict=True)]
 
 
-def _going_on(engine: Any, rows: list[np.ndarray], cached: CachedRows, max_new_tokens: int) -> tuple[list[np.ndarray], Any]:
+def _going_on(
+    engine: Any, rows: list[np.ndarray], cached: CachedRows, max_new_tokens: int
+) -> tuple[list[np.ndarray], Any]:
     """Return what is new of each row, and a cache with what is known of it. `cached` holds where a row stands: a cache, and its number there."""
     _read_twins(engine, rows, cached)
     cache = engine.new_cache(len(rows), max(map(len, rows)) + max_new_tokens)
