@@ -215,7 +215,7 @@ class Distill(OnPolicy):
     @torch.no_grad()
     def _reference_states(self, reference: Policy, batch: TokenBatch) -> Any:
         """Return the teacher's hidden states and head, or where there are none its logits, on the student's device."""
-        found = reference.hidden(batch.to(reference.device))
+        found: Any = reference.hidden(batch.to(reference.device))
         if found is None:
             return reference.logits(batch.to(reference.device)).to(batch.device)
         if reference.shards is not None:  # outside of here they are not whole

@@ -42,7 +42,7 @@ class OnlineDPOConfig(DPOConfig):
             raise ValueError("temperature must be above 0: two greedy completions are the same, found 0")
 
 
-class OnlineDPO(OnPolicy, DPO):
+class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO takes pairs
     """DPO on pairs that the policy samples itself.
 
     online = OnlineDPO(model=model, preference_fn=preference_fn, beta=0.1, max_new_tokens=64)

@@ -192,7 +192,7 @@ class TokenBatch:
         """
         if not trajectories:  # a process without work runs the model beside the others all the same, on one token
             nothing = Trajectory(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
-            numbers = {name: [0.0] for name in (*fields, *per_trajectory)}
+            numbers: dict[str, Any] = {name: [0.0] for name in (*fields, *per_trajectory)}
             return replace(cls.of([nothing], device, dtype=dtype, **numbers), num_loss_tokens_S=[])
         lengths = [len(one) for one in trajectories]
         ids_N = torch.cat([one.ids_T for one in trajectories])
@@ -218,7 +218,7 @@ class TokenBatch:
                     f"{[len(one) for one in routing]} of {lengths} tokens"
                 )
             batch.routing_NLk = torch.cat(routing)
-        scored: dict[str, torch.Tensor] = {}  # which are on the device already
+        scored: dict[str, Any] = {}  # which are on the device already
         for name in fields:
             rows = [getattr(one, f"{name}_t") for one in trajectories]
             if rows[0] is not None:
