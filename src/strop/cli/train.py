@@ -173,19 +173,21 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
 
     quiet = quiet or not world().is_first
     output = world().from_first(lambda: _output(command, job))
+    writes_to = Path(os.path.abspath(output))  # a function of the user's may change the directory
     trainer, rows, eval_rows = build(command, job, config)
     if job.overwrite:
         rows = trainer.prepared(rows)  # first: data with a mistake in it cost no run
-        world().from_first(lambda: remove_run(output))
-    trainer.loggers = _loggers(job, config, output, quiet) if world().is_first else []
-    trainer.callbacks = _callbacks(job, output, eval_rows)
+        world().from_first(lambda: remove_run(writes_to))
+    trainer.loggers = _loggers(job, config, writes_to, quiet) if world().is_first else []
+    trainer.callbacks = _callbacks(job, writes_to, eval_rows)
     trainer.run.about = {"job": told(job)}
     if not quiet:
         print(f"{command}: {len(rows):,} rows, {_size(trainer)}; run folder {output}", file=sys.stderr)
     try:
         history = trainer.train(
-            rows, eval_dataset=eval_rows, output_dir=output, resume=job.resume, progress=False if quiet else None
-        )
+            rows, eval_dataset=eval_rows, output_dir=writes_to, resume=job.resume, allow_changes=job.allow_changes,
+            progress=False if quiet else None,
+        )  # fmt: skip
     finally:
         for logger in trainer.loggers:
             logger.close()
@@ -194,16 +196,18 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
             print("the same command with --resume goes on from there", file=sys.stderr)
         raise typer.Exit(128 + (history.signal or 2))
     if not quiet:
-        _tell(history, output)
+        _tell(history, output, writes_to)
     if world().is_first:
         print(output)
         if job.push_to_hub is not None:
-            _push(trainer, job.push_to_hub, _model_of(output))
+            _push(trainer, job.push_to_hub, _model_of(writes_to))
     return output
 
 
 def _output(command: str, job: JobConfig) -> Path:
-    """The run folder, which may be there if it is resumed or removed."""
+    """Return the run folder, which may be there if it is resumed or removed; an error if nothing can be written there."""
+    from strop.training.folder import check_usable
+
     output = Path(job.output or f"runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}")
     if job.resume and job.output is None:
         raise ValueError("--resume needs --output, the folder of the run to go on with")
@@ -215,6 +219,7 @@ def _output(command: str, job: JobConfig) -> Path:
         raise ValueError(
             f"{output} holds a run already: --resume goes on with it, --overwrite removes it, --output names another folder"
         )
+    check_usable(output)  # before a model is loaded
     return output
 
 
@@ -353,7 +358,7 @@ def _size(trainer: Any) -> str:
     return f"{class_of(trainer.module).__name__} of {count:,} parameters{share}{processes}"
 
 
-def _tell(history: Any, output: Path) -> None:
+def _tell(history: Any, output: Path, place: Path) -> None:
     """The first and the last of what was measured, and how to look at it."""
     evaluations = [e for e in history.evaluations if len(e) > 1]
     if evaluations:
@@ -362,7 +367,7 @@ def _tell(history: Any, output: Path) -> None:
             print(f"{name}: {first.get(name, float('nan')):.4g} → {last[name]:.4g}", file=sys.stderr)
     if history.stop_reason:
         print(f"stopped: {history.stop_reason}", file=sys.stderr)
-    print(f"model: {_model_of(output)}\nlook at it: strop report {output}", file=sys.stderr)
+    print(f"model: {output / _model_of(place).relative_to(place)}\nlook at it: strop report {output}", file=sys.stderr)
 
 
 def _push(trainer: Any, repo_id: str, folder: Path) -> None:

@@ -169,6 +169,24 @@ class RunFolder:
         return path
 
 
+def check_usable(folder: Path) -> None:
+    """Raise an OSError if nothing can be written to this folder, a ValueError if another process writes to it.
+
+    A folder that is not there yet is not there afterwards.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            pass
+    except OSError as error:
+        raise OSError(f"output must be a folder that can be written to, found {folder}: {error.strerror}") from None
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
 def remove_run(folder: Path) -> None:
     """Delete the files of a run, and nothing else in its folder; where there is no run, nothing at all."""
     if not (folder / "run.json").exists():

@@ -26,7 +26,7 @@ from strop.data.formats import prepared
 from strop.data.inputs import check_tokenizer
 from strop.distributed import world
 from strop.models import Policy, as_policy, load_model, one_thread, unwrapped
-from strop.models.prepare import prepared_model, warn_of_half_precision
+from strop.models.prepare import prepared_model, check_precision
 from strop.models.scorer import as_scorer
 from strop.training import checkpoint
 from strop.training.callbacks import Callback
@@ -104,7 +104,7 @@ class Trainer:
         self.policy = read_as(prepared_model(given, self.config.run, self.config.lora), tokenizer)
         self.tokenizer = self.policy.tokenizer
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
-        warn_of_half_precision(self.module)
+        check_precision(self.module)
         self.world.make_same(self.module)
         self.run = Run(logger, callbacks, self.world)
         self.phases = Phases(self.policy.device)  # of the present step
