@@ -97,7 +97,6 @@ def main() -> None:
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _join_others(debug)
-        train.define_commands(arguments)
         code = _called(arguments)
     except KeyboardInterrupt:
         peers.tell(lambda: print("strop: interrupted", file=sys.stderr))
