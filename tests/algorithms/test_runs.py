@@ -28,6 +28,7 @@ from strop.training.lock import locked
 
 ROWS = [{"prompt": [2 + i % 7, 3], "completion": [4 + i, 1]} for i in range(10)]
 PROMPTS = [{"prompt": [2 + i % 7, 3]} for i in range(4)]
+LEFT_OPEN = []  # guards of inference mode, which would end it when they are freed
 OPTIONS = {"batch_size": 4, "learning_rate": 1e-2}
 
 
@@ -80,8 +81,8 @@ def test_steps_have_their_own_settings(where):
         np.random.seed(0)
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", torch.bfloat16)
-        kept.append(torch.inference_mode())
-        kept[-1].__enter__()
+        LEFT_OPEN.append(torch.inference_mode())
+        LEFT_OPEN[-1].__enter__()
 
     class Spoiling(Callback):
         def on_step_begin(self, trainer):
@@ -96,7 +97,6 @@ def test_steps_have_their_own_settings(where):
             spoil()
         return sum_of_ids(completion_ids)
 
-    kept = []
     model = tiny_qwen2(attention_dropout=0.3)
     expected = grpo(model=model, dropout=True)
     spoilt = grpo(
@@ -106,7 +106,7 @@ def test_steps_have_their_own_settings(where):
     )  # fmt: skip
     expected.train(PROMPTS, num_steps=3)
     spoilt.train(PROMPTS, num_steps=3)
-    assert kept
+    assert LEFT_OPEN
     assert torch.equal(weights_of(spoilt), weights_of(expected))
     assert (torch.get_default_dtype(), torch.get_num_threads()) == (torch.float32, threads)
     assert torch.is_grad_enabled()
@@ -116,7 +116,9 @@ def test_steps_have_their_own_settings(where):
 
 def test_a_file_of_functions_leaves_the_settings_alone(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("import torch\ntorch.set_grad_enabled(False)\ntorch.set_default_dtype(torch.float64)\ndef f(x): return x\n")
+    file.write_text(
+        "import torch\ntorch.set_grad_enabled(False)\ntorch.set_default_dtype(torch.float64)\ndef f(x): return x\n"
+    )
     load_function(f"{file}:f", "reward")
     assert torch.is_grad_enabled()
     assert torch.get_default_dtype() == torch.float32
@@ -132,7 +134,9 @@ def test_no_gradient_although_there_is_an_advantage_is_an_error(on_device, monke
     for param in trainer.model.lm_head.parameters():
         param.requires_grad_(False)
     before = weights_of(trainer).clone()
-    with pytest.raises(RuntimeError, match="gradient must not be exactly 0 for all parameters while an advantage is not 0"):
+    with pytest.raises(
+        RuntimeError, match="gradient must not be exactly 0 for all parameters while an advantage is not 0"
+    ):
         trainer.train(PROMPTS, num_steps=2)
     assert torch.equal(weights_of(trainer), before)
 
@@ -171,8 +175,8 @@ def test_pruning_does_not_count_an_older_one_that_is_broken(tmp_path):
     folder = tmp_path / "checkpoints"
     torn = folder / "step-00000003.safetensors"
     torn.write_bytes(torn.read_bytes()[:-5])
+    resumed = sft(keep_checkpoints=2, seed=0)
     with pytest.warns(UserWarning, match="taking the one before"):
-        resumed = sft(keep_checkpoints=2, seed=0)
         resumed.train(ROWS, num_steps=2, output_dir=tmp_path, resume=True)
     names = sorted(path.name for path in folder.iterdir())
     assert "step-00000001.safetensors" in names
@@ -198,7 +202,9 @@ def test_a_second_process_is_refused_and_a_dead_ones_lock_is_taken_over(tmp_path
     try:
         assert holder.stdout.readline() == "held\n"
         for options in ({"resume": True}, {"overwrite": True}):
-            with pytest.raises(ValueError, match=rf"output_dir must not be in use: process {holder.pid} on .* writes to"):
+            with pytest.raises(
+                ValueError, match=rf"output_dir must not be in use: process {holder.pid} on .* writes to"
+            ):
                 sft().train(ROWS, num_steps=2, output_dir=tmp_path, **options)
         assert (tmp_path / "metrics.jsonl").read_bytes() == before
     finally:
@@ -237,7 +243,9 @@ def test_a_disk_without_locks_is_told(tmp_path, monkeypatch):
 
 
 def write_reward(path, factor):
-    path.write_text(f"def reward(completion_ids):\n    return [{factor} * float(ids.sum()) for ids in completion_ids]\n")
+    path.write_text(
+        f"def reward(completion_ids):\n    return [{factor} * float(ids.sum()) for ids in completion_ids]\n"
+    )
     return load_function(f"{path}:reward", "reward")
 
 

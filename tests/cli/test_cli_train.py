@@ -743,6 +743,7 @@ def test_out_of_memory_is_one_line_that_says_what_to_lower(strop, monkeypatch):
     assert err.splitlines() == [
         "strop: OutOfMemoryError: out of memory in sampling completions, step 3 (time/generate): 2.50 GiB asked for; lower "
         "batch_size=4 or group_size=2 or max_new_tokens=3; the run up to step 2 is in "
+        f"{Path.cwd()}/"
         "run/checkpoints/step-00000002.safetensors; --resume goes on from there"
     ]
     assert Path("run/checkpoints/step-00000002.safetensors").exists()
@@ -759,7 +760,9 @@ def test_a_reward_that_ends_the_program_is_one_line_and_no_success(place, strop,
     exits = "import sys\nsys.exit(0)\n" if place == "top" else ""
     inner = "import sys; sys.exit(0)" if place == "function" else "return [0.0 for c in completions]"
     Path("mine.py").write_text(f"{exits}def reward(completions):\n    {inner}\n")
-    code, out, err = strop("train", "grpo", *TINY, *GENERATING, "--reward", "mine.py:reward", "--num-steps", 2, "--output", "run")
+    code, out, err = strop(
+        "train", "grpo", *TINY, *GENERATING, "--reward", "mine.py:reward", "--num-steps", 2, "--output", "run"
+    )
     assert code == 1
     assert out == ""
     assert err.strip().splitlines()[-1].startswith("strop: ")

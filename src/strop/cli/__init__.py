@@ -59,7 +59,10 @@ def _escaped(error: UnicodeError) -> tuple[bytes, int]:
 
 
 def _show(error: Exception) -> None:
-    print(peers.told(error).replace("resume=True", "--resume").replace("allow_changes=True", "--allow-changes"), file=sys.stderr)
+    print(
+        peers.told(error).replace("resume=True", "--resume").replace("allow_changes=True", "--allow-changes"),
+        file=sys.stderr,
+    )
 
 
 def _show_usage_error(error: Any) -> None:

@@ -1,6 +1,7 @@
 """`strop train sft|dpo|kto|reward|grpo|ppo|distill|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
 import importlib
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -178,7 +179,7 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
     if world().is_first:
         print(output)
         if job.push_to_hub is not None:
-            _push(trainer, job.push_to_hub, _model_of(writes_to))
+            _push(trainer, job.push_to_hub, _model_of(writes_to), output / _model_of(writes_to).relative_to(writes_to))
     return output
 
 
@@ -348,13 +349,14 @@ def _tell(history: Any, output: Path, place: Path) -> None:
     print(f"model: {output / _model_of(place).relative_to(place)}\nlook at it: strop report {output}", file=sys.stderr)
 
 
-def _push(trainer: Any, repo_id: str, folder: Path) -> None:
+def _push(trainer: Any, repo_id: str, folder: Path, shown: Path) -> None:
+    """Upload a folder; `shown` is how errors name it."""
     try:
         address = trainer.push_to_hub(repo_id, folder=folder)
     except Exception as error:  # of many kinds: no network, no login, no right to the name
         raise RuntimeError(
-            f"the run is complete and its model is in {folder}, but {repo_id} could not be uploaded: "
-            f"{' '.join(str(error).split()):.200}. To try again: hf upload {repo_id} {folder}"
+            f"the run is complete and its model is in {shown}, but {repo_id} could not be uploaded: "
+            f"{' '.join(str(error).split()):.200}. To try again: hf upload {repo_id} {shown}"
         ) from error
     print(f"pushed to {address}", file=sys.stderr)
 

@@ -57,8 +57,8 @@ def prepared(
     if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
         raise ValueError(f"{name} must have rows, found none")
     rows = (read_rows if any_format else load_rows)(dataset)
-    streams = isinstance(rows, Streamed)
-    found = PreparedStream.of(rows, prepare, name) if streams else Prepared(prepare(rows, name))
+    found: Prepared | PreparedStream
+    found = PreparedStream.of(rows, prepare, name) if isinstance(rows, Streamed) else Prepared(prepare(rows, name))
     found.digest = digest_rows(rows)
     return found
 

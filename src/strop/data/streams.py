@@ -30,7 +30,11 @@ class Streamed(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         part = range(self.num_rows)[index]
-        return type(self)(len(part), lambda i: self.get(part[i]), self.files) if isinstance(part, range) else self.get(part)
+        return (
+            type(self)(len(part), lambda i: self.get(part[i]), self.files)
+            if isinstance(part, range)
+            else self.get(part)
+        )
 
     def mapped(self, change: Callable[[Any, int], Any]) -> "Streamed":
         """The same rows, changed as they are read."""

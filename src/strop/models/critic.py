@@ -15,7 +15,7 @@ from strop.data.batch import TokenBatch
 from strop.models.kinds import shares
 from strop.models.loading import load_model
 from strop.models.policy import Head, Policy
-from strop.models.prepare import prepared_model, check_precision
+from strop.models.prepare import check_precision, prepared_model
 from strop.models.scorer import Scorer, as_scorer
 
 

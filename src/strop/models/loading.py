@@ -239,7 +239,9 @@ def _hugging_face(
         raise ValueError(f"model must be a causal LM, found {name}, a {heads[0]}: it scores texts and writes none")
     if missing := sorted(key for key in found["missing_keys"] if not (scores and key.startswith(NEW_HEADS))):
         listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        raise ValueError(f"model must hold all its tensors, found {name} without {listed}: they would be random numbers")
+        raise ValueError(
+            f"model must hold all its tensors, found {name} without {listed}: they would be random numbers"
+        )
     if gguf_file is not None:
         _forget_quantization(model)
     without = Path(name).is_dir() and not gguf and not _tokenizer_files(Path(name))  # a model of ids alone

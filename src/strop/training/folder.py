@@ -64,7 +64,9 @@ class RunFolder:
                 print(f"{trainer.name} resumed from step {run.state.step}, {newest.path}", file=sys.stderr)
         elif resume and world.is_first:
             print(f"no checkpoint in {self.path} yet: beginning at step {run.state.step}", file=sys.stderr)
-        evaluated_until = max((one.last_step for one in run.callbacks if isinstance(one, EvaluationCallback)), default=-1)
+        evaluated_until = max(
+            (one.last_step for one in run.callbacks if isinstance(one, EvaluationCallback)), default=-1
+        )
         kept = world.from_first(lambda: self._cut_back(run.state.step if newest else -1, evaluated_until))
         if newest is not None and world.is_first:
             self._warn_of_missing(kept, run.state.step, trainer.config.run.log_every)

@@ -68,5 +68,7 @@ def _acquired(path: Path) -> int | None:
             os.close(descriptor)
             if error.errno not in UNSUPPORTED:
                 raise
-            warnings.warn(f"{path.parent} is on a disk without locks: see that one process alone writes to it", stacklevel=4)
+            warnings.warn(
+                f"{path.parent} is on a disk without locks: see that one process alone writes to it", stacklevel=4
+            )
             return None

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from strop._checks import check_count
 from strop._contained import Settings, contained
 from strop.config import RunConfig

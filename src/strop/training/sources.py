@@ -30,7 +30,9 @@ def sources_of(trainer: "Trainer", rows: str) -> Sources:
 def changed_sources(before: Mapping[str, Any], now: Sources) -> list[str]:
     """Return the names of the sources that are not what they were; one without a hash then or now is not compared."""
     names = before.keys() | now.keys() if before else set()
-    return sorted(name for name in names if before.get(name, "gone") != now.get(name, "gone") and _is_known(name, before, now))
+    return sorted(
+        name for name in names if before.get(name, "gone") != now.get(name, "gone") and _is_known(name, before, now)
+    )
 
 
 def _is_known(name: str, *all_sources: Mapping[str, Any]) -> bool:

@@ -26,7 +26,7 @@ from strop.data.formats import prepared
 from strop.data.inputs import check_tokenizer
 from strop.distributed import world
 from strop.models import Policy, as_policy, load_model, one_thread, unwrapped
-from strop.models.prepare import prepared_model, check_precision
+from strop.models.prepare import check_precision, prepared_model
 from strop.models.scorer import as_scorer
 from strop.training import checkpoint
 from strop.training.callbacks import Callback
@@ -314,7 +314,9 @@ class Trainer:
             raise ValueError("overwrite must be False with resume=True: one goes on with a run, the other removes it")
         if isinstance(dataset, (str, Path)):
             self.run.about["data"] = str(dataset)
-        output = None if output_dir is None else Path(os.path.abspath(output_dir))  # a function may change the directory
+        output = (
+            None if output_dir is None else Path(os.path.abspath(output_dir))
+        )  # a function may change the directory
         if overwrite and output is not None:
             dataset = self.prepared(dataset)  # first: one with a mistake in it costs no run
             self.world.from_first(lambda: remove_run(output))
