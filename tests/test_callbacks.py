@@ -145,7 +145,8 @@ def test_the_sample_table(tmp_path, capsys):
     trainer.samples = [{"prompt": "1+1=", "completion": "[red]2", "reward": 1.0}, {"prompt": "x", "completion": "y"}]
     trainer.train(ROWS, num_steps=3)
     text = (tmp_path / "samples.jsonl").read_text()
-    assert text == '{"step": 2, "prompt": "1+1=", "completion": "[red]2", "reward": 1.0}\n'
+    sample = '"prompt": "1+1=", "completion": "[red]2", "reward": 1.0}\n'
+    assert text == "".join(f'{{"step": {step}, {sample}' for step in (1, 2, 3))  # the first and the last step always
     shown = capsys.readouterr()
     assert shown.out == ""  # which is for what a program gives, not for what it tells on the way
     assert "step 2" in shown.err
@@ -180,10 +181,10 @@ def test_train_shows_samples_on_a_terminal_and_nowhere_else(tmp_path, monkeypatc
             err = io.StringIO()
             err.isatty = lambda is_terminal=is_terminal: is_terminal
             monkeypatch.setattr(sys, "stderr", err)
-            trainer = Sampling(model=tiny_moe(), batch_size=4, samples_every=2)
-            trainer.train(ROWS, num_steps=3, output_dir=folder, progress=progress)
-            assert ("step 2" in err.getvalue()) == expected
-            assert ("step 3" in err.getvalue()) is False
+            trainer = Sampling(model=tiny_moe(), batch_size=4, samples_every=3)
+            trainer.train(ROWS, num_steps=4, output_dir=folder, progress=progress)
+            for step, is_due in ((1, True), (2, False), (3, True), (4, True)):  # the first and the last step always
+                assert (f"step {step}" in err.getvalue()) == (expected and is_due)
             if expected:
                 assert "x3" in err.getvalue()
                 assert "x4" not in err.getvalue()  # four of them are enough to look at
@@ -191,7 +192,7 @@ def test_train_shows_samples_on_a_terminal_and_nowhere_else(tmp_path, monkeypatc
                 assert "characters)" in err.getvalue()
             if folder is not None:
                 samples = (folder / "samples.jsonl").read_text().splitlines()
-                assert len(samples) == 8
+                assert len(samples) == 24  # eight of each of the three steps
                 assert 900 * "y" in samples[0]
 
 

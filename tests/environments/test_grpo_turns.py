@@ -10,8 +10,9 @@ from tiny_models import PlainModel, llama, moe
 from trained_models import tiny_moe, weights_of
 
 from strop import GRPO
+from strop.config import TurnsConfig
 from strop.data.batch import RewardedTurn, Trajectory
-from strop.environments.base import Environment, Turn, TurnsConfig
+from strop.environments.base import Environment, Turn
 from strop.environments.credit import returns_of, turn_advantages
 from strop.moe import MoEConfig, MoETransformer
 from strop.rollout import Rollout

@@ -8,10 +8,9 @@ import torch
 from torch.nn.functional import pad
 
 from strop._checks import check_count
-from strop.config import unknown_option
+from strop.config import TurnsConfig, unknown_option
 from strop.data.batch import Trajectory
 from strop.data.inputs import as_prompts, as_rows, check_tokenizer, reward_columns
-from strop.environments.base import TurnsConfig
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import environment_rows, make_player
 from strop.models import as_policy, load_model

@@ -69,6 +69,7 @@ class OnPolicy(Trainer):
         if preference_fn is not None:
             self.preference = PreferenceFunction(preference_fn, config.reward_timeout, config.find_failing)
         self.player = trainers_player(self, environment, tools)
+        self.environments = [one for one in (environment, *_listed(tools)) if one is not None]
         self.any_format = self.player is not None
         if self.player is not None and self.preference is None:
             self.rewards = EnvironmentRewards(self.rewards, self.player)
@@ -227,6 +228,10 @@ class OnPolicy(Trainer):
             self.sampler.load_state(tensors, values)
 
 
+def _listed(tools: Any) -> list[Any]:
+    return list(tools) if isinstance(tools, (list, tuple)) else [tools]
+
+
 class PolicyMeter:
     """Means over tokens, and extremes, of what `PolicyLoss.metrics` gives for micro-batches. Stays on the device."""
 
@@ -318,7 +323,8 @@ class PolicyGradient(OnPolicy):
             own = [lines[i - batch.first] for i in chosen if 0 <= i - batch.first < len(lines) and num_tokens_B[i]]
             self.weigh(own, sum(num_tokens_B[i] for i in chosen), len(chosen))
             parts = self.micro_batches(own, [len(line) for line in own])
-            updates.append(self.update(functools.partial(self.loss_on, part) for part in parts))
+            losses = (functools.partial(self.loss_on, part) for part in parts)
+            updates.append(self.update(losses, has_signal=not updates and self._has_signal(own)))
             for part, result in zip(parts, updates[-1].parts, strict=True):
                 meter.add(result.metrics, sum(line.num_loss_tokens for line in part), first=len(updates) == 1)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
@@ -331,6 +337,12 @@ class PolicyGradient(OnPolicy):
             "mean_reward": batch.rewards.total_B.double().mean().item(),
             "mean_kl": metrics.get("kl", 0.0),
         }
+
+    def _has_signal(self, lines: Sequence[Trajectory]) -> bool:
+        """Return whether the first update on these must have a gradient: an advantage counts, and no ratio is clipped."""
+        fresh = self.config.recomputes or not self.config.server.max_staleness
+        rows = [line.advantages_t for line in lines if line.advantages_t is not None and line.importance_t is None]
+        return self.world.any(fresh and bool(joined(rows).any()))
 
     def loss_tokens(self, batch: WholeBatch) -> list[int]:
         """[B] how many tokens of each completion are trained on: none of a truncated one, if those are masked."""

@@ -2,44 +2,20 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from strop.algorithms.dpo import DPO, DPOConfig, Pair, counts_of
+from strop.algorithms.dpo import DPO, Pair, counts_of
 from strop.algorithms.on_policy import OnPolicy, WholeBatch
+from strop.config import OnlineDPOConfig
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.inputs import check_below, reward_columns
-from strop.environments.base import TurnsConfig
 from strop.environments.setup import CONVERSATION_COLUMNS
-from strop.rewards import check_timeout, sample_table
-from strop.rollout import Sampling, completion_metrics
-from strop.rollout.server import ServerConfig
+from strop.rewards import sample_table
+from strop.rollout import completion_metrics
 from strop.training.state import Mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnlineDPOConfig(DPOConfig):
-    """Options of OnlineDPO: those of DPO, and
-
-    reward_weights    one weight for each of several reward functions; None is 1 for each
-    reward_timeout    seconds for one call of preference_fn or a reward function; None waits forever
-    find_failing      call a function that raised again, one completion or pair at a time, to name the one that fails
-    """
-
-    reward_weights: tuple[float, ...] | None = None
-    reward_timeout: float | None = None
-    find_failing: bool = False
-    sampling: Sampling = field(default_factory=Sampling)
-    turns: TurnsConfig = field(default_factory=TurnsConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_timeout(self.reward_timeout, "reward_timeout")
-        if self.sampling.greedy:
-            raise ValueError("temperature must be above 0: two greedy completions are the same, found 0")
 
 
 class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO takes pairs

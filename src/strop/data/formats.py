@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from strop._checks import check_choice, is_conversation
+from strop.data.digest import digest_rows
 from strop.data.files import SUFFIXES, datasets_package, one_line, read_file
 from strop.data.streams import PreparedStream, Streamed, is_jsonl, stream_files
 
@@ -39,7 +40,12 @@ CONTENT = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 
 
 class Prepared(list[Any]):
-    """Rows that went through an algorithm's `prepare` already."""
+    """Rows that went through an algorithm's `prepare` already.
+
+    digest   of the rows as they were before; None for a part of them
+    """
+
+    digest: str | None = None
 
 
 def prepared(
@@ -51,7 +57,10 @@ def prepared(
     if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
         raise ValueError(f"{name} must have rows, found none")
     rows = (read_rows if any_format else load_rows)(dataset)
-    return PreparedStream.of(rows, prepare, name) if isinstance(rows, Streamed) else Prepared(prepare(rows, name))
+    found: Prepared | PreparedStream
+    found = PreparedStream.of(rows, prepare, name) if isinstance(rows, Streamed) else Prepared(prepare(rows, name))
+    found.digest = digest_rows(rows)
+    return found
 
 
 def load_rows(

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from strop.config import TurnsConfig
 from strop.data.batch import RewardedTurn, Trajectory
-from strop.environments.base import Turn, TurnsConfig, as_environment, as_turn
+from strop.environments.base import Turn, as_environment, as_turn
 from strop.environments.dialogue import Chat
 from strop.environments.pool import Answer, Late, Pool
 from strop.environments.tools import Tools

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from strop._named import load_function
+from strop.config import TurnsConfig
 from strop.data.batch import Trajectory
 from strop.data.inputs import RESERVED
-from strop.environments.base import TurnsConfig
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
 

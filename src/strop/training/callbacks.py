@@ -163,12 +163,13 @@ def doing(trainer: "Trainer") -> str:
 class CheckpointCallback(Callback):
     """A checkpoint in `folder` every so many steps: a file, or where several processes write it a folder.
 
-    keep   how many of the newest stay; 0 is all
+    keep   how many of the newest that can be read stay; 0 is all
     """
 
     def __init__(self, folder: str | Path, every: int, keep: int = 2):
         _check_every(every)
         self.folder, self.every, self.keep = Path(folder), every, keep
+        self._whole: dict[Path, tuple[int, ...]] = {}  # checkpoints that are known to be good, by size and time
 
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if trainer.state.step % self.every == 0:
@@ -179,11 +180,24 @@ class CheckpointCallback(Callback):
         path = self.folder / f"step-{trainer.state.step:08d}{'' if trainer.world.size > 1 else '.safetensors'}"
         trainer.save(path, base=False)
         if self.keep and trainer.world.is_first:
-            from strop.training.checkpoint import all_in, remove
-
-            for old in all_in(self.folder)[: -self.keep]:
-                remove(old)
+            self._prune(path)
         return path
+
+    def _prune(self, newest: Path) -> None:
+        """Remove all but the newest `keep` checkpoints that can be read. What cannot be read is left, and not counted."""
+        from strop.training.checkpoint import all_in, is_whole, remove, stamp
+
+        self._whole = {path: known for path, known in self._whole.items() if stamp(path) == known}
+        self._whole[newest] = stamp(newest)
+        num_kept = 1
+        for path in reversed(all_in(self.folder)):
+            if path == newest:
+                continue
+            if num_kept == self.keep:
+                remove(path)
+            elif path in self._whole or is_whole(path):
+                self._whole[path] = stamp(path)
+                num_kept += 1
 
 
 class BestCheckpoint(Callback):
@@ -242,6 +256,11 @@ class EvaluationCallback(Callback):
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if trainer.state.step % self.every == 0:
             self.evaluate(trainer)
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last evaluation; -1 before the first."""
+        return self._last_step
 
     def evaluate(self, trainer: "Trainer") -> dict[str, float]:
         """Now, unless this step was evaluated already."""
@@ -312,7 +331,7 @@ class EarlyStopping(Callback):
 
 
 class SampleTable(Callback):
-    """A table of prompts, completions and rewards every so many steps, from what the algorithm left in trainer.samples.
+    """A table of prompts, completions and rewards every so many steps, and at the first and the last.
 
     num_rows   how many at most, spread over the step's prompts; the table on the screen has the first four of them
     path       also written there, one JSON object per line; with it and show=False only there
@@ -327,7 +346,9 @@ class SampleTable(Callback):
         self.path = None if path is None else Path(path)
 
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        if trainer.state.step % self.every or not trainer.samples or not trainer.world.is_first:
+        state = trainer.state
+        is_due = state.step % self.every == 0 or state.step in (state.first_step + 1, state.total_steps)
+        if not is_due or not trainer.samples or not trainer.world.is_first:
             return
         chosen = _spread(trainer.samples, self.num_rows)
         samples = [{"step": trainer.state.step, **sample} for sample in chosen]

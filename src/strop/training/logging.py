@@ -161,9 +161,18 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def drop_after(path: str | Path, step: int) -> list[dict[str, Any]]:
-    """Cut a file of JSON lines back to those up to `step`, and return them: what came after will come again."""
-    kept = [entry for entry in read_metrics(path) if entry["step"] <= step]
+def is_evaluation(entry: Mapping[str, Any]) -> bool:
+    """Return whether a line of metrics is of an evaluation, not of a step."""
+    return any(name.startswith("eval/") for name in entry)
+
+
+def drop_after(path: str | Path, step: int, evaluations_until: int | None = None) -> list[dict[str, Any]]:
+    """Cut a file of JSON lines back to those up to `step`, and return them: what came after will come again.
+
+    evaluations_until   of evaluations those up to this step; None is `step`
+    """
+    last = step if evaluations_until is None else min(step, evaluations_until)
+    kept = [entry for entry in read_metrics(path) if entry["step"] <= (last if is_evaluation(entry) else step)]
     path = Path(path)
     if path.exists():
         unfinished = path.with_name(f".{path.name}.tmp")

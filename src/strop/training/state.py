@@ -72,6 +72,8 @@ class Phases:
     def __init__(self, device: torch.device | None = None) -> None:
         self.failed: str | None = None  # the innermost phase an error came from
         self.num_tokens = 0  # that the step has read
+        self.wanted_norm: torch.Tensor | None = None  # of a gradient that must not be 0
+        self.num_draws = 0  # how often the model drew its dropout
         self.unfit: list[torch.Tensor] = []  # of its updates: 1 from the one on whose numbers are not finite
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._spans: list[tuple[str, str | None, Any, Any]] = []  # name, the phase around it, begin, end
@@ -135,6 +137,15 @@ class Phases:
 def not_finite(found: dict[str, Any], step: int) -> FloatingPointError:
     return FloatingPointError(
         f"loss {found.get('loss')} and gradient norm {found.get('grad_norm')} must be finite; the weights are those of "
+        f"step {step}, before this update"
+    )
+
+
+def no_gradient(step: int) -> RuntimeError:
+    """Return the error of an update that cannot change anything although it should."""
+    return RuntimeError(
+        "the gradient must not be exactly 0 for all parameters while an advantage is not 0: the model's forward may run "
+        "without gradients (no_grad, detach), or give every token it sampled the probability 1; the weights are those of "
         f"step {step}, before this update"
     )
 
