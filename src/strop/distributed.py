@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from strop import peers
-from strop.peers import PeerError
+from strop import process_failures
+from strop.process_failures import PeerError
 
 Item = TypeVar("Item")
 TOGETHER = 2**27  # weights in shards that are gathered in one call, or one layer where that has more
@@ -187,10 +187,10 @@ def world() -> World:
         torch.cuda.set_device(found.device)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if found.device is not None else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=peers.timeout()))
+        dist.init_process_group(backend, timeout=timedelta(seconds=process_failures.timeout()))
     if size > 1:
         where = found.gathered((os.environ.get("GROUP_RANK"), os.getpid()))
-        peers.begin(rank, where, dist.distributed_c10d._get_default_store())
+        process_failures.watch_others(rank, where, dist.distributed_c10d._get_default_store())
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 import strop
-from strop import _trl, peers
+from strop import _trl, process_failures
 from strop.cli import bench, data, demo, doctor, eval, generate, init, report, serve, train
 
 app = typer.Typer(
@@ -58,7 +58,7 @@ def _escaped(error: UnicodeError) -> tuple[bytes, int]:
 
 
 def _show(error: Exception) -> None:
-    print(peers.told(error).replace("resume=True", "--resume"), file=sys.stderr)
+    print(process_failures.format_error(error).replace("resume=True", "--resume"), file=sys.stderr)
 
 
 def _show_usage_error(error: Any) -> None:
@@ -98,13 +98,13 @@ def main() -> None:
             _join_others(debug)
         sys.exit(app(args=arguments, prog_name="strop", standalone_mode=False))
     except KeyboardInterrupt:
-        peers.tell(lambda: print("strop: interrupted", file=sys.stderr))
+        process_failures.report_first(lambda: print("strop: interrupted", file=sys.stderr))
         sys.exit(130)
     except Exception as error:
         is_usage = hasattr(error, "format_message") and hasattr(error, "exit_code")  # typer's: of the command line
         if debug and not is_usage:
             raise
-        peers.tell(functools.partial(_show_usage_error if is_usage else _show, error))
+        process_failures.report_first(functools.partial(_show_usage_error if is_usage else _show, error))
         sys.exit(error.exit_code if is_usage else 1)  # type: ignore[attr-defined]
 
 

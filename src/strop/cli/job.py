@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from strop._checks import check_count
-from strop._named import load_function
 from strop.config import Config
+from strop.user_code import load_function
 
 DEFAULT_EVAL_ROWS = 200
 

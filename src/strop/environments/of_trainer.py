@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from strop._named import load_function
 from strop.config import TurnsConfig
 from strop.data.inputs import RESERVED, Prompt
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
+from strop.user_code import load_function
 
 OF_EPISODES = ("conversations", "replies", "environments")  # what reward functions get beside what one turn gives
 

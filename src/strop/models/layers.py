@@ -198,7 +198,7 @@ def _layer(
     parts, (q, k, v, *rest) = layer._modules, [one._parameters for one in _projections(layer)]
     attn = parts["self_attn"]._modules
     norms = parts["input_layernorm"], parts["post_attention_layernorm"], attn.get("q_norm"), attn.get("k_norm")
-    return Layer.apply(
+    return FusedLayer.apply(
         hidden_states, position_embeddings, Attention(current_pass(), rule, by), [_eps(norm) for norm in norms],
         *(None if norm is None else norm._parameters["weight"] for norm in norms), q["weight"], k["weight"], v["weight"],
         q["bias"], k["bias"], v["bias"], *(one["weight"] for one in rest),
@@ -249,7 +249,7 @@ def computed(x_NH, cos, sin, attend, eps, norms, joined, heads, dtype):
     return y_NH, saved, r1_N, raw_NW, r_q, r_k, qkv_NW, out_NQD, h_NH
 
 
-class Layer(torch.autograd.Function):
+class FusedLayer(torch.autograd.Function):
     """x + attention(norm x), and to that the MLP of its norm."""
 
     @staticmethod
@@ -268,7 +268,7 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor):
         with torch.no_grad():
-            gradients = Layer._gradients(ctx, dy)
+            gradients = FusedLayer._gradients(ctx, dy)
         return first_order(*gradients)
 
     @staticmethod

@@ -29,7 +29,7 @@ from torch import nn
 from strop._checks import as_count
 from strop.moe import _hugging_face, _inputs, weights
 from strop.moe.config import MoEConfig
-from strop.moe.engine import Engine
+from strop.moe.engine import MoEEngine
 from strop.moe.model import MoETransformer
 from strop.moe.sampling import check_temperature
 
@@ -41,7 +41,7 @@ class EnginePass(torch.autograd.Function):
     """logits_BTV and the auxiliary loss, differentiable for every parameter."""
 
     @staticmethod
-    def forward(ctx: Any, engine: Engine, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, *params: torch.Tensor):
+    def forward(ctx: Any, engine: MoEEngine, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, *params: torch.Tensor):
         ctx.set_materialize_grads(False)
         # torch then refuses a backward after an in-place change of a weight, which the engine's backward reads
         ctx.save_for_backward(*params)
@@ -69,7 +69,7 @@ class EngineLogps(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        engine: Engine,
+        engine: MoEEngine,
         tokens_BT: np.ndarray,
         counts_BT: np.ndarray,
         mask_BT: np.ndarray | None,
