@@ -5,7 +5,7 @@ The formulas, which need torch, are in `strop.losses`.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from strop._checks import check_choice, check_count, check_number
 
@@ -199,7 +199,7 @@ class PolicyRule:
         return self.max_completion_length
 
 
-def _check_numbers(values: Any, name: str, count: int, open_low: bool) -> None:
+def _check_numbers(values: object, name: str, count: int, open_low: bool) -> None:
     if not isinstance(values, (tuple, list)) or len(values) != count:
         raise ValueError(f"{name} must be {count} numbers, found {values!r}")
     for value in values:
@@ -260,7 +260,7 @@ class PreferenceRule:
         return not set(self.types) <= set(WITHOUT_REFERENCE)
 
 
-def _check_label_smoothing(label_smoothing: Any, types: tuple[str, ...]) -> None:
+def _check_label_smoothing(label_smoothing: float, types: tuple[str, ...]) -> None:
     check_number(label_smoothing, "label_smoothing", 0, 0.5, open_high=True)
     if label_smoothing and not set(types) & set(LABEL_SMOOTHED):
         raise ValueError(

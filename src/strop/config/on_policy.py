@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from strop._checks import check_choice, check_count, check_number, check_timeout
 from strop.config.losses import PolicyRule
@@ -117,7 +117,7 @@ class GRPOConfig(TrainerConfig):
         return self.old_logps == "recompute" or (self.old_logps == "auto" and differs)
 
 
-def check_exact(config: Any) -> None:
+def check_exact(config: "GRPOConfig | PPOConfig") -> None:
     """What cannot be exact, whatever the model."""
     run = config.run
     for name, wanted, found in (
