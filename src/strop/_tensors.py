@@ -42,7 +42,7 @@ def on_host(values: Sequence[torch.Tensor]) -> list[float]:
 # ---- any tensor ----
 
 
-def check_tensor(tensor: torch.Tensor, name: str) -> None:
+def check_tensor(tensor: object, name: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, found {type(tensor).__name__}")
 
@@ -198,7 +198,14 @@ def check_workspace(workspace: int | None) -> None:
 
 
 def check_linear_logp(
-    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, temperature: float, mask: torch.Tensor | None, workspace: int | None, validate: bool,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: float,
+    mask: torch.Tensor | None,
+    workspace: int | None,
+    validate: bool,
     ids_name: str = "ids",
 ) -> torch.Tensor | None:
     """Everything `linear_logp` asks of its arguments. Returns the mask as booleans."""

@@ -71,7 +71,7 @@ def _show_usage_error(error: Any) -> None:
         )
 
 
-def _hint_for_trl(error: Any, path: str) -> str | None:
+def _hint_for_trl(error: Exception, path: str) -> str | None:
     """For a flag that is TRL's name of an option: what strop calls it, in place of flags that are spelt alike."""
     flag, command = getattr(error, "option_name", None), path.rpartition(" ")[2]
     if flag is None or command not in train.ALGORITHMS:

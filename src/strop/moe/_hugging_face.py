@@ -3,11 +3,11 @@
 Shapes: B rows, T columns.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from strop._types import Array, Json
 from strop.moe import _inputs
@@ -96,6 +96,6 @@ def targets_of(labels: Array, tokens_BT: np.ndarray, mask_BT: np.ndarray | None,
     return targets_BT
 
 
-def token_ids(value: ArrayLike) -> tuple[int, ...]:
+def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
     """None, one id or several, as a tuple"""
     return () if value is None else tuple(np.atleast_1d(value).tolist())
