@@ -210,7 +210,7 @@ def read_config(path: Path) -> Json:
                 told = f"{node.value!r:.60} is no {kind}"
                 raise yaml.constructor.ConstructorError(None, None, told, node.start_mark) from None
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             if not isinstance(node, yaml.MappingNode):
                 return super().construct_mapping(node, deep)
             own = [key for key, _ in node.value if not key.tag.endswith(":merge")]  # of `<<: *defaults` what is not own

@@ -24,7 +24,7 @@ class PlainConfig(SimpleNamespace):
         return dict(vars(self))
 
 
-class PlainOutput(dict):
+class PlainOutput(dict[str, Any]):
     """What a forward returns: `.logits`, `["logits"]` or, among those that are not None, by position."""
 
     def __init__(self, **fields: object):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, linear, rms_norm, silu
 
+from strop._types import Json
 from strop.models.attention import Pass, Rule, Unsupported, attending, current, current_pass, sdpa_without_plans
 from strop.models.trial import decoder_and_head
 from strop.rollout import slots
@@ -309,7 +310,7 @@ class Copies:
     """Copies of parameters, each in a place of its own or a part of a larger one."""
 
     def __init__(self) -> None:
-        self.places: list[tuple[dict[str, Any], str]] = []
+        self.places: list[tuple[Json, str]] = []
         self.copies: list[torch.Tensor] = []
         self.adapted: list[tuple[torch.Tensor, Any]] = []  # of the copies, and the LoRA layer whose product they get
 
