@@ -111,14 +111,12 @@ def _are_equal(a: Series, b: Series) -> bool:
 
 
 def _title(runs: Sequence[Run]) -> str:
-    return (
-        runs[0].name if len(runs) == 1 else " · ".join(run.name for run in runs[:4]) + (" …" if len(runs) > 4 else "")
-    )
+    return " · ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs):,} runs"
 
 
 def _lead(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
-        return f"{len(runs)} runs compared."
+        return f"{len(runs):,} runs compared."
     run = runs[0]
     parts = [run.algorithm or "A run", run.model]
     steps = f"{run.num_steps:,} step" + "s" * (run.num_steps != 1)

@@ -15,7 +15,7 @@ from strop.report.alarms import alarms_of
 from strop.report.curves import duration, percent, short, smoothing_window
 from strop.report.metrics import GROUPS, SECOND_TO, Metric, describe
 from strop.report.runs import Run, Series
-from strop.report.svg import Chart, Curve, bars, colour, escape, legend_of, line_chart, share_bar, stacked_bars
+from strop.report.svg import MAX_RAW, Chart, Curve, bars, colour, escape, legend_of, line_chart, share_bar, stacked_bars
 from strop.training.callbacks import falls
 
 HERE = Path(__file__).parent
@@ -150,7 +150,8 @@ def _chart_card(chart: Chart, data: list[dict]) -> str:
     data.append(points)
     windows = sorted({smoothing_window(len(c.values)) for c in chart.curves} - {1}) if chart.smoothed else []
     spans = "–".join(str(w) for w in dict.fromkeys((windows[0], windows[-1]))) if windows else ""
-    notes = [*([f"mean of {spans} values; raw behind"] if spans else []), *chart.notes]
+    behind = "; raw behind" if len(chart.curves) <= MAX_RAW else ""
+    notes = [*([f"mean of {spans} values{behind}"] if spans else []), *chart.notes]
     if not any(len(c.values) for c in chart.curves):
         notes.append("no finite value")
     note = f'<p class="note">{escape("; ".join(notes))}</p>' if notes else ""
@@ -162,27 +163,23 @@ def _chart_card(chart: Chart, data: list[dict]) -> str:
 
 
 def drawn(runs: Sequence[Run]) -> Sequence[Run]:
-    """The runs whose curves are drawn: all, or the best half of MAX_DRAWN and the others evenly from best to worst.
-
-    They are ranked by the end of the first main metric that any of them has.
-    """
+    """The runs whose curves are drawn: all, or the best half of MAX_DRAWN and the others evenly from the next to the worst."""
     if len(runs) <= MAX_DRAWN:
         return runs
-    name = ranked_by(runs)
-    if name is None:
-        return runs[:MAX_DRAWN]
-    sign = 1 if falls(name) else -1
-    values = [run.series(name) for run in runs]
-    order = sorted(range(len(runs)), key=lambda i: sign * values[i].ends()[1] if len(values[i]) else math.inf)
-    rest = order[MAX_DRAWN // 2 :]
-    spread = [rest[round(k * (len(rest) - 1) / (MAX_DRAWN // 2 - 1))] for k in range(MAX_DRAWN // 2)]
-    return [runs[i] for i in (*order[: MAX_DRAWN // 2], *spread)]
+    half = MAX_DRAWN // 2
+    best, rest = (ranked := rank(runs))[:half], ranked[half:]
+    return [*best, *(rest[round(k * (len(rest) - 1) / (half - 1))] for k in range(half))]
 
 
-def ranked_by(runs: Sequence[Run]) -> str | None:
-    """The metric that tells which run is the best."""
-    names = main_names(runs)
-    return names[0] if names else None
+def rank(runs: Sequence[Run]) -> list[Run]:
+    """The best run first, by the end of the first main metric; runs without it last, in their order."""
+    names = main_names(runs, 1)
+    if not names:
+        return list(runs)
+    sign = 1 if falls(names[0]) else -1
+    found = [run.series(names[0]) for run in runs]
+    values = [sign * series.ends()[1] if len(series) else math.inf for series in found]
+    return [runs[i] for i in sorted(range(len(runs)), key=values.__getitem__)]
 
 
 def _options_table(runs: Sequence[Run]) -> str:
@@ -307,7 +304,9 @@ def _over_the_run(title: str, series: Mapping[str, Series]) -> str:
 
 def _in_stretches(series: Mapping[str, Series]) -> tuple[list[int], dict[str, list[float]]]:
     """Means over as many stretches of steps as there is room for bars."""
-    steps = np.unique(np.concatenate([s.steps for s in series.values()]))
+    first, *others = (s.steps for s in series.values())
+    is_same = all(np.array_equal(first, other) for other in others)
+    steps = first if is_same else np.unique(np.concatenate([first, *others]))
     starts = np.arange(0, len(steps), math.ceil(len(steps) / MAX_BARS))
     counts = np.diff(np.append(starts, len(steps)))
     columns = {label: (np.add.reduceat(_at(steps, s), starts) / counts).tolist() for label, s in series.items()}
@@ -407,6 +406,7 @@ def main_names(runs: Sequence[Run], most: int = 6) -> list[str]:
 def summary_table(runs: Sequence[Run]) -> str:
     """Several runs: one row each, which is a card on a narrow screen."""
     names, shown = main_names(runs), {id(run): i for i, run in enumerate(drawn(runs))}
+    runs = rank(runs) if len(runs) > MAX_DRAWN else runs
     columns = ["run", "algorithm", "steps", "time", *(describe(n).title for n in names)]
     heads = "".join(f'<th class="{"number" if i > 1 else ""}">{escape(c)}</th>' for i, c in enumerate(columns))
     rows = []

@@ -26,6 +26,7 @@ WIDTH, HEIGHT = 420, 236
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 36
 NUM_COLOURS = 8
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+MAX_RAW = 8  # curves of a chart: of more only the smoothed ones are drawn, and the chart says so
 FEWEST_POINTS = 80  # of a curve among very many
 
 
@@ -128,8 +129,9 @@ def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis, most: int) ->
     lines = []
     main = curve.values
     if window > 1:
-        raw = thin(curve.steps, curve.values, most)
-        lines.append(_polylines(raw, curve, (x_axis, y_axis), "raw"))
+        if len(chart.curves) <= MAX_RAW:
+            raw = thin(curve.steps, curve.values, most)
+            lines.append(_polylines(raw, curve, (x_axis, y_axis), "raw"))
         main = smooth(curve.values, window)
     steps, values = thin_evenly(curve.steps, main, most)
     lines.append(_polylines((steps, values), curve, (x_axis, y_axis), "line"))
