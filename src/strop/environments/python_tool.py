@@ -68,7 +68,7 @@ def python_tool(seconds: float = 5.0, megabytes: int = 512) -> Callable[[str], s
 
 def _wait(process: subprocess.Popen[bytes], code: str, seconds: float, folder: Path | None) -> None:
     """Give the process its program and wait for its end; raise if it takes too long, or fills this folder."""
-    end, given = time.monotonic() + seconds, code.encode("utf-8", "replace")
+    end, given = time.monotonic() + seconds, code.encode("utf-8", "replace") or None
     while True:
         left = end - time.monotonic()
         try:
@@ -76,6 +76,7 @@ def _wait(process: subprocess.Popen[bytes], code: str, seconds: float, folder: P
         except subprocess.TimeoutExpired:
             if time.monotonic() >= end:
                 raise TimeoutError(f"the code must end within {seconds:g} seconds, found it still running") from None
+            given = None  # subprocess keeps what it has not written yet
         else:
             break
         if folder is not None:
