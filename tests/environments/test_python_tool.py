@@ -166,7 +166,9 @@ def test_the_kernel_alone_refuses(name, outside, tmp_path):
     assert "s3cr3t" not in done.stdout
     assert "ESCAPED" not in done.stdout
     assert done.returncode == 1, done.stderr
-    assert re.search(r"(OSError|PermissionError|FileNotFoundError|OperationalError|ValueError)", done.stderr), done.stderr
+    assert re.search(r"(OSError|PermissionError|FileNotFoundError|OperationalError|ValueError)", done.stderr), (
+        done.stderr
+    )
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
@@ -192,7 +194,9 @@ def test_the_hostile_numbers_do_something_without_the_filter(outside, tmp_path):
 def test_many_files_have_a_size_together(kind, request):
     """150 MB in files of less than 1 MB each; stopped by the kernel, or by a look at the folder."""
     tool = request.getfixturevalue(kind)
-    code = "import time\nfor i in range(150):\n    open(f'{i}', 'wb').write(bytes(10**6))\ntime.sleep(2)\nprint('ESCAPED')"
+    code = (
+        "import time\nfor i in range(150):\n    open(f'{i}', 'wb').write(bytes(10**6))\ntime.sleep(2)\nprint('ESCAPED')"
+    )
     with pytest.raises(RuntimeError, match=r"No space left|at most 32 MB together"):
         tool(code)
 
@@ -246,7 +250,9 @@ def test_a_protection_that_is_gone_stops_the_tool(python, monkeypatch):
     monkeypatch.setattr(sandbox, "call_filter", lambda machine: b"")
     if "calls" not in sandbox.available():
         pytest.skip("this kernel has no filter of system calls")
-    with pytest.raises(RuntimeError, match="the code was not run: the protection that this machine had is gone .calls: "):
+    with pytest.raises(
+        RuntimeError, match=r"the code was not run: the protection that this machine had is gone .calls: "
+    ):
         python("print(1)")
 
 

@@ -72,8 +72,10 @@ def _self_check() -> str | None:
 
 def python_tool() -> Finding:
     """What the kernel does not protect when `python_tool` runs a program."""
-    from strop.environments import sandbox
-
+    try:
+        from strop.environments import sandbox
+    except ImportError:
+        return Finding("Python tool", "absent", "environments need torch")
     lacking = sandbox.unprotected()
     told = f"protected less on this machine: {lacking}" if lacking else "the kernel limits files, processes and network"
     return Finding("Python tool", "absent" if lacking else "ok", told)

@@ -88,4 +88,6 @@ def _wait(process: subprocess.Popen[bytes], code: str, seconds: float, folder: P
 def _check_size(folder: Path) -> None:
     total = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
     if total > sandbox.TOTAL:
-        raise RuntimeError(f"the code's files must be at most {sandbox.TOTAL >> 20} MB together, found {total >> 20} MB")
+        raise RuntimeError(
+            f"the code's files must be at most {sandbox.TOTAL >> 20} MB together, found {total >> 20} MB"
+        )

@@ -58,7 +58,14 @@ CALLS = {
 # allowed with some arguments only; clone3 is answered as by an older kernel, since its arguments cannot be seen
 CLONE, CLONE3, PRLIMIT, IOCTL = (56, 220), (435, 435), (302, 261), (16, 29)
 THREAD = 0x10000  # of clone: a thread of this process
-REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # of ioctl: about terminals, sizes, and flags of a descriptor
+REQUESTS = (
+    0x5401,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # of ioctl: about terminals, sizes, and flags of a descriptor
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # as seccomp names them, and their place in CALLS
 
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
@@ -70,7 +77,7 @@ def call_filter(machine: str) -> bytes:
     """Return the seccomp program that allows CALLS, and answers every other call with "operation not permitted"."""
     token, place = MACHINES[machine]
     program = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, token), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
-    for number in sorted(numbers[place] for numbers in CALLS.values() if numbers[place] is not None):
+    for number in sorted(number for numbers in CALLS.values() if (number := numbers[place]) is not None):
         program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
     program += [(EQUAL, 0, 1, CLONE3[place]), (RETURN, 0, 0, NO_SUCH_CALL)]
     threads = [(LOAD, 0, 0, ARGUMENTS), (ANY_BIT, 0, 1, THREAD), (RETURN, 0, 0, ALLOW)]

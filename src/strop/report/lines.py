@@ -1,9 +1,10 @@
 """Reads files of JSON lines that grow, each line once; the numbers of a metrics file as arrays."""
 
+import json
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,13 @@ class Columns:
     def __init__(self) -> None:
         self.tables: dict[tuple[str, ...], Table] = {}
 
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> "Columns":
+        """Return the columns of these rows, each with its step."""
+        made = cls()
+        made.add([json.dumps(row).encode() for row in rows], 1, Path("rows"))
+        return made
+
     @property
     def names(self) -> list[str]:
         """All metrics, in the order of their first appearance."""
@@ -193,8 +201,11 @@ def _read_alike(lines: Sequence[bytes]) -> tuple[tuple[str, ...], np.ndarray] | 
     if text.translate(None, b" 0123456789.eE+-") != b"".join(ends) * len(lines) or steps != ends[place] * len(lines):
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # numpy stops at what is no number: too few are found
-        numbers = np.fromstring(text.translate(BLANKS), sep=" ")
+        warnings.simplefilter("error", DeprecationWarning)  # as older versions of NumPy say it
+        try:
+            numbers = np.fromstring(text.translate(BLANKS), sep=" ")
+        except (ValueError, DeprecationWarning):
+            return None
     if len(numbers) != num_names * len(lines) or not np.isfinite(numbers).all() or b"\\" in b"".join(wanted):
         return None
     rows_NM = numbers.reshape(len(lines), num_names)
@@ -204,9 +215,7 @@ def _read_alike(lines: Sequence[bytes]) -> tuple[tuple[str, ...], np.ndarray] | 
         return None
 
 
-def _read_each(
-    lines: Sequence[bytes], numbers: Sequence[int], path: Path
-) -> list[tuple[tuple[str, ...], np.ndarray]]:
+def _read_each(lines: Sequence[bytes], numbers: Sequence[int], path: Path) -> list[tuple[tuple[str, ...], np.ndarray]]:
     """Return names and numbers of lines read as JSON; a ValueError names the first broken line."""
     found: dict[tuple[str, ...], list[list[float]]] = {}
     for line, number in zip(lines, numbers, strict=True):

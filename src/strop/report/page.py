@@ -196,7 +196,9 @@ def _options_table(runs: Sequence[Run]) -> str:
         for i, run in enumerate(runs)
     )
     table = f'<div class="scroll tall"><table class="config sortable"><tr>{heads}</tr>{rows}</table></div>{more}'
-    return f"<details><summary>Options that differ, for {len(runs):,} runs</summary>{table}</details>" if differing else ""
+    return (
+        f"<details><summary>Options that differ, for {len(runs):,} runs</summary>{table}</details>" if differing else ""
+    )
 
 
 def curve_sections(runs: Sequence[Run]) -> list[Section]:
@@ -416,14 +418,27 @@ def summary_table(runs: Sequence[Run]) -> str:
         chip = name if i is None else f'<span class="chip {colour(i)}"><i></i>{name}</span>'
         first = [chip, escape(run.algorithm), f"{run.num_steps:,}", duration(run.seconds)]
         found = [run.series(n) if _is_main(n, run) else None for n in names]
-        cells = [*first, *("–" if s is None else _ends_written(s, describe(n)) for s, n in zip(found, names, strict=True))]
-        values = [None, None, run.num_steps, run.seconds, *(s.ends()[1] if s is not None and len(s) else None for s in found)]
+        cells = [
+            *first,
+            *("–" if s is None else _ends_written(s, describe(n)) for s, n in zip(found, names, strict=True)),
+        ]
+        values = [
+            None,
+            None,
+            run.num_steps,
+            run.seconds,
+            *(s.ends()[1] if s is not None and len(s) else None for s in found),
+        ]
         told = zip(cells, columns, values, strict=True)
         rows.append("".join(_cell(cell, column, k > 1, value) for k, (cell, column, value) in enumerate(told)))
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     note, tall = "", " tall" if len(runs) > MAX_DRAWN else ""
     if tall:
-        how = f"the best by {describe(names[0]).title} and others evenly from the next to the worst" if names else "the first"
+        how = (
+            f"the best by {describe(names[0]).title} and others evenly from the next to the worst"
+            if names
+            else "the first"
+        )
         note = f"<p>Curves, times and samples are those of {len(shown)} runs: {escape(how)}.</p>"
     return f'{note}<div class="scroll{tall}"><table class="stack sortable"><tr>{heads}</tr>{body}</table></div>'
 

@@ -81,7 +81,13 @@ class Chart:
 def line_chart(chart: Chart) -> tuple[str, dict]:
     """The SVG, and what the page's script needs to show values under the pointer."""
     values = np.concatenate([np.asarray(curve.values, dtype=float) for curve in chart.curves])
-    ends = [s for curve in chart.curves for steps in (curve.steps, curve.broken_steps) if len(steps) for s in (steps[0], steps[-1])]
+    ends = [
+        s
+        for curve in chart.curves
+        for steps in (curve.steps, curve.broken_steps)
+        if len(steps)
+        for s in (steps[0], steps[-1])
+    ]
     scale = {"from_zero": chart.from_zero, "fraction": chart.fraction, "ratio": chart.ratio}
     y_axis = value_axis(values, **scale) if len(values) else linear_axis(0, 1)
     x_axis = step_axis([int(step) for step in ends])

@@ -12,7 +12,9 @@ from strop.report.svg import escape
 
 OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
 HEAD = '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>strop</title>'
-WAITING = f"{HEAD}</head><body><p>No step has been logged yet. This page looks again every two seconds.</p></body></html>"
+WAITING = (
+    f"{HEAD}</head><body><p>No step has been logged yet. This page looks again every two seconds.</p></body></html>"
+)
 
 
 def version_of(folders: Sequence[Path]) -> str:
