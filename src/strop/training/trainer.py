@@ -117,6 +117,11 @@ class Trainer:
             self._shard()
         self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
 
+    def __repr__(self) -> str:
+        """Return one line for a notebook: the algorithm, the model and the step."""
+        total = f" of {self.state.total_steps:,}" if self.state.total_steps else ""
+        return f"{self.name}({type(self.module).__name__}, step {self.state.step:,}{total})"
+
     # ---- for subclasses ----
 
     def setup(self, ref_model: Any) -> None:
