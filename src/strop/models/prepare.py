@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from strop._install import missing
 from strop.config import LoRAConfig, RunConfig
 from strop.models.kinds import is_classifier
 from strop.models.policy import Policy
@@ -41,7 +42,7 @@ def with_lora(model: Any, config: Any, seed: int) -> Any:
     try:
         import peft
     except ImportError:
-        raise ImportError('lora needs peft: pip install "strop[train]"') from None
+        raise missing("lora", "peft", "train") from None
     if isinstance(model, peft.PeftModel):
         raise ValueError("lora must be None: the model has peft adapters already")
     targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)

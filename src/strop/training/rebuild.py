@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from strop._install import missing
 from strop.distributed import class_of
 from strop.models import base_model, unwrapped
 from strop.models.kinds import is_classifier
@@ -97,7 +98,7 @@ def model_from(about: dict[str, Any], weights: Tensors, path: Any, argument: str
     if about["kind"] == "moe":
         return _moe_from(about, weights, path, argument)
     if "adapters" in about and importlib.util.find_spec("peft") is None:
-        raise ImportError('the checkpoint has adapters of peft: pip install "strop[train]"')
+        raise missing("the checkpoint, which has adapters,", "peft", "train")
     with _explained(about, path, argument), torch.random.fork_rng():
         with torch.device("meta"), at_most_parameters(2 * len(weights) + 16, path, argument):
             _check_sizes(_with_adapters(_hugging_face_from(about), about, lora), weights, path, argument)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 
+from strop._install import missing
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import prepared
@@ -334,7 +335,7 @@ class Trainer:
         try:
             from huggingface_hub import HfApi
         except ImportError:
-            raise ImportError('push_to_hub needs huggingface_hub: pip install "strop[train]"') from None
+            raise missing("push_to_hub", "huggingface_hub", "train") from None
         api = HfApi()
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         with tempfile.TemporaryDirectory() as made:
