@@ -32,7 +32,9 @@ def asking(name: str, kind: str, known: Sequence[str] = (), cache: str | None = 
     from huggingface_hub import constants
 
     if not REPOSITORY.fullmatch(name) or "--" in name or ".." in name:
-        raise FileNotFoundError(f"no folder is called {name!r}{_near(name, known)}, and no {kind} on the Hub can have that name")
+        raise FileNotFoundError(
+            f"no folder is called {name!r}{_near(name, known)}, and no {kind} on the Hub can have that name"
+        )
     offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
     why = _found_offline or offline or _why_unreachable(constants.ENDPOINT)
     if why is None:

@@ -69,7 +69,9 @@ def test_task_with_few_problems_is_evaluated_on_all_of_them(strop):
     assert out.endswith("right, of 9\n")
     assert "-0.0%" not in out
     code, _, err = strop("eval", "run/final", "--task", "addition", "--set", "task_options.digits=1", "--num-rows", 10)
-    assert (code, "limit must be at most 9" in err) == (1, True), "a number that was asked for is not lowered in silence"
+    assert (code, "limit must be at most 9" in err) == (1, True), (
+        "a number that was asked for is not lowered in silence"
+    )
     Path("rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 300)
     code, out, err = strop("eval", "run/final", "--data", "rows.jsonl", "--task", "addition", "--max-new-tokens", 1,
                            "--set", "task_options.digits=1")  # fmt: skip

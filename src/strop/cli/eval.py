@@ -9,7 +9,15 @@ import numpy as np
 import typer
 
 from strop.cli.generate import as_job, room_of
-from strop.cli.job import DEFAULT_EVAL_ROWS, load_data, load_environment, load_model_and_tokenizer, load_rewards, load_task, load_tools
+from strop.cli.job import (
+    DEFAULT_EVAL_ROWS,
+    load_data,
+    load_environment,
+    load_model_and_tokenizer,
+    load_rewards,
+    load_task,
+    load_tools,
+)
 from strop.cli.options import number_option
 
 
