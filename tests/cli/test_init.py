@@ -1,4 +1,4 @@
-"""The table of options is as the configs are; what help, schema and config files make of it."""
+"""`strop init`: config files and JSON schemas that are made from the configs."""
 
 import json
 from pathlib import Path
@@ -6,46 +6,30 @@ from pathlib import Path
 import pytest
 import yaml
 
-from strop.cli import init, table
-from strop.cli.options import _metavar, _shown
-from strop.cli.train import ALGORITHMS, algorithm_class, all_options, gather
+from strop.cli import init
+from strop.cli.train import ALGORITHMS, algorithm_class, config_class, gather
 
 COMMANDS = list(ALGORITHMS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_table_is_as_the_configs_are(command):
-    live = all_options(algorithm_class(command).Config)
-    listed = table.table_options(command)
-    again = "the table is old: python -c 'from strop.cli.train import write_table; write_table()'"
-    assert [table.row_of(option) for option in listed] == [table.row_of(option) for option in live], again
-    for one, other in zip(listed, live, strict=True):
-        same = [(o.is_switch, o.is_list, set(o.kinds), _metavar(o), _shown(o), o.parse("none")) for o in (one, other)]
-        assert same[0] == same[1], one.path
-
-
-def test_an_old_table_is_told():
-    """The comparison above can fail: a default and an option that changed are seen."""
-    text = table.FILE.read_text(encoding="utf-8")
-    live = {command: all_options(algorithm_class(command).Config) for command in COMMANDS}
-    assert table.written(live) == text
-    assert table.written({**live, "sft": live["sft"][1:]}) != text
+def test_a_command_shows_the_config_its_algorithm_takes(command):
+    assert config_class(command) is algorithm_class(command).Config
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_config_file_of_init_is_read_and_changes_nothing(command, tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text(init.config_text(command), encoding="utf-8")
-    config_class = algorithm_class(command).Config
-    job, config = gather(config_class, path)
-    assert config == config_class()
+    job, config = gather(config_class(command), path)
+    assert config == config_class(command)()
     assert job.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
     every = "\n".join(
         line.removeprefix("# ") if _is_option(line) else line for line in path.read_text(encoding="utf-8").splitlines()
     )
     path.write_text(every, encoding="utf-8")
-    _, config = gather(config_class, path)  # with every line in force: the defaults, but for the adapter
-    assert config.changed(lora=None) == config_class()
+    _, config = gather(config_class(command), path)  # with every line in force: the defaults, but for the adapter
+    assert config.changed(lora=None) == config_class(command)()
     assert (config.lora is not None) == ("lora" in yaml.safe_load(every))
 
 
@@ -56,7 +40,7 @@ def _is_option(line):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_schema_takes_what_strop_takes(command, tmp_path):
-    schema = table.json_schema(command)
+    schema = init.json_schema(command)
     options = yaml.safe_load(init.config_text(command))
     assert problems(schema, options) == []
     assert problems(schema, {**options, "lora": {"r": 8}, "model_options": {"x": 1}, "learning_rate": 1e-4}) == []

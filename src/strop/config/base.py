@@ -8,6 +8,7 @@ are those of the config it is in, so an algorithm may have its own learning rate
 
 import dataclasses
 import difflib
+import functools
 import re
 import types
 import typing
@@ -15,11 +16,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from strop import _trl
-from strop._checks import as_float, check_choice, check_count, check_number
+from strop._checks import as_float
 
-SCHEDULES = ("constant", "linear", "cosine")
-AUTOCASTS = ("bf16", None)
-SHARDS = ("none", "full")
 IN_TEXT = "in plain decimal digits, without spaces or underscores"
 
 
@@ -75,7 +73,7 @@ class Config:
             name, value = field.name, getattr(self, field.name)
             part = part_of(type(self), name)
             if part is None:
-                _as_hinted(name, value, _hints(type(self))[name])
+                _as_hinted(name, value, hints_of(type(self))[name])  # type: ignore[arg-type]
             elif not isinstance(value, part) and not (value is None and _allows_none(type(self), name)):
                 raise TypeError(
                     f"{name} must be a {part.__name__}, found {value!r:.60}; {type(self).__name__}.from_options takes dicts"
@@ -101,127 +99,6 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, as JSON and YAML hold them; `from_options` takes them back."""
         return _plain(self)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimConfig(Config):
-    """AdamW and its schedule.
-
-    learning_rate       the highest learning rate, after the warm-up
-    weight_decay        weight decay of matrices; norms and biases have none
-    betas, eps          AdamW's own
-    max_grad_norm       a larger gradient is scaled down to this norm; 0 is off
-    warmup_steps        the learning rate rises linearly over this many steps
-    schedule            the learning rate after the warm-up: constant, or linear or cosine down to min_learning_rate
-    min_learning_rate   the learning rate at the last step of a linear or cosine schedule
-    """
-
-    learning_rate: float = 1e-5
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    warmup_steps: int = 0
-    schedule: str = "constant"
-    min_learning_rate: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("learning_rate", "weight_decay", "max_grad_norm", "min_learning_rate"):
-            check_number(getattr(self, name), name, low=0.0)
-        check_number(self.eps, "eps", low=0.0, open_low=True)
-        if not isinstance(self.betas, (tuple, list)):
-            raise TypeError(f"betas must be two numbers, found {self.betas!r}")
-        if len(self.betas) != 2:
-            raise ValueError(f"betas must be two numbers, found {self.betas}")
-        for beta in self.betas:
-            check_number(beta, "betas", 0, 1, open_high=True)
-        object.__setattr__(self, "betas", tuple(map(float, self.betas)))  # torch refuses (0.9, 0)
-        check_count(self.warmup_steps, "warmup_steps")
-        check_choice(self.schedule, "schedule", SCHEDULES)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunConfig(Config):
-    """How a run goes, whatever the algorithm. `*_every` counts steps; 0 is off.
-
-    batch_size              rows of the dataset in one step
-    micro_batch_size        the most sequences (or pairs) in one forward pass; 0 is no limit. Changes memory, not the result
-    micro_batch_tokens      the most tokens in one forward pass, padding included; 0 is no limit. Four times as many in
-                            scoring and in fused layers, which need less memory. Changes memory, not the result
-    num_steps               training ends after this many steps; 0 lets num_epochs decide
-    num_epochs              training ends after this many passes over the data, if num_steps is 0
-    seed                    seed of the data's order, of sampling and of the first LoRA weights
-    shuffle                 every epoch has the rows in another order
-    autocast                "bf16" computes forward passes in bfloat16 and keeps weights in float32; None is off
-    shard                   under torchrun: "none" keeps all weights in every process, "full" a shard in each
-    gradient_checkpointing  compute activations again in the backward pass: less memory, more time
-    compile                 torch.compile the model
-    dropout                 False turns the model's dropout off, so that policy and reference are the same function
-    log_every               log metrics every so many steps
-    eval_every              evaluate every so many steps, besides before the first and after the last
-    save_every              write a checkpoint every so many steps, besides at the end
-    keep_checkpoints        how many of the newest checkpoints are kept; 0 keeps all
-    samples_every           show samples on a terminal and write them to the run folder every so many steps
-    """
-
-    batch_size: int = 8
-    micro_batch_size: int = 0
-    micro_batch_tokens: int = 6144
-    num_steps: int = 0
-    num_epochs: int = 1
-    seed: int = 0
-    shuffle: bool = True
-    autocast: str | None = None
-    shard: str = "none"
-    gradient_checkpointing: bool = False
-    compile: bool = False
-    dropout: bool = False
-    log_every: int = 1
-    eval_every: int = 0
-    save_every: int = 0
-    keep_checkpoints: int = 2
-    samples_every: int = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self.batch_size, "batch_size", low=1)
-        for name in ("micro_batch_size", "micro_batch_tokens", "num_steps", "log_every", "eval_every", "save_every"):
-            check_count(getattr(self, name), name)
-        for name in ("num_epochs", "seed", "keep_checkpoints", "samples_every"):
-            check_count(getattr(self, name), name)
-        check_choice(self.autocast, "autocast", AUTOCASTS)
-        check_choice(self.shard, "shard", SHARDS)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoRAConfig(Config):
-    """Low-rank adapters through peft.
-
-    r                the rank, which is the size of the adapters
-    alpha            adapters are scaled by alpha / r
-    target_modules   names of the linear layers to adapt, or "all-linear"
-    merge            write the whole model, with the adapters merged in, to final/ besides final/adapter
-    """
-
-    r: int = 16
-    alpha: float = 32.0
-    target_modules: str | tuple[str, ...] = "all-linear"
-    merge: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self.r, "r", low=1)
-        check_number(self.alpha, "alpha", low=0.0, open_low=True)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainerConfig(Config):
-    """The parts every algorithm has. `lora` is off unless given: lora={"r": 16}."""
-
-    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
-    run: RunConfig = dataclasses.field(default_factory=RunConfig)
-    lora: LoRAConfig | None = None
 
 
 # ---- the tree of names ----
@@ -256,19 +133,21 @@ def option_names(config: type) -> list[str]:
 
 def part_of(config: type, name: str) -> type | None:
     """The dataclass of a nested field, or None for a plain one."""
-    hint = _hints(config)[name]
+    hint = hints_of(config)[name]
     for candidate in (hint, *typing.get_args(hint)):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
             return candidate
     return None
 
 
-def _hints(config: type) -> dict[str, Any]:
+@functools.cache
+def hints_of(config: type) -> dict[str, Any]:
+    """Return the type of each field."""
     return typing.get_type_hints(config)
 
 
 def _allows_none(config: type, name: str) -> bool:
-    return type(None) in typing.get_args(_hints(config)[name])
+    return type(None) in typing.get_args(hints_of(config)[name])
 
 
 def _path_of(config: type, name: str) -> list[str] | None:
@@ -312,7 +191,7 @@ def _with(config: Any, tree: Mapping[str, Any], prefix: str) -> Any:
             raise ValueError(unknown_option(prefix + name, [prefix + known for known in names], "", type(config)))
         part = part_of(type(config), name)
         if part is None:
-            values[name] = _as_hinted(prefix + name, value, _hints(type(config))[name])
+            values[name] = _as_hinted(prefix + name, value, hints_of(type(config))[name])  # type: ignore[arg-type]
         elif isinstance(value, Mapping):
             base = getattr(config, name)
             values[name] = _with(part() if base is None else base, value, f"{prefix}{name}.")
