@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from strop import _hub, _install, checksums
+from strop import _hub, _install, _trl, checksums
 from strop.config import unknown_option
 from strop.moe.config import PRESETS
 
@@ -249,6 +249,9 @@ def _hugging_face(
     auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
     options = {"num_labels": 1, **options} if scores else options
     gguf: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
+    for quantised in ("load_in_4bit", "load_in_8bit"):
+        if quantised in options:
+            raise ValueError(f"{quantised} must not be given; {_trl.hint(quantised)}")
     options = {"trust_remote_code": False, **options}  # transformers would ask on standard input
     try:
         with _from_hub(name, "model", options):

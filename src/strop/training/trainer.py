@@ -12,12 +12,14 @@ import contextlib
 import inspect
 import random
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 
+from strop import _trl
 from strop._install import missing
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
@@ -84,6 +86,8 @@ class Trainer:
     ):
         self.name = type(self).__name__
         self.config = self._make_config(config, options)
+        for idle in self.config.without_effect():
+            warnings.warn(idle, stacklevel=3)
         check_tokenizer(tokenizer)
         self.world = world()
         if self.world.size > 1:
@@ -270,6 +274,7 @@ class Trainer:
         resume: bool = False,
         overwrite: bool = False,
         progress: bool | None = None,
+        **unknown: Any,
     ) -> History:
         """Train on a dataset: a list of dicts, a `datasets.Dataset`, or a file or name as `load_rows` takes them.
 
@@ -283,6 +288,8 @@ class Trainer:
         progress                True shows a progress bar and tables of samples, False nothing; None shows them on a
                                 terminal, and elsewhere a line now and then
         """
+        for name in unknown:
+            raise TypeError(self._not_of_train(name))
         if resume and overwrite:
             raise ValueError("overwrite must be False with resume=True: one goes on with a run, the other removes it")
         if isinstance(dataset, (str, Path)):
@@ -319,6 +326,9 @@ class Trainer:
     def from_checkpoint(cls, path: str | Path, model: Any = None, ref_model: Any = None, **arguments: Any) -> Self:
         """The trainer as it was saved. Plain modules and functions (reward_fn, logger, …) have to be passed in again."""
         saved = checkpoint.load(path, cls)
+        if "env_id" in arguments:
+            del arguments["env_id"]
+            warnings.warn("env_id has no effect: a trainer has no environment registry", stacklevel=2)
         trainer = cls(**(arguments | saved.rebuilt(model, ref_model, arguments.get("tokenizer"))))
         saved.put(trainer)
         return trainer
@@ -414,6 +424,20 @@ class Trainer:
             if option not in known and "." not in option:
                 raise ValueError(unknown_option(option, [*known, *arguments], f" of {self.name}", self.Config))
         return (config if config is not None else self.Config()).changed(options)
+
+    def _not_of_train(self, name: str) -> str:
+        """Return the message for an argument that train() does not have."""
+        arguments = inspect.signature(Trainer.__init__).parameters
+        if name in arguments or name in option_names(self.Config):
+            return f"train has no argument {name!r}; it is one of {self.name}: {self.name}(model=…, {name}=…)"
+        hint = _trl.hint(name, self.name)
+        return f"train has no argument {name!r}" + (f"; {hint}" if hint else "")
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise the error for an attribute that is not there, with a hint where it is one of TRL's trainers."""
+        if name in _trl.METHODS:
+            raise AttributeError(f"{type(self).__name__} has no {name}; {_trl.METHODS[name]}")
+        return object.__getattribute__(self, name)  # raises again, also what a property of this name raised
 
     def _shard(self) -> None:
         if not self.world.launched:
