@@ -99,7 +99,7 @@ def test_quantised_weights():
 
 def test_quantised_weights_of_load_model(tmp_path):
     llama().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="load_in_4bit must not be given; .*lora"):
+    with pytest.raises(ValueError, match=r"load_in_4bit must not be given; .*lora"):
         load_model(tmp_path, load_in_4bit=True)
 
 
@@ -179,9 +179,9 @@ def test_options_with_effect_do_not_warn():
 def test_loss_types_with_commas_are_several():
     assert DPOConfig.from_options(loss_type="ipo, sft").loss.types == ("ipo", "sft")
     assert DPOConfig.from_options(loss_type="ipo").loss.types == ("ipo",)
-    with pytest.raises(ValueError, match="loss_type must be one of .*, found 'spo'; did you mean"):
+    with pytest.raises(ValueError, match=r"loss_type must be one of .*, found 'spo'; did you mean"):
         DPOConfig.from_options(loss_type="ipo,spo")
-    with pytest.raises(ValueError, match="loss_type must be one of"):
+    with pytest.raises(ValueError, match=r"loss_type must be one of"):
         GRPOConfig.from_options(loss_type="grpo,dapo")
 
 
