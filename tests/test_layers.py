@@ -16,8 +16,8 @@ SOURCE = Path(strop.__file__).parent
 # A room may import what stands before it in this list, also inside functions. Rooms in one row know nothing of each other.
 HOUSE = [
     ["_types"],
-    ["_native", "_checks", "_trl", "checksums", "process_failures", "user_code"],
-    ["_compiled"],
+    ["_contained", "_native", "_checks", "_hub", "_install", "_trl", "checksums", "process_failures"],
+    ["_compiled", "user_code"],
     ["_tensors", "config", "distributed"],
     ["primitives"],
     ["moe", "losses", "tasks"],

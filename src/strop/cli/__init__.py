@@ -12,6 +12,7 @@ import typer
 
 import strop
 from strop import _trl, process_failures
+from strop._contained import ExitError, exit_message
 from strop.cli import bench, data, demo, doctor, eval, generate, init, report, serve, train
 
 app = typer.Typer(
@@ -58,7 +59,12 @@ def _escaped(error: UnicodeError) -> tuple[bytes, int]:
 
 
 def _show(error: Exception) -> None:
-    print(process_failures.format_error(error).replace("resume=True", "--resume"), file=sys.stderr)
+    print(
+        process_failures.format_error(error)
+        .replace("resume=True", "--resume")
+        .replace("allow_changes=True", "--allow-changes"),
+        file=sys.stderr,
+    )
 
 
 def _show_usage_error(error: Any) -> None:
@@ -96,7 +102,7 @@ def main() -> None:
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _join_others(debug)
-        sys.exit(app(args=arguments, prog_name="strop", standalone_mode=False))
+        code = _called(arguments)
     except KeyboardInterrupt:
         process_failures.report_first(lambda: print("strop: interrupted", file=sys.stderr))
         sys.exit(130)
@@ -106,6 +112,15 @@ def main() -> None:
             raise
         process_failures.report_first(functools.partial(_show_usage_error if is_usage else _show, error))
         sys.exit(error.exit_code if is_usage else 1)  # type: ignore[attr-defined]
+    sys.exit(code)
+
+
+def _called(arguments: list[str]) -> int | None:
+    """Return the command's exit code. Code of the user's that ends the program does not end it in silence."""
+    try:
+        return app(args=arguments, prog_name="strop", standalone_mode=False)
+    except SystemExit as error:
+        raise ExitError(exit_message(error)) from error
 
 
 def _join_others(debug: bool) -> None:
