@@ -48,7 +48,7 @@ GRPO_OPTIONS: Json = {
 
 
 @dataclass
-class Scores:
+class HeldOutScores:
     """Shares of held-out problems solved, and what the greedy answers to the first of them were."""
 
     greedy: float
@@ -251,10 +251,10 @@ class Demo:
         if history.interrupted:
             raise Interrupted(f"Interrupted in {stage} after step {history.steps[-1]['step'] if history.steps else 0}")
 
-    def score(self, model: "MoEForCausalLM") -> Scores:
+    def score(self, model: "MoEForCausalLM") -> HeldOutScores:
         greedy, answers = answer(model, self.task, self.test, n=1, temperature=0.0)
         several, _ = answer(model, self.task, self.test, n=SAMPLES)
-        return Scores(
+        return HeldOutScores(
             greedy=greedy.rewards.mean().item(),
             sampled=several.all_rewards.mean().item(),
             best_of=several.rewards.mean().item(),
@@ -264,7 +264,7 @@ class Demo:
 
     # ---- what is shown ----
 
-    def table(self, before: Scores, after: Scores) -> Table:
+    def table(self, before: HeldOutScores, after: HeldOutScores) -> Table:
         table = Table(title=f"{NUM_TEST} held-out problems solved", title_justify="left")
         for name in ("", "after SFT", "after GRPO"):
             table.add_column(name, justify="right" if name else "left")
@@ -273,7 +273,7 @@ class Demo:
             table.add_row(name, f"{was:.1%}", Text(f"{now:.1%}", style="bold"))
         return table
 
-    def write_results(self, before: Scores, after: Scores, figure: Path | None) -> None:
+    def write_results(self, before: HeldOutScores, after: HeldOutScores, figure: Path | None) -> None:
         from strop.cli import demo_report
 
         results = demo_report.Results(
@@ -294,7 +294,7 @@ class Demo:
         write_json(self.folder / MARK, {**about, "finished": True, **found})
 
 
-def comparison(before: Scores, after: Scores) -> dict[str, dict[str, float]]:
+def comparison(before: HeldOutScores, after: HeldOutScores) -> dict[str, dict[str, float]]:
     """By way of answering, the share solved after each stage."""
     names = {"greedy": "greedy", "sampled": "sampled", f"best of {SAMPLES}": "best_of"}
     return {
