@@ -12,7 +12,7 @@ from strop.algorithms.grpo import GRPO, Experience, GRPOConfig
 from strop.losses import PolicyRule, group_advantages
 from strop.rewards import RewardError
 from strop.rollout import Rollout, Sampling
-from strop.rollout.server import ServerConfig
+from strop.rollout.client import ServerConfig
 
 PROMPTS = [[1, 2, 3], [4], [7, 8, 9, 10, 11], [12, 13]]
 

@@ -10,7 +10,7 @@ from test_resume_processes import apart, launched
 from tiny_models import llama
 
 from strop.models import as_policy
-from strop.rollout.serving import Serving, make_server
+from strop.rollout.openai_server import Serving, make_server
 from strop.training.logging import read_metrics
 
 NAMES = ["served", "served-again", "served-lora", "served-distill"]

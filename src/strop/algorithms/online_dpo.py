@@ -17,7 +17,7 @@ from strop.environments.of_trainer import OF_EPISODES, checked_rows, player, row
 from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout, sample_table
 from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics
 from strop.rollout.sampler import sampler
-from strop.rollout.server import ServerConfig
+from strop.rollout.client import ServerConfig
 from strop.training.state import Mean
 
 

@@ -31,7 +31,7 @@ from strop.models.kinds import shares
 from strop.primitives import compute_gae
 from strop.rewards import check_timeout, sample_table
 from strop.rollout import ENDED, Rollout, Sampling, completion_metrics
-from strop.rollout.server import ServerConfig
+from strop.rollout.client import ServerConfig
 from strop.training.optimiser import can_skip, make_optimizer
 from strop.training.state import Sum, not_finite
 from strop.training.trainer import Update

@@ -30,7 +30,7 @@ def serve(
     job = JobConfig().changed({name: value for name, value in options.items() if value is not None})
     loaded, its_tokenizer = load_model_and_tokenizer(job, load_task(job))
     from strop.models import as_policy
-    from strop.rollout.serving import Serving, make_server
+    from strop.rollout.openai_server import Serving, make_server
 
     server: Any = make_server(Serving(as_policy(loaded.eval(), its_tokenizer), model, allow_sync), host, port)
     print(f"serving {model} at http://{host}:{server.server_port}", file=sys.stderr, flush=True)

@@ -307,7 +307,7 @@ def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
 
 def _ref_model(job: JobConfig) -> Any:
     from strop.models import load_model
-    from strop.rollout.server import is_address
+    from strop.rollout.client import is_address
 
     if job.ref_model is None or is_address(job.ref_model):
         return job.ref_model

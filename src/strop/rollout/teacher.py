@@ -7,7 +7,7 @@ import time
 import torch
 
 from strop.data.batch import TokenBatch, on_device
-from strop.rollout.server import Server, ServerConfig, Unreachable
+from strop.rollout.client import Server, ServerConfig, Unreachable
 
 
 class ServedTeacher:

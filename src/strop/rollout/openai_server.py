@@ -2,7 +2,7 @@
 
     make_server(Serving(policy, "my-model"), port=8000).serve_forever()
 
-It speaks what `strop.rollout.server` asks of a vLLM (ids in and out, log-probs of the tokens drawn and of the prompt), and
+It speaks what `strop.rollout.client` asks of a vLLM (ids in and out, log-probs of the tokens drawn and of the prompt), and
 what chat programs ask. A thread for every request, and one model: requests take turns.
 """
 

@@ -21,8 +21,8 @@ from strop.models import as_policy
 from strop.rewards import RewardError
 from strop.rollout import Rollout, Sampling, generate
 from strop.rollout.sampler import Sampler, Served
-from strop.rollout.server import Server, ServerConfig, ServerError, Weights
-from strop.rollout.serving import Handler, Serving, make_server
+from strop.rollout.client import Server, ServerConfig, ServerError, Weights
+from strop.rollout.openai_server import Handler, Serving, make_server
 
 PROMPTS = [[5, 6, 7], [8, 9], [10] * 9, [11], [12, 13]]
 EOS = 14  # which greedy completions of some of the prompts reach

@@ -15,7 +15,7 @@ from tiny_tokenizers import hugging_face
 
 from strop.models import as_policy
 from strop.rollout import Sampling, generate
-from strop.rollout.serving import RequestError, Serving, make_server
+from strop.rollout.openai_server import RequestError, Serving, make_server
 
 PROMPT = [5, 6, 7]
 
