@@ -15,7 +15,8 @@ from tiny_tokenizers import hugging_face
 
 from strop.models import as_policy
 from strop.rollout import Sampling, generate
-from strop.rollout.openai_server import RequestError, Serving, make_server
+from strop.rollout.openai_server import OpenAIServer
+from strop.rollout.served_model import RequestError, ServedModel
 
 PROMPT = [5, 6, 7]
 
@@ -32,17 +33,18 @@ def policy(tokenizer):
 
 @pytest.fixture(scope="module")
 def url(policy):
-    server = make_server(Serving(policy, "tiny"))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    served = ServedModel(policy, "tiny")
+    server = OpenAIServer(served).start()
+    yield server.url
+    server.stop()
+    served.close()
 
 
 def ask(url, path, body=None, raw=False):
     data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=60) as answer:
+        request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
             text = answer.read().decode()
             return answer.status, text if raw else json.loads(text)
     except urllib.error.HTTPError as error:
@@ -163,7 +165,7 @@ def test_chat_goes_through_the_template(url, policy):
         ("/v1/completions", {"prompt": PROMPT, "n": 0}, 400, "n must be at least 1, found 0"),
         ("/v1/completions", {"prompt": PROMPT, "n": 2, "stream": True}, 400, "n must be 1 in a stream, found 2"),
         ("/v1/completions", {"prompt": PROMPT, "stop": [3]}, 400, "stop must be a text or several, found [3]"),
-        ("/v1/completions", {"prompt": PROMPT, "logprobs": 5}, 400, "logprobs must be 0"),
+        ("/v1/completions", {"prompt": PROMPT, "logprobs": 21}, 400, "logprobs must be from 0 to 20, found 21"),
         ("/v1/completions", {"prompt": PROMPT, "repetition_penalty": 1.2}, 400, "repetition_penalty must be 1, found 1.2"),
         ("/v1/completions", {"prompt": PROMPT, "model": "other"}, 404, "The model `other` does not exist."),
         ("/v1/chat/completions", {"messages": "hello"}, 400, "messages must be a list of messages, found 'hello'"),
@@ -221,7 +223,7 @@ def weights_of(serving):
 
 def test_refused_weights_change_nothing(tmp_path):
     llama(num_hidden_layers=3, scale=2.0).save_pretrained(tmp_path)
-    serving = Serving(as_policy(llama()), "tiny", True)
+    serving = ServedModel(as_policy(llama()), "tiny")
     before = weights_of(serving)
     with pytest.raises(
         RequestError, match=r"weights_path must hold the weights of tiny, found other ones at model\.layers\.2"
@@ -244,7 +246,7 @@ def test_an_adapter_that_does_not_load_leaves_the_model_as_it_was(fault, others,
     llama().save_pretrained(tmp_path / "base")
     if fault == "no weights":
         (tmp_path / "bad" / "adapter_model.safetensors").unlink()
-    serving = Serving(as_policy(llama()), "tiny", True)
+    serving = ServedModel(as_policy(llama()), "tiny")
     if others:
         serving.load_adapter("good", good)
     before = weights_of(serving)

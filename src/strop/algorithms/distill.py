@@ -29,8 +29,8 @@ from strop.losses.divergence import divergence
 from strop.ops import linear_divergence
 from strop.rewards import sample_table
 from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics, generate
-from strop.rollout.sampler import sampler
 from strop.rollout.client import ServerConfig, is_address
+from strop.rollout.sampler import sampler
 from strop.rollout.teacher import ServedTeacher
 from strop.training.state import Mean
 from strop.training.trainer import Trainer

@@ -33,8 +33,8 @@ from strop.models.routing import Routers
 from strop.primitives import compute_batch_group_advantages
 from strop.rewards import RewardFunctions, Rewards, check_timeout, sample_table
 from strop.rollout import ENDED, Rollout, Sampling, checked_prompts, completion_metrics
-from strop.rollout.sampler import sampler
 from strop.rollout.client import ServerConfig
+from strop.rollout.sampler import sampler
 from strop.training.state import Largest, Mean
 from strop.training.trainer import Trainer
 

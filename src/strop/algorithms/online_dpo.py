@@ -16,8 +16,8 @@ from strop.environments.credit import EpisodeRewards
 from strop.environments.of_trainer import OF_EPISODES, checked_rows, player, rows_of
 from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout, sample_table
 from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics
-from strop.rollout.sampler import sampler
 from strop.rollout.client import ServerConfig
+from strop.rollout.sampler import sampler
 from strop.training.state import Mean
 
 

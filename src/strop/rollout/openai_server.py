@@ -1,449 +1,365 @@
-"""`strop serve`: an OpenAI-compatible server over strop's own engine, with the requests by which weights are exchanged.
+"""An OpenAI-compatible HTTP server over a `ServedModel`: `strop serve`.
 
-    make_server(Serving(policy, "my-model"), port=8000).serve_forever()
+    served = ServedModel(policy, "my-model")
+    OpenAIServer(served, port=8000).serve_forever()      # or start() and stop(), in a thread
 
-It speaks what `strop.rollout.client` asks of a vLLM (ids in and out, log-probs of the tokens drawn and of the prompt), and
-what chat programs ask. A thread for every request, and one model: requests take turns.
+It answers what `strop.rollout.client` asks of a vLLM (ids in and out, log-probs of the tokens drawn and of the prompt) and
+what chat programs ask. HTTP is uvicorn's and starlette's. This file adds who may ask, the limits of size and time, and the
+answers' statuses. A request's fields are read in `openai_requests`, answers are made in `openai_answers`.
 """
 
+import asyncio
+import concurrent.futures
 import contextlib
-import itertools
 import json
-import secrets
+import logging
+import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
-import torch
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response, StreamingResponse
+    from starlette.routing import Route
+    from starlette.types import ASGIApp
 
-from strop.data.batch import TokenBatch, Trajectory
-from strop.data.tokenize import encode_prompt
-from strop.models import Policy, load_model, unwrapped
-from strop.models.kinds import adapter_off, is_peft
-from strop.rollout import Sampling, generate
+    from strop.rollout.http_guard import Guard, Protocol, is_loopback, json_response
+except ImportError as error:
+    raise ImportError(f'a server needs {error.name}: pip install "strop[serve]"') from None
 
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # files of an adapter that peft saved
+from strop.rollout.openai_answers import (
+    StreamedText,
+    answer_body,
+    answer_head,
+    chat_logprobs,
+    chat_message,
+    cut_at_stop,
+    error_body,
+    usage_of,
+)
+from strop.rollout.openai_requests import (
+    Json,
+    OpenAIRequest,
+    parse_body,
+    parse_chat_request,
+    parse_name,
+    parse_text_request,
+)
+from strop.rollout.sampling_queue import QueueFull, SampledCompletion, Ticket
+from strop.rollout.served_model import RequestError, ServedModel
 
-MAX_BODY = 64 << 20
-FIRST_PIECE, LONGEST_PIECE = 4, 64  # tokens of a streamed answer that are sent together
-IGNORED = {  # what is taken and has no effect, or only one of its values
-    "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "echo": False, "best_of": None,
-    "suffix": None, "logit_bias": None, "tools": None, "response_format": None, "top_logprobs": None,
-}  # fmt: skip
+MAX_HEAD = 32 << 10  # bytes of a request's line and headers
+MIN_BODY, MAX_BODY = 1 << 20, 64 << 20  # bytes of a body: what a longest prompt needs, within these
+MAX_BODIES = 256 << 20  # bytes of all bodies that are being read
+BODY_SECONDS, IDLE_SECONDS = 60, 30  # for a body to arrive, and between requests of a connection
+SMALL_BODY, SMALL_ANSWER = 16 << 10, 4096  # bytes, and tokens, that are handled without another thread
 
-
-class RequestError(ValueError):
-    """Of the request; `status` is HTTP's."""
-
-    def __init__(self, message: str, status: int = 400):
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass
-class Serving:
-    """A model, its adapters, and whose turn it is. Methods are what the requests do, on parsed JSON."""
-
-    policy: Policy
-    name: str
-    allow_sync: bool = False
-    adapters: list[str] = field(default_factory=list)
-    turn: Any = field(default_factory=threading.RLock)
-
-    def models(self) -> dict[str, Any]:
-        about = {"object": "model", "created": 0, "owned_by": "strop", "max_model_len": self.policy.max_length}
-        base = [{"id": self.name, **about, "parent": None}]
-        return {"object": "list", "data": base + [{"id": one, **about, "parent": self.name} for one in self.adapters]}
-
-    # ---- weights ----
-
-    def reload_weights(self, weights_path: str) -> None:
-        """In place, so that everything made for this model goes on with them."""
-        own = next(self.policy.model.parameters())
-        new, _ = load_model(weights_path, dtype=own.dtype, device=own.device)
-        with self.turn:
-            base = unwrapped(self.policy.model)
-            if is_peft(base):
-                raise RequestError("weights must be loaded before any adapter, found one")
-            own_shapes, new_shapes = ({k: w.shape for k, w in m.state_dict().items()} for m in (base, new))
-            if odd := sorted(
-                {name for name, _ in own_shapes.items() ^ new_shapes.items()}
-            ):  # before anything is changed
-                raise RequestError(f"weights_path must hold the weights of {self.name}, found other ones at {odd[0]}")
-            base.load_state_dict(new.state_dict())
-
-    def load_adapter(self, name: str, path: str) -> None:
-        import peft
-
-        with self.turn:
-            if name in (self.name, *self.adapters):
-                raise RequestError(f"lora_name must be a new one, found {name!r}")
-            if missing := [one for one in ADAPTER if not (Path(path) / one).is_file()]:
-                raise RequestError(f"Loading lora {name} failed: there is no {missing[0]} in {path}", 404)
-            model: Any = unwrapped(self.policy.model)
-            had_others = is_peft(model)
-            try:  # the configuration first: what does not fit is then found before a layer is exchanged
-                config = peft.PeftConfig.from_pretrained(path)
-                weights = peft.load_peft_weights(path, device=str(self.policy.device))
-                if had_others:
-                    model.add_adapter(name, config)
-                else:
-                    model = peft.get_peft_model(model, config, adapter_name=name)
-                result: Any = peft.set_peft_model_state_dict(model, weights, adapter_name=name)
-                if result.unexpected_keys:
-                    raise ValueError(f"it has weights of other layers, {result.unexpected_keys[0]}")
-            except Exception as error:  # peft raises errors of every kind
-                if had_others and name in model.peft_config:
-                    model.delete_adapter(name)
-                elif not had_others and is_peft(model):
-                    self.policy = Policy(model.unload(), self.policy.tokenizer)
-                raise RequestError(f"Loading lora {name} failed: {error}", 404) from None
-            self.policy = Policy(model.eval(), self.policy.tokenizer)
-            self.adapters.append(name)
-
-    def unload_adapter(self, name: str) -> None:
-        with self.turn:
-            if name not in self.adapters:
-                raise RequestError(f"The lora adapter {name!r} cannot be found.", 404)
-            self.adapters.remove(name)
-            model: Any = unwrapped(self.policy.model)
-            if self.adapters:
-                model.set_adapter(self.adapters[0])  # peft warns of one that is deleted while it is in use
-                model.delete_adapter(name)
-            else:  # the last one: the model below them is as it was
-                self.policy = Policy(model.unload(), self.policy.tokenizer)
-
-    @contextlib.contextmanager
-    def model(self, name: Any) -> Iterator[Policy]:
-        """The policy for a request's "model": with this adapter, or none. Its turn lasts as long as the context."""
-        with self.turn:
-            if name not in (None, self.name, *self.adapters):
-                raise RequestError(f"The model `{name}` does not exist.", 404)
-            model: Any = unwrapped(self.policy.model)
-            if name in self.adapters:
-                model.set_adapter(name)
-            with adapter_off(model) if self.adapters and name not in self.adapters else contextlib.nullcontext():
-                yield self.policy
-
-    # ---- completions ----
-
-    def complete(self, asked: "Asked", prompt: list[int]) -> list[dict[str, Any]]:
-        """The answers to one prompt: ids, log-probs, text, finish_reason."""
-        with self.model(asked.model) as policy:
-            rollout = generate(
-                policy, [prompt], asked.sampling, num_samples=asked.n, seed=asked.seed, ignore_eos=asked.ignore_eos
-            )
-            prompt_logps = self._prompt_logps(policy, prompt) if asked.prompt_logprobs else None
-        return [
-            self._answer(ids.tolist(), logps.tolist(), why == "eos", asked) | {"prompt_logprobs": prompt_logps}
-            for ids, logps, why in zip(rollout.completion_ids, rollout.logps, rollout.finish_reasons, strict=True)
-        ]
-
-    def _answer(self, ids: list[int], logps: list[float], ended: bool, asked: "Asked") -> dict[str, Any]:
-        reason = "stop" if ended else "length"
-        text = self.text(ids[:-1] if reason == "stop" else ids)
-        if places := [place for stop in asked.stop if (place := text.find(stop)) >= 0]:
-            text, reason = text[: min(places)], "stop"
-            num = next(n for n in range(1, len(ids) + 1) if any(stop in self.text(ids[:n]) for stop in asked.stop))
-            ids, logps = ids[:num], logps[:num]
-        return {"ids": ids, "logps": logps, "text": text, "finish_reason": reason}
-
-    def _prompt_logps(self, policy: Policy, prompt: list[int]) -> list[Any]:
-        if len(prompt) < 2:
-            return [None]
-        with torch.no_grad(), policy.evaluating():
-            logps = policy.logps(TokenBatch.of([Trajectory.of(prompt[:1], prompt[1:])], policy.device)).tolist()
-        return [None, *({str(token): {"logprob": logp}} for token, logp in zip(prompt[1:], logps, strict=True))]
-
-    def stream(self, asked: "Asked", prompt: list[int]) -> Iterator[tuple[str, list[int], str | None]]:
-        """Pieces of one answer: new text, new ids, at the end why. Every piece is generated from all that is before it."""
-        ids: list[int] = []
-        sent, size = "", FIRST_PIECE
-        while True:
-            left = asked.sampling.max_new_tokens - len(ids)
-            part = replace(asked, n=1, seed=asked.seed + len(ids), prompt_logprobs=False, stop=(),
-                           sampling=replace(asked.sampling, max_new_tokens=min(size, left)))  # fmt: skip
-            found = self.complete(part, prompt + ids)[0]
-            ids, before, size = ids + found["ids"], len(ids), min(2 * size, LONGEST_PIECE)
-            text = self.text(ids[:-1] if found["finish_reason"] == "stop" else ids)
-            places = [place for stop in asked.stop if (place := text.find(stop)) >= 0]
-            over = bool(places) or found["finish_reason"] == "stop" or left == len(found["ids"])
-            text = text[: min(places)] if places else text
-            # half a character, or what may be the beginning of a stop text, waits for the next piece
-            held = 0 if over else max([len(text) - len(text.rstrip("\ufffd")), *(len(stop) - 1 for stop in asked.stop)])
-            new = text[len(sent) : len(text) - held]
-            sent += new
-            reason = ("stop" if places else found["finish_reason"]) if over else None
-            yield new, ids[before:], reason
-            if over:
-                return
-
-    def text(self, ids: list[int]) -> str:
-        tokenizer = self.policy.tokenizer
-        if tokenizer is None:
-            return ""
-        try:
-            return tokenizer.decode(ids, skip_special_tokens=True)
-        except TypeError:  # one of the plainest kind
-            return tokenizer.decode(ids)
+T = TypeVar("T")
+Page = Callable[[Request], Awaitable[Response]]
+log = logging.getLogger("strop")
 
 
-# ---- requests ----
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request's parameters, checked."""
-
-    model: str | None
-    sampling: Sampling
-    n: int
-    seed: int
-    stop: tuple[str, ...]
-    ignore_eos: bool
-    prompt_logprobs: bool
-    logprobs: bool
-    token_ids: bool
-    stream: bool
-
-    @classmethod
-    def of(cls, body: dict[str, Any], max_tokens: int) -> "Asked":
-        for name, only in IGNORED.items():
-            if body.get(name) not in (None, only):
-                raise RequestError(f"{name} must be {json.dumps(only)}, found {json.dumps(body[name])}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := body.get(name)) is not None and not isinstance(value, bool) and value != 0:
-                raise RequestError(f"{name} must be 0, the log-probs of the tokens that are there, found {value!r:.80}")
-        sampling = Sampling(
-            max_new_tokens=_whole(body, ("max_tokens", "max_completion_tokens"), max_tokens),
-            temperature=_number(body, "temperature", 1.0),
-            top_k=max(_whole(body, ("top_k",), 0), 0),
-            top_p=_number(body, "top_p", 1.0),
-            stop_ids=tuple(_listed(body, "stop_token_ids")),
+def check_exposure(host: str, api_key: str | None) -> None:
+    """Raise unless a server that other machines can reach has a key."""
+    if api_key is not None and (not api_key or not api_key.isascii() or api_key != api_key.strip()):
+        raise ValueError("api_key must be ASCII characters without blanks around them")
+    if api_key is None and not is_loopback(host):
+        raise ValueError(
+            f"api_key must be given where other machines can ask (host {host}): --api-key or STROP_API_KEY"
         )
-        stop = (body["stop"],) if isinstance(body.get("stop"), str) else tuple(_listed(body, "stop"))
-        if not all(isinstance(one, str) and one for one in stop):
-            raise RequestError(f"stop must be a text or several, found {body['stop']!r:.80}")
-        n, stream = _whole(body, ("n",), 1), bool(body.get("stream"))
-        if n < 1 or (stream and n > 1):
-            raise RequestError(f"n must be {'1 in a stream' if stream else 'at least 1'}, found {n}")
-        seed = _whole(body, ("seed",), secrets.randbits(48)) % 2**62
-        flags = (body.get("ignore_eos"), _wanted(body, "prompt_logprobs"))
-        shown = (_wanted(body, "logprobs"), body.get("return_token_ids"), stream)
-        return cls(body.get("model"), sampling, n, seed, stop, *map(bool, flags + shown))
 
 
-def _listed(body: dict[str, Any], name: str) -> list[Any]:
-    if not isinstance(found := body.get(name) or [], list):
-        raise RequestError(f"{name} must be a list, found {found!r:.80}")
-    return found
+class OpenAIServer:
+    """The server. `url` is its address; port 0 is any that is free.
 
+    allow_sync      whoever may ask may also exchange the weights and load adapters
+    api_key         what a client must send; needed if other machines can reach the host
+    allowed_hosts   names in a request's Host that are answered, besides loopback's and `host`
+    """
 
-def _wanted(body: dict[str, Any], name: str) -> bool:
-    """0 asks for log-probs, without any of other tokens; False for none."""
-    return body.get(name) is not None and body[name] is not False
+    def __init__(
+        self,
+        served: ServedModel,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        allow_sync: bool = False,
+        api_key: str | None = None,
+        allowed_hosts: Sequence[str] = (),
+    ):
+        check_exposure(host, api_key)
+        self.served = served
+        need = 6 * served.max_characters + 12 * (served.policy.max_length or 0)  # \uXXXX a character, or ids
+        self.max_body = min(max(need, MIN_BODY), MAX_BODY)
+        self._body_bytes = 0
+        self._workers = concurrent.futures.ThreadPoolExecutor(2, "strop-texts")
+        self.app: ASGIApp = Guard(self._make_app(allow_sync), host, allowed_hosts, api_key)
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.socket(family, kind, number)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(address)
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        self._uvicorn: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
 
+    def _make_app(self, allow_sync: bool) -> Starlette:
+        pages: list[tuple[str, str, Page]] = [
+            ("GET", "/health", self._health),
+            ("GET", "/v1/models", self._models),
+            ("POST", "/v1/completions", self._completions),
+            ("POST", "/v1/chat/completions", self._chat),
+        ]
+        if allow_sync:
+            pages += [
+                ("POST", "/collective_rpc", self._collective_rpc),
+                ("POST", "/reset_prefix_cache", self._reset_prefix_cache),
+                ("POST", "/v1/load_lora_adapter", self._load_adapter),
+                ("POST", "/v1/unload_lora_adapter", self._unload_adapter),
+            ]
+        routes = [Route(path, _with_errors(page), methods=[method]) for method, path, page in pages]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _not_served})
 
-def _whole(body: dict[str, Any], names: Sequence[str], default: int) -> int:
-    for name in names:
-        if (value := body.get(name)) is not None:
-            if type(value) is not int:
-                raise RequestError(f"{name} must be a whole number, found {value!r:.80}")
-            return value
-    return default
+    # ---- running ----
 
-
-def _number(body: dict[str, Any], name: str, default: float) -> float:
-    value = body.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise RequestError(f"{name} must be a number, found {value!r:.80}")
-    return default if value is None else float(value)
-
-
-def _texts(body: dict[str, Any], serving: Serving) -> list[list[int]]:
-    """The prompts of a request of completions as ids."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
-        prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise RequestError(f"prompt must be a text, ids, or a list of these, found {prompt!r:.80}")
-    for one in prompt:
-        if isinstance(one, list) and any(type(token) is not int for token in one):
-            raise RequestError(f"prompt must hold ids that are whole numbers, found {one!r:.80}")
-    return [encode_prompt(one, serving.policy.tokenizer) for one in prompt]
-
-
-class Handler(BaseHTTPRequestHandler):
-    """HTTP around `Serving`: JSON in, JSON or a stream of events out, errors in OpenAI's form."""
-
-    protocol_version = "HTTP/1.1"
-    serving: Serving
-    streaming = False
-
-    def do_GET(self) -> None:
-        pages: dict[str, Callable[[], Any]] = {"/health": dict, "/v1/models": self.serving.models}
-        self._answered(pages.get(self.path.partition("?")[0]))
-
-    def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "0")
-        if not length.isdecimal() or int(length) > MAX_BODY:
-            self.close_connection = True
-            return self._send(413, _error(f"a body must have at most {MAX_BODY} bytes, found {length}", 413))
-        text = self.rfile.read(int(length))
-        pages: dict[str, Callable[[dict[str, Any]], Any]] = {
-            "/v1/completions": self._completions, "/v1/chat/completions": self._chat,
-        }  # fmt: skip
-        if self.serving.allow_sync:
-            pages |= {
-                "/collective_rpc": self._collective_rpc,
-                "/reset_prefix_cache": lambda _: {"success": True},  # there is none
-                "/v1/load_lora_adapter": lambda b: self.serving.load_adapter(
-                    _text(b, "lora_name"), _text(b, "lora_path")
-                ),
-                "/v1/unload_lora_adapter": lambda b: self.serving.unload_adapter(_text(b, "lora_name")),
-            }
-        page = pages.get(self.path.partition("?")[0])
-        return self._answered(None if page is None else lambda: page(_parsed(text)))
-
-    def _answered(self, page: Callable[[], Any] | None) -> None:
+    def serve_forever(self, on_ready: Callable[[], None] | None = None) -> None:
+        """Serve until `stop()`, or in the main thread until SIGINT or SIGTERM. `on_ready` is called first."""
+        self._socket.listen(1024)
+        if on_ready is not None:
+            on_ready()
+        config = uvicorn.Config(
+            self.app, http=Protocol, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
+            server_header=False, timeout_keep_alive=IDLE_SECONDS, timeout_graceful_shutdown=3, backlog=1024,
+            h11_max_incomplete_event_size=MAX_HEAD,
+        )  # fmt: skip
+        self._uvicorn = uvicorn.Server(config)
         try:
-            if page is None:
-                raise RequestError(f"{self.command} {self.path} is not served", 404)
-            found = page()
-            if found is not self:  # else the page has answered, as a stream
-                self._send(200, found or {})
-        except (ValueError, TypeError) as error:  # of the request, by whichever check it met
-            status = getattr(error, "status", 400)
-            self._send(status, _error(str(error), status))
-        except ConnectionError:  # nobody listens any more
-            self.close_connection = True
-        except Exception as error:
-            if self.streaming:  # too late for a status: the client sees a stream without its end
-                raise
-            self._send(500, _error(f"{type(error).__name__}: {error}", 500))
+            self._uvicorn.run(sockets=[self._socket])
+        finally:
+            self._socket.close()
+            self._workers.shutdown(wait=False)
 
-    def _send(self, status: int, found: Any) -> None:
-        data = json.dumps(found).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+    def start(self) -> "OpenAIServer":
+        """Serve in a thread. Connections are taken from now on."""
+        self._socket.listen(1024)
+        self._thread = threading.Thread(target=self.serve_forever, name="strop-http", daemon=True)
+        self._thread.start()
+        return self
 
-    # ---- pages ----
+    def stop(self) -> None:
+        """End what `start` began. Answers that are on their way have three seconds."""
+        while self._thread is not None and self._thread.is_alive():
+            if self._uvicorn is not None:
+                self._uvicorn.should_exit = True
+            self._thread.join(0.05)
 
-    def _collective_rpc(self, body: dict[str, Any]) -> Any:
+    # ---- small pages ----
+
+    async def _health(self, request: Request) -> Response:
+        return json_response({})
+
+    async def _models(self, request: Request) -> Response:
+        return json_response(self.served.list_models())
+
+    async def _reset_prefix_cache(self, request: Request) -> Response:
+        await self._read(request)
+        return json_response({"success": True})  # there is none
+
+    async def _collective_rpc(self, request: Request) -> Response:
+        body = parse_body(await self._read(request))
         if body.get("method") != "reload_weights":
             raise RequestError(f"method must be 'reload_weights', found {body.get('method')!r:.80}")
         if not isinstance(arguments := body.get("kwargs") or {}, dict):
             raise RequestError(f"kwargs must be an object, found {arguments!r:.80}")
+        path = parse_name(arguments, "weights_path")
         try:
-            self.serving.reload_weights(_text(arguments, "weights_path"))
+            await asyncio.to_thread(self.served.reload_weights, path)
         except (OSError, RuntimeError) as error:
             raise RequestError(f"reload_weights failed: {error}", 500) from None
-        return {"results": [None]}
+        return json_response({"results": [None]})
 
-    def _completions(self, body: dict[str, Any]) -> Any:
-        prompts, asked = _texts(body, self.serving), Asked.of(body, 16)
+    async def _load_adapter(self, request: Request) -> Response:
+        body = parse_body(await self._read(request))
+        await asyncio.to_thread(self.served.load_adapter, parse_name(body, "lora_name"), parse_name(body, "lora_path"))
+        return json_response({})
 
-        def choice(index: int, prompt: list[int], one: dict[str, Any]) -> dict[str, Any]:
-            ids = {"token_ids": one["ids"], "prompt_token_ids": prompt} if asked.token_ids else {}
-            words = [self.serving.text([token]) for token in one["ids"]] if asked.logprobs else []
-            logprobs = (
-                {"tokens": words, "token_logprobs": one["logps"], "top_logprobs": None} if asked.logprobs else None
-            )
-            return {"index": index, "text": one["text"], "logprobs": logprobs, "finish_reason": one["finish_reason"],
-                    "prompt_logprobs": one.get("prompt_logprobs"), **ids}  # fmt: skip
+    async def _unload_adapter(self, request: Request) -> Response:
+        body = parse_body(await self._read(request))
+        await asyncio.to_thread(self.served.unload_adapter, parse_name(body, "lora_name"))
+        return json_response({})
 
+    # ---- completions ----
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._answer(request, parse_text_request)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, parse_chat_request)
+
+    async def _answer(self, request: Request, parse: Callable[[Json, ServedModel], OpenAIRequest]) -> Response:
+        data = await self._read(request)
+        asked = await self._apart(len(data) > SMALL_BODY, lambda: parse(parse_body(data), self.served))
         if asked.stream:
-            return self._stream(prompts, asked, "text_completion", lambda new, ids: {"text": new, "token_ids": ids})
-        pairs = [(prompt, one) for prompt in prompts for one in self.serving.complete(asked, prompt)]
-        choices = [choice(index, *pair) for index, pair in enumerate(pairs)]
-        return self._body("text_completion", asked, choices, _usage(prompts, [one for _, one in pairs]))
+            return self._stream(asked)
+        tickets: list[Ticket] = []
+        try:
+            for one in asked.sampling_requests(self.served):
+                tickets.append(self.served.queue.submit(one))
+            found = await _unless_gone(request, [ticket.future for ticket in tickets])
+        finally:
+            for ticket in tickets:
+                ticket.cancel()
+        prompt_logps = [ticket.prompt_logps for ticket in tickets]
+        num_tokens = sum(len(one.ids) for some in found for one in some)
+        return await self._apart(
+            num_tokens > SMALL_ANSWER, lambda: json_response(answer_body(asked, self.served, found, prompt_logps))
+        )
 
-    def _chat(self, body: dict[str, Any]) -> Any:
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-            raise RequestError(f"messages must be a list of messages, found {messages!r:.80}")
-        prompt = encode_prompt(messages, self.serving.policy.tokenizer)
-        longest = self.serving.policy.max_length
-        asked = Asked.of(body, 1024 if longest is None else max(1, min(1024, longest - len(prompt))))
-        if asked.stream:
-            role = iter([{"role": "assistant"}])
-            return self._stream([prompt], asked, "chat.completion.chunk",
-                                lambda new, ids: {"delta": {**next(role, {}), "content": new}})  # fmt: skip
-        answers = self.serving.complete(asked, prompt)
-        choices = [
-            {"index": index, "message": {"role": "assistant", "content": one["text"]}, "finish_reason": one["finish_reason"],
-             "logprobs": {"content": [{"token": self.serving.text([token]), "logprob": logp} for token, logp in
-                                      zip(one["ids"], one["logps"], strict=True)]} if asked.logprobs else None}
-            for index, one in enumerate(answers)
-        ]  # fmt: skip
-        return self._body("chat.completion", asked, choices, _usage([prompt], answers))
+    async def _apart(self, apart: bool, make: Callable[[], T]) -> T:
+        """Call a function, in another thread if it may take long."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, make) if apart else make()
 
-    def _body(self, kind: str, asked: Asked, choices: list[Any], usage: Any = None) -> dict[str, Any]:
-        about = {"id": f"strop-{secrets.token_hex(8)}", "object": kind, "created": int(time.time())}
-        return about | {"model": asked.model or self.serving.name, "choices": choices, "usage": usage}
+    async def _read(self, request: Request) -> bytes:
+        """Return the body. It is refused as soon as it is seen to be too long, or is not there in time."""
+        length = request.headers.get("content-length", "0")
+        if len(length) > 18 or int(length) > self.max_body:
+            raise RequestError(f"a body must have at most {self.max_body} bytes, found {length:.40}", 413)
+        data = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in request.stream():
+                    self._body_bytes += len(chunk)
+                    data += chunk
+                    if len(data) > self.max_body:
+                        raise RequestError(f"a body must have at most {self.max_body} bytes, found more", 413)
+                    if self._body_bytes > MAX_BODIES:
+                        raise RequestError("this server reads too many bytes at once; ask again later", 503)
+        except TimeoutError:
+            raise RequestError(f"a body must be sent within {BODY_SECONDS} s", 408) from None
+        finally:
+            self._body_bytes -= len(data)
+        return bytes(data)
 
-    def _stream(
-        self, prompts: list[list[int]], asked: Asked, kind: str, piece: Callable[..., dict[str, Any]]
-    ) -> "Handler":
-        """Events as pieces come. The answer's length is not known before, so the connection ends with it."""
-        if len(prompts) > 1:
-            raise RequestError(f"prompt must be one in a stream, found {len(prompts)}")
-        pieces = self.serving.stream(asked, prompts[0])
-        first = next(pieces)  # an error of the request is still told as one
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.close_connection = self.streaming = True
-        body = self._body(kind, asked, [])
-        for new, ids, reason in itertools.chain([first], pieces):
-            event = body | {"choices": [{"index": 0, **piece(new, ids), "finish_reason": reason}]}
-            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-        self.wfile.write(b"data: [DONE]\n\n")
-        return self
+    def _stream(self, asked: OpenAIRequest) -> Response:
+        """Return the answer as events, one for each piece. Errors of the request are raised before it begins."""
+        pieces: asyncio.Queue[tuple[list[int], list[float], str]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
 
-    def log_message(self, *_: Any) -> None:
-        """Requests are not told: a rollout has thousands."""
+        def on_piece(ids: list[int], logps: list[float], reason: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(pieces.put_nowait, (ids, logps, reason))
+
+        (wanted,) = asked.sampling_requests(self.served)
+        ticket = self.served.queue.submit(wanted, on_piece)
+        # an exception of the engine comes as a last piece
+        ticket.future.add_done_callback(lambda _: on_piece([], [], "failed"))
+        return StreamingResponse(self._events(asked, ticket, pieces), media_type="text/event-stream")
+
+    async def _events(
+        self, asked: OpenAIRequest, ticket: Ticket, pieces: "asyncio.Queue[tuple[list[int], list[float], str]]"
+    ) -> AsyncIterator[bytes]:
+        head = answer_head(asked, self.served, "chat.completion.chunk" if asked.chat else "text_completion")
+        head |= {} if asked.stream_usage else {"usage": None}
+        text = StreamedText(self.served.decode, asked.stop)
+        ids: list[int] = []
+        try:
+            if asked.chat:
+                yield _event(head | {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""},
+                                                  "finish_reason": None}]})  # fmt: skip
+            finish = None
+            while finish is None:
+                new_ids, logps, reason = await pieces.get()
+                if reason == "failed":
+                    error = ticket.future.exception()
+                    yield _event(error_body(f"{type(error).__name__}: {error}", 500))
+                    return
+                ids += new_ids
+                new, finish = text.add(new_ids, reason)
+                choice = self._piece(asked, ticket, new, new_ids, logps, finish)
+                yield _event(head | {"choices": [{"index": 0, **choice}]})
+            if asked.stream_usage:
+                usage = usage_of(asked.prompts, [SampledCompletion(ids=ids)])
+                yield _event(head | {"choices": [], "usage": usage})
+            yield b"data: [DONE]\n\n"
+        finally:
+            ticket.cancel()
+
+    def _piece(
+        self, asked: OpenAIRequest, ticket: Ticket, new: str, ids: list[int], logps: list[float], finish: str | None
+    ) -> Json:
+        """Return what a piece adds. With tools everything is sent at the end, since a call can be read only as a whole."""
+        extra = {"token_ids": ids} if asked.echo_ids or not asked.chat else {}
+        if not asked.chat:
+            words = [self.served.decode([token]) for token in ids] if asked.logprobs else []
+            logprobs = {"tokens": words, "token_logprobs": logps, "top_logprobs": None} if asked.logprobs else None
+            return {"text": new, "logprobs": logprobs, "finish_reason": finish, **extra}
+        delta: Json = {"content": new}
+        if asked.tools and finish is None:
+            delta = {"content": ""}
+        elif asked.tools:
+            cut = cut_at_stop(ticket.completions[0], asked.stop, self.served)
+            message, finish = chat_message(asked, self.served, cut)
+            calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
+            delta = {"content": message["content"]} | ({"tool_calls": calls} if calls else {})
+        logprobs = {"content": chat_logprobs(self.served, ids, logps, [])} if asked.logprobs else None
+        return {"delta": delta, "logprobs": logprobs, "finish_reason": finish, **extra}
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _event(found: Json) -> bytes:
+    return f"data: {json.dumps(found)}\n\n".encode()
+
+
+async def _unless_gone(
+    request: Request, futures: Sequence["concurrent.futures.Future[list[SampledCompletion]]"]
+) -> list[list[SampledCompletion]]:
+    """Wait for the results; ClientDisconnect as soon as the client has left."""
+    results = asyncio.gather(*map(asyncio.wrap_future, futures))
+    gone = asyncio.ensure_future(_until_gone(request))
+    both: list[asyncio.Future[Any]] = [results, gone]
     try:
-        body = json.loads(text or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"a body must be JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise RequestError(f"a body must be an object, found {type(body).__name__}")
-    return body
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not results.done():
+            raise ClientDisconnect
+        return results.result()
+    finally:
+        gone.cancel()
+        results.cancel()
 
 
-def _text(body: dict[str, Any], name: str) -> str:
-    if not isinstance(body.get(name), str) or not body[name]:
-        raise RequestError(f"{name} must be a text, found {body.get(name)!r:.80}")
-    return body[name]
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
-def _error(message: str, status: int) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+def _with_errors(page: Page) -> Page:
+    """Return the page with every error as an answer in OpenAI's form."""
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await page(request)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except QueueFull as error:
+            return json_response(error_body(str(error), 503), 503)
+        except (
+            ValueError,
+            TypeError,
+            OverflowError,
+            RecursionError,
+        ) as error:  # of the request, by whichever check it met
+            status = getattr(error, "status", 400)
+            return json_response(error_body(str(error)[:1000], status), status, close=status in (408, 413, 503))
+        except Exception as error:
+            log.exception("a request failed")
+            return json_response(error_body(f"{type(error).__name__}: {error}"[:1000], 500), 500)
+
+    return answered
 
 
-def _usage(prompts: list[list[int]], answers: list[dict[str, Any]]) -> dict[str, int]:
-    read, written = sum(map(len, prompts)), sum(len(one["ids"]) for one in answers)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-
-
-class Listener(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 1024  # connections that wait for their thread; 5 by default, and a rollout has more at once
-
-
-def make_server(serving: Serving, host: str = "127.0.0.1", port: int = 0) -> Listener:
-    """A server that `serve_forever()` starts; port 0 is any that is free."""
-    return Listener((host, port), type("Handler", (Handler,), {"serving": serving}))
+async def _not_served(request: Request, error: Any) -> Response:
+    message = f"{request.method} {request.url.path:.200} is not served"
+    return json_response(error_body(message, error.status_code), error.status_code, close=True)
