@@ -589,8 +589,9 @@ def test_field_names_are_pinned():
     ]  # fmt: skip
     assert names[ServerConfig] == [
         "rollout_server", "sync", "sync_folder", "sync_tolerance", "max_staleness", "server_requests", "server_timeout",
+        "server_start_timeout",
     ]  # fmt: skip
-    assert names[Sampling] == ["max_new_tokens", "temperature", "top_k", "top_p", "stop_ids"]
+    assert names[Sampling] == ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_ids"]
 
 
 def test_config_round_trips():

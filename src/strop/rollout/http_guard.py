@@ -59,6 +59,8 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        if scope["http_version"] not in ("1.0", "1.1"):
+            return 400, f"HTTP must be of version 1.0 or 1.1, found {scope['http_version']}"
         host = headers.get(b"host", "")
         if not self._is_ours(host, scope):
             return 403, f"Host must be this server's, found {host!r:.80}; strop serve --allowed-host lets others ask"

@@ -132,9 +132,9 @@ class OpenAIServer:
         if on_ready is not None:
             on_ready()
         config = uvicorn.Config(
-            self.app, http=Protocol, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
-            server_header=False, timeout_keep_alive=IDLE_SECONDS, timeout_graceful_shutdown=3, backlog=1024,
-            h11_max_incomplete_event_size=MAX_HEAD,
+            self.app, http=Protocol, ws="none", lifespan="off", interface="asgi3", proxy_headers=False,
+            log_config=None, log_level="critical", access_log=False, server_header=False,
+            timeout_keep_alive=IDLE_SECONDS, timeout_graceful_shutdown=3, backlog=1024, h11_max_incomplete_event_size=MAX_HEAD,
         )  # fmt: skip
         self._uvicorn = uvicorn.Server(config)
         try:

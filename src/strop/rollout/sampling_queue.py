@@ -155,9 +155,9 @@ class SamplingQueue:
         self._calls: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = collections.deque()
         self._kept: dict[Hashable, Kept] = {}
         self._longest_piece = LONGEST_PIECE
-        self._num_rows = self._turn = 0
+        self._num_rows = 0
         self._closed = False
-        self.num_drawn = 0  # tokens drawn so far, those of cancelled requests included
+        self.num_drawn = self.num_turns = 0  # tokens and pieces so far, those of cancelled requests included
         self._thread = threading.Thread(target=self._work, name="strop-sampling", daemon=True)
         self._thread.start()
 
@@ -261,11 +261,11 @@ class SamplingQueue:
 
     def _take_turn(self) -> None:
         """Draw a piece for the rows whose turn it is: those with the rule of the row that has waited longest."""
-        self._turn += 1
+        self.num_turns += 1
         rule = min(self._active, key=lambda row: row.last_turn).ticket.request.rule
         rows = [row for row in self._active if row.ticket.request.rule == rule]
         for row in rows:
-            row.last_turn = self._turn
+            row.last_turn = self.num_turns
         try:
             ended = self._draw(rows)
         except Exception as error:  # the engine's, of any kind: these requests have failed, others have not
