@@ -105,6 +105,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github
 
 # The first three beside one another: each leaves a core idle for part of its time.
 check: $(INSTALLED)
@@ -145,6 +146,8 @@ dist: $(INSTALLED)
 	  print(strop.compute_group_advantages([1.0, 0.0]), MoETransformer(MoEConfig()).forward([[1, 2]]).shape)"
 	! build/dist/venv/bin/strop demo --output build/dist/demo 2> build/dist/demo.txt && grep -q 'strop\[train\]' build/dist/demo.txt
 	build/dist/venv/bin/strop doctor
+	! $(BIN)/python -m zipfile --list build/dist/*.whl | grep -q benchmarks/
+	cd build/dist && ! venv/bin/strop bench primitives 2> bench.txt && grep -q 'clone its repository' bench.txt
 
 clean:
 	rm -rf $(VENV) build dist

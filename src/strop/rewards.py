@@ -35,7 +35,8 @@ from typing import Any
 
 import torch
 
-from strop._checks import check_number
+from strop._checks import check_timeout
+from strop._contained import contained
 from strop.data.inputs import RESERVED
 from strop.distributed import World
 
@@ -305,7 +306,8 @@ def _call(function: Any, given: Arguments, timeout: float | None) -> Any:
     def work() -> Any:
         return function(*by_position, **by_name)
 
-    return work() if timeout is None else time_limit(work, timeout)
+    with contained():
+        return work() if timeout is None else time_limit(work, timeout)
 
 
 def _first_failing(
@@ -418,13 +420,6 @@ def unique_names(functions: Sequence[Any]) -> list[str]:
 
 class OutOfTime(BaseException):
     """Thrown into a function that is late. No `Exception`, so that a function's own handlers let it through."""
-
-
-def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
-    if timeout is None:
-        return None
-    check_number(timeout, name, 0, open_low=True)
-    return float(timeout)
 
 
 def time_limit(work: Callable[[], Any], seconds: float) -> Any:

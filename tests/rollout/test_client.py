@@ -408,8 +408,8 @@ def test_a_signal_is_heard_while_every_server_fails():
     before = signal.signal(signal.SIGTERM, lambda number, frame: found.append(time.monotonic()))
     timer = threading.Timer(1.5, signal.raise_signal, [signal.SIGTERM])
     try:
-        with Interruption() as interruption, pytest.warns(UserWarning, match="asked again"):
-            timer.start()
+        timer.start()
+        with Interruption() as interruption, pytest.warns(UserWarning, match="asked again"):  # noqa: SIM117
             with pytest.raises(ServerError, match="given up"):
                 rollouts(PROMPTS, GREEDY, 1, 0)
         assert interruption.signal == signal.SIGTERM

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_models import llama
 from tiny_tokenizers import CHATML, hugging_face
+from tokenizers import decoders
 from typer.testing import CliRunner
 
 from strop.cli import app
@@ -393,6 +394,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "
 def serve_scripted(text, template):
     """A server whose model says this text."""
     tokenizer = hugging_face(template=template)
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()  # no blanks between tokens
     tokenizer.add_tokens(["<tool_call>", "</tool_call>", "{", "}", '"', "/"])
     policy = as_policy(llama(eos_token_id=1, vocab_size=len(tokenizer), max_position_embeddings=1024), tokenizer)
     ids = [*tokenizer.encode(text, add_special_tokens=False), 1]

@@ -4,14 +4,14 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from strop.cli import table
+from strop import config as configs
 from strop.cli.job import (
     JOB_FIELDS,
     JobConfig,
@@ -26,7 +26,7 @@ from strop.cli.job import (
     load_tools,
 )
 from strop.cli.options import Option, options_of, parse_settings, read_config, with_options
-from strop.config import option_names, unknown_option
+from strop.config import Config, TrainerConfig, option_names, unknown_option
 
 ALGORITHMS = {
     # command: module, class, what it does
@@ -47,6 +47,7 @@ ALGORITHMS = {
         "DPO on pairs the model itself makes, judged by a reward or a preference.",
     ),
 }
+ConfigT = TypeVar("ConfigT", bound=Config)
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,29 +57,14 @@ app = typer.Typer(
 )
 
 
-def define_commands(arguments: Sequence[str]) -> None:
-    """Commands with their options. torch is imported only for the algorithm that is to run.
-
-    For help and for tab completion, whose words are in the environment, the options come from a table.
-    """
-    app.registered_commands.clear()
-    asks = not {"--help", "-h"}.isdisjoint(arguments) or "_STROP_COMPLETE" in os.environ
-    for command, (_, _, about) in ALGORITHMS.items():
-        named = command in arguments and "train" in arguments
-        make = _command_of_table if asks else _command if named else _stub
-        app.command(command, help=f"{about} Options come from --config, then from the command line.", short_help=about)(
-            make(command)
-        )
-
-
-def _stub(_: str) -> Any:
-    def command() -> None:
-        raise AssertionError("define_commands puts the whole command here before it is called")
-
-    return command
+def config_class(command: str) -> type[TrainerConfig]:
+    """Return the config of a command's algorithm."""
+    found: type[TrainerConfig] = getattr(configs, f"{ALGORITHMS[command][1]}Config")
+    return found
 
 
 def algorithm_class(command: str) -> Any:
+    """Import and return a command's algorithm."""
     module, name, _ = ALGORITHMS[command]
     try:
         return getattr(importlib.import_module(f"strop.algorithms.{module}"), name)
@@ -88,23 +74,47 @@ def algorithm_class(command: str) -> Any:
         raise ImportError(f'training needs {error.name}: pip install "strop[train]"') from None
 
 
-def _command(command: str) -> Any:
-    algorithm = algorithm_class(command)
-
-    def work(job: JobConfig, config: Any, quiet: bool, dry_run: bool) -> None:
-        if dry_run:
-            try_out(command, job, config)
-        else:
-            run(command, job, config, quiet=quiet)
-
-    return _with(work, all_options(algorithm.Config), algorithm)
+# ---- options ----
 
 
-def _command_of_table(command: str) -> Any:
-    return _with(_stub(command), table.table_options(command), None)
+def options_for(command: str) -> list[Option]:
+    """Return the options of a command: those of the job, then those of its algorithm."""
+    return all_options(config_class(command))
 
 
-def _with(work: Any, options: Sequence[Option], algorithm: Any) -> Any:
+def all_options(config: type[Config]) -> list[Option]:
+    name = config.__name__.removesuffix("Config")
+    return [*options_of(JobConfig, "What is trained on what"), *options_of(config, name)]
+
+
+def gather(
+    kind: type[ConfigT], path: Path | None, settings: Sequence[str] = (), given: Mapping[str, Any] | None = None
+) -> tuple[JobConfig, ConfigT]:
+    """The job and the algorithm's config: the file's options, then --set, then those of the command line."""
+    job, config = JobConfig(), kind()
+    layers = [(f"{path}: ", read_config(path))] if path is not None else []
+    layers += [("--set ", parse_settings(settings, all_options(kind))), ("", dict(given or {}))]
+    for where, options in layers:
+        try:
+            _check_known(kind, options)
+            job = job.changed(job_part(job, options))
+            config = config.changed({k: v for k, v in options.items() if k.partition(".")[0] not in JOB_FIELDS})
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{where}{error}") from None
+    return job, config
+
+
+def _check_known(kind: type[Config], options: Mapping[str, Any]) -> None:
+    known = [*JOB_FIELDS, *option_names(kind)]
+    for name in options:
+        if name.partition(".")[0] not in known and name not in known:
+            raise ValueError(unknown_option(name, known, f" of {kind.__name__.removesuffix('Config')}", kind))
+
+
+# ---- the commands ----
+
+
+def _command(command: str) -> Callable[..., None]:
     def train(
         config: Annotated[Path | None, typer.Option(help="YAML file of options, flat or nested.")] = None,
         settings: Annotated[
@@ -117,50 +127,19 @@ def _with(work: Any, options: Sequence[Option], algorithm: Any) -> Any:
         *,
         given: dict[str, Any],
     ) -> None:
-        work(*gather(algorithm.Config, config, settings or (), given), quiet, dry_run)
+        job, options = gather(config_class(command), config, settings or (), given)
+        if dry_run:
+            try_out(command, job, options)
+        else:
+            run(command, job, options, quiet=quiet)
 
-    return with_options(train, options)
-
-
-# ---- options ----
-
-
-def all_options(config_class: Any) -> list[Option]:
-    name = config_class.__name__.removesuffix("Config")
-    return [*options_of(JobConfig, "What is trained on what"), *options_of(config_class, name)]
+    return with_options(train, options_for(command))
 
 
-def write_table() -> None:
-    """options.json from the configs: python -c 'from strop.cli.train import write_table; write_table()'"""
-    options = {command: all_options(algorithm_class(command).Config) for command in ALGORITHMS}
-    table.FILE.write_text(table.written(options), encoding="utf-8")
-
-
-def gather(
-    config_class: Any, path: Path | None, settings: Sequence[str] = (), given: Mapping[str, Any] | None = None
-) -> tuple[JobConfig, Any]:
-    """The job and the algorithm's config: the file's options, then --set, then those of the command line."""
-    job, config = JobConfig(), config_class()
-    layers = [(f"{path}: ", read_config(path))] if path is not None else []
-    layers += [("--set ", parse_settings(settings, all_options(config_class))), ("", dict(given or {}))]
-    for where, options in layers:
-        try:
-            _check_known(config_class, options)
-            job = job.changed(job_part(job, options))
-            config = config.changed({k: v for k, v in options.items() if k.partition(".")[0] not in JOB_FIELDS})
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"{where}{error}") from None
-    return job, config
-
-
-def _check_known(config_class: Any, options: Mapping[str, Any]) -> None:
-    known = [*JOB_FIELDS, *option_names(config_class)]
-    for name in options:
-        head = name.partition(".")[0]
-        if head not in known and name not in known:
-            raise ValueError(
-                unknown_option(name, known, f" of {config_class.__name__.removesuffix('Config')}", config_class)
-            )
+for name, (_, _, about) in ALGORITHMS.items():
+    app.command(name, help=f"{about} Options come from --config, then from the command line.", short_help=about)(
+        _command(name)
+    )
 
 
 # ---- the run ----
@@ -173,19 +152,21 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
 
     quiet = quiet or not world().is_first
     output = world().from_first(lambda: _output(command, job))
+    writes_to = Path(os.path.abspath(output))  # a function of the user's may change the directory
     trainer, rows, eval_rows = build(command, job, config)
     if job.overwrite:
         rows = trainer.prepared(rows)  # first: data with a mistake in it cost no run
-        world().from_first(lambda: remove_run(output))
-    trainer.loggers = _loggers(job, config, output, quiet) if world().is_first else []
-    trainer.callbacks = _callbacks(job, output, eval_rows)
+        world().from_first(lambda: remove_run(writes_to))
+    trainer.loggers = _loggers(job, config, writes_to, quiet) if world().is_first else []
+    trainer.callbacks = _callbacks(job, writes_to, eval_rows)
     trainer.run.about = {"job": told(job)}
     if not quiet:
         print(f"{command}: {len(rows):,} rows, {_size(trainer)}; run folder {output}", file=sys.stderr)
     try:
         history = trainer.train(
-            rows, eval_dataset=eval_rows, output_dir=output, resume=job.resume, progress=False if quiet else None
-        )
+            rows, eval_dataset=eval_rows, output_dir=writes_to, resume=job.resume, allow_changes=job.allow_changes,
+            progress=False if quiet else None,
+        )  # fmt: skip
     finally:
         for logger in trainer.loggers:
             logger.close()
@@ -194,16 +175,18 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
             print("the same command with --resume goes on from there", file=sys.stderr)
         raise typer.Exit(128 + (history.signal or 2))
     if not quiet:
-        _tell(history, output)
+        _tell(history, output, writes_to)
     if world().is_first:
         print(output)
         if job.push_to_hub is not None:
-            _push(trainer, job.push_to_hub, _model_of(output))
+            _push(trainer, job.push_to_hub, _model_of(writes_to), output / _model_of(writes_to).relative_to(writes_to))
     return output
 
 
 def _output(command: str, job: JobConfig) -> Path:
-    """The run folder, which may be there if it is resumed or removed."""
+    """Return the run folder, which may be there if it is resumed or removed; an error if nothing can be written there."""
+    from strop.training.folder import check_usable
+
     output = Path(job.output or f"runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}")
     if job.resume and job.output is None:
         raise ValueError("--resume needs --output, the folder of the run to go on with")
@@ -215,6 +198,7 @@ def _output(command: str, job: JobConfig) -> Path:
         raise ValueError(
             f"{output} holds a run already: --resume goes on with it, --overwrite removes it, --output names another folder"
         )
+    check_usable(output)  # before a model is loaded
     return output
 
 
@@ -306,8 +290,8 @@ def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
 
 
 def _ref_model(job: JobConfig) -> Any:
+    from strop.config.sampling import is_address
     from strop.models import load_model
-    from strop.rollout.client import is_address
 
     if job.ref_model is None or is_address(job.ref_model):
         return job.ref_model
@@ -353,7 +337,7 @@ def _size(trainer: Any) -> str:
     return f"{class_of(trainer.module).__name__} of {count:,} parameters{share}{processes}"
 
 
-def _tell(history: Any, output: Path) -> None:
+def _tell(history: Any, output: Path, place: Path) -> None:
     """The first and the last of what was measured, and how to look at it."""
     evaluations = [e for e in history.evaluations if len(e) > 1]
     if evaluations:
@@ -362,16 +346,17 @@ def _tell(history: Any, output: Path) -> None:
             print(f"{name}: {first.get(name, float('nan')):.4g} → {last[name]:.4g}", file=sys.stderr)
     if history.stop_reason:
         print(f"stopped: {history.stop_reason}", file=sys.stderr)
-    print(f"model: {_model_of(output)}\nlook at it: strop report {output}", file=sys.stderr)
+    print(f"model: {output / _model_of(place).relative_to(place)}\nlook at it: strop report {output}", file=sys.stderr)
 
 
-def _push(trainer: Any, repo_id: str, folder: Path) -> None:
+def _push(trainer: Any, repo_id: str, folder: Path, shown: Path) -> None:
+    """Upload a folder; `shown` is how errors name it."""
     try:
         address = trainer.push_to_hub(repo_id, folder=folder)
     except Exception as error:  # of many kinds: no network, no login, no right to the name
         raise RuntimeError(
-            f"the run is complete and its model is in {folder}, but {repo_id} could not be uploaded: "
-            f"{' '.join(str(error).split()):.200}. To try again: hf upload {repo_id} {folder}"
+            f"the run is complete and its model is in {shown}, but {repo_id} could not be uploaded: "
+            f"{' '.join(str(error).split()):.200}. To try again: hf upload {repo_id} {shown}"
         ) from error
     print(f"pushed to {address}", file=sys.stderr)
 
