@@ -157,6 +157,21 @@ def test_the_sample_table(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_nothing_in_a_sample_table_steers_the_terminal(capsys):
+    """Texts, names of columns and calls of tools: escapes are shown by their numbers, and markup is text."""
+    call = [{"type": "function", "function": {"name": "search", "arguments": {"query": "\x1b[2J"}}}]
+    turns = [{"role": "assistant", "content": None, "tool_calls": call}, {"role": "tool", "content": "3\x1b]0;t\x07"}]
+    trainer = SFT(model=tiny_moe(), callbacks=[SampleTable(every=1, show=True)], batch_size=4)
+    trainer.samples = [{"prompt": "q\u202e", "completion": turns, "reward/[red]\x1b[31m": 1.0}]
+    trainer.train(ROWS, num_steps=1, progress=False)
+    shown = capsys.readouterr().err
+    assert not set(shown) & {"\x1b", "\x07", "\u202e"}
+    flat = "".join(shown.split())
+    assert "search" in flat
+    assert "None" not in flat
+    assert "[red]" in flat
+
+
 def test_samples_are_of_several_prompts(tmp_path):
     """Those of a prompt are neighbours: the first eight would all be of one."""
     table = SampleTable(every=1, num_rows=3, path=tmp_path / "samples.jsonl", show=False)

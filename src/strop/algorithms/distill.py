@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from strop._tensors import on_host
+from strop._tensors import on_host, widened
 from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import DistillConfig
 from strop.config.on_policy import BETAS
@@ -107,7 +107,7 @@ class Distill(OnPolicy):
         num_tokens, sums = sum(line.num_loss_tokens for line in lines), []
         for some in self.eval_batches(lines, [len(line) for line in lines]):
             with self.autocast():
-                sums.append(self.loss_on(some, num_tokens).divergences_n.double().sum())
+                sums.append(widened(self.loss_on(some, num_tokens).divergences_n).sum())
         metrics = completion_metrics(self.whole_batch(lines, 0).ends)
         return {"distill/divergence": Mean(sum(on_host(sums)), num_tokens), **metrics}
 
@@ -153,7 +153,7 @@ class Distill(OnPolicy):
         parts = self.micro_batches(lines, lengths)
         update = self.update(functools.partial(self.loss_on, part, num_tokens) for part in parts)
         self.count_tokens(sum(lengths))
-        totals = [part.divergences_n.double().sum() for part in update.parts]
+        totals = [widened(part.divergences_n).sum() for part in update.parts]
         return update | ({"distill/divergence": Mean(torch.stack(totals).sum(), here)} if totals else {})
 
     def loss_on(self, lines: Sequence[Trajectory], num_tokens: int) -> Distance:

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from strop import _trl
+from strop._tensors import widened
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.inputs import as_prompts, prompts_of_dataset, reward_columns
 from strop.environments.credit import EnvironmentRewards
@@ -276,7 +277,7 @@ Parts = Sequence[tuple[dict[str, torch.Tensor], int]]
 def _means(parts: Parts, names: Sequence[str]) -> list[Mean]:
     if not names:
         return []
-    sums: Any = sum(torch.stack([values[name] for name in names]).double() * weight for values, weight in parts)
+    sums: Any = sum(widened(torch.stack([values[name] for name in names])) * weight for values, weight in parts)
     return [Mean(one, sum(weight for _, weight in parts)) for one in sums.unbind()]
 
 
@@ -402,12 +403,12 @@ class PolicyGradient(OnPolicy):
         if not len(sampled_N):
             return {}
         ratios_N, num_tokens = (trained_N - sampled_N).exp(), len(trained_N)
-        found: dict[str, Any] = {"mismatch_kl": Mean(kl_estimate(sampled_N, trained_N).double().sum(), num_tokens)}
+        found: dict[str, Any] = {"mismatch_kl": Mean(widened(kl_estimate(sampled_N, trained_N)).sum(), num_tokens)}
         found["mismatch_ratio_max"] = Largest(ratios_N.max())
         importance = [line.importance_t for line in lines if line.importance_t is not None]
         if importance:
             weights_N = torch.cat(importance)
-            found["importance/mean"] = Mean(weights_N.double().sum(), num_tokens)
+            found["importance/mean"] = Mean(widened(weights_N).sum(), num_tokens)
             found["importance/capped_fraction"] = Mean((weights_N != ratios_N).sum(), num_tokens)
         return found
 

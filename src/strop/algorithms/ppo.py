@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from strop._tensors import widened
 from strop.algorithms.on_policy import PolicyGradient, WholeBatch, check_rewarded
 from strop.algorithms.reward_model import ModelReward
 from strop.config import PPOConfig
@@ -110,7 +111,7 @@ class PPO(PolicyGradient):
         self._value_losses, metrics, before = [], self._value_metrics(lines), self.state.updates
         metrics |= super().learn(lines, batch)
         losses, num_updates = self._value_losses or [torch.zeros(())], self.state.updates - before
-        return metrics | {"value/loss": Sum(torch.stack(losses).double().sum() / num_updates)}
+        return metrics | {"value/loss": Sum(widened(torch.stack(losses)).sum() / num_updates)}
 
     def _value_metrics(self, lines: Sequence[Trajectory]) -> dict[str, Any]:
         """Before the updates: the mean value, and the share of the returns' variance that the values explain."""
@@ -196,4 +197,4 @@ def _padded(rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """[B, T] float64 on the host."""
     if not rows:  # a process without completions
         return torch.zeros(0, 0, dtype=torch.float64)
-    return pad_sequence([row.detach().double().cpu() for row in rows if row is not None], batch_first=True)
+    return pad_sequence([row.detach().cpu().double() for row in rows if row is not None], batch_first=True)

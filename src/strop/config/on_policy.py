@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from strop._checks import check_choice, check_count, check_number, check_timeout
 from strop.config.losses import PolicyRule
@@ -105,6 +104,11 @@ class GRPOConfig(TrainerConfig):
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
 
+    def without_effect(self) -> list[str]:
+        idle = self.importance_mode != type(self).importance_mode and self.importance_cap is None
+        told = ["importance_mode has no effect: it is for importance_cap, found None"] if idle else []
+        return told + super().without_effect()
+
     @functools.cached_property
     def rule(self) -> PolicyRule:
         """The loss with what the rest of the config says of it."""
@@ -117,7 +121,7 @@ class GRPOConfig(TrainerConfig):
         return self.old_logps == "recompute" or (self.old_logps == "auto" and differs)
 
 
-def check_exact(config: Any) -> None:
+def check_exact(config: "GRPOConfig | PPOConfig") -> None:
     """Raise for options that cannot be exact, whatever the model."""
     run = config.run
     for name, wanted, found in (
@@ -234,6 +238,10 @@ class DistillConfig(TrainerConfig):
                 "divergence must not be 'sampled' unless all completions are drawn from the student's whole distribution: "
                 "on_policy 1, temperature above 0, no top_k or top_p"
             )
+
+    def without_effect(self) -> list[str]:
+        idle = self.beta != type(self).beta and self.divergence != "jsd"
+        return [f"beta has no effect: it is for divergence='jsd', found {self.divergence!r}"] if idle else []
 
     @property
     def from_dataset(self) -> bool:

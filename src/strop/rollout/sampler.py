@@ -19,7 +19,7 @@ from strop.models import Policy, unwrapped
 from strop.models.kinds import is_peft
 from strop.rollout import Rollout, Sampler, Sampling, checked_prompts
 from strop.rollout.cached_rows import CachedRows
-from strop.rollout.server import Completion, Pending, Server, ServerConfig, ServerError, Weights
+from strop.rollout.client import Completion, Pending, Server, ServerConfig, ServerError, Weights
 
 PROBE_LENGTH = 64
 
@@ -49,6 +49,7 @@ class Served(Sampler):
         if made is not None:
             weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
         folder, self._run = world.gathered((config.sync_folder or made, secrets.token_hex(4)))[0]
+        assert folder is not None  # the first process has made one
         self._folder, self._number, self._published = Path(folder), 0, -1
 
     def next_turn(

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.data.formats import as_text
+from strop.data.formats import as_text, printable
 from strop.training.logging import JSONLLogger
 
 if TYPE_CHECKING:
@@ -100,7 +100,13 @@ class ProgressBar(Callback):
             def render(_, task: Any) -> Text:
                 return Text(f"{trainer.name} {doing(trainer):<10}")
 
-        columns = (Doing(), BarColumn(), MofNCompleteColumn(), Remaining(), TextColumn("{task.fields[shown]}"))
+        columns = (
+            Doing(),
+            BarColumn(),
+            MofNCompleteColumn(),
+            Remaining(),
+            TextColumn("{task.fields[shown]}", markup=False),
+        )
         self._progress = Progress(*columns, console=Console(stderr=True, force_terminal=self.show))
         state = trainer.state
         self._task = self._progress.add_task(trainer.name, total=state.total_steps, completed=state.step, shown="")
@@ -113,7 +119,7 @@ class ProgressBar(Callback):
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         self._ends.append(time.monotonic())
         names = [name for name in self.metrics if name in metrics][:3]
-        shown = "  ".join(f"{name} {metrics[name]:.3g}" for name in names)
+        shown = printable("  ".join(f"{name} {metrics[name]:.3g}" for name in names))
         step, total = trainer.state.step, trainer.state.total_steps
         if self._progress is not None:
             self._progress.update(self._task, completed=step, shown=shown)
@@ -361,11 +367,12 @@ class SampleTable(Callback):
 
     def _print(self, samples: list[dict[str, Any]]) -> None:
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Column, Table
         from rich.text import Text
 
         columns = [name for name in samples[0] if name != "step"]
-        table = Table(*columns, title=f"step {samples[0]['step']}", show_lines=True)
+        heads = (Text(printable(name)) for name in columns)
+        table = Table(*(Column(head) for head in heads), title=f"step {samples[0]['step']}", show_lines=True)
         for sample in samples:
             table.add_row(*(Text(self._cell(sample.get(name, ""))) for name in columns))
         Console(stderr=True).print(table)
@@ -375,7 +382,7 @@ class SampleTable(Callback):
         text = f"{value:.4g}" if isinstance(value, float) else as_text(value)
         if len(text) > self.MOST_CHARACTERS:
             text = f"{text[: self.MOST_CHARACTERS]}… ({len(text):,} characters)"
-        return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+        return printable(text)
 
 
 def _spread(samples: list[Any], num_rows: int) -> list[Any]:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from strop.data.formats import printable
+
 CONSOLE_METRICS = (
     "loss", "reward/mean", "preference/accuracy", "preference/margin", "kl", "entropy_estimate", "completion/length",
     "grad_norm", "learning_rate", "tokens_per_second",
@@ -55,7 +57,7 @@ class ConsoleLogger:
         pass
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
-        parts = [f"{name} {value:.4g}" for name, value in values.items()]
+        parts = [f"{printable(name)} {value:.4g}" for name, value in values.items()]
         print(f"step {step:>6}  " + "  ".join(parts), file=self.file or sys.stdout, flush=True)
 
 
