@@ -105,6 +105,7 @@ class Distill(Trainer):
 
     Config = DistillConfig
     config: DistillConfig
+    formats = ("prompt_only",)
 
     def __init__(self, *, teacher: Any = None, **arguments: Any):
         if teacher is not None and arguments.get("ref_model") is not None:

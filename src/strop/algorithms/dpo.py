@@ -20,7 +20,6 @@ from strop._checks import check_count
 from strop._tensors import on_host
 from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
-from strop.data.formats import check_rows
 from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
 from strop.data.tokenize import encode_preference, row_named
 from strop.losses import PreferenceLoss, PreferenceRule
@@ -59,6 +58,7 @@ class DPO(Trainer):
 
     Config = DPOConfig
     config: DPOConfig
+    formats = ("preference",)
 
     def setup(self, ref_model: Any) -> None:
         if self.config.loss.needs_reference:
@@ -76,7 +76,7 @@ class DPO(Trainer):
         return self.run_step(lambda: self._step(self._pairs(prompt, chosen, rejected, prompt_mask)))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Pair]:
-        check_rows(rows, ["preference"], where=name, what=self.name)
+        self.check_columns(rows, name)
         pairs = []
         for i, row in enumerate(rows):
             with row_named(f"{name}[{i}]"):

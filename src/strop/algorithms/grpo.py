@@ -252,6 +252,7 @@ class GRPO(Trainer):
 
     Config = GRPOConfig
     config: GRPOConfig
+    formats = ("prompt_only",)
 
     def __init__(self, *, reward_fn: Any = None, environment: Any = None, tools: Any = None, **arguments: Any):
         for name in arguments.keys() & {"reward_funcs", "environment_factory"}:
@@ -308,6 +309,10 @@ class GRPO(Trainer):
                 columns=columns,
             )
         return self.run_step(lambda: self._step(batch))
+
+    def check_columns(self, rows: Sequence[Any], name: str) -> None:
+        super().check_columns(rows, name)
+        self.rewards.check(rows, name)
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:
         if self.player is not None:

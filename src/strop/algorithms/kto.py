@@ -21,7 +21,6 @@ from strop._checks import check_count
 from strop._tensors import on_host
 from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
-from strop.data.formats import check_rows
 from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
 from strop.data.tokenize import encode_row, row_named
 from strop.losses import UnpairedRule, unpaired_loss
@@ -66,6 +65,7 @@ class KTO(Trainer):
 
     Config = KTOConfig
     config: KTOConfig
+    formats = ("prompt_completion",)
 
     def setup(self, ref_model: Any) -> None:
         self.reference = self.policy.reference(ref_model)
@@ -81,7 +81,7 @@ class KTO(Trainer):
         return self.run_step(lambda: self._step(self._examples(prompt, completion, label, prompt_mask)))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Example]:
-        check_rows(rows, ["prompt_completion"], where=name, what="KTO")
+        self.check_columns(rows, name)
         examples = []
         for i, row in enumerate(rows):
             with row_named(f"{name}[{i}]"):

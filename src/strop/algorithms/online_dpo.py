@@ -59,6 +59,7 @@ class OnlineDPO(DPO):
 
     Config = OnlineDPOConfig
     config: OnlineDPOConfig
+    formats = ("prompt_only",)
 
     def __init__(
         self, *, preference_fn: Any = None, reward_fn: Any = None, environment: Any = None, tools: Any = None,
@@ -106,6 +107,12 @@ class OnlineDPO(DPO):
             )
         check_below(self.config.max_length, batch, "prompts")
         return self.run_step(lambda: self._online_step(batch))
+
+    def check_columns(self, rows: Sequence[Any], name: str) -> None:
+        super().check_columns(rows, name)
+        judge = self.rewards or self.preference
+        assert judge is not None
+        judge.check(rows, name)
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:  # type: ignore[override]
         judge = self.rewards or self.preference

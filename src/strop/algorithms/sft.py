@@ -14,7 +14,6 @@ import torch
 from strop._checks import check_count, is_conversation
 from strop.config import OptimConfig, TrainerConfig
 from strop.data.batch import TokenBatch, Trajectory
-from strop.data.formats import check_rows
 from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
 from strop.data.tokenize import encode_row, row_named
 from strop.losses import NLL
@@ -50,6 +49,7 @@ class SFT(Trainer):
 
     Config = SFTConfig
     config: SFTConfig
+    formats = ("prompt_completion", "language_modeling")
 
     def train_step(self, prompt: Any, completion: Any = None, *, prompt_mask: Any = None) -> dict[str, float]:
         """One training step.
@@ -61,7 +61,7 @@ class SFT(Trainer):
         return self.run_step(lambda: self._step(self._examples(prompt, completion, prompt_mask)))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
-        check_rows(rows, ["prompt_completion", "language_modeling"], where=name, what="SFT")
+        self.check_columns(rows, name)
         examples = []
         for i, row in enumerate(rows):
             with row_named(f"{name}[{i}]"):

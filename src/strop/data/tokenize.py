@@ -207,6 +207,11 @@ def _takes_special_tokens(encode: Callable[..., Any]) -> bool:
     return "add_special_tokens" in inspect.signature(encode).parameters
 
 
+def is_thread_safe(tokenizer: Any) -> bool:
+    """Return whether two threads may use the tokenizer at once: known of transformers' fast ones, and where there is none."""
+    return tokenizer is None or getattr(tokenizer, "is_fast", False) is True
+
+
 def eos_ids(tokenizer: Any) -> tuple[int, ...]:
     found = getattr(tokenizer, "eos_token_id", None)
     if found is None:

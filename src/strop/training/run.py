@@ -15,6 +15,7 @@ import torch
 
 from strop._checks import check_count
 from strop.config import RunConfig
+from strop.data.ahead import rows_ahead, taken
 from strop.distributed import ALONE, World
 from strop.peers import is_of_peers, raise_if_failed
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
@@ -212,7 +213,8 @@ class Run:
         while True:
             order = epoch_order(len(rows), config.seed, state.epoch, config.shuffle)
             while state.position < len(rows):
-                batch = [rows[index] for index in order[state.position : state.position + config.batch_size]]
+                end = state.position + config.batch_size
+                batch = taken(rows, order[state.position : end], order[end : end + rows_ahead(config.batch_size)])
                 state.position += len(batch)
                 yield batch
             state.epoch, state.position = state.epoch + 1, 0
@@ -225,7 +227,7 @@ class Run:
         ended = state.position >= len(rows)
         epoch, position = (state.epoch + 1, 0) if ended else (state.epoch, state.position)
         order = epoch_order(len(rows), config.seed, epoch, config.shuffle)
-        return [rows[index] for index in order[position : position + config.batch_size]]
+        return taken(rows, order[position : position + config.batch_size])
 
 
 def _own_callbacks(
