@@ -65,7 +65,7 @@ def prepared(
     if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
         raise ValueError(f"{name} must have rows, found none")
     # the rows of a file are checked in one pass here, where its name is known; `check` finds what that pass has noted
-    rows = (load_rows if name_of(dataset) and not any_format or check is None and not any_format else read_rows)(dataset)
+    rows = (load_rows if (name_of(dataset) and not any_format) or (check is None and not any_format) else read_rows)(dataset)
     if isinstance(rows, Streamed) and rows.on_disk:
         return PreparedAhead(rows, prepare, name, with_thread=with_thread)
     if check is None or len(rows) <= MOST_AT_ONCE:
