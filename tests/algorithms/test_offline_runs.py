@@ -51,7 +51,9 @@ def model_of(name):
     from tiny_qwen2 import tiny_qwen2
 
     if name == "reward_model":
-        return tiny_qwen2("ForSequenceClassification", num_labels=1, vocab_size=60, max_position_embeddings=256).double()
+        return tiny_qwen2(
+            "ForSequenceClassification", num_labels=1, vocab_size=60, max_position_embeddings=256
+        ).double()
     return llama(vocab_size=60, max_length=256).double()
 
 
@@ -80,7 +82,9 @@ def run(name):
     history = trainer.train(rows, eval_dataset=rows[:5], progress=False)
     unlike = ("time/", "tokens_per_second", "time")
     steps = [{key: value for key, value in step.items() if not key.startswith(unlike)} for step in history.steps]
-    evals = [{key: value for key, value in found.items() if not key.startswith(unlike)} for found in history.evaluations]
+    evals = [
+        {key: value for key, value in found.items() if not key.startswith(unlike)} for found in history.evaluations
+    ]
     weights = weights_of(trainer)
     cosines = torch.arange(len(weights), dtype=torch.float64).cos()
     return {
@@ -97,7 +101,8 @@ def run(name):
 @pytest.mark.parametrize("name", trainers())
 def test_a_recorded_run_is_repeated(name):
     recorded, found = json.loads(RECORDED.read_text())[name], run(name)
-    assert len(found["steps"]) == 3 and len(found["evals"]) >= 2
+    assert len(found["steps"]) == 3
+    assert len(found["evals"]) >= 2
     for part in ("steps", "evals"):
         for step, wanted in zip(found[part], recorded[part], strict=True):
             assert step.keys() == wanted.keys()

@@ -150,7 +150,7 @@ class OnlineDPO(DPO):
             lines = rollout.trajectories
             return rollout, list(zip(lines[::2], lines[1::2], strict=True))
         rows = zip(rollout.prompt_ids[::2], rollout.completion_ids[::2], rollout.completion_ids[1::2], strict=True)
-        return rollout, [self._checked(*row, f"prompts[{i}]") for i, row in enumerate(rows)]
+        return rollout, [self._limits.pair(*row, f"prompts[{i}]") for i, row in enumerate(rows)]
 
     def _sample(self, prompts: list[Prompt], addresses: Sequence[int], step: Any) -> Rollout:
         """Two completions of each; of a dataset's prompts so many at a time as training samples."""

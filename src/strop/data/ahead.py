@@ -27,7 +27,9 @@ class PreparedAhead(Sequence[Any]):
         self.rows, self.prepare, self.name = rows, prepare, name
         self.columns, self.with_thread = dict.fromkeys(columns), with_thread
         self._threads: ThreadPoolExecutor | None = None
-        self._ahead: dict[int, tuple[Future[Sequence[Any]], int]] = {}  # of row i: the part it is in, and its place there
+        self._ahead: dict[
+            int, tuple[Future[Sequence[Any]], int]
+        ] = {}  # of row i: the part it is in, and its place there
 
     def __len__(self) -> int:
         return len(self.rows)

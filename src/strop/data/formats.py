@@ -34,7 +34,9 @@ FORMATS = {
     "prompt_completion": '{"prompt", "completion"}',
     "preference": '{"prompt", "chosen", "rejected"} or {"chosen", "rejected"} with a common start',
 }
-MOST_AT_ONCE = 1000  # a dataset of so many rows is prepared before the first step, so that any mistake in it shows at once
+MOST_AT_ONCE = (
+    1000  # a dataset of so many rows is prepared before the first step, so that any mistake in it shows at once
+)
 CONTENT = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 
 
@@ -65,7 +67,9 @@ def prepared(
     if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
         raise ValueError(f"{name} must have rows, found none")
     # the rows of a file are checked in one pass here, where its name is known; `check` finds what that pass has noted
-    rows = (load_rows if (name_of(dataset) and not any_format) or (check is None and not any_format) else read_rows)(dataset)
+    rows = (load_rows if (name_of(dataset) and not any_format) or (check is None and not any_format) else read_rows)(
+        dataset
+    )
     if isinstance(rows, Streamed) and rows.on_disk:
         return PreparedAhead(rows, prepare, name, with_thread=with_thread)
     if check is None or len(rows) <= MOST_AT_ONCE:

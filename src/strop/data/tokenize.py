@@ -104,9 +104,7 @@ def encode_rows(
     return encode_all([_row_steps(row, encoder, assistant_only) for row in rows], tokenizer, name)
 
 
-def encode_preferences(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Any, name: str
-) -> list[tuple[Ids, Line, Line]]:
+def encode_preferences(rows: Sequence[Mapping[str, Any]], tokenizer: Any, name: str) -> list[tuple[Ids, Line, Line]]:
     """Return what `encode_preference` returns of each row; errors call them name[0] and so on."""
     encoder = Encoder(tokenizer)
     return encode_all([_preference_steps(row, encoder) for row in rows], tokenizer, name)

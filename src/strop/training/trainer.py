@@ -67,7 +67,9 @@ class Trainer:
 
     Config: ClassVar[type[TrainerConfig]] = TrainerConfig
     any_format = False  # whether a dataset's rows may have any columns
-    formats: ClassVar[tuple[str, ...]] = ()  # those a dataset's rows may have; where given, `prepare` may get parts of it
+    formats: ClassVar[
+        tuple[str, ...]
+    ] = ()  # those a dataset's rows may have; where given, `prepare` may get parts of it
     scores: ClassVar[bool] = False  # the model is a sequence classifier with one label
 
     def __init__(
