@@ -17,10 +17,10 @@ import torch
 
 from strop._tensors import on_host
 from strop.config import KTOConfig
-from strop.data.batch import TokenBatch, Trajectory, on_device, tensor_of
+from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.formats import check_rows
 from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
-from strop.data.offline import Limits, as_label, unpaired_rows
+from strop.data.offline import Limits, as_array, as_label, unpaired_rows
 from strop.data.tokenize import LossMask, encode_rows
 from strop.losses import unpaired_loss
 from strop.training.state import Mean, Sum
@@ -66,9 +66,9 @@ class KTO(Trainer):
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
         """Return a trajectory for each labelled row, two for a pair."""
         self.check_columns(rows, name)
-        rows = unpaired_rows(rows)
+        rows, limits = unpaired_rows(rows), self._limits
         return [
-            self._trajectory(tensor_of(prompt), tensor_of(completion), row["label"], f"{name}[{i}]", loss_mask)
+            self._trajectory(as_array(prompt), as_array(completion), row["label"], f"{name}[{i}]", limits, loss_mask)
             for i, (row, (prompt, completion, loss_mask)) in enumerate(
                 zip(rows, encode_rows(rows, self.tokenizer, name), strict=True)
             )
@@ -167,29 +167,34 @@ class KTO(Trainer):
         logps = batch.sums(self.policy.logps(batch))
         return *unpaired_loss(self.config.loss, logps, refs, labels, shift, num_rows), labels
 
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
+
     def _trajectories(self, prompt: Any, completion: Any, label: Any, prompt_mask: Any) -> list[Trajectory]:
         """Return a trajectory for each row of what `train_step` is given."""
         label = label.tolist() if hasattr(label, "tolist") else label  # of torch or NumPy
         if is_written(prompt, "prompt", prompt_mask):
             return self.prepare(as_dicts({"prompt": prompt, "completion": completion, "label": label}), "rows")
-        padding = self.policy.padding(self.config.pad_id)
+        padding, limits = self.policy.padding(self.config.pad_id), self._limits
         prompts = prompt_rows(prompt, "prompt", prompt_mask, *padding)
         completions = completion_rows(completion, "completion", len(prompts), *padding)
         rows = as_dicts({"prompt": prompts, "completion": completions, "label": label})
         return [
-            self._trajectory(row["prompt"], row["completion"], row["label"], f"row {i}") for i, row in enumerate(rows)
+            self._trajectory(row["prompt"], row["completion"], row["label"], f"row {i}", limits)
+            for i, row in enumerate(rows)
         ]
 
     def _trajectory(
-        self, prompt: Ids, completion: Ids, label: Any, where: str, loss_mask: LossMask | None = None
+        self, prompt: Ids, completion: Ids, label: Any, where: str, limits: Limits, loss_mask: LossMask | None = None
     ) -> Trajectory:
         """Return the completion behind its prompt, with its label; raise if there is nothing to learn or it does not fit."""
         label = as_label(label, where)
         for name, ids in (("the prompt", prompt), ("the completion", completion)):
             if not len(ids):
                 raise ValueError(f"{where}: {name} must have at least one token, found none")
-        self.policy.check_ids(torch.cat([prompt, completion]), where)
-        limits = Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
+        for ids in (prompt, completion):
+            limits.check(ids, where)
         line = limits.trajectory(prompt, completion, where, loss_mask, row={"label": label})
         if not line.num_loss_tokens:
             raise ValueError(f"{where}: a token of the completion must count, found none within max_length")

@@ -12,9 +12,9 @@ import torch
 
 from strop._checks import is_conversation
 from strop.config import SFTConfig
-from strop.data.batch import TokenBatch, Trajectory, tensor_of
+from strop.data.batch import TokenBatch, Trajectory
 from strop.data.inputs import Ids, as_dicts, completion_rows, is_written, prompt_rows
-from strop.data.offline import Limits
+from strop.data.offline import Limits, as_array
 from strop.data.tokenize import LossMask, encode_rows
 from strop.losses import NLL
 from strop.training.trainer import Trainer
@@ -43,9 +43,9 @@ class SFT(Trainer):
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
         """Return a trajectory for each row."""
         self.check_columns(rows, name)
-        encoded = encode_rows(rows, self.tokenizer, name, self.config.assistant_only)
+        limits, encoded = self._limits, encode_rows(rows, self.tokenizer, name, self.config.assistant_only)
         return [
-            self._trajectory(tensor_of(prompt), tensor_of(completion), f"{name}[{i}]", loss_mask)
+            self._trajectory(as_array(prompt), as_array(completion), f"{name}[{i}]", limits, loss_mask)
             for i, (prompt, completion, loss_mask) in enumerate(encoded)
         ]
 
@@ -77,27 +77,33 @@ class SFT(Trainer):
         weights = [NLL().weight(line.num_loss_tokens, num_tokens, 0) for line in lines]
         return TokenBatch.of(lines, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
 
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
+
     def _trajectories(self, prompt: Any, completion: Any, prompt_mask: Any) -> list[Trajectory]:
         """Return a trajectory for each row of what `train_step` is given."""
         if is_written(prompt, "prompt", prompt_mask):
             alone = "messages" if is_conversation(prompt[0]) else "text"
             columns = {alone: prompt} if completion is None else {"prompt": prompt, "completion": completion}
             return self.prepare(as_dicts(columns), "rows")
-        padding = self.policy.padding(self.config.pad_id)
+        padding, limits = self.policy.padding(self.config.pad_id), self._limits
         prompts = prompt_rows(prompt, "prompt", prompt_mask, *padding)
         if completion is None:
-            return [self._trajectory(row[:0], row, f"row {i}") for i, row in enumerate(prompts)]
+            return [self._trajectory(row[:0], row, f"row {i}", limits) for i, row in enumerate(prompts)]
         completions = completion_rows(completion, "completion", len(prompts), *padding)
         pairs = zip(prompts, completions, strict=True)
-        return [self._trajectory(*pair, f"row {i}") for i, pair in enumerate(pairs)]
+        return [self._trajectory(*pair, f"row {i}", limits) for i, pair in enumerate(pairs)]
 
-    def _trajectory(self, prompt: Ids, completion: Ids, where: str, loss_mask: LossMask | None = None) -> Trajectory:
+    def _trajectory(
+        self, prompt: Ids, completion: Ids, where: str, limits: Limits, loss_mask: LossMask | None = None
+    ) -> Trajectory:
         """Return the completion behind its prompt; raise if there is nothing to learn or it does not fit."""
         if len(completion) <= (len(prompt) == 0):  # nothing predicts the first token of a text
             wanted = (
                 "the completion must have at least one token" if len(prompt) else "a text must have at least two tokens"
             )
             raise ValueError(f"{where}: {wanted}, found {len(completion)}")
-        self.policy.check_ids(torch.cat([prompt, completion]), where)
-        limits = Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
+        for ids in (prompt, completion):
+            limits.check(ids, where)
         return limits.trajectory(prompt, completion, where, loss_mask)

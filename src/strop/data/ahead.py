@@ -11,7 +11,7 @@ from typing import Any
 from strop.data.streams import Streamed
 
 Prepare = Callable[[Sequence[Any], str], Sequence[Any]]
-PART, NUM_PARTS = 64, 4  # rows that are prepared together, and how many such parts are prepared ahead
+PART, NUM_PARTS = 128, 3  # rows that are prepared together, and how many such parts are prepared ahead
 
 
 class PreparedAhead(Sequence[Any]):

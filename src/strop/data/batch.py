@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from strop.primitives import pack_sequences
@@ -226,11 +225,6 @@ def on_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def tensor_of(ids: Sequence[int]) -> torch.Tensor:
-    """Return a list of ids as a tensor; by way of NumPy, which is four times as fast."""
-    return torch.from_numpy(np.array(ids, dtype=np.int64))
 
 
 def as_ids(ids: Any, name: str) -> torch.Tensor:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from strop.data.ahead import PreparedAhead
-from strop.data.batch import Trajectory, tensor_of
+from strop.data.batch import Trajectory
 from strop.data.formats import Prepared, check_rows, detect_format, load_rows, with_prompt
 from strop.data.inputs import Ids, Padding, as_dicts, completion_rows, fit, is_written, prompt_rows
 from strop.data.streams import Streamed
@@ -16,9 +17,9 @@ from strop.data.tokenize import LossMask, encode_preferences
 Pair = tuple[Trajectory, Trajectory]  # chosen, rejected; in OnlineDPO first and second, before it is known
 
 
-@dataclass(frozen=True)
+@dataclass
 class Limits:
-    """What every trajectory must keep to.
+    """What every trajectory must keep to. Ids are arrays or tensors.
 
     check_ids    raises if the model has no such token
     context      the most tokens the model reads; None is no limit
@@ -28,13 +29,25 @@ class Limits:
     check_ids: Callable[[Ids, str], None]
     context: int | None
     max_length: int | None
+    _highest: int = -1  # the highest id that was checked: ids below it need no second look
+
+    def check(self, ids: Ids, where: str) -> None:
+        """Raise if the model has no such token."""
+        if len(ids) and (ids.min() < 0 or ids.max() > self._highest):
+            self.check_ids(ids, where)
+            self._highest = int(ids.max())
 
     def trajectory(
         self, prompt: Ids, completion: Ids, where: str, loss_mask: LossMask | None = None, **known: Any
     ) -> Trajectory:
         """Return the completion behind its prompt, cut to the limits."""
         fitted = fit(prompt, completion, self.max_length, self.context, where)
-        return Trajectory.of(prompt, fitted, loss_mask, **known)
+        ids = np.concatenate([prompt, fitted])
+        trained = np.ones(len(ids), dtype=bool)
+        trained[: max(len(prompt), 1)] = False  # nothing predicts the first token
+        if loss_mask is not None:
+            trained[len(prompt) :] &= loss_mask[: len(fitted)]
+        return Trajectory(torch.from_numpy(ids), torch.from_numpy(trained), num_prompt=len(prompt), **known)
 
     def pair(
         self, prompt: Ids, chosen: Ids, rejected: Ids, where: str,
@@ -43,21 +56,25 @@ class Limits:
         """Return both completions behind their prompt; raise if one of the three is empty or too long."""
         if not len(prompt):
             raise ValueError(f"{where}: the prompt must have at least one token, found none")
-        self.check_ids(prompt, f"{where}: the prompt")
+        self.check(prompt, f"{where}: the prompt")
         lines = []
         for name, completion, loss_mask in zip(("chosen", "rejected"), (chosen, rejected), loss_masks, strict=True):
             if not len(completion):
                 raise ValueError(f"{where}: {name} must have at least one token, found none")
-            self.check_ids(completion, f"{where}: {name}")
+            self.check(completion, f"{where}: {name}")
             lines.append(self.trajectory(prompt, completion, f"{where}, {name}", loss_mask))
         return lines[0], lines[1]
+
+
+def as_array(ids: Sequence[int]) -> np.ndarray:
+    return np.array(ids, dtype=np.int64)
 
 
 def pairs_of_rows(rows: Sequence[Any], tokenizer: Any, limits: Limits, name: str) -> list[Pair]:
     """Return the pairs of a dataset's rows; errors call them name[0] and so on."""
     pairs = []
     for i, (prompt, chosen, rejected) in enumerate(encode_preferences(rows, tokenizer, name)):
-        ids = [tensor_of(part) for part in (prompt, chosen[0], rejected[0])]
+        ids = [as_array(part) for part in (prompt, chosen[0], rejected[0])]
         pairs.append(limits.pair(ids[0], ids[1], ids[2], f"{name}[{i}]", (chosen[1], rejected[1])))
     return pairs
 

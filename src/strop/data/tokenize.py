@@ -137,8 +137,8 @@ def _completion_steps(
 
 def _conversation_steps(
     prompt: Any, completion: Any, encoder: Encoder, row: Mapping[str, Any] | None
-) -> Steps[tuple[str, Ids, LossMask]]:
-    """Return the prompt's text, and of the completion's messages the ids and which of them are trained on."""
+) -> Steps[tuple[Ids, Ids, LossMask]]:
+    """Return the prompt's ids, and of the completion's messages the ids and which of them are trained on."""
     first, messages = len(prompt), [*prompt, *completion]
     begun = prompt[-1]["role"] == "assistant"  # in the prompt: one message for the template
     if begun:
@@ -151,8 +151,7 @@ def _conversation_steps(
         parts[0] = templates.following(before, opening + parts[0])
     else:
         before = opening  # `pieces` has rendered this very prompt
-    ids, loss_mask = yield from _turns_steps(before, parts, messages, encoder, row)
-    return before, ids, loss_mask
+    return (yield from _turns_steps(before, parts, messages, encoder, row))
 
 
 def _row_steps(row: Mapping[str, Any], encoder: Encoder, assistant_only: bool) -> Steps[tuple[Ids, Ids, LossMask]]:
@@ -160,8 +159,7 @@ def _row_steps(row: Mapping[str, Any], encoder: Encoder, assistant_only: bool) -
     if kind == "prompt_completion":
         prompt, completion = row["prompt"], row["completion"]
         if is_conversation(prompt) and is_conversation(completion):
-            before, ids, loss_mask = yield from _conversation_steps(prompt, completion, encoder, row)
-            (prompt_ids,) = yield [Text(before)]
+            prompt_ids, ids, loss_mask = yield from _conversation_steps(prompt, completion, encoder, row)
             return prompt_ids, ids, loss_mask if assistant_only else [True] * len(ids)
         line = yield from _completion_steps(prompt, completion, encoder, row, assistant_only)
         prompt_ids = yield from _prompt_steps(prompt, encoder, row)
@@ -195,8 +193,7 @@ def _messages_steps(messages: Any, encoder: Encoder, row: Mapping[str, Any], ass
         return _all_count(ids)
     before, *parts = templates.pieces(messages, 0, encoder.tokenizer, row)
     _check_spoken(parts, messages, "messages")
-    (opening,) = yield [Text(before)]
-    ids, loss_mask = yield from _turns_steps(before, parts, messages, encoder, row)
+    opening, ids, loss_mask = yield from _turns_steps(before, parts, messages, encoder, row)
     return opening + ids, [False] * len(opening) + loss_mask
 
 
@@ -208,16 +205,18 @@ def _check_spoken(parts: Sequence[str], messages: Any, name: str) -> None:
 
 def _turns_steps(
     before: str, parts: Sequence[str], messages: Any, encoder: Encoder, row: Mapping[str, Any] | None
-) -> Steps[Line]:
-    """Encode pieces behind the text `before` that each begin with a turn of the assistant: its tokens up to the one that
-    ends it are trained on, what follows is not. Generation ends there, so behind the assistant's last word nothing is
-    left."""
+) -> Steps[tuple[Ids, Ids, LossMask]]:
+    """Return the ids of the text `before`, those of the pieces behind it, and which of these are trained on.
+
+    Each piece begins with a turn of the assistant: its tokens up to the one that ends it are trained on, what follows is not.
+    Generation ends there, so behind the assistant's last word nothing is left.
+    """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-len(parts) :]
     ids: Ids = []
     loss_mask: LossMask = []
-    encoded = yield [Text(part) for part in parts]
+    opening, *encoded = yield [Text(part) for part in (before, *parts)]
     for i, part, found in zip(turns, parts, encoded, strict=True):
-        spoken = next((n + 1 for n, token in enumerate(found) if token in encoder.ends), None)
+        spoken = min((found.index(end) + 1 for end in encoder.ends if end in found), default=None)
         if i + 1 == len(messages):
             found = found[:spoken]
             if _ends_with(part, messages[i].get("content")):
@@ -230,7 +229,7 @@ def _turns_steps(
         ids += found
         loss_mask += [True] * spoken + [False] * (len(found) - spoken)
         before += part
-    return ids, loss_mask
+    return opening, ids, loss_mask
 
 
 def _num_spoken(ids: Ids, said: Ids, alone: str, encoder: Encoder) -> int:
