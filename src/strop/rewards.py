@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from strop._checks import check_timeout
+from strop._contained import contained
 from strop.data.formats import column_counts
 from strop.data.inputs import RESERVED
 from strop.distributed import World
@@ -104,6 +105,7 @@ class RewardFunctions:
         for function in self.functions:
             if not callable(function):
                 raise TypeError(f"reward_fn must be a function or several, found {type(function).__name__}")
+            _refuse_async(function, "reward_fn")
         self.weights = [1.0] * len(self.functions) if weights is None else _as_numbers(weights)
         if len(self.weights) != len(self.functions):
             raise ValueError(
@@ -161,6 +163,7 @@ class PreferenceFunction:
     def __init__(self, function: Any, timeout: float | None = None, find_failing: bool = False):
         if not callable(function):
             raise TypeError(f"preference_fn must be a function, found {type(function).__name__}")
+        _refuse_async(function, "preference_fn")
         self.function, self.timeout, self.find_failing = function, check_timeout(timeout), find_failing
         self.name = unique_names([function])[0]
 
@@ -183,6 +186,17 @@ class PreferenceFunction:
                     f"{where(index, rows)}"
                 )
         return [int(value) for value in values]
+
+
+def _refuse_async(function: Any, argument: str) -> None:
+    """Raise for an async function: calling one gives a coroutine and no rewards."""
+    inner = getattr(function, "func", function)  # functools.partial
+    if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__):
+        name = unique_names([function])[0]
+        raise TypeError(
+            f"{argument} must be a plain function, found the async function {name}: async ones are not supported yet; "
+            f"a plain one may await others by asyncio.run(…)"
+        )
 
 
 # ---- calling ----
@@ -304,7 +318,8 @@ def _call(function: Any, given: Arguments, timeout: float | None) -> Any:
     def work() -> Any:
         return function(*by_position, **by_name)
 
-    return work() if timeout is None else time_limit(work, timeout)
+    with contained():
+        return work() if timeout is None else time_limit(work, timeout)
 
 
 def _first_failing(

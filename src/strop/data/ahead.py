@@ -18,6 +18,7 @@ class PreparedAhead(Sequence[Any]):
     """A dataset's rows as an algorithm's `prepare` returns them, each prepared when it is asked for or shortly before.
 
     columns       of all rows together: a row that lacks one has None there, whichever rows share a batch
+    digest        of the rows before they are prepared, once it is known
     with_thread   rows named by `take` are prepared in a thread; off where a tokenizer may not be used by two threads
     """
 
@@ -25,11 +26,10 @@ class PreparedAhead(Sequence[Any]):
         self, rows: Sequence[Any], prepare: Prepare, name: str, columns: Sequence[str] = (), with_thread: bool = False
     ):
         self.rows, self.prepare, self.name = rows, prepare, name
+        self.digest: str | None = None
         self.columns, self.with_thread = dict.fromkeys(columns), with_thread
         self._threads: ThreadPoolExecutor | None = None
-        self._ahead: dict[
-            int, tuple[Future[Sequence[Any]], int]
-        ] = {}  # of row i: the part it is in, and its place there
+        self._ahead: dict[int, tuple[Future[Sequence[Any]], int]] = {}  # row i: the part it is in, its place there
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -15,14 +15,17 @@ Other columns stay: reward functions get them by name.
 import difflib
 import glob
 import importlib
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop import _hub
 from strop._checks import check_choice, is_conversation
 from strop.data.ahead import Prepare, PreparedAhead
+from strop.data.digest import digest_rows
 from strop.data.files import SUFFIXES, datasets_package, one_line, read_file
 from strop.data.streams import RowFacts, Streamed, is_jsonl, read_files
 
@@ -44,7 +47,12 @@ CONTENT = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 
 
 class Prepared(list[Any]):
-    """Rows that went through an algorithm's `prepare` already."""
+    """Rows that went through an algorithm's `prepare` already.
+
+    digest   of the rows as they were before; None for a part of them
+    """
+
+    digest: str | None = None
 
 
 def prepared(
@@ -70,12 +78,16 @@ def prepared(
     rows = (load_rows if (name_of(dataset) and not any_format) or (check is None and not any_format) else read_rows)(
         dataset
     )
+    found: Prepared | PreparedAhead
     if isinstance(rows, Streamed) and rows.on_disk:
-        return PreparedAhead(rows, prepare, name, with_thread=with_thread)
-    if check is None or len(rows) <= MOST_AT_ONCE:
-        return Prepared(prepare(rows, name))
-    check(rows, name)
-    return PreparedAhead(rows, prepare, name, column_counts(rows), with_thread)
+        found = PreparedAhead(rows, prepare, name, with_thread=with_thread)
+    elif check is None or len(rows) <= MOST_AT_ONCE:
+        found = Prepared(prepare(rows, name))
+    else:
+        check(rows, name)
+        found = PreparedAhead(rows, prepare, name, column_counts(rows), with_thread)
+    found.digest = digest_rows(rows)
+    return found
 
 
 def load_rows(
@@ -218,10 +230,15 @@ def _unknown_source(name: str, known: Sequence[str]) -> str:
 
 def _read_hub(name: str, split: str) -> Any:
     place, _, config = name.partition(":")
+    package = datasets_package()
     try:
-        return datasets_package().load_dataset(place, config or None, split=split)
+        with _hub.asking(place, "dataset"):
+            return package.load_dataset(place, config or None, split=split)
     except Exception as error:  # of many kinds: no network, no such id, no such split
-        raise ValueError(f"no file, folder or task is called {name!r}, and datasets cannot load it: {error}") from error
+        notes = "; ".join(["", *getattr(error, "__notes__", ())])
+        raise ValueError(
+            f"no file, folder or task is called {name!r}, and datasets cannot load it: {error}{notes}"
+        ) from error
 
 
 def _is_dataset(source: Any) -> bool:
@@ -279,12 +296,25 @@ def _listed(formats: Any) -> str:
 
 
 def as_text(content: Any) -> str:
-    """Text as it is; messages with their roles; ids as numbers."""
+    """Return text as it is, messages with their roles and tool calls, ids as numbers."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and content and isinstance(content[0], dict):
-        return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in content)
+        return "\n".join(_message_text(message) for message in content)
     return " ".join(map(str, content)) if isinstance(content, list) else str(content)
+
+
+def _message_text(message: dict[str, Any]) -> str:
+    content, calls = message.get("content", ""), message.get("tool_calls")
+    if not calls:
+        return f"{message.get('role', '?')}: {content}"
+    called = json.dumps(calls, ensure_ascii=False, default=str)
+    return f"{message.get('role', '?')}: {content or ''} {called}".replace("  ", " ")
+
+
+def printable(text: str) -> str:
+    """Return text as it may stand on a terminal: what would steer it is shown by its number."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str = "", what: str = "") -> str:

@@ -115,10 +115,10 @@ def unpaired_rows(dataset: Any) -> Any:
         return {**others, "completion": row[name], "label": name == "chosen"}
 
     place = rows.place if isinstance(rows, Streamed) else None
-    on_disk = isinstance(rows, Streamed) and rows.on_disk
     return Streamed(
-        2 * len(rows), get, on_disk=on_disk,
+        2 * len(rows), get, on_disk=isinstance(rows, Streamed) and rows.on_disk,
         place=None if place is None else lambda i: f"{('chosen', 'rejected')[i % 2]}, {place(i // 2)}",
+        files=rows.files if isinstance(rows, Streamed) else (),
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ class Streamed(Sequence[Any]):
 
     on_disk   a row is checked when it is read, not before the first step
     place     says where row i stands, such as "line 8", for errors
+    files     what they are read from, where it is files
     facts     what a pass over all rows found; None before one
     """
 
@@ -45,8 +46,9 @@ class Streamed(Sequence[Any]):
         *,
         on_disk: bool = True,
         place: Callable[[int], str] | None = None,
+        files: Sequence[str] = (),
     ):
-        self.num_rows, self.get, self.on_disk, self.place = num_rows, get, on_disk, place
+        self.num_rows, self.get, self.on_disk, self.place, self.files = num_rows, get, on_disk, place, files
         self.facts: RowFacts | None = None
 
     def __len__(self) -> int:
@@ -62,6 +64,7 @@ class Streamed(Sequence[Any]):
             lambda i: self.get(part[i]),
             on_disk=self.on_disk,
             place=None if place is None else lambda i: place(part[i]),
+            files=self.files,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -73,7 +76,8 @@ class Streamed(Sequence[Any]):
 
     def mapped(self, change: Callable[[Any, int], Any]) -> "Streamed":
         """Return the same rows, changed as they are read."""
-        return Streamed(self.num_rows, lambda i: change(self.get(i), i), on_disk=self.on_disk, place=self.place)
+        known = {"on_disk": self.on_disk, "place": self.place, "files": self.files}
+        return Streamed(self.num_rows, lambda i: change(self.get(i), i), **known)  # type: ignore[arg-type]
 
 
 def read_lines(path: str | os.PathLike[str], *, on_disk: bool) -> Streamed:
@@ -113,8 +117,8 @@ def read_lines(path: str | os.PathLike[str], *, on_disk: bool) -> Streamed:
         return f"line {num_before + 1}"
 
     if on_disk:
-        return Streamed(len(begins), from_disk)
-    return Streamed(len(begins), from_memory, on_disk=False, place=line_of)
+        return Streamed(len(begins), from_disk, files=[str(path)])
+    return Streamed(len(begins), from_memory, on_disk=False, place=line_of, files=[str(path)])
 
 
 def read_files(paths: Sequence[str | os.PathLike[str]], *, on_disk: bool) -> Streamed:
@@ -141,7 +145,7 @@ def read_files(paths: Sequence[str | os.PathLike[str]], *, on_disk: bool) -> Str
         name = parts[k].place
         return f"{paths[k]}, {name(row) if name else f'row {row}'}"
 
-    return Streamed(total, get, on_disk=on_disk, place=None if on_disk else place)
+    return Streamed(total, get, on_disk=on_disk, place=None if on_disk else place, files=[str(path) for path in paths])
 
 
 def is_jsonl(path: str | os.PathLike[str]) -> bool:

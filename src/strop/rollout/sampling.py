@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from strop._tensors import widest
 from strop.config import Sampling
 
 
@@ -69,9 +70,9 @@ def draw(logits_NV: torch.Tensor, uniforms_N: torch.Tensor, sampling: Sampling) 
     if sampling.greedy:
         tokens_N = logits_NV.argmax(-1)
     else:
-        cdf_NV = logps_NV.exp().cumsum(-1, dtype=torch.float64)
+        cdf_NV = logps_NV.exp().cumsum(-1, dtype=widest(logps_NV.device))
         # u·total < total, so the count ends before the last token that has any mass
-        tokens_N = torch.searchsorted(cdf_NV, (uniforms_N.double() * cdf_NV[:, -1])[:, None], right=True)[:, 0]
+        tokens_N = torch.searchsorted(cdf_NV, (uniforms_N.to(cdf_NV.dtype) * cdf_NV[:, -1])[:, None], right=True)[:, 0]
     return tokens_N, logps_NV.gather(-1, tokens_N[:, None])[:, 0]
 
 
