@@ -14,7 +14,7 @@ import strop
 SOURCE = Path(strop.__file__).parent
 # A room may import what stands before it in this list, also inside functions. Rooms in one row know nothing of each other.
 HOUSE = [
-    ["_contained", "_native", "_checks", "_trl", "checksums", "peers"],
+    ["_contained", "_native", "_checks", "_hub", "_install", "_trl", "checksums", "peers"],
     ["_compiled", "_named"],
     ["_tensors", "config", "distributed"],
     ["primitives"],
@@ -58,8 +58,8 @@ LAYERS = {
     "strop.algorithms.dpo": ["torch"],
     "strop.models": ["torch"],
     "strop.rollout": ["torch"],
-    "strop.rollout.server": ["torch"],
-    "strop.rollout.serving": ["torch"],
+    "strop.rollout.client": ["torch"],
+    "strop.rollout.openai_server": ["torch"],
     "strop.rewards": ["torch"],
     "strop.algorithms.grpo": ["torch"],
     "strop.training.checkpoint": ["torch"],

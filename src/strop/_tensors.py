@@ -27,6 +27,16 @@ def in_float(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """Return the dtype for sums: float64, or float32 on a device that has none (Apple's)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in the dtype for sums."""
+    return tensor.to(widest(tensor.device))
+
+
 def in_dtype(dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
     """Without gradient, in the dtype of the policy's log-probs: float64 beside float32 would make the loss float64."""
     return tuple(None if tensor is None else tensor.detach().to(dtype) for tensor in tensors)

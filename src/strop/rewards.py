@@ -104,6 +104,7 @@ class RewardFunctions:
         for function in self.functions:
             if not callable(function):
                 raise TypeError(f"reward_fn must be a function or several, found {type(function).__name__}")
+            _refuse_async(function, "reward_fn")
         self.weights = [1.0] * len(self.functions) if weights is None else _as_numbers(weights)
         if len(self.weights) != len(self.functions):
             raise ValueError(
@@ -161,6 +162,7 @@ class PreferenceFunction:
     def __init__(self, function: Any, timeout: float | None = None, find_failing: bool = False):
         if not callable(function):
             raise TypeError(f"preference_fn must be a function, found {type(function).__name__}")
+        _refuse_async(function, "preference_fn")
         self.function, self.timeout, self.find_failing = function, check_timeout(timeout), find_failing
         self.name = unique_names([function])[0]
 
@@ -183,6 +185,17 @@ class PreferenceFunction:
                     f"{where(index, rows)}"
                 )
         return [int(value) for value in values]
+
+
+def _refuse_async(function: Any, argument: str) -> None:
+    """Raise for an async function: calling one gives a coroutine and no rewards."""
+    inner = getattr(function, "func", function)  # functools.partial
+    if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__):
+        name = unique_names([function])[0]
+        raise TypeError(
+            f"{argument} must be a plain function, found the async function {name}: async ones are not supported yet; "
+            f"a plain one may await others by asyncio.run(…)"
+        )
 
 
 # ---- calling ----

@@ -12,7 +12,7 @@ from strop.algorithms.grpo import GRPO, Experience, GRPOConfig
 from strop.losses import PolicyRule, group_advantages
 from strop.rewards import RewardError
 from strop.rollout import Rollout, Sampling
-from strop.rollout.server import ServerConfig
+from strop.rollout.client import ServerConfig
 
 PROMPTS = [[1, 2, 3], [4], [7, 8, 9, 10, 11], [12, 13]]
 
@@ -589,8 +589,9 @@ def test_field_names_are_pinned():
     ]  # fmt: skip
     assert names[ServerConfig] == [
         "rollout_server", "sync", "sync_folder", "sync_tolerance", "max_staleness", "server_requests", "server_timeout",
+        "server_start_timeout",
     ]  # fmt: skip
-    assert names[Sampling] == ["max_new_tokens", "temperature", "top_k", "top_p", "stop_ids"]
+    assert names[Sampling] == ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_ids"]
 
 
 def test_config_round_trips():

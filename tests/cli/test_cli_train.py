@@ -631,7 +631,7 @@ def test_mistakes_are_one_line(strop, arguments, code, says):
     ("device", "says"),
     [
         ("cuda", "device must be cpu: torch finds no CUDA device here, found 'cuda'"),
-        ("gpu", "device must be cpu, cuda or cuda:N, found 'gpu'"),
+        ("gpu", "device must be cpu, cuda, cuda:N, mps or xpu, found 'gpu'"),
     ],
 )
 def test_a_device_that_is_not_there_is_one_line(strop, monkeypatch, device, says):

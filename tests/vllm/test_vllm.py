@@ -19,8 +19,8 @@ from strop.data.batch import TokenBatch
 from strop.environments import Environment, Player, Turn
 from strop.models import as_policy
 from strop.rollout import Sampler, Sampling, generate, sampling_logps
+from strop.rollout.client import Server, ServerConfig, ServerError
 from strop.rollout.sampler import Served
-from strop.rollout.server import Server, ServerConfig, ServerError
 
 PROMPTS = [[5, 6, 7], [8, 9], [10] * 20, [11], list(range(5, 45))]
 GREEDY = Sampling(max_new_tokens=24, temperature=0.0)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from strop._tensors import on_host
+from strop._tensors import on_host, widened
 from strop.config import DistillConfig
 from strop.config.on_policy import BETAS
 from strop.config.sampling import is_address
@@ -124,7 +124,7 @@ class Distill(Trainer):
         num_tokens, sums = sum(line.num_loss_tokens for line in lines), []
         for part in self.eval_batches(lines, [len(line) for line in lines]):
             with self.autocast():
-                sums.append(self._distance(part, num_tokens).divergences_n.double().sum())
+                sums.append(widened(self._distance(part, num_tokens).divergences_n).sum())
         return {"distill/divergence": Mean(sum(on_host(sums)), num_tokens), **self._completions(lines)}
 
     def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -144,7 +144,7 @@ class Distill(Trainer):
         parts = self.micro_batches(lines, lengths)
         update = self.update(functools.partial(self._distance, part, num_tokens) for part in parts)
         self.count_tokens(sum(lengths))
-        totals = [part.divergences_n.double().sum() for part in update.parts]
+        totals = [widened(part.divergences_n).sum() for part in update.parts]
         metrics = {"distill/divergence": Mean(torch.stack(totals).sum(), here)} if totals else {}
         metrics |= {"distill/on_policy_fraction": Mean(num_own, len(lines))}
         return update | metrics | self._completions(lines)

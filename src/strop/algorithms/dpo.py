@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from strop._tensors import on_host
+from strop._tensors import on_host, widened
 from strop.config import DPOConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.formats import check_rows
@@ -178,8 +178,8 @@ def _metrics(results: Sequence[PreferenceLoss]) -> dict[str, Any]:
     """Means over all pairs of the micro-batches, on the device."""
     if not results:
         return {}
-    chosen_B = torch.cat([result.chosen_rewards for result in results]).double()
-    rejected_B = torch.cat([result.rejected_rewards for result in results]).double()
+    chosen_B = widened(torch.cat([result.chosen_rewards for result in results]))
+    rejected_B = widened(torch.cat([result.rejected_rewards for result in results]))
     found = {
         "preference/accuracy": chosen_B > rejected_B,
         "preference/margin": chosen_B - rejected_B,

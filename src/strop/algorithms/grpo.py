@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from strop import _trl
+from strop._tensors import widened
 from strop.config import GRPOConfig
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.inputs import Prompt, as_prompts, prompts_of_dataset, repeated, reward_rows
@@ -113,7 +114,7 @@ Parts = Sequence[tuple[dict[str, torch.Tensor], int]]
 def _means(parts: Parts, names: Sequence[str]) -> list[Mean]:
     if not names:
         return []
-    sums: Any = sum(torch.stack([values[name] for name in names]).double() * weight for values, weight in parts)
+    sums: Any = sum(widened(torch.stack([values[name] for name in names])) * weight for values, weight in parts)
     return [Mean(one, sum(weight for _, weight in parts)) for one in sums.unbind()]
 
 
@@ -388,7 +389,7 @@ class GRPO(Trainer):
             for part, result in zip(parts, updates[-1].parts, strict=True):
                 meter.add(result.metrics, experience.num_tokens(part), first=number == 0)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        drawn_N = joined(experience.rollout.logps).double()
+        drawn_N = widened(joined(experience.rollout.logps))
         metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn_N.sum().item(), len(drawn_N))}
         if isinstance(routers, Routers):
             counts_2: Any = torch.stack(routers.counts).sum(0) if routers.counts else (0, 0)
@@ -458,11 +459,11 @@ class GRPO(Trainer):
         ratios_N, num_tokens = (trained_N - sampled_N).exp(), len(trained_N)
         if not num_tokens:
             return {}
-        found: dict[str, Any] = {"mismatch_kl": Mean(kl_estimate(sampled_N, trained_N).double().sum(), num_tokens)}
+        found: dict[str, Any] = {"mismatch_kl": Mean(widened(kl_estimate(sampled_N, trained_N)).sum(), num_tokens)}
         found["mismatch_ratio_max"] = Largest(ratios_N.max())
         if experience.weights is not None:
             weights_N = torch.cat(experience.weights)
-            found["importance/mean"] = Mean(weights_N.double().sum(), num_tokens)
+            found["importance/mean"] = Mean(widened(weights_N).sum(), num_tokens)
             found["importance/capped_fraction"] = Mean((weights_N != ratios_N).sum(), num_tokens)
         return found
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from strop._tensors import on_host
+from strop._tensors import on_host, widened, widest
 from strop.config import KTOConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.formats import check_rows
@@ -46,7 +46,9 @@ class KTO(Trainer):
 
     def setup(self, ref_model: Any) -> None:
         self.reference = self.policy.reference(ref_model)
-        self._seen = torch.zeros(2, dtype=torch.float64, device=self.policy.device)  # bco: sum and number of rewards
+        self._seen = torch.zeros(
+            2, dtype=widest(self.policy.device), device=self.policy.device
+        )  # bco: sum and number of rewards
 
     def train_step(self, prompt: Any, completion: Any, label: Any, *, prompt_mask: Any = None) -> dict[str, float]:
         """One training step on B completions with labels.
@@ -120,7 +122,7 @@ class KTO(Trainer):
             return rule.beta * (self.world.summed(ratios_B.sum()) / len(examples)).clamp(min=0)
         if rule.loss_type == "bco":
             if learns:
-                rewards_B = rule.beta * (self._scored(batches, self.policy) - refs_B).double()
+                rewards_B = widened(rule.beta * (self._scored(batches, self.policy) - refs_B))
                 self._seen += self.world.summed(torch.stack([rewards_B.sum(), torch.ones_like(rewards_B).sum()]))
             return (self._seen[0] / self._seen[1].clamp(min=1)).to(refs_B.dtype)
         return refs_B.new_zeros(())
@@ -195,6 +197,6 @@ def _metrics(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], s
     """Means over the completions of each label, on the device; one that no completion has is left out."""
     if not parts:
         return {"rewards/shift": shift}
-    rewards_B, labels_B = torch.cat([part[1] for part in parts]).double(), torch.cat([part[2] for part in parts])
+    rewards_B, labels_B = widened(torch.cat([part[1] for part in parts])), torch.cat([part[2] for part in parts])
     found: list[Any] = [(rewards_B.masked_fill(~these, 0.0).sum(), these.sum()) for these in (labels_B, ~labels_B)]
     return {"rewards/chosen": Mean(*found[0]), "rewards/rejected": Mean(*found[1]), "rewards/shift": shift}

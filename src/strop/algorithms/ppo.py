@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from strop._tensors import widened
 from strop.algorithms.grpo import GRPO, Experience, Scores
 from strop.algorithms.reward_model import ModelReward
 from strop.config import PPOConfig
@@ -173,7 +174,7 @@ class PPO(GRPO):
         num_completions = len(experience.counted)
         num_updates = self.config.inner_epochs * -(-num_completions // (self.config.minibatch_size or num_completions))
         losses = self._value_losses or [torch.zeros(())]
-        return metrics | {"value/loss": Sum(torch.stack(losses).double().sum() / num_updates)}
+        return metrics | {"value/loss": Sum(widened(torch.stack(losses)).sum() / num_updates)}
 
     def _value_metrics(self, experience: Valued) -> dict[str, float]:
         """Before the updates: the mean value, and the share of the returns' variance that the values explain."""
@@ -245,4 +246,4 @@ def _padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """[B, T] float64 on the host."""
     if not rows:  # a process without completions
         return torch.zeros(0, 0, dtype=torch.float64)
-    return pad_sequence([row.detach().double().cpu() for row in rows], batch_first=True)
+    return pad_sequence([row.detach().cpu().double() for row in rows], batch_first=True)

@@ -22,6 +22,7 @@ from rich.text import Text
 
 import strop
 from strop import tasks
+from strop._install import missing
 from strop.callbacks import Callback
 from strop.cli.options import number_option
 
@@ -86,7 +87,7 @@ def _check_torch() -> None:
     try:
         import torch  # noqa: F401
     except ImportError:
-        raise ImportError('strop demo needs torch: pip install "strop[train]"') from None
+        raise missing("strop demo", "torch", "train") from None
 
 
 def check_folder(folder: Path) -> None:

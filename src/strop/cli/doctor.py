@@ -21,8 +21,15 @@ OPTIONAL = {
     "transformers": "models and tokenizers",
     "peft": "LoRA",
     "datasets": "Hugging Face data sets",
+    "gguf": "models in GGUF files, such as smollm2",
+    "tensorboard": "--log tensorboard",
+    "trackio": "--log trackio",
+    "wandb": "--log wandb",
     "scipy": "benchmarks",
     "matplotlib": "plots",
+}
+UNASKED = {  # listed where they are installed
+    "bitsandbytes": "not used: quantised weights are not supported",
     "rlox": "a peer in the benchmarks",
 }
 
@@ -83,11 +90,17 @@ def python_tool() -> Finding:
 
 def packages(deep: bool) -> Iterator[Finding]:
     """Installed or not; `deep`: whether each can be imported, which takes many seconds. torch is, for the operators."""
-    for name, purpose in OPTIONAL.items():
+    for name, purpose in {**OPTIONAL, **UNASKED}.items():
+        if name == "triton" and _is_cpu_build():
+            continue
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield Finding(name, "absent", f"not installed; needed for: {purpose}")
+            if name in OPTIONAL:
+                yield Finding(name, "absent", f"not installed; needed for: {purpose}")
+            continue
+        if name in UNASKED:
+            yield Finding(name, "ok", f"{version}; {purpose}")
             continue
         try:
             if deep or name == "torch":
@@ -98,16 +111,30 @@ def packages(deep: bool) -> Iterator[Finding]:
         yield Finding(name, "ok", version)
 
 
+def _is_cpu_build() -> bool:
+    """Whether torch is there and built for no GPU that Triton compiles for."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.version.cuda is None and torch.version.hip is None
+
+
 def operators() -> Iterator[Finding]:
     try:
         import torch
 
+        from strop.models.loading import num_devices
         from strop.ops import registry
     except ImportError:
         yield Finding("operators", "absent", "they need torch")
         return
+    other = next((kind for kind in ("mps", "xpu") if num_devices(kind)), None)
     if torch.cuda.is_available():
         yield Finding("gpu", "ok", f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
+    elif other is not None:
+        told = "torch's own operators, none of strop's kernels; strop is not tested on it"
+        yield Finding("gpu", "ok", f"--device {other}: {told}")
     else:
         built = (
             f"torch is built for CUDA {torch.version.cuda}, but sees no device"

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from strop._install import missing
 from strop.config import IN_TEXT, hints_of, options_in, parse_number, part_of
 
 PANELS = {
@@ -196,7 +197,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         import yaml
     except ImportError:
-        raise ImportError('config files need PyYAML: pip install "strop[train]"') from None
+        raise missing("a config file", "PyYAML", "train") from None
 
     class Loader(yaml.SafeLoader):
         def construct_object(self, node: Any, deep: bool = False) -> Any:

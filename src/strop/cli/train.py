@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from strop import config as configs
+from strop._install import missing
 from strop.cli.job import (
     JOB_FIELDS,
     JobConfig,
@@ -71,7 +72,7 @@ def algorithm_class(command: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise
-        raise ImportError(f'training needs {error.name}: pip install "strop[train]"') from None
+        raise missing("training", error.name, "train") from None
 
 
 # ---- options ----

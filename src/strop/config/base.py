@@ -198,7 +198,11 @@ def _with(config: Any, tree: Mapping[str, Any], prefix: str) -> Any:
         elif isinstance(value, part) or (value is None and _allows_none(type(config), name)):
             values[name] = value
         else:
-            raise TypeError(f"{prefix}{name} must be a {part.__name__} or a dict, found {type(value).__name__}")
+            first, given = options_in(part)[0].name, prefix + name
+            raise TypeError(
+                f"{given} must be a {part.__name__} or a dict such as {{{first!r}: {getattr(part(), first)!r}}}, "
+                f"found {value!r:.60}"
+            )
     return dataclasses.replace(config, **values)
 
 

@@ -105,6 +105,11 @@ class GRPOConfig(TrainerConfig):
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
 
+    def without_effect(self) -> list[str]:
+        idle = self.importance_mode != type(self).importance_mode and self.importance_cap is None
+        told = ["importance_mode has no effect: it is for importance_cap, found None"] if idle else []
+        return told + super().without_effect()
+
     @functools.cached_property
     def rule(self) -> PolicyRule:
         """The loss with what the rest of the config says of it."""
@@ -238,6 +243,10 @@ class DistillConfig(TrainerConfig):
                 "divergence must not be 'sampled' unless all completions are drawn from the student's whole distribution: "
                 "on_policy 1, temperature above 0, no top_k or top_p"
             )
+
+    def without_effect(self) -> list[str]:
+        idle = self.beta != type(self).beta and self.divergence != "jsd"
+        return [f"beta has no effect: it is for divergence='jsd', found {self.divergence!r}"] if idle else []
 
     @property
     def from_dataset(self) -> bool:

@@ -129,3 +129,8 @@ class TrainerConfig(Config):
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
     lora: LoRAConfig | None = None
+
+    def without_effect(self) -> list[str]:
+        """Return a sentence for each option that is set and has no effect beside the others; a trainer warns of them."""
+        rule = getattr(self, "loss", None)
+        return rule.without_effect() if hasattr(rule, "without_effect") else []

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop._install import missing
+
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
@@ -132,7 +134,7 @@ def datasets_package() -> Any:
     try:
         import datasets
     except ImportError:
-        raise ImportError('this source needs the datasets package: pip install "strop[train]"') from None
+        raise missing("this source", "the package datasets", "train") from None
     return datasets
 
 

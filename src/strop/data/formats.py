@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop import _hub
 from strop._checks import check_choice, is_conversation
 from strop.data.digest import digest_rows
 from strop.data.files import SUFFIXES, datasets_package, one_line, read_file
@@ -195,10 +196,15 @@ def _unknown_source(name: str, known: Sequence[str]) -> str:
 
 def _read_hub(name: str, split: str) -> Any:
     place, _, config = name.partition(":")
+    package = datasets_package()
     try:
-        return datasets_package().load_dataset(place, config or None, split=split)
+        with _hub.asking(place, "dataset"):
+            return package.load_dataset(place, config or None, split=split)
     except Exception as error:  # of many kinds: no network, no such id, no such split
-        raise ValueError(f"no file, folder or task is called {name!r}, and datasets cannot load it: {error}") from error
+        notes = "; ".join(["", *getattr(error, "__notes__", ())])
+        raise ValueError(
+            f"no file, folder or task is called {name!r}, and datasets cannot load it: {error}{notes}"
+        ) from error
 
 
 def _is_dataset(source: Any) -> bool:

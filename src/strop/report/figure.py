@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from strop._install import missing
 from strop.report.curves import smooth, smoothing_window
 from strop.report.metrics import SECOND_TO, Metric, describe
 from strop.report.runs import Run
@@ -32,7 +33,7 @@ def draw(
     try:
         import matplotlib
     except ImportError:
-        raise ImportError('a figure needs matplotlib: pip install "strop[bench]"') from None
+        raise missing("a figure", "matplotlib", "bench") from None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -473,7 +473,7 @@ class Engine:
                 compile_long_prompts(self, rows, round_)
 
     def _graphs_of(self, sampling: Sampling) -> dict[Any, Any]:
-        rule = (sampling.temperature, sampling.top_k, sampling.top_p)
+        rule = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         graphs = self._graphs.pop(rule, {})
         self._graphs[rule] = graphs  # the latest used is the last
         for old in list(self._graphs)[:-MAX_SAMPLINGS]:

@@ -20,6 +20,8 @@ def complete(
     eos_ids: tuple[int, ...],
     kept: Kept | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    if sampling.min_p:
+        raise ValueError(f"min_p must be 0 for strop's MoE, found {sampling.min_p:g}")
     model = unwrapped(policy.model)
     model._check_sharing()  # what training wrote must be what the engine reads
     rows, cache = [prompt.numpy() for prompt in prompts], None

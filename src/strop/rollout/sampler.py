@@ -20,8 +20,8 @@ from strop.distributed import ALONE, World
 from strop.models import Policy, unwrapped
 from strop.models.kinds import is_peft
 from strop.rollout import Rollout, Sampler, Sampling, checked_prompts
+from strop.rollout.client import Pending, Server, ServerConfig, ServerError, Weights
 from strop.rollout.kept import Kept
-from strop.rollout.server import Pending, Server, ServerConfig, ServerError, Weights
 
 PROBE_LENGTH = 64
 

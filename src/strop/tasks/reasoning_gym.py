@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from strop._checks import as_count, check_choice
+from strop._install import missing
 from strop.tasks.base import DEFAULT_ROWS, SPLITS, split_of
 
 ROUNDS = 50  # of drawing, each of at least as many problems as are wanted
@@ -33,7 +34,9 @@ class ReasoningGym:
         self._scorer = self._make(0, 1)
 
     def rows(self, split: str = "train", limit: int | None = None, *, seed: int = 0) -> list[dict[str, Any]]:
-        """`limit` different problems (None: 1000): {"prompt", "answer", "completion", "entry"}, entry for the reward.
+        """Return `limit` different problems: {"prompt", "answer", "completion", "entry"}, entry for the reward.
+
+        limit   None: 1000, or all that are found where there are fewer
 
         A problem belongs to the split its text hashes to: train and test never meet, whatever the seeds.
         """
@@ -47,7 +50,9 @@ class ReasoningGym:
                     found.setdefault(entry["question"], entry)
                 if len(found) == wanted:
                     return [_row(e) for e in found.values()]
-        raise ValueError(f"limit must be at most {len(found)} for {split} of {self.name}, found {wanted}")
+        if limit is not None or not found:
+            raise ValueError(f"limit must be at most {len(found)} for {split} of {self.name}, found {wanted}")
+        return [_row(e) for e in found.values()]
 
     def reward(self, completions: Sequence[str], entry: Sequence[dict[str, Any]]) -> list[float]:
         if len(completions) != len(entry):
@@ -67,5 +72,5 @@ def _package() -> tuple[Any, list[str]]:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise ImportError('this task needs the package reasoning-gym: pip install "strop[reasoning-gym]"') from None
+        raise missing("this task", "reasoning-gym", "reasoning-gym") from None
     return reasoning_gym, list(DATASETS)

@@ -14,6 +14,7 @@ import enum
 import importlib.util
 import json
 import math
+import sys
 import tempfile
 import threading
 import warnings
@@ -23,9 +24,11 @@ from typing import Any
 
 import torch
 
+from strop._install import missing
 from strop.distributed import class_of
 from strop.models import base_model, unwrapped
 from strop.models.kinds import is_classifier
+from strop.models.loading import ACCELERATORS, num_devices, without_bars
 from strop.training.checkpoint_header import CheckpointError, check_same, is_whole, shown
 
 Tensors = dict[str, torch.Tensor]
@@ -97,7 +100,7 @@ def model_from(about: dict[str, Any], weights: Tensors, path: Any, argument: str
     if about["kind"] == "moe":
         return _moe_from(about, weights, path, argument)
     if "adapters" in about and importlib.util.find_spec("peft") is None:
-        raise ImportError('the checkpoint has adapters of peft: pip install "strop[train]"')
+        raise missing("the checkpoint, which has adapters,", "peft", "train")
     with _explained(about, path, argument), torch.random.fork_rng():
         with torch.device("meta"), at_most_parameters(2 * len(weights) + 16, path, argument):
             _check_sizes(_with_adapters(_hugging_face_from(about), about, lora), weights, path, argument)
@@ -182,7 +185,8 @@ def write_model(model: torch.nn.Module, folder: Path, *, is_copy: bool = False, 
         # of a copy: merging and taking apart again would change the weights in their last bits
         inner = (inner if is_copy else copy.deepcopy(inner)).merge_and_unload()
     if hasattr(inner, "save_pretrained"):
-        inner.save_pretrained(folder)
+        with without_bars() if "transformers" in sys.modules else contextlib.nullcontext():
+            inner.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)  # peft's, to be filled in; a run writes one that is (`card`)
         return
     from safetensors.torch import save_model
@@ -254,14 +258,15 @@ def _check_config(config: Any) -> None:
 
 
 def _moved(model: Any, device: str, path: Any) -> Any:
-    """To the GPU it was on, where there is one."""
+    """Return the model on the device it was on, or on the first of that kind; on the CPU where there is none."""
     where = torch.device(device)
-    if where.type != "cuda":
+    if where.type not in ACCELERATORS:
         return model
-    if not torch.cuda.is_available():
+    count = num_devices(where.type)
+    if not count:
         warnings.warn(f"{path} was written on {device:.20}, which is not here: going on on the CPU", stacklevel=4)
         return model
-    return model.to(where if (where.index or 0) < torch.cuda.device_count() else "cuda")
+    return model.to(where if (where.index or 0) < count else where.type)
 
 
 # ---- adapters ----

@@ -13,13 +13,17 @@ import inspect
 import os
 import random
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 
+from strop import _trl
 from strop._contained import contained
+from strop._install import missing
+from strop._tensors import widened
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import prepared
@@ -60,7 +64,7 @@ class Trainer:
     model       a causal LM of transformers (also with peft adapters), strop's MoE, a module that returns logits, or a name
                 as `strop.models.load_model` takes it
     ref_model   the frozen reference; a copy of the model (or the base below its adapters) if not given
-    device      "cpu", "cuda", "cuda:1"; None loads a name onto CUDA where there is one, and leaves a module where it is
+    device      "cpu", "cuda", "cuda:1", "mps", "xpu"; None loads a name onto CUDA where there is one, and leaves a module where it is
     config      the algorithm's Config; **options change single fields of it, flat: learning_rate=1e-4
     logger      one logger or several
     callbacks   one object of strop.callbacks or several
@@ -86,6 +90,8 @@ class Trainer:
     ):
         self.name = type(self).__name__
         self.config = self._make_config(config, options)
+        for idle in self.config.without_effect():
+            warnings.warn(idle, stacklevel=3)
         check_tokenizer(tokenizer)
         self.world = world()
         if self.world.size > 1:
@@ -192,7 +198,7 @@ class Trainer:
                     self.phases.wanted_norm, unfit = grad_norm, unfit / (grad_norm != 0)  # x/0 is not finite
                 self.optimizer.found_inf = self.phases.note_unfit(unfit)  # type: ignore[attr-defined]
             else:
-                loss_and_norm = torch.stack([value.double() for value in update.values()])
+                loss_and_norm = torch.stack([widened(value) for value in update.values()])
                 update.update(zip(update, loss_and_norm.tolist(), strict=True))
                 if not all(abs(value) < float("inf") for value in update.values()):
                     raise not_finite(update, self.state.step)
@@ -300,6 +306,7 @@ class Trainer:
         overwrite: bool = False,
         allow_changes: bool = False,
         progress: bool | None = None,
+        **unknown: Any,
     ) -> History:
         """Train on a dataset: a list of dicts, a `datasets.Dataset`, or a file or name as `load_rows` takes them.
 
@@ -315,6 +322,8 @@ class Trainer:
         progress                True shows a progress bar and tables of samples, False nothing; None shows them on a
                                 terminal, and elsewhere a line now and then
         """
+        for name in unknown:
+            raise TypeError(self._not_of_train(name))
         if resume and overwrite:
             raise ValueError("overwrite must be False with resume=True: one goes on with a run, the other removes it")
         if isinstance(dataset, (str, Path)):
@@ -356,6 +365,9 @@ class Trainer:
     def from_checkpoint(cls, path: str | Path, model: Any = None, ref_model: Any = None, **arguments: Any) -> Self:
         """The trainer as it was saved. Plain modules and functions (reward_fn, logger, …) have to be passed in again."""
         saved = checkpoint.load(path, cls)
+        if "env_id" in arguments:
+            del arguments["env_id"]
+            warnings.warn("env_id has no effect: a trainer has no environment registry", stacklevel=2)
         trainer = cls(**(arguments | saved.rebuilt(model, ref_model, arguments.get("tokenizer"))))
         saved.put(trainer)
         return trainer
@@ -372,7 +384,7 @@ class Trainer:
         try:
             from huggingface_hub import HfApi
         except ImportError:
-            raise ImportError('push_to_hub needs huggingface_hub: pip install "strop[train]"') from None
+            raise missing("push_to_hub", "huggingface_hub", "train") from None
         api = HfApi()
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         with tempfile.TemporaryDirectory() as made:
@@ -451,6 +463,20 @@ class Trainer:
             if option not in known and "." not in option:
                 raise ValueError(unknown_option(option, [*known, *arguments], f" of {self.name}", self.Config))
         return (config if config is not None else self.Config()).changed(options)
+
+    def _not_of_train(self, name: str) -> str:
+        """Return the message for an argument that train() does not have."""
+        arguments = inspect.signature(Trainer.__init__).parameters
+        if name in arguments or name in option_names(self.Config):
+            return f"train has no argument {name!r}; it is one of {self.name}: {self.name}(model=…, {name}=…)"
+        hint = _trl.hint(name, self.name)
+        return f"train has no argument {name!r}" + (f"; {hint}" if hint else "")
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise the error for an attribute that is not there, with a hint where it is one of TRL's trainers."""
+        if name in _trl.METHODS:
+            raise AttributeError(f"{type(self).__name__} has no {name}; {_trl.METHODS[name]}")
+        return object.__getattribute__(self, name)  # raises again, also what a property of this name raised
 
     def _shard(self) -> None:
         if not self.world.launched:
