@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import copy
-import functools
 import json
 import signal
 import socket
@@ -111,8 +110,7 @@ def change(model, by=0.02):
 
 def alone(model, prompts, sampling):
     """By this process's engine, a prompt at a time, as the servers do: a product over more rows may sum in another order."""
-    each = [generate(as_policy(model), [prompt], sampling) for prompt in prompts]
-    return functools.reduce(Rollout.joined, each)
+    return Rollout([line for prompt in prompts for line in generate(as_policy(model), [prompt], sampling)])
 
 
 def check_same(rollout, other):
@@ -130,8 +128,8 @@ def test_greedy_is_the_engines(start):
     running = start(model)
     rollout = served(model, running)(PROMPTS, GREEDY, 2, 0)
     local = alone(model, PROMPTS, GREEDY)
-    check_same(rollout.select(range(0, 10, 2)), local)
-    check_same(rollout.select(range(1, 10, 2)), local)
+    check_same(Rollout(rollout[::2]), local)
+    check_same(Rollout(rollout[1::2]), local)
     assert set(local.finish_reasons) == {"eos", "length"}
     assert [p.tolist() for p in rollout.prompt_ids] == [p for p in PROMPTS for _ in range(2)]
     assert rollout.engine == f"server {running.url}"
@@ -146,7 +144,7 @@ def test_draws_do_not_depend_on_how_requests_are_spread(start):
     servers = [start(model) for _ in range(3)]
     one = served(model, servers[0], server_requests=1)(PROMPTS, WARM, 4, 7)
     check_same(served(model, *servers, server_requests=2)(PROMPTS, WARM, 4, 7), one)
-    check_same(served(model, servers[1])(PROMPTS[:2], WARM, 4, 7), one.select(range(8)))
+    check_same(served(model, servers[1])(PROMPTS[:2], WARM, 4, 7), Rollout(one[:8]))
     other = served(model, servers[0])(PROMPTS, WARM, 4, 8)
     assert [c.tolist() for c in other.completion_ids] != [c.tolist() for c in one.completion_ids]
     assert len({tuple(c.tolist()) for c in one.completion_ids[:4]}) > 1
@@ -155,7 +153,7 @@ def test_draws_do_not_depend_on_how_requests_are_spread(start):
     # and are drawn by the engine from each prompt's own seed
     seed = next(b["seed"] for b in servers[0].bodies if b.get("prompt") == PROMPTS[0] and b["n"] == 4)
     local = generate(as_policy(model), PROMPTS[:1], WARM, num_samples=4, seed=seed)
-    check_same(one.select(range(4)), local)
+    check_same(Rollout(one[:4]), local)
 
 
 def test_no_more_requests_than_allowed(start):
@@ -618,7 +616,7 @@ def test_an_environments_turns_are_requests_of_their_own(start):
     assert [ids.tolist() for ids in by_server.completion_ids] == [ids.tolist() for ids in here.completion_ids]
     for logps, wanted in zip(by_server.logps, here.logps, strict=True):  # in batches of other sizes
         torch.testing.assert_close(logps, wanted, rtol=0, atol=1e-5)
-    assert max(len(episode.spans) for episode in here.episodes) == 2
+    assert max(len(line.turns) for line in here) == 2
 
 
 # ---- one step ahead ----
@@ -641,15 +639,15 @@ ROWS = [{"prompt": [4 + i, 3]} for i in range(5)]
 def test_one_step_ahead_samples_with_the_weights_before(start):
     grpo, running = stale_run(start, GRPO, group_size=4, kl_coef=0.0, importance_cap=2.0)
     seen = []
-    kept = grpo._step
+    kept = grpo.step
 
     def step(prompts):
-        seen.append(([p.ids.tolist() for p in prompts], copy.deepcopy(grpo.model).state_dict()))
+        seen.append(([p.ids_T.tolist() for p in prompts], copy.deepcopy(grpo.model).state_dict()))
         return kept(prompts)
 
-    grpo._step = step
+    grpo.step = step
     rollouts = []
-    grpo._score = lambda rollout, score=grpo._score: (rollouts.append(rollout), score(rollout))[1]
+    grpo.score = lambda lines, score=grpo.score: (rollouts.append(Rollout(lines)), score(lines))[1]
     history = grpo.train(ROWS)
     mismatch = [step["mismatch_kl"] for step in history.steps]
     assert mismatch[0] < 1e-9  # the first batch is drawn when it is needed
@@ -667,7 +665,7 @@ def check_logps(rollout, policy, sampling):
     from strop.data.batch import TokenBatch
 
     with torch.no_grad():
-        wanted = policy.logps(TokenBatch.of(rollout.trajectories), temperature=sampling.temperature)
+        wanted = policy.logps(TokenBatch.of(rollout), temperature=sampling.temperature)
     torch.testing.assert_close(torch.cat(rollout.logps), wanted, rtol=0, atol=1e-5)
 
 

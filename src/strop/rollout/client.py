@@ -32,6 +32,7 @@ NEEDS = {  # what a server must be started with to have these
 }
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # a server that answers so may answer better in a while
 PROBE = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "seed": 0, "prompt_logprobs": 0}
+Completion = tuple[torch.Tensor, torch.Tensor]  # ids and log-probs
 SIGMAS = 8  # two sets of weights are told apart where their log-probs differ by so many standard errors of a server's
 
 
@@ -210,7 +211,7 @@ class Server:
                 "frequency_penalty": 0.0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}  # fmt: skip
         return self.post("/v1/completions", told | asked)
 
-    def completions(self, asked: dict[str, Any], policy: Policy) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def completions(self, asked: dict[str, Any], policy: Policy) -> list[Completion]:
         """Ids and log-probs of each completion; an answer that cannot be one is an error."""
         choices = self._choices(self.complete(asked), asked["n"])
         return [self._checked(choice, asked, policy) for choice in choices]
@@ -221,7 +222,7 @@ class Server:
             raise ServerError(f"{self.url} must give {num} choices, found {_shown(answer)}")
         return sorted(choices, key=lambda choice: choice["index"])
 
-    def _checked(self, choice: Any, asked: dict[str, Any], policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+    def _checked(self, choice: Any, asked: dict[str, Any], policy: Policy) -> Completion:
         def wrong(wanted: str, found: Any) -> ServerError:
             return ServerError(f"{self.url} must give {wanted}, found {_shown(found)}")
 
@@ -306,7 +307,7 @@ class Pending:
     def __init__(self, servers: list[Server], weights: Weights, requests: list[dict[str, Any]], policy: Policy):
         self._servers, self._requests, self._weights, self._policy = servers, requests, weights, policy
         self._todo = collections.deque(range(len(requests)))
-        self._found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._found: dict[int, list[Completion]] = {}
         self._failures: dict[str, str] = {}
         self._error: BaseException | None = None
         self._turn = threading.Condition()
@@ -317,7 +318,7 @@ class Pending:
         for server in jobs:
             threading.Thread(target=self._work, args=(server,), daemon=True).start()
 
-    def result(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def result(self) -> list[Completion]:
         """Ids and log-probs of all completions, in the order of the requests. Waits."""
         _waiting.append(self)
         try:

@@ -24,8 +24,8 @@ import torch
 from strop._checks import check_count
 from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy
-from strop.rollout import ENGINES, KEEPING, checked_prompts
-from strop.rollout.kept import Kept
+from strop.rollout import ENGINES, CACHING, checked_prompts
+from strop.rollout.cached_rows import CachedRows
 from strop.rollout.sampling import Sampling, row_bits, sampling_logps, uniforms_from
 
 FIRST_PIECE, LONGEST_PIECE = 4, 16  # tokens of a row's first piece where the caller streams, and of later ones at most
@@ -153,7 +153,7 @@ class SamplingQueue:
         self._waiting: list[Ticket] = []
         self._active: list[QueueRow] = []
         self._calls: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = collections.deque()
-        self._kept: dict[Hashable, Kept] = {}
+        self._cached: dict[Hashable, CachedRows] = {}
         self._longest_piece = LONGEST_PIECE
         self._num_rows = 0
         self._closed = False
@@ -224,7 +224,7 @@ class SamplingQueue:
             _fail(future, RuntimeError("the sampling queue was closed"))
 
     def _call(self, function: Callable[[], Any], future: concurrent.futures.Future[Any]) -> None:
-        self._kept.clear()
+        self._cached.clear()
         try:
             future.set_result(function())
         except Exception as error:
@@ -252,12 +252,12 @@ class SamplingQueue:
         if not rows:
             return
         for row in rows:
-            if (kept := self._kept.get(row.ticket.request.rule)) is not None:
-                kept.rows.pop(row.number, None)
+            if (cached := self._cached.get(row.ticket.request.rule)) is not None:
+                cached.rows.pop(row.number, None)
         gone = {row.number for row in rows}
         self._active = [row for row in self._active if row.number not in gone]
         rules = {row.ticket.request.rule for row in self._active}
-        self._kept = {rule: kept for rule, kept in self._kept.items() if rule in rules}
+        self._cached = {rule: cached for rule, cached in self._cached.items() if rule in rules}
 
     def _take_turn(self) -> None:
         """Draw a piece for the rows whose turn it is: those with the rule of the row that has waited longest."""
@@ -287,7 +287,7 @@ class SamplingQueue:
     def _draw(self, rows: list[QueueRow]) -> list[QueueRow]:
         """Draw a piece for each of the rows, which have one rule; return those that ended."""
         request = rows[0].ticket.request
-        kept = self._kept.setdefault(request.rule, Kept())
+        cached = self._cached.setdefault(request.rule, CachedRows())
         with (
             self._use_model(request.model) as policy,
             torch.inference_mode(False),
@@ -303,12 +303,12 @@ class SamplingQueue:
             )
             bits_B = np.array([row.ticket.row_bits_B[row.sample] for row in rows])
             first_B = np.array([len(row.completion.ids) for row in rows])
-            keeps = policy.kind in KEEPING
-            further = {"kept": kept.of([row.number for row in rows])} if keeps else {}
+            keeps = policy.kind in CACHING
+            further = {"cached": cached.of([row.number for row in rows])} if keeps else {}
             sampling = replace(request.sampling, max_new_tokens=num_tokens)
             uniforms_BT = uniforms_from(bits_B, first_B, num_tokens)
             ids_B, logps_B = ENGINES[policy.kind](policy, prompts, sampling, 1, uniforms_BT, eos_ids, **further)
-            if not keeps or rows[0].number not in kept.rows:
+            if not keeps or rows[0].number not in cached.rows:
                 self._longest_piece = LONGEST_PIECE_READ_AGAIN
             ended = []
             for row, ids, logps in zip(rows, ids_B, logps_B, strict=True):
