@@ -105,6 +105,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github
 
 # The first three beside one another: each leaves a core idle for part of its time.
 check: $(INSTALLED)

@@ -14,8 +14,8 @@ import strop
 SOURCE = Path(strop.__file__).parent
 # A room may import what stands before it in this list, also inside functions. Rooms in one row know nothing of each other.
 HOUSE = [
-    ["_native", "_checks", "_hub", "_install", "_named", "_trl", "checksums", "peers"],
-    ["_compiled"],
+    ["_contained", "_native", "_checks", "_hub", "_install", "_trl", "checksums", "peers"],
+    ["_compiled", "_named"],
     ["_tensors", "config", "distributed"],
     ["primitives"],
     ["moe", "losses", "tasks"],

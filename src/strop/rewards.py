@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from strop._checks import check_timeout
+from strop._contained import contained
 from strop.data.inputs import RESERVED
 from strop.distributed import World
 
@@ -318,7 +319,8 @@ def _call(function: Any, given: Arguments, timeout: float | None) -> Any:
     def work() -> Any:
         return function(*by_position, **by_name)
 
-    return work() if timeout is None else time_limit(work, timeout)
+    with contained():
+        return work() if timeout is None else time_limit(work, timeout)
 
 
 def _first_failing(

@@ -149,6 +149,7 @@ class GRPO(Trainer):
         if reward_fn is not None:
             self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
         self.player = player(self, environment, tools)
+        self.environments = [one for one in (environment, *(tools or ())) if one is not None]
         if self.player is not None:
             if config.replay_routing:
                 raise ValueError("replay_routing must be False with an environment or tools, found True")
@@ -380,12 +381,11 @@ class GRPO(Trainer):
             routers.counts.clear()
         for number, indices in enumerate(self._minibatches(len(experience.counted))):
             parts, num_tokens = self._parts(experience, indices), sum(experience.counted[i] for i in indices)
-            updates.append(
-                self.update(
-                    functools.partial(self.loss_on, experience, part, num_tokens=num_tokens, num_sequences=len(indices))
-                    for part in parts
-                )
+            losses = (
+                functools.partial(self.loss_on, experience, part, num_tokens=num_tokens, num_sequences=len(indices))
+                for part in parts
             )
+            updates.append(self.update(losses, has_signal=number == 0 and self._has_signal(experience, parts)))
             for part, result in zip(parts, updates[-1].parts, strict=True):
                 meter.add(result.metrics, experience.num_tokens(part), first=number == 0)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
@@ -395,6 +395,14 @@ class GRPO(Trainer):
             counts_2: Any = torch.stack(routers.counts).sum(0) if routers.counts else (0, 0)
             metrics["routing/changed_fraction"] = Mean(*counts_2)
         return metrics | self._mismatch(experience, meter)
+
+    def _has_signal(self, experience: Experience, parts: Sequence[Sequence[int]]) -> bool:
+        """Return whether the first update on these must have a gradient: an advantage counts, and no ratio is clipped."""
+        fresh = self.config.recomputes or not self.config.server.max_staleness
+        indices = [i for part in parts for i in part]
+        tokens = experience.per_token
+        advantages = experience.advantages_B[indices] if tokens is None else joined([tokens[i] for i in indices])
+        return self.world.any(fresh and experience.weights is None and bool(advantages.any()))
 
     def _parts(self, experience: Experience, indices: list[int]) -> list[list[int]]:
         """Micro-batches of those of these completions that are this process's and count."""

@@ -49,6 +49,7 @@ class OnlineDPO(DPO):
         self.preference: PreferenceFunction | None = None
         self.rewards: Any = None
         self.player = player(self, environment, tools)
+        self.environments = [one for one in (environment, *(tools or ())) if one is not None]
         self.any_format = self.player is not None
         if self.player is not None and config.turns.credit != "trajectory":
             warnings.warn("credit has no effect: a pair is of whole trajectories", stacklevel=2)

@@ -223,10 +223,10 @@ class PPO(GRPO):
         loss = result.loss + config.value_coef * value_loss
         return PolicyLoss(loss, result.policy_loss, result.kl, lambda: result.metrics)
 
-    def update(self, losses: Any) -> Update:
+    def update(self, losses: Any, **options: Any) -> Update:
         """The policy's, and then the critic's, whose gradients the same backward made."""
         self.critic_optimizer.zero_grad(set_to_none=True)
-        update = super().update(losses)
+        update = super().update(losses, **options)
         with self.phase("update"):
             optimizer, limit = self.critic_optimizer, self.config.optim.max_grad_norm or float("inf")
             params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -12,6 +12,7 @@ import typer
 
 import strop
 from strop import _trl, peers
+from strop._contained import ExitError, exit_message
 from strop.cli import bench, data, demo, doctor, eval, generate, init, report, serve, train
 
 app = typer.Typer(
@@ -58,7 +59,10 @@ def _escaped(error: UnicodeError) -> tuple[bytes, int]:
 
 
 def _show(error: Exception) -> None:
-    print(peers.told(error).replace("resume=True", "--resume"), file=sys.stderr)
+    print(
+        peers.told(error).replace("resume=True", "--resume").replace("allow_changes=True", "--allow-changes"),
+        file=sys.stderr,
+    )
 
 
 def _show_usage_error(error: Any) -> None:
@@ -96,7 +100,7 @@ def main() -> None:
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _join_others(debug)
-        sys.exit(app(args=arguments, prog_name="strop", standalone_mode=False))
+        code = _called(arguments)
     except KeyboardInterrupt:
         peers.tell(lambda: print("strop: interrupted", file=sys.stderr))
         sys.exit(130)
@@ -106,6 +110,15 @@ def main() -> None:
             raise
         peers.tell(functools.partial(_show_usage_error if is_usage else _show, error))
         sys.exit(error.exit_code if is_usage else 1)  # type: ignore[attr-defined]
+    sys.exit(code)
+
+
+def _called(arguments: list[str]) -> int | None:
+    """Return the command's exit code. Code of the user's that ends the program does not end it in silence."""
+    try:
+        return app(args=arguments, prog_name="strop", standalone_mode=False)
+    except SystemExit as error:
+        raise ExitError(exit_message(error)) from error
 
 
 def _join_others(debug: bool) -> None:

@@ -38,7 +38,7 @@ LENGTH = 5  # digits to sort
 NUM_TRAIN, NUM_LOOKED_AT, NUM_TEST, NUM_SHOWN = 10_000, 250, 500, 6
 MEDIOCRE = 0.4  # of training problems solved: where the supervised stage ends
 SAMPLES = 8  # for best-of-n
-# Options of SFT and GRPO, found by trying; what was tried is in docs/log.md.
+# Options of SFT and GRPO, found by trying; what was tried is in docs/log/2026.md.
 SFT_OPTIONS: dict[str, Any] = {"batch_size": 64, "learning_rate": 1e-3, "warmup_steps": 20, "betas": (0.9, 0.95)}
 GRPO_OPTIONS: dict[str, Any] = {
     "batch_size": 64, "group_size": 8, "learning_rate": 5e-4, "warmup_steps": 10, "schedule": "linear", "betas": (0.9, 0.99),

@@ -50,6 +50,7 @@ def findings(deep: bool = False) -> Iterator[Finding]:
     for problem in _compiled.environment_problems:
         yield Finding("environment", "broken", problem)
     yield from packages(deep)
+    yield python_tool()
     yield from operators()
 
 
@@ -74,6 +75,17 @@ def _self_check() -> str | None:
         "k3 KL": (strop.compute_batch_token_kl_schulman(p, q), kl._sums_numpy(kl._schulman_terms, p, q, None)),
     }
     return next((name for name, (a, b) in pairs.items() if not np.allclose(a, b, rtol=1e-12)), None)
+
+
+def python_tool() -> Finding:
+    """What the kernel does not protect when `python_tool` runs a program."""
+    try:
+        from strop.environments import sandbox
+    except ImportError:
+        return Finding("Python tool", "absent", "environments need torch")
+    lacking = sandbox.unprotected()
+    told = f"protected less on this machine: {lacking}" if lacking else "the kernel limits files, processes and network"
+    return Finding("Python tool", "absent" if lacking else "ok", told)
 
 
 def packages(deep: bool) -> Iterator[Finding]:

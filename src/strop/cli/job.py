@@ -43,6 +43,7 @@ class JobConfig(Config):
     output           the run folder; without it runs/ALGORITHM-TIME
     resume           continue the run in output
     overwrite        remove the run in output first
+    allow_changes    with resume: go on although reward files, environment, chat template or rows have changed
     log              also log to tensorboard, trackio or wandb
     best             keep the checkpoint of the best value of this metric, such as eval/loss, as checkpoints/best.safetensors
     patience         with best: stop after so many evaluations in a row without a better value; 0 is off
@@ -76,6 +77,7 @@ class JobConfig(Config):
     output: str | None = None
     resume: bool = False
     overwrite: bool = False
+    allow_changes: bool = False
     log: str | tuple[str, ...] | None = None
     best: str | None = None
     patience: int = 0

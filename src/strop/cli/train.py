@@ -1,6 +1,7 @@
 """`strop train sft|dpo|kto|reward|grpo|ppo|distill|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
 import importlib
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -152,19 +153,21 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
 
     quiet = quiet or not world().is_first
     output = world().from_first(lambda: _output(command, job))
+    writes_to = Path(os.path.abspath(output))  # a function of the user's may change the directory
     trainer, rows, eval_rows = build(command, job, config)
     if job.overwrite:
         rows = trainer.prepared(rows)  # first: data with a mistake in it cost no run
-        world().from_first(lambda: remove_run(output))
-    trainer.loggers = _loggers(job, config, output, quiet) if world().is_first else []
-    trainer.callbacks = _callbacks(job, output, eval_rows)
+        world().from_first(lambda: remove_run(writes_to))
+    trainer.loggers = _loggers(job, config, writes_to, quiet) if world().is_first else []
+    trainer.callbacks = _callbacks(job, writes_to, eval_rows)
     trainer.run.about = {"job": told(job)}
     if not quiet:
         print(f"{command}: {len(rows):,} rows, {_size(trainer)}; run folder {output}", file=sys.stderr)
     try:
         history = trainer.train(
-            rows, eval_dataset=eval_rows, output_dir=output, resume=job.resume, progress=False if quiet else None
-        )
+            rows, eval_dataset=eval_rows, output_dir=writes_to, resume=job.resume, allow_changes=job.allow_changes,
+            progress=False if quiet else None,
+        )  # fmt: skip
     finally:
         for logger in trainer.loggers:
             logger.close()
@@ -173,16 +176,18 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
             print("the same command with --resume goes on from there", file=sys.stderr)
         raise typer.Exit(128 + (history.signal or 2))
     if not quiet:
-        _tell(history, output)
+        _tell(history, output, writes_to)
     if world().is_first:
         print(output)
         if job.push_to_hub is not None:
-            _push(trainer, job.push_to_hub, _model_of(output))
+            _push(trainer, job.push_to_hub, _model_of(writes_to), output / _model_of(writes_to).relative_to(writes_to))
     return output
 
 
 def _output(command: str, job: JobConfig) -> Path:
-    """The run folder, which may be there if it is resumed or removed."""
+    """Return the run folder, which may be there if it is resumed or removed; an error if nothing can be written there."""
+    from strop.training.folder import check_usable
+
     output = Path(job.output or f"runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}")
     if job.resume and job.output is None:
         raise ValueError("--resume needs --output, the folder of the run to go on with")
@@ -194,6 +199,7 @@ def _output(command: str, job: JobConfig) -> Path:
         raise ValueError(
             f"{output} holds a run already: --resume goes on with it, --overwrite removes it, --output names another folder"
         )
+    check_usable(output)  # before a model is loaded
     return output
 
 
@@ -332,7 +338,7 @@ def _size(trainer: Any) -> str:
     return f"{class_of(trainer.module).__name__} of {count:,} parameters{share}{processes}"
 
 
-def _tell(history: Any, output: Path) -> None:
+def _tell(history: Any, output: Path, place: Path) -> None:
     """The first and the last of what was measured, and how to look at it."""
     evaluations = [e for e in history.evaluations if len(e) > 1]
     if evaluations:
@@ -341,16 +347,17 @@ def _tell(history: Any, output: Path) -> None:
             print(f"{name}: {first.get(name, float('nan')):.4g} → {last[name]:.4g}", file=sys.stderr)
     if history.stop_reason:
         print(f"stopped: {history.stop_reason}", file=sys.stderr)
-    print(f"model: {_model_of(output)}\nlook at it: strop report {output}", file=sys.stderr)
+    print(f"model: {output / _model_of(place).relative_to(place)}\nlook at it: strop report {output}", file=sys.stderr)
 
 
-def _push(trainer: Any, repo_id: str, folder: Path) -> None:
+def _push(trainer: Any, repo_id: str, folder: Path, shown: Path) -> None:
+    """Upload a folder; `shown` is how errors name it."""
     try:
         address = trainer.push_to_hub(repo_id, folder=folder)
     except Exception as error:  # of many kinds: no network, no login, no right to the name
         raise RuntimeError(
-            f"the run is complete and its model is in {folder}, but {repo_id} could not be uploaded: "
-            f"{' '.join(str(error).split()):.200}. To try again: hf upload {repo_id} {folder}"
+            f"the run is complete and its model is in {shown}, but {repo_id} could not be uploaded: "
+            f"{' '.join(str(error).split()):.200}. To try again: hf upload {repo_id} {shown}"
         ) from error
     print(f"pushed to {address}", file=sys.stderr)
 

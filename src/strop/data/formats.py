@@ -15,6 +15,7 @@ Other columns stay: reward functions get them by name.
 import difflib
 import glob
 import importlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 from strop import _hub
 from strop._checks import check_choice, is_conversation
+from strop.data.digest import digest_rows
 from strop.data.files import SUFFIXES, datasets_package, one_line, read_file
 from strop.data.streams import PreparedStream, Streamed, is_jsonl, stream_files
 
@@ -40,7 +42,12 @@ CONTENT = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 
 
 class Prepared(list[Any]):
-    """Rows that went through an algorithm's `prepare` already."""
+    """Rows that went through an algorithm's `prepare` already.
+
+    digest   of the rows as they were before; None for a part of them
+    """
+
+    digest: str | None = None
 
 
 def prepared(
@@ -52,7 +59,10 @@ def prepared(
     if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
         raise ValueError(f"{name} must have rows, found none")
     rows = (read_rows if any_format else load_rows)(dataset)
-    return PreparedStream.of(rows, prepare, name) if isinstance(rows, Streamed) else Prepared(prepare(rows, name))
+    found: Prepared | PreparedStream
+    found = PreparedStream.of(rows, prepare, name) if isinstance(rows, Streamed) else Prepared(prepare(rows, name))
+    found.digest = digest_rows(rows)
+    return found
 
 
 def load_rows(
@@ -252,12 +262,25 @@ def _listed(formats: Any) -> str:
 
 
 def as_text(content: Any) -> str:
-    """Text as it is; messages with their roles; ids as numbers."""
+    """Return text as it is, messages with their roles and tool calls, ids as numbers."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and content and isinstance(content[0], dict):
-        return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in content)
+        return "\n".join(_message_text(message) for message in content)
     return " ".join(map(str, content)) if isinstance(content, list) else str(content)
+
+
+def _message_text(message: dict[str, Any]) -> str:
+    content, calls = message.get("content", ""), message.get("tool_calls")
+    if not calls:
+        return f"{message.get('role', '?')}: {content}"
+    called = json.dumps(calls, ensure_ascii=False, default=str)
+    return f"{message.get('role', '?')}: {content or ''} {called}".replace("  ", " ")
+
+
+def printable(text: str) -> str:
+    """Return text as it may stand on a terminal: what would steer it is shown by its number."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str = "", what: str = "") -> str:

@@ -14,21 +14,31 @@ from strop.data.files import jsonl_row
 
 
 class Streamed(Sequence[Any]):
-    """So many rows, each made when it is asked for and then forgotten."""
+    """So many rows, each made when it is asked for and then forgotten.
 
-    def __init__(self, num_rows: int, get: Callable[[int], Any]):
-        self.num_rows, self.get = num_rows, get
+    files    what they are read from, where it is files
+    digest   of the rows before they were prepared, once it is known
+    """
+
+    digest: str | None = None
+
+    def __init__(self, num_rows: int, get: Callable[[int], Any], files: Sequence[str] = ()):
+        self.num_rows, self.get, self.files = num_rows, get, files
 
     def __len__(self) -> int:
         return self.num_rows
 
     def __getitem__(self, index: Any) -> Any:
         part = range(self.num_rows)[index]
-        return type(self)(len(part), lambda i: self.get(part[i])) if isinstance(part, range) else self.get(part)
+        return (
+            type(self)(len(part), lambda i: self.get(part[i]), self.files)
+            if isinstance(part, range)
+            else self.get(part)
+        )
 
     def mapped(self, change: Callable[[Any, int], Any]) -> "Streamed":
         """The same rows, changed as they are read."""
-        return Streamed(self.num_rows, lambda i: change(self.get(i), i))
+        return Streamed(self.num_rows, lambda i: change(self.get(i), i), self.files)
 
 
 class PreparedStream(Streamed):
@@ -65,7 +75,7 @@ def stream_jsonl(path: str | os.PathLike[str]) -> Streamed:
             file.seek(begins[i])
             return jsonl_row(file.readline(), f"{path}, row {i}")
 
-    return Streamed(len(begins), get)
+    return Streamed(len(begins), get, [str(path)])
 
 
 def stream_files(paths: Sequence[str | os.PathLike[str]]) -> Streamed:
@@ -80,7 +90,7 @@ def stream_files(paths: Sequence[str | os.PathLike[str]]) -> Streamed:
         k = next(k for k, end in enumerate(ends) if i < end)
         return parts[k][i - ends[k] + len(parts[k])]
 
-    return parts[0] if len(parts) == 1 else Streamed(total, get)
+    return parts[0] if len(parts) == 1 else Streamed(total, get, [str(path) for path in paths])
 
 
 def is_jsonl(path: str | os.PathLike[str]) -> bool:

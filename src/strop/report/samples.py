@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 from strop.data.formats import as_text
 from strop.report.curves import short
-from strop.report.runs import Run, is_number
+from strop.report.lines import is_number
+from strop.report.runs import Run
+from strop.report.sampled import MAX_SAMPLES
 from strop.report.svg import escape
 
-FEW_SAMPLES, MAX_SAMPLES, MAX_STEPS, MAX_SHOWN, MAX_LINES, MAX_KEPT = 4, 6, 40, 700, 12, 20_000
+FEW_SAMPLES, MAX_SHOWN, MAX_LINES, MAX_KEPT = 4, 700, 12, 20_000
 
 
 class Side(NamedTuple):
@@ -47,13 +49,10 @@ def of_run(run: Run) -> tuple[str, str]:
 
 def by_step(run: Run) -> str:
     """Every sampled step, one shown at a time, in the order asked for; without the page's script all of them."""
-    steps = list(dict.fromkeys(sample.get("step") for sample in run.samples))
-    if len(steps) > MAX_STEPS:
-        steps = [steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
+    steps = run.sampled_steps
     parts = []
     for step in steps:
-        chosen = [sample for sample in run.samples if sample.get("step") == step]
-        cards = "".join(_ranked(sample) for sample in chosen)
+        cards = "".join(_ranked(sample) for sample in run.samples if sample["step"] == step)
         parts.append(f'<div class="of-step" data-step="{escape(step)}">{cards}</div>')
     options = "".join(f'<option value="{escape(step)}">{escape(step)}</option>' for step in steps)
     orders = "".join(f'<option value="{order}">{order}</option>' for order in ("as drawn", "best first", "worst first"))

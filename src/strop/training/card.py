@@ -17,15 +17,17 @@ MOST_BARS = 60
 
 
 def write_card(trainer: "Trainer", about: Mapping[str, Any], run: Path) -> None:
-    """Into every folder of the run that holds a model; `about` is its run.json."""
-    text = _card(trainer, about, run.resolve().name)
+    """Write the card into every folder of the run that holds a model; `about` is its run.json."""
     for listed in (run / "final").rglob(checksums.FILE):  # which `save_pretrained` puts beside a model
+        is_adapter = (listed.parent / "adapter_config.json").exists()
+        text = _card(trainer, about, run.resolve().name, is_adapter)
         (listed.parent / "README.md").write_text(text, encoding="utf-8", errors="replace")
 
 
-def _card(trainer: "Trainer", about: Mapping[str, Any], title: str) -> str:
+def _card(trainer: "Trainer", about: Mapping[str, Any], title: str, is_adapter: bool) -> str:
     history, name = trainer.history, about["model"].get("name") or ""
-    head = ["library_name: transformers", f"tags: [strop, {trainer.name.lower()}]"]
+    tags = ["strop", trainer.name.lower(), *(["lora"] if is_adapter else [])]
+    head = [f"library_name: {'peft' if is_adapter else 'transformers'}", f"tags: [{', '.join(tags)}]"]
     if "/" in name and not Path(name).exists():  # a name of the Hub
         head.append(f"base_model: {json.dumps(name)}")
     lines = ["---", *head, "---", "", f"# {title}", "", _made_of(trainer, about), ""]

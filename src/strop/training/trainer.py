@@ -10,6 +10,7 @@ An algorithm says how rows become a batch and which loss that has:
 
 import contextlib
 import inspect
+import os
 import random
 import tempfile
 import warnings
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import torch
 
 from strop import _trl
+from strop._contained import contained
 from strop._install import missing
 from strop._tensors import widened
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
@@ -28,7 +30,7 @@ from strop.data.formats import prepared
 from strop.data.inputs import check_tokenizer
 from strop.distributed import world
 from strop.models import Policy, as_policy, load_model, one_thread, unwrapped
-from strop.models.prepare import prepared_model, warn_of_half_precision
+from strop.models.prepare import check_precision, prepared_model
 from strop.models.scorer import as_scorer
 from strop.training import checkpoint
 from strop.training.callbacks import Callback
@@ -37,7 +39,7 @@ from strop.training.logging import Logger
 from strop.training.memory import LACKS, raise_explained
 from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
 from strop.training.run import Run, checked_callbacks, checked_loggers
-from strop.training.state import History, Phases, TrainState, not_finite, rng_kept, told
+from strop.training.state import History, Phases, TrainState, no_gradient, not_finite, rng_kept, told
 
 if TYPE_CHECKING:
     from strop.moe import MoETransformer
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 LEAN_TOKENS = 4  # times micro_batch_tokens, where a token takes a fraction of the memory: see `models.layers`
 USERS_PHASES = ("reward",)  # functions of the user's run in them, with all of torch's threads
+DROPOUT_PHASES = ("score", "forward")  # in which the model may draw
 
 
 class Update(dict[str, Any]):
@@ -107,17 +110,23 @@ class Trainer:
         self.policy = read_as(prepared_model(given, self.config.run, self.config.lora), tokenizer)
         self.tokenizer = self.policy.tokenizer
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
-        warn_of_half_precision(self.module)
+        check_precision(self.module)
         self.world.make_same(self.module)
         self.run = Run(logger, callbacks, self.world)
         self.phases = Phases(self.policy.device)  # of the present step
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.reference: Any = None
+        self.environments: list[Any] = []  # and tools of the user: a resumed run asks whether they are the same
         self.doing = ""  # besides steps: "evaluating", "saving"
         self.setup(ref_model)
         if self.config.run.shard == "full":
             self._shard()
         self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
+
+    def __repr__(self) -> str:
+        """Return one line for a notebook: the algorithm, the model and the step."""
+        total = f" of {self.state.total_steps:,}" if self.state.total_steps else ""
+        return f"{self.name}({type(self.module).__name__}, step {self.state.step:,}{total})"
 
     # ---- for subclasses ----
 
@@ -148,8 +157,11 @@ class Trainer:
     def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         """Take back what `extra_state` gave."""
 
-    def update(self, losses: Iterable[Callable[[], Any]]) -> Update:
-        """One optimiser step on the sum of the losses, each made by its function just before its backward.
+    def update(self, losses: Iterable[Callable[[], Any]], *, has_signal: bool = False) -> Update:
+        """Do one optimiser step on the sum of the losses, each made by its function just before its backward.
+
+        has_signal   there is something to learn from (an advantage that is not 0), so that a gradient of exactly 0 is an
+                     error: of the model's forward, or of a setting of torch's
 
         A function returns the loss, or a tuple with the loss first, as those of strop.losses do. What is not finite never
         reaches the weights. On a GPU the optimiser is told so there, and the step's end, which waits for the device anyway,
@@ -181,12 +193,17 @@ class Trainer:
                 loss = self.world.summed(loss)
             update = Update(loss=loss, grad_norm=grad_norm)
             if can_skip(self.optimizer):
-                self.optimizer.found_inf = self.phases.note_unfit(loss + grad_norm)  # type: ignore[attr-defined]
+                unfit = loss + grad_norm
+                if has_signal:
+                    self.phases.wanted_norm, unfit = grad_norm, unfit / (grad_norm != 0)  # x/0 is not finite
+                self.optimizer.found_inf = self.phases.note_unfit(unfit)  # type: ignore[attr-defined]
             else:
                 loss_and_norm = torch.stack([widened(value) for value in update.values()])
                 update.update(zip(update, loss_and_norm.tolist(), strict=True))
                 if not all(abs(value) < float("inf") for value in update.values()):
                     raise not_finite(update, self.state.step)
+                if has_signal and not update["grad_norm"]:
+                    raise no_gradient(self.state.step)
             learning_rate = self.set_learning_rate(self.optimizer, self.config.optim)
             self.state.updates += 1  # before it: one that fails halfway has changed weights
             self.optimizer.step()
@@ -200,9 +217,22 @@ class Trainer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the seconds within as the metric time/<name>."""
+        """Count the seconds within as the metric time/<name>. Code of the user's within leaves torch's settings alone."""
         alone = (self.policy.kind == "moe" or self.policy.device.type == "cuda") and name not in USERS_PHASES
-        with self.phases.phase(name), one_thread() if alone else contextlib.nullcontext():
+        with self.phases.phase(name), contained(), one_thread() if alone else contextlib.nullcontext():
+            if self.config.run.dropout and name in DROPOUT_PHASES:
+                with self._own_generator():
+                    yield
+            else:
+                yield
+
+    @contextlib.contextmanager
+    def _own_generator(self) -> Iterator[None]:
+        """Draw dropout from (seed, step, rank, number), whatever the user's functions did to torch's generators."""
+        self.phases.num_draws += 1
+        device = self.policy.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(self.seed_of(self.state.step, "dropout", self.world.rank, self.phases.num_draws))
             yield
 
     def seed_of(self, *parts: Any) -> int:
@@ -274,6 +304,7 @@ class Trainer:
         output_dir: str | Path | None = None,
         resume: bool = False,
         overwrite: bool = False,
+        allow_changes: bool = False,
         progress: bool | None = None,
         **unknown: Any,
     ) -> History:
@@ -286,6 +317,8 @@ class Trainer:
         output_dir              the run folder: metrics, samples, checkpoints, and at the end the model
         resume                  continue from the newest checkpoint in output_dir, or begin if there is none
         overwrite               remove a run that is in output_dir first, and nothing else there
+        allow_changes           with resume=True: go on although reward functions, environment, chat template or rows
+                                have changed since the run began
         progress                True shows a progress bar and tables of samples, False nothing; None shows them on a
                                 terminal, and elsewhere a line now and then
         """
@@ -295,10 +328,15 @@ class Trainer:
             raise ValueError("overwrite must be False with resume=True: one goes on with a run, the other removes it")
         if isinstance(dataset, (str, Path)):
             self.run.about["data"] = str(dataset)
-        if overwrite and output_dir is not None:
+        output = (
+            None if output_dir is None else Path(os.path.abspath(output_dir))
+        )  # a function may change the directory
+        if overwrite and output is not None:
             dataset = self.prepared(dataset)  # first: one with a mistake in it costs no run
-            self.world.from_first(lambda: remove_run(Path(output_dir)))
-        return self.run.train(self, dataset, eval_dataset, num_steps, num_epochs, output_dir, resume, progress)
+            self.world.from_first(lambda: remove_run(output))
+        return self.run.train(
+            self, dataset, eval_dataset, num_steps, num_epochs, output, resume, allow_changes, progress
+        )
 
     def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
         """A dataset's rows, loaded, checked and tokenised: train() and evaluate() take them without doing so again."""
@@ -307,7 +345,7 @@ class Trainer:
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Metrics of a dataset, as eval/<metric>. Changes neither weights nor random numbers."""
         rows = list(self.prepared(dataset, "eval_dataset"))
-        with self._doing("evaluating"), self.policy.evaluating(), torch.no_grad(), rng_kept():
+        with contained(), self._doing("evaluating"), self.policy.evaluating(), torch.no_grad(), rng_kept():
             try:
                 metrics, _ = told(self.evaluate_on(rows), [], self.world)
             except LACKS as error:
