@@ -402,7 +402,8 @@ class GRPO(Trainer):
         indices = [i for part in parts for i in part]
         tokens = experience.per_token
         advantages = experience.advantages_B[indices] if tokens is None else joined([tokens[i] for i in indices])
-        return self.world.any(fresh and experience.weights is None and bool(advantages.any()))
+        own = fresh and experience.weights is None and bool(advantages.any())
+        return own if self.world.size == 1 else self.world.any(own)
 
     def _parts(self, experience: Experience, indices: list[int]) -> list[list[int]]:
         """Micro-batches of those of these completions that are this process's and count."""
