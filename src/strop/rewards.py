@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from strop._checks import check_timeout
+from strop.data.batch import Trajectory
 from strop.data.inputs import RESERVED
 from strop.distributed import World
 
@@ -52,20 +53,32 @@ class RewardError(ValueError):
 
 @dataclass
 class Rewards:
-    """total_B = Σ weight·column; columns by the functions' names. float32."""
+    """Rewards of several completions: total_B = Σ weight·column; columns by the functions' names. float32."""
 
     total_B: torch.Tensor
     columns: dict[str, torch.Tensor]
 
     @classmethod
+    def of(cls, lines: Sequence[Trajectory], names: Sequence[str]) -> "Rewards":
+        """Return the rewards that these trajectories have, by functions with these names."""
+        columns = {name: torch.tensor([line.rewards[name] for line in lines]).float() for name in names}
+        return cls(torch.tensor([line.reward for line in lines]).float(), columns)
+
+    @classmethod
     def joined(cls, parts: Sequence["Rewards"], names: Sequence[str]) -> "Rewards":
-        """One after the other."""
+        """Return the parts one after the other."""
         none = torch.zeros(0)
         columns = {name: torch.cat([none, *(part.columns[name] for part in parts)]) for name in names}
         return cls(torch.cat([none, *(part.total_B for part in parts)]), columns)
 
+    def fill(self, lines: Sequence[Trajectory]) -> None:
+        """Fill `rewards` and `reward` of the trajectories."""
+        columns = {name: column_B.tolist() for name, column_B in self.columns.items()}
+        for i, (line, total) in enumerate(zip(lines, self.total_B.tolist(), strict=True)):
+            line.rewards, line.reward = {name: values[i] for name, values in columns.items()}, total
+
     def over(self, world: World) -> "Rewards":
-        """Those of all processes."""
+        """Return the rewards of all processes."""
         return self if world.size == 1 else Rewards.joined(world.gathered(self), list(self.columns))
 
     @property
@@ -128,7 +141,7 @@ class RewardFunctions:
         for function, called in zip(self.functions, self.names, strict=True):
             check_columns(function, called, ("completions", "completion_ids", *besides), rows, name)
 
-    def __call__(self, rows: Rows, rollout: Any = None) -> Rewards:
+    def __call__(self, rows: Rows, lines: Sequence[Trajectory] = ()) -> Rewards:
         total_B = torch.zeros(len(rows["completions"]), dtype=torch.float64)
         columns = {}
         if not len(total_B):  # a process without prompts asks nobody

@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from strop._checks import check_choice, check_count, check_number, check_timeout
 from strop.config.losses import PolicyRule
@@ -123,7 +123,7 @@ class GRPOConfig(TrainerConfig):
 
 
 def check_exact(config: Any) -> None:
-    """What cannot be exact, whatever the model."""
+    """Raise for options that cannot be exact, whatever the model."""
     run = config.run
     for name, wanted, found in (
         ("rollout_server", None, config.server.rollout_server), ("lora", None, config.lora), ("shard", "none", run.shard),
@@ -179,10 +179,6 @@ class PPOConfig(TrainerConfig):
     server: ServerConfig = field(default_factory=ServerConfig)
     loss: PolicyRule = field(default_factory=lambda: PolicyRule(loss_type="dapo"))
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
-    # what of GRPO's there is not
-    resample_rounds: ClassVar[int] = 0
-    importance_cap: ClassVar[None] = None
-    replay_routing: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

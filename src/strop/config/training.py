@@ -132,5 +132,5 @@ class TrainerConfig(Config):
 
     def without_effect(self) -> list[str]:
         """Return a sentence for each option that is set and has no effect beside the others; a trainer warns of them."""
-        rule = getattr(self, "loss", None)
-        return rule.without_effect() if hasattr(rule, "without_effect") else []
+        check = getattr(getattr(self, "loss", None), "without_effect", None)
+        return [] if check is None else check()

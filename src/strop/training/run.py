@@ -16,6 +16,7 @@ from strop.config import RunConfig
 from strop.data.digest import digest_rows
 from strop.distributed import ALONE, World
 from strop.peers import is_of_peers, raise_if_failed
+from strop.rollout import client
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
 from strop.training.folder import Rescue, RunFolder
 from strop.training.memory import LACKS, raise_explained
@@ -324,6 +325,9 @@ class Interruption:
         raise_if_failed()
         self.signal = number
         self._restore()
+        if client.is_stuck():
+            signal.raise_signal(number)  # no step ends while every rollout server fails
+            return
         if self.is_told:
             print("\nfinishing the step; once more to stop at once", file=sys.stderr)
 
