@@ -350,7 +350,8 @@ class PolicyGradient(OnPolicy):
         """Return whether the first update on these must have a gradient: an advantage counts, and no ratio is clipped."""
         fresh = self.config.recomputes or not self.config.server.max_staleness
         rows = [line.advantages_t for line in lines if line.advantages_t is not None and line.importance_t is None]
-        return self.world.any(fresh and bool(joined(rows).any()))
+        own = fresh and bool(joined(rows).any())
+        return own if self.world.size == 1 else self.world.any(own)
 
     def loss_tokens(self, batch: WholeBatch) -> list[int]:
         """[B] how many tokens of each completion are trained on: none of a truncated one, if those are masked."""
