@@ -54,6 +54,7 @@ class OnPolicy(Trainer):
     """
 
     config: Any
+    formats = ("prompt_only",)
     first_attempt: ClassVar[tuple[int, ...]] = ()  # in the seed of a step's first rollout, behind the step
 
     def __init__(
@@ -102,6 +103,11 @@ class OnPolicy(Trainer):
             batch = as_prompts(prompts, self.policy.tokenizer, padding, mask=prompt_mask, columns=columns)
             batch = self.checked(batch, "prompts")
         return self.run_step(lambda: self.step(batch))
+
+    def check_columns(self, rows: Sequence[Any], name: str) -> None:
+        super().check_columns(rows, name)
+        if judge := self.rewards or self.preference:
+            judge.check(rows, name)
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
         judge = self.rewards or self.preference
