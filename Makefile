@@ -145,6 +145,8 @@ dist: $(INSTALLED)
 	  print(strop.compute_group_advantages([1.0, 0.0]), MoETransformer(MoEConfig()).forward([[1, 2]]).shape)"
 	! build/dist/venv/bin/strop demo --output build/dist/demo 2> build/dist/demo.txt && grep -q 'strop\[train\]' build/dist/demo.txt
 	build/dist/venv/bin/strop doctor
+	! $(BIN)/python -m zipfile --list build/dist/*.whl | grep -q benchmarks/
+	cd build/dist && ! venv/bin/strop bench primitives 2> bench.txt && grep -q 'clone its repository' bench.txt
 
 clean:
 	rm -rf $(VENV) build dist

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks import ROOT
+from benchmarks.harness import load
 from benchmarks.pages import (
     algorithms,
     convergence,
@@ -31,9 +33,7 @@ from benchmarks.pages import (
     step,
 )
 from benchmarks.text import Result
-from strop.bench.harness import load
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/*.md", "docs/**/*.md")
 BLOCK = re.compile(
     r"(<!-- generated: (?P<renderer>\w+) (?P<source>\S+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL

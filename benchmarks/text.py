@@ -1,8 +1,24 @@
-"""How results read: ratios, Markdown tables, and where a number comes from."""
+"""Format results for people: durations, sizes, ratios, Markdown tables, and where a number comes from."""
 
 from typing import Any
 
 Result = dict[str, Any]
+
+
+def duration(nanoseconds: float) -> str:
+    """Return a duration with three digits and its unit, such as 1.25 ms."""
+    for limit, unit in ((1e3, "ns"), (1e6, "µs"), (1e9, "ms")):
+        if nanoseconds < limit:
+            return f"{nanoseconds / limit * 1e3:.3g} {unit}"
+    return f"{nanoseconds / 1e9:.3g} s"
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes with three digits and its unit, such as 3.2 GB."""
+    for limit, unit in ((1e3, "B"), (1e6, "kB"), (1e9, "MB")):
+        if num_bytes < limit:
+            return f"{num_bytes / limit * 1e3:.3g} {unit}"
+    return f"{num_bytes / 1e9:.3g} GB"
 
 
 def times(ratio: dict[str, Any]) -> str:

@@ -220,10 +220,9 @@ def commands():
 def test_commands_have_the_flags_they_are_shown_with(line):
     from typer.main import get_command
 
-    from strop.cli import app, train
+    from strop.cli import app
 
     words = shlex.split(line)[1:]
-    train.define_commands(words)
     command = get_command(app)
     while getattr(command, "commands", None):
         assert words[0] in command.commands, f"no command {words[0]}"

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages.engines import COLOURS
+from benchmarks.suites.convergence import NUM_SYMBOLS, largest_difference
 from benchmarks.text import Result, origin, table
-from strop.bench.suites.convergence import NUM_SYMBOLS, largest_difference
 
 TITLES = {"memorise": "A fixed batch, memorised", "language": "A language, held-out loss"}
 # Wide and pale below, narrow and dark above: all of them show where they lie on each other.

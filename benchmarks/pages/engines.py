@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.text import Result, provenance, table, times
-from strop.bench.text import duration, size
+from benchmarks.text import Result, duration, provenance, size, table, times
 
 AXES = ("memory", "kernels", "dispatch", "parallel", "scale")
 HEADLINES = {  # what the README shows

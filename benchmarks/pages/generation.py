@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from benchmarks.text import Result, provenance, table, times
-from strop.bench.text import duration
+from benchmarks.text import Result, duration, provenance, table, times
 
 
 def generation_table(result: Result) -> str:

@@ -8,10 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import load
 from benchmarks.pages import generation, losses, step
-from benchmarks.text import Result, table, times
-from strop.bench.harness import load
-from strop.bench.text import duration
+from benchmarks.text import Result, duration, table, times
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 RECORDED = json.loads((RESULTS.parent / "recorded.json").read_text(encoding="utf-8"))

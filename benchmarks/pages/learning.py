@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages.step import PHASES
-from benchmarks.text import Result, origin, table
-from strop.bench.text import size
+from benchmarks.text import Result, origin, size, table
 
 Metrics = tuple[tuple[str, str, str], ...]  # a metric, what it is called, how it is written
 

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.text import Result, provenance, table, times
-from strop.bench.harness import ratio
-from strop.bench.text import duration, size
+from benchmarks.harness import ratio
+from benchmarks.text import Result, duration, provenance, size, table, times
 
 OPERATORS = ("logp", "ratio_kl", "grpo_loss", "linear_logp", "linear_grpo_loss", "linear_dpo_loss", "linear_divergence")
 PEERS = ("eager", "torch.compile", "Liger")

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from benchmarks.text import Result, provenance, table
-from strop.bench.text import duration, size
+from benchmarks.text import Result, duration, provenance, size, table
 
 QWEN2_05B = 494e6  # parameters of the measured step
 MODELS = {"7B": 7.6e9, "70B": 70.6e9}

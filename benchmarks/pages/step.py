@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.text import Result, provenance, table, times
-from strop.bench.text import duration, size
+from benchmarks.text import Result, duration, provenance, size, table, times
 
 EXACT = "strop, exact"
 PHASES = ("generate", "reward", "score", "forward", "backward", "update")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+COLDEST = float(np.finfo(np.float32).tiny)  # a temperature below it has no finite inverse in float32
 END_OF_COUNTS = 2**63  # of NumPy's and torch's integers, and of torch's seeds as far as every generator takes them
 
 
@@ -76,6 +77,13 @@ def as_float(value: float) -> float:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
+    if timeout is None:
+        return None
+    check_number(timeout, name, 0, open_low=True)
+    return float(timeout)
 
 
 def check_choice(value: Any, name: str, choices: Iterable[str | None]) -> None:

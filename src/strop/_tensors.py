@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from strop._checks import check_count, check_number
+from strop._checks import COLDEST, check_count, check_number
 
-COLDEST = torch.finfo(torch.float32).tiny  # a temperature below it has no finite inverse in float32
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LOGP_NAMES = ("logits", "ids")
 

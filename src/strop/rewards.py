@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from strop._checks import check_number
+from strop._checks import check_timeout
 from strop.data.inputs import RESERVED
 from strop.distributed import World
 
@@ -418,13 +418,6 @@ def unique_names(functions: Sequence[Any]) -> list[str]:
 
 class OutOfTime(BaseException):
     """Thrown into a function that is late. No `Exception`, so that a function's own handlers let it through."""
-
-
-def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
-    if timeout is None:
-        return None
-    check_number(timeout, name, 0, open_low=True)
-    return float(timeout)
 
 
 def time_limit(work: Callable[[], Any], seconds: float) -> Any:

@@ -9,7 +9,8 @@ from tiny_models import read_padded
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, shifted, tiny_moe, weights_of
 
-from strop.algorithms.distill import DIVERGENCES, Distill, DistillConfig
+from strop.algorithms.distill import Distill, DistillConfig
+from strop.config.on_policy import DIVERGENCES
 
 PROMPTS = [[2, 3], [4, 5, 6], [7], [8, 9]]
 ROWS = [{"prompt": prompt, "completion": [10 + i, 11, 12][: 1 + i % 3]} for i, prompt in enumerate(PROMPTS)]

@@ -11,8 +11,8 @@ from trained_models import Bigram, shifted, tiny_moe, weights_of
 
 from strop.algorithms.dpo import DPO, DPOConfig
 from strop.algorithms.sft import SFT
+from strop.config.losses import WITHOUT_REFERENCE
 from strop.losses import PREFERENCE_LOSS_TYPES
-from strop.losses.preference import WITHOUT_REFERENCE
 
 TRL = json.loads(Path(__file__).with_name("trl_dpo_trajectory.json").read_text())
 

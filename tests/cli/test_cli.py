@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import strop
+from benchmarks import ROOT
 from strop.cli import doctor, main
 
 # a terminal that knows ASCII alone, and nowhere to keep anything
@@ -172,11 +173,11 @@ def test_errors_are_one_line(here):
 def test_bench_writes_its_result(tmp_path):
     path = tmp_path / "found.json"
     program = (
-        "import sys; from strop.bench.suites import primitives as p; from strop.cli import main;"
+        "import sys; from benchmarks.suites import primitives as p; from strop.cli import main;"
         "p.ADVANTAGE_SHAPES = p.ADVANTAGE_SHAPES[:1]; p.KL_SHAPES = p.GAE_SHAPES = []; p._packing = lambda *a: [];"
         f"sys.argv = ['strop', 'bench', 'primitives', '--rounds', '3', '--output', {str(path)!r}]; main()"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text(encoding="utf-8"))
     assert [c["work"] for c in found["cases"]] == ["advantages 16×4"] * 2
@@ -187,12 +188,12 @@ def test_bench_of_curves(tmp_path):
     """A suite without timings has a table of its own."""
     path = tmp_path / "found.json"
     program = (
-        "import sys; from strop.bench.suites import convergence as c; from strop.cli import main; from dataclasses import replace;"
-        "from strop.bench.moe_contenders import StropContender; c.contenders = lambda: [StropContender('numpy')];"
+        "import sys; from benchmarks.suites import convergence as c; from strop.cli import main; from dataclasses import replace;"
+        "from benchmarks.contenders.moe import StropContender; c.contenders = lambda: [StropContender('numpy')];"
         "c.MEMORISE, c.LANGUAGE = (replace(s, batch=2, seq_len=4, num_steps=10) for s in (c.MEMORISE, c.LANGUAGE));"
         f"sys.argv = ['strop', 'bench', 'convergence', '--output', {str(path)!r}]; main()"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "largest difference" in done.stdout
     assert [c["work"] for c in json.loads(path.read_text())["cases"]] == ["memorise: numpy", "language: numpy"]
@@ -219,6 +220,27 @@ def test_bench_can_be_interrupted(tmp_path):
     assert process.returncode == 130
     assert "interrupted after" in output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_of_an_installed_package_says_where_the_benchmarks_are(tmp_path):
+    """The package alone, as a wheel installs it; then in the folder of a checkout."""
+    package = tmp_path / "site"
+    shutil.copytree(
+        Path(strop.__file__).parent, package / "strop", ignore=shutil.ignore_patterns("__pycache__", "*.so")
+    )
+    environment = os.environ | {"PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def bench_in(folder, *arguments):
+        command = [sys.executable, "-m", "strop", "bench", *arguments]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+
+    alone = bench_in(tmp_path, "primitives")
+    assert (alone.returncode, alone.stdout) == (1, "")
+    assert alone.stderr == (
+        "strop: FileNotFoundError: the benchmarks are not installed with strop; clone its repository and run strop bench in "
+        "that folder\n"
+    )
+    assert "unknown suite 'nope'" in bench_in(ROOT, "nope").stderr
 
 
 def test_bench_of_some_cases_writes_nothing_and_characters_a_terminal_lacks_as_escapes(tmp_path):

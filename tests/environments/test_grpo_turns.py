@@ -9,7 +9,8 @@ from tiny_models import PlainModel, llama, moe
 from trained_models import tiny_moe, weights_of
 
 from strop import GRPO
-from strop.environments.base import Environment, Turn, TurnsConfig
+from strop.config import TurnsConfig
+from strop.environments.base import Environment, Turn
 from strop.environments.credit import turn_advantages
 from strop.environments.dialogue import Chat
 from strop.environments.play import Episode

@@ -10,8 +10,8 @@ pytest.importorskip("transformers")
 from measure import peak_bytes  # noqa: E402 (after the skip)
 from test_fused_layers import apart, model_of  # noqa: E402
 
+from benchmarks.contenders.step_profile import waits  # noqa: E402
 from strop.algorithms.grpo import GRPO  # noqa: E402
-from strop.bench.step_profile import waits  # noqa: E402
 from strop.data.batch import TokenBatch, Trajectory  # noqa: E402
 from strop.losses import PolicyLoss  # noqa: E402
 from strop.models import Policy  # noqa: E402

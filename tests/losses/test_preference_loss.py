@@ -8,8 +8,8 @@ import pytest
 import torch
 from yardstick import same
 
+from strop.config.losses import LABEL_SMOOTHED
 from strop.losses import PREFERENCE_LOSS_TYPES, PreferenceRule, pair_preference_loss, preference_loss, sequence_logps
-from strop.losses.preference import LABEL_SMOOTHED
 
 every_loss_type = pytest.mark.parametrize("loss_type", PREFERENCE_LOSS_TYPES)
 NAMES = ("policy_chosen", "policy_rejected", "ref_chosen", "ref_rejected", "chosen_lengths", "rejected_lengths")

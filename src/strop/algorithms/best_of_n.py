@@ -8,9 +8,8 @@ import torch
 from torch.nn.functional import pad
 
 from strop._checks import check_count
-from strop.config import unknown_option
+from strop.config import TurnsConfig, unknown_option
 from strop.data.inputs import Prompt, as_prompts, as_rows, check_tokenizer, repeated, reward_rows
-from strop.environments.base import TurnsConfig
 from strop.environments.credit import EpisodeRewards
 from strop.environments.of_trainer import player_of, rows_of
 from strop.environments.play import Player

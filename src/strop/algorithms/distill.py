@@ -13,14 +13,14 @@ over the whole vocabulary (`strop.ops.linear_divergence`), or of the reverse KL 
 import functools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
 
-from strop._checks import check_choice, check_number
 from strop._tensors import on_host
-from strop.config import OptimConfig, TrainerConfig
+from strop.config import DistillConfig
+from strop.config.on_policy import BETAS
+from strop.config.sampling import is_address
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.inputs import Prompt, as_prompts, fit, prompts_of_dataset, reward_rows
 from strop.data.tokenize import encode_completion, row_named
@@ -28,54 +28,11 @@ from strop.losses import PolicyRule
 from strop.losses.divergence import divergence
 from strop.ops import linear_divergence
 from strop.rewards import sample_table
-from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics, generate
+from strop.rollout import Rollout, checked_prompts, completion_metrics, generate
 from strop.rollout.sampler import sampler
-from strop.rollout.server import ServerConfig, is_address
 from strop.rollout.teacher import ServedTeacher
 from strop.training.state import Mean
 from strop.training.trainer import Trainer
-
-BETAS = {"reverse_kl": 1.0, "forward_kl": 0.0}
-DIVERGENCES = (*BETAS, "jsd", "sampled")
-SOURCES = ("dataset", "teacher")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillConfig(TrainerConfig):
-    """Options of Distill.
-
-    divergence   "reverse_kl", "forward_kl", "jsd", or "sampled": the reverse KL at the sampled token, as a policy gradient
-    beta         for jsd: near 0 it behaves like the forward KL, near 1 like the reverse
-    on_policy    the probability that the student writes the completion of a row itself
-    off_policy   where the other completions come from: "dataset" (its column completion) or "teacher" (which samples)
-    pad_id       the padding id in prompts given as ids; None takes the tokenizer's or the model's
-    """
-
-    divergence: str = "reverse_kl"
-    beta: float = 0.5
-    on_policy: float = 1.0
-    off_policy: str = "dataset"
-    pad_id: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    server: ServerConfig = field(default_factory=ServerConfig)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self.divergence, "divergence", DIVERGENCES)
-        check_number(self.beta, "beta", 0, 1, open_low=True, open_high=True)
-        check_number(self.on_policy, "on_policy", 0, 1)
-        check_choice(self.off_policy, "off_policy", SOURCES)
-        if self.divergence == "sampled" and (self.on_policy < 1 or self.sampling.cuts or self.sampling.greedy):
-            raise ValueError(
-                "divergence must not be 'sampled' unless all completions are drawn from the student's whole distribution: "
-                "on_policy 1, temperature above 0, no top_k or top_p"
-            )
-
-    @property
-    def from_dataset(self) -> bool:
-        """Whether rows need completions."""
-        return self.on_policy < 1 and self.off_policy == "dataset"
 
 
 class Lesson(NamedTuple):

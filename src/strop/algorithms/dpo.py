@@ -11,43 +11,22 @@ B pairs, 2B trajectories: the chosen completions, then the rejected ones.
 import functools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from strop._checks import check_count
 from strop._tensors import on_host
-from strop.config import OptimConfig, TrainerConfig
+from strop.config import DPOConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.formats import check_rows
 from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
 from strop.data.tokenize import encode_preference, row_named
-from strop.losses import PreferenceLoss, PreferenceRule
+from strop.losses import PreferenceLoss
 from strop.losses.preference import pairs_loss
 from strop.training.state import Mean, Sum
 from strop.training.trainer import Trainer
 
 Pair = tuple[Trajectory, Trajectory]  # chosen, rejected; in OnlineDPO first and second, before it is known
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPOConfig(TrainerConfig):
-    """Options of DPO.
-
-    max_length        the most tokens of prompt and completion together: longer completions are cut; None cuts nothing
-    pad_id            the padding id in what train_step is given; None takes the tokenizer's or the model's
-    """
-
-    max_length: int | None = None
-    pad_id: int | None = None
-    loss: PreferenceRule = field(default_factory=PreferenceRule)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_length is not None:
-            check_count(self.max_length, "max_length", low=2)
 
 
 class DPO(Trainer):

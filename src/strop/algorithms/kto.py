@@ -11,43 +11,20 @@ B rows of a batch.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from strop._checks import check_count
 from strop._tensors import on_host
-from strop.config import OptimConfig, TrainerConfig
+from strop.config import KTOConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.formats import check_rows
 from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
 from strop.data.tokenize import encode_row, row_named
-from strop.losses import UnpairedRule, unpaired_loss
+from strop.losses import unpaired_loss
 from strop.training.state import Mean, Sum
 from strop.training.trainer import Trainer
-
-
-@dataclass(frozen=True, kw_only=True)
-class KTOConfig(TrainerConfig):
-    """Options of KTO.
-
-    max_length   the most tokens of prompt and completion together: longer completions are cut; None cuts nothing
-    pad_id       the padding id in what train_step is given; None takes the tokenizer's or the model's
-    """
-
-    max_length: int | None = None
-    pad_id: int | None = None
-    loss: UnpairedRule = field(default_factory=UnpairedRule)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_length is not None:
-            check_count(self.max_length, "max_length", low=2)
-        if self.loss.loss_type == "kto" and self.run.batch_size < 2:
-            raise ValueError("batch_size must be at least 2 for 'kto', whose KL needs another row, found 1")
 
 
 class Example(NamedTuple):

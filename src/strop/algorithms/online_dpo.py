@@ -3,45 +3,20 @@
 import functools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from strop.algorithms.dpo import DPO, DPOConfig, Pair, counts_of
+from strop.algorithms.dpo import DPO, Pair, counts_of
+from strop.config import OnlineDPOConfig
 from strop.data.batch import on_device
 from strop.data.inputs import Prompt, as_prompts, check_below, prompts_of_dataset, repeated, reward_rows
-from strop.environments.base import TurnsConfig
 from strop.environments.credit import EpisodeRewards
 from strop.environments.of_trainer import OF_EPISODES, checked_rows, player, rows_of
-from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, check_timeout, sample_table
-from strop.rollout import Rollout, Sampling, checked_prompts, completion_metrics
+from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, sample_table
+from strop.rollout import Rollout, checked_prompts, completion_metrics
 from strop.rollout.sampler import sampler
-from strop.rollout.server import ServerConfig
 from strop.training.state import Mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnlineDPOConfig(DPOConfig):
-    """Options of OnlineDPO: those of DPO, and
-
-    reward_weights    one weight for each of several reward functions; None is 1 for each
-    reward_timeout    seconds for one call of preference_fn or a reward function; None waits forever
-    find_failing      call a function that raised again, one completion or pair at a time, to name the one that fails
-    """
-
-    reward_weights: tuple[float, ...] | None = None
-    reward_timeout: float | None = None
-    find_failing: bool = False
-    sampling: Sampling = field(default_factory=Sampling)
-    turns: TurnsConfig = field(default_factory=TurnsConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_timeout(self.reward_timeout, "reward_timeout")
-        if self.sampling.greedy:
-            raise ValueError("temperature must be above 0: two greedy completions are the same, found 0")
 
 
 class OnlineDPO(DPO):

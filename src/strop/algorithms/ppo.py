@@ -11,107 +11,27 @@ where V_clipped stays within value_clip of the values before the updates.
 B completions, T tokens.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from strop._checks import check_choice, check_count, check_number
-from strop.algorithms.grpo import GRPO, OLD_LOGPS, Experience, Scores, check_exact
+from strop.algorithms.grpo import GRPO, Experience, Scores
 from strop.algorithms.reward_model import ModelReward
-from strop.config import OptimConfig, TrainerConfig
+from strop.config import PPOConfig
 from strop.data.batch import TokenBatch, joined, on_device
 from strop.data.inputs import Prompt
-from strop.losses import PolicyLoss, PolicyRule
+from strop.losses import PolicyLoss
 from strop.models.critic import Critic
 from strop.models.kinds import shares
 from strop.primitives import compute_gae
-from strop.rewards import check_timeout, sample_table
-from strop.rollout import ENDED, Rollout, Sampling, completion_metrics
-from strop.rollout.server import ServerConfig
+from strop.rewards import sample_table
+from strop.rollout import ENDED, Rollout, completion_metrics
 from strop.training.optimiser import can_skip, make_optimizer
 from strop.training.state import Sum, not_finite
 from strop.training.trainer import Update
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOConfig(TrainerConfig):
-    """Options of PPO. batch_size counts prompts, micro_batch_size and minibatch_size completions.
-
-    group_size            completions sampled for each prompt
-    kl_coef               weight of the KL that is subtracted from the rewards; 0 needs no reference
-    gamma                 γ, the discount of later rewards
-    lam                   λ of the advantage estimation: 1 trusts the rewards, 0 the critic
-    whiten                bring advantages to mean 0 and std 1 over the tokens of the step
-    value_coef            weight of the critic's loss
-    value_clip            how far a value may move from what it was before the step's updates; None does not clip
-    critic_learning_rate  the critic's own learning rate, with the policy's schedule
-    inner_epochs          passes over the completions of a step
-    minibatch_size        completions in one update, drawn anew in every pass; 0 is all of them
-    old_logps             log-probs of the old policy: "rollout", "recompute" or "auto", as in GRPO
-    exact                 make the log-probs of sampling and training equal bit for bit, as in GRPO
-    mask_truncated        leave completions that max_new_tokens cut off out of the loss
-    reward_weights        one weight for each of several reward functions; None is 1 for each
-    reward_timeout        seconds for one call of a reward function; None waits forever
-    find_failing          call a reward function that raised again, one completion at a time, to name the one that fails
-    pad_id                the padding id in prompts given as ids; None takes the tokenizer's or the model's
-    """
-
-    group_size: int = 1
-    kl_coef: float = 0.05
-    gamma: float = 1.0
-    lam: float = 0.95
-    whiten: bool = True
-    value_coef: float = 0.1
-    value_clip: float | None = 0.2
-    critic_learning_rate: float = 1e-5
-    inner_epochs: int = 4
-    minibatch_size: int = 0
-    old_logps: str = "auto"
-    exact: bool = False
-    mask_truncated: bool = False
-    reward_weights: tuple[float, ...] | None = None
-    reward_timeout: float | None = None
-    find_failing: bool = False
-    pad_id: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    server: ServerConfig = field(default_factory=ServerConfig)
-    loss: PolicyRule = field(default_factory=lambda: PolicyRule(loss_type="dapo"))
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
-    # what of GRPO's there is not
-    resample_rounds: ClassVar[int] = 0
-    importance_cap: ClassVar[None] = None
-    replay_routing: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("group_size", "inner_epochs"):
-            check_count(getattr(self, name), name, low=1)
-        check_count(self.minibatch_size, "minibatch_size")
-        for name in ("kl_coef", "value_coef", "critic_learning_rate"):
-            check_number(getattr(self, name), name, low=0.0)
-        for name in ("gamma", "lam"):
-            check_number(getattr(self, name), name, 0, 1)
-        if self.value_clip is not None:
-            check_number(self.value_clip, "value_clip", 0, open_low=True)
-        check_choice(self.old_logps, "old_logps", OLD_LOGPS)
-        check_exact(self)
-        check_timeout(self.reward_timeout, "reward_timeout")
-        if self.sampling.greedy:
-            raise ValueError("temperature must be above 0, for a greedy completion has no ratio to learn from, found 0")
-
-    @functools.cached_property
-    def rule(self) -> PolicyRule:
-        """The loss; the KL is in the rewards."""
-        return replace(self.loss, max_completion_length=self.sampling.max_new_tokens)
-
-    @functools.cached_property
-    def recomputes(self) -> bool:
-        """Whether old log-probs come from a forward of their own."""
-        return self.old_logps == "recompute" or (self.old_logps == "auto" and self.sampling.cuts)
 
 
 @dataclass

@@ -10,7 +10,6 @@ B pairs, 2B lines: the chosen ones, then the rejected ones.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +19,7 @@ from torch.nn.functional import logsigmoid
 from strop._checks import check_count, check_number, is_conversation
 from strop._tensors import on_host
 from strop.algorithms.dpo import DPO
-from strop.config import OptimConfig, TrainerConfig
+from strop.config import RewardModelConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device, split
 from strop.data.tokenize import encode_completion, encode_prompt
 from strop.models import load_model
@@ -28,27 +27,6 @@ from strop.models.scorer import Scorer, as_scorer
 from strop.training.state import Sum
 
 NUM_BINS = 10  # of the calibration error
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardModelConfig(TrainerConfig):
-    """Options of RewardModel.
-
-    center_coef   weight of the square of a pair's summed rewards, which keeps rewards around 0; 0 is off, 0.01 is usual
-    max_length    the most tokens of prompt and completion together: longer completions are cut; None cuts nothing
-    pad_id        the padding id in what train_step is given; None takes the tokenizer's or the model's
-    """
-
-    center_coef: float = 0.0
-    max_length: int | None = None
-    pad_id: int | None = None
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number(self.center_coef, "center_coef", low=0.0)
-        if self.max_length is not None:
-            check_count(self.max_length, "max_length", low=2)
 
 
 class Compared(NamedTuple):

@@ -6,39 +6,18 @@ everything but the first token.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from strop._checks import check_count, is_conversation
-from strop.config import OptimConfig, TrainerConfig
+from strop._checks import is_conversation
+from strop.config import SFTConfig
 from strop.data.batch import TokenBatch, Trajectory
 from strop.data.formats import check_rows
 from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
 from strop.data.tokenize import encode_row, row_named
 from strop.losses import NLL
 from strop.training.trainer import Trainer
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig(TrainerConfig):
-    """Options of SFT.
-
-    max_length       the most tokens of a sequence: longer ones are cut; None cuts nothing
-    assistant_only   train on the assistant's turns of conversations only; off: on every token of `messages` and of completions
-    pad_id           the padding id in what train_step is given; None takes the tokenizer's or the model's
-    """
-
-    max_length: int | None = None
-    assistant_only: bool = True
-    pad_id: int | None = None
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=2e-5))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_length is not None:
-            check_count(self.max_length, "max_length", low=2)
 
 
 class SFT(Trainer):

@@ -96,7 +96,6 @@ def main() -> None:
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _join_others(debug)
-        train.define_commands(arguments)
         sys.exit(app(args=arguments, prog_name="strop", standalone_mode=False))
     except KeyboardInterrupt:
         peers.tell(lambda: print("strop: interrupted", file=sys.stderr))

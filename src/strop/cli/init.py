@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+import typing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +10,8 @@ import typer
 from rich.console import Console
 
 from strop._checks import check_choice
-from strop.cli import table
-from strop.cli.train import ALGORITHMS
+from strop.cli.options import Option
+from strop.cli.train import ALGORITHMS, options_for
 
 # what is worth changing, in the order it is thought about; "name: value" is given, the rest is commented out
 SHARED = ("output", "learning_rate", "schedule", "warmup_steps", "batch_size", "micro_batch_tokens", "num_epochs", "num_steps", "max_length",
@@ -53,14 +54,14 @@ def init(
             raise FileExistsError(f"{file} is there already: --output names another file")
     path.write_text(config_text(algorithm, beside.name if schema else None), encoding="utf-8")
     if schema:
-        beside.write_text(json.dumps(table.json_schema(algorithm), indent=1) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps(json_schema(algorithm), indent=1) + "\n", encoding="utf-8")
     Console(stderr=True).print(f"strop train {algorithm} --config {path}", highlight=False)
     print(path)
 
 
 def config_text(algorithm: str, schema: str | None = None) -> str:
     """The file: options with what they are and their defaults."""
-    options = {option.path: option for option in table.table_options(algorithm)}
+    options = {option.path: option for option in options_for(algorithm)}
     lines = [
         f"# {ALGORITHMS[algorithm][2]}",
         f"# A commented-out option shows its default. All options: strop train {algorithm} -h",
@@ -85,3 +86,47 @@ def _yaml(value: Any) -> str:
     if isinstance(value, str) and value and all(c.isalnum() or c in "-_./" for c in value):
         return value
     return json.dumps(value)
+
+
+# ---- for editors ----
+
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+
+
+def json_schema(command: str) -> dict[str, Any]:
+    """The JSON schema of a config file: options flat, or within their part."""
+    properties: dict[str, Any] = {
+        "model_options": {"type": "object", "description": "more about the model"},
+        "task_options": {"type": "object", "description": "how hard the task is"},
+    }
+    for option in options_for(command):
+        part, _, leaf = option.path.rpartition(".")
+        about = _schema_of(option)
+        if part:
+            inner = properties.setdefault(
+                part, {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
+            )
+            inner["properties"][leaf] = about
+        else:
+            properties[option.path] = about
+    for part in ("optim", "run", "sampling", "server", "loss"):
+        properties.setdefault(part, {"type": "object", "description": "its options stand flat, or in here"})
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"strop train {command}",
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+    }
+
+
+def _schema_of(option: Option) -> dict[str, Any]:
+    found: list[str] = []
+    for kind in option.kinds:
+        found.append("array" if typing.get_origin(kind) is tuple else JSON_TYPES[kind])
+    about: dict[str, Any] = {"type": found[0] if len(found) == 1 else found}
+    if option.help:
+        about["description"] = option.help
+    if option.default not in (None, "", ()):
+        about["default"] = option.default
+    return about

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from strop.config import IN_TEXT, options_in, parse_number, part_of
+from strop.config import IN_TEXT, hints_of, options_in, parse_number, part_of
 
 PANELS = {
     "optim": "Optimiser",
@@ -70,7 +70,7 @@ def options_of(config: type, panel: str, prefix: str = "", base: Any = None) -> 
     found, nested, told = [], [], described(config)
     base = config() if base is None else base
     for field in options_in(config):
-        value, hint = getattr(base, field.name), typing.get_type_hints(config)[field.name]
+        value, hint = getattr(base, field.name), hints_of(config)[field.name]
         if (part := part_of(config, field.name)) is not None:
             inner = f"{field.name}." if value is None else ""
             nested += options_of(part, PANELS.get(field.name, field.name), inner, value)

@@ -1,17 +1,16 @@
 """`strop train sft|dpo|kto|reward|grpo|ppo|distill|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
 import importlib
-import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from strop.cli import table
+from strop import config as configs
 from strop.cli.job import (
     JOB_FIELDS,
     JobConfig,
@@ -26,7 +25,7 @@ from strop.cli.job import (
     load_tools,
 )
 from strop.cli.options import Option, options_of, parse_settings, read_config, with_options
-from strop.config import option_names, unknown_option
+from strop.config import Config, TrainerConfig, option_names, unknown_option
 
 ALGORITHMS = {
     # command: module, class, what it does
@@ -47,6 +46,7 @@ ALGORITHMS = {
         "DPO on pairs the model itself makes, judged by a reward or a preference.",
     ),
 }
+ConfigT = TypeVar("ConfigT", bound=Config)
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,29 +56,14 @@ app = typer.Typer(
 )
 
 
-def define_commands(arguments: Sequence[str]) -> None:
-    """Commands with their options. torch is imported only for the algorithm that is to run.
-
-    For help and for tab completion, whose words are in the environment, the options come from a table.
-    """
-    app.registered_commands.clear()
-    asks = not {"--help", "-h"}.isdisjoint(arguments) or "_STROP_COMPLETE" in os.environ
-    for command, (_, _, about) in ALGORITHMS.items():
-        named = command in arguments and "train" in arguments
-        make = _command_of_table if asks else _command if named else _stub
-        app.command(command, help=f"{about} Options come from --config, then from the command line.", short_help=about)(
-            make(command)
-        )
-
-
-def _stub(_: str) -> Any:
-    def command() -> None:
-        raise AssertionError("define_commands puts the whole command here before it is called")
-
-    return command
+def config_class(command: str) -> type[TrainerConfig]:
+    """Return the config of a command's algorithm."""
+    found: type[TrainerConfig] = getattr(configs, f"{ALGORITHMS[command][1]}Config")
+    return found
 
 
 def algorithm_class(command: str) -> Any:
+    """Import and return a command's algorithm."""
     module, name, _ = ALGORITHMS[command]
     try:
         return getattr(importlib.import_module(f"strop.algorithms.{module}"), name)
@@ -88,23 +73,47 @@ def algorithm_class(command: str) -> Any:
         raise ImportError(f'training needs {error.name}: pip install "strop[train]"') from None
 
 
-def _command(command: str) -> Any:
-    algorithm = algorithm_class(command)
-
-    def work(job: JobConfig, config: Any, quiet: bool, dry_run: bool) -> None:
-        if dry_run:
-            try_out(command, job, config)
-        else:
-            run(command, job, config, quiet=quiet)
-
-    return _with(work, all_options(algorithm.Config), algorithm)
+# ---- options ----
 
 
-def _command_of_table(command: str) -> Any:
-    return _with(_stub(command), table.table_options(command), None)
+def options_for(command: str) -> list[Option]:
+    """Return the options of a command: those of the job, then those of its algorithm."""
+    return all_options(config_class(command))
 
 
-def _with(work: Any, options: Sequence[Option], algorithm: Any) -> Any:
+def all_options(config: type[Config]) -> list[Option]:
+    name = config.__name__.removesuffix("Config")
+    return [*options_of(JobConfig, "What is trained on what"), *options_of(config, name)]
+
+
+def gather(
+    kind: type[ConfigT], path: Path | None, settings: Sequence[str] = (), given: Mapping[str, Any] | None = None
+) -> tuple[JobConfig, ConfigT]:
+    """The job and the algorithm's config: the file's options, then --set, then those of the command line."""
+    job, config = JobConfig(), kind()
+    layers = [(f"{path}: ", read_config(path))] if path is not None else []
+    layers += [("--set ", parse_settings(settings, all_options(kind))), ("", dict(given or {}))]
+    for where, options in layers:
+        try:
+            _check_known(kind, options)
+            job = job.changed(job_part(job, options))
+            config = config.changed({k: v for k, v in options.items() if k.partition(".")[0] not in JOB_FIELDS})
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{where}{error}") from None
+    return job, config
+
+
+def _check_known(kind: type[Config], options: Mapping[str, Any]) -> None:
+    known = [*JOB_FIELDS, *option_names(kind)]
+    for name in options:
+        if name.partition(".")[0] not in known and name not in known:
+            raise ValueError(unknown_option(name, known, f" of {kind.__name__.removesuffix('Config')}", kind))
+
+
+# ---- the commands ----
+
+
+def _command(command: str) -> Callable[..., None]:
     def train(
         config: Annotated[Path | None, typer.Option(help="YAML file of options, flat or nested.")] = None,
         settings: Annotated[
@@ -117,50 +126,19 @@ def _with(work: Any, options: Sequence[Option], algorithm: Any) -> Any:
         *,
         given: dict[str, Any],
     ) -> None:
-        work(*gather(algorithm.Config, config, settings or (), given), quiet, dry_run)
+        job, options = gather(config_class(command), config, settings or (), given)
+        if dry_run:
+            try_out(command, job, options)
+        else:
+            run(command, job, options, quiet=quiet)
 
-    return with_options(train, options)
-
-
-# ---- options ----
-
-
-def all_options(config_class: Any) -> list[Option]:
-    name = config_class.__name__.removesuffix("Config")
-    return [*options_of(JobConfig, "What is trained on what"), *options_of(config_class, name)]
+    return with_options(train, options_for(command))
 
 
-def write_table() -> None:
-    """options.json from the configs: python -c 'from strop.cli.train import write_table; write_table()'"""
-    options = {command: all_options(algorithm_class(command).Config) for command in ALGORITHMS}
-    table.FILE.write_text(table.written(options), encoding="utf-8")
-
-
-def gather(
-    config_class: Any, path: Path | None, settings: Sequence[str] = (), given: Mapping[str, Any] | None = None
-) -> tuple[JobConfig, Any]:
-    """The job and the algorithm's config: the file's options, then --set, then those of the command line."""
-    job, config = JobConfig(), config_class()
-    layers = [(f"{path}: ", read_config(path))] if path is not None else []
-    layers += [("--set ", parse_settings(settings, all_options(config_class))), ("", dict(given or {}))]
-    for where, options in layers:
-        try:
-            _check_known(config_class, options)
-            job = job.changed(job_part(job, options))
-            config = config.changed({k: v for k, v in options.items() if k.partition(".")[0] not in JOB_FIELDS})
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"{where}{error}") from None
-    return job, config
-
-
-def _check_known(config_class: Any, options: Mapping[str, Any]) -> None:
-    known = [*JOB_FIELDS, *option_names(config_class)]
-    for name in options:
-        head = name.partition(".")[0]
-        if head not in known and name not in known:
-            raise ValueError(
-                unknown_option(name, known, f" of {config_class.__name__.removesuffix('Config')}", config_class)
-            )
+for name, (_, _, about) in ALGORITHMS.items():
+    app.command(name, help=f"{about} Options come from --config, then from the command line.", short_help=about)(
+        _command(name)
+    )
 
 
 # ---- the run ----
@@ -306,8 +284,8 @@ def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
 
 
 def _ref_model(job: JobConfig) -> Any:
+    from strop.config.sampling import is_address
     from strop.models import load_model
-    from strop.rollout.server import is_address
 
     if job.ref_model is None or is_address(job.ref_model):
         return job.ref_model

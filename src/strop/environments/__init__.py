@@ -7,7 +7,8 @@ class GuessANumber(Environment):
 GRPO(model=model, tokenizer=tokenizer, environment=GuessANumber, max_turns=8)
 """
 
-from strop.environments.base import Environment, Turn, TurnsConfig
+from strop.config import TurnsConfig
+from strop.environments.base import Environment, Turn
 from strop.environments.dialogue import Chat, Dialogue
 from strop.environments.play import EnvironmentFailure, Episodes, Player
 

@@ -9,13 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from strop._checks import check_choice, check_count, check_number
-from strop.config import Config
-
-ON_ERROR = ("raise", "end")
-CREDIT = ("trajectory", "turn")
-REWRITTEN = ("refuse", "keep")
-
 
 @dataclass
 class Turn:
@@ -68,47 +61,6 @@ class Environment:
     def step(self, reply: Any) -> Any:
         """Answer what the model said: a text, without a tokenizer its token ids. Called once for every turn."""
         raise NotImplementedError(f"{type(self).__name__} has no step(reply)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnsConfig(Config):
-    """Options of more than one turn. max_new_tokens counts the tokens of one turn.
-
-    max_turns             the most turns of the model
-    max_tokens            the most tokens of a trajectory, prompt included; None is the model's context
-    turn_discount         γ: a reward k turns later counts γ^k
-    credit                "trajectory": the drawn tokens of a trajectory share one advantage, of its discounted rewards;
-                          "turn": each turn has its own, of the rewards from it on, compared with the group's same turn
-    environment_workers   how many environments are called at the same time
-    environment_timeout   seconds for one call of an environment; None waits forever
-    on_error              an environment that raises or is late stops the run ("raise"), or ends its trajectory ("end")
-    error_reward          reward of a turn that failed, with on_error="end"
-    rewritten_turns       chat templates that rewrite earlier turns: "refuse" them, or "keep" the turns as they were drawn
-    """
-
-    max_turns: int = 8
-    max_tokens: int | None = None
-    turn_discount: float = 1.0
-    credit: str = "trajectory"
-    environment_workers: int = 16
-    environment_timeout: float | None = None
-    on_error: str = "raise"
-    error_reward: float = 0.0
-    rewritten_turns: str = "refuse"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self.max_turns, "max_turns", low=1)
-        if self.max_tokens is not None:
-            check_count(self.max_tokens, "max_tokens", low=2)
-        check_number(self.turn_discount, "turn_discount", low=0.0, high=1.0)
-        check_choice(self.credit, "credit", CREDIT)
-        check_count(self.environment_workers, "environment_workers", low=1)
-        if self.environment_timeout is not None:
-            check_number(self.environment_timeout, "environment_timeout", 0, open_low=True)
-        check_choice(self.on_error, "on_error", ON_ERROR)
-        check_number(self.error_reward, "error_reward")
-        check_choice(self.rewritten_turns, "rewritten_turns", REWRITTEN)
 
 
 def as_turn(answer: Any) -> Turn:

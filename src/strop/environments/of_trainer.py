@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from strop._named import load_function
+from strop.config import TurnsConfig
 from strop.data.inputs import RESERVED, Prompt
-from strop.environments.base import TurnsConfig
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
 

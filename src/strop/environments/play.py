@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from strop.environments.base import Turn, TurnsConfig, as_environment, as_turn
+from strop.config import TurnsConfig
+from strop.environments.base import Turn, as_environment, as_turn
 from strop.environments.dialogue import Chat, Dialogue
 from strop.environments.pool import Answer, Late, Pool
 from strop.environments.tools import Tools

@@ -1,25 +1,22 @@
 """Policy and preference losses as pure torch functions of log-probs."""
 
-from strop.losses.advantages import ADVANTAGE_SCALES, gae_advantages, group_advantages, rloo_advantages
-from strop.losses.policy import PolicyLoss, policy_loss, policy_metrics, rloo_loss, token_policy_loss, token_weights
-from strop.losses.preference import (
-    PREFERENCE_LOSS_TYPES,
-    PreferenceLoss,
-    PreferenceRule,
-    pair_preference_loss,
-    preference_loss,
-    sequence_logps,
-)
-from strop.losses.rules import (
+from strop.config.losses import (
     IMPORTANCE_LEVELS,
     KL_ESTIMATORS,
-    NLL,
     POLICY_LOSS_TYPES,
+    PREFERENCE_LOSS_TYPES,
+    UNPAIRED_LOSS_TYPES,
     PolicyRule,
+    PreferenceRule,
+    UnpairedRule,
     clip_bounds,
-    kl_estimate,
 )
-from strop.losses.unpaired import UNPAIRED_LOSS_TYPES, UnpairedRule, unpaired_loss
+from strop.config.on_policy import ADVANTAGE_SCALES
+from strop.losses.advantages import gae_advantages, group_advantages, rloo_advantages
+from strop.losses.policy import PolicyLoss, policy_loss, policy_metrics, rloo_loss, token_policy_loss, token_weights
+from strop.losses.preference import PreferenceLoss, pair_preference_loss, preference_loss, sequence_logps
+from strop.losses.rules import NLL, kl_estimate
+from strop.losses.unpaired import unpaired_loss
 
 __all__ = [
     "ADVANTAGE_SCALES",

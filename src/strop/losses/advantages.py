@@ -19,8 +19,8 @@ import torch
 
 from strop._checks import as_count, check_choice, check_number
 from strop._tensors import FLOATS, as_completion_mask, can_look, check_floats, check_like, check_tensor
+from strop.config.on_policy import ADVANTAGE_SCALES
 
-ADVANTAGE_SCALES = ("group", "batch", "none")
 GAE_CHUNK = 64  # tokens whose advantages are one product
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 

@@ -45,19 +45,8 @@ from strop._tensors import (
     check_total,
     in_float,
 )
-from strop.losses.rules import (
-    NLL,
-    OVER_TOKENS,
-    UNCLIPPED,
-    ClipEps,
-    OnPolicyLogRatio,
-    PolicyRule,
-    TokenRule,
-    Tokens,
-    cut,
-    kl_of,
-    tokens_of,
-)
+from strop.config.losses import OVER_TOKENS, UNCLIPPED, ClipEps, PolicyRule
+from strop.losses.rules import NLL, OnPolicyLogRatio, TokenRule, Tokens, cut, kl_of, token_loss, tokens_of
 
 Metrics = dict[str, torch.Tensor]
 
@@ -191,7 +180,7 @@ def tokens_loss(
     entropy_N: torch.Tensor | None = None,
 ) -> PolicyLoss:
     """Σ weight·(token loss + beta·kl − entropy_coef·entropy) over tokens, as `tokens_of` makes them."""
-    policy = (weights_N * rule.token_loss(tokens)).sum()
+    policy = (weights_N * token_loss(rule, tokens)).sum()
     loss, kl = policy.clone(), policy.new_zeros(())  # so that `loss += other` leaves policy_loss as it is
     if ref_logps_N is not None:
         kl = (weights_N * kl_of(tokens.logps_N, ref_logps_N, rule.kl_estimator)).sum()
@@ -251,7 +240,7 @@ def token_policy_loss(
     """
     rule = PolicyRule(**rule_options)
     tokens = _tokens_of_rows(rule, logps, old_logps, advantages, completion_mask)
-    return rule.token_loss(tokens).view(logps.shape)
+    return token_loss(rule, tokens).view(logps.shape)
 
 
 def token_weights(

@@ -31,13 +31,11 @@ Shapes: B pairs, T tokens.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from strop._checks import check_choice, check_number
 from strop._tensors import (
     Count,
     as_completion_mask,
@@ -50,6 +48,7 @@ from strop._tensors import (
     check_tensor,
     in_float,
 )
+from strop.config.losses import LENGTH_NORMALISED, PreferenceRule
 from strop.losses.policy import LossResult, Metrics
 
 
@@ -190,64 +189,6 @@ _FORMULAS: dict[str, Callable[[_Pair], torch.Tensor]] = {
     "orpo": _orpo,
     "sft": _sft,
 }
-PREFERENCE_LOSS_TYPES = tuple(_FORMULAS)
-WITHOUT_REFERENCE = ("cpo", "simpo", "orpo", "sft")
-LENGTH_NORMALISED = ("ipo", "sigmoid_norm", "simpo", "orpo")
-LABEL_SMOOTHED = ("sigmoid", "robust", "exo_pair", "cpo", "simpo")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceRule:
-    """Which preference loss: one value from the config to the formula, checked when it is made.
-
-    beta              how strongly the policy is held to the reference; for ipo and sppo_hard 1/(2β) is the margin aimed at
-    loss_type         sigmoid, ipo, hinge … (docs/losses.md lists all), or several, which are added
-    loss_weights      one weight for each of several loss types; None is 1 for each
-    label_smoothing   the probability that a label is wrong: from 0 to below ½, for sigmoid, robust, cpo and simpo; above 0
-                      for exo_pair
-    simpo_gamma       the margin simpo aims at
-    discopop_tau      at most 1: how sharply discopop turns from the logistic to the exponential loss
-    """
-
-    beta: float = 0.1
-    loss_type: str | tuple[str, ...] = "sigmoid"
-    loss_weights: tuple[float, ...] | None = None
-    label_smoothing: float = 0.0
-    simpo_gamma: float = 0.5
-    discopop_tau: float = 0.05
-
-    def __post_init__(self) -> None:
-        for name in ("loss_type", "loss_weights"):
-            if isinstance(value := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(value))
-        if not isinstance(self.loss_type, (str, tuple)):
-            raise TypeError(f"loss_type must be a name or a list of names, found {self.loss_type!r}")
-        if not self.types or len(set(self.types)) < len(self.types):
-            raise ValueError(f"loss_type must name each loss once and at least one, found {self.loss_type!r}")
-        for loss_type in self.types:
-            check_choice(loss_type, "loss_type", PREFERENCE_LOSS_TYPES)
-        if len(self.weights) != len(self.types):
-            raise ValueError(
-                f"loss_weights must have one number for each of {len(self.types)} losses, found {len(self.weights)}"
-            )
-        for weight in self.weights:
-            check_number(weight, "loss_weights", 0)
-        check_number(self.beta, "beta", 0, open_low=True)
-        check_number(self.simpo_gamma, "simpo_gamma", 0)
-        check_number(self.discopop_tau, "discopop_tau", 0, 1, open_low=True)
-        _check_label_smoothing(self.label_smoothing, self.types)
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        return (1.0,) * len(self.types) if self.loss_weights is None else self.loss_weights
-
-    @property
-    def needs_reference(self) -> bool:
-        return not set(self.types) <= set(WITHOUT_REFERENCE)
 
 
 class PreferenceLoss(LossResult):
@@ -432,16 +373,6 @@ def _check_pairs(
             raise TypeError(f"{name} must be a tensor, found NoneType; zeros make the loss free of a reference")
         if value is not None:
             check_like(value, name, policy_chosen, "policy_chosen")
-
-
-def _check_label_smoothing(label_smoothing: Any, types: tuple[str, ...]) -> None:
-    check_number(label_smoothing, "label_smoothing", 0, 0.5, open_high=True)
-    if label_smoothing and not set(types) & set(LABEL_SMOOTHED):
-        raise ValueError(
-            f"label_smoothing must be 0 for {types[0]!r}, which has no use for it, found {label_smoothing}"
-        )
-    if not label_smoothing and "exo_pair" in types:
-        raise ValueError("label_smoothing must be above 0 for 'exo_pair', which takes its logarithm, found 0")
 
 
 def _as_lengths(lengths: Any, policy_chosen: torch.Tensor, name: str, loss_type: str) -> torch.Tensor:

@@ -11,37 +11,11 @@ times the weight of its label, the mean over completions. β·KL or δ is the *s
 Shapes: B completions.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch.nn.functional import logsigmoid
 
-from strop._checks import check_choice, check_number
 from strop._tensors import Count, as_divisor, check_floats, check_like, in_float
-
-UNPAIRED_LOSS_TYPES = ("kto", "bco", "apo_zero_unpaired")
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnpairedRule:
-    """Which loss of labelled completions: one value from the config to the formula, checked when it is made.
-
-    beta                 how strongly the policy is held to the reference
-    loss_type            kto, bco or apo_zero_unpaired
-    desirable_weight     weight of desirable completions, to balance their number
-    undesirable_weight   weight of undesirable completions
-    """
-
-    beta: float = 0.1
-    loss_type: str = "kto"
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_choice(self.loss_type, "loss_type", UNPAIRED_LOSS_TYPES)
-        check_number(self.beta, "beta", 0, open_low=True)
-        for name in ("desirable_weight", "undesirable_weight"):
-            check_number(getattr(self, name), name, 0)
+from strop.config.losses import UnpairedRule
 
 
 def unpaired_loss(

@@ -7,55 +7,12 @@ Shapes: B rows in all, N in a step, T tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from strop._checks import check_count, check_number
-from strop._tensors import COLDEST
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Options of a rollout.
-
-    max_new_tokens   the most tokens of a completion
-    temperature      sample from softmax(logits / temperature); 0 is greedy
-    top_k            sample only from the k most probable tokens; 0 is all
-    top_p            sample only from the most probable tokens whose probabilities add up to top_p; 1 is all
-    stop_ids         token ids that end a completion, besides the model's and the tokenizer's EOS
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    stop_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_count(self.max_new_tokens, "max_new_tokens", low=1)
-        check_number(self.temperature, "temperature", low=0.0)
-        if 0 < self.temperature < COLDEST:
-            raise ValueError(
-                f"temperature must be 0, which is greedy, or at least {COLDEST:.2g}, found {self.temperature}"
-            )
-        check_count(self.top_k, "top_k")
-        check_number(self.top_p, "top_p", low=0.0, high=1.0, open_low=True)
-        if not isinstance(self.stop_ids, Sequence) or isinstance(self.stop_ids, str):
-            raise TypeError(f"stop_ids must be token ids, found {type(self.stop_ids).__name__}")
-        for one in self.stop_ids:
-            check_count(one, "stop_ids")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def cuts(self) -> bool:
-        """Whether some tokens cannot be drawn, so that the distribution is not the policy's at this temperature."""
-        return bool(self.top_k) or self.top_p < 1
+from strop.config import Sampling
 
 
 def uniforms(seed: int, addresses: Sequence[int], num_samples: int, num_tokens: int) -> torch.Tensor:

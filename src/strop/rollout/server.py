@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 
-from strop._checks import check_choice, check_count, check_number
-from strop.config import Config
+from strop.config import ServerConfig
 from strop.models import Policy
 
-SYNCS = ("disk", "lora")
 NEEDS = {  # what a server must be started with to have these
     "/collective_rpc": "VLLM_SERVER_DEV_MODE=1",
     "/reset_prefix_cache": "VLLM_SERVER_DEV_MODE=1",
@@ -33,57 +31,6 @@ NEEDS = {  # what a server must be started with to have these
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # a server that answers so may answer better in a while
 PROBE = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "seed": 0, "prompt_logprobs": 0}
 SIGMAS = 8  # two sets of weights are told apart where their log-probs differ by so many standard errors of a server's
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig(Config):
-    """Who samples, where it is not this process.
-
-    rollout_server    address of an OpenAI-compatible server, or of several with the same model; None samples here
-    sync              how weights reach the server: "disk" writes them into a folder, "lora" sends the adapter alone
-    sync_folder       the folder for sync=disk, which the server must see too; None is a temporary folder of this machine
-    sync_tolerance    how far a server's log-probs may be from the trainer's after a sync, root mean square
-    max_staleness     1 samples the next step's completions while this one trains: they are one step older; 0 waits
-    server_requests   how many prompts one server works on at a time
-    server_timeout    give up a server that fails or is silent after so many seconds
-    """
-
-    rollout_server: str | tuple[str, ...] | None = None
-    sync: str = "disk"
-    sync_folder: str | None = None
-    sync_tolerance: float = 0.3
-    max_staleness: int = 0
-    server_requests: int = 32
-    server_timeout: float = 300.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for url in self.urls:
-            if not is_address(url):
-                raise ValueError(f"rollout_server must be like http://127.0.0.1:8000, found {url!r}")
-        check_choice(self.sync, "sync", SYNCS)
-        check_number(self.sync_tolerance, "sync_tolerance", low=0.0, open_low=True)
-        check_count(self.max_staleness, "max_staleness")
-        if self.max_staleness > 1:
-            raise ValueError(f"max_staleness must be 0 or 1, found {self.max_staleness}")
-        if self.max_staleness and not self.urls:
-            raise ValueError("max_staleness must be 0 without a rollout_server, found 1")
-        check_count(self.server_requests, "server_requests", low=1)
-        check_number(self.server_timeout, "server_timeout", low=0.0, open_low=True)
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        given: Any = self.rollout_server or ()
-        return tuple(given) if isinstance(given, (list, tuple)) else (given,)
-
-
-def is_address(url: Any) -> bool:
-    """Of a server."""
-    try:
-        parts = urllib.parse.urlsplit(url if isinstance(url, str) else "")
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
-        return False
 
 
 class ServerError(RuntimeError):

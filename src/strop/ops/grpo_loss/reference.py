@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from strop._tensors import Count, check_ids_in_range, check_like, check_logits, check_logits_and_ids
+from strop.config.losses import ClipEps
 from strop.losses import PolicyLoss, PolicyRule
-from strop.losses.rules import ClipEps
 from strop.ops.logp import logp
 from strop.ops.policy import Given, PolicyBatch, check_batch, composed
 from strop.ops.registry import op

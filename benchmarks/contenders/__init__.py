@@ -1,0 +1,1 @@
+"""Ways to do the work of a suite: strop, and the libraries it is compared with."""

@@ -1,1 +1,0 @@
-"""The benchmark harness, its suites, and the documents made from their results."""

@@ -1,0 +1,235 @@
+"""Options of the algorithms: frozen dataclasses that check themselves, nested, addressed flat or nested.
+
+    DPOConfig.from_options({"beta": 0.2, "learning_rate": 1e-5, "run": {"batch_size": 4}, "optim.eps": 1e-6})
+
+A name is looked for at the top first and then in the parts; every name stands in one place only. The defaults of a part
+are those of the config it is in, so an algorithm may have its own learning rate.
+"""
+
+import dataclasses
+import difflib
+import functools
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from strop import _trl
+from strop._checks import as_float
+
+IN_TEXT = "in plain decimal digits, without spaces or underscores"
+
+
+# ---- names and numbers in text ----
+
+
+def parse_number(text: str) -> int | float | None:
+    """The number a text is, in plain decimal digits (12, -0.5, 1e-4); None where it is anything else.
+
+    The one rule for numbers in options, from wherever they come. int() and float() take more than anybody means: spaces,
+    underscores, digits of other scripts, nan.
+    """
+    if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+        return None
+    if re.search(r"[.eE]", text) or len(text) > 4000:  # Python reads no longer integers
+        return float(text)
+    return int(text)
+
+
+def _from_text(name: str, text: str, kind: type) -> int | float:
+    """The number in an option's text, a whole one for int."""
+    found = parse_number(text)
+    if found is None or (kind is int and isinstance(found, float)):
+        wanted = "whole number" if kind is int else "number"
+        raise TypeError(f"{name} must be a {wanted} {IN_TEXT}, found {text!r}")
+    return found
+
+
+def unknown_option(name: str, known: Iterable[str], of: str = "", config: type | None = None) -> str:
+    """The message for a name that is none of the known ones."""
+    if config is not None and (other := _set_by(config).get(name.rpartition(".")[2])):
+        return f"{name!r} is no option{of}; {other!r} is what sets it"
+    if told := _trl.hint(name.rpartition(".")[2], "" if config is None else config.__name__.removesuffix("Config")):
+        return f"{name!r} is no option{of}; {told}"
+    known = sorted(set(known))
+    leaves = {leaf.rpartition(".")[2]: leaf for leaf in reversed(known)}
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = near or [leaves[leaf] for leaf in difflib.get_close_matches(name, list(leaves), n=1, cutoff=0.6)]
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
+    return f"{name!r} is no option{of}{hint}"
+
+
+# ---- configs ----
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What every config can do."""
+
+    def __post_init__(self) -> None:
+        """Every field is of its kind; what it may be beyond that, the configs below say."""
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            part = part_of(type(self), name)
+            if part is None:
+                _as_hinted(name, value, hints_of(type(self))[name])  # type: ignore[arg-type]
+            elif not isinstance(value, part) and not (value is None and _allows_none(type(self), name)):
+                raise TypeError(
+                    f"{name} must be a {part.__name__}, found {value!r:.60}; {type(self).__name__}.from_options takes dicts"
+                )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None = None, **more: Any) -> Self:
+        """The config with these options; an unknown one is an error that names the nearest known one."""
+        return cls().changed({**(options or {}), **more})
+
+    def changed(self, options: Mapping[str, Any] | None = None, **more: Any) -> Self:
+        """A copy with these options changed, flat ("batch_size"), nested ({"run": {…}}) or dotted ("run.batch_size")."""
+        tree: dict[str, Any] = {}
+        for name, value in {**(options or {}), **more}.items():
+            path = _path_of(type(self), str(name))
+            if path is None:
+                raise ValueError(
+                    unknown_option(str(name), option_names(type(self)), f" of {type(self).__name__}", type(self))
+                )
+            _put(tree, path, value, str(name))
+        return _with(self, tree, "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, as JSON and YAML hold them; `from_options` takes them back."""
+        return _plain(self)
+
+
+# ---- the tree of names ----
+
+
+def options_in(config: Any) -> list[dataclasses.Field[Any]]:
+    """The fields that are options; one with "set_by" in its metadata is set by another option."""
+    return [field for field in dataclasses.fields(config) if "set_by" not in field.metadata]
+
+
+def _set_by(config: type) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(config):
+        part = part_of(config, field.name)
+        found |= _set_by(part) if part is not None else {}
+        if "set_by" in field.metadata:
+            found[field.name] = field.metadata["set_by"]
+    return found
+
+
+def option_names(config: type) -> list[str]:
+    """Every name `from_options` takes flat: the fields at the top and those of the parts (of optional ones dotted)."""
+    names = []
+    for field in options_in(config):
+        part = part_of(config, field.name)
+        names.append(field.name)
+        if part is not None:
+            optional = _allows_none(config, field.name)
+            names += [f"{field.name}.{inner}" if optional else inner for inner in option_names(part)]
+    return names
+
+
+def part_of(config: type, name: str) -> type | None:
+    """The dataclass of a nested field, or None for a plain one."""
+    hint = hints_of(config)[name]
+    for candidate in (hint, *typing.get_args(hint)):
+        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
+            return candidate
+    return None
+
+
+@functools.cache
+def hints_of(config: type) -> dict[str, Any]:
+    """Return the type of each field."""
+    return typing.get_type_hints(config)
+
+
+def _allows_none(config: type, name: str) -> bool:
+    return type(None) in typing.get_args(hints_of(config)[name])
+
+
+def _path_of(config: type, name: str) -> list[str] | None:
+    head, _, rest = name.partition(".")
+    fields = {field.name for field in options_in(config)}
+    if head in fields:
+        if not rest:
+            return [head]
+        part = part_of(config, head)
+        inner = None if part is None else _path_of(part, rest)
+        return None if inner is None else [head, *inner]
+    for field in fields if not rest else ():
+        part = part_of(config, field)
+        if part is not None and not _allows_none(config, field) and (inner := _path_of(part, name)) is not None:
+            return [field, *inner]
+    return None
+
+
+def _put(tree: dict[str, Any], path: list[str], value: Any, name: str) -> None:
+    *parts, leaf = path
+    for part in parts:
+        below = tree.setdefault(part, {})
+        if dataclasses.is_dataclass(below):
+            below = tree[part] = {field.name: getattr(below, field.name) for field in dataclasses.fields(below)}
+        tree = below
+    if isinstance(value, Mapping) and isinstance(tree.get(leaf), dict):
+        for inner, inner_value in value.items():
+            _put(tree[leaf], [inner], inner_value, f"{name}.{inner}")
+    elif leaf in tree and tree[leaf] != value:
+        raise ValueError(f"{name} must be given once, found {tree[leaf]!r} and {value!r}")
+    else:
+        tree[leaf] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _with(config: Any, tree: Mapping[str, Any], prefix: str) -> Any:
+    """`config` with the tree's values in place of its own."""
+    values = {}
+    names = [field.name for field in options_in(config)]
+    for name, value in tree.items():
+        if name not in names:
+            raise ValueError(unknown_option(prefix + name, [prefix + known for known in names], "", type(config)))
+        part = part_of(type(config), name)
+        if part is None:
+            values[name] = _as_hinted(prefix + name, value, hints_of(type(config))[name])  # type: ignore[arg-type]
+        elif isinstance(value, Mapping):
+            base = getattr(config, name)
+            values[name] = _with(part() if base is None else base, value, f"{prefix}{name}.")
+        elif isinstance(value, part) or (value is None and _allows_none(type(config), name)):
+            values[name] = value
+        else:
+            raise TypeError(f"{prefix}{name} must be a {part.__name__} or a dict, found {type(value).__name__}")
+    return dataclasses.replace(config, **values)
+
+
+def _as_hinted(name: str, value: Any, hint: Any) -> Any:
+    """Numbers and tuples as the field wants them: YAML reads 1e-4 as text, and JSON knows no tuples."""
+    kinds = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
+    tuples = [kind for kind in kinds if typing.get_origin(kind) is tuple]
+    if isinstance(value, str) and str not in kinds and kinds & {int, float}:
+        value = _from_text(name, value, float if float in kinds else int)
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        value = as_float(value)
+    if tuples and isinstance(value, (list, tuple)):
+        return _as_tuple(name, value, typing.get_args(tuples[0])[0])
+    plain = tuple(kind for kind in kinds if isinstance(kind, type) and typing.get_origin(kind) is None)
+    wrong_bool = isinstance(value, bool) and bool not in kinds
+    if len(plain) + len(tuples) == len(kinds) and tuples and not isinstance(value, (tuple, *plain)):
+        if any(Ellipsis in typing.get_args(kind) for kind in tuples):
+            return _as_tuple(name, [value], typing.get_args(tuples[0])[0])  # --stop-ids 5: a list of one
+        raise TypeError(f"{name} must be a list, found {value!r}")
+    if len(plain) == len(kinds) and (not isinstance(value, plain) or wrong_bool):
+        wanted = " or ".join(sorted("None" if kind is type(None) else kind.__name__ for kind in plain))
+        raise TypeError(f"{name} must be {wanted}, found {value!r}")
+    return value
+
+
+def _as_tuple(name: str, values: list[Any] | tuple[Any, ...], kind: type) -> tuple[Any, ...]:
+    in_text = (int, float)
+    return tuple(_from_text(name, v, kind) if isinstance(v, str) and kind in in_text else v for v in values)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in options_in(value)}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

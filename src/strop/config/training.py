@@ -1,0 +1,131 @@
+"""Options that every trainer has: the optimiser, the run, LoRA."""
+
+from dataclasses import dataclass, field
+
+from strop._checks import check_choice, check_count, check_number
+from strop.config.base import Config
+
+SCHEDULES = ("constant", "linear", "cosine")
+AUTOCASTS = ("bf16", None)
+SHARDS = ("none", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(Config):
+    """AdamW and its schedule.
+
+    learning_rate       the highest learning rate, after the warm-up
+    weight_decay        weight decay of matrices; norms and biases have none
+    betas, eps          AdamW's own
+    max_grad_norm       a larger gradient is scaled down to this norm; 0 is off
+    warmup_steps        the learning rate rises linearly over this many steps
+    schedule            the learning rate after the warm-up: constant, or linear or cosine down to min_learning_rate
+    min_learning_rate   the learning rate at the last step of a linear or cosine schedule
+    """
+
+    learning_rate: float = 1e-5
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    min_learning_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "min_learning_rate"):
+            check_number(getattr(self, name), name, low=0.0)
+        check_number(self.eps, "eps", low=0.0, open_low=True)
+        if not isinstance(self.betas, (tuple, list)):
+            raise TypeError(f"betas must be two numbers, found {self.betas!r}")
+        if len(self.betas) != 2:
+            raise ValueError(f"betas must be two numbers, found {self.betas}")
+        for beta in self.betas:
+            check_number(beta, "betas", 0, 1, open_high=True)
+        object.__setattr__(self, "betas", tuple(map(float, self.betas)))  # torch refuses (0.9, 0)
+        check_count(self.warmup_steps, "warmup_steps")
+        check_choice(self.schedule, "schedule", SCHEDULES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Config):
+    """How a run goes, whatever the algorithm. `*_every` counts steps; 0 is off.
+
+    batch_size              rows of the dataset in one step
+    micro_batch_size        the most sequences (or pairs) in one forward pass; 0 is no limit. Changes memory, not the result
+    micro_batch_tokens      the most tokens in one forward pass, padding included; 0 is no limit. Four times as many in
+                            scoring and in fused layers, which need less memory. Changes memory, not the result
+    num_steps               training ends after this many steps; 0 lets num_epochs decide
+    num_epochs              training ends after this many passes over the data, if num_steps is 0
+    seed                    seed of the data's order, of sampling and of the first LoRA weights
+    shuffle                 every epoch has the rows in another order
+    autocast                "bf16" computes forward passes in bfloat16 and keeps weights in float32; None is off
+    shard                   under torchrun: "none" keeps all weights in every process, "full" a shard in each
+    gradient_checkpointing  compute activations again in the backward pass: less memory, more time
+    compile                 torch.compile the model
+    dropout                 False turns the model's dropout off, so that policy and reference are the same function
+    log_every               log metrics every so many steps
+    eval_every              evaluate every so many steps, besides before the first and after the last
+    save_every              write a checkpoint every so many steps, besides at the end
+    keep_checkpoints        how many of the newest checkpoints are kept; 0 keeps all
+    samples_every           show samples on a terminal and write them to the run folder every so many steps
+    """
+
+    batch_size: int = 8
+    micro_batch_size: int = 0
+    micro_batch_tokens: int = 6144
+    num_steps: int = 0
+    num_epochs: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    autocast: str | None = None
+    shard: str = "none"
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    dropout: bool = False
+    log_every: int = 1
+    eval_every: int = 0
+    save_every: int = 0
+    keep_checkpoints: int = 2
+    samples_every: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(self.batch_size, "batch_size", low=1)
+        for name in ("micro_batch_size", "micro_batch_tokens", "num_steps", "log_every", "eval_every", "save_every"):
+            check_count(getattr(self, name), name)
+        for name in ("num_epochs", "seed", "keep_checkpoints", "samples_every"):
+            check_count(getattr(self, name), name)
+        check_choice(self.autocast, "autocast", AUTOCASTS)
+        check_choice(self.shard, "shard", SHARDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig(Config):
+    """Low-rank adapters through peft.
+
+    r                the rank, which is the size of the adapters
+    alpha            adapters are scaled by alpha / r
+    target_modules   names of the linear layers to adapt, or "all-linear"
+    merge            write the whole model, with the adapters merged in, to final/ besides final/adapter
+    """
+
+    r: int = 16
+    alpha: float = 32.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+    merge: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(self.r, "r", low=1)
+        check_number(self.alpha, "alpha", low=0.0, open_low=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(Config):
+    """The parts every algorithm has. `lora` is off unless given: lora={"r": 16}."""
+
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    lora: LoRAConfig | None = None

@@ -1,0 +1,126 @@
+"""Documents follow their JSON; a block that differs is found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report, text
+from benchmarks.pages import landing, primitives
+
+ROOT = Path(__file__).resolve().parents[2]
+RATIO = {"value": 3.21, "low": 3.0, "high": 3.5, "verdict": "faster"}
+
+
+def result(**ratios):
+    return {
+        "schema": 1, "suite": "primitives", "command": "strop bench primitives", "created": "2026-11-15T00:00:00+00:00",
+        "commit": {"id": "0123456789abcdef", "clean": True}, "machine": {"cpu": "A CPU", "instruction_set": "avx2"},
+        "threads": {"usable_cpus": 2, "strop": 2}, "versions": {"numpy": "2.4", "rlox": None},
+        "method": {"rounds": 21, "confidence": 0.95},
+        "cases": [{
+            "work": "advantages 16×4", "labels": {"primitive": "advantages", "shape": "16×4", "dtype": "float64"},
+            "contenders": {"strop": {"median_ns": 251.3, "samples_ns": [251.3]}, "numpy": {"median_ns": 806.67, "samples_ns": [806.67]}},
+            "ratios": ratios or {"numpy": RATIO},
+        }],
+    }  # fmt: skip
+
+
+def test_documents_of_this_repository_are_in_step():
+    assert report.drifted(ROOT) == []
+
+
+def test_the_promised_blocks_are_there():
+    blocks = {(p.name, m["renderer"]) for p in report.documents(ROOT) for m in report.BLOCK.finditer(p.read_text())}
+    assert {
+        ("README.md", "landing_table"),
+        ("benchmarks.md", "primitives_table"),
+        ("moe.md", "engines_table"),
+    } <= blocks
+
+
+def test_a_changed_number_is_found_and_mended(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "FIGURES", {})
+    (tmp_path / "r.json").write_text(json.dumps(result()))
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- generated: primitives_table r.json -->\n<!-- end generated -->\nafter\n")
+    assert report.drifted(tmp_path) == ["README.md"]
+    assert report.write(tmp_path) == ["README.md"]
+    written = readme.read_text()
+    assert "| advantages 16×4 | float64 | 251 ns | 3.21× [3, 3.5] |" in written
+    assert written.startswith("before\n")
+    assert written.endswith("after\n")
+    assert report.drifted(tmp_path) == []
+    readme.write_text(written.replace("3.21×", "9.99×"))
+    assert report.drifted(tmp_path) == ["README.md"]
+
+
+def test_a_figure_follows_its_data(tmp_path, monkeypatch):
+    drawn = []
+
+    def draw(found, path, metadata):
+        drawn.append(path)
+        path.write_bytes(b"PNG tEXtComment\x00" + metadata["Comment"].encode())
+
+    monkeypatch.setattr(report, "FIGURES", {"f.png": (draw, "r.json")})
+    (tmp_path / "r.json").write_text(json.dumps(result()))
+    assert report.write(tmp_path) == ["f.png"]
+    assert report.drifted(tmp_path) == []
+    (tmp_path / "r.json").write_text(json.dumps(result(), indent=1))
+    assert report.drifted(tmp_path) == ["f.png"]
+
+
+def test_slower_is_as_visible_as_faster():
+    slower = {"value": 0.5, "low": 0.4, "high": 0.6, "verdict": "slower"}
+    same = {"value": 1.01, "low": 0.9, "high": 1.1, "verdict": "same"}
+    page = primitives.primitives_table(result(numpy=slower, torch=same))
+    assert "**slower** 0.5× [0.4, 0.6]" in page
+    assert "no difference 1.01× [0.9, 1.1]" in page
+
+
+@pytest.mark.parametrize(("ns", "words"), [(12.34, "12.3 ns"), (1500, "1.5 µs"), (2.5e6, "2.5 ms"), (3.2e9, "3.2 s")])
+def test_durations(ns, words):
+    assert text.duration(ns) == words
+
+
+def test_mistakes_in_marks():
+    with pytest.raises(ValueError, match=r"unknown renderer 'nope'; there are .*primitives_summary, primitives_table"):
+        report.filled("<!-- generated: nope r.json -->\n<!-- end generated -->", ROOT)
+    for mark in (
+        "<!-- generated: x r.json -->\n",
+        "<!--generated: x r.json -->\n<!-- end generated -->",
+        "<!-- Generated: x r -->",
+    ):
+        with pytest.raises(ValueError, match="not closed by"):
+            report.filled(mark, ROOT)
+
+
+def test_command_line(capsys):
+    assert report.main(["--wrong"]) == 2
+    assert "usage:" in capsys.readouterr().err
+    assert report.main(["--check"]) == 0
+
+
+def test_the_front_page_compares_with_the_libraries_people_know():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = next(m["body"] for m in report.BLOCK.finditer(text) if m["renderer"] == "landing_table")
+    assert "| TRL |" in block
+    assert "| Liger |" in block
+    found = json.loads((ROOT / "benchmarks/results/step-h200.json").read_text())["cases"][0]
+    assert f"{found['ratios']['TRL']['value']:.3g}×" in block
+    assert "none (NumPy)" not in text
+
+
+def test_what_was_recorded_is_told_from_what_was_measured():
+    """A peer's recorded range stands beside strop's median, and its ratio has no interval."""
+    case = {"work": "generation, Qwen2-7B shape, 64 × 256 after 64", "contenders": {"strop": {"median_ns": 1.2e9}}}
+    row = landing._recorded_row("a rollout", case)
+    assert row == ["a rollout", "1.2 s", "vLLM 0.24, recorded", "1.44 to 1.48 s", "1.2 to 1.23×"]
+    assert landing._recorded_row("a rollout", case | {"work": "another"}) is None
+    works = {
+        case["work"] for case in json.loads((ROOT / "benchmarks/results/generation-h200.json").read_text())["cases"]
+    }
+    assert set(landing.RECORDED["seconds"]) <= works
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("| vLLM 0.24, recorded |") == 2
+    assert "Recorded: vLLM ran apart" in text
