@@ -173,11 +173,12 @@ class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_NH, weight, bias, tensors, temperature, rule, settings, wanted, name):
         rows, workspace, dtype = settings
+        ids_N, mask_N, old_N, ref_N, advantages_N, weights_N = tensors
         if is_plain(hidden_NH):
             total, policy_and_kl, logps_N, gradients = linear_policy_terms(
-                hidden_NH, Head.of(dtype, weight, bias, rows == "exact"), *tensors, temperature=temperature, rule=rule,
-                rows=implementation(rows), workspace=workspace,
-                wanted=Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
+                hidden_NH, Head.of(dtype, weight, bias, rows == "exact"), ids_N, mask_N, old_N, ref_N,
+                advantages_N, weights_N, temperature, rule, implementation(rows),
+                workspace, Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
             )  # fmt: skip
             if wanted[2]:
                 gradients = gradients._replace(bias_V=gradients.bias_V.to(bias.dtype))
