@@ -105,6 +105,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github
 
 # The first three beside one another: each leaves a core idle for part of its time.
 check: $(INSTALLED)
@@ -143,7 +144,7 @@ dist: $(INSTALLED)
 	build/dist/venv/bin/python -m pip install --quiet -c constraints.txt build/dist/*.whl
 	cd build/dist && venv/bin/python -c "import strop; from strop.moe import MoEConfig, MoETransformer; \
 	  print(strop.compute_group_advantages([1.0, 0.0]), MoETransformer(MoEConfig()).forward([[1, 2]]).shape)"
-	! build/dist/venv/bin/strop demo --output build/dist/demo 2> build/dist/demo.txt && grep -q 'strop\[train\]' build/dist/demo.txt
+	! build/dist/venv/bin/strop demo --output build/dist/demo 2> build/dist/demo.txt && grep -q '\.\[train\]' build/dist/demo.txt
 	build/dist/venv/bin/strop doctor
 	! $(BIN)/python -m zipfile --list build/dist/*.whl | grep -q benchmarks/
 	cd build/dist && ! venv/bin/strop bench primitives 2> bench.txt && grep -q 'clone its repository' bench.txt

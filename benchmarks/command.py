@@ -18,6 +18,7 @@ from benchmarks import ROOT, harness
 from benchmarks.harness import Measurable, Method
 from benchmarks.suites import SUITES
 from benchmarks.text import duration
+from strop._install import missing
 
 COLOURS = {"faster": "green", "slower": "bold red", "same": "yellow"}  # of a ratio, by its verdict
 
@@ -27,7 +28,7 @@ def run(suite: str, *, output: Path | None, rounds: int, only: str) -> None:
     if suite not in SUITES:
         raise ValueError(f"unknown suite {suite!r}; there are {', '.join(SUITES)}")
     if importlib.util.find_spec("scipy") is None:
-        raise ModuleNotFoundError("benchmarks need scipy: pip install 'strop[bench]'")
+        raise missing("strop bench", "scipy", "bench")
     method = Method(rounds=rounds)
     module = importlib.import_module(f"benchmarks.suites.{suite}")
     cases = [case for case in module.cases() if only in f"{case.work} {getattr(case, 'labels', '')}"]

@@ -32,6 +32,11 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
+def left_out(case: dict[str, Any]) -> dict[str, str]:
+    """Return the contenders that a case was run without, with the reason; one that was not installed is no finding."""
+    return {name: why for name, why in case["labels"].get("left_out", {}).items() if why != "it is not installed"}
+
+
 def provenance(result: Result, taken: str | None = None) -> str:
     """Where timings come from, and how they were taken: by default in the method's rounds."""
     method = result["method"]

@@ -25,7 +25,7 @@ from strop.environments import Environment, Turn, TurnsConfig
 from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
 from strop.moe import MoEConfig, MoETransformer
 from strop.rollout import Sampling
-from strop.rollout.server import ServerConfig
+from strop.rollout.client import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs/algorithms"

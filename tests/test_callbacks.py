@@ -145,7 +145,8 @@ def test_the_sample_table(tmp_path, capsys):
     trainer.samples = [{"prompt": "1+1=", "completion": "[red]2", "reward": 1.0}, {"prompt": "x", "completion": "y"}]
     trainer.train(ROWS, num_steps=3)
     text = (tmp_path / "samples.jsonl").read_text()
-    assert text == '{"step": 2, "prompt": "1+1=", "completion": "[red]2", "reward": 1.0}\n'
+    sample = '"prompt": "1+1=", "completion": "[red]2", "reward": 1.0}\n'
+    assert text == "".join(f'{{"step": {step}, {sample}' for step in (1, 2, 3))  # the first and the last step always
     shown = capsys.readouterr()
     assert shown.out == ""  # which is for what a program gives, not for what it tells on the way
     assert "step 2" in shown.err
@@ -154,6 +155,21 @@ def test_the_sample_table(tmp_path, capsys):
     quiet.samples = [{"prompt": "p", "completion": "c"}]
     quiet.train(ROWS, num_steps=1, progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_nothing_in_a_sample_table_steers_the_terminal(capsys):
+    """Texts, names of columns and calls of tools: escapes are shown by their numbers, and markup is text."""
+    call = [{"type": "function", "function": {"name": "search", "arguments": {"query": "\x1b[2J"}}}]
+    turns = [{"role": "assistant", "content": None, "tool_calls": call}, {"role": "tool", "content": "3\x1b]0;t\x07"}]
+    trainer = SFT(model=tiny_moe(), callbacks=[SampleTable(every=1, show=True)], batch_size=4)
+    trainer.samples = [{"prompt": "q\u202e", "completion": turns, "reward/[red]\x1b[31m": 1.0}]
+    trainer.train(ROWS, num_steps=1, progress=False)
+    shown = capsys.readouterr().err
+    assert not set(shown) & {"\x1b", "\x07", "\u202e"}
+    flat = "".join(shown.split())
+    assert "search" in flat
+    assert "None" not in flat
+    assert "[red]" in flat
 
 
 def test_samples_are_of_several_prompts(tmp_path):
@@ -180,10 +196,10 @@ def test_train_shows_samples_on_a_terminal_and_nowhere_else(tmp_path, monkeypatc
             err = io.StringIO()
             err.isatty = lambda is_terminal=is_terminal: is_terminal
             monkeypatch.setattr(sys, "stderr", err)
-            trainer = Sampling(model=tiny_moe(), batch_size=4, samples_every=2)
-            trainer.train(ROWS, num_steps=3, output_dir=folder, progress=progress)
-            assert ("step 2" in err.getvalue()) == expected
-            assert ("step 3" in err.getvalue()) is False
+            trainer = Sampling(model=tiny_moe(), batch_size=4, samples_every=3)
+            trainer.train(ROWS, num_steps=4, output_dir=folder, progress=progress)
+            for step, is_due in ((1, True), (2, False), (3, True), (4, True)):  # the first and the last step always
+                assert (f"step {step}" in err.getvalue()) == (expected and is_due)
             if expected:
                 assert "x3" in err.getvalue()
                 assert "x4" not in err.getvalue()  # four of them are enough to look at
@@ -191,7 +207,7 @@ def test_train_shows_samples_on_a_terminal_and_nowhere_else(tmp_path, monkeypatc
                 assert "characters)" in err.getvalue()
             if folder is not None:
                 samples = (folder / "samples.jsonl").read_text().splitlines()
-                assert len(samples) == 8
+                assert len(samples) == 24  # eight of each of the three steps
                 assert 900 * "y" in samples[0]
 
 

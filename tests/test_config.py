@@ -132,7 +132,7 @@ def test_an_integer_too_large_for_a_float():
         ({"betas": ("a", 0.9)}, TypeError, "betas must be a number in plain decimal digits"),
         ({"betas": (None, 0.9)}, TypeError, "betas must be a number, found NoneType"),
         ({"batch_size": 2, "run": {"batch_size": 3}}, ValueError, "batch_size must be given once, found 2 and 3"),
-        ({"run": 3}, TypeError, "run must be a RunConfig or a dict, found int"),
+        ({"run": 3}, TypeError, "run must be a RunConfig or a dict such as {'batch_size': 8}, found 3"),
     ],
 )
 def test_wrong_options(options, error, message):

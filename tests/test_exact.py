@@ -15,7 +15,7 @@ from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy
 from strop.models.attention import Packed, Rule, attention_of_rows
 from strop.rollout import Sampling, decoding, generate
-from strop.rollout.kept import Kept
+from strop.rollout.cached_rows import CachedRows
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels on a CPU need TRITON_INTERPRET=1"),
@@ -172,7 +172,7 @@ def test_rollout_and_training_give_the_same_bits(kind, how):
         policy = policy_of(kind, dtype, num_hidden_layers=num_layers)
         rollout = generate(policy, PROMPTS, SAMPLING, num_samples=2, seed=0)
         assert rollout.engine.startswith("hf, exact layers")
-        lines = rollout.trajectories
+        lines = rollout
         assert equal(logps_of(policy, lines), rollout.logps)
         assert equal(logps_of(policy, lines[::-1])[::-1], rollout.logps)
         assert equal(logps_of(policy, lines[1:2]), rollout.logps[1:2])
@@ -187,16 +187,16 @@ def test_bits_do_not_depend_on_who_is_beside_a_row(monkeypatch):
     waited = generate(policy, PROMPTS, SAMPLING, num_samples=2, seed=2)
     assert equal(waited.completion_ids, found.completion_ids)
     assert equal(waited.logps, found.logps)
-    assert equal(logps_of(policy, found.trajectories), found.logps)
+    assert equal(logps_of(policy, found), found.logps)
 
 
 def test_a_conversation_that_goes_on_has_the_same_bits():
-    policy, kept = policy_of("llama"), Kept()
-    first = generate(policy, PROMPTS, SAMPLING, seed=0, kept=kept.of([0, 1]), ignore_eos=True)
-    assert kept.rows
-    longer = [torch.cat([line.ids_T, torch.tensor([5, 6])]) for line in first.trajectories]
-    second = generate(policy, longer, SAMPLING, seed=1, kept=kept.of([0, 1]), ignore_eos=True)
-    assert equal(logps_of(policy, second.trajectories), second.logps)
+    policy, cached = policy_of("llama"), CachedRows()
+    first = generate(policy, PROMPTS, SAMPLING, seed=0, cached=cached.of([0, 1]), ignore_eos=True)
+    assert cached.rows
+    longer = [torch.cat([line.ids_T, torch.tensor([5, 6])]) for line in first]
+    second = generate(policy, longer, SAMPLING, seed=1, cached=cached.of([0, 1]), ignore_eos=True)
+    assert equal(logps_of(policy, second), second.logps)
     again = generate(policy, longer, SAMPLING, seed=1, ignore_eos=True)
     assert equal(again.logps, second.logps)
 

@@ -14,11 +14,13 @@ from tiny_models import llama, moe, plain
 from tiny_qwen2 import tiny_qwen2
 from tiny_tokenizers import hugging_face
 
+from strop._tensors import widened
 from strop.algorithms.best_of_n import BestOfN
 from strop.algorithms.dpo import DPO
 from strop.algorithms.sft import SFT
 from strop.cli.job import JobConfig, load_model_and_tokenizer
 from strop.models import as_policy, load_model, loading
+from strop.ops.registry import on_gpu
 from strop.tasks import CharTokenizer
 
 MODELS = {make.__name__: make() for make in (llama, moe, plain)}  # made while no GPU is played
@@ -94,10 +96,10 @@ def test_a_model_that_is_there_moves_only_if_told_to(kind, asked, monkeypatch, t
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("gpu", "device must be cpu, cuda or cuda:N, found 'gpu'"),
-        ("cuda:x", "device must be cpu, cuda or cuda:N, found 'cuda:x'"),
-        ("meta", "device must be cpu, cuda or cuda:N, found 'meta'"),
-        (["cpu"], r"device must be cpu, cuda or cuda:N, found \['cpu'\]"),
+        ("gpu", "device must be cpu, cuda, cuda:N, mps or xpu, found 'gpu'"),
+        ("cuda:x", "device must be cpu, cuda, cuda:N, mps or xpu, found 'cuda:x'"),
+        ("meta", "device must be cpu, cuda, cuda:N, mps or xpu, found 'meta'"),
+        (["cpu"], r"device must be cpu, cuda, cuda:N, mps or xpu, found \['cpu'\]"),
         ("cuda:2", "device must be cuda:0 or cuda:1, found 'cuda:2'"),
     ],
 )
@@ -107,6 +109,46 @@ def test_no_such_device(asked, device, message):
     with pytest.raises(ValueError, match=message):
         SFT(model=model_of("llama"), device=device)
     assert asked == []
+
+
+@pytest.mark.parametrize(("kind", "name"), [("mps", "MPS"), ("xpu", "XPU")])
+def test_devices_that_torch_knows(monkeypatch, kind, name):
+    """They are taken where torch has one. What runs on them is not tested here: there is none."""
+    module = getattr(torch, kind)
+    monkeypatch.setattr(module, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"device must be cpu: torch finds no {name} device here, found '{kind}'"):
+        loading.chosen_device(kind)
+    monkeypatch.setattr(module, "is_available", lambda: True)
+    monkeypatch.setattr(module, "device_count", lambda: 1)
+    assert str(loading.chosen_device(kind)) == kind
+    assert str(loading.chosen_device(f"{kind}:0")) == f"{kind}:0"
+    with pytest.raises(ValueError, match=f"device must be {kind}:0, found '{kind}:1'"):
+        loading.chosen_device(f"{kind}:1")
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_kernels_leave_other_devices_to_torch(kind):
+    """On tensors without memory, which alone can say that they are on such a device here."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        logits = torch.empty(2, 3, device=kind)
+        assert on_gpu(logits, None) == f"the tensors are on {kind}:0, it needs a GPU"
+        assert widened(logits).dtype == (torch.float32 if kind == "mps" else torch.float64)
+    assert widened(torch.zeros(2)).dtype == torch.float64
+
+
+def test_transformers_draws_no_bars_of_weights(tmp_path, capfd, monkeypatch):
+    from transformers.utils import logging
+
+    monkeypatch.setattr(logging, "_tqdm_active", True)
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    SFT(model=model_of("llama")).save_pretrained(tmp_path / "saved")
+    load_model(tmp_path / "saved")
+    assert "it/s" not in capfd.readouterr().err
+    for _ in logging.tqdm(range(1)):  # those of the user's own calls are as they were
+        pass
+    assert "it/s" in capfd.readouterr().err
 
 
 def test_no_gpu(monkeypatch):

@@ -11,6 +11,7 @@ from trained_models import tiny_moe
 from strop.algorithms.sft import SFT
 from strop.logging import ConsoleLogger, JSONLLogger, TensorBoardLogger, TrackioLogger, WandbLogger, read_metrics
 from strop.training.logging import drop_after
+from strop.training.state import History
 
 ROWS = [{"prompt": [2 + i], "completion": [3 + i, 1]} for i in range(4)]
 
@@ -143,3 +144,34 @@ def test_a_logger_that_fails_stops_the_run():
 
     with pytest.raises(ConnectionError, match="the server is gone"):
         SFT(model=tiny_moe(), logger=Broken(), batch_size=2).train(ROWS, num_steps=3)
+
+
+def test_names_of_metrics_do_not_steer_the_terminal(capsys):
+    ConsoleLogger(metrics=("reward/\x1b[2J",)).log({"reward/\x1b[2J": 1.0}, 1)
+    ConsoleLogger().log({"eval/\x1b]0;t\x07": 1.0}, 1)
+    shown = capsys.readouterr().out
+    assert "reward/\\x1b[2J 1" in shown
+    assert not set(shown) & {"\x1b", "\x07"}
+
+
+def test_a_history_is_one_line_and_can_be_drawn(monkeypatch):
+    steps = [{"step": i, "time": 1.0, "loss": 1 / i, "grad_norm": 2.0} for i in range(1, 1001)]
+    history = History(steps=steps, evaluations=[{"step": 1000, "eval/loss": 0.5}])
+    assert repr(history) == "History(1,000 steps, 1 evaluations, loss 0.001, eval/loss 0.5)"
+    with monkeypatch.context() as absent:
+        absent.setitem(sys.modules, "matplotlib", None)
+        absent.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(ImportError, match=r"^history.plot\(\) needs matplotlib: pip install matplotlib$"):
+            history.plot()
+    with pytest.raises(ValueError, match="metrics must be some of loss, grad_norm, eval/loss, found nothing"):
+        pytest.importorskip("matplotlib") and history.plot("nothing")
+    figure = history.plot()
+    drawn = {axis.get_title(): axis.lines[0].get_xydata().tolist() for axis in figure.axes}
+    assert list(drawn) == ["loss", "eval/loss"]
+    assert drawn["loss"][:2] == [[1, 1.0], [2, 0.5]]
+    assert drawn["eval/loss"] == [[1000, 0.5]]
+
+
+def test_a_trainer_is_one_line():
+    trainer = SFT(model=tiny_moe(), batch_size=4)
+    assert repr(trainer) == f"SFT({type(trainer.module).__name__}, step 0)"

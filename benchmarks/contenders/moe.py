@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import strop
+from strop._install import missing
 from strop.moe import AdamW, MoEConfig, MoETransformer, available_engines
 from strop.moe.engines import engine_class
 from strop.moe.model import initial_params
@@ -333,9 +334,7 @@ def set_threads(count: int) -> None:
     try:
         from threadpoolctl import threadpool_limits
     except ModuleNotFoundError:
-        raise RuntimeError(
-            "threadpoolctl is needed to fix the threads of NumPy's BLAS; pip install 'strop[bench]'"
-        ) from None
+        raise missing("fixing the threads of NumPy's BLAS", "threadpoolctl", "bench") from None
     for c in contenders():
         c.set_threads(count)
     threadpool_limits(BLAS_THREADS, "blas")

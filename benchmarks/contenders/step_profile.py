@@ -72,16 +72,16 @@ def waits(grpo: Any, prompts: torch.Tensor) -> int:
 def after_generation(grpo: Any, then: Callable[[], None]) -> Iterator[None]:
     """Within, `then` is called whenever a rollout is done."""
 
-    def generate(*arguments: Any) -> Any:
-        rollout = type(grpo)._generate(grpo, *arguments)
+    def draw(*arguments: Any) -> Any:
+        lines = type(grpo).draw(grpo, *arguments)
         then()
-        return rollout
+        return lines
 
-    grpo._generate = generate
+    grpo.draw = draw
     try:
         yield
     finally:
-        del grpo._generate
+        del grpo.draw
 
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:

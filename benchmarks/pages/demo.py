@@ -5,6 +5,7 @@ from typing import Any
 
 from benchmarks.text import Result, origin, table
 from strop.report import Run, draw_figure
+from strop.report.lines import Columns
 
 WAYS = {"greedy": "greedy", "sampled": "sampled", "best_of": "best of {n}"}
 
@@ -44,7 +45,7 @@ def demo_figure(result: Result, path: Path, metadata: dict[str, str]) -> None:
         }
         for name, shown in WAYS.items()
     }
-    run = Run("demo", _rows(case["training"]) + _rows(case["evaluations"]))
+    run = Run("demo", Columns.of(_rows(case["training"]) + _rows(case["evaluations"])))
     draw_figure([run], path, bars=("Held-out problems solved", bars), metadata=metadata)
 
 

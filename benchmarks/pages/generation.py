@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.text import Result, duration, provenance, table, times
+from benchmarks.text import Result, duration, left_out, provenance, table, times
 
 
 def generation_table(result: Result) -> str:
@@ -15,8 +15,7 @@ def generation_table(result: Result) -> str:
                 _work(case), name, duration(facts["median_ns"]), _faster(case, name), f"{facts['generated_tokens']:,.0f}",
                 f"{facts['tokens_per_second']:,.0f}", f"{facts['share_of_limit']:.2g}", _first(facts),
             ])  # fmt: skip
-        left_out = case["labels"]["left_out"]
-        rows += [[_work(case), name, f"left out: {why}", *[""] * 5] for name, why in left_out.items()]
+        rows += [[_work(case), name, f"left out: {why}", *[""] * 5] for name, why in left_out(case).items()]
     return table(header, rows) + "\n" + _limit(result) + _origin(result) + "\n"
 
 

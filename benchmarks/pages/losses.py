@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ratio
-from benchmarks.text import Result, duration, provenance, size, table, times
+from benchmarks.text import Result, duration, left_out, provenance, size, table, times
 
 OPERATORS = ("logp", "ratio_kl", "grpo_loss", "linear_logp", "linear_grpo_loss", "linear_dpo_loss", "linear_divergence")
 PEERS = ("eager", "torch.compile", "Liger")
@@ -320,10 +320,8 @@ def _left_out(result: Result, operator: str | None = None) -> str:
         f"{name} was left out of {_work(case)}: {reason}."
         for case in _timed(result)
         if operator in (None, case["labels"]["operator"])
-        for name, reason in case["labels"].get("left_out", {}).items()
+        for name, reason in left_out(case).items()
     ]
-    if not result["versions"].get("liger-kernel"):
-        lines.append("Liger was not installed.")
     return "".join(f"\n{line}\n" for line in lines)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.text import Result, duration, provenance, size, table, times
+from benchmarks.text import Result, duration, left_out, provenance, size, table, times
 
 EXACT = "strop, exact"
 PHASES = ("generate", "reward", "score", "forward", "backward", "update")
@@ -22,8 +22,7 @@ def step_table(result: Result) -> str:
         tokens = f"{facts['tokens_per_second']:,.0f}"
         rows.append([work, name, duration(facts["median_ns"]), faster, shares, tokens, memory])
     for case in result["cases"]:
-        left_out = case["labels"].get("left_out", {})
-        rows += [[_work(case), name, f"left out: {why}", "", "", "", ""] for name, why in left_out.items()]
+        rows += [[_work(case), name, f"left out: {why}", "", "", "", ""] for name, why in left_out(case).items()]
     header = [
         "work",
         "by",

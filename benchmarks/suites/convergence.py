@@ -10,7 +10,6 @@ Shapes: B rows, T tokens of a row, S symbols, K successors of a pair.
 """
 
 import functools
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +17,12 @@ import numpy as np
 
 from benchmarks.contenders import moe as moe_contenders
 from benchmarks.contenders.moe import contenders
-from benchmarks.harness import Measurable, Method
 from benchmarks.suites.engines import THREADS, TINY
+from benchmarks.training import TrainingCase, first_and_last, rounded
 from strop.moe.optim import warmup_cosine
 
 EVALUATE_EVERY = 10
+DIGITS = 7  # of a loss in the result
 NUM_SYMBOLS, NUM_SUCCESSORS = 12, 4
 HELD_OUT_SEED = 1_000_000
 
@@ -48,29 +48,21 @@ MEMORISE = Schedule(batch=8, seq_len=32, num_steps=150)
 LANGUAGE = Schedule(batch=16, seq_len=32, num_steps=400)
 
 
-def cases() -> list[Measurable]:
+def cases() -> list[TrainingCase]:
     moe_contenders.set_threads(THREADS)
-    return [Curve(task=task, engine=c.name) for task in TASKS for c in contenders()]
+    return [curve(task, c.name) for task in TASKS for c in contenders()]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """One engine on one task: the loss of each step, or the held-out loss every few steps."""
+def curve(task: str, engine: str) -> TrainingCase:
+    """Return the case of one engine on one task: the loss of each step, or the held-out loss every few steps."""
 
-    task: str
-    engine: str
-
-    @property
-    def work(self) -> str:
-        return f"{self.task}: {self.engine}"
-
-    def measure(self, method: Method) -> dict[str, Any]:
-        started = time.perf_counter()
-        found = TASKS[self.task](moe_contenders.contender(self.engine))
+    def train() -> dict[str, Any]:
+        found = TASKS[task](moe_contenders.contender(engine))
         if not np.isfinite(found["losses"]).all():
-            raise RuntimeError(f"{self.work}: a loss is not finite")
-        seconds = round(time.perf_counter() - started, 2)
-        return {"work": self.work, "labels": {"task": self.task, "engine": self.engine}, "seconds": seconds, **found}
+            raise RuntimeError(f"{task}: {engine}: a loss is not finite")
+        return found
+
+    return TrainingCase(work=f"{task}: {engine}", labels={"task": task, "engine": engine}, train=train)
 
 
 def memorise(c: moe_contenders.Contender) -> dict[str, Any]:
@@ -78,7 +70,7 @@ def memorise(c: moe_contenders.Contender) -> dict[str, Any]:
     rows = np.random.default_rng(0).integers(0, TINY.vocab_size, (MEMORISE.batch, MEMORISE.seq_len + 1))
     batch = _shifted(rows)
     losses = [trainer.step(*batch, learning_rate=rate) for rate in MEMORISE.rates()]
-    return {"steps": list(range(len(losses))), "losses": _rounded(losses)}
+    return {"steps": list(range(len(losses))), "losses": rounded(losses, DIGITS)}
 
 
 def learn_language(c: moe_contenders.Contender) -> dict[str, Any]:
@@ -92,7 +84,7 @@ def learn_language(c: moe_contenders.Contender) -> dict[str, Any]:
         if number % EVALUATE_EVERY == 0:
             steps.append(number)
             losses.append(held_out_loss(trainer.logits(held_out_BT), targets_BT))
-    return {"steps": steps, "losses": _rounded(losses), "entropy_rate": round(language.entropy_rate(), 6)}
+    return {"steps": steps, "losses": rounded(losses, DIGITS), "entropy_rate": round(language.entropy_rate(), 6)}
 
 
 TASKS = {"memorise": memorise, "language": learn_language}
@@ -151,19 +143,11 @@ def largest_difference(measured: list[dict[str, Any]], task: str) -> float:
 
 
 def summary(measured: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """For the command line: a header and rows."""
-    rows = [
-        [case["work"], f"{case['losses'][0]:.4f}", f"{case['losses'][-1]:.4f}", f"{case['seconds']:.1f} s"]
-        for case in measured
-    ]
-    for task in TASKS:
-        rows.append([f"{task}: largest difference between curves", "", f"{largest_difference(measured, task):.2g}", ""])
-    return ["curve", "first loss", "last loss", "time"], rows
+    """Return the header and rows of the command line's table."""
+    header, rows = first_and_last(measured, "loss", lambda case: case["losses"], ".4f")
+    differences = {task: f"{largest_difference(measured, task):.2g}" for task in TASKS}
+    return header, rows + [[f"{task}: largest difference between curves", "", d, ""] for task, d in differences.items()]
 
 
 def _shifted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
-
-
-def _rounded(losses: list[float]) -> list[float]:
-    return [float(f"{loss:.7g}") for loss in losses]

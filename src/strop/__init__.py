@@ -4,6 +4,7 @@ imported when they are first used, because they need torch."""
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from strop import _trl
 from strop._compiled import get_num_threads, set_num_threads
 from strop.primitives import (
     collate_packed,
@@ -68,6 +69,8 @@ _ALGORITHMS = {
 
 def __getattr__(name: str) -> Any:
     if name not in _ALGORITHMS:
+        if told := _trl.class_hint(name):
+            raise ImportError(told)  # of an AttributeError `from strop import …` would not show the message
         raise AttributeError(f"module 'strop' has no attribute {name!r}")
     return getattr(importlib.import_module(f"strop.algorithms.{_ALGORITHMS[name]}"), name)
 

@@ -34,8 +34,9 @@ ARGUMENTS = (
     Name("optimizers", "", "`optimizer=`, a function of parameter groups"),
     Name("formatting_func", "", "rows brought into one of the formats of data beforehand"),
     Name("compute_metrics", "", "a callback with `on_evaluate`"),
-    Name("data_collator, preprocess_logits_for_metrics, quantization_config, reward_processing_classes, rollout_func", "",
-         "none"),
+    Name("quantization_config, load_in_4bit, load_in_8bit", "",
+         "none: `load_model(name, dtype=\"bfloat16\")` with `lora` keeps the frozen weights in two bytes each"),
+    Name("data_collator, preprocess_logits_for_metrics, reward_processing_classes, rollout_func", "", "none"),
 )  # fmt: skip
 OPTIONS = (
     Name("learning_rate", "2e-5", "`learning_rate`", "2e-5", ("SFT",)),
@@ -174,6 +175,32 @@ OPTIONS = (
          "local_rank, average_tokens_across_devices", "", "none: torchrun starts the processes, losses count the tokens of all"),
     Name("do_train, do_eval, do_predict, debug", "", "none"),
 )  # fmt: skip
+
+
+METHODS = {
+    "save_model": "save_pretrained(folder) writes the model, save(path) a checkpoint",
+    "save_state": "save(path) writes a checkpoint, from_checkpoint(path) reads it",
+    "add_callback": "callbacks are given to the constructor, or appended to callbacks",
+    "predict": "evaluate(rows) measures, strop.BestOfN generates",
+    "log_metrics": "log(metrics) gives them to the loggers",
+    "create_model_card": "train(…, output_dir=…) writes a model card to final/",
+}
+_CLASSES = {
+    "SFTTrainer": "SFT", "DPOTrainer": "DPO", "KTOTrainer": "KTO", "RewardTrainer": "RewardModel", "GRPOTrainer": "GRPO",
+    "PPOTrainer": "PPO", "GKDTrainer": "Distill", "OnlineDPOTrainer": "OnlineDPO",
+}  # fmt: skip
+_CONFIGS = ("SFTConfig", "DPOConfig", "KTOConfig", "GRPOConfig", "PPOConfig", "DistillConfig", "OnlineDPOConfig")
+
+
+def class_hint(name: str) -> str | None:
+    """Return what strop has in place of a class of TRL; None for a name that is not TRL's."""
+    if name in _CLASSES:
+        here = _CLASSES[name]
+        return f"{name} is TRL's; what strop has is {here}: from strop import {here}"
+    if name in _CONFIGS:
+        here = name.removesuffix("Config")
+        return f"{name} is in strop.config; {here} also takes single options: {here}(model=…, learning_rate=1e-5)"
+    return None
 
 
 def hint(name: str, algorithm: str = "") -> str | None:

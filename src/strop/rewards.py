@@ -36,6 +36,8 @@ from typing import Any
 import torch
 
 from strop._checks import check_timeout
+from strop.data.batch import Trajectory
+from strop.data.formats import column_counts
 from strop.data.inputs import RESERVED
 from strop.distributed import World
 
@@ -52,20 +54,32 @@ class RewardError(ValueError):
 
 @dataclass
 class Rewards:
-    """total_B = Σ weight·column; columns by the functions' names. float32."""
+    """Rewards of several completions: total_B = Σ weight·column; columns by the functions' names. float32."""
 
     total_B: torch.Tensor
     columns: dict[str, torch.Tensor]
 
     @classmethod
+    def of(cls, lines: Sequence[Trajectory], names: Sequence[str]) -> "Rewards":
+        """Return the rewards that these trajectories have, by functions with these names."""
+        columns = {name: torch.tensor([line.rewards[name] for line in lines]).float() for name in names}
+        return cls(torch.tensor([line.reward for line in lines]).float(), columns)
+
+    @classmethod
     def joined(cls, parts: Sequence["Rewards"], names: Sequence[str]) -> "Rewards":
-        """One after the other."""
+        """Return the parts one after the other."""
         none = torch.zeros(0)
         columns = {name: torch.cat([none, *(part.columns[name] for part in parts)]) for name in names}
         return cls(torch.cat([none, *(part.total_B for part in parts)]), columns)
 
+    def fill(self, lines: Sequence[Trajectory]) -> None:
+        """Fill `rewards` and `reward` of the trajectories."""
+        columns = {name: column_B.tolist() for name, column_B in self.columns.items()}
+        for i, (line, total) in enumerate(zip(lines, self.total_B.tolist(), strict=True)):
+            line.rewards, line.reward = {name: values[i] for name, values in columns.items()}, total
+
     def over(self, world: World) -> "Rewards":
-        """Those of all processes."""
+        """Return the rewards of all processes."""
         return self if world.size == 1 else Rewards.joined(world.gathered(self), list(self.columns))
 
     @property
@@ -103,6 +117,7 @@ class RewardFunctions:
         for function in self.functions:
             if not callable(function):
                 raise TypeError(f"reward_fn must be a function or several, found {type(function).__name__}")
+            _refuse_async(function, "reward_fn")
         self.weights = [1.0] * len(self.functions) if weights is None else _as_numbers(weights)
         if len(self.weights) != len(self.functions):
             raise ValueError(
@@ -127,7 +142,7 @@ class RewardFunctions:
         for function, called in zip(self.functions, self.names, strict=True):
             check_columns(function, called, ("completions", "completion_ids", *besides), rows, name)
 
-    def __call__(self, rows: Rows, rollout: Any = None) -> Rewards:
+    def __call__(self, rows: Rows, lines: Sequence[Trajectory] = ()) -> Rewards:
         total_B = torch.zeros(len(rows["completions"]), dtype=torch.float64)
         columns = {}
         if not len(total_B):  # a process without prompts asks nobody
@@ -160,6 +175,7 @@ class PreferenceFunction:
     def __init__(self, function: Any, timeout: float | None = None, find_failing: bool = False):
         if not callable(function):
             raise TypeError(f"preference_fn must be a function, found {type(function).__name__}")
+        _refuse_async(function, "preference_fn")
         self.function, self.timeout, self.find_failing = function, check_timeout(timeout), find_failing
         self.name = unique_names([function])[0]
 
@@ -182,6 +198,17 @@ class PreferenceFunction:
                     f"{where(index, rows)}"
                 )
         return [int(value) for value in values]
+
+
+def _refuse_async(function: Any, argument: str) -> None:
+    """Raise for an async function: calling one gives a coroutine and no rewards."""
+    inner = getattr(function, "func", function)  # functools.partial
+    if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__):
+        name = unique_names([function])[0]
+        raise TypeError(
+            f"{argument} must be a plain function, found the async function {name}: async ones are not supported yet; "
+            f"a plain one may await others by asyncio.run(…)"
+        )
 
 
 # ---- calling ----
@@ -219,20 +246,18 @@ def check_columns(
     function: Any, name: str, judged: Sequence[str], rows: Sequence[Mapping[str, Any]], where: str
 ) -> None:
     """The columns a function needs are in every row; one whose parameter has a default may be missing, and is None."""
-    uniform = hasattr(rows, "column_names")  # a Dataset's rows have the same columns
-    columns = dict.fromkeys(column for row in (rows[:0] if uniform else rows) for column in row)
-    columns = dict.fromkeys(rows.column_names) if uniform else columns  # type: ignore[attr-defined]
-    columns = {column: None for column in columns if column not in RESERVED}
+    counts = column_counts(rows)
+    columns = {column: None for column in counts if column not in RESERVED}
     given = dict.fromkeys((*judged, "prompts", "prompt_ids", *columns), ())
     _, by_name = arguments_for(function, name, given)
     needed = [p.name for p in _parameters(function) if p.default is p.empty and p.name in by_name and p.name in columns]
-    for column in () if uniform else needed:
-        for i, row in enumerate(rows):
-            if column not in row:
-                raise RewardError(
-                    f"{where}[{i}] must have the column {column!r}, which {name} asks for and other rows have; give the "
-                    f"parameter a default where it may be missing: it is None then"
-                )
+    for column in needed:
+        if counts[column] < len(rows):
+            i = next(i for i, row in enumerate(rows) if column not in row)
+            raise RewardError(
+                f"{where}[{i}] must have the column {column!r}, which {name} asks for and other rows have; give the "
+                f"parameter a default where it may be missing: it is None then"
+            )
 
 
 def _parameters(function: Any) -> Sequence[inspect.Parameter]:

@@ -46,13 +46,13 @@ def trainer_of(kind, seed, autocast, replay):
         model=model_of(kind, seed), reward_fn=small_numbers, group_size=8, kl_coef=0.0, inner_epochs=4, max_new_tokens=24,
         learning_rate=3e-4, autocast=autocast, replay_routing=replay, seed=seed,
     )  # fmt: skip
-    sample = trainer._sample
+    sample = trainer.complete
 
     def in_bf16(*given):
         with torch.autocast("cpu", torch.bfloat16):
             return sample(*given)
 
-    trainer._sample = in_bf16
+    trainer.complete = in_bf16
     return trainer
 
 
@@ -60,8 +60,8 @@ def trainer_of(kind, seed, autocast, replay):
 def shares(trainer):
     """Of the tokens that have a record: tokens and places whose experts the plain training forward chooses otherwise."""
     trainer.sampler.records_routing = True
-    rollout = trainer._sample([prompt_of(ids) for ids in PROMPTS], trainer.config.sampling, 8, 12345)
-    batch = TokenBatch.of(rollout.trajectories)
+    rollout = trainer.complete([prompt_of(ids) for ids in PROMPTS], trainer.config.sampling, 8, 12345)
+    batch = TokenBatch.of(rollout)
     cast = torch.autocast("cpu", torch.bfloat16) if trainer.config.run.autocast else contextlib.nullcontext()
     with cast, trainer.policy.routers.recording() as latest:
         trainer.policy.logps(dataclasses.replace(batch, routing_NLk=None))
@@ -73,9 +73,9 @@ def shares(trainer):
 
 
 def prompt_of(ids):
-    from strop.data.inputs import Prompt
+    from strop.data.batch import Trajectory
 
-    return Prompt(torch.tensor(ids), None, {})
+    return Trajectory.of_prompt(ids)
 
 
 def measured(kind, seed, autocast, replay):

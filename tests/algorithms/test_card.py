@@ -32,8 +32,20 @@ def test_the_card_of_an_adapter_lies_beside_it(tmp_path):
     sft.train(ROWS, num_steps=1, output_dir=tmp_path / "run")
     card = (tmp_path / "run" / "final" / "adapter" / "README.md").read_text(encoding="utf-8")
     assert " of them trained, from " in card
+    assert card.startswith("---\nlibrary_name: peft\ntags: [strop, sft, lora]\n---\n")
     assert "base_model" not in card  # a folder of this machine is no name of the Hub
     assert not (tmp_path / "run" / "final" / "README.md").exists()
+
+
+def test_the_card_of_an_adapter_names_a_base_of_the_hub(tmp_path):
+    """As a loaded model's config has it: the name it was asked for by."""
+    model = tiny_qwen2()
+    model.config._name_or_path = "org/base"
+    SFT(model=model, lora={"r": 2}, batch_size=4).train(ROWS, num_steps=1, output_dir=tmp_path / "run")
+    card = (tmp_path / "run" / "final" / "adapter" / "README.md").read_text(encoding="utf-8")
+    head = card.split("---")[1]
+    assert 'base_model: "org/base"' in head
+    assert "library_name: peft" in head
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,13 @@ def make(model=None, teacher=None, **options):
     )
 
 
+def lines_of(distill, rows):
+    """The trajectories of a step on these rows, and how many completions are the student's own."""
+    lines, metrics = distill.sample(distill.prepare(rows), range(len(rows)))
+    assert metrics["distill/on_policy_fraction"].number == len(rows)
+    return lines, metrics["distill/on_policy_fraction"].total
+
+
 # ---- values ----
 
 
@@ -58,10 +65,9 @@ def test_the_loss_and_its_gradient_are_those_of_plain_torch(divergence, packs):
     distill = make(divergence=divergence, on_policy=0.0, beta=0.3)
     if not packs:
         read_padded(distill.policy)
-    lessons = distill.prepare(ROWS)
-    lines, own = distill._lines(lessons, 0, 0)
+    lines, own = lines_of(distill, ROWS)
     assert own == 0
-    loss = distill._distance(lines, sum(line.num_loss_tokens for line in lines)).loss
+    loss = distill.loss_on(lines, sum(line.num_loss_tokens for line in lines)).loss
     student, teacher = tiny_qwen2(), sharper(tiny_qwen2())
     wanted = plain_torch(student, teacher, lines, divergence, 0.3)
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
@@ -93,7 +99,7 @@ def test_what_tools_say_counts_for_nothing():
     distill = Distill(model=student, teacher=teacher, tokenizer=tokens, on_policy=0.0)
     call, said = ({"role": "assistant", "content": text} for text in ("call", "ooh"))
     row = {"prompt": [{"role": "user", "content": "?"}], "completion": [call, {"role": "tool", "content": "13"}, said]}
-    (line,), _ = distill._lines(distill.prepare([row]), 0, 0)
+    (line,), _ = lines_of(distill, [row])
     assert tokens.decode(line.ids_T[line.loss_mask_T]) == "call<|im_end|>ooh<|im_end|>"
     assert "13" in tokens.decode(line.ids_T)
 
@@ -101,9 +107,9 @@ def test_what_tools_say_counts_for_nothing():
 def test_the_sampled_token_by_hand():
     """The loss is −mean of the advantages, their gradient −A for each token's log-prob."""
     distill = make(divergence="sampled", learning_rate=0.0)
-    lines, _ = distill._lines(distill.prepare(ROWS), 0, 0)
+    lines, _ = lines_of(distill, ROWS)
     num_tokens = sum(line.num_loss_tokens for line in lines)
-    result = distill._distance(lines, num_tokens)
+    result = distill.loss_on(lines, num_tokens)
     advantages = []
     for line in lines:
         p, q = (model(line.ids_T[None]).logits[0].log_softmax(-1) for model in (distill.model, distill.reference.model))
@@ -136,14 +142,14 @@ def test_mixing():
     """Half of the rows are the student's, the others the dataset's; which ones depends on seed and step alone."""
     rows = [{"prompt": [i % 20 + 2, 5], "completion": [30, 31, 30]} for i in range(64)]
     distill = make(on_policy=0.5, batch_size=64)
-    lessons = distill.prepare(rows)
-    lines, own = distill._lines(lessons, 0, 0)
+    lines, own = lines_of(distill, rows)
     of_dataset = [line.ids_T[2:].tolist() == [30, 31, 30] and line.rollout_logps_t is None for line in lines]
     assert 20 < own < 44
     assert sum(of_dataset) == 64 - own
-    again, _ = distill._lines(lessons, 0, 0)
+    again, _ = lines_of(distill, rows)
     assert all(torch.equal(a.ids_T, b.ids_T) for a, b in zip(lines, again, strict=True))
-    other, _ = distill._lines(lessons, 1, 0)
+    distill.state.step = 1
+    other, _ = lines_of(distill, rows)
     assert [line.rollout_logps_t is None for line in other] != [line.rollout_logps_t is None for line in lines]
 
 
@@ -153,7 +159,7 @@ def test_the_teacher_samples():
     teacher.lm_head.weight.data.zero_()
     teacher.lm_head.bias = torch.nn.Parameter(torch.zeros(32).index_fill(0, torch.tensor([17]), 50.0))
     distill = make(teacher=teacher, on_policy=0.0, off_policy="teacher")
-    lines, _ = distill._lines(distill.prepare([{"prompt": p} for p in PROMPTS]), 0, 0)
+    lines, _ = lines_of(distill, [{"prompt": p} for p in PROMPTS])
     assert all(line.ids_T[line.loss_mask_T].tolist() == [17] * 5 for line in lines)
 
 
@@ -176,10 +182,10 @@ def test_micro_batches_change_nothing(make_model, divergence):
 @every_divergence
 def test_a_ragged_batch_is_its_rows(divergence):
     distill = make(divergence=divergence)
-    lines, _ = distill._lines(distill.prepare(ROWS), 0, 0)
+    lines, _ = lines_of(distill, ROWS)
     num_tokens = sum(line.num_loss_tokens for line in lines)
-    whole = distill._distance(lines, num_tokens).loss
-    alone = [distill._distance([line], num_tokens).loss for line in lines]
+    whole = distill.loss_on(lines, num_tokens).loss
+    alone = [distill.loss_on([line], num_tokens).loss for line in lines]
     torch.testing.assert_close(whole, sum(alone), rtol=1e-5, atol=1e-6)
 
 

@@ -6,13 +6,14 @@ import warnings
 
 import pytest
 import torch
+from steps import advantages, cut, fill, lines_of, loss_on, step_lines
 from tiny_models import VOCAB, Letters, every_kind, llama, moe, plain
 
-from strop.algorithms.grpo import GRPO, Experience, GRPOConfig
+from strop.algorithms.grpo import GRPO, GRPOConfig
 from strop.losses import PolicyRule, group_advantages
 from strop.rewards import RewardError
-from strop.rollout import Rollout, Sampling
-from strop.rollout.server import ServerConfig
+from strop.rollout import Sampling
+from strop.rollout.client import ServerConfig
 
 PROMPTS = [[1, 2, 3], [4], [7, 8, 9, 10, 11], [12, 13]]
 
@@ -74,28 +75,19 @@ def oracle_trainer(case, num_prompt=3):
         clip_eps=(case["eps_low"], case["eps_high"]),
         max_new_tokens=case["max_completion_length"],
     )
-    rollout = Rollout(
-        [torch.tensor([i, *[1] * (num_prompt - 1)]) for i in range(len(lengths))],
-        [torch.zeros(n, dtype=torch.long) for n in lengths],
-        [row[:n] for row, n in zip(old, lengths, strict=True)],
-        ["eos"] * len(lengths),
-    )
-    experience = Experience(
-        rollout,
-        torch.tensor(case["advantages"], dtype=torch.float64),
-        lengths,
-        rollout.logps,
-        [row[:n] for row, n in zip(ref, lengths, strict=True)] if case["beta"] else None,
-    )
-    return grpo, experience, lengths
+    lines = lines_of(lengths, old, num_prompt)
+    values = torch.tensor(case["advantages"], dtype=torch.float64)
+    fill(lines, old_logps_t=cut(old, lengths), advantages_t=[v.expand(n) for v, n in zip(values, lengths, strict=True)])
+    if case["beta"]:
+        fill(lines, ref_logps_t=cut(ref, lengths))
+    return grpo, lines
 
 
 def test_loss_of_a_fixed_rollout_is_trls(golden):
     assert len(golden["grpo"]) == 60
     for case in golden["grpo"]:
-        grpo, experience, lengths = oracle_trainer(case)
-        rows = range(len(lengths))
-        result = grpo.loss_on(experience, rows, num_tokens=sum(lengths), num_sequences=len(lengths))
+        grpo, lines = oracle_trainer(case)
+        result = loss_on(grpo, lines)
         assert result.loss.item() == pytest.approx(case["loss"], abs=1e-9)
         if case["kl"] is not None:
             assert result.metrics["kl"].item() == pytest.approx(case["kl"], abs=1e-9)
@@ -108,9 +100,8 @@ def test_loss_of_a_fixed_rollout_is_trls(golden):
 
 def test_parts_of_a_fixed_rollout_add_up(golden):
     for case in golden["grpo"][::3]:
-        grpo, experience, lengths = oracle_trainer(case)
-        counts = {"num_tokens": sum(lengths), "num_sequences": len(lengths)}
-        total = sum(grpo.loss_on(experience, [row], **counts).loss.item() for row in reversed(range(len(lengths))))
+        grpo, lines = oracle_trainer(case)
+        total = sum(loss_on(grpo, [line], lines).loss.item() for line in reversed(lines))
         assert total == pytest.approx(case["loss"], abs=1e-9)
 
 
@@ -119,10 +110,10 @@ def test_prompt_tokens_never_count(golden):
     case = golden["grpo"][1]
     losses = []
     for num_prompt, other in ((3, 1), (3, 29), (7, 2), (1, 0)):
-        grpo, experience, lengths = oracle_trainer(case, num_prompt)
-        for prompt in experience.rollout.prompt_ids:
-            prompt[1:] = other
-        losses.append(grpo.loss_on(experience, range(4), num_tokens=sum(lengths), num_sequences=4).loss.item())
+        grpo, lines = oracle_trainer(case, num_prompt)
+        for line in lines:
+            line.prompt_ids[1:] = other
+        losses.append(loss_on(grpo, lines).loss.item())
     assert losses == pytest.approx([case["loss"]] * 4, abs=1e-12)
 
 
@@ -159,16 +150,12 @@ def test_micro_batches_change_nothing(make, loss_type):
 @every_kind
 def test_a_ragged_batch_has_the_loss_of_its_rows(make):
     grpo = make_grpo(make(eos_token_id=[3, 6], scale=3.0), kl_coef=0.3)
-    seen = []
-    grpo._learn = lambda experience: seen.append(experience) or {"loss": 0.0}
-    grpo.train_step(PROMPTS)
-    experience = seen[0]
-    assert len({len(c) for c in experience.rollout.completion_ids}) > 2
-    counts = {"num_tokens": experience.num_tokens(range(16)), "num_sequences": 16}
-    whole = grpo.loss_on(experience, range(16), **counts).loss.item()
-    alone = sum(grpo.loss_on(experience, [i], **counts).loss.item() for i in range(16))
+    lines = step_lines(grpo, [{"prompt": prompt} for prompt in PROMPTS])
+    assert len({line.num_loss_tokens for line in lines}) > 2
+    whole = loss_on(grpo, lines).loss.item()
+    alone = sum(loss_on(grpo, [line], lines).loss.item() for line in lines)
     assert whole == pytest.approx(alone, abs=1e-6)
-    assert grpo.loss_on(experience, [3, 9], **counts).loss.item() != pytest.approx(whole, abs=1e-4)
+    assert loss_on(grpo, [lines[3], lines[9]], lines).loss.item() != pytest.approx(whole, abs=1e-4)
 
 
 @every_kind
@@ -238,7 +225,7 @@ def test_a_cut_distribution_has_its_old_log_probs_recomputed():
 
 def test_inner_updates_over_shuffled_minibatches():
     grpo = make_grpo(moe(), inner_epochs=3, minibatch_size=5, learning_rate=1e-2, kl_coef=0.0)
-    batches = list(grpo._minibatches(16))
+    batches = list(grpo.minibatches(16))
     assert [len(b) for b in batches] == [5, 5, 5, 1] * 3
     passes = [[i for batch in batches[4 * n : 4 * n + 4] for i in batch] for n in range(3)]
     assert all(sorted(p) == list(range(16)) for p in passes)
@@ -247,7 +234,7 @@ def test_inner_updates_over_shuffled_minibatches():
     assert grpo.state.updates == 12
     assert metrics["mismatch_ratio_max"] == 1.0  # of the first update
     assert metrics["ratio/max"] > 1.001  # of all of them
-    assert list(grpo._minibatches(16)) != batches  # the next step has an order of its own
+    assert list(grpo.minibatches(16)) != batches  # the next step has an order of its own
 
 
 @every_kind
@@ -279,13 +266,14 @@ def test_truncated_completions_can_be_masked():
     assert torch.equal(before, weights(model))
 
     grpo = make_grpo(moe(eos_token_id=[3, 6]), mask_truncated=True)
-    rollout = Rollout([torch.tensor([1])] * 4, [torch.tensor([5, 3]), torch.tensor([5, 5])] * 2, [torch.zeros(2)] * 4,
-                      ["eos", "length"] * 2)  # fmt: skip
-    experience = grpo._experience(rollout, torch.tensor([1.0, 2.0, 0.0, 5.0]))
-    parts = grpo._parts(experience, [0, 1, 2, 3])
-    assert parts == [[0, 2]]
-    assert experience.num_tokens(range(4)) == 4
-    assert [experience.num_tokens(part) for part in parts] == [4]
+    lines = fill(lines_of([2] * 4, torch.zeros(4, 2)), finish=["eos", "length"] * 2)
+    batch = advantages(grpo, lines, [1.0, 2.0, 0.0, 5.0])
+    assert grpo.loss_tokens(batch) == [2, 0, 2, 0]
+    seen = []
+    grpo.loss_on = lambda part, loss_on=grpo.loss_on: seen.append(part) or loss_on(part)
+    grpo.learn(lines, batch)
+    assert [[id(line) for line in part] for part in seen] == [[id(lines[0]), id(lines[2])]]
+    assert [line.weight for line in seen[0]] == [1 / 4 / 2] * 2  # of all four sequences, two tokens each
 
 
 def test_groups_without_signal_are_counted_and_sampled_again():
@@ -314,9 +302,10 @@ def test_groups_without_signal_are_counted_and_sampled_again():
 )
 def test_advantages(scale, ddof, eps):
     grpo = make_grpo(moe(), advantage_scale=scale, advantage_ddof=ddof, advantage_eps=eps, group_size=2)
-    rollout = Rollout([torch.tensor([1])] * 4, [torch.tensor([5])] * 4, [torch.zeros(1)] * 4, ["length"] * 4)
+    lines = lines_of([1] * 4, torch.zeros(4, 1), finish="length")
     rewards = torch.tensor([1.0, 3.0, 0.0, 0.0])
-    found = grpo._experience(rollout, rewards).advantages_B
+    advantages(grpo, lines, rewards)
+    found = torch.cat([line.advantages_t for line in lines])
     wanted = group_advantages(rewards, samples_per_prompt=2, ddof=ddof, eps=eps, scale=scale)
     torch.testing.assert_close(found, wanted)
     if scale == "group" and ddof == 1:
@@ -589,8 +578,9 @@ def test_field_names_are_pinned():
     ]  # fmt: skip
     assert names[ServerConfig] == [
         "rollout_server", "sync", "sync_folder", "sync_tolerance", "max_staleness", "server_requests", "server_timeout",
+        "server_start_timeout",
     ]  # fmt: skip
-    assert names[Sampling] == ["max_new_tokens", "temperature", "top_k", "top_p", "stop_ids"]
+    assert names[Sampling] == ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_ids"]
 
 
 def test_config_round_trips():

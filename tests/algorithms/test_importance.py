@@ -4,24 +4,17 @@ import math
 
 import pytest
 import torch
+from steps import advantages, advantages_only, cut, fill, lines_of, loss_on
 from test_grpo import PROMPTS, Table, make_grpo, weights
 from tiny_models import moe
 
-from strop.algorithms.grpo import Experience, Scores
-from strop.rollout import Rollout
 from strop.training.state import told
 
 
 def make_case(trained_BT, sampled_BT, lengths, **options):
     """A trainer whose training forward gives trained_BT for completions drawn with sampled_BT, and that rollout."""
     grpo = make_grpo(Table(trained_BT, 2), max_new_tokens=trained_BT.shape[1], group_size=2, **options)
-    rollout = Rollout(
-        [torch.tensor([i, 1]) for i in range(len(lengths))],
-        [torch.zeros(n, dtype=torch.long) for n in lengths],
-        [row[:n] for row, n in zip(sampled_BT, lengths, strict=True)],
-        ["eos"] * len(lengths),
-    )
-    return grpo, rollout
+    return grpo, lines_of(lengths, sampled_BT)
 
 
 def test_by_hand():
@@ -29,14 +22,14 @@ def test_by_hand():
     e = math.e
     trained = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -1, -1]], dtype=torch.float64)
     sampled = torch.tensor([[-2.0, -1.0, -1.0 + math.log(2) / 2], [-2.0 + math.log(2), -1, -1]], dtype=torch.float64)
-    grpo, rollout = make_case(
+    grpo, lines = make_case(
         trained, sampled, [3, 1], importance_cap=2.0, kl_coef=0.5, advantage_ddof=0, advantage_eps=0.0
     )
     with torch.no_grad():  # the reference gives every token e^½ of the policy's probability: d = −½
         grpo.reference.policy.model.logps_BT.sub_(0.5)
-    experience = grpo._experience(rollout, torch.tensor([1.0, 0.0]))
-    assert torch.cat(experience.weights).tolist() == pytest.approx([2.0, 1.0, 0.5**0.5, 0.5])
-    result = grpo.loss_on(experience, [0, 1], num_tokens=4, num_sequences=2)
+    batch = advantages(grpo, lines, [1.0, 0.0])
+    assert torch.cat([line.importance_t for line in lines]).tolist() == pytest.approx([2.0, 1.0, 0.5**0.5, 0.5])
+    result = loss_on(grpo, lines)
     policy = (-(2 + 1 + 0.5**0.5) / 3 + 0.5) / 2
     k3 = math.exp(-0.5) + 0.5 - 1  # of every token, unweighted
     assert result.policy_loss.item() == pytest.approx(policy)
@@ -47,7 +40,7 @@ def test_by_hand():
     grad = grpo.model.logps_BT.grad
     assert [*grad[0].tolist(), grad[1, 0].item()] == pytest.approx(wanted)
 
-    metrics, _ = told(grpo._learn(experience), [], grpo.world)
+    metrics, _ = told(grpo.learn(lines, batch), [], grpo.world)
     assert metrics["importance/mean"] == pytest.approx((2 + 1 + 0.5**0.5 + 0.5) / 4)
     assert metrics["importance/capped_fraction"] == 0.25
     assert metrics["mismatch_ratio_max"] == pytest.approx(e)
@@ -62,21 +55,21 @@ def test_trls_token_truncate(level, loss_type):
     draw = lambda: -2 * torch.rand(4, 5, generator=generator, dtype=torch.float64) - 0.1  # noqa: E731
     now, trained, sampled, ref = draw(), draw(), draw(), draw()
     lengths = [5, 2, 3, 4]
-    advantages = torch.tensor([1.0, -2.0, 0.5, -0.3], dtype=torch.float64)
-    grpo, rollout = make_case(
+    values = torch.tensor([1.0, -2.0, 0.5, -0.3], dtype=torch.float64)
+    grpo, lines = make_case(
         now, sampled, lengths, importance_cap=1.5, kl_coef=0.1, importance_level=level, loss_type=loss_type,
         clip_eps=(0.2, 2.0) if loss_type == "cispo" else 0.2,
     )  # fmt: skip
-    cut = lambda table: [row[:n] for row, n in zip(table, lengths, strict=True)]  # noqa: E731
     ratios = (trained - sampled).exp().clamp(max=1.5)
-    experience = Experience(rollout, advantages, lengths, cut(trained), cut(ref), weights=cut(ratios))
-    result = grpo.loss_on(experience, range(4), num_tokens=sum(lengths), num_sequences=4)
+    fill(lines, old_logps_t=cut(trained, lengths), ref_logps_t=cut(ref, lengths), importance_t=cut(ratios, lengths))
+    fill(lines, advantages_t=[value.expand(n) for value, n in zip(values, lengths, strict=True)])
+    result = loss_on(grpo, lines)
 
     mask = torch.arange(5) < torch.tensor(lengths)[:, None]
     log_ratio = now - trained
     if level == "sequence":
         log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1))[:, None]
-    c, a = log_ratio.exp(), advantages[:, None]
+    c, a = log_ratio.exp(), values[:, None]
     per_token = -torch.min(c * a, c.clamp(0.8, 1.2) * a) if loss_type != "cispo" else -c.clamp(max=2.0) * a * now
     per_token = per_token * ratios + 0.1 * ((ref - now).exp() - (ref - now) - 1)
     per_token = per_token * mask
@@ -93,15 +86,17 @@ def test_trl_golden_values(golden_more):
             for name in ("logps", "old_logps", "sampled_logps", "ref_logps")
         )
         lengths = [sum(row) for row in case["mask"]]
-        grpo, rollout = make_case(
+        grpo, lines = make_case(
             now, sampled, lengths, importance_cap=case["importance_cap"], importance_mode=case["importance_mode"],
             kl_coef=case["beta"], **{name: case[name] for name in rule if name in case},
         )  # fmt: skip
-        cut = lambda table: [row[:n] for row, n in zip(table, lengths, strict=True)]  # noqa: E731, B023
-        scores = Scores(cut(trained), cut(ref) if case["beta"] else None)
-        experience = grpo._experience(rollout, torch.zeros(4, dtype=torch.float64), scores)
-        experience.advantages_B = torch.tensor(case["advantages"], dtype=torch.float64)
-        result = grpo.loss_on(experience, range(4), num_tokens=sum(lengths), num_sequences=4)
+        fill(lines, old_logps_t=cut(trained, lengths))
+        if case["beta"]:
+            fill(lines, ref_logps_t=cut(ref, lengths))
+        advantages_only(grpo, lines, [0.0] * 4)
+        values = torch.tensor(case["advantages"], dtype=torch.float64)
+        fill(lines, advantages_t=[value.expand(n) for value, n in zip(values, lengths, strict=True)])
+        result = loss_on(grpo, lines)
         assert result.loss.item() == pytest.approx(case["loss"], abs=1e-12)
         result.loss.backward()
         torch.testing.assert_close(

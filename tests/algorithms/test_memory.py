@@ -216,15 +216,16 @@ def test_with_nothing_to_score_nothing_is_collated(monkeypatch):
     made = []
     for kl_coef, old_logps in ((0.0, "rollout"), (0.1, "rollout"), (0.0, "recompute")):
         grpo = make_grpo(PlainModel(), kl_coef=kl_coef, old_logps=old_logps)
-        rollout = grpo._generate(grpo.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)), 0)
+        lines = grpo.draw(grpo.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)))
         of = TokenBatch.of
         with monkeypatch.context() as patch:
             patch.setattr(TokenBatch, "of", lambda lines, *more, of=of: made.append(len(lines)) or of(lines, *more))
             made.clear()
-            scores = grpo._score(rollout)
-        assert sum(made) == (len(rollout) if kl_coef or old_logps == "recompute" else 0)
-        assert (scores.ref_logps is not None) == (kl_coef > 0)
-        torch.testing.assert_close(torch.cat(scores.old_logps), torch.cat(rollout.logps), rtol=1e-5, atol=1e-5)
+            grpo.score(lines)
+        assert sum(made) == (len(lines) if kl_coef or old_logps == "recompute" else 0)
+        assert all((line.ref_logps_t is not None) == (kl_coef > 0) for line in lines)
+        for line in lines:
+            torch.testing.assert_close(line.old_logps_t, line.rollout_logps_t, rtol=1e-5, atol=1e-5)
 
 
 def test_the_rewards_of_a_step_come_after_its_scores_unless_it_samples_again():

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from steps import step_lines
 from tiny_models import every_kind, llama, moe, plain
 
 from strop.algorithms.dpo import DPO
@@ -135,10 +136,8 @@ def test_a_saved_run_goes_on_bit_for_bit(tmp_path):
 def test_completions_are_cut_at_max_length():
     """As DPO cuts them; a prompt that fills max_length alone is named before anything is sampled."""
     online = make_online(llama(), max_length=7, max_new_tokens=6)
-    _, pairs = online._sampled_pairs(online.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)), 0)
-    assert [[(len(line), line.num_loss_tokens) for line in pair] for pair in pairs] == [
-        [(7, n)] * 2 for n in (4, 6, 2, 5)
-    ]
+    lines = online.cut(step_lines(online, [{"prompt": p} for p in PROMPTS]))
+    assert [(len(line), line.num_loss_tokens) for line in lines] == [(7, n) for n in (4, 6, 2, 5) for _ in range(2)]
     online.train_step(PROMPTS)
     too_long = [*PROMPTS, [1] * 7]
     message = r"\[4\]: the prompt must be shorter than max_length, 7 tokens, found 7"

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from steps import advantages, lines_of, loss_on
 from test_grpo import Table
 from test_resume import SignalAt
 from tiny_qwen2 import tiny_qwen2
@@ -14,7 +15,6 @@ from trained_models import Bigram, shifted, tiny_moe, weights_of
 from strop.algorithms.ppo import PPO, PPOConfig
 from strop.algorithms.reward_model import ModelReward
 from strop.rewards import RewardFunctions
-from strop.rollout import Rollout
 
 PROMPTS = [[2, 3], [4, 5, 6], [7], [8, 9]]
 
@@ -59,11 +59,7 @@ def fixed(lengths=(3, 1), **options):
     with torch.no_grad():  # the reference gives every token e^½ of the policy's probability
         if ppo.reference is not None:
             ppo.reference.policy.model.logps_BT.sub_(0.5)
-    rollout = Rollout(
-        [torch.tensor([i, 1]) for i in range(2)], [torch.zeros(n, dtype=torch.long) for n in lengths],
-        [row[:n] for row, n in zip(logps, lengths, strict=True)], ["eos"] * 2,
-    )  # fmt: skip
-    return ppo, rollout, values
+    return ppo, lines_of(lengths, logps), values
 
 
 # ---- by hand ----
@@ -71,32 +67,33 @@ def fixed(lengths=(3, 1), **options):
 
 def test_advantages_and_returns_by_hand():
     """kl_coef = 0.2 takes 0.2·½ = 0.1 off every token; γ = 1, λ = ½."""
-    ppo, rollout, _ = fixed(kl_coef=0.2, lam=0.5, whiten=False)
-    experience = ppo._experience(rollout, torch.tensor([1.0, -1.0]))
+    ppo, lines, _ = fixed(kl_coef=0.2, lam=0.5, whiten=False)
+    advantages(ppo, lines, [1.0, -1.0])
     last = (1 - 0.1) - 0.1
     middle = (-0.1 + 0.1 - 0.4) + 0.5 * last
     first = (-0.1 + 0.4 - 0.2) + 0.5 * middle
     other = (-1 - 0.1) - 0.3
-    assert experience.advantages[0].tolist() == pytest.approx([first, middle, last], abs=1e-9)
-    assert experience.advantages[1].tolist() == pytest.approx([other])
-    assert experience.returns[0].tolist() == pytest.approx([first + 0.2, middle + 0.4, last + 0.1])
+    assert lines[0].advantages_t.tolist() == pytest.approx([first, middle, last], abs=1e-9)
+    assert lines[1].advantages_t.tolist() == pytest.approx([other])
+    assert lines[0].returns_t.tolist() == pytest.approx([first + 0.2, middle + 0.4, last + 0.1])
 
 
 def test_whitened_advantages_have_mean_0_and_std_1():
-    ppo, rollout, _ = fixed(kl_coef=0.2)
-    all_N = torch.cat(ppo._experience(rollout, torch.tensor([1.0, -1.0])).advantages)
+    ppo, lines, _ = fixed(kl_coef=0.2)
+    advantages(ppo, lines, [1.0, -1.0])
+    all_N = torch.cat([line.advantages_t for line in lines])
     assert all_N.mean().item() == pytest.approx(0, abs=1e-12)
     assert all_N.std(correction=0).item() == pytest.approx(1)
 
 
 def test_the_loss_by_hand():
     """On policy −mean of A, and ½·value_coef·mean of the larger error; a value beyond the clip has no gradient inside it."""
-    ppo, rollout, _ = fixed(kl_coef=0.0, lam=1.0, whiten=False, value_coef=0.5, value_clip=0.1)
-    experience = ppo._experience(rollout, torch.tensor([1.0, -1.0]))
-    assert torch.cat(experience.returns).tolist() == pytest.approx([1, 1, 1, -1])
+    ppo, lines, _ = fixed(kl_coef=0.0, lam=1.0, whiten=False, value_coef=0.5, value_clip=0.1)
+    advantages(ppo, lines, [1.0, -1.0])
+    assert torch.cat([line.returns_t for line in lines]).tolist() == pytest.approx([1, 1, 1, -1])
     with torch.no_grad():
         ppo.critic.module[0].add_(torch.tensor([[0.05, 0.3, 0.0], [-0.3, 0.0, 0.0]]))
-    result = ppo.loss_on(experience, [0, 1], num_tokens=4, num_sequences=2)
+    result = loss_on(ppo, lines)
     policy = -sum((1 - v) for v in (0.2, 0.4, 0.1)) - (-1 - 0.3)
     errors = [(1 - 0.25) ** 2, (1 - 0.5) ** 2, (1 - 0.1) ** 2, (-1 - 0.2) ** 2]  # the second and fourth are held
     assert result.policy_loss.item() == pytest.approx(policy / 4)
@@ -111,10 +108,10 @@ def test_the_loss_by_hand():
 
 def test_explained_variance_by_hand():
     """Returns 1, 1, 1, −1 have the variance ¾."""
-    ppo, rollout, _ = fixed(kl_coef=0.0, lam=1.0)
-    experience = ppo._experience(rollout, torch.tensor([1.0, -1.0]))
+    ppo, lines, _ = fixed(kl_coef=0.0, lam=1.0)
+    advantages(ppo, lines, [1.0, -1.0])
     left = torch.tensor([0.8, 0.6, 0.9, -1.3], dtype=torch.float64).var(correction=0).item()
-    metrics = ppo._value_metrics(experience)
+    metrics = ppo._value_metrics(lines)
     assert metrics["value/explained_variance"] == pytest.approx(1 - left / 0.75)
     assert metrics["value/mean"] == pytest.approx(0.25)
 
@@ -199,12 +196,10 @@ def test_ragged_completions_are_their_rows(critic):
     """The loss of a batch, with weights of the whole, is the sum of its completions' losses."""
     ppo = make_ppo(critic=CRITICS[critic](), whiten=False)
     ppo.train_step(PROMPTS)  # so that the head is not 0
-    prompts = ppo.prepare([{"prompt": p} for p in PROMPTS])
-    rollout = ppo._generate(prompts, range(4), 0)
-    experience = ppo._experience(rollout, torch.tensor([1.0, 0.0, 0.5, -1.0]))
-    counts = {"num_tokens": sum(experience.counted), "num_sequences": 4}
-    whole = ppo.loss_on(experience, range(4), **counts).loss
-    alone = [ppo.loss_on(experience, [i], **counts).loss for i in range(4)]
+    lines = ppo.draw(ppo.prepare([{"prompt": p} for p in PROMPTS]), range(4))
+    advantages(ppo, lines, [1.0, 0.0, 0.5, -1.0])
+    whole = loss_on(ppo, lines).loss
+    alone = [loss_on(ppo, [line], lines).loss for line in lines]
     torch.testing.assert_close(whole, sum(alone), rtol=1e-5, atol=1e-6)
 
 
@@ -280,9 +275,11 @@ def test_a_critic_of_its_own_is_made_ready_as_the_policy_is():
     critic = classifier(attention_dropout=0.5).train()
     ppo = make_ppo(critic=critic, gradient_checkpointing=True)
     assert critic.is_gradient_checkpointing
-    rollout = ppo.sampler([[2, 3], [4]], ppo.config.sampling, 1, 0)
-    first, second = (torch.cat(ppo._values(rollout)) for _ in range(2))
-    assert torch.equal(first, second)  # no dropout
+    lines, found = ppo.sampler([[2, 3], [4]], ppo.config.sampling, 1, 0), []
+    for _ in range(2):
+        ppo.score(lines)
+        found.append(torch.cat([line.values_t for line in lines]))
+    assert torch.equal(*found)  # no dropout
 
 
 def test_a_checkpoint_says_which_critic_it_needs(tmp_path):

@@ -14,15 +14,15 @@ from benchmarks.suites import algorithms
 @pytest.fixture
 def small(monkeypatch):
     """Few problems, and SFT that stops at once."""
-    for name, value in {"NUM_TRAIN": 200, "NUM_LOOKED_AT": 4, "NUM_TEST": 8}.items():
+    for name, value in {"NUM_TRAIN": 200, "NUM_CHECKED": 4, "NUM_TEST": 8}.items():
         monkeypatch.setattr(algorithms, name, value)
-    monkeypatch.setattr(algorithms.Enough, "on_step_end", lambda self, trainer, metrics: trainer.stop("enough"))
+    monkeypatch.setattr(algorithms.StopWhenSolved, "on_step_end", lambda self, trainer, metrics: trainer.stop("enough"))
 
 
-@pytest.mark.parametrize("algorithm", algorithms.LESSONS)
+@pytest.mark.parametrize("algorithm", algorithms.TRAININGS)
 @pytest.mark.usefixtures("small")
 def test_a_run_of_each(algorithm):
-    found = algorithms.Learns(algorithm=algorithm, seed=1, num_steps=2).measure(Method())
+    found = algorithms.learns(algorithm, seed=1, num_steps=2).measure(Method())
     assert found["steps"] == [0, 1, 2]
     assert len(found["scores"]) == 3
     assert all(0 <= score <= 1 for score in found["scores"])
@@ -33,7 +33,7 @@ def test_a_run_of_each(algorithm):
 def test_sft_ends_where_enough_is_solved():
     shares, stopped = iter([0.1, 0.39, 0.4]), []
     trainer = SimpleNamespace(policy=SimpleNamespace(model=None), state=SimpleNamespace(step=0), stop=stopped.append)
-    enough = algorithms.Enough(SimpleNamespace(solved=lambda model, rows: next(shares), looked_at=[]), 0.4)
+    enough = algorithms.StopWhenSolved(SimpleNamespace(solved=lambda model, rows: next(shares), checked_rows=[]), 0.4)
     for step in range(1, 16):
         trainer.state.step = step
         enough.on_step_end(trainer, {})

@@ -52,7 +52,7 @@ def test_curves_of_a_few_steps(monkeypatch):
     )
     pytest.importorskip("threadpoolctl")
     cases = [c for c in convergence.cases() if "compiled" not in c.work]
-    assert {c.task for c in cases} == {"memorise", "language"}
+    assert {c.labels["task"] for c in cases} == {"memorise", "language"}
     measured = [case.measure(Method()) for case in cases]
     for found in measured:
         assert found["losses"][-1] < found["losses"][0]

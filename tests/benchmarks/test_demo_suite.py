@@ -11,7 +11,7 @@ from benchmarks.suites import demo
 
 @pytest.fixture(scope="module")
 def measured():
-    return demo.DemoRun(seed=3, steps=2, sft_steps=2).measure(Method())
+    return demo.demo(3, "--steps=2", "--sft-steps=2").measure(Method())
 
 
 def result_of(*cases):

@@ -1,20 +1,18 @@
 """The suite `learning`: what it keeps of a run, and what the pages make of it."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import harness, report  # noqa: E402 (after the skip)
+from benchmarks import ROOT, harness, report, training  # noqa: E402 (after the skip)
 from benchmarks.harness import Method  # noqa: E402
 from benchmarks.pages import learning as page  # noqa: E402
 from benchmarks.suites import learning  # noqa: E402
 from strop.algorithms.grpo import GRPO  # noqa: E402
 from strop.cli.train import gather  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 ACCURACY = "eval/reward/right_number"
 TINY = {
     "model": "moe:tiny", "model_options": {"hidden_dim": 16, "num_layers": 1, "max_seq_len": 16}, "task": "addition",
@@ -31,9 +29,7 @@ def config(tmp_path):
 
 
 def test_every_metric_of_every_step_is_kept(config, capfd):
-    found = learning.Learning(path=config, accuracy=ACCURACY, settings=("num_steps=3", "samples_every=1")).measure(
-        Method()
-    )
+    found = learning.grpo(config, ACCURACY, settings=("num_steps=3", "samples_every=1")).measure(Method())
     assert found["training"]["steps"] == [1, 2, 3]
     assert found["evaluations"]["steps"] == [0, 2, 3]
     assert len(found["evaluations"][ACCURACY]) == 3
@@ -50,8 +46,9 @@ def test_every_metric_of_every_step_is_kept(config, capfd):
     assert found["samples"][0]["reward"] <= found["samples"][1]["reward"]
     assert found["samples"][0]["prompt"].endswith("=")
     header, rows = learning.summary([found])
-    assert header == ["work", "step", "held-out problems solved"]
-    assert [row[1] for row in rows] == ["0", "2", "3"]
+    accuracies = found["evaluations"][ACCURACY]
+    assert header[1:3] == ["held-out problems solved, first", "last"]
+    assert [row[:3] for row in rows] == [[f"GRPO as {config}", f"{accuracies[0]:.1%}", f"{accuracies[-1]:.1%}"]]
 
 
 def test_an_environment_is_the_task(tmp_path):
@@ -60,31 +57,33 @@ def test_an_environment_is_the_task(tmp_path):
     options |= {"model_options": {"hidden_dim": 16, "num_layers": 1, "max_seq_len": 64}, "environment": game,
                 "turns": {"max_turns": 2}, "max_new_tokens": 1}  # fmt: skip
     (tmp_path / "game.yaml").write_text(json.dumps(options))
-    case = learning.Learning(path=tmp_path / "game.yaml", accuracy="eval/reward/environment", settings=("num_steps=2",))
+    case = learning.grpo(tmp_path / "game.yaml", "eval/reward/environment", settings=("num_steps=2",))
     found = case.measure(Method())
     assert found["labels"]["task"] == game
-    assert len(found["evaluations"][case.accuracy]) == 2
+    assert len(found["evaluations"]["eval/reward/environment"]) == 2
     assert found["samples"] == []  # none before step 10
 
 
 def test_without_held_out_rows_there_is_nothing_to_show(config):
     with pytest.raises(ValueError, match="must have held-out rows: num_eval_rows above 0"):
-        learning.Learning(path=config, accuracy=ACCURACY, settings=("num_eval_rows=0",)).measure(Method())
+        learning.grpo(config, ACCURACY, settings=("num_eval_rows=0",)).measure(Method())
 
 
-@pytest.mark.parametrize("case", learning.cases(), ids=lambda case: case.path.stem)
-def test_the_examples_are_what_is_measured(case):
+@pytest.mark.parametrize(
+    ("path", "accuracy"), learning.ACCURACIES.items(), ids=lambda value: getattr(value, "stem", "")
+)
+def test_the_examples_are_what_is_measured(path, accuracy):
     """Their options exist, and so do those that differ without a GPU; the accuracy is a reward of theirs."""
-    job, options = gather(GRPO.Config, ROOT / case.path, learning.ON_A_CPU)
+    job, options = gather(GRPO.Config, ROOT / path, learning.ON_A_CPU)
     assert job.model == "smollm2"
     assert (options.run.batch_size, options.run.autocast) == (2, None)
-    assert gather(GRPO.Config, ROOT / case.path)[1].run.num_steps >= 40
+    assert gather(GRPO.Config, ROOT / path)[1].run.num_steps >= 40
     rewards = [job.reward] if isinstance(job.reward, str) else job.reward
-    assert case.accuracy.removeprefix("eval/reward/") in [name.partition(":")[2] for name in rewards]
+    assert accuracy.removeprefix("eval/reward/") in [name.partition(":")[2] for name in rewards]
 
 
 def test_columns_have_a_place_for_what_a_step_does_not_tell():
-    found = learning.columns([{"step": 1, "kl": 0.12345678}, {"step": 2, "loss": 1.0}])
+    found = training.columns([{"step": 1, "kl": 0.12345678}, {"step": 2, "loss": 1.0}])
     assert found == {"steps": [1, 2], "kl": [0.123457, None], "loss": [None, 1.0]}
 
 

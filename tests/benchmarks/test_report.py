@@ -104,11 +104,31 @@ def test_command_line(capsys):
 def test_the_front_page_compares_with_the_libraries_people_know():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     block = next(m["body"] for m in report.BLOCK.finditer(text) if m["renderer"] == "landing_table")
-    assert "| TRL |" in block
-    assert "| Liger |" in block
+    assert "| TRL, transformers generation |" in block
+    assert "| Liger, its loss function |" in block
     found = json.loads((ROOT / "benchmarks/results/step-h200.json").read_text())["cases"][0]
     assert f"{found['ratios']['TRL']['value']:.3g}×" in block
     assert "none (NumPy)" not in text
+
+
+def test_trl_with_vllm_is_computed_from_its_own_step_and_the_recorded_generation():
+    """By hand: a step of 6 s, of which 5.5 s are generation, leaves 0.5 s; 1.29 to 1.47 s more over strop's 0.5 s."""
+    labels = {"model": "Qwen2-0.5B shape", "completions": 64, "new_tokens": 256, "prompt_tokens": 64}
+    trl = {"median_ns": 6e9, "phases_ns": {"generate": 5.5e9}}
+    case = {"labels": labels, "contenders": {"strop": {"median_ns": 0.5e9}, "TRL": trl}}
+    row = landing._computed_row("a step", case)
+    assert row == ["a step", "500 ms", "TRL, vLLM generation, computed", "1.79 to 1.97 s", "3.58 to 3.94×"]
+    assert landing._computed_row("a step", case | {"labels": labels | {"new_tokens": 16}}) is None
+    assert landing._computed_row("a step", case | {"contenders": {"strop": {"median_ns": 1}}}) is None
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("| TRL, vLLM generation, computed |") == 1
+    assert "Computed: vLLM's recorded rollout plus what TRL's own step took besides generation" in text
+
+
+def test_pages_list_nothing_that_was_only_not_installed():
+    for path in report.documents(ROOT):
+        assert "left out: it is not installed" not in path.read_text(encoding="utf-8"), path
+    assert "left out: it would take minutes" in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
 
 
 def test_what_was_recorded_is_told_from_what_was_measured():

@@ -306,3 +306,37 @@ def test_a_flag_of_trl_is_told_what_it_is_here(flag, told, monkeypatch, capsys):
         main()
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_doctor_lists_what_is_used(monkeypatch):
+    """Loggers and GGUF always, bitsandbytes where it is installed, Triton only where torch is built for a GPU."""
+    import torch
+
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "1.0")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    found = {finding.part: finding for finding in doctor.packages(deep=False)}
+    assert {"gguf", "tensorboard", "trackio", "wandb", "bitsandbytes"} <= found.keys()
+    assert "triton" not in found
+    assert "quantised weights are not supported" in found["bitsandbytes"].detail
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "triton" in {finding.part for finding in doctor.packages(deep=False)}
+
+    def absent(name):
+        raise doctor.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.metadata, "version", absent)
+    found = {finding.part: finding for finding in doctor.packages(deep=False)}
+    assert found["wandb"].detail == "not installed; needed for: --log wandb"
+    assert "bitsandbytes" not in found
+
+
+def test_doctor_says_that_other_devices_are_not_tested(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
+    found = {finding.part: finding for finding in doctor.operators()}
+    assert found["gpu"].detail == (
+        "--device mps: torch's own operators, none of strop's kernels; strop is not tested on it"
+    )

@@ -631,7 +631,7 @@ def test_mistakes_are_one_line(strop, arguments, code, says):
     ("device", "says"),
     [
         ("cuda", "device must be cpu: torch finds no CUDA device here, found 'cuda'"),
-        ("gpu", "device must be cpu, cuda or cuda:N, found 'gpu'"),
+        ("gpu", "device must be cpu, cuda, cuda:N, mps or xpu, found 'gpu'"),
     ],
 )
 def test_a_device_that_is_not_there_is_one_line(strop, monkeypatch, device, says):
@@ -743,9 +743,72 @@ def test_out_of_memory_is_one_line_that_says_what_to_lower(strop, monkeypatch):
     assert err.splitlines() == [
         "strop: OutOfMemoryError: out of memory in sampling completions, step 3 (time/generate): 2.50 GiB asked for; lower "
         "batch_size=4 or group_size=2 or max_new_tokens=3; the run up to step 2 is in "
+        f"{Path.cwd()}/"
         "run/checkpoints/step-00000002.safetensors; --resume goes on from there"
     ]
     assert Path("run/checkpoints/step-00000002.safetensors").exists()
     code, out, _ = strop(*command, "--quiet", "--resume")
     assert (code, out.strip()) == (0, "run")
     assert [line["step"] for line in metrics("run") if "loss" in line] == [1, 2, 3, 4]
+
+
+# ---- runs that must not end in silence ----
+
+
+@pytest.mark.parametrize("place", ["top", "function"])
+def test_a_reward_that_ends_the_program_is_one_line_and_no_success(place, strop, tmp_path):
+    exits = "import sys\nsys.exit(0)\n" if place == "top" else ""
+    inner = "import sys; sys.exit(0)" if place == "function" else "return [0.0 for c in completions]"
+    Path("mine.py").write_text(f"{exits}def reward(completions):\n    {inner}\n")
+    code, out, err = strop(
+        "train", "grpo", *TINY, *GENERATING, "--reward", "mine.py:reward", "--num-steps", 2, "--output", "run"
+    )
+    assert code == 1
+    assert out == ""
+    assert err.strip().splitlines()[-1].startswith("strop: ")
+    assert "mine.py, line 2" in err
+    assert "exit" in err.lower()
+    assert not Path("run", "final").exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(strop):
+    code, _, err = strop("train", "sft", "--model", "no/such/model", "--task", "addition", "--output", "/proc/x/y")
+    assert code == 1
+    assert err.startswith("strop: OSError: output must be a folder that can be written to, found /proc/x/y")
+    assert len(err.splitlines()) == 1
+    code, _, err = strop("train", "sft", "--model", "/no/such/model", "--task", "addition", "--output", "a/b")
+    assert "found no folder /no/such/model" in err
+    assert not Path("a").exists()
+
+
+def test_a_run_in_use_is_refused_in_one_line(strop):
+    from strop.training.lock import locked
+
+    command = ["train", "sft", *TINY, "--num-eval-rows", 0, "--num-steps", 1, "--output", "run"]
+    assert strop(*command)[0] == 0
+    with locked(Path("run")):
+        code, _, err = strop(*command[:-4], "--num-steps", 2, "--output", "run", "--resume")
+    assert code == 1
+    assert len(err.splitlines()) == 1
+    assert f"process {os.getpid()} on" in err
+
+
+def test_allow_changes(strop):
+    command = ["train", "grpo", *TINY, *GENERATING, "--output", "run", "--reward", "mine.py:reward"]
+    for factor in (1.0, 2.0):
+        Path("mine.py").write_text(f"def reward(completions): return [{factor} * len(c) for c in completions]\n")
+        if factor == 1.0:
+            assert strop(*command, "--num-steps", 1)[0] == 0
+    code, _, err = strop(*command, "--num-steps", 2, "--resume")
+    assert code == 1
+    assert "was begun with another function reward" in err
+    assert "--allow-changes goes on" in err
+    assert strop(*command, "--num-steps", 2, "--resume", "--allow-changes")[0] == 0
+    assert [entry["step"] for entry in metrics("run") if "loss" in entry] == [1, 2]
+
+
+def test_resume_after_overwrite_finds_the_same_rows(strop):
+    command = ["train", "sft", *TINY, "--num-eval-rows", 0, "--output", "run"]
+    assert strop(*command, "--num-steps", 1)[0] == 0
+    assert strop(*command, "--num-steps", 1, "--overwrite")[0] == 0
+    assert strop(*command, "--num-steps", 2, "--resume")[0] == 0

@@ -144,7 +144,9 @@ def test_without_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr == 'strop: ImportError: strop demo needs torch: pip install "strop[train]"\n'
+    assert done.stderr == (
+        "strop: ImportError: strop demo needs torch; in a checkout of strop: pip install -c constraints.txt '.[train]'\n"
+    )
     assert not (tmp_path / "demo").exists()
 
 

@@ -57,3 +57,31 @@ def test_a_model_on_a_task_and_on_own_data(strop):
     assert (found["num_rows"], found["rewards"]["one"]["mean"], found["rewards"]["half"]["mean"]) == (3, 0.25, 0.5)
     code, _, err = strop("eval", "run/final", "--data", "rows.csv", "--map", "prompt=question")
     assert (code, "eval needs a reward" in err) == (1, True)
+
+
+def test_task_with_few_problems_is_evaluated_on_all_of_them(strop):
+    """Addition of one digit holds out 9 problems, sorting of three letters 66; the default is 200."""
+    code, _, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--num-steps", 1, "--num-rows", 64,
+                         "--num-eval-rows", 0, "--output", "run", "--set", "task_options.digits=1")  # fmt: skip
+    assert code == 0, err
+    code, out, err = strop("eval", "run/final", "--task", "addition", "--set", "task_options.digits=1")
+    assert code == 0, err
+    assert out.endswith("right, of 9\n")
+    assert "-0.0%" not in out
+    code, _, err = strop("eval", "run/final", "--task", "addition", "--set", "task_options.digits=1", "--num-rows", 10)
+    assert (code, "limit must be at most 9" in err) == (1, True), (
+        "a number that was asked for is not lowered in silence"
+    )
+    Path("rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 300)
+    code, out, err = strop("eval", "run/final", "--data", "rows.jsonl", "--task", "addition", "--max-new-tokens", 1,
+                           "--set", "task_options.digits=1")  # fmt: skip
+    assert (code, out.endswith("of 200\n")) == (0, True), err
+
+
+def test_ends_of_an_interval_are_probabilities():
+    """Of 66 wrong ones Wilson's lower end is -7e-18 in floating point, which printed as -0.0%."""
+    for n in range(1, 400):
+        wrong, right = summary([0.0] * n), summary([1.0] * n)
+        assert 0 <= wrong["low"] < 1e-15
+        assert 1 - 1e-15 < right["high"] <= 1
+        assert f"{wrong['low']:.1%}" == "0.0%"

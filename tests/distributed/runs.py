@@ -1,21 +1,17 @@
 """Runs of train() that end, go on and are read again, alone or under torchrun.
 
-python runs.py FOLDER PLAN     with PLAN a JSON list of [case, shard, run folder, number of steps, resume]
-                               or ["copy", from, to], or ["forget", run folder]: its newest checkpoint
+`main(FOLDER, PLAN)` takes as PLAN a JSON list of [case, shard, run folder, number of steps, resume],
+or ["copy", from, to], or ["forget", run folder]: its newest checkpoint. See tests/preloaded.py.
 """
 
 import json
 import os
 import random
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from tiny_models import llama, qwen2
 
 from strop import GRPO, SFT
@@ -115,7 +111,3 @@ def main(folder, plan):
             train(case, shard, folder / name, num_steps, resume)
     if world().is_first:
         print("done")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

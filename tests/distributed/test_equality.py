@@ -4,17 +4,13 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
+import preloaded
 import pytest
 from safetensors import safe_open
 from work import CASES, WHOLE, main
 
-WORK = Path(__file__).with_name("work.py")
-LAUNCH = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 # else float64; in bfloat16 layers compute with weights of 16 bits, where autocast converts them at every product
 APART = {"moe": 1e-5, "float32": 1e-5}
 REPLICAS = [f"none/{name}" for name in CASES]
@@ -40,22 +36,18 @@ WORLDS = {2: REPLICAS + SHARDS, 4: OF_FOUR}
 
 
 def work(folder, size, names):
-    """By so many processes under torchrun; one is this one, which has imported everything already."""
+    """Run cases of work.py in so many processes under torchrun, or in this one. Return the folder of the results."""
     if size == 1:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of bfloat16 on a CPU
             main(folder, *names)
         return folder
-    command = [sys.executable, *LAUNCH, "--nproc-per-node", str(size), str(WORK), str(folder), *names]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    preloaded.run("work:main", folder, *names, num_processes=size, timeout=600)
     return folder
 
 
 def made_once(tmp_path_factory, name, make):
-    """A folder that `make` fills: of pytest's workers one does, and the others wait for it."""
+    """Return a folder that `make` has filled, once for all pytest workers: one makes it, the others wait."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run is None:
         folder = tmp_path_factory.mktemp(name)

@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+import preloaded
 import pytest
 import yaml
-from test_equality import LAUNCH
 from tiny_models import qwen2
 
 from strop.distributed import ALONE
@@ -38,10 +38,27 @@ def config(tmp_path_factory):
 
 
 def start(config, output, *flags, **environment):
-    command = [sys.executable, *LAUNCH, "--nproc-per-node", "2", "-m", "strop", "train", "grpo", "--config", config]
+    arguments = ["train", "grpo", "--config", config, "--output", output, *flags]
+    return preloaded.start("strop.cli:main", *arguments, num_processes=2, **environment)
+
+
+def start_command(config, output, *flags):
+    """Start it as a user does, by the command torchrun, with Python processes that import everything."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *preloaded.TORCHRUN,
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "strop",
+    ]
+    arguments = ["train", "grpo", "--config", config, "--output", output, *flags]
+    environment = os.environ | preloaded.ONE_THREAD
     return subprocess.Popen(
-        [*map(str, command), "--output", str(output), *flags],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        [*map(str, command), *map(str, arguments)],
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -49,11 +66,7 @@ def start(config, output, *flags, **environment):
 
 
 def ended(process, seconds=120):
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        raise
+    out, err = process.communicate(timeout=seconds)
     return process.returncode, out, [line for line in err.splitlines() if line.startswith("strop: ")], err
 
 
@@ -88,8 +101,8 @@ FAULTS = {
 def test_one_that_fails_ends_all(fault, config, tmp_path):
     run = tmp_path / "run"
     environment = {"STROP_TIMEOUT": "12"} if fault == "hang" else {}
-    start_time = time.monotonic()
     process = start(config, run, "--shard", "none" if fault == "kill" else "full", FAULT=fault, **environment)
+    start_time = time.monotonic()
     code, _, said, err = ended(process)
     assert code != 0
     assert len(said) == 1, err
@@ -107,7 +120,7 @@ def test_one_that_fails_ends_all(fault, config, tmp_path):
 
 def goes_on(config, run):
     """With replicas in place of shards; then there is nothing left to begin."""
-    code, out, said, err = ended(start(config, run, "--shard", "none", "--resume"))
+    code, out, said, err = ended(start_command(config, run, "--shard", "none", "--resume"))
     assert (code, out, said) == (0, f"{run}\n", []), err
     assert steps_of(run) == [1, 2, 3, 4]
     assert (run / "final" / "model.safetensors").exists()

@@ -1,17 +1,15 @@
 """A run that several processes began goes on with as many, with more, with fewer and with one, and so does one of one."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 import runs
 import torch
 from safetensors.torch import load_file
-from test_equality import LAUNCH, made_once
+from test_equality import made_once
 from tiny_models import llama
 from transformers import AutoModelForCausalLM
 
@@ -19,20 +17,16 @@ from strop import GRPO, SFT
 from strop.training.checkpoint import CheckpointError
 from strop.training.logging import read_metrics
 
-RUNS = Path(__file__).with_name("runs.py")
 SHARDS = ["none", "full"]
 CASES = [("sft", "none"), ("sft", "full"), ("grpo", "full")]  # the last with a reference
 TIMES = ("time", "time/step", "tokens_per_second")
 
 
 def launched(size, folder, plan):
-    command = [sys.executable, *LAUNCH, "--nproc-per-node", str(size), str(RUNS), str(folder), json.dumps(plan)]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines()[-1] == "done"
-    return done.stderr
+    """Run a plan of runs.py in so many processes under torchrun, and return what they wrote to standard error."""
+    out, err = preloaded.run("runs:main", folder, json.dumps(plan), num_processes=size, timeout=600)
+    assert out.splitlines()[-1] == "done"
+    return err
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Processes that share a rollout server train as one process with that server does, whichever way the weights get there."""
 
 import contextlib
-import threading
 
 import pytest
 import runs
@@ -10,7 +9,8 @@ from test_resume_processes import apart, launched
 from tiny_models import llama
 
 from strop.models import as_policy
-from strop.rollout.serving import Serving, make_server
+from strop.rollout.openai_server import OpenAIServer
+from strop.rollout.served_model import ServedModel
 from strop.training.logging import read_metrics
 
 NAMES = ["served", "served-again", "served-lora", "served-distill"]
@@ -18,13 +18,14 @@ NAMES = ["served", "served-again", "served-lora", "served-distill"]
 
 @contextlib.contextmanager
 def serving():
-    server = make_server(Serving(as_policy(llama(eos_token_id=3)), "tiny", True), port=0)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    """Rows are decoded alone, so that the bits of an answer do not depend on what else is asked."""
+    served = ServedModel(as_policy(llama(eos_token_id=3)), "tiny", max_batch=1)
+    server = OpenAIServer(served, allow_sync=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield server.url
     finally:
-        server.shutdown()
-        server.server_close()
+        server.stop()
+        served.close()
 
 
 @pytest.fixture

@@ -1,18 +1,14 @@
 """Five steps of every algorithm, alone or under torchrun: the metrics of each step and the weights afterwards, in a folder.
 
-python work.py FOLDER SHARD/CASE …       such as none/sft full/sft; they are written under these names
+`main(FOLDER, SHARD/CASE, …)` writes them under these names, such as none/sft and full/sft. See tests/preloaded.py.
 """
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from tiny_models import PlainModel, llama, mixtral, moe, qwen2
 from tiny_qwen2 import tiny_qwen2
 
@@ -212,8 +208,3 @@ def evaluation_rows(trainer):
     if trainer.name in ("DPO", "RewardModel"):
         return [row | {"chosen": [6, EOS], "rejected": [7, 8, EOS]} for row in rows]
     return rows
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(*sys.argv[1:])

@@ -4,17 +4,18 @@ import pytest
 import torch
 from chat_templates import tokenizer
 from games import Echo, OfIds
+from steps import loss_on, step_lines
 from test_tools import Counter
 from tiny_models import PlainModel, llama, moe
 from trained_models import tiny_moe, weights_of
 
 from strop import GRPO
 from strop.config import TurnsConfig
+from strop.data.batch import RewardedTurn, Trajectory
 from strop.environments.base import Environment, Turn
-from strop.environments.credit import turn_advantages
-from strop.environments.dialogue import Chat
-from strop.environments.play import Episode
+from strop.environments.credit import returns_of, turn_advantages
 from strop.moe import MoEConfig, MoETransformer
+from strop.rollout import Rollout
 
 ROWS = [{"prompt": [5, 6, 7]}, {"prompt": [8, 9]}]
 
@@ -42,25 +43,21 @@ def test_loss_and_gradient_are_those_of_a_mask_made_by_hand(loss_type, credit):
     """float64: Σ weight · (−advantage · ratio) over drawn tokens, which stand in two places of every row."""
     model = PlainModel(eos_token_id=[0, 1, 2]).double()
     trainer = grpo(model, loss_type=loss_type, credit=credit, seed=3)
-    prompts = trainer.prepare(ROWS, "rows")
-    rollout = trainer._generate(prompts, range(2), 0)
-    _, rewards = trainer._reward(prompts, rollout)
-    experience = trainer._experience(rollout, rewards.total_B)
-    everything = list(range(8))
-    result = trainer.loss_on(experience, everything, num_tokens=experience.num_tokens(everything), num_sequences=8)
+    rollout = step_lines(trainer, ROWS)
+    result = loss_on(trainer, rollout)
     result.loss.backward()
     found = [param.grad.clone() for param in model.parameters()]
 
     model.zero_grad()
-    wanted, num_tokens = 0.0, sum(len(one) for one in rollout.logps)
-    advantages = by_hand(rollout, rewards, credit)
-    assert len({len(episode.spans) for episode in rollout.episodes}) >= 1
-    assert any(len(episode.spans) == 2 for episode in rollout.episodes)
-    for line, episode, (first, second) in zip(rollout.trajectories, rollout.episodes, advantages, strict=True):
-        ids, start = line.ids_T, episode.dialogue.num_prompt
+    wanted, num_tokens = 0.0, sum(line.num_loss_tokens for line in rollout)
+    advantages = by_hand(rollout, credit)
+    assert len({len(line.turns) for line in rollout}) >= 1
+    assert any(len(line.turns) == 2 for line in rollout)
+    for line, (first, second) in zip(rollout, advantages, strict=True):
+        ids, start = line.ids_T, line.num_prompt
         logps_TV = model(ids[None])[0].log_softmax(-1)
-        one = range(start, start + episode.spans[0])
-        two = range(len(ids) - episode.spans[1], len(ids)) if len(episode.spans) == 2 else []
+        one = range(start, start + line.turns[0].num_tokens)
+        two = range(len(ids) - line.turns[1].num_tokens, len(ids)) if len(line.turns) == 2 else []
         for places, advantage in ((one, first), (two, second)):
             for t in places:
                 logp = logps_TV[t - 1, ids[t]]
@@ -77,18 +74,14 @@ def test_gspo_counts_drawn_tokens_alone():
     """float64, with weights that have moved: s = exp(mean of log-ratios over the drawn tokens of all turns)."""
     model = PlainModel(eos_token_id=[0, 1, 2]).double()
     trainer = grpo(model, importance_level="sequence", clip_eps=0.9, seed=3)
-    prompts = trainer.prepare(ROWS, "rows")
-    rollout = trainer._generate(prompts, range(2), 0)
-    _, rewards = trainer._reward(prompts, rollout)
-    experience = trainer._experience(rollout, rewards.total_B)
-    assert any(len(episode.spans) == 2 for episode in rollout.episodes)
+    rollout = step_lines(trainer, ROWS)
+    assert any(len(line.turns) == 2 for line in rollout)
     with torch.no_grad():
         for i, param in enumerate(model.parameters()):
             param += 0.02 * torch.sin(torch.arange(param.numel(), dtype=param.dtype) + i).view_as(param)
-    everything = list(range(8))
-    result = trainer.loss_on(experience, everything, num_tokens=experience.num_tokens(everything), num_sequences=8)
+    result = loss_on(trainer, rollout)
     wanted, apart = 0.0, 0.0
-    for line, (advantage, _) in zip(rollout.trajectories, by_hand(rollout, rewards, "trajectory"), strict=True):
+    for line, (advantage, _) in zip(rollout, by_hand(rollout, "trajectory"), strict=True):
         drawn = line.loss_mask_T.nonzero().flatten()
         logps_TV = model(line.ids_T[None])[0].log_softmax(-1)
         ratios = logps_TV[drawn - 1, line.ids_T[drawn]] - line.rollout_logps_t
@@ -98,7 +91,7 @@ def test_gspo_counts_drawn_tokens_alone():
     assert abs(wanted.item() - apart.item()) > 1e-4
 
 
-def by_hand(rollout, rewards, credit):
+def by_hand(rollout, credit):
     """(first, second) advantages of each trajectory, in float32 as rewards are, then double."""
 
     def scaled(values):
@@ -108,11 +101,13 @@ def by_hand(rollout, rewards, credit):
     found = []
     for group in (range(4), range(4, 8)):
         if credit == "trajectory":
-            found += [(value, value) for value in scaled([sum(rollout.episodes[i].rewards) for i in group])]
+            found += [
+                (value, value) for value in scaled([sum(turn.reward for turn in rollout[i].turns) for i in group])
+            ]
             continue
-        firsts = scaled([sum(rollout.episodes[i].rewards) for i in group])
-        there = [i for i in group if len(rollout.episodes[i].rewards) == 2]
-        seconds = [0.0] if len(there) == 1 else scaled([rollout.episodes[i].rewards[1] for i in there]) if there else []
+        firsts = scaled([sum(turn.reward for turn in rollout[i].turns) for i in group])
+        there = [i for i in group if len(rollout[i].turns) == 2]
+        seconds = [0.0] if len(there) == 1 else scaled([rollout[i].turns[1].reward for i in there]) if there else []
         late = dict(zip(there, seconds, strict=True))
         found += [(first, late.get(i, 0.0)) for i, first in zip(group, firsts, strict=True)]
     return found
@@ -176,42 +171,43 @@ def test_truncated_trajectories_can_count_for_nothing():
 # ---- credit ----
 
 
-def episodes(*rewards):
-    dialogues = [Chat(None).begin([1]) for _ in rewards]
-    for dialogue, turns in zip(dialogues, rewards, strict=True):
-        for turn in range(len(turns)):
-            dialogue.draw([2] * (turn + 1), torch.zeros(turn + 1))
-    return [Episode(None, dialogue, list(turns)) for dialogue, turns in zip(dialogues, rewards, strict=True)]
+def played(*rewards, totals=None):
+    """Trajectories with these rewards of turns, the first of which has one token, the second two, …"""
+    totals = [sum(turns) for turns in rewards] if totals is None else totals
+    return [
+        Trajectory.of([1], [2], turns=[RewardedTurn(t + 1, reward) for t, reward in enumerate(turns)], reward=total)
+        for turns, total in zip(rewards, totals, strict=True)
+    ]
 
 
 def test_discounted_rewards():
-    (one,) = episodes([1.0, 0.0, 4.0])
-    assert one.returns(1.0) == [5.0, 4.0, 4.0]
-    assert one.returns(0.5) == [2.0, 2.0, 4.0]
-    assert one.returns(0.0) == [1.0, 0.0, 4.0]
+    turns = played([1.0, 0.0, 4.0])[0].turns
+    assert returns_of(turns, 1.0) == [5.0, 4.0, 4.0]
+    assert returns_of(turns, 0.5) == [2.0, 2.0, 4.0]
+    assert returns_of(turns, 0.0) == [1.0, 0.0, 4.0]
 
 
 def test_each_turn_is_compared_with_the_same_turn_of_the_group():
-    some = episodes([0.0, 2.0], [0.0, 4.0], [3.0], [1.0, 1.0])
-    rewards_B = torch.tensor([2.0, 4.0, 3.0, 2.0])
+    some = played([0.0, 2.0], [0.0, 4.0], [3.0], [1.0, 1.0])
     options = {"scale": "none", "ddof": 1, "eps": 0.0}
-    found = [a.tolist() for a in turn_advantages(some, rewards_B, 2, 1.0, **options)]
+    found = [a.tolist() for a in turn_advantages(some, 2, 1.0, **options)]
     # first turns: 2 and 4, then 3 and 2; second turns: 2 and 4; the last has nobody beside it
     assert found == [[-1, -1, -1], [1, 1, 1], [0.5], [-0.5, 0, 0]]
-    discounted = [a.tolist() for a in turn_advantages(some, torch.tensor([0.0, 0.0, 3.0, 1.0]), 2, 0.0, **options)]
+    some = played([0.0, 2.0], [0.0, 4.0], [3.0], [1.0, 1.0], totals=[0.0, 0.0, 3.0, 1.0])
+    discounted = [a.tolist() for a in turn_advantages(some, 2, 0.0, **options)]
     assert discounted == [[0, -1, -1], [0, 1, 1], [1], [-1, 0, 0]]
 
 
 def test_what_functions_gave_comes_at_the_last_turn():
-    some = episodes([0.0, 0.0], [0.0, 0.0])
-    found = turn_advantages(some, torch.tensor([1.0, 3.0]), 2, 0.5, scale="none", ddof=1, eps=0.0)
+    some = played([0.0, 0.0], [0.0, 0.0], totals=[1.0, 3.0])
+    found = turn_advantages(some, 2, 0.5, scale="none", ddof=1, eps=0.0)
     # reward_fn gave 1 and 3; half of it reaches the first turn
     assert [a.tolist() for a in found] == [[-0.5, -1, -1], [0.5, 1, 1]]
 
 
 def test_turns_are_scaled_by_their_group():
-    some = episodes([1.0], [3.0], [0.0], [8.0])
-    found = turn_advantages(some, torch.tensor([1.0, 3.0, 0.0, 8.0]), 2, 1.0, scale="group", ddof=1, eps=0.0)
+    some = played([1.0], [3.0], [0.0], [8.0])
+    found = turn_advantages(some, 2, 1.0, scale="group", ddof=1, eps=0.0)
     assert [a.item() for a in found] == pytest.approx([-(0.5**0.5), 0.5**0.5] * 2)
 
 
@@ -233,12 +229,12 @@ class Scripted:
     def __init__(self, tokens, says):
         self.tokens, self.says, self.turns = tokens, says, 0
 
-    def go_on(self, prompts, sampling, seed, addresses, kept):
-        from strop.rollout import Rollout
-
+    def next_turn(self, prompts, sampling, seed, addresses, cached):
         ids = torch.tensor(self.tokens.encode(self.says[self.turns], add_special_tokens=False))
-        self.turns, size = self.turns + 1, len(prompts)
-        return Rollout(list(prompts), [ids] * size, [torch.zeros(len(ids))] * size, ["eos"] * size)
+        self.turns += 1
+        return Rollout(
+            Trajectory.of(prompt, ids, rollout_logps_t=torch.zeros(len(ids)), finish="eos") for prompt in prompts
+        )
 
 
 @pytest.mark.parametrize(
@@ -433,12 +429,10 @@ def test_online_dpo_learns_from_pairs_of_conversations():
     assert metrics["loss"] == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=1e-6)
     assert metrics["turns/mean"] > 1
     assert metrics["reward/environment"] == metrics["reward/mean"]
-    rollout, pairs = trainer._sampled_pairs(trainer.prepare(ROWS), range(2), 0)
-    drawn = [int(line.loss_mask_T.sum()) for pair in pairs for line in pair]
-    assert drawn == [sum(episode.spans) for episode in rollout.episodes]
-    assert [len(line) for pair in pairs for line in pair] != [
-        len(p) + n for p, n in zip(rollout.prompt_ids, drawn, strict=True)
-    ]
+    lines = step_lines(trainer, ROWS)
+    drawn = [int(line.loss_mask_T.sum()) for line in lines]
+    assert drawn == [sum(turn.num_tokens for turn in line.turns) for line in lines]
+    assert [len(line) for line in lines] != [line.num_prompt + n for line, n in zip(lines, drawn, strict=True)]
     assert trainer.evaluate(ROWS)["eval/turns/mean"] >= 1
 
 

@@ -40,21 +40,22 @@ def test_ids_read_are_ids_drawn_and_said(make):
     found = play(Echo, model, tokenizer=LettersOnly(), num_samples=3)
     assert len(found) == 9
     tokens = LettersOnly()
-    for line, episode in zip(found.trajectories, found.episodes, strict=True):
-        said = iter(episode.environment.heard)
+    for line in found:
+        environment, spans = line.shown["environments"], [turn.num_tokens for turn in line.turns]
+        said = iter(environment.heard)
         ids, drawn = line.ids_T.tolist(), line.loss_mask_T.tolist()
-        assert sum(drawn) == sum(episode.spans) == len(line.rollout_logps_t)
-        text = tokens.encode(episode.environment.row["prompt"])
-        for turn, span in enumerate(episode.spans):
+        assert sum(drawn) == sum(spans) == len(line.rollout_logps_t)
+        text = tokens.encode(environment.row["prompt"])
+        for turn, span in enumerate(spans):
             assert ids[: len(text)] == text
             text += ids[len(text) : len(text) + span]
             reply = next(said)
-            if turn + 1 < len(episode.spans):
+            if turn + 1 < len(spans):
                 text += tokens.encode(f"b{reply[:2]}b")
         assert ids == text
     policy = as_policy(model)
     with torch.no_grad(), policy.evaluating():
-        for line in found.trajectories:
+        for line in found:
             from strop.data.batch import TokenBatch
 
             wanted = policy.logps(TokenBatch.of([line]))
@@ -67,7 +68,7 @@ def test_on_the_moe_log_probs_are_those_of_training_bit_for_bit():
     policy = as_policy(moe(eos_token_id=3), LettersOnly())
     found = Player(Echo, Sampler(policy), policy, TurnsConfig())(ROWS, SAMPLING, 4, 0)
     with torch.no_grad():
-        for line in found.trajectories:
+        for line in found:
             assert line.rollout_logps_t.equal(policy.logps(TokenBatch.of([line])))
 
 
@@ -103,8 +104,8 @@ def test_the_ends_are_told_apart():
     assert set(play(Echo, ends, tokenizer=LettersOnly(), max_turns=2).finish_reasons) == {"turns"}
     short = play(Echo, ends, tokenizer=LettersOnly(), max_tokens=9)
     assert set(short.finish_reasons) == {"length"}
-    assert all(len(line) <= 9 for line in short.trajectories)
-    assert all(line.loss_mask_T[-1] for line in short.trajectories)  # what was heard and not answered is left out
+    assert all(len(line) <= 9 for line in short)
+    assert all(line.loss_mask_T[-1] for line in short)  # what was heard and not answered is left out
 
 
 class Unending(LettersOnly):
@@ -180,8 +181,8 @@ def test_or_ends_its_trajectory_with_the_reward_that_was_asked_for():
     model = moe(eos_token_id=list(range(30)))
     found = play(failing(raises, after=2), model, tokenizer=LettersOnly(), on_error="end", error_reward=-5.0)
     assert found.metrics["environment/failed_fraction"] == pytest.approx(1 / 3)
-    assert [episode.rewards[-1] for episode in found.episodes[2:4]] == [-5.0, -5.0]
-    assert [len(episode.rewards) for episode in found.episodes] == [3, 3, 2, 2, 3, 3]
+    assert [line.turns[-1].reward for line in found[2:4]] == [-5.0, -5.0]
+    assert [len(line.turns) for line in found] == [3, 3, 2, 2, 3, 3]
     assert set(found.finish_reasons) == {"environment"}
 
 
@@ -189,8 +190,8 @@ def test_what_an_environment_gave_before_it_failed_stays_out():
     """Ids the model does not have are not in the trajectory that "end" leaves."""
     model = moe(eos_token_id=list(range(30)))
     found = play(failing(lambda: Turn("bé")), model, tokenizer=LettersOnly(), on_error="end")
-    assert [len(episode.spans) for episode in found.episodes] == [3, 3, 1, 1, 3, 3]
-    assert all(line.loss_mask_T[-1] for line in found.trajectories)
+    assert [len(line.turns) for line in found] == [3, 3, 1, 1, 3, 3]
+    assert all(line.loss_mask_T[-1] for line in found)
 
 
 def test_nothing_is_asked_of_an_environment_that_is_done():
@@ -204,7 +205,7 @@ def test_nothing_is_asked_of_an_environment_that_is_done():
 
     found = play(Done, moe(eos_token_id=list(range(30))), tokenizer=LettersOnly())
     assert len(asked) == len(set(asked)) == 6
-    assert [episode.rewards for episode in found.episodes] == [[1.0]] * 6
+    assert [[turn.reward for turn in line.turns] for line in found] == [[1.0]] * 6
 
 
 def test_a_function_may_make_environments_with_stops_of_their_own():
@@ -215,16 +216,16 @@ def test_a_function_may_make_environments_with_stops_of_their_own():
             self.turns = turns
 
     found = play(functools.partial(Stopping, 2), moe(), tokenizer=LettersOnly())
-    assert [episode.spans for episode in found.episodes] == [[1, 1]] * 6
+    assert [[turn.num_tokens for turn in line.turns] for line in found] == [[1, 1]] * 6
 
 
 def test_seconds_are_those_in_the_environment():
     """Not those until the model has time to listen."""
 
     class Slow(Sampler):
-        def go_on(self, *given):
+        def next_turn(self, *given):
             time.sleep(0.1)
-            return super().go_on(*given)
+            return super().next_turn(*given)
 
     policy = as_policy(moe(eos_token_id=list(range(30))), LettersOnly())
     found = Player(SlowAsync, Slow(policy), policy, TurnsConfig())(ROWS, SAMPLING, 2, 0)
@@ -291,11 +292,11 @@ def test_an_async_one_that_never_awaits_or_exits_does_not_stop_the_others(on_err
             turns = TurnsConfig(environment_timeout=0.1, on_error="end")
             player = Player(Blocking, Sampler(policy), policy, turns)
             first = player(ROWS, SAMPLING, 1, 0)
-            assert first.episodes[1].failure.endswith("found it still running")
+            assert first[1].failure.endswith("found it still running")
             release.set()
             second = player(ROWS, SAMPLING, 1, 0)
-            assert [bool(episode.failure) for episode in second.episodes] == [False, False, True]
-            assert "raised SystemExit: 1" in second.episodes[2].failure
+            assert [bool(line.failure) for line in second] == [False, False, True]
+            assert "raised SystemExit: 1" in second[2].failure
     finally:
         release.set()
 
@@ -345,18 +346,18 @@ class Counting(Sampler):
         super().__init__(policy)
         self.asked, self.forgets = [], forgets
 
-    def go_on(self, prompts, sampling, seed, addresses, kept):
+    def next_turn(self, prompts, sampling, seed, addresses, cached):
         self.asked.append(len(prompts))
         if self.forgets:
             return self(prompts, sampling, 1, seed, addresses)
-        return super().go_on(prompts, sampling, seed, addresses, kept)
+        return super().next_turn(prompts, sampling, seed, addresses, cached)
 
 
 def test_each_turn_is_one_call_for_all_that_are_ready():
     policy = as_policy(llama(eos_token_id=3), LettersOnly())
     sampler = Counting(policy)
     found = Player(Echo, sampler, policy, TurnsConfig())(ROWS, SAMPLING, 2, 0)
-    assert sum(sampler.asked) == sum(len(episode.spans) for episode in found.episodes)
+    assert sum(sampler.asked) == sum(len(line.turns) for line in found)
     assert sampler.asked[0] == 6
 
 
@@ -388,7 +389,7 @@ def test_a_kept_cache_gives_what_reading_everything_again_gives(make, monkeypatc
     kept, again = (
         Player(Echo, Counting(policy, forgets), policy, turns)(ROWS, SAMPLING, 4, 1) for forgets in (False, True)
     )
-    assert max(len(episode.spans) for episode in kept.episodes) == 3
+    assert max(len(line.turns) for line in kept) == 3
     assert [ids.tolist() for ids in kept.completion_ids] == [ids.tolist() for ids in again.completion_ids]
     for a, b in zip(kept.logps, again.logps, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0.0 if make is moe else 2e-6)
@@ -409,8 +410,8 @@ def test_of_a_further_turn_only_the_new_tokens_are_read(monkeypatch):
 
     monkeypatch.setattr(decoding, "read", counting)
     found = play_one([{"prompt": "abcdefgh" * 4}], SAMPLING, 1, 0)
-    (line,) = found.trajectories
-    assert len(found.episodes[0].spans) == 3
+    (line,) = found
+    assert len(found[0].turns) == 3
     assert len(line) - 1 <= sum(seen) <= len(line) + 3 * (2 + 4) < 3 * 32
 
 
@@ -429,8 +430,8 @@ def test_of_a_further_turn_the_moe_reads_only_the_new_tokens(monkeypatch):
     counted("prefill", engine.prefill)
     counted("complete", engine.complete)
     found = Player(Echo, Sampler(policy), policy, TurnsConfig())([{"prompt": "abcdefgh" * 4}], SAMPLING, 3, 0)
-    assert [len(episode.spans) for episode in found.episodes] == [3, 3, 3]
-    read = [len(line) - line.loss_mask_T.nonzero()[0].item() for line in found.trajectories]  # behind the prompt
+    assert [len(line.turns) for line in found] == [3, 3, 3]
+    read = [len(line) - line.loss_mask_T.nonzero()[0].item() for line in found]  # behind the prompt
     assert sum(seen) == 31 + sum(1 + n - 1 for n in read)
 
 
@@ -439,8 +440,8 @@ def test_nothing_is_kept_of_trajectories_that_ended(monkeypatch):
     kept = []
 
     class Watching(Sampler):
-        def go_on(self, prompts, sampling, seed, addresses, now):
-            found = super().go_on(prompts, sampling, seed, addresses, now)
+        def next_turn(self, prompts, sampling, seed, addresses, now):
+            found = super().next_turn(prompts, sampling, seed, addresses, now)
             kept.append((now.rows, set(now.rows)))
             return found
 

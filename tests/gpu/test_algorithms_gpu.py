@@ -56,7 +56,7 @@ def test_greedy_rollouts_as_on_the_cpu():
 def test_log_probs_of_a_rollout_are_those_of_the_training_forward():
     policy = as_policy(qwen2().cuda())
     rollout = generate(policy, PROMPTS, Sampling(max_new_tokens=10, temperature=0.8), num_samples=3, seed=1)
-    scored = policy.logps(TokenBatch.of(rollout.trajectories, "cuda"), temperature=0.8).cpu()
+    scored = policy.logps(TokenBatch.of(rollout, "cuda"), temperature=0.8).cpu()
     torch.testing.assert_close(scored, torch.cat(rollout.logps), rtol=1e-4, atol=1e-4)
 
 
@@ -94,20 +94,20 @@ def test_scoring_does_not_wait_for_the_gpu(top_k, monkeypatch):
     grpo = GRPO(model=llama().cuda(), reward_fn=share_of_even, group_size=4, max_new_tokens=8, kl_coef=0.1, top_k=top_k,
                 micro_batch_tokens=60)  # fmt: skip
     grpo.train_step(PROMPTS)  # what is asked once: whether the head gives the logits
-    rollout = grpo._generate(grpo.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)), 0)
+    lines = grpo.draw(grpo.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)))
     with without_waiting():
-        scores = grpo._score(rollout)
-    assert scores.old_logps[0].is_cuda
-    assert scores.ref_logps[0].is_cuda
-    batch = TokenBatch.of(rollout.trajectories, "cuda")
+        grpo.score(lines)
+    assert lines[0].old_logps_t.is_cuda == (top_k > 0)  # recomputed; else those of sampling
+    assert lines[0].ref_logps_t.is_cuda
+    batch = TokenBatch.of(lines, "cuda")
     logps = batch.split(grpo.policy.logps(batch, temperature=1.0))
-    for found, wanted in zip(scores.old_logps, logps, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4 if top_k else 1e-3)
+    for line, wanted in zip(lines, logps, strict=True):
+        torch.testing.assert_close(line.old_logps_t.cuda(), wanted, rtol=1e-3, atol=1e-4 if top_k else 1e-3)
     online = OnlineDPO(model=llama().cuda(), reward_fn=share_of_even, max_new_tokens=6)
     online.train_step(PROMPTS)
-    _, pairs = online._sampled_pairs(online.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)), 0)
+    lines = online.draw(online.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)))
     with without_waiting():
-        online._reference_logps(online._batches(pairs))
+        online.score(lines)
 
 
 def test_slow_rewards_run_beside_the_scoring():

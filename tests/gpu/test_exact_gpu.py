@@ -15,7 +15,7 @@ from strop.data.batch import TokenBatch  # noqa: E402
 from strop.models import Policy  # noqa: E402
 from strop.models.attention import Packed, Rule  # noqa: E402
 from strop.rollout import Sampling, generate  # noqa: E402
-from strop.rollout.kept import Kept  # noqa: E402
+from strop.rollout.cached_rows import CachedRows  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 SHAPES = {  # of layers as they are in these models; few of them, and a smaller vocabulary, which is no multiple of 8
@@ -114,7 +114,7 @@ def test_rollout_and_training_give_the_same_bits(kind, how):
         policy.be_exact()
         rollout = generate(policy, prompts, sampling, num_samples=16, seed=0)
         assert rollout.engine == "hf, exact layers, cuda graphs"
-        lines = rollout.trajectories
+        lines = rollout
         assert len({len(line) for line in lines}) > 20
         assert different(logps_of(policy, lines, 0.8), rollout.logps) == (0, 0.0)
         order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(1)).tolist()
@@ -130,21 +130,19 @@ def test_rollout_and_training_give_the_same_bits(kind, how):
 
 
 def test_a_conversation_that_goes_on_has_the_same_bits():
-    policy, kept, sampling = Policy(model_of("qwen2")), Kept(), Sampling(max_new_tokens=70)
+    policy, cached, sampling = Policy(model_of("qwen2")), CachedRows(), Sampling(max_new_tokens=70)
     policy.be_exact()
-    first = generate(policy, prompts_of([5, 100]), sampling, seed=0, kept=kept.of([0, 1]))
-    assert kept.rows
-    longer = [torch.cat([line.ids_T, torch.tensor([5, 6, 7])]) for line in first.trajectories]
-    second = generate(policy, longer, sampling, seed=1, kept=kept.of([0, 1]))
-    assert different(logps_of(policy, second.trajectories, 1.0), second.logps) == (0, 0.0)
+    first = generate(policy, prompts_of([5, 100]), sampling, seed=0, cached=cached.of([0, 1]))
+    assert cached.rows
+    longer = [torch.cat([line.ids_T, torch.tensor([5, 6, 7])]) for line in first]
+    second = generate(policy, longer, sampling, seed=1, cached=cached.of([0, 1]))
+    assert different(logps_of(policy, second, 1.0), second.logps) == (0, 0.0)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_gradients_are_those_of_the_ordinary_way(kind):
     model = model_of(kind)
-    lines = generate(
-        Policy(model), prompts_of([3, 64]), Sampling(max_new_tokens=80), num_samples=2, seed=0
-    ).trajectories
+    lines = generate(Policy(model), prompts_of([3, 64]), Sampling(max_new_tokens=80), num_samples=2, seed=0)
     found = []
     for exact in (False, True):
         policy = Policy(model)

@@ -86,7 +86,7 @@ def test_experts_are_recorded_in_graphs_and_without():
     routers = policy.routers.modules
     hooks = [one.register_forward_hook(lambda *args: seen.append(args[2][2])) for one in routers]
     same = []
-    for line in found.trajectories:
+    for line in found:
         seen.clear()
         with torch.no_grad():
             model(line.ids_T[None].cuda())

@@ -344,7 +344,7 @@ def test_an_interrupted_last_line_is_left_out_and_said(tmp_path):
 
 def test_lines_written_twice_count_once(tmp_path):
     run = load_run(make_run(tmp_path / "run", num_steps=3, tail='{"step": 3, "loss": 9.0}\n'))
-    assert (run.series("loss").steps, run.series("loss").values[-1]) == ([1, 2, 3], 9.0)
+    assert (run.series("loss").steps.tolist(), run.series("loss").values[-1]) == ([1, 2, 3], 9.0)
 
 
 def test_a_single_reward_is_drawn_once(tmp_path):
@@ -562,7 +562,7 @@ def test_a_browser_follows_the_run(watched, tmp_path, monkeypatch):
 class TestNumbers:
     def test_smoothing_by_hand(self):
         assert smooth([1.0, 2.0, 6.0, 3.0], 3) == pytest.approx([1.5, 3.0, 11 / 3, 4.5])
-        assert smooth([1.0, 2.0], 1) == [1.0, 2.0]
+        assert smooth([1.0, 2.0], 1).tolist() == [1.0, 2.0]
         assert [smoothing_window(n) for n in (19, 20, 90, 900)] == [1, 3, 9, 63]
 
     def test_thinning_keeps_ends_lowest_and_highest(self):

@@ -8,7 +8,7 @@ import torch
 from tiny_models import batch_of, every_kind, llama, moe, plain, qwen2
 from yardstick import clearly_greedy
 
-from strop.data.batch import TokenBatch
+from strop.data.batch import TokenBatch, Trajectory, sampled
 from strop.models import as_policy
 from strop.moe.sampling import sampling_logps as numpy_logps
 from strop.rollout import Rollout, Sampling, draw, generate, sampling_logps
@@ -41,7 +41,7 @@ def test_greedy_equals_generate_row_by_row(make):
 def test_greedy_is_the_argmax_of_a_fresh_forward(make):
     policy = as_policy(make())
     found = generate(policy, PROMPTS, Sampling(max_new_tokens=6, temperature=0))
-    for line, completion in zip(found.trajectories, found.completion_ids, strict=True):
+    for line, completion in zip(found, found.completion_ids, strict=True):
         logits = policy.logits(TokenBatch.of([line]))
         chosen = logits.gather(-1, completion[:, None])[:, 0]
         torch.testing.assert_close(chosen, logits.amax(-1), rtol=1e-5, atol=1e-5)
@@ -94,7 +94,7 @@ def test_logps_equal_a_fresh_forward(make, sampling):
     policy = as_policy(make(eos_token_id=3, scale=6.0))
     sampling = Sampling(max_new_tokens=7, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
     found = generate(policy, PROMPTS, sampling, num_samples=3, seed=1)
-    for line, completion, logps in zip(found.trajectories, found.completion_ids, found.logps, strict=True):
+    for line, completion, logps in zip(found, found.completion_ids, found.logps, strict=True):
         logits = policy.logits(TokenBatch.of([line]))
         wanted = sampling_logps(logits, sampling).gather(-1, completion[:, None])[:, 0]
         torch.testing.assert_close(logps, wanted, rtol=1e-5, atol=1e-5)
@@ -103,7 +103,7 @@ def test_logps_equal_a_fresh_forward(make, sampling):
 def test_native_logps_are_those_of_the_training_forward_bit_for_bit():
     policy = as_policy(moe(eos_token_id=3))
     found = generate(policy, PROMPTS, Sampling(max_new_tokens=9), num_samples=8, seed=1)
-    assert torch.equal(policy.logps(TokenBatch.of(found.trajectories)), torch.cat(found.logps))
+    assert torch.equal(policy.logps(TokenBatch.of(found)), torch.cat(found.logps))
 
 
 # ---- order, seeds, modes ----
@@ -294,13 +294,35 @@ def test_bad_sampling(options, message):
         Sampling(**options)
 
 
-def test_select_and_join():
-    rollout = Rollout([torch.tensor([i]) for i in range(3)], [torch.tensor([i, i]) for i in range(3)],
-                      [torch.zeros(2)] * 3, ["eos", "length", "eos"], seconds=1.0)  # fmt: skip
-    both = rollout.select([2, 0]).joined(rollout.select([1]))
-    assert [p.item() for p in both.prompt_ids] == [2, 0, 1]
-    assert both.finish_reasons == ["eos", "eos", "length"]
-    assert both.seconds == 2.0
+def test_sampled_trajectories_are_those_made_one_by_one():
+    """One concatenation for all of them: the same ids, masks and lengths."""
+    prompts, completions = [[1, 2, 3], [4], [5, 6]], [[7], [8, 9, 10], [11, 12]]
+    logps = [torch.rand(len(ids)) for ids in completions]
+    found = sampled(list(map(torch.tensor, prompts)), list(map(torch.tensor, completions)), logps)
+    for line, prompt, completion, logps_t in zip(found, prompts, completions, logps, strict=True):
+        wanted = Trajectory.of(prompt, completion, rollout_logps_t=logps_t)
+        assert torch.equal(line.ids_T, wanted.ids_T)
+        assert torch.equal(line.loss_mask_T, wanted.loss_mask_T)
+        assert line.num_prompt == wanted.num_prompt == len(prompt)
+        assert line.completion_ids.tolist() == completion
+        assert line.rollout_logps_t is logps_t
+    assert sampled([], [], []) == []
+
+
+def test_a_rollout_is_its_trajectories_and_their_columns():
+    lines = sampled(
+        [torch.tensor([i]) for i in range(3)], [torch.tensor([i, i]) for i in range(3)], [torch.zeros(2)] * 3
+    )
+    for line, finish in zip(lines, ["eos", "length", "eos"], strict=True):
+        line.finish = finish
+    rollout = Rollout(lines, seconds=1.0, engine="mine")
+    assert list(rollout) == lines
+    assert [p.item() for p in rollout.prompt_ids] == [0, 1, 2]
+    assert [c.tolist() for c in rollout.completion_ids] == [[i, i] for i in range(3)]
+    assert rollout.finish_reasons == ["eos", "length", "eos"]
+    assert [len(logps) for logps in rollout.logps] == [2] * 3
+    assert (rollout.num_tokens, rollout.seconds, rollout.engine) == (6, 1.0, "mine")
+    assert rollout.metrics == {"completion/length": 2.0, "completion/truncated_fraction": 1 / 3}
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_every_token_but_the_last_has_the_experts_of_a_plain_forward(kind):
     model = model_of(kind, eos_token_id=list(range(8)))
     found = generate(as_policy(model), PROMPTS, Sampling(max_new_tokens=20), num_samples=4, seed=0, record_routing=True)
     assert len({len(completion) for completion in found.completion_ids}) > 4
-    for line in found.trajectories:
+    for line in found:
         assert line.routing_TLk.shape == (len(line), LAYERS, KINDS[kind]["num_experts_per_tok"])
         assert line.routing_TLk.dtype == torch.int16
         assert (line.routing_TLk[-1] == NONE).all()
@@ -125,9 +125,9 @@ def test_rows_that_wait_for_others_to_end_and_prompts_in_several_rounds(monkeypa
     found = generate(policy, PROMPTS * 3, Sampling(max_new_tokens=20), num_samples=4, seed=0, record_routing=True)
     assert len(rounds) > 1
     assert max(lanes for *_, lanes in rounds) <= 3
-    for one, other in zip(found.select(range(16)).trajectories, wanted.trajectories, strict=True):
+    for one, other in zip(found[:16], wanted, strict=True):
         assert torch.equal(one.ids_T, other.ids_T)
-    for line in found.trajectories:
+    for line in found:
         assert torch.equal(line.routing_TLk[:-1].long(), own_choices(model, line.ids_T)[:-1])
 
 
@@ -137,8 +137,7 @@ def test_recording_changes_no_completion():
         generate(policy, PROMPTS, Sampling(max_new_tokens=9), num_samples=2, seed=3, record_routing=record)
         for record in (False, True)
     )
-    assert plain.routing is None
-    assert plain.trajectories[0].routing_TLk is None
+    assert plain[0].routing_TLk is None
     for one, other in zip(plain.completion_ids, recorded.completion_ids, strict=True):
         assert torch.equal(one, other)
     assert not any(one._forward_hooks for one in policy.model.modules())
@@ -159,14 +158,14 @@ def test_the_trial_of_the_engine_does_not_judge_choices():
 def test_log_probs_are_the_rollouts_where_its_experts_were_others(kind):
     policy = as_policy(model_of(kind))
     rollout = perturbed_rollout(policy)
-    batch = TokenBatch.of(rollout.trajectories)
+    batch = TokenBatch.of(rollout)
     with torch.no_grad():
         replayed, own = policy.logps(batch), policy.logps(without_routing(batch))
     drawn = torch.cat(rollout.logps)
     torch.testing.assert_close(replayed, drawn, rtol=0, atol=2e-5)
     assert (own - drawn).abs().max() > 0.1  # the test can fail
     [(changed, places)] = [count.tolist() for count in policy.routers.counts]
-    assert places == LAYERS * sum(len(line) - 1 for line in rollout.trajectories)
+    assert places == LAYERS * sum(len(line) - 1 for line in rollout)
     assert 0.3 * places < changed <= places
 
 
@@ -176,7 +175,7 @@ def test_replaying_ones_own_choices_changes_nothing(kind, padded):
     policy = as_policy(model_of(kind).double())
     rollout = generate(policy, PROMPTS, Sampling(max_new_tokens=9), num_samples=2, seed=3, record_routing=True)
     policy = read_padded(policy) if padded else policy
-    batch = TokenBatch.of(rollout.trajectories)
+    batch = TokenBatch.of(rollout)
     replayed, own = policy.logps(batch), policy.logps(without_routing(batch))
     torch.testing.assert_close(replayed, own, rtol=0, atol=1e-12)
     assert [count[0].item() for count in policy.routers.counts] == [0]
@@ -256,7 +255,7 @@ def test_gradient_of_a_forward_by_hand_with_forced_experts(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_padded_and_one_by_one_are_the_same(kind):
     policy = as_policy(model_of(kind).double())
-    lines = perturbed_rollout(policy).trajectories[1::2]
+    lines = perturbed_rollout(policy)[1::2]
     assert policy.packs
     packed = policy.logps(TokenBatch.of(lines))
     alone = torch.cat([policy.logps(TokenBatch.of([line])) for line in lines])
@@ -273,7 +272,7 @@ def test_layers_computed_again_in_the_backward_choose_the_same(padded):
     grads, counts = [], []
     for again in (False, True):
         policy = as_policy(model_of("qwen3_moe"))
-        batch = TokenBatch.of(perturbed_rollout(policy).trajectories)
+        batch = TokenBatch.of(perturbed_rollout(policy))
         if again:
             policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             policy.model.train()
@@ -290,7 +289,7 @@ def test_layers_computed_again_in_the_backward_choose_the_same(padded):
 
 def test_the_reference_chooses_by_itself():
     policy = as_policy(model_of("mixtral"))
-    batch = TokenBatch.of(perturbed_rollout(policy).trajectories)
+    batch = TokenBatch.of(perturbed_rollout(policy))
     with torch.no_grad():
         wanted = policy.logps(without_routing(batch))
     torch.testing.assert_close(policy.reference().logps(batch), wanted, rtol=0, atol=1e-6)
@@ -320,13 +319,13 @@ def test_steps_with_others_experts_in_the_rollout(more, monkeypatch):
     found = {}
     for replay in (False, True):
         trainer = grpo_of(model_of("mixtral"), replay_routing=replay, **more)
-        sample = trainer._sample
+        sample = trainer.complete
 
         def perturbed(*given, trainer=trainer, sample=sample):
             with other_experts(trainer.policy.model):
                 return sample(*given)
 
-        monkeypatch.setattr(trainer, "_sample", perturbed)
+        monkeypatch.setattr(trainer, "complete", perturbed)
         found[replay] = trainer.train_step(PROMPTS)
     assert found[True]["mismatch_kl"] < 1e-8 < 1e-2 < found[False]["mismatch_kl"]
     assert found[True]["mismatch_ratio_max"] == pytest.approx(1, abs=1e-3)
@@ -421,7 +420,7 @@ def test_wrong_routing_is_named():
         as_policy(llama()).logps(dataclasses.replace(batch, routing_NLk=torch.zeros(5, 2, 2, dtype=torch.int16)))
     with pytest.raises(ValueError, match="record_routing must be False: it has no routers"):
         generate(as_policy(llama()), PROMPTS, Sampling(max_new_tokens=2), record_routing=True)
-    lines = generate(policy, [[1, 2]], Sampling(max_new_tokens=3), num_samples=2, record_routing=True).trajectories
+    lines = generate(policy, [[1, 2]], Sampling(max_new_tokens=3), num_samples=2, record_routing=True)
     lines[1].routing_TLk = None
     with pytest.raises(ValueError, match="in all trajectories or in none"):
         TokenBatch.of(lines)
@@ -448,7 +447,7 @@ def test_how_a_model_weighs_its_experts_is_found(kind, normalises, dtype):
 def test_layers_without_a_router_have_no_place_in_the_record():
     policy = as_policy(model_of("qwen3_moe", mlp_only_layers=[0]))
     rollout = perturbed_rollout(policy)
-    assert rollout.routing[0].shape[1:] == (1, 3)
+    assert rollout[0].routing_TLk.shape[1:] == (1, 3)
     with torch.no_grad():
-        replayed = policy.logps(TokenBatch.of(rollout.trajectories))
+        replayed = policy.logps(TokenBatch.of(rollout))
     torch.testing.assert_close(replayed, torch.cat(rollout.logps), rtol=0, atol=2e-5)

@@ -19,8 +19,8 @@ from strop.data.batch import TokenBatch
 from strop.environments import Environment, Player, Turn
 from strop.models import as_policy
 from strop.rollout import Sampler, Sampling, generate, sampling_logps
+from strop.rollout.client import Server, ServerConfig, ServerError
 from strop.rollout.sampler import Served
-from strop.rollout.server import Server, ServerConfig, ServerError
 
 PROMPTS = [[5, 6, 7], [8, 9], [10] * 20, [11], list(range(5, 45))]
 GREEDY = Sampling(max_new_tokens=24, temperature=0.0)
@@ -135,7 +135,7 @@ def test_greedy_is_our_engines(vllm):
 def test_log_probs_are_of_the_distribution_drawn_from(vllm):
     model = make_model()
     rollout = served(model, vllm)(PROMPTS, WARM, 6, 3)
-    batch = TokenBatch.of(rollout.trajectories)
+    batch = TokenBatch.of(rollout)
     with torch.no_grad():
         logps_nV = sampling_logps(as_policy(model).logits(batch), WARM)
     wanted = logps_nV.gather(1, batch.targets_n[:, None])[:, 0]
@@ -240,7 +240,7 @@ def test_a_conversation_is_our_engines(vllm):
     found = grpo.player(rows, greedy, 1, 0)
     wanted = Player(Partner, Sampler(grpo.policy), grpo.policy, grpo.config.turns)(rows, greedy, 1, 0)
     assert ids_of(found) == ids_of(wanted)
-    assert max(len(episode.spans) for episode in found.episodes) == 3
+    assert max(len(line.turns) for line in found) == 3
     torch.testing.assert_close(torch.cat(found.logps), torch.cat(wanted.logps), rtol=0, atol=1e-4)
     metrics = grpo.train_step(rows)
     assert metrics["mismatch_kl"] < 1e-8

@@ -9,13 +9,13 @@ from torch.nn.functional import pad
 
 from strop._checks import check_count
 from strop.config import TurnsConfig, unknown_option
-from strop.data.inputs import Prompt, as_prompts, as_rows, check_tokenizer, repeated, reward_rows
-from strop.environments.credit import EpisodeRewards
-from strop.environments.of_trainer import player_of, rows_of
-from strop.environments.play import Player
+from strop.data.batch import Trajectory
+from strop.data.inputs import as_prompts, as_rows, check_tokenizer, reward_columns
+from strop.environments.credit import EnvironmentRewards
+from strop.environments.setup import environment_rows, make_player
 from strop.models import as_policy, load_model
 from strop.rewards import RewardFunctions, check_timeout
-from strop.rollout import Rollout, Sampler, Sampling, generate
+from strop.rollout import Sampler, Sampling
 
 SAMPLING = tuple(Sampling.__dataclass_fields__)
 
@@ -87,9 +87,10 @@ class BestOfN:
         if reward_fn is not None:
             self.score = RewardFunctions(reward_fn, reward_weights, reward_timeout, find_failing)
         self.turns = turns if isinstance(turns, TurnsConfig) else TurnsConfig.from_options(turns or {})
-        self.player = player_of(self.policy, Sampler(self.policy), environment, tools, self.turns)
+        self.sampler = Sampler(self.policy)
+        self.player = make_player(self.policy, self.sampler, environment, tools, self.turns)
         if self.player is not None:
-            self.score = EpisodeRewards(self.score, self.player)
+            self.score = EnvironmentRewards(self.score, self.player)
         self.n, self.pad_id, self.sampling = n, pad_id, Sampling(**sampling)
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.rewards = torch.zeros(0)
@@ -111,43 +112,36 @@ class BestOfN:
         if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer returns
             prompt_mask = prompts.get("attention_mask") if prompt_mask is None else prompt_mask
             prompts = prompts["input_ids"]
+        seed = self._seed()
         if self.player is not None:
-            return self._play(self.player, rows_of(prompts, columns, "prompts"))
-        batch = as_prompts(
-            prompts, self.policy.tokenizer, self.policy.padding(self.pad_id), mask=prompt_mask, columns=columns
-        )
-        seed = self._seed()
-        rollout = generate(self.policy, [p.ids for p in batch], self.sampling, num_samples=self.n, seed=seed)
-        rows, chosen = self._chosen(batch, rollout)
-        if self.policy.tokenizer is not None and not _are_ids(prompts):
-            return [rows["completions"][i] for i in chosen]
-        return self._sequences(prompts, batch, rollout.select(chosen))
-
-    def _play(self, player: Player, batch: list[Prompt]) -> list[str]:
-        seed = self._seed()
-        seed = int(torch.randint(2**62, ())) if seed is None else seed
-        rollout = player([prompt.columns for prompt in batch], self.sampling, self.n, seed)
-        rows, chosen = self._chosen(batch, rollout)
-        self.conversations = [rows["conversations"][i] for i in chosen]
-        return [rows["completions"][i] for i in chosen]
-
-    def _chosen(self, batch: list[Prompt], rollout: Rollout) -> tuple[dict[str, list[Any]], list[int]]:
-        """What reward functions were given, and the best of each prompt."""
-        rows = reward_rows(repeated(batch, self.n), rollout, self.policy.tokenizer)
-        scored = self.score(rows, rollout)
+            batch = environment_rows(prompts, columns, "prompts")
+            lines: list[Trajectory] = self.player([prompt.row for prompt in batch], self.sampling, self.n, seed)
+        else:
+            padding = self.policy.padding(self.pad_id)
+            batch = as_prompts(prompts, self.policy.tokenizer, padding, mask=prompt_mask, columns=columns)
+            lines = self.sampler([prompt.ids_T for prompt in batch], self.sampling, self.n, seed)
+            for i, line in enumerate(lines):
+                line.row, line.shown = batch[i // self.n].row, batch[i // self.n].shown
+        given = reward_columns(lines, self.policy.tokenizer)
+        scored = self.score(given, lines)
         self.all_rewards, self.columns = scored.total_B.view(-1, self.n), scored.columns
         self.rewards, best_B = self.all_rewards.max(1)
-        chosen = [row * self.n + int(index) for row, index in enumerate(best_B)]
-        self.completion_ids = [rollout.completion_ids[i] for i in chosen]
-        return rows, chosen
+        chosen = [row * self.n + index for row, index in enumerate(best_B.tolist())]
+        self.completion_ids = [lines[i].completion_ids for i in chosen]
+        if self.player is not None:
+            self.conversations = [given["conversations"][i] for i in chosen]
+        elif self.policy.tokenizer is None or _are_ids(prompts):
+            return self._sequences(prompts, batch)
+        return [given["completions"][i] for i in chosen]
 
-    def _seed(self) -> int | None:
-        return None if self._seeds is None else int(torch.randint(2**62, (), generator=self._seeds))
+    def _seed(self) -> int:
+        return int(torch.randint(2**63 - 1 if self._seeds is None else 2**62, (), generator=self._seeds))
 
-    def _sequences(self, prompts: Any, batch: list[Prompt], rollout: Rollout) -> torch.Tensor:
+    def _sequences(self, prompts: Any, batch: list[Trajectory]) -> torch.Tensor:
+        """[B, P + T] the prompts as given and the chosen completions, padded."""
         pad_id = self.policy.pad_id if self.pad_id is None else self.pad_id
-        given = as_rows(prompts, "prompts") if isinstance(prompts, torch.Tensor) else [prompt.ids for prompt in batch]
-        num_prompt, num_new = max(map(len, given)), max(map(len, rollout.completion_ids))
+        given = as_rows(prompts, "prompts") if isinstance(prompts, torch.Tensor) else [prompt.ids_T for prompt in batch]
+        num_prompt, num_new = max(map(len, given)), max(map(len, self.completion_ids))
         rows = [
             torch.cat(
                 [
@@ -155,7 +149,7 @@ class BestOfN:
                     pad(completion, (0, num_new - len(completion)), value=pad_id),
                 ]
             )
-            for prompt, completion in zip(given, rollout.completion_ids, strict=True)
+            for prompt, completion in zip(given, self.completion_ids, strict=True)
         ]
         return torch.stack(rows)
 

@@ -17,30 +17,23 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from strop._tensors import on_host
+from strop._tensors import on_host, widened
+from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import DistillConfig
 from strop.config.on_policy import BETAS
 from strop.config.sampling import is_address
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
-from strop.data.inputs import Prompt, as_prompts, fit, prompts_of_dataset, reward_rows
+from strop.data.formats import column_counts
+from strop.data.inputs import fit, reward_columns
 from strop.data.tokenize import encode_completion, row_named
 from strop.losses import PolicyRule
 from strop.losses.divergence import divergence
+from strop.models import Policy
 from strop.ops import linear_divergence
 from strop.rewards import sample_table
-from strop.rollout import Rollout, checked_prompts, completion_metrics, generate
-from strop.rollout.sampler import sampler
+from strop.rollout import completion_metrics, generate
 from strop.rollout.teacher import ServedTeacher
 from strop.training.state import Mean
-from strop.training.trainer import Trainer
-
-
-class Lesson(NamedTuple):
-    """A prompt, and the dataset's completion where it is needed, with which of its tokens count."""
-
-    prompt: Prompt
-    completion: torch.Tensor | None
-    counts: list[bool] | None = None
 
 
 class Distance(NamedTuple):
@@ -50,7 +43,7 @@ class Distance(NamedTuple):
     divergences_n: torch.Tensor
 
 
-class Distill(Trainer):
+class Distill(OnPolicy):
     """On-policy distillation.
 
     distill = Distill(model=student, teacher=teacher, learning_rate=1e-5, max_new_tokens=128)
@@ -67,7 +60,6 @@ class Distill(Trainer):
         if teacher is not None and arguments.get("ref_model") is not None:
             raise ValueError("teacher must be given once, found it and a ref_model, which is the same")
         super().__init__(**(arguments if teacher is None else {**arguments, "ref_model": teacher}))
-        self.sampler = sampler(self, self.config.server)
 
     @classmethod
     def from_checkpoint(cls, path: Any, model: Any = None, ref_model: Any = None, **arguments: Any) -> Self:
@@ -97,111 +89,100 @@ class Distill(Trainer):
                 )
         self.reference = ServedTeacher(address, config.server)
 
-    def train_step(self, prompts: Any, *, prompt_mask: Any = None) -> dict[str, float]:
+    def train_step(self, prompts: Any, *, prompt_mask: Any = None) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them; rows may have a completion."""
-        padding = self.policy.padding(self.config.pad_id)
-        batch = as_prompts(prompts, self.policy.tokenizer, padding, mask=prompt_mask)
-        lessons = [self._lesson(prompt, f"prompts[{i}]") for i, prompt in enumerate(batch)]
-        return self.run_step(lambda: self._step(lessons))
+        return super().train_step(prompts, prompt_mask=prompt_mask)
 
-    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Lesson]:
-        padding = self.policy.padding(self.config.pad_id)
-        prompts = prompts_of_dataset(rows, self.policy.tokenizer, padding, name, self.name)
-        checked_prompts(self.policy, [prompt.ids for prompt in prompts], self.config.sampling, name)
-        return [self._lesson(prompt, f"{name}[{i}]") for i, prompt in enumerate(prompts)]
+    def check_columns(self, rows: Sequence[Any], name: str) -> None:
+        super().check_columns(rows, name)
+        if self.config.from_dataset and column_counts(rows).get("completion", 0) < len(rows):
+            i = next(i for i, row in enumerate(rows) if "completion" not in row)
+            raise ValueError(f"{name}[{i}] must have a completion where on_policy is below 1, found none")
 
-    def step_on(self, rows: list[Any]) -> dict[str, float]:
-        return self._step(rows if isinstance(rows[0], Lesson) else self.prepare(rows, "rows"))
+    def checked(self, prompts: list[Trajectory], name: str) -> list[Trajectory]:
+        """Return the prompts, with the dataset's completions where they are needed."""
+        if not self.config.from_dataset:
+            return prompts
+        return [self._with_completion(prompt, f"{name}[{i}]") for i, prompt in enumerate(prompts)]
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, Any]:
         """The divergence on completions as a step has them."""
-        mine, size, lines = self.share(len(rows)), self.config.run.batch_size, []
-        most = -(-len(rows) // self.world.size)  # of a process: all sample equally often
+        lines: list[Trajectory] = []
         with self.sampler.ready():
-            for start in range(mine.start, mine.start + most, size):
-                found, _ = self._lines(rows[start : min(start + size, mine.stop)], "evaluation", start)
-                lines += found
+            for part in self.parts_of_all(len(rows), self.config.run.batch_size):
+                lines += self._mixed([rows[i] for i in part], part, "evaluation")[0]
         num_tokens, sums = sum(line.num_loss_tokens for line in lines), []
-        for part in self.eval_batches(lines, [len(line) for line in lines]):
+        for some in self.eval_batches(lines, [len(line) for line in lines]):
             with self.autocast():
-                sums.append(self._distance(part, num_tokens).divergences_n.double().sum())
-        return {"distill/divergence": Mean(sum(on_host(sums)), num_tokens), **self._completions(lines)}
+                sums.append(widened(self.loss_on(some, num_tokens).divergences_n).sum())
+        metrics = completion_metrics(self.whole_batch(lines, 0).ends)
+        return {"distill/divergence": Mean(sum(on_host(sums)), num_tokens), **metrics}
 
-    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        return self.sampler.state()
+    # ---- a step ----
 
-    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        self.sampler.load_state(tensors, values)
+    def sample(
+        self, prompts: Sequence[Trajectory], addresses: Sequence[int]
+    ) -> tuple[list[Trajectory], dict[str, Any]]:
+        """Return a completion behind each prompt, the student's own or another, and how many are its own."""
+        with self.phase("generate"):
+            lines, num_own = self._mixed(prompts, addresses, self.state.step)
+        return lines, {"distill/on_policy_fraction": Mean(num_own, len(lines))}
 
-    # ---- inside ----
-
-    def _step(self, lessons: list[Lesson]) -> dict[str, float]:
-        mine = self.share(len(lessons))
-        with self.phase("generate"), self.sampler.ready():
-            lines, num_own = self._lines(lessons[mine.start : mine.stop], self.state.step, mine.start)
-        here, lengths = sum(line.num_loss_tokens for line in lines), [len(line) for line in lines]
-        num_tokens = int(self.world.total(here))
-        parts = self.micro_batches(lines, lengths)
-        update = self.update(functools.partial(self._distance, part, num_tokens) for part in parts)
-        self.count_tokens(sum(lengths))
-        totals = [part.divergences_n.double().sum() for part in update.parts]
-        metrics = {"distill/divergence": Mean(torch.stack(totals).sum(), here)} if totals else {}
-        metrics |= {"distill/on_policy_fraction": Mean(num_own, len(lines))}
-        return update | metrics | self._completions(lines)
-
-    def _completions(self, lines: Sequence[Trajectory]) -> dict[str, float]:
-        """Lengths of those of all processes, and how many were cut."""
-        return completion_metrics(self.of_all([(line.num_loss_tokens, str(line.finish)) for line in lines]))
-
-    def _lines(self, lessons: Sequence[Lesson], step: Any, start: int) -> tuple[list[Trajectory], int]:
-        """A completion behind each prompt, and how many are the student's own. `start`: of the first in its batch."""
-        config, addresses = self.config, range(start, start + len(lessons))
+    def _mixed(
+        self, prompts: Sequence[Trajectory], addresses: Sequence[int], step: Any
+    ) -> tuple[list[Trajectory], int]:
+        config = self.config
         draw = [random.Random(self.seed_of(step, "mix", address)).random() for address in addresses]
         own = [i for i, share in enumerate(draw) if share < config.on_policy]
         others = [i for i, share in enumerate(draw) if share >= config.on_policy]
-        found: dict[int, Trajectory] = {}
+        lines = list(prompts)  # with the dataset's completions, where they have them
         with self.autocast():
             if config.on_policy > 0:  # in all processes, also in one that has no row: they may share a server
-                ids, places = [lessons[i].prompt.ids for i in own], [addresses[i] for i in own]
-                rollout = self.sampler(ids, config.sampling, 1, self.seed_of(step), places)
-                found |= zip(own, rollout.trajectories, strict=True)
-                self.samples = self._table([lessons[i].prompt for i in own], rollout)
+                places = [addresses[i] for i in own]
+                found = self.complete([prompts[i] for i in own], config.sampling, 1, self.seed_of(step), places)
+                self.samples = sample_table(reward_columns(found, self.policy.tokenizer))
+                for i, line in zip(own, found, strict=True):
+                    lines[i] = line
             if config.on_policy < 1 and config.off_policy == "teacher":
-                places = [addresses[i] for i in others]
-                ids = [lessons[i].prompt.ids for i in others]
-                seed = self.seed_of(step, "teacher")
-                with self.reference.policy.whole() as teacher:
+                places, ids = [addresses[i] for i in others], [prompts[i].prompt_ids for i in others]
+                with self.reference.policy.whole() as reference:
                     if others:
-                        rollout = generate(teacher, ids, config.sampling, seed=seed, addresses=places)
-                        found |= zip(others, rollout.trajectories, strict=True)
-        for i in others if config.off_policy == "dataset" else ():
-            lesson = lessons[i]
-            assert lesson.completion is not None
-            found[i] = Trajectory.of(lesson.prompt.ids, lesson.completion, lesson.counts)
-        return [found[i] for i in range(len(lessons))], len(own)
+                        seed = self.seed_of(step, "teacher")
+                        found = generate(reference, ids, config.sampling, seed=seed, addresses=places)
+                        for i, line in zip(others, found, strict=True):
+                            lines[i] = line
+        return lines, len(own)
 
-    def _table(self, prompts: list[Prompt], rollout: Rollout) -> list[dict[str, Any]]:
-        return sample_table(reward_rows(prompts, rollout, self.policy.tokenizer))
+    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
+        """Update the weights once; return the metrics."""
+        here, lengths = sum(line.num_loss_tokens for line in lines), [len(line) for line in lines]
+        num_tokens = sum(length for length, *_ in batch.ends)
+        parts = self.micro_batches(lines, lengths)
+        update = self.update(functools.partial(self.loss_on, part, num_tokens) for part in parts)
+        self.count_tokens(sum(lengths))
+        totals = [widened(part.divergences_n).sum() for part in update.parts]
+        return update | ({"distill/divergence": Mean(torch.stack(totals).sum(), here)} if totals else {})
 
-    def _distance(self, lines: Sequence[Trajectory], num_tokens: int) -> Distance:
+    def loss_on(self, lines: Sequence[Trajectory], num_tokens: int) -> Distance:
+        """Return the loss of these trajectories, as their share of a batch with so many tokens."""
         weights = [1 / max(num_tokens, 1)] * len(lines)
         batch = TokenBatch.of(lines, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
-        teacher = self.reference.policy
-        longest, most = max(map(len, lines), default=0), None if teacher is None else teacher.max_length
+        reference = self.reference.policy
+        longest, most = max(map(len, lines), default=0), None if reference is None else reference.max_length
         if most is not None and longest > most:
             raise ValueError(f"teacher must read rows of {longest} tokens, found one that reads {most}")
         if self.config.divergence == "sampled":
             return self._sampled(batch, lines)
-        theirs = teacher.reading(lambda: self._teachers(teacher, batch))
+        theirs = reference.reading(lambda: self._reference_states(reference, batch))
         return self.policy.reading(lambda: self._divergence(batch, theirs))
 
     @torch.no_grad()
-    def _teachers(self, teacher: Any, batch: TokenBatch) -> Any:
-        """Hidden states and head, or where there are none the logits, on the student's device."""
-        found = teacher.hidden(batch.to(teacher.device))
+    def _reference_states(self, reference: Policy, batch: TokenBatch) -> Any:
+        """Return the teacher's hidden states and head, or where there are none its logits, on the student's device."""
+        found: Any = reference.hidden(batch.to(reference.device))
         if found is None:
-            return teacher.logits(batch.to(teacher.device)).to(batch.device)
-        if teacher.shards is not None:  # outside of here they are not whole
+            return reference.logits(batch.to(reference.device)).to(batch.device)
+        if reference.shards is not None:  # outside of here they are not whole
             found = tuple(None if x is None else x.clone() for x in found)
         return tuple(None if x is None else x.detach().to(batch.device) for x in found)
 
@@ -231,16 +212,17 @@ class Distill(Trainer):
         loss = self.policy.loss(batch, PolicyRule(loss_type="dapo"), temperature=temperature).loss
         return Distance(loss, -batch.advantages_n)
 
-    def _lesson(self, prompt: Prompt, where: str) -> Lesson:
-        if not self.config.from_dataset:
-            return Lesson(prompt, None)
-        completion = prompt.columns.get("completion")
+    def _with_completion(self, prompt: Trajectory, where: str) -> Trajectory:
+        """Return the prompt with the completion of its row."""
+        completion = prompt.row.get("completion")
         if completion is None:
             raise ValueError(f"{where} must have a completion where on_policy is below 1, found none")
+        shown = prompt.shown.get("prompts", prompt.ids_T)
         with row_named(where):
-            found, counts = encode_completion(prompt.shown, completion, self.policy.tokenizer, prompt.columns)
+            found, counts = encode_completion(shown, completion, self.policy.tokenizer, prompt.row)
         ids = torch.tensor(found).long()
         if not len(ids):
             raise ValueError(f"{where}: the completion must have at least one token, found none")
         self.policy.check_ids(ids, where)
-        return Lesson(prompt, fit(prompt.ids, ids, None, self.policy.max_length, where), counts)
+        ids = fit(prompt.ids_T, ids, None, self.policy.max_length, where)
+        return Trajectory.of(prompt.ids_T, ids, counts, row=prompt.row, shown=prompt.shown)

@@ -1,25 +1,24 @@
 """Online DPO (arXiv 2402.04792): sample two completions of each prompt, ask which is better, learn from the pair with DPO."""
 
-import functools
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from strop.algorithms.dpo import DPO, Pair, counts_of
+from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import OnlineDPOConfig
-from strop.data.batch import on_device
-from strop.data.inputs import Prompt, as_prompts, check_below, prompts_of_dataset, repeated, reward_rows
-from strop.environments.credit import EpisodeRewards
-from strop.environments.of_trainer import OF_EPISODES, checked_rows, player, rows_of
-from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, sample_table
-from strop.rollout import Rollout, checked_prompts, completion_metrics
-from strop.rollout.sampler import sampler
+from strop.data.batch import TokenBatch, Trajectory, joined, on_device
+from strop.data.inputs import check_below, reward_columns
+from strop.environments.setup import CONVERSATION_COLUMNS
+from strop.rewards import sample_table
+from strop.rollout import completion_metrics
 from strop.training.state import Mean
 
 
-class OnlineDPO(DPO):
+class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO takes pairs
     """DPO on pairs that the policy samples itself.
 
     online = OnlineDPO(model=model, preference_fn=preference_fn, beta=0.1, max_new_tokens=64)
@@ -43,161 +42,113 @@ class OnlineDPO(DPO):
             raise ValueError("OnlineDPO needs a preference_fn or a reward_fn, found both")
         if preference_fn is None and reward_fn is None and environment is None:
             raise ValueError("OnlineDPO needs a preference_fn, a reward_fn or an environment, found none")
-        super().__init__(**arguments)
+        super().__init__(
+            reward_fn=reward_fn, preference_fn=preference_fn, environment=environment, tools=tools, **arguments
+        )
         config = self.config
-        self.sampler = sampler(self, config.server)
-        self.preference: PreferenceFunction | None = None
-        self.rewards: Any = None
-        self.player = player(self, environment, tools)
-        self.any_format = self.player is not None
         if self.player is not None and config.turns.credit != "trajectory":
             warnings.warn("credit has no effect: a pair is of whole trajectories", stacklevel=2)
         if self.player is not None and config.max_length is not None:
             warnings.warn("max_length has no effect with an environment: max_tokens is what limits it", stacklevel=2)
-        if reward_fn is not None:
-            self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
-        if self.player is not None and preference_fn is None:
-            self.rewards = EpisodeRewards(self.rewards, self.player)
-        if self.rewards is None:
-            self.preference = PreferenceFunction(preference_fn, config.reward_timeout, config.find_failing)
-            if config.reward_weights is not None:
-                warnings.warn("reward_weights have no effect: preference_fn gives no rewards", stacklevel=2)
+        if preference_fn is not None and config.reward_weights is not None:
+            warnings.warn("reward_weights have no effect: preference_fn gives no rewards", stacklevel=2)
 
     @property
-    def functions(self) -> list[Any]:
-        return self.rewards.functions if self.rewards is not None else [self.preference.function]  # type: ignore[union-attr]
+    def num_samples(self) -> int:
+        return 2
 
-    def train_step(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> dict[str, float]:  # type: ignore[override]
-        """One step on a batch of prompts, as `GRPO.train_step` takes them."""
-        if self.player is not None:
-            batch = rows_of(prompts, columns, "prompts")
-        else:
-            batch = as_prompts(
-                prompts,
-                self.policy.tokenizer,
-                self.policy.padding(self.config.pad_id),
-                mask=prompt_mask,
-                columns=columns,
-            )
-        check_below(self.config.max_length, batch, "prompts")
-        return self.run_step(lambda: self._online_step(batch))
-
-    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Prompt]:  # type: ignore[override]
-        judge = self.rewards or self.preference
-        assert judge is not None
-        if self.player is not None:
-            return checked_rows(rows, name, judge)
-        prompts = prompts_of_dataset(
-            rows, self.policy.tokenizer, self.policy.padding(self.config.pad_id), name, self.name
-        )
-        judge.check(rows, name)
-        checked_prompts(self.policy, [prompt.ids for prompt in prompts], self.config.sampling, name)
+    def checked(self, prompts: list[Trajectory], name: str) -> list[Trajectory]:
         check_below(self.config.max_length, prompts, name)
         return prompts
 
-    def step_on(self, rows: list[Any]) -> dict[str, float]:
-        return self._online_step(rows if isinstance(rows[0], Prompt) else self.prepare(rows, "rows"))
-
-    def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
+    def evaluate_on(self, rows: list[Any]) -> dict[str, Any]:
         """DPO's metrics, on pairs sampled from the policy as it is."""
-        mine = self.share(len(rows))
-        rows = rows[mine.start : mine.stop]
-        rollout, pairs = self._sampled_pairs(rows, mine, "evaluation")
-        better, metrics, _ = self._judge(rows, rollout)
-        told = [_ordered(pair, index) for pair, index in zip(pairs, better, strict=True) if index is not None]
-        metrics |= completion_metrics(self.of_all(rollout.ends)) | _ties(better)
-        counts = self._counts_of_all(told)
-        return metrics | (self._evaluate(told, counts) if counts[0] else {})
+        lines: list[Trajectory] = []
+        with self.sampler.ready():
+            for part in self.parts_of_all(len(rows), self.config.run.batch_size):
+                with self.phase("generate"), self.autocast():
+                    how = self.config.sampling, 2, self.seed_of("evaluation")
+                    lines += self.complete([rows[i] for i in part], *how, part)
+        samples = self.samples
+        self.reward(lines)
+        self.samples = samples  # of the last step
+        batch, pairs = self.whole_batch(lines, 0), _ordered(self.cut(lines))
+        metrics = {} if batch.rewards is None else batch.rewards.metrics
+        metrics |= completion_metrics(batch.ends) | _ties(pairs, lines)
+        counts = self._counts_of_all(pairs)
+        return metrics | (self._evaluate(pairs, counts) if counts[0] else {})
 
-    # ---- inside ----
+    # ---- a step ----
 
-    def _online_step(self, prompts: list[Prompt]) -> dict[str, float]:
-        mine = self.share(len(prompts))
-        prompts = prompts[mine.start : mine.stop]
-        rollout, pairs = self._sampled_pairs(prompts, mine, self.state.step)
-        # on a GPU while the host, which does not wait for it, judges the pairs; those that tie are scored in vain
-        ref_logps_P2 = self._reference_logps(self._batches(pairs))
+    def score(self, lines: Sequence[Trajectory]) -> None:
+        """Fill ref_logps_t, also of pairs that will tie: on a GPU while the host judges. The device is not waited for."""
+        if self.reference is None:
+            return
+        pairs = list(zip(lines[::2], lines[1::2], strict=True))
+        with self.phase("score"), self.autocast(), torch.no_grad():
+            for part in self.micro_batches(pairs, [len(first) + len(second) for first, second in pairs]):
+                some = [line for pair in part for line in pair]
+                batch = TokenBatch.of(self.cut(some), self.policy.device)
+                for line, logps_t in zip(some, batch.split(self.reference.logps(batch)), strict=True):
+                    line.ref_logps_t = logps_t
+
+    def reward(self, lines: Sequence[Trajectory]) -> None:
+        """Fill `reward`, 1 for what preference_fn prefers, or as reward functions say; and `self.samples`."""
+        if self.preference is None:
+            super().reward(lines)
+            return
         with self.phase("reward"):
-            better, metrics, self.samples = self._judge(prompts, rollout)
-        metrics |= completion_metrics(self.of_all(rollout.ends)) | _ties(better)
-        told = [(i, index) for i, index in enumerate(better) if index is not None]
-        ordered = [_ordered(pairs[i], index) for i, index in told]
-        counts = self._counts_of_all(ordered)
+            rows = reward_columns(lines, self.policy.tokenizer)
+            columns = {
+                name: list(zip(values[::2], values[1::2], strict=True)) if name in CONVERSATION_COLUMNS else values[::2]
+                for name, values in rows.items()
+                if name not in ("completions", "completion_ids")
+            }
+            completions = rows["completions"]
+            better = self.preference(list(zip(completions[::2], completions[1::2], strict=True)), columns)
+            for i, line in enumerate(lines):
+                line.reward = float(better[i // 2] == i % 2)
+            self.samples = sample_table(rows, preferred=[bool(line.reward) for line in lines])
+
+    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
+        """Update the weights by DPO's loss on the pairs that do not tie; return the metrics."""
+        pairs = _ordered(self.cut(lines))
+        metrics, counts = _ties(pairs, lines), self._counts_of_all(pairs)
         if not counts[0]:  # every pair a tie: nothing to learn from
             return metrics | {"loss": 0.0}
-        if ref_logps_P2 is not None:
-            rows, chosen = on_device(torch.tensor(told).long().view(-1, 2), ref_logps_P2.device).T
-            ref_logps_P2 = torch.stack([ref_logps_P2[rows, chosen], ref_logps_P2[rows, 1 - chosen]], 1)
-        return metrics | self._learn(ordered, counts, ref_logps_P2)
+        return metrics | self._learn(pairs, counts, None if self.reference is None else _ref_sums(pairs))
+
+    def cut(self, lines: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories as they are learned from: cut where max_length is, but for conversations."""
+        most = None if self.player is not None else self.config.max_length
+        if most is None:
+            return list(lines)
+        return [line if len(line) <= most else _first_tokens(line, most) for line in lines]
 
     def _counts_of_all(self, pairs: list[Pair]) -> tuple[int, int]:
         """Pairs and chosen tokens of all processes."""
         num_pairs, num_tokens = (int(self.world.total(count)) for count in counts_of(pairs))
         return num_pairs, num_tokens
 
-    def _sampled_pairs(self, prompts: list[Prompt], addresses: Sequence[int], step: Any) -> tuple[Rollout, list[Pair]]:
-        """Completions, and as (first, second) for each prompt."""
-        with self.phase("generate"), self.autocast(), self.sampler.ready():
-            rollout = self._sample(prompts, addresses, step)
-        if self.player is not None:
-            lines = rollout.trajectories
-            return rollout, list(zip(lines[::2], lines[1::2], strict=True))
-        rows = zip(rollout.prompt_ids[::2], rollout.completion_ids[::2], rollout.completion_ids[1::2], strict=True)
-        return rollout, [self._checked(*row, f"prompts[{i}]") for i, row in enumerate(rows)]
 
-    def _sample(self, prompts: list[Prompt], addresses: Sequence[int], step: Any) -> Rollout:
-        """Two completions of each; of a dataset's prompts so many at a time as training samples."""
-        size, how = max(len(prompts), 1), (self.config.sampling, 2)
-        most = size
-        if step == "evaluation":
-            size, most = self.config.run.batch_size, max(self.world.gathered(len(prompts)))
-        rollouts: list[Rollout] = []
-        for start in range(0, most, size):  # as often as in every other process
-            some, seed = prompts[start : start + size], self.seed_of(step)
-            if self.player is not None:
-                rollouts.append(self.player([p.columns for p in some], *how, seed, addresses[start : start + size]))
-            else:
-                rollouts.append(self.sampler([p.ids for p in some], *how, seed, addresses[start : start + size]))
-        if step != "evaluation" and self.config.server.max_staleness and (rows := self.run.upcoming(self.config.run)):
-            ahead = self.share(len(rows))
-            self.sampler.ahead([rows[i].ids for i in ahead], *how, self.seed_of(step + 1), ahead)
-        return functools.reduce(Rollout.joined, rollouts or [Rollout([], [], [], [])])
-
-    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        return self.sampler.state()
-
-    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        self.sampler.load_state(tensors, values)
-
-    def _judge(
-        self, prompts: list[Prompt], rollout: Rollout
-    ) -> tuple[list[int | None], dict[str, float], list[dict[str, Any]]]:
-        """Which of each two is the better (None: neither), metrics, and the table of samples."""
-        rows = reward_rows(repeated(prompts, 2), rollout, self.policy.tokenizer)
-        if self.rewards is not None:
-            rewards: Rewards = self.rewards(rows, rollout)
-            first_P, second_P = rewards.total_B.view(-1, 2).unbind(1)
-            better = [
-                None if tied else int(second)
-                for tied, second in zip((first_P == second_P).tolist(), (second_P > first_P).tolist(), strict=True)
-            ]
-            return better, rewards.over(self.world).metrics, sample_table(rows, **rewards.shown)
-        assert self.preference is not None
-        completions = rows["completions"]
-        columns = {
-            name: list(zip(values[::2], values[1::2], strict=True)) if name in OF_EPISODES else values[::2]
-            for name, values in rows.items()
-            if name not in ("completions", "completion_ids")
-        }
-        preferred = self.preference(list(zip(completions[::2], completions[1::2], strict=True)), columns)
-        chosen = torch.nn.functional.one_hot(torch.tensor(preferred).long(), 2).flatten().bool().tolist()
-        return list(preferred), {}, sample_table(rows, preferred=chosen)
+def _first_tokens(line: Trajectory, most: int) -> Trajectory:
+    return replace(line, ids_T=line.ids_T[:most], loss_mask_T=line.loss_mask_T[:most], rollout_logps_t=None)
 
 
-def _ordered(pair: Pair, better: int) -> Pair:
-    """(chosen, rejected)."""
-    return pair[better], pair[1 - better]
+def _ordered(lines: Sequence[Trajectory]) -> list[Pair]:
+    """Return (chosen, rejected) of each two that are not equally good."""
+    pairs = zip(lines[::2], lines[1::2], strict=True)
+    return [(a, b) if a.reward > b.reward else (b, a) for a, b in pairs if a.reward != b.reward]
 
 
-def _ties(better: Sequence[int | None]) -> dict[str, Any]:
-    return {"preference/tied_fraction": Mean(better.count(None), len(better))}
+def _ref_sums(pairs: Sequence[Pair]) -> torch.Tensor:
+    """[P, 2] the reference's log-probs of each pair's completions."""
+    rows = [line.ref_logps_t for pair in pairs for line in pair if line.ref_logps_t is not None]
+    logps_n = joined(rows)
+    index_n = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.int64))
+    return logps_n.new_zeros(len(rows)).index_add(0, on_device(index_n, logps_n.device), logps_n).view(-1, 2)
+
+
+def _ties(pairs: Sequence[Pair], lines: Sequence[Trajectory]) -> dict[str, Any]:
+    num_pairs = len(lines) // 2
+    return {"preference/tied_fraction": Mean(num_pairs - len(pairs), num_pairs)}

@@ -11,7 +11,8 @@ from typing import Any
 import typer
 
 import strop
-from strop import _trl, peers
+from strop import _trl, process_failures
+from strop._contained import ExitError, exit_message
 from strop.cli import bench, data, demo, doctor, eval, generate, init, report, serve, train
 
 app = typer.Typer(
@@ -58,7 +59,12 @@ def _escaped(error: UnicodeError) -> tuple[bytes, int]:
 
 
 def _show(error: Exception) -> None:
-    print(peers.told(error).replace("resume=True", "--resume"), file=sys.stderr)
+    print(
+        process_failures.format_error(error)
+        .replace("resume=True", "--resume")
+        .replace("allow_changes=True", "--allow-changes"),
+        file=sys.stderr,
+    )
 
 
 def _show_usage_error(error: Any) -> None:
@@ -71,7 +77,7 @@ def _show_usage_error(error: Any) -> None:
         )
 
 
-def _hint_for_trl(error: Any, path: str) -> str | None:
+def _hint_for_trl(error: Exception, path: str) -> str | None:
     """For a flag that is TRL's name of an option: what strop calls it, in place of flags that are spelt alike."""
     flag, command = getattr(error, "option_name", None), path.rpartition(" ")[2]
     if flag is None or command not in train.ALGORITHMS:
@@ -96,16 +102,25 @@ def main() -> None:
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _join_others(debug)
-        sys.exit(app(args=arguments, prog_name="strop", standalone_mode=False))
+        code = _called(arguments)
     except KeyboardInterrupt:
-        peers.tell(lambda: print("strop: interrupted", file=sys.stderr))
+        process_failures.report_first(lambda: print("strop: interrupted", file=sys.stderr))
         sys.exit(130)
     except Exception as error:
         is_usage = hasattr(error, "format_message") and hasattr(error, "exit_code")  # typer's: of the command line
         if debug and not is_usage:
             raise
-        peers.tell(functools.partial(_show_usage_error if is_usage else _show, error))
+        process_failures.report_first(functools.partial(_show_usage_error if is_usage else _show, error))
         sys.exit(error.exit_code if is_usage else 1)  # type: ignore[attr-defined]
+    sys.exit(code)
+
+
+def _called(arguments: list[str]) -> int | None:
+    """Return the command's exit code. Code of the user's that ends the program does not end it in silence."""
+    try:
+        return app(args=arguments, prog_name="strop", standalone_mode=False)
+    except SystemExit as error:
+        raise ExitError(exit_message(error)) from error
 
 
 def _join_others(debug: bool) -> None:

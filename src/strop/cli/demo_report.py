@@ -20,7 +20,7 @@ from strop.report import (
 from strop.report.curves import percent
 
 if TYPE_CHECKING:
-    from strop.cli.demo import Scores
+    from strop.cli.demo import HeldOutScores
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Results:
 
     folder: Path
     rows: Sequence[Mapping[str, str]]
-    before: "Scores"
-    after: "Scores"
+    before: "HeldOutScores"
+    after: "HeldOutScores"
     comparison: Mapping[str, Mapping[str, float]]
     sft_ended: str
     seconds: Mapping[str, float]
@@ -68,11 +68,8 @@ def draw(results: Results, path: Path) -> Path:
 def grpo_run(folder: Path) -> Run:
     """The GRPO run; the reward is 1 for a right answer and 0 for any other, so its mean is the accuracy."""
     run = load_run(folder / "grpo")
-    for row in run.metrics:
-        if "eval/reward/mean" in row:
-            row["eval/accuracy"] = row.pop("eval/reward/mean")
-        for name in ("eval/reward/std", "eval/reward/reward", "reward/reward"):  # say nothing new
-            row.pop(name, None)
+    run.columns.rename("eval/reward/mean", "eval/accuracy")
+    run.hidden |= {"eval/reward/std", "eval/reward/reward", "reward/reward"}  # say nothing new
     return run
 
 

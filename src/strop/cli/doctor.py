@@ -5,7 +5,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
@@ -15,14 +15,24 @@ from rich.table import Table
 import strop
 from strop import _compiled
 
+if TYPE_CHECKING:
+    from strop.ops.registry import Op
+
 OPTIONAL = {
     "torch": "operators and algorithms",
     "triton": "GPU kernels",
     "transformers": "models and tokenizers",
     "peft": "LoRA",
     "datasets": "Hugging Face data sets",
+    "gguf": "models in GGUF files, such as smollm2",
+    "tensorboard": "--log tensorboard",
+    "trackio": "--log trackio",
+    "wandb": "--log wandb",
     "scipy": "benchmarks",
     "matplotlib": "plots",
+}
+UNASKED = {  # listed where they are installed
+    "bitsandbytes": "not used: quantised weights are not supported",
     "rlox": "a peer in the benchmarks",
 }
 
@@ -43,6 +53,7 @@ def findings(deep: bool = False) -> Iterator[Finding]:
     for problem in _compiled.environment_problems:
         yield Finding("environment", "broken", problem)
     yield from packages(deep)
+    yield python_tool()
     yield from operators()
 
 
@@ -69,13 +80,30 @@ def _self_check() -> str | None:
     return next((name for name, (a, b) in pairs.items() if not np.allclose(a, b, rtol=1e-12)), None)
 
 
+def python_tool() -> Finding:
+    """What the kernel does not protect when `python_tool` runs a program."""
+    try:
+        from strop.environments import sandbox
+    except ImportError:
+        return Finding("Python tool", "absent", "environments need torch")
+    lacking = sandbox.unprotected()
+    told = f"protected less on this machine: {lacking}" if lacking else "the kernel limits files, processes and network"
+    return Finding("Python tool", "absent" if lacking else "ok", told)
+
+
 def packages(deep: bool) -> Iterator[Finding]:
     """Installed or not; `deep`: whether each can be imported, which takes many seconds. torch is, for the operators."""
-    for name, purpose in OPTIONAL.items():
+    for name, purpose in {**OPTIONAL, **UNASKED}.items():
+        if name == "triton" and _is_cpu_build():
+            continue
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield Finding(name, "absent", f"not installed; needed for: {purpose}")
+            if name in OPTIONAL:
+                yield Finding(name, "absent", f"not installed; needed for: {purpose}")
+            continue
+        if name in UNASKED:
+            yield Finding(name, "ok", f"{version}; {purpose}")
             continue
         try:
             if deep or name == "torch":
@@ -86,16 +114,30 @@ def packages(deep: bool) -> Iterator[Finding]:
         yield Finding(name, "ok", version)
 
 
+def _is_cpu_build() -> bool:
+    """Whether torch is there and built for no GPU that Triton compiles for."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.version.cuda is None and torch.version.hip is None
+
+
 def operators() -> Iterator[Finding]:
     try:
         import torch
 
+        from strop.models.loading import num_devices
         from strop.ops import registry
     except ImportError:
         yield Finding("operators", "absent", "they need torch")
         return
+    other = next((kind for kind in ("mps", "xpu") if num_devices(kind)), None)
     if torch.cuda.is_available():
         yield Finding("gpu", "ok", f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
+    elif other is not None:
+        told = "torch's own operators, none of strop's kernels; strop is not tested on it"
+        yield Finding("gpu", "ok", f"--device {other}: {told}")
     else:
         built = (
             f"torch is built for CUDA {torch.version.cuda}, but sees no device"
@@ -107,7 +149,7 @@ def operators() -> Iterator[Finding]:
         yield _operator(registry.get_op(name))
 
 
-def _operator(op: Any) -> Finding:
+def _operator(op: "Op") -> Finding:
     listed = ", ".join(op.backends())
     try:
         forced = op.forced()

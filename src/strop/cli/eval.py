@@ -3,13 +3,22 @@
 import json
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 
+from strop._types import Json
 from strop.cli.generate import as_job, room_of
-from strop.cli.job import load_data, load_environment, load_model_and_tokenizer, load_rewards, load_task, load_tools
+from strop.cli.job import (
+    DEFAULT_EVAL_ROWS,
+    load_data,
+    load_environment,
+    load_model_and_tokenizer,
+    load_rewards,
+    load_task,
+    load_tools,
+)
 from strop.cli.options import number_option
 
 
@@ -25,7 +34,9 @@ def evaluate(
         list[str] | None, typer.Option(help="file.py:function the model may call; may be repeated.")
     ] = None,
     max_turns: Annotated[int, number_option("Of the model, with an environment or tools.", low=1)] = 8,
-    num_rows: Annotated[int, number_option("How many problems.", low=2)] = 200,
+    num_rows: Annotated[
+        int | None, number_option("How many problems; by default 200, or all where there are fewer.", low=2)
+    ] = None,
     map: Annotated[
         list[str] | None, typer.Option(help="Rename columns, new=old: prompt=question,answer=label.")
     ] = None,
@@ -48,12 +59,14 @@ def evaluate(
 ) -> None:
     """Rewards of a model's completions: their mean with a 95 % interval, of several functions each one's."""
     job = as_job(
-        model=model, task=task, data=data, num_rows=num_rows, chat=chat, tokenizer=tokenizer, dtype=dtype, device=device,
+        model=model, task=task, data=data, chat=chat, tokenizer=tokenizer, dtype=dtype, device=device,
         reward=tuple(reward or ()) or None, split=split, map=tuple(map or ()) or None, template=template,
         environment=environment, tools=tuple(tools or ()) or None, settings=settings or (),
+        num_rows=num_rows if data is None else num_rows or DEFAULT_EVAL_ROWS,  # a task may have fewer problems than that
     )  # fmt: skip
     problems = load_task(job)
-    rows = [dict(row) for row in load_data(job, problems)]
+    found_rows = load_data(job, problems)
+    rows = [dict(found_rows[i]) for i in range(min(len(found_rows), num_rows or DEFAULT_EVAL_ROWS))]
     functions = load_rewards(job, problems)
     playing = {"environment": load_environment(job), "tools": load_tools(job)}
     max_turns = max_turns if any(playing.values()) else 1
@@ -88,14 +101,15 @@ def evaluate(
         print(f"{name}: {_shown(one['mean'], how)} [{low}, {high}] {how}, of {len(rows):,}")
 
 
-def summary(values: Sequence[float], rounds: int = 2000) -> dict[str, Any]:
-    """Mean and 95 % interval: Wilson's for zeros and ones, else the bootstrap's."""
+def summary(values: Sequence[float], rounds: int = 2000) -> Json:
+    """Return the mean and its 95 % interval: Wilson's for zeros and ones, else the bootstrap's."""
     mean, n = sum(values) / len(values), len(values)
     if set(values) <= {0.0, 1.0}:
         z = 1.959963984540054
         centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
         half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-        return {"mean": mean, "low": centre - half, "high": centre + half, "interval": "wilson"}
+        low, high = max(0.0, centre - half), min(1.0, centre + half)  # rounding puts them a little outside
+        return {"mean": mean, "low": low, "high": high, "interval": "wilson"}
     draws = np.random.default_rng(0).choice(np.asarray(values, float), (rounds, n)).mean(1)
     low, high = np.quantile(draws, [0.025, 0.975])
     return {"mean": mean, "low": float(low), "high": float(high), "interval": "bootstrap"}

@@ -40,12 +40,16 @@ def report(
 
 
 def _serve(runs: list[Path], title: str | None, port: int) -> None:
-    from strop.report import build_report
+    from strop.report import build_report, load_runs
+    from strop.report.runs import RunReader
     from strop.report.watch import Watch
 
     for folder in runs:
         if not folder.is_dir():
             raise FileNotFoundError(f"no such run folder: {folder}")
-    with Watch(runs, lambda version: build_report(runs, title=title, version=version), port) as server:
+    readers: dict[Path, RunReader] = {}  # so that only what was added is read again
+    with Watch(
+        runs, lambda version: build_report(load_runs(runs, readers), title=title, version=version), port
+    ) as server:
         print(server.address, flush=True)
         server.serve_forever()

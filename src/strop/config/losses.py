@@ -4,8 +4,9 @@ The formulas, which need torch, are in `strop.losses`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from strop._checks import check_choice, check_count, check_number
 from strop.config.policy_losses import POLICY_LOSSES, ClipBounds, PolicyLossType
@@ -108,8 +109,9 @@ class PolicyRule:
         check_choice(self.importance_level, "importance_level", IMPORTANCE_LEVELS)
         check_choice(self.kl_estimator, "kl_estimator", KL_ESTIMATORS)
         check_choice(self.loss_type, "loss_type", tuple(POLICY_LOSSES))
-        if isinstance(self.clip_eps, list):
-            object.__setattr__(self, "clip_eps", tuple(self.clip_eps))
+        for name in ("clip_eps", "sapo_temperatures", "vespo_gamma"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
         for name in ("beta", "entropy_coef"):
             check_number(getattr(self, name), name, 0)
         if self.max_completion_length is not None:
@@ -141,6 +143,11 @@ class PolicyRule:
                 )
             if self.delta is not None:
                 raise ValueError(f"delta must be None at the geometric importance_level, found {self.delta}")
+
+    def without_effect(self) -> list[str]:
+        """Return the options that are set and that this loss type has no use for, each with the reason."""
+        needed = (("sapo_temperatures", "sapo"), ("vespo_gamma", "vespo"))
+        return _set_for_others(self, needed, (self.loss_type,))
 
     @property
     def clip(self) -> ClipEps:
@@ -192,7 +199,16 @@ class PolicyRule:
         return num_sequences, 1 if weight == "sequences" else None
 
 
-def _check_numbers(values: Any, name: str, count: int, open_low: bool) -> None:
+def _set_for_others(rule: object, needed: Sequence[tuple[str, str]], types: Sequence[str]) -> list[str]:
+    """Return a sentence for each option that differs from its default and is of a loss type that is not used."""
+    return [
+        f"{name} has no effect: it is for loss_type={loss_type!r}, found {', '.join(types)}"
+        for name, loss_type in needed
+        if loss_type not in types and getattr(rule, name) != getattr(type(rule), name)
+    ]
+
+
+def _check_numbers(values: object, name: str, count: int, open_low: bool) -> None:
     if not isinstance(values, (tuple, list)) or len(values) != count:
         raise ValueError(f"{name} must be {count} numbers, found {values!r}")
     for value in values:
@@ -204,7 +220,7 @@ class PreferenceRule:
     """Which preference loss: one value from the config to the formula, checked when it is made.
 
     beta              how strongly the policy is held to the reference; for ipo and sppo_hard 1/(2β) is the margin aimed at
-    loss_type         sigmoid, ipo, hinge … (docs/losses.md lists all), or several, which are added
+    loss_type         sigmoid, ipo, hinge … (docs/losses.md lists all), or several, which are added: a list or "ipo,sft"
     loss_weights      one weight for each of several loss types; None is 1 for each
     label_smoothing   the probability that a label is wrong: from 0 to below ½, for sigmoid, robust, cpo and simpo; above 0
                       for exo_pair
@@ -220,6 +236,8 @@ class PreferenceRule:
     discopop_tau: float = 0.05
 
     def __post_init__(self) -> None:
+        if isinstance(self.loss_type, str) and "," in self.loss_type:
+            object.__setattr__(self, "loss_type", tuple(part.strip() for part in self.loss_type.split(",")))
         for name in ("loss_type", "loss_weights"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
@@ -240,6 +258,10 @@ class PreferenceRule:
         check_number(self.discopop_tau, "discopop_tau", 0, 1, open_low=True)
         _check_label_smoothing(self.label_smoothing, self.types)
 
+    def without_effect(self) -> list[str]:
+        """Return the options that are set and that these loss types have no use for, each with the reason."""
+        return _set_for_others(self, (("simpo_gamma", "simpo"), ("discopop_tau", "discopop")), self.types)
+
     @property
     def types(self) -> tuple[str, ...]:
         return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
@@ -253,7 +275,7 @@ class PreferenceRule:
         return not set(self.types) <= set(WITHOUT_REFERENCE)
 
 
-def _check_label_smoothing(label_smoothing: Any, types: tuple[str, ...]) -> None:
+def _check_label_smoothing(label_smoothing: float, types: tuple[str, ...]) -> None:
     check_number(label_smoothing, "label_smoothing", 0, 0.5, open_high=True)
     if label_smoothing and not set(types) & set(LABEL_SMOOTHED):
         raise ValueError(

@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
 
 from strop._checks import check_choice, check_count, check_number, check_timeout
 from strop.config.losses import PolicyRule
@@ -105,6 +104,11 @@ class GRPOConfig(TrainerConfig):
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
 
+    def without_effect(self) -> list[str]:
+        idle = self.importance_mode != type(self).importance_mode and self.importance_cap is None
+        told = ["importance_mode has no effect: it is for importance_cap, found None"] if idle else []
+        return told + super().without_effect()
+
     @functools.cached_property
     def rule(self) -> PolicyRule:
         """The loss with what the rest of the config says of it."""
@@ -117,8 +121,8 @@ class GRPOConfig(TrainerConfig):
         return self.old_logps == "recompute" or (self.old_logps == "auto" and differs)
 
 
-def check_exact(config: Any) -> None:
-    """What cannot be exact, whatever the model."""
+def check_exact(config: "GRPOConfig | PPOConfig") -> None:
+    """Raise for options that cannot be exact, whatever the model."""
     run = config.run
     for name, wanted, found in (
         ("rollout_server", None, config.server.rollout_server), ("lora", None, config.lora), ("shard", "none", run.shard),
@@ -174,10 +178,6 @@ class PPOConfig(TrainerConfig):
     server: ServerConfig = field(default_factory=ServerConfig)
     loss: PolicyRule = field(default_factory=lambda: PolicyRule(loss_type="dapo"))
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
-    # what of GRPO's there is not
-    resample_rounds: ClassVar[int] = 0
-    importance_cap: ClassVar[None] = None
-    replay_routing: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,6 +238,10 @@ class DistillConfig(TrainerConfig):
                 "divergence must not be 'sampled' unless all completions are drawn from the student's whole distribution: "
                 "on_policy 1, temperature above 0, no top_k or top_p"
             )
+
+    def without_effect(self) -> list[str]:
+        idle = self.beta != type(self).beta and self.divergence != "jsd"
+        return [f"beta has no effect: it is for divergence='jsd', found {self.divergence!r}"] if idle else []
 
     @property
     def from_dataset(self) -> bool:

@@ -3,7 +3,6 @@
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from strop._checks import COLDEST, check_choice, check_count, check_number
 from strop.config.base import Config
@@ -22,6 +21,7 @@ class Sampling:
     temperature      sample from softmax(logits / temperature); 0 is greedy
     top_k            sample only from the k most probable tokens; 0 is all
     top_p            sample only from the most probable tokens whose probabilities add up to top_p; 1 is all
+    min_p            sample only tokens at least min_p times as probable as the most probable one; 0 is all
     stop_ids         token ids that end a completion, besides the model's and the tokenizer's EOS
     """
 
@@ -29,6 +29,7 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -40,6 +41,7 @@ class Sampling:
             )
         check_count(self.top_k, "top_k")
         check_number(self.top_p, "top_p", low=0.0, high=1.0, open_low=True)
+        check_number(self.min_p, "min_p", low=0.0, high=1.0)
         if not isinstance(self.stop_ids, Sequence) or isinstance(self.stop_ids, str):
             raise TypeError(f"stop_ids must be token ids, found {type(self.stop_ids).__name__}")
         for one in self.stop_ids:
@@ -52,7 +54,7 @@ class Sampling:
     @property
     def cuts(self) -> bool:
         """Whether some tokens cannot be drawn, so that the distribution is not the policy's at this temperature."""
-        return bool(self.top_k) or self.top_p < 1
+        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ class ServerConfig(Config):
     max_staleness     1 samples the next step's completions while this one trains: they are one step older; 0 waits
     server_requests   how many prompts one server works on at a time
     server_timeout    give up a server that fails or is silent after so many seconds
+    server_start_timeout   give up a server that has never answered, and where nobody listens, after so many seconds
     """
 
     rollout_server: str | tuple[str, ...] | None = None
@@ -75,6 +78,7 @@ class ServerConfig(Config):
     max_staleness: int = 0
     server_requests: int = 32
     server_timeout: float = 300.0
+    server_start_timeout: float = 5.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,15 +94,16 @@ class ServerConfig(Config):
             raise ValueError("max_staleness must be 0 without a rollout_server, found 1")
         check_count(self.server_requests, "server_requests", low=1)
         check_number(self.server_timeout, "server_timeout", low=0.0, open_low=True)
+        check_number(self.server_start_timeout, "server_start_timeout", low=0.0, open_low=True)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        given: Any = self.rollout_server or ()
-        return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+        given = self.rollout_server or ()
+        return (given,) if isinstance(given, str) else tuple(given)
 
 
-def is_address(url: Any) -> bool:
-    """Of a server."""
+def is_address(url: object) -> bool:
+    """Return whether this is the address of a server."""
     try:
         parts = urllib.parse.urlsplit(url if isinstance(url, str) else "")
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -129,3 +129,8 @@ class TrainerConfig(Config):
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
     lora: LoRAConfig | None = None
+
+    def without_effect(self) -> list[str]:
+        """Return a sentence for each option that is set and has no effect beside the others; a trainer warns of them."""
+        check = getattr(getattr(self, "loss", None), "without_effect", None)
+        return [] if check is None else check()

@@ -18,12 +18,20 @@ from strop.primitives import pack_sequences
 Item = TypeVar("Item")
 
 
+class RewardedTurn(NamedTuple):
+    """A turn of the model: how many tokens it drew, and the environment's reward for it."""
+
+    num_tokens: int
+    reward: float
+
+
 @dataclass
 class Trajectory:
-    """One sequence of tokens, who wrote each, and all that is known of it. On the host.
+    """One sequence of tokens, who wrote each, and all that is known of it.
 
-    A step fills the fields in the order in which they stand here. Log-probs and advantages have one entry for each token
-    that is trained on: each True of loss_mask_T.
+    A step fills the fields in the order in which they stand here. A prompt is a trajectory without a completion: its
+    num_prompt is its length. Fields that end in _t have one entry for each token that is trained on: each True of
+    loss_mask_T. ids, mask and advantages are on the host; what a model scored may be on its device.
 
     ids_T            prompt and completion, and where a conversation goes on, what follows: as read and as sampled
     loss_mask_T      True where a token is trained on; never at the first, which nothing predicts
@@ -33,11 +41,17 @@ class Trajectory:
     version          of the weights that sampled it; None where nobody counts them
     num_prompt       tokens of ids_T before the first completion
     row              the row of the dataset it came from: columns for reward functions
-    group            which prompt of the batch it continues; completions of one prompt are compared
-    rewards          by the name of the reward function
+    shown            columns for reward functions that say more than the tokens do: the prompt as text, a conversation
+    turns            of a conversation with an environment: the turns of the model
+    info             of such a conversation: numbers by their metric's name; a metric is the mean over trajectories
+    failure          why the environment of such a conversation failed; empty if it did not
+    rewards          by the name of the reward function; `reward` is their weighted sum
     old_logps_t      by a forward with the weights before the update
     ref_logps_t      by the reference
+    values_t         by the critic before the update
+    returns_t        what the critic is to learn
     advantages_t     of each token
+    importance_t     factor of each token's policy term, π_old/π_rollout within bounds; None is 1
     weight           of each of its tokens in the loss
     """
 
@@ -49,19 +63,41 @@ class Trajectory:
     version: int | None = None
     num_prompt: int = 0
     row: Mapping[str, Any] = field(default_factory=dict)
-    group: int = 0
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    turns: list[RewardedTurn] = field(default_factory=list)
+    info: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
     rewards: dict[str, float] = field(default_factory=dict)
+    reward: float = 0.0
     old_logps_t: torch.Tensor | None = None
     ref_logps_t: torch.Tensor | None = None
+    values_t: torch.Tensor | None = None
+    returns_t: torch.Tensor | None = None
     advantages_t: torch.Tensor | None = None
+    importance_t: torch.Tensor | None = None
     weight: float = 1.0
 
     def __len__(self) -> int:
         return len(self.ids_T)
 
     @property
+    def prompt_ids(self) -> torch.Tensor:
+        return self.ids_T[: self.num_prompt]
+
+    @property
+    def completion_ids(self) -> torch.Tensor:
+        """All tokens behind the prompt, also those of a conversation that the model did not draw."""
+        return self.ids_T[self.num_prompt :]
+
+    @property
     def num_loss_tokens(self) -> int:
-        return int(self.loss_mask_T.sum())
+        return int(self.loss_mask_T.sum()) if self.rollout_logps_t is None else len(self.rollout_logps_t)
+
+    @classmethod
+    def of_prompt(cls, ids: Any, **known: Any) -> "Trajectory":
+        """A prompt, with no completion yet."""
+        prompt = as_ids(ids, "prompt_ids")
+        return cls(prompt, torch.zeros(len(prompt), dtype=torch.bool), num_prompt=len(prompt), **known)
 
     @classmethod
     def of(cls, prompt_ids: Any, completion_ids: Any, counts: Any = None, **known: Any) -> "Trajectory":
@@ -74,6 +110,22 @@ class Trajectory:
         if counts is not None:
             loss_mask_T[len(prompt) :] &= torch.as_tensor(counts, dtype=torch.bool)[: len(completion)]
         return cls(ids_T, loss_mask_T, num_prompt=len(prompt), **known)
+
+
+def sampled(
+    prompts: Sequence[torch.Tensor], completions: Sequence[torch.Tensor], logps: Sequence[torch.Tensor]
+) -> list[Trajectory]:
+    """Return each completion behind its prompt, with its log-probs; one prompt and one completion for each."""
+    if not prompts:
+        return []
+    lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    starts, lengths_S = torch.tensor([len(prompt) for prompt in prompts]), torch.tensor(lengths)
+    ids_N = torch.cat([ids for pair in zip(prompts, completions, strict=True) for ids in pair])
+    first_N = (lengths_S.cumsum(0) - lengths_S + starts).repeat_interleave(lengths_S)  # where its completion begins
+    rows = zip(
+        ids_N.split(lengths), (torch.arange(len(ids_N)) >= first_N).split(lengths), logps, starts.tolist(), strict=True
+    )
+    return [Trajectory(ids_T, mask_T, logps_t, num_prompt=start) for ids_T, mask_T, logps_t, start in rows]
 
 
 class PaddedRows(NamedTuple):
@@ -101,7 +153,8 @@ class TokenBatch:
     places_n        the token whose hidden state predicts a token that counts: the one before it
     targets_n       the tokens that count
     sequence_n      whose they are
-    old_logps_n, ref_logps_n, advantages_n, weights_n    aligned with places_n; None where not needed
+    old_logps_n, ref_logps_n, values_n, returns_n, advantages_n, importance_n, weights_n
+                    aligned with places_n, as in `Trajectory`; None where not needed
     routing_NLk     the experts that the routers are to choose, −1 where they choose by themselves; None: everywhere
     """
 
@@ -115,7 +168,10 @@ class TokenBatch:
     num_loss_tokens_S: list[int]
     old_logps_n: torch.Tensor | None = None
     ref_logps_n: torch.Tensor | None = None
+    values_n: torch.Tensor | None = None
+    returns_n: torch.Tensor | None = None
     advantages_n: torch.Tensor | None = None
+    importance_n: torch.Tensor | None = None
     weights_n: torch.Tensor | None = None
     routing_NLk: torch.Tensor | None = None
 
@@ -126,17 +182,18 @@ class TokenBatch:
         device: torch.device | str = "cpu",
         *,
         dtype: torch.dtype = torch.float32,
+        fields: Sequence[str] = (),
         **per_trajectory: Sequence[float],
     ) -> "TokenBatch":
         """The trajectories in this order; of none a batch of one token, of which nothing counts.
 
+        fields           which fields of the trajectories the batch takes, where they are filled, without their _t
         per_trajectory   advantages, weights: a number of each, which all its tokens that count get, in `dtype`
         """
         if not trajectories:  # a process without work runs the model beside the others all the same, on one token
             nothing = Trajectory(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
-            return replace(
-                cls.of([nothing], device, dtype=dtype, **{name: [0.0] for name in per_trajectory}), num_loss_tokens_S=[]
-            )
+            numbers: dict[str, Any] = {name: [0.0] for name in (*fields, *per_trajectory)}
+            return replace(cls.of([nothing], device, dtype=dtype, **numbers), num_loss_tokens_S=[])
         lengths = [len(one) for one in trajectories]
         ids_N = torch.cat([one.ids_T for one in trajectories])
         counts_N = torch.cat([one.loss_mask_T for one in trajectories])
@@ -161,7 +218,16 @@ class TokenBatch:
                     f"{[len(one) for one in routing]} of {lengths} tokens"
                 )
             batch.routing_NLk = torch.cat(routing)
-        return batch.to(device)
+        scored: dict[str, Any] = {}  # which are on the device already
+        for name in fields:
+            rows = [getattr(one, f"{name}_t") for one in trajectories]
+            if rows[0] is not None:
+                values_n = torch.cat(rows)
+                if values_n.device.type == "cpu":
+                    setattr(batch, f"{name}_n", values_n)
+                else:
+                    scored[f"{name}_n"] = values_n
+        return replace(batch.to(device), **scored) if scored else batch.to(device)
 
     def __len__(self) -> int:
         """How many trajectories."""

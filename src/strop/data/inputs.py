@@ -4,19 +4,15 @@ B rows; a row is a 1-D int64 tensor on the CPU.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from strop._checks import is_conversation
-from strop.data.batch import as_ids
+from strop.data.batch import Trajectory, as_ids
 from strop.data.formats import check_rows
 from strop.data.tokenize import encode_prompt, row_named
-
-if TYPE_CHECKING:
-    from strop.rollout import Rollout
 
 Ids = torch.Tensor
 Padding = tuple[int | None, Sequence[int]]  # the pad id, and those that end a text
@@ -132,15 +128,6 @@ def fit(prompt: Ids, completion: Ids, max_length: int | None, context: int | Non
 # ---- prompts ----
 
 
-@dataclass
-class Prompt:
-    """ids for the model; `shown` and the columns of the dataset's row for reward functions."""
-
-    ids: torch.Tensor
-    shown: Any
-    columns: dict[str, Any] = field(default_factory=dict)
-
-
 def as_prompts(
     prompts: Any,
     tokenizer: Any,
@@ -149,9 +136,10 @@ def as_prompts(
     mask: Any = None,
     columns: Mapping[str, Any] | None = None,
     name: str = "prompts",
-) -> list[Prompt]:
-    """A batch of prompts: ids (B, P) or lists of ids; with a tokenizer texts or conversations; or rows with a "prompt".
+) -> list[Trajectory]:
+    """Return a batch of prompts as trajectories without completions.
 
+    prompts   ids (B, P) or lists of ids; with a tokenizer texts or conversations; or rows with a "prompt"
     mask      (B, P), 0 at padding; without it padding of ids is what equals the pad id at their sides
     padding   as `Policy.padding` gives it
     columns   further columns for reward functions, each with one entry a prompt
@@ -189,32 +177,32 @@ def as_prompts(
             size = type(values).__name__ if isinstance(values, str) or not hasattr(values, "__len__") else len(values)
             raise ValueError(f"{name} must have one entry for each of the {len(found)} prompts, found {size}")
         for prompt, value in zip(found, values, strict=True):
-            prompt.columns[name] = value
+            prompt.row = {**prompt.row, name: value}
     return found
 
 
-def prompts_of_dataset(rows: Sequence[Any], tokenizer: Any, padding: Padding, name: str, what: str) -> list[Prompt]:
-    """A dataset's prompts. A column that some rows lack is None there, whichever rows share a batch."""
+def prompts_of_dataset(rows: Sequence[Any], tokenizer: Any, padding: Padding, name: str, what: str) -> list[Trajectory]:
+    """Return a dataset's prompts. A column that some rows lack is None there, whichever rows share a batch."""
     check_rows(rows, ["prompt_only"], where=name, what=what)
     prompts = as_prompts(list(rows), tokenizer, padding, name=name)
-    names = dict.fromkeys(column for prompt in prompts for column in prompt.columns)
+    names = dict.fromkeys(column for prompt in prompts for column in prompt.row)
     for prompt in prompts:
-        prompt.columns = {column: prompt.columns.get(column) for column in names}
+        prompt.row = {column: prompt.row.get(column) for column in names}
     return prompts
 
 
-def check_below(max_length: int | None, prompts: list[Prompt], name: str) -> None:
+def check_below(max_length: int | None, prompts: Sequence[Trajectory], name: str) -> None:
     """Raise if a prompt fills max_length alone."""
     for i, prompt in enumerate(prompts):
-        fit(prompt.ids, prompt.ids[:0], max_length, None, f"{name}[{i}]")
+        fit(prompt.ids_T, prompt.ids_T[:0], max_length, None, f"{name}[{i}]")
 
 
 def _is_one_prompt_of_many(first: Any) -> bool:
     return isinstance(first, (str, Mapping)) or is_conversation(first)
 
 
-def _of_row(row: Any, tokenizer: Any, name: str) -> Prompt:
-    """A text, a conversation, or a row of a dataset."""
+def _of_row(row: Any, tokenizer: Any, name: str) -> Trajectory:
+    """Return a text, a conversation, or a row of a dataset as a prompt."""
     columns: dict[str, Any] = {}
     prompt = row
     if isinstance(row, Mapping):
@@ -227,44 +215,53 @@ def _of_row(row: Any, tokenizer: Any, name: str) -> Prompt:
         ids = torch.tensor(encode_prompt(prompt, tokenizer, row if isinstance(row, Mapping) else None)).long()
     if not len(ids):
         raise ValueError(f"{name} must hold at least one token, found none in {prompt!r:.60}")
-    is_ids = not isinstance(prompt, str) and not is_conversation(prompt)
-    return Prompt(ids, shown_ids(ids, tokenizer) if is_ids else prompt, columns)
+    if isinstance(prompt, str) or is_conversation(prompt):
+        return Trajectory.of_prompt(ids, row=columns, shown={"prompts": prompt})
+    return Trajectory.of_prompt(ids, row=columns, shown=_decoded(ids, tokenizer))
 
 
-def _of_ids(prompts: Any, tokenizer: Any, mask: Any, padding: Padding) -> list[Prompt]:
+def _of_ids(prompts: Any, tokenizer: Any, mask: Any, padding: Padding) -> list[Trajectory]:
     rows = prompt_rows(prompts, "prompts", mask, *padding)
     for index, row in enumerate(rows):
         if not len(row):
             raise ValueError(f"prompts[{index}] must hold at least one token besides padding, found none")
-    return [Prompt(row, shown_ids(row, tokenizer)) for row in rows]
+    return [Trajectory.of_prompt(row, shown=_decoded(row, tokenizer)) for row in rows]
+
+
+def _decoded(ids: torch.Tensor, tokenizer: Any) -> dict[str, str]:
+    return {} if tokenizer is None else {"prompts": shown_ids(ids, tokenizer)}
 
 
 def shown_ids(ids: torch.Tensor, tokenizer: Any) -> Any:
-    """Ids as reward functions see them: text with a tokenizer, else as they are."""
+    """Return ids as reward functions see them: text with a tokenizer, else as they are."""
     if tokenizer is None:
         return ids
     return tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
 
-def repeated(prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:
-    return [prompt for prompt in prompts for _ in range(num_samples)]
-
-
-def reward_rows(prompts: Sequence[Prompt], rollout: "Rollout", tokenizer: Any) -> dict[str, list[Any]]:
-    """The columns for reward functions, one entry a completion; `prompts` are already one a completion.
+def reward_columns(lines: Sequence[Trajectory], tokenizer: Any) -> dict[str, list[Any]]:
+    """Return the columns for reward functions, one entry a trajectory.
 
     Ids are copies: a function that changes them in place does not change what is trained on.
     """
-    given = {
-        "completions": [shown_ids(ids, tokenizer) for ids in rollout.completion_ids],
-        "prompts": [prompt.shown for prompt in prompts],
-        "completion_ids": rollout.completion_ids,
-        "prompt_ids": rollout.prompt_ids,
-        **rollout.columns,
-    }
-    rows: dict[str, list[Any]] = {
-        name: [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
-        for name, values in given.items()
-    }
-    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-    return rows | {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+    prompt_ids, completion_ids = _copies(lines)
+    prompts, completions = _copies(lines) if tokenizer is None else (prompt_ids, completion_ids)
+    shown = {name: [line.shown[name] for line in lines] for name in (lines[0].shown if lines else ())}
+    if tokenizer is not None and "completions" not in shown:
+        completions = [shown_ids(ids, tokenizer) for ids in completion_ids]
+    columns: dict[str, list[Any]] = {
+        "completions": completions, "prompts": prompts, "completion_ids": completion_ids, "prompt_ids": prompt_ids,
+    }  # fmt: skip
+    for name, values in shown.items():
+        columns[name] = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+    names = dict.fromkeys(name for line in lines for name in line.row)
+    return columns | {name: [line.row.get(name) for line in lines] for name in names}
+
+
+def _copies(lines: Sequence[Trajectory]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return copies of the ids of prompts and of completions."""
+    if not lines:
+        return [], []
+    lengths = [length for line in lines for length in (line.num_prompt, len(line) - line.num_prompt)]
+    pieces = torch.cat([line.ids_T for line in lines]).split(lengths)
+    return list(pieces[::2]), list(pieces[1::2])

@@ -10,6 +10,6 @@ GRPO(model=model, tokenizer=tokenizer, environment=GuessANumber, max_turns=8)
 from strop.config import TurnsConfig
 from strop.environments.base import Environment, Turn
 from strop.environments.dialogue import Chat, Dialogue
-from strop.environments.play import EnvironmentFailure, Episodes, Player
+from strop.environments.play import EnvironmentFailure, Player
 
-__all__ = ["Chat", "Dialogue", "Environment", "EnvironmentFailure", "Episodes", "Player", "Turn", "TurnsConfig"]
+__all__ = ["Chat", "Dialogue", "Environment", "EnvironmentFailure", "Player", "Turn", "TurnsConfig"]

@@ -1,6 +1,6 @@
 """Games of other packages as environments: gymnasium's small ones as text, and textarena's for one player.
 
-    pip install "strop[games]"
+    pip install -c constraints.txt '.[games]'             # in a checkout of strop
     GRPO(model=model, tokenizer=tokenizer, environment=FrozenLake, max_turns=20)
     GRPO(model=model, tokenizer=tokenizer, environment=textarena_game("GuessTheNumber-v0"))
 
@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from strop._install import missing
 from strop.environments.base import Environment, Turn
 
 
@@ -18,7 +19,7 @@ def _package(name: str) -> Any:
     try:
         return __import__(name)
     except ImportError as error:
-        raise ImportError(f"this environment needs {error.name}: pip install 'strop[games]'") from None
+        raise missing("this environment", str(error.name), "games") from None
 
 
 class Seeded(Environment):

@@ -1,17 +1,18 @@
-"""Rewards of episodes, and whose merit they are: the trajectory's, or each turn's."""
+"""Rewards of trajectories with environments, and whose merit they are: the trajectory's, or each turn's."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from strop.environments.play import Episode, Player
+from strop.data.batch import RewardedTurn, Trajectory
+from strop.environments.play import Player
 from strop.environments.tools import ToolBox
 from strop.primitives import compute_batch_group_advantages
 from strop.rewards import RewardFunctions, Rewards
 
 
-class EpisodeRewards:
+class EnvironmentRewards:
     """The discounted rewards of the environments, the column `environment`, and those of reward functions besides.
 
     An object whose methods are tools has no rewards of turns: its own `get_reward` is a function besides.
@@ -35,8 +36,8 @@ class EpisodeRewards:
         for part in self.parts:
             part.check(rows, name, besides)
 
-    def __call__(self, rows: Mapping[str, Sequence[Any]], rollout: Any) -> Rewards:
-        total_B = torch.tensor([one.returns(self.discount)[0] for one in rollout.episodes], dtype=torch.float32)
+    def __call__(self, rows: Mapping[str, Sequence[Any]], lines: Sequence[Trajectory]) -> Rewards:
+        total_B = torch.tensor([returns_of(line.turns, self.discount)[0] for line in lines], dtype=torch.float32)
         columns = {"environment": total_B}
         for part in self.parts:
             rewards = part(rows)
@@ -44,22 +45,29 @@ class EpisodeRewards:
         return Rewards(total_B, columns)
 
 
-def turn_advantages(
-    episodes: Sequence[Episode], rewards_B: torch.Tensor, group_size: int, discount: float, *, scale: str, ddof: int,
-    eps: float,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Of every drawn token the advantage of its turn: the reward from it on, compared with the same turn of the group.
+def returns_of(turns: Sequence[RewardedTurn], discount: float) -> list[float]:
+    """Return for each turn the reward from it on, G_t = r_t + γ·G_(t+1)."""
+    found: list[float] = []
+    for turn in reversed(turns):
+        found.append(turn.reward + discount * (found[-1] if found else 0.0))
+    return found[::-1]
 
-    What reward functions gave, the rest of rewards_B, comes at the last turn. A turn that nobody else reached has nothing
-    to be compared with: 0. scale="batch" divides by the std of all turns.
+
+def turn_advantages(
+    lines: Sequence[Trajectory], group_size: int, discount: float, *, scale: str, ddof: int, eps: float
+) -> list[torch.Tensor]:
+    """Return for every drawn token the advantage of its turn: the reward from it on, compared with the group's same turn.
+
+    What reward functions gave, the rest of a trajectory's reward, comes at the last turn. A turn that nobody else reached
+    has nothing to be compared with: 0. scale="batch" divides by the std of all turns.
     """
     returns: list[list[float]] = []
-    for one, reward in zip(episodes, rewards_B.tolist(), strict=True):
-        late = reward - one.returns(discount)[0]  # of the functions
-        last = len(one.rewards) - 1
-        returns.append([value + discount ** (last - t) * late for t, value in enumerate(one.returns(discount))])
+    for line in lines:
+        own = returns_of(line.turns, discount)
+        late, last = line.reward - own[0], len(own) - 1  # late: what the functions gave
+        returns.append([value + discount ** (last - t) * late for t, value in enumerate(own)])
     advantages = [[0.0] * len(values) for values in returns]
-    for first in range(0, len(episodes), group_size):
+    for first in range(0, len(lines), group_size):
         group = range(first, first + group_size)
         for turn in range(max(len(returns[i]) for i in group)):
             there = [i for i in group if turn < len(returns[i])]
@@ -69,8 +77,8 @@ def turn_advantages(
         spread = torch.tensor([value for values in returns for value in values]).double().std(correction=ddof).item()
         advantages = [[value / (spread + eps) for value in values] for values in advantages]
     return [
-        torch.tensor(values).repeat_interleave(torch.tensor(one.spans))
-        for one, values in zip(episodes, advantages, strict=True)
+        torch.tensor(values).repeat_interleave(torch.tensor([turn.num_tokens for turn in line.turns]))
+        for line, values in zip(lines, advantages, strict=True)
     ]
 
 

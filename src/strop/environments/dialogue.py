@@ -137,10 +137,16 @@ class Dialogue:
         return ids[1:] if last in chat.stops and (ids[0] == last or ids[0] in chat.ends) else ids
 
     def trajectory(self, finish: str) -> Trajectory:
-        return Trajectory(torch.tensor(self.ids), torch.tensor(self.drawn), torch.cat(self.logps), finish)
+        """Return all of it as one trajectory, with what reward functions are shown of it."""
+        shown = {
+            "prompts": self.first, "completions": self.replies[-1], "conversations": self.conversation(),
+            "replies": self.messages,
+        }  # fmt: skip
+        ids_T, drawn_T = torch.tensor(self.ids), torch.tensor(self.drawn)
+        return Trajectory(ids_T, drawn_T, torch.cat(self.logps), finish, num_prompt=self.num_prompt, shown=shown)
 
     def conversation(self) -> list[Mapping[str, Any]]:
-        """All of it as messages."""
+        """Return all of it as messages."""
         return [*(self.first if self.is_chat else [{"role": "user", "content": self.first}]), *self.messages]
 
 

@@ -1,7 +1,7 @@
 """Rollouts across turns: the model and its environments speak in turn until each trajectory ends.
 
     player = Player(GuessANumber, sampler, policy, TurnsConfig(max_turns=8))
-    episodes = player(rows, sampling, num_samples=8, seed=0)         # a Rollout
+    lines = player(rows, sampling, num_samples=8, seed=0)            # a Rollout: a list of trajectories
 
 Rows whose environment has answered draw their next turn together. The others are waited for by nobody: they join when
 they are ready. What a row draws depends on the seed, the row and its own tokens, not on who is drawn with it.
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from strop.config import TurnsConfig
+from strop.data.batch import RewardedTurn, Trajectory
 from strop.environments.base import Turn, as_environment, as_turn
-from strop.environments.dialogue import Chat, Dialogue
+from strop.environments.dialogue import Chat
 from strop.environments.pool import Answer, Late, Pool
 from strop.environments.tools import Tools
-from strop.rollout import End, Rollout, Sampler, Sampling
-from strop.rollout.kept import Kept
+from strop.rollout import Rollout, Sampler, Sampling
+from strop.rollout.cached_rows import CachedRows
 
 LINGER = 0.005  # seconds to wait for further environments once one has answered: larger batches
 GRACE = 5.0  # seconds beyond a call's timeout in which none answers: then an `async def` holds up the others
@@ -33,72 +34,36 @@ class EnvironmentFailure(ValueError):
 
 
 @dataclass
-class Episode:
-    """What happened in one trajectory beyond its tokens. rewards and spans (drawn tokens) have an entry a turn."""
+class _Episode:
+    """A trajectory that is being played. rewards has an entry a turn."""
 
     environment: Any
-    dialogue: Any
+    dialogue: Any = None
     rewards: list[float] = field(default_factory=list)
     info: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     failure: str = ""
     finish: str = ""
 
-    @property
-    def spans(self) -> list[int]:
-        return self.dialogue.spans
-
-    def told(self, given_tokens: int) -> dict[str, float]:
-        """Its part of the metrics, which are means over trajectories."""
-        return {
-            "turns/mean": len(self.spans),
+    def trajectory(self, row: Mapping[str, Any]) -> Trajectory:
+        """Return what was played as a trajectory, with its turns, the numbers for metrics, and the environment itself."""
+        line: Trajectory = self.dialogue.trajectory(self.finish)
+        line.row, line.failure = row, self.failure
+        line.turns = [RewardedTurn(*one) for one in zip(self.dialogue.spans, self.rewards, strict=True)]
+        line.shown = {**line.shown, "environments": _own(self.environment)}
+        line.info = {
+            "turns/mean": len(line.turns),
             "turns/truncated_fraction": float(self.finish == "turns"),
-            "turns/given_tokens": given_tokens,
+            "turns/given_tokens": len(line) - line.num_prompt - line.num_loss_tokens,
             "environment/seconds": self.seconds,
             "environment/failed_fraction": float(bool(self.failure)),
             **{f"environment/{name}": value for name, value in self.info.items()},
         }
-
-    def returns(self, discount: float) -> list[float]:
-        """Of each turn the reward from it on, G_t = r_t + γ·G_(t+1)."""
-        found: list[float] = []
-        for reward in reversed(self.rewards):
-            found.append(reward + discount * (found[-1] if found else 0.0))
-        return found[::-1]
-
-
-@dataclass
-class Episodes(Rollout):
-    """A rollout of several turns. completion_ids are all tokens behind the prompt; `counts` says which were drawn."""
-
-    episodes: list[Episode] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens drawn."""
-        return sum(map(len, self.logps))
-
-    @property
-    def columns(self) -> dict[str, list[Any]]:
-        """For reward functions: what the model said last, the whole conversation, and the environment itself."""
-        dialogues = [episode.dialogue for episode in self.episodes]
-        return {
-            "prompts": [dialogue.first for dialogue in dialogues],
-            "completions": [dialogue.replies[-1] for dialogue in dialogues],
-            "conversations": [dialogue.conversation() for dialogue in dialogues],
-            "replies": [dialogue.messages for dialogue in dialogues],
-            "environments": [_own(one.environment) for one in self.episodes],
-        }
-
-    @property
-    def ends(self) -> list[End]:
-        given = [int((~counts).sum()) for counts in self.counts or []]
-        columns = zip(super().ends, self.episodes, given, strict=True)
-        return [(length, why, episode.told(given)) for (length, why, *_), episode, given in columns]
+        return line
 
 
 def _own(environment: Any) -> Any:
-    """The object that a user made: of tools the one whose methods they are."""
+    """Return the object that a user made: for tools the one whose methods they are."""
     held = environment.held if isinstance(environment, Tools) else None
     return environment if held is None else held
 
@@ -123,15 +88,16 @@ class Player:
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None = None,
-    ) -> Episodes:  # fmt: skip
-        """num_samples trajectories of each row, next to each other. addresses: of the rows, as `generate` has them."""
+    ) -> Rollout:  # fmt: skip
+        """Play num_samples trajectories of each row, next to each other. addresses: of the rows, as `generate` has them."""
         start = time.perf_counter()
         ends = tuple(dict.fromkeys((*sampling.stop_ids, *self.ends)))
         each = [(row, address << 40 | sample << 16) for row, address in zip(rows, addresses or range(len(rows)), strict=True)
                 for sample in range(num_samples)]  # fmt: skip
         play = _Play(self, each, replace(sampling, stop_ids=ends), seed)
         play.run()
-        return play.result(time.perf_counter() - start)
+        lines = [episode.trajectory(row) for episode, (row, _) in zip(play.episodes, each, strict=True)]
+        return Rollout(lines, time.perf_counter() - start, play.engine)
 
 
 class _Play:
@@ -143,10 +109,10 @@ class _Play:
     def __init__(self, player: Player, each: Sequence[tuple[Mapping[str, Any], int]], sampling: Sampling, seed: int):
         self.player, self.sampling, self.seed = player, sampling, seed
         self.rows, self.addresses = [row for row, _ in each], [address for _, address in each]
-        self.episodes = [Episode(player.make(), None) for _ in each]
+        self.episodes = [_Episode(player.make()) for _ in each]
         self.ended: set[int] = set()
         self.waiting: dict[Answer, int] = {}
-        self.engine, self.kept = "", Kept()
+        self.engine, self.cached = "", CachedRows()
         limits = (limit for limit in (player.policy.max_length, player.config.max_tokens) if limit is not None)
         self.room = max(min(limits, default=math.inf) - sampling.max_new_tokens, 0)  # for all before a turn
 
@@ -158,28 +124,18 @@ class _Play:
             if ready:
                 self._draw(ready)
 
-    def result(self, seconds: float) -> Episodes:
-        dialogues: list[Dialogue] = [episode.dialogue for episode in self.episodes]
-        return Episodes(
-            prompt_ids=[torch.tensor(one.ids[: one.num_prompt]) for one in dialogues],
-            completion_ids=[torch.tensor(one.ids[one.num_prompt :]) for one in dialogues],
-            logps=[torch.cat(one.logps) for one in dialogues],
-            finish_reasons=[episode.finish for episode in self.episodes],
-            seconds=seconds, engine=self.engine, episodes=self.episodes,
-            counts=[torch.tensor(one.drawn[one.num_prompt :]) for one in dialogues],
-        )  # fmt: skip
-
     # ---- the model's turn ----
 
     def _draw(self, ready: list[int]) -> None:
         prompts = [torch.tensor(self.episodes[i].dialogue.ids) for i in ready]
-        addresses = [self.addresses[i] + len(self.episodes[i].spans) for i in ready]
-        drawn = self.player.sampler.go_on(prompts, self.sampling, self.seed, addresses, self.kept.of(ready))
+        addresses = [self.addresses[i] + len(self.episodes[i].dialogue.spans) for i in ready]
+        drawn = self.player.sampler.next_turn(prompts, self.sampling, self.seed, addresses, self.cached.of(ready))
         self.engine = drawn.engine
-        for i, ids, logps, finish in zip(ready, drawn.completion_ids, drawn.logps, drawn.finish_reasons, strict=True):
-            episode = self.episodes[i]
-            reply = episode.dialogue.draw(ids.tolist(), logps, getattr(episode.environment, "special_tokens", False))
-            episode.finish = "length" if finish == "length" else ""
+        for i, line in zip(ready, drawn, strict=True):
+            episode, ids = self.episodes[i], line.completion_ids.tolist()
+            special_tokens = getattr(episode.environment, "special_tokens", False)
+            reply = episode.dialogue.draw(ids, line.rollout_logps_t, special_tokens)
+            episode.finish = "length" if line.finish == "length" else ""
             self._ask(i, episode.environment.step, reply)
 
     # ---- the environment's ----
@@ -233,7 +189,7 @@ class _Play:
             self._end(i, "length")
         elif turn.done:
             self._end(i, "environment")
-        elif len(episode.spans) == config.max_turns:
+        elif len(episode.dialogue.spans) == config.max_turns:
             self._end(i, "turns")
         elif not episode.dialogue.hear(turn.messages, self.room):
             self._end(i, "length")
@@ -241,7 +197,7 @@ class _Play:
     def _end(self, i: int, finish: str) -> None:
         self.episodes[i].finish = finish
         self.ended.add(i)
-        self.kept.rows.pop(i, None)
+        self.cached.rows.pop(i, None)
 
     def _begin(self, i: int, first: Any) -> None:
         dialogue = self.player.chat.begin(first, self.rows[i])
@@ -256,10 +212,10 @@ class _Play:
         """Stop the run, or end the trajectory with the reward that was asked for."""
         episode, config = self.episodes[i], self.player.config
         if config.on_error == "raise" or episode.dialogue is None:
-            turn = 0 if episode.dialogue is None else len(episode.spans)
+            turn = 0 if episode.dialogue is None else len(episode.dialogue.spans)
             raise EnvironmentFailure(f"{what} (trajectory {i}, turn {turn}, row {_shortened(self.rows[i])})") from error
         episode.failure = what
-        episode.rewards = [*episode.rewards[: len(episode.spans) - 1], config.error_reward]
+        episode.rewards = [*episode.rewards[: len(episode.dialogue.spans) - 1], config.error_reward]
         self._end(i, "environment")
 
 

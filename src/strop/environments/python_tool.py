@@ -2,57 +2,36 @@
 
     GRPO(model=model, tokenizer=tokenizer, tools=[python_tool(seconds=5)], reward_fn=reward_fn)
 
-The limits keep a model's mistakes from harming the run: endless loops, huge lists, deleted files. They are no security
-boundary: Python cannot be locked in by Python, and somebody who means harm gets out. Run foreign code, or a model you have
-reason to fear, in a container or a virtual machine without a network (gVisor, Firecracker), and call that from a tool.
+On Linux the kernel refuses writing outside the tool's folder, starting or reaching other processes, and the network
+(`strop.environments.sandbox`). Elsewhere, and where a container forbids that, Python itself refuses what an honest program
+may do by mistake, a warning says so once, and `strop doctor` shows it. In neither case is this a place for programs of
+somebody who means harm: they can read what you can read, and a kernel has faults. Run these in a container or a virtual
+machine without a network (gVisor, Firecracker), and call that from a tool.
 """
 
 import os
 import subprocess
-import sys
 import tempfile
+import time
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 from strop._checks import check_count, check_number
+from strop.environments import sandbox
+from strop.environments.sandbox_child import NOT_PROTECTED
 
 LONGEST = 4000  # characters of an answer
-LARGEST = 1 << 20  # bytes of a file, and of all that is printed
-
-# The child: limits first, then a hook that refuses, then the code. An audit hook cannot be taken away again.
-CHILD = """
-import os, resource, sys, traceback
-seconds, megabytes, largest, folder = *map(int, sys.argv[1:4]), sys.argv[4]
-code = sys.stdin.read()
-for what, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, megabytes << 20), (resource.RLIMIT_FSIZE, largest),
-                   (resource.RLIMIT_NOFILE, 32), (resource.RLIMIT_CORE, 0)):
-    resource.setrlimit(what, (most, most))
-REFUSED = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.kill", "ctypes.", "pty.",
-           "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.link", "os.symlink", "os.truncate",
-           "shutil.", "signal.pthread_kill")
-def refuse(event, arguments):
-    if event == "open":
-        path, mode, flags = (*arguments, None, None)[:3]
-        writes = (isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND))
-        inside = isinstance(path, str) and os.path.realpath(path).startswith(folder + os.sep)
-        if writes and not inside:
-            raise PermissionError(f"files may be written in the tool's own folder only, not {path!r}")
-    elif event.startswith(REFUSED):
-        raise PermissionError(f"the tool does not allow {event}")
-sys.addaudithook(refuse)
-try:
-    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
-except BaseException as error:
-    if not isinstance(error, SystemExit):
-        lines = traceback.format_exception_only(error)
-        print("".join(lines).strip().splitlines()[-1])
-        sys.exit(1)
-"""
+LOOK_EVERY = 0.02  # seconds between two looks at a folder whose size the kernel does not limit
 
 
 def python_tool(seconds: float = 5.0, megabytes: int = 512) -> Callable[[str], str]:
-    """The function `python(code)` with these limits; what the code prints is the answer, or its error's last line."""
+    """Return the function `python(code)` with these limits: its answer is what the code prints, or its error's last line."""
     check_number(seconds, "seconds", 0, open_low=True)
     check_count(megabytes, "megabytes", low=64)
+    layers = sandbox.available()
+    if lacking := sandbox.unprotected():
+        warnings.warn(f"the Python tool is protected less on this machine: {lacking}", stacklevel=2)
 
     def python(code: str) -> str:
         """Run Python code and return what it prints.
@@ -60,24 +39,55 @@ def python_tool(seconds: float = 5.0, megabytes: int = 512) -> Callable[[str], s
         Args:
             code: the program; print what you want to know
         """
-        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as printed:  # which has a file's limit
-            limits = [str(max(1, round(seconds + 0.5))), str(megabytes), str(LARGEST), folder]
-            try:
-                done = subprocess.run(
-                    [sys.executable, "-I", "-S", "-c", CHILD, *limits], input=code.encode("utf-8", "replace"),
-                    stdout=printed, stderr=subprocess.DEVNULL, timeout=seconds, cwd=folder, env={},
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                raise TimeoutError(f"the code must end within {seconds:g} seconds, found it still running") from None
+        with tempfile.TemporaryDirectory() as made, tempfile.TemporaryFile() as printed:  # which has a file's limit
+            folder = os.path.realpath(made)
+            command = sandbox.command(folder, layers, max(1, round(seconds + 0.5)), megabytes)
+            with subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=printed, stderr=subprocess.DEVNULL, cwd=folder, env={},
+                start_new_session=True,
+            ) as process:  # fmt: skip
+                try:
+                    _wait(process, code, seconds, None if "folder" in layers else Path(folder))
+                finally:
+                    process.kill()
             size = printed.seek(0, os.SEEK_END)
             printed.seek(max(size - 4 * LONGEST, 0))
             said = printed.read().decode("utf-8", "replace").strip()[-LONGEST:]
-        if size >= LARGEST:
+        if size >= sandbox.LARGEST:
             raise RuntimeError("the code must print less than 1 MB, found more")
-        if done.returncode < 0:
-            raise RuntimeError(f"the code was stopped by signal {-done.returncode}: too much time or memory")
-        if done.returncode:
+        if process.returncode == NOT_PROTECTED:
+            raise RuntimeError(f"the code was not run: the protection that this machine had is gone ({said})")
+        if process.returncode < 0:
+            raise RuntimeError(f"the code was stopped by signal {-process.returncode}: too much time or memory")
+        if process.returncode:
             raise RuntimeError(said.splitlines()[-1] if said else "the code failed")
         return said
 
     return python
+
+
+def _wait(process: subprocess.Popen[bytes], code: str, seconds: float, folder: Path | None) -> None:
+    """Give the process its program and wait for its end; raise if it takes too long, or fills this folder."""
+    end, given = time.monotonic() + seconds, code.encode("utf-8", "replace") or None
+    while True:
+        left = end - time.monotonic()
+        try:
+            process.communicate(given, timeout=max(left if folder is None else min(left, LOOK_EVERY), 0))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= end:
+                raise TimeoutError(f"the code must end within {seconds:g} seconds, found it still running") from None
+            given = None  # subprocess keeps what it has not written yet
+        else:
+            break
+        if folder is not None:
+            _check_size(folder)
+    if folder is not None:
+        _check_size(folder)
+
+
+def _check_size(folder: Path) -> None:
+    total = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+    if total > sandbox.TOTAL:
+        raise RuntimeError(
+            f"the code's files must be at most {sandbox.TOTAL >> 20} MB together, found {total >> 20} MB"
+        )

@@ -15,7 +15,7 @@ from strop.data.batch import TokenBatch
 from strop.models.kinds import shares
 from strop.models.loading import load_model
 from strop.models.policy import Policy
-from strop.models.prepare import prepared_model, warn_of_half_precision
+from strop.models.prepare import check_precision, prepared_model
 from strop.models.scorer import Scorer, as_scorer
 from strop.ops.linear import LMHead
 
@@ -47,7 +47,7 @@ class Critic:
         except TypeError as error:
             raise TypeError(str(error).replace("model", "critic", 1)) from None
         self.module = prepared_model(self.scorer, replace(run, compile=False), None)
-        warn_of_half_precision(self.module)
+        check_precision(self.module)
         if shares(policy.model, self.module):
             raise ValueError("critic must not share parameters with model, which has an optimiser of its own")
         if None not in (sizes := (policy.vocab_size, self.scorer.vocab_size)) and sizes[1] < sizes[0]:  # type: ignore[operator]

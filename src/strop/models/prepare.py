@@ -1,13 +1,16 @@
 """A model made ready for training: adapters, no dropout, gradient checkpointing, compilation."""
 
 import codecs
+import difflib
 import locale
 import platform
+import re
 import warnings
 from typing import Any
 
 import torch
 
+from strop._install import missing
 from strop.config import LoRAConfig, RunConfig
 from strop.models.kinds import is_classifier
 from strop.models.policy import Policy
@@ -41,15 +44,43 @@ def with_lora(model: Any, config: Any, seed: int) -> Any:
     try:
         import peft
     except ImportError:
-        raise ImportError('lora needs peft: pip install "strop[train]"') from None
+        raise missing("lora", "peft", "train") from None
     if isinstance(model, peft.PeftModel):
         raise ValueError("lora must be None: the model has peft adapters already")
-    targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
+    targets = _targets(model, config.target_modules)
     task = "SEQ_CLS" if is_classifier(model) else "CAUSAL_LM"
     lora = peft.LoraConfig(r=config.r, lora_alpha=config.alpha, target_modules=targets, task_type=task)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return peft.get_peft_model(model, lora)
+
+
+def _targets(model: torch.nn.Module, asked: str | tuple[str, ...]) -> str | list[str]:
+    """Return the target modules as peft takes them: names, or a text that is a pattern of whole names.
+
+    A text without a pattern's characters is one name, or several with commas. Names that no module has are an error.
+    """
+    if isinstance(asked, str) and re.fullmatch(r"[\w,]+", asked):
+        asked = tuple(asked.split(","))
+    if asked == "all-linear":
+        return asked
+    names = [name for name, _ in model.named_modules() if name]
+    linear = dict.fromkeys(n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear))
+    if isinstance(asked, str):
+        if not any(re.fullmatch(asked, name) for name in names):
+            raise ValueError(
+                f"target_modules must match names of modules, found the pattern {asked!r}, which matches none"
+            )
+        return asked
+    for target in asked:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            near = difflib.get_close_matches(target, linear, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise ValueError(
+                f"target_modules must be names of the model's modules, found {target!r}{hint}; "
+                f"its linear layers are {', '.join(linear)}"
+            )
+    return list(asked)
 
 
 def warn_of_slow_bf16(device: torch.device, autocast: str | None, dtype: torch.dtype | None) -> None:
@@ -75,9 +106,15 @@ def turn_dropout_off(model: torch.nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def warn_of_half_precision(model: torch.nn.Module) -> None:
+def check_precision(model: torch.nn.Module) -> None:
+    """Raise a TypeError if weights that are trained are in float16, and warn if they are in bfloat16."""
     for name, param in model.named_parameters():
-        if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
+        if param.requires_grad and param.dtype == torch.float16:
+            raise TypeError(
+                f"{name} must not be trained in float16: AdamW's eps of 1e-8 and small gradients are 0 there, so that weights "
+                f'stay as they are or become infinite; load the model in float32 and use autocast="bf16"'
+            )
+        if param.requires_grad and param.dtype == torch.bfloat16:
             warnings.warn(
                 f"{name} is trained in {param.dtype}, which loses updates below about 1/256 of a weight; "
                 f'load the model in float32 and use autocast="bf16"',

@@ -7,11 +7,13 @@ page = build_report(runs, extra_sections=[bar_section("Accuracy", {"greedy": {"b
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from strop.report import page
 from strop.report.curves import duration
 from strop.report.metrics import ALSO_CALLED
 from strop.report.page import Section, Tile, bar_section, sample_section
-from strop.report.runs import Run, load_run, load_runs
+from strop.report.runs import Run, Series, load_run, load_runs
 from strop.report.svg import Chart, Curve
 
 __all__ = [
@@ -48,12 +50,13 @@ def build_report(
     version          of a page that a server keeps up to date, see `strop.report.watch`
     """
     found = _as_runs(runs)
+    shown = page.drawn(found)
     sections = list(extra_sections)
     if len(found) > 1:
         sections.insert(0, Section("Runs", page.summary_table(found)))
-    sections = [*(s for s in [page.alarm_section(found)] if s), *sections, *page.curve_sections(found)]
-    sections += [s for s in [page.time_section(found)] if s]
-    sections += page.samples_sections(found)
+    sections = [*(s for s in [page.alarm_section(found)] if s), *sections, *page.curve_sections(shown)]
+    sections += [s for s in [page.time_section(shown)] if s]
+    sections += page.samples_sections(shown)
     sections += [s for s in [page.config_section(found)] if s]
     tiles = list(headline) or (page.summary_tiles(found[0]) if len(found) == 1 else [])
     return page.render(
@@ -86,33 +89,34 @@ def _as_runs(runs: Iterable[Run | str | Path]) -> list[Run]:
     if not found:
         raise ValueError("a report needs at least one run, found none")
     for run in found:
-        _drop_doubles(run)
+        _hide_doubles(run)
     return found
 
 
-def _drop_doubles(run: Run) -> None:
-    """A metric that is there under its own name is not drawn a second time."""
+def _hide_doubles(run: Run) -> None:
+    """Hide metrics that are there under another name too, and the only reward function's beside the mean of rewards."""
+    names = set(run.names)
     for other, name in ALSO_CALLED.items():
-        for row in run.metrics:
-            if other in row and row.get(name) == row[other]:
-                del row[other]
-    for prefix in ("", "eval/"):  # of a single reward function the mean is its own
+        if {other, name} <= names and _are_equal(run.series(other), run.series(name)):
+            run.hidden.add(other)
+    for prefix in ("", "eval/"):
         mean = run.series(f"{prefix}reward/mean")
-        for name in [n for n in run.names if n.startswith(f"{prefix}reward/") and n != f"{prefix}reward/mean"]:
-            if len(mean) and run.series(name) == mean:
-                for row in run.metrics:
-                    row.pop(name, None)
+        for name in names - {f"{prefix}reward/mean"}:
+            if name.startswith(f"{prefix}reward/") and len(mean) and _are_equal(run.series(name), mean):
+                run.hidden.add(name)
+
+
+def _are_equal(a: Series, b: Series) -> bool:
+    return np.array_equal(a.steps, b.steps) and np.array_equal(a.values, b.values)
 
 
 def _title(runs: Sequence[Run]) -> str:
-    return (
-        runs[0].name if len(runs) == 1 else " · ".join(run.name for run in runs[:4]) + (" …" if len(runs) > 4 else "")
-    )
+    return " · ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs):,} runs"
 
 
 def _lead(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
-        return f"{len(runs)} runs compared."
+        return f"{len(runs):,} runs compared."
     run = runs[0]
     parts = [run.algorithm or "A run", run.model]
     steps = f"{run.num_steps:,} step" + "s" * (run.num_steps != 1)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from strop.report.curves import percent, short
-from strop.report.runs import Run, Series
+from strop.report.runs import Run
 
 FEWEST_STEPS = 5
 
@@ -45,7 +45,7 @@ def alarms_of(run: Run) -> list[tuple[str, str, str]]:
         name = next((metric for metric in alarm.metrics if len(run.series(metric)) >= _fewest(metric)), None)
         if name is None:
             continue
-        first, last = _ends(run.series(name))
+        first, last = run.series(name).ends()
         if alarm.fires(first, last):
             written = percent if alarm.fraction else short
             found.append((alarm.title, f"{name} {written(first)} → {written(last)}", alarm.advice))
@@ -61,10 +61,5 @@ def _fewest(metric: str) -> int:
     return 2 if metric.startswith("eval/") else FEWEST_STEPS
 
 
-def _ends(series: Series) -> tuple[float, float]:
-    n = max(1, len(series) // 10)
-    return sum(series.values[:n]) / n, sum(series.values[-n:]) / n
-
-
 def _broken(run: Run, names: Sequence[str]) -> list[int]:
-    return sorted({step for name in names for step in run.series(name).broken_steps})
+    return sorted({step for name in names for step in run.series(name).broken_steps.tolist()})

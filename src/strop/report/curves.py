@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 MAX_POINTS = 320  # of one curve: about one per pixel of a chart
 SMALL_FRACTION = 0.2
+LOG_RATIO = 8.0
 SMOOTH_FROM = 20  # shorter curves are drawn as they are
 
 
@@ -15,34 +18,37 @@ def smoothing_window(num_values: int) -> int:
     return 1 if num_values < SMOOTH_FROM else 2 * (num_values // 30) + 3
 
 
-def smooth(values: Sequence[float], window: int) -> list[float]:
+def smooth(values: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
     """Moving mean of a centred window; at the ends of what is there of it."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    n, half = len(values), window // 2
-    spans = [(max(i - half, 0), min(i + half + 1, n)) for i in range(n)]
-    return [(sums[b] - sums[a]) / (b - a) for a, b in spans]
+    sums, n, half = np.concatenate([[0.0], np.cumsum(values)]), len(values), window // 2
+    starts, ends = np.maximum(np.arange(n) - half, 0), np.minimum(np.arange(n) + half + 1, n)
+    return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def thin(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
+def thin(
+    steps: Sequence[int] | np.ndarray, values: Sequence[float] | np.ndarray, most: int = MAX_POINTS
+) -> tuple[list[int], list[float]]:
     """At most so many points: of each stretch its lowest and its highest, in their order, so no spike is lost."""
-    if len(steps) <= most:
-        return list(steps), list(values)
-    num_bins = max(most // 2 - 1, 1)
-    edges = [round(i * len(steps) / num_bins) for i in range(num_bins + 1)]
-    kept = {0, len(steps) - 1}
-    for a, b in pairwise(edges):
-        kept |= {min(range(a, b), key=values.__getitem__), max(range(a, b), key=values.__getitem__)}
-    return [steps[i] for i in sorted(kept)], [values[i] for i in sorted(kept)]
+    steps, values = np.asarray(steps), np.asarray(values)
+    if len(steps) > most:
+        num_bins = max(most // 2 - 1, 1)
+        edges = [round(i * len(steps) / num_bins) for i in range(num_bins + 1)]
+        kept = {0, len(steps) - 1}
+        for a, b in pairwise(edges):
+            kept |= {a + int(values[a:b].argmin()), a + int(values[a:b].argmax())}
+        steps, values = steps[sorted(kept)], values[sorted(kept)]
+    return steps.tolist(), values.tolist()
 
 
-def thin_evenly(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
+def thin_evenly(
+    steps: Sequence[int] | np.ndarray, values: Sequence[float] | np.ndarray, most: int = MAX_POINTS
+) -> tuple[list[int], list[float]]:
     """Every n-th point and the last: for curves that are smooth."""
-    if len(steps) <= most:
-        return list(steps), list(values)
-    kept = sorted({round(i * (len(steps) - 1) / (most - 1)) for i in range(most)})
-    return [steps[i] for i in kept], [values[i] for i in kept]
+    steps, values = np.asarray(steps), np.asarray(values)
+    if len(steps) > most:
+        kept = sorted({round(i * (len(steps) - 1) / (most - 1)) for i in range(most)})
+        steps, values = steps[kept], values[kept]
+    return steps.tolist(), values.tolist()
 
 
 @dataclass(frozen=True)
@@ -80,18 +86,26 @@ def log_axis(low: float, high: float) -> Axis:
     return Axis(first, last, [10.0**e for e in range(first, last + 1, every)], logarithmic=True)
 
 
-def value_axis(values: Sequence[float], *, from_zero: bool = False, fraction: bool = False) -> Axis:
+def value_axis(
+    values: Sequence[float] | np.ndarray, *, from_zero: bool = False, fraction: bool = False, ratio: bool = False
+) -> Axis:
     """The scale of a metric.
 
-    Fractions have the whole of 0 to 1, unless all of them are small. Others start at 0 where that costs less than half the height; where single
-    values stand twentyfold above nearly all the others the scale is logarithmic, and the chart says so.
+    Fractions have the whole of 0 to 1, unless all of them are small. Ratios have 1 on their scale, which is logarithmic
+    from a factor of LOG_RATIO on. Others start at 0 where that costs less than half the height; where single values
+    stand twentyfold above nearly all the others the scale is logarithmic, and the chart says so.
     """
-    low, high = min(values), max(values)
+    values = np.asarray(values, dtype=float)
+    low, high = float(values.min()), float(values.max())
     if fraction and low >= 0 and high <= 1:
         return (
             Axis(0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]) if high > SMALL_FRACTION else linear_axis(0.0, max(high, 0.01))
         )
-    ordinary = sorted(values)[int(0.97 * (len(values) - 1))]
+    if ratio and low > 0:
+        low, high = min(low, 1.0), max(high, 1.0)
+        return log_axis(low, high) if high > LOG_RATIO * low else linear_axis(low, high)
+    place = int(0.97 * (len(values) - 1))
+    ordinary = float(np.partition(values, place)[place])
     if low > 0 and high > 20 * ordinary:
         return log_axis(low, high)
     if low == high == 0:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from strop._install import missing
 from strop.report.curves import smooth, smoothing_window
 from strop.report.metrics import SECOND_TO, Metric, describe
 from strop.report.runs import Run
@@ -32,7 +33,7 @@ def draw(
     try:
         import matplotlib
     except ImportError:
-        raise ImportError('a figure needs matplotlib: pip install "strop[bench]"') from None
+        raise missing("a figure", "matplotlib", "bench") from None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -69,7 +70,7 @@ def _panel(ax: Any, runs: Sequence[Run], name: str, metric: Metric) -> None:
             continue
         colour = COLOURS[i % len(COLOURS)]
         scale = 100 if metric.fraction else 1
-        values = [scale * v for v in series.values]
+        values = scale * series.values
         window = smoothing_window(len(values)) if metric.smoothed else 1
         if window > 1:
             ax.plot(series.steps, values, color=colour, alpha=0.25, linewidth=0.7)

@@ -50,6 +50,22 @@ function start() {
     svg.addEventListener("pointerleave", () => { hover.replaceChildren(); tip.hidden = true; });
   }
 
+  // A click on a heading sorts the runs: by their numbers, the largest first, or by their texts; a second click turns it.
+  for (const table of document.querySelectorAll("table.sortable")) {
+    const [head, ...rows] = table.rows;
+    [...head.cells].forEach((cell, column) => cell.addEventListener("click", () => {
+      const up = cell.dataset.sorted === "down";
+      [...head.cells].forEach(one => delete one.dataset.sorted);
+      cell.dataset.sorted = up ? "up" : "down";
+      const value = row => row.cells[column].dataset.value, text = row => row.cells[column].textContent;
+      const numbers = rows.some(row => value(row) !== undefined);
+      const missing = row => numbers && value(row) === undefined;
+      const order = (a, b) => numbers ? value(b) - value(a) : text(a).localeCompare(text(b), "en", { numeric: true });
+      rows.sort((a, b) => missing(a) - missing(b) || (missing(a) ? 0 : up ? order(b, a) : order(a, b)));
+      table.tBodies[0].append(...rows);
+    }));
+  }
+
   // One sampled step at a time, in the order asked for.
   for (const part of document.querySelectorAll(".all-samples")) {
     const step = part.querySelector(".steps"), order = part.querySelector(".order"), groups = [...part.querySelectorAll(".of-step")];

@@ -12,7 +12,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Metric:
-    """rank orders the charts; `by_algorithm`: the number means something else in each algorithm."""
+    """rank orders the charts; `by_algorithm`: the number means something else in each algorithm; `ratio`: 1 is no change."""
 
     title: str
     unit: str = ""
@@ -24,6 +24,7 @@ class Metric:
     by_algorithm: bool = False
     in_summary: bool = False
     scale: float = 1.0
+    ratio: bool = False
 
 
 METRICS = {
@@ -49,10 +50,10 @@ METRICS = {
     "completion/length": Metric("Completion length", "tokens", "policy", 12, from_zero=True, in_summary=True),
     "completion/truncated_fraction": Metric("Cut off at the limit", "of completions", "policy", 13, fraction=True),
     "clip_fraction": Metric("Clipped", "of tokens", "policy", 14, fraction=True),
-    "ratio/max": Metric("Largest ratio", "new over old probability", "policy", 15),
-    "ratio/mean": Metric("Mean ratio", "new over old probability", "policy", 16),
+    "ratio/max": Metric("Largest ratio", "new over old probability", "policy", 15, ratio=True),
+    "ratio/mean": Metric("Mean ratio", "new over old probability", "policy", 16, ratio=True),
     "mismatch_kl": Metric("Rollout against training, KL", "nats per token", "policy", 17),
-    "mismatch_ratio_max": Metric("Rollout against training, largest ratio", "", "policy", 18),
+    "mismatch_ratio_max": Metric("Rollout against training, largest ratio", "", "policy", 18, ratio=True),
     "routing/changed_fraction": Metric(
         "Experts chosen otherwise", "of tokens in layers", "policy", 18.5, fraction=True
     ),

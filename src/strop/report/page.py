@@ -7,18 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import strop
+from strop._types import Json
 from strop.report import samples
 from strop.report.alarms import alarms_of
 from strop.report.curves import duration, percent, short, smoothing_window
 from strop.report.metrics import GROUPS, SECOND_TO, Metric, describe
 from strop.report.runs import Run, Series
-from strop.report.svg import Chart, Curve, bars, colour, escape, legend_of, line_chart, share_bar, stacked_bars
+from strop.report.svg import MAX_RAW, Chart, Curve, bars, colour, escape, legend_of, line_chart, share_bar, stacked_bars
+from strop.training.callbacks import falls
 
 HERE = Path(__file__).parent
 WHOLE_STEP = "time/step"
+SAMPLING_METRICS = {"reward/mean", "completion/truncated_fraction", "time/generate"}
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 MAX_BARS = 36
+MAX_DRAWN = 24  # runs whose curves, times and samples are on one page; the table of runs has all of them
+MAX_LISTED = 50  # notes and alarms
+MAX_OPTIONS = 12  # columns of the options that differ between very many runs
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ def sample_section(title: str, rows: Sequence[Mapping[str, Any]], *, under: str 
 
 
 def samples_sections(runs: Sequence[Run]) -> list[Section]:
-    """The samples of each run; of several runs each folded."""
+    """The samples of each run that is drawn; of several runs each folded."""
     found: list[tuple[str, str]] = []
     for run in runs:
         if run.samples:
@@ -92,13 +100,15 @@ def render(
     complete = "This file is complete: it loads nothing from anywhere." if version is None else ""
     scripts = ["hover.js"] if version is None else ["hover.js", "watch.js"]
     script = "\n".join((HERE / name).read_text(encoding="utf-8") for name in scripts)
-    data: list[dict] = []
+    data: list[Json] = []
     body = "".join(_section(section, data) for section in sections)
-    legend = (
-        legend_of([run.name for run in runs]).replace('class="legend"', 'class="legend runs"') if len(runs) > 1 else ""
-    )
-    notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
-    told = f'<ul class="notes">{"".join(f"<li>{escape(n)}</li>" for n in notes)}</ul>' if notes else ""
+    shown = drawn(runs)
+    legend = legend_of([run.name for run in shown]) if len(shown) > 1 else ""
+    if len(shown) < len(runs):
+        legend = f'<details class="legend runs"><summary>{len(shown)} of {len(runs):,} runs are drawn</summary>{legend}</details>'
+    legend = legend.replace('class="legend"', 'class="legend runs"') if len(shown) == len(runs) else legend
+    notes = _first_few([f"<li>{escape(f'{run.name}: {note}')}</li>" for run in runs for note in run.notes], "notes")
+    told = f'<ul class="notes">{notes}</ul>' if notes else ""
     curves = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'<!doctype html>\n<html lang="en"{of}><head><meta charset="utf-8"><title>{escape(title)} · strop</title>'
@@ -112,6 +122,12 @@ def render(
     )
 
 
+def _first_few(items: Sequence[str], what: str) -> str:
+    """List items; of very many the first MAX_LISTED, and how many are left out."""
+    more = f"<li>and {len(items) - MAX_LISTED:,} more {what}</li>" if len(items) > MAX_LISTED else ""
+    return "".join(items[:MAX_LISTED]) + more
+
+
 def _tiles(tiles: Sequence[Tile]) -> str:
     drawn = []
     for tile in tiles:
@@ -123,20 +139,21 @@ def _tiles(tiles: Sequence[Tile]) -> str:
     return f'<div class="tiles">{"".join(drawn)}</div>' if drawn else ""
 
 
-def _section(section: Section, data: list[dict]) -> str:
+def _section(section: Section, data: list[Json]) -> str:
     under = f'<p class="under">{escape(section.under)}</p>' if section.under else ""
     charts = "".join(_chart_card(chart, data) for chart in section.charts)
     grid = f'<div class="grid">{charts}</div>' if charts else ""
     return f"<section><h2>{escape(section.title)}</h2>{under}{section.body}{grid}</section>\n"
 
 
-def _chart_card(chart: Chart, data: list[dict]) -> str:
+def _chart_card(chart: Chart, data: list[Json]) -> str:
     svg, points = line_chart(chart)
     data.append(points)
     windows = sorted({smoothing_window(len(c.values)) for c in chart.curves} - {1}) if chart.smoothed else []
     spans = "–".join(str(w) for w in dict.fromkeys((windows[0], windows[-1]))) if windows else ""
-    notes = [*([f"mean of {spans} values; raw behind"] if spans else []), *chart.notes]
-    if not any(c.values for c in chart.curves):
+    behind = "; raw behind" if len(chart.curves) <= MAX_RAW else ""
+    notes = [*([f"mean of {spans} values{behind}"] if spans else []), *chart.notes]
+    if not any(len(c.values) for c in chart.curves):
         notes.append("no finite value")
     note = f'<p class="note">{escape("; ".join(notes))}</p>' if notes else ""
     head = f'<div class="head"><h3>{escape(chart.title)}</h3><span class="unit">{escape(chart.unit)}</span></div>'
@@ -146,21 +163,66 @@ def _chart_card(chart: Chart, data: list[dict]) -> str:
 # ---- sections of a run folder ----
 
 
+def drawn(runs: Sequence[Run]) -> Sequence[Run]:
+    """The runs whose curves are drawn: all, or the best half of MAX_DRAWN and the others evenly from the next to the worst."""
+    if len(runs) <= MAX_DRAWN:
+        return runs
+    half = MAX_DRAWN // 2
+    best, rest = (ranked := rank(runs))[:half], ranked[half:]
+    return [*best, *(rest[round(k * (len(rest) - 1) / (half - 1))] for k in range(half))]
+
+
+def rank(runs: Sequence[Run]) -> list[Run]:
+    """The best run first, by the end of the first main metric; runs without it last, in their order."""
+    names = main_names(runs, 1)
+    if not names:
+        return list(runs)
+    sign = 1 if falls(names[0]) else -1
+    found = [run.series(names[0]) for run in runs]
+    values = [sign * series.ends()[1] if len(series) else math.inf for series in found]
+    return [runs[i] for i in sorted(range(len(runs)), key=values.__getitem__)]
+
+
+def _options_table(runs: Sequence[Run]) -> str:
+    """One row for each of very many runs, one column for each option in which they differ."""
+    configs = [run.config for run in runs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    cells = {key: [json.dumps(c[key], ensure_ascii=False) if key in c else "–" for c in configs] for key in keys}
+    differing = [key for key in keys if len(set(cells[key])) > 1]
+    more = f"<p>and {len(differing) - MAX_OPTIONS} more options</p>" if len(differing) > MAX_OPTIONS else ""
+    differing = differing[:MAX_OPTIONS]
+    heads = "".join(f"<th>{escape(key)}</th>" for key in ("run", *differing))
+    rows = "".join(
+        f"<tr><td>{escape(run.name)}</td>{''.join(f'<td>{escape(cells[key][i])}</td>' for key in differing)}</tr>"
+        for i, run in enumerate(runs)
+    )
+    table = f'<div class="scroll tall"><table class="config sortable"><tr>{heads}</tr>{rows}</table></div>{more}'
+    return (
+        f"<details><summary>Options that differ, for {len(runs):,} runs</summary>{table}</details>" if differing else ""
+    )
+
+
 def curve_sections(runs: Sequence[Run]) -> list[Section]:
     names = dict.fromkeys(name for run in runs for name in run.names if not name.startswith("time/"))
     charts: dict[str, list[tuple[float, Chart]]] = {group: [] for group in GROUPS}
     for position, name in enumerate(names):
         metric = describe(name)
         for chart in _charts_of(name, metric, runs):
-            charts[metric.group].append((1000 * metric.rank + position, chart))
+            charts[_group(name, metric, runs)].append((1000 * metric.rank + position, chart))
     order = {group: [c for _, c in sorted(found, key=lambda f: f[0])] for group, found in charts.items()}
     return [Section(GROUPS[group][0], under=GROUPS[group][1], charts=found) for group, found in order.items() if found]
+
+
+def _group(name: str, metric: Metric, runs: Sequence[Run]) -> str:
+    """The metric's section. The completions of a run that samples none are those of its data: no policy moved them."""
+    samples_none = all(not SAMPLING_METRICS & set(run.names) for run in runs if name in run.names)
+    return "optimiser" if name.endswith("completion/length") and samples_none else metric.group
 
 
 def _charts_of(name: str, metric: Metric, runs: Sequence[Run]) -> list[Chart]:
     """One chart for all runs; where the number means something else in each algorithm, one for each of these."""
     found = [(i, run, run.series(name)) for i, run in enumerate(runs) if name in run.names]
-    found = [(i, run, series) for i, run, series in found if len(series) or series.broken_steps]
+    found = [(i, run, series) for i, run, series in found if len(series) or len(series.broken_steps)]
     algorithms = list(dict.fromkeys(run.algorithm for _, run, _ in found)) if metric.by_algorithm else [None]
     charts = []
     for algorithm in algorithms:
@@ -169,10 +231,12 @@ def _charts_of(name: str, metric: Metric, runs: Sequence[Run]) -> list[Chart]:
             continue
         curves = []
         for i, run, series in chosen:
-            values = [metric.scale * v for v in series.values]
+            values = series.values if metric.scale == 1 else metric.scale * series.values
             curves.append(Curve(run.name, series.steps, values, series.broken_steps, colour=i))
         title = f"{metric.title}, {algorithm}" if len(algorithms) > 1 else metric.title
-        charts.append(Chart(title, curves, metric.unit, metric.fraction, metric.from_zero, metric.smoothed))
+        charts.append(
+            Chart(title, curves, metric.unit, metric.fraction, metric.from_zero, metric.smoothed, metric.ratio)
+        )
     return charts
 
 
@@ -182,7 +246,7 @@ def alarm_section(runs: Sequence[Run]) -> Section | None:
         for title, numbers, advice in alarms_of(run):
             whose = f"{run.name}: " if len(runs) > 1 else ""
             rows.append(f"<li><b>{escape(whose + title)}</b> <span>{escape(numbers)}</span><br>{escape(advice)}</li>")
-    return Section("Alarms", f'<ul class="alarms">{"".join(rows)}</ul>') if rows else None
+    return Section("Alarms", f'<ul class="alarms">{_first_few(rows, "alarms")}</ul>') if rows else None
 
 
 def time_section(runs: Sequence[Run]) -> Section | None:
@@ -208,15 +272,21 @@ def _phases_of(run: Run, names: Sequence[str]) -> dict[str, Series]:
     series = {name.removeprefix("time/"): run.series(name) for name in names}
     whole = run.series(WHOLE_STEP)
     if len(whole):
-        parts = [dict(zip(s.steps, s.values, strict=True)) for s in series.values()]
-        spent = [sum(part.get(step, 0.0) for part in parts) for step in whole.steps]
-        rest = [max(v - known, 0.0) for v, known in zip(whole.values, spent, strict=True)]
-        series["other"] = Series(whole.steps, rest, [])
+        spent = sum((_at(whole.steps, s) for s in series.values()), np.zeros(len(whole)))
+        series["other"] = Series(whole.steps, np.maximum(whole.values - spent, 0), whole.broken_steps)
     return series
 
 
+def _at(steps: np.ndarray, series: Series) -> np.ndarray:
+    """The values at these steps, 0 where the series has none."""
+    if not len(series):
+        return np.zeros(len(steps))
+    index = np.minimum(np.searchsorted(series.steps, steps), len(series) - 1)
+    return np.where(series.steps[index] == steps, series.values[index], 0.0)
+
+
 def _shares(index: int, run: Run, series: Mapping[str, Series], alone: bool) -> str:
-    means = {label: sum(s.values) / len(s) if len(s) else 0.0 for label, s in series.items()}
+    means = {label: float(s.values.mean()) if len(s) else 0.0 for label, s in series.items()}
     total = sum(means.values())
     name = "Mean of all steps" if alone else f'<span class="chip {colour(index)}"><i></i>{escape(run.name)}</span>'
     head = f'<div class="head"><h3>{name}</h3><span class="unit">{short(total)} s per step</span></div>'
@@ -237,16 +307,13 @@ def _over_the_run(title: str, series: Mapping[str, Series]) -> str:
 
 def _in_stretches(series: Mapping[str, Series]) -> tuple[list[int], dict[str, list[float]]]:
     """Means over as many stretches of steps as there is room for bars."""
-    steps = sorted({step for s in series.values() for step in s.steps})
-    size = math.ceil(len(steps) / MAX_BARS)
-    starts = range(0, len(steps), size)
-    columns = {}
-    for label, s in series.items():
-        at = dict(zip(s.steps, s.values, strict=True))
-        columns[label] = [
-            sum(at.get(step, 0.0) for step in steps[i : i + size]) / len(steps[i : i + size]) for i in starts
-        ]
-    return [steps[i] for i in starts], columns
+    first, *others = (s.steps for s in series.values())
+    is_same = all(np.array_equal(first, other) for other in others)
+    steps = first if is_same else np.unique(np.concatenate([first, *others]))
+    starts = np.arange(0, len(steps), math.ceil(len(steps) / MAX_BARS))
+    counts = np.diff(np.append(starts, len(steps)))
+    columns = {label: (np.add.reduceat(_at(steps, s), starts) / counts).tolist() for label, s in series.items()}
+    return steps[starts].tolist(), columns
 
 
 def facts(run: Run) -> dict[str, Any]:
@@ -267,6 +334,9 @@ def facts(run: Run) -> dict[str, Any]:
 
 
 def config_section(runs: Sequence[Run]) -> Section | None:
+    if len(runs) > MAX_DRAWN:
+        table = _options_table(runs)
+        return Section("Configuration", table) if table else None
     about = [facts(run) for run in runs]
     configs = [{k: v for k, v in known.items() if v} | run.config for known, run in zip(about, runs, strict=True)]
     keys = list(dict.fromkeys(key for config in configs for key in config))
@@ -301,12 +371,6 @@ def _config_table(keys: Sequence[str], cells: Mapping[str, Sequence[str]], heads
 # ---- the summary ----
 
 
-def ends(series: Series) -> tuple[float, float]:
-    """Mean of the first and of the last tenth of a curve."""
-    n = max(1, len(series) // 10)
-    return sum(series.values[:n]) / n, sum(series.values[-n:]) / n
-
-
 def written(value: float, metric: Metric) -> str:
     return percent(value) if metric.fraction else short(value)
 
@@ -318,7 +382,7 @@ def summary_tiles(run: Run, most: int = 6) -> list[Tile]:
         metric, series = describe(name), run.series(name)
         if not len(series) or len(tiles) == most or not _is_main(name, run):
             continue
-        before, after = ends(series)
+        before, after = series.ends()
         how = (
             "first and last tenth of the run"
             if len(series) >= 20
@@ -336,34 +400,59 @@ def _is_main(name: str, run: Run) -> bool:
     return describe(name).in_summary and SECOND_TO.get(name) not in run.names
 
 
+def main_names(runs: Sequence[Run], most: int = 6) -> list[str]:
+    """The numbers that say how these runs went, the most important first."""
+    found = dict.fromkeys(name for run in runs for name in run.names if _is_main(name, run) and len(run.series(name)))
+    return sorted(found, key=lambda n: describe(n).rank)[:most]
+
+
 def summary_table(runs: Sequence[Run]) -> str:
     """Several runs: one row each, which is a card on a narrow screen."""
-    found = dict.fromkeys(name for run in runs for name in run.names if _is_main(name, run) and len(run.series(name)))
-    names = sorted(found, key=lambda n: describe(n).rank)[:6]
+    names, shown = main_names(runs), {id(run): i for i, run in enumerate(drawn(runs))}
+    runs = rank(runs) if len(runs) > MAX_DRAWN else runs
     columns = ["run", "algorithm", "steps", "time", *(describe(n).title for n in names)]
     heads = "".join(f'<th class="{"number" if i > 1 else ""}">{escape(c)}</th>' for i, c in enumerate(columns))
     rows = []
-    for i, run in enumerate(runs):
-        chip = f'<span class="chip {colour(i)}"><i></i>{escape(run.name)}</span>'
+    for run in runs:
+        i = shown.get(id(run))
+        name = escape(run.name)
+        chip = name if i is None else f'<span class="chip {colour(i)}"><i></i>{name}</span>'
         first = [chip, escape(run.algorithm), f"{run.num_steps:,}", duration(run.seconds)]
-        cells = [*first, *(_ends_written(run.series(n), describe(n)) if _is_main(n, run) else "–" for n in names)]
-        rows.append(
-            "".join(
-                _cell(cell, column, number=k > 1) for k, (cell, column) in enumerate(zip(cells, columns, strict=True))
-            )
-        )
+        found = [run.series(n) if _is_main(n, run) else None for n in names]
+        cells = [
+            *first,
+            *("–" if s is None else _ends_written(s, describe(n)) for s, n in zip(found, names, strict=True)),
+        ]
+        values = [
+            None,
+            None,
+            run.num_steps,
+            run.seconds,
+            *(s.ends()[1] if s is not None and len(s) else None for s in found),
+        ]
+        told = zip(cells, columns, values, strict=True)
+        rows.append("".join(_cell(cell, column, k > 1, value) for k, (cell, column, value) in enumerate(told)))
     body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<div class="scroll"><table class="stack"><tr>{heads}</tr>{body}</table></div>'
+    note, tall = "", " tall" if len(runs) > MAX_DRAWN else ""
+    if tall:
+        how = (
+            f"the best by {describe(names[0]).title} and others evenly from the next to the worst"
+            if names
+            else "the first"
+        )
+        note = f"<p>Curves, times and samples are those of {len(shown)} runs: {escape(how)}.</p>"
+    return f'{note}<div class="scroll{tall}"><table class="stack sortable"><tr>{heads}</tr>{body}</table></div>'
 
 
-def _cell(content: str, column: str, number: bool) -> str:
+def _cell(content: str, column: str, number: bool, value: float | None = None) -> str:
+    order = "" if value is None else f' data-value="{value:.9g}"'
     kind = ("number " if number else "") + ("none" if content == "–" else "")
-    return f'<td class="{kind}" data-label="{escape(column)}"><span>{content}</span></td>'
+    return f'<td class="{kind}" data-label="{escape(column)}"{order}><span>{content}</span></td>'
 
 
 def _ends_written(series: Series, metric: Metric) -> str:
     if not len(series):
         return "–"
-    before, after = ends(series)
+    before, after = series.ends()
     was = f'<span class="from">{written(before, metric)} → </span>' if len(series) > 1 else ""
     return f"{was}{written(after, metric)}"

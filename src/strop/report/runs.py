@@ -1,40 +1,57 @@
 """Run folders: what `train(output_dir=…)` leaves behind, read with forgiveness for a run that is still going on or was killed."""
 
 import json
-import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from strop.report.curves import short
-from strop.training.logging import parse_line
+from strop.report.lines import Columns, LineReader, is_number
+from strop.report.sampled import SampleIndex
 
 HEADER, METRICS, SAMPLES = "run.json", "metrics.jsonl", "samples.jsonl"
+MANY_RUNS, CONDENSED_ROWS = 40, 1000  # of so many runs each is kept in so many rows
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one run. Values are finite; the steps where they were not stand apart."""
+    """One metric of one run, as arrays. Values are finite; the steps where they were not stand apart."""
 
-    steps: list[int]
-    values: list[float]
-    broken_steps: list[int]
+    steps: np.ndarray
+    values: np.ndarray
+    broken_steps: np.ndarray
 
     def __len__(self) -> int:
         return len(self.steps)
 
+    def ends(self) -> tuple[float, float]:
+        """Mean of the first and of the last tenth of the values."""
+        n = max(1, len(self) // 10)
+        return float(self.values[:n].mean()), float(self.values[-n:].mean())
+
 
 @dataclass
 class Run:
-    """A run's folder in memory. `notes` say what was wrong with it."""
+    """A run's folder in memory.
+
+    samples         those that the page shows
+    sampled_steps   the steps whose samples are all among them
+    notes           what was wrong with the folder
+    hidden          metrics that are not drawn
+    """
 
     name: str
-    metrics: list[dict[str, Any]]
+    columns: Columns
     samples: list[dict[str, Any]] = field(default_factory=list)
+    sampled_steps: list[int] = field(default_factory=list)
     header: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    hidden: set[str] = field(default_factory=set)
 
     @property
     def algorithm(self) -> str:
@@ -43,14 +60,16 @@ class Run:
 
     @property
     def model(self) -> str:
-        """In words: a name, or the class and its size."""
+        """The model's name, its class and its size, in words."""
         about = self.header.get("model") or ""
         if not isinstance(about, dict):
             return str(about)
         words = [str(about.get("class", ""))]
         if is_number(about.get("num_parameters")):
             words.append(f"{short(about['num_parameters'])} parameters")
-        return " of ".join(w for w in words if w)
+        described = " of ".join(w for w in words if w)
+        name = str(about.get("name") or "")
+        return f"{name} ({described})" if name and described else name or described
 
     @property
     def config(self) -> dict[str, Any]:
@@ -59,35 +78,25 @@ class Run:
     @property
     def num_steps(self) -> int:
         """The last step logged."""
-        return max((row["step"] for row in self.metrics), default=0)
+        return max((int(table.steps.max()) for table in self.columns.tables.values()), default=0)
 
     @property
     def seconds(self) -> float | None:
-        times = [row["time"] for row in self.metrics if is_number(row.get("time")) and math.isfinite(row["time"])]
-        return max(times, default=None)
+        times = self.series("time").values
+        return float(times.max()) if len(times) else None
 
     @property
     def names(self) -> list[str]:
-        """Of every metric, in the order of their first appearance."""
-        found = dict.fromkeys(name for row in self.metrics for name in row)
-        return [name for name in found if name not in ("step", "time")]
+        """Every metric that is drawn, in the order of their first appearance."""
+        return [name for name in self.columns.names if name not in self.hidden]
 
     def series(self, name: str) -> Series:
         """A metric by step; of several lines for one step the last counts."""
-        found = {
-            row["step"]: row[name]
-            for row in self.metrics
-            if name in row and (row[name] is None or is_number(row[name]))
-        }
-        steps = sorted(found)
-        good = [s for s in steps if found[s] is not None and math.isfinite(found[s])]
-        values = [float(found[s]) for s in good]
-        return Series(good, values, [s for s in steps if found[s] is None or not math.isfinite(found[s])])
-
-
-def is_number(value: Any) -> bool:
-    """Of a float's size: a whole number may have any number of digits in JSON."""
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023)
+        steps, values = self.columns.series(name)
+        is_good = np.isfinite(values)
+        if is_good.all():
+            return Series(steps, values, steps[:0])
+        return Series(steps[is_good], values[is_good], steps[~is_good])
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -109,29 +118,51 @@ def is_run(folder: Path) -> bool:
     return (folder / METRICS).is_file() or (folder / HEADER).is_file()
 
 
+class RunReader:
+    """Reads one run folder; read again, only what was added to its files since."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._metrics, self._columns = LineReader(self.folder / METRICS), Columns()
+        self._samples = SampleIndex(self.folder / SAMPLES)
+
+    def read(self, name: str | None = None) -> Run:
+        folder = self.folder
+        if not folder.exists():
+            raise FileNotFoundError(f"no such run folder: {folder}")
+        if not folder.is_dir():
+            raise NotADirectoryError(f"a run must be a folder, found the file {folder}")
+        if not is_run(folder):
+            there = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
+            raise ValueError(f"{folder} is no run: it must hold {METRICS}, found {there}")
+        if self._metrics.was_replaced() or self._samples.reader.was_replaced():
+            self._forget()
+        for first, _, lines in self._metrics.blocks():
+            self._columns.add(lines, first, self._metrics.path)
+        self._samples.update()
+        readers = (self._metrics, self._samples.reader)
+        notes = [f"the last line of {r.path.name} was cut off and is left out" for r in readers if r.is_cut_off]
+        header = _read_header(folder / HEADER, notes)
+        if not self._columns.tables:
+            raise NothingLogged(f"{folder} has logged no step yet: its {METRICS} is empty or not there")
+        samples, steps = self._samples.shown()
+        return Run(name or folder.resolve().name, self._columns, samples, steps, header, notes)
+
+
 def load_run(folder: str | Path, name: str | None = None) -> Run:
-    """One run folder."""
-    folder = Path(folder)
-    if not folder.exists():
-        raise FileNotFoundError(f"no such run folder: {folder}")
-    if not folder.is_dir():
-        raise NotADirectoryError(f"a run must be a folder, found the file {folder}")
-    if not is_run(folder):
-        there = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
-        raise ValueError(f"{folder} is no run: it must hold {METRICS}, found {there}")
-    notes: list[str] = []
-    run = Run(name or folder.resolve().name, _read_lines(folder / METRICS, notes), notes=notes)
-    run.samples = _read_lines(folder / SAMPLES, notes)
-    run.header = _read_header(folder / HEADER, notes)
-    if not run.metrics:
-        raise NothingLogged(f"{folder} has logged no step yet: its {METRICS} is empty or not there")
-    return run
+    """Load one run folder."""
+    return RunReader(folder).read(name)
 
 
-def load_runs(folders: Iterable[str | Path]) -> list[Run]:
-    """Several run folders; a folder that holds runs stands for all of them. Names are made distinct.
+def load_runs(folders: Iterable[str | Path], readers: dict[Path, RunReader] | None = None) -> list[Run]:
+    """Load several run folders; a folder that holds runs stands for all of them. Names are made distinct.
 
-    A run that has logged nothing is left out with a warning; where no other is left, that is an error.
+    A run that has logged nothing is left out with a warning; where no other is left, that is an error. Of more than
+    MANY_RUNS each metric is condensed to CONDENSED_ROWS values, so that memory does not grow with their length.
+    `readers` keep what was read for the next call.
     """
     found: list[Path] = []
     for folder in map(Path, folders):
@@ -140,8 +171,11 @@ def load_runs(folders: Iterable[str | Path]) -> list[Run]:
     unique = {path.resolve(): path for path in reversed(found)}
     runs, empty = {}, {}
     for path in dict.fromkeys(path.resolve() for path in found):
+        reader = RunReader(unique[path]) if readers is None else readers.setdefault(path, RunReader(unique[path]))
         try:
-            runs[path] = load_run(unique[path])
+            runs[path] = reader.read()
+            if len(unique) > MANY_RUNS:
+                runs[path] = _condensed(runs[path])
         except NothingLogged as error:
             empty[unique[path]] = error
     if empty and not runs:
@@ -154,28 +188,18 @@ def load_runs(folders: Iterable[str | Path]) -> list[Run]:
     return list(runs.values())
 
 
+def _condensed(run: Run) -> Run:
+    columns = run.columns.condensed(CONDENSED_ROWS)
+    if run.num_steps > CONDENSED_ROWS:
+        run.notes.append(f"its values are means of neighbouring steps, {CONDENSED_ROWS:,} in all")
+    return replace(run, columns=columns)
+
+
 def _distinct_names(paths: Sequence[Path]) -> list[str]:
     """The last part of each path, with as many before it as it takes for that one."""
-    names = []
-    for path in paths:
-        ends = ["/".join(path.parts[-depth:]) for depth in range(1, len(path.parts) + 1)]
-        others = [f"/{other}" for other in paths if other != path]
-        names.append(next((end for end in ends if not any(o.endswith(f"/{end}") for o in others)), str(path)))
-    return names
-
-
-def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """JSONL whose last line may have been cut off: a run that was killed, or is writing just now."""
-    if not path.is_file():
-        return []
-    *lines, rest = path.read_bytes().split(b"\n")
-    rows = [parse_line(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
-    if rest.strip():
-        try:
-            rows.append(parse_line(rest, path, len(lines) + 1))
-        except ValueError:
-            notes.append(f"the last line of {path.name} was cut off and is left out")
-    return rows
+    ends = [["/".join(path.parts[-depth:]) for depth in range(1, len(path.parts) + 1)] for path in paths]
+    counts = Counter(end for of_path in ends for end in of_path)
+    return [next((end for end in of_path if counts[end] == 1), of_path[-1]) for of_path in ends]
 
 
 def _read_header(path: Path, notes: list[str]) -> dict[str, Any]:

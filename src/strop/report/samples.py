@@ -4,12 +4,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from strop._types import Json
 from strop.data.formats import as_text
 from strop.report.curves import short
-from strop.report.runs import Run, is_number
+from strop.report.lines import is_number
+from strop.report.runs import Run
+from strop.report.sampled import MAX_SAMPLES
 from strop.report.svg import escape
 
-FEW_SAMPLES, MAX_SAMPLES, MAX_STEPS, MAX_SHOWN, MAX_LINES, MAX_KEPT = 4, 6, 40, 700, 12, 20_000
+FEW_SAMPLES, MAX_SHOWN, MAX_LINES, MAX_KEPT = 4, 700, 12, 20_000
 
 
 class Side(NamedTuple):
@@ -28,7 +31,7 @@ class Side(NamedTuple):
 
 def of_run(run: Run) -> tuple[str, str]:
     """(HTML, what it shows): the same prompt early and late where there is one, else the first sampled step beside the last."""
-    by_prompt: dict[str, list[dict]] = {}
+    by_prompt: dict[str, list[Json]] = {}
     for sample in run.samples:
         by_prompt.setdefault(as_text(sample.get("prompt", "")), []).append(sample)
     again = {p: s for p, s in by_prompt.items() if s[0].get("step") != s[-1].get("step")}
@@ -47,13 +50,10 @@ def of_run(run: Run) -> tuple[str, str]:
 
 def by_step(run: Run) -> str:
     """Every sampled step, one shown at a time, in the order asked for; without the page's script all of them."""
-    steps = list(dict.fromkeys(sample.get("step") for sample in run.samples))
-    if len(steps) > MAX_STEPS:
-        steps = [steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
+    steps = run.sampled_steps
     parts = []
     for step in steps:
-        chosen = [sample for sample in run.samples if sample.get("step") == step]
-        cards = "".join(_ranked(sample) for sample in chosen)
+        cards = "".join(_ranked(sample) for sample in run.samples if sample["step"] == step)
         parts.append(f'<div class="of-step" data-step="{escape(step)}">{cards}</div>')
     options = "".join(f'<option value="{escape(step)}">{escape(step)}</option>' for step in steps)
     orders = "".join(f'<option value="{order}">{order}</option>' for order in ("as drawn", "best first", "worst first"))
@@ -104,7 +104,7 @@ def _content(completion: Any) -> str:
     return "".join(turns)
 
 
-def _pick(samples: Sequence[dict]) -> list[dict]:
+def _pick(samples: Sequence[Json]) -> list[Json]:
     """One of each prompt first, then more, up to a few."""
     firsts = {as_text(s.get("prompt", "")): s for s in reversed(samples)}
     chosen = [*reversed(firsts.values())][:MAX_SAMPLES]

@@ -2,10 +2,15 @@
 
 import bisect
 import html
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from strop._types import Json
 from strop.report.curves import (
+    MAX_POINTS,
     Axis,
     linear_axis,
     percent,
@@ -21,6 +26,9 @@ from strop.report.curves import (
 WIDTH, HEIGHT = 420, 236
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 36
 NUM_COLOURS = 8
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+MAX_RAW = 8  # curves of a chart: of more only the smoothed ones are drawn, and the chart says so
+FEWEST_POINTS = 80  # of a curve among very many
 
 
 def colour(index: int) -> str:
@@ -29,10 +37,17 @@ def colour(index: int) -> str:
 
 
 def escape(text: object) -> str:
-    """For HTML: markup is shown, control characters are shown as their symbols, halves of surrogate pairs as �."""
+    """Text for HTML: markup is shown, control characters as their symbols, halves of surrogate pairs as �.
+
+    Marks that turn the direction of a line, and would show a text as another, are shown by their numbers.
+    """
     shown = str(text).encode("utf-8", "replace").decode("utf-8")
-    visible = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in shown)
-    return html.escape(visible)
+    return html.escape(UNSEEN.sub(_symbol, shown))
+
+
+def _symbol(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return chr(0x2400 + code) if code < 32 else ascii(found[0])[1:-1]
 
 
 @dataclass(frozen=True)
@@ -40,15 +55,15 @@ class Curve:
     """One line of a chart. `colour` picks the page's colour; `broken_steps` are marked on the axis."""
 
     label: str
-    steps: Sequence[int]
-    values: Sequence[float]
-    broken_steps: Sequence[int] = ()
+    steps: Sequence[int] | np.ndarray
+    values: Sequence[float] | np.ndarray
+    broken_steps: Sequence[int] | np.ndarray = ()
     colour: int = 0
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A line chart: several curves over the step. `fraction`: values from 0 to 1, written in per cent."""
+    """A line chart: several curves over the step. `fraction`: values from 0 to 1, in per cent; `ratio`: 1 is no change."""
 
     title: str
     curves: Sequence[Curve]
@@ -56,6 +71,7 @@ class Chart:
     fraction: bool = False
     from_zero: bool = False
     smoothed: bool = True
+    ratio: bool = False
     x_label: str = "step"
     notes: list[str] = field(default_factory=list)
 
@@ -63,17 +79,25 @@ class Chart:
 # ---- lines ----
 
 
-def line_chart(chart: Chart) -> tuple[str, dict]:
+def line_chart(chart: Chart) -> tuple[str, Json]:
     """The SVG, and what the page's script needs to show values under the pointer."""
-    values = [v for curve in chart.curves for v in curve.values]
-    steps = [s for curve in chart.curves for s in (*curve.steps, *curve.broken_steps)]
-    y_axis = value_axis(values, from_zero=chart.from_zero, fraction=chart.fraction) if values else linear_axis(0, 1)
-    x_axis = step_axis(steps)
+    values = np.concatenate([np.asarray(curve.values, dtype=float) for curve in chart.curves])
+    ends = [
+        s
+        for curve in chart.curves
+        for steps in (curve.steps, curve.broken_steps)
+        if len(steps)
+        for s in (steps[0], steps[-1])
+    ]
+    scale = {"from_zero": chart.from_zero, "fraction": chart.fraction, "ratio": chart.ratio}
+    y_axis = value_axis(values, **scale) if len(values) else linear_axis(0, 1)
+    x_axis = step_axis([int(step) for step in ends])
     if y_axis.logarithmic:
         chart.notes.append("logarithmic scale")
     parts, points = [], []
+    most = max(8 * MAX_POINTS // max(len(chart.curves), 8), FEWEST_POINTS)
     for curve in chart.curves:
-        drawn, shown = _curve(curve, chart, x_axis, y_axis)
+        drawn, shown = _curve(curve, chart, x_axis, y_axis, most)
         parts.append(drawn)
         points.append(shown)
     ticks = [(_x(x_axis, tick), f"{tick:,.0f}") for tick in x_axis.ticks]
@@ -103,19 +127,20 @@ def _y(axis: Axis, value: float) -> float:
     return round(HEIGHT - BOTTOM - axis.place(value) * (HEIGHT - BOTTOM - TOP), 1)
 
 
-def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis) -> tuple[str, dict]:
+def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis, most: int) -> tuple[str, Json]:
     """Raw values thin behind, the smoothed curve before them, a cross on the axis for each value that is no number."""
     window = smoothing_window(len(curve.values)) if chart.smoothed else 1
     crosses = "".join(_cross(_x(x_axis, s)) for s in thin_evenly(curve.broken_steps, curve.broken_steps, 60)[0])
-    if curve.broken_steps:
+    if len(curve.broken_steps):
         chart.notes.append(f"× {len(curve.broken_steps)} values of {curve.label} are no finite numbers")
     lines = []
-    main = list(curve.values)
+    main = curve.values
     if window > 1:
-        raw = thin(curve.steps, curve.values)
-        lines.append(_polylines(raw, curve, (x_axis, y_axis), "raw"))
+        if len(chart.curves) <= MAX_RAW:
+            raw = thin(curve.steps, curve.values, most)
+            lines.append(_polylines(raw, curve, (x_axis, y_axis), "raw"))
         main = smooth(curve.values, window)
-    steps, values = thin_evenly(curve.steps, main)
+    steps, values = thin_evenly(curve.steps, main, most)
     lines.append(_polylines((steps, values), curve, (x_axis, y_axis), "line"))
     few = values if len(values) <= 40 and window == 1 else values[-1:]
     dots = "".join(
@@ -130,9 +155,9 @@ def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis) -> tuple[str,
     return f'<g class="{colour(curve.colour)}">{"".join(lines)}{dots}{crosses}</g>', shown
 
 
-def _polylines(points: tuple[Sequence[int], Sequence[float]], curve: Curve, axes: tuple[Axis, Axis], kind: str) -> str:
+def _polylines(points: tuple[list[int], list[float]], curve: Curve, axes: tuple[Axis, Axis], kind: str) -> str:
     """A line that has a gap where values are no numbers."""
-    broken = sorted(curve.broken_steps)
+    broken = np.sort(np.asarray(curve.broken_steps, dtype=np.int64)).tolist()
     pieces: dict[int, list[str]] = {}
     for s, v in zip(*points, strict=True):
         pieces.setdefault(bisect.bisect(broken, s), []).append(f"{_x(axes[0], s):g},{_y(axes[1], v):g}")
@@ -168,7 +193,7 @@ def _spoken(chart: Chart) -> str:
     """The chart in words, for those who do not see it."""
     said = []
     for curve in chart.curves:
-        if curve.values:
+        if len(curve.values):
             ends = f"{short(curve.values[0])} at step {curve.steps[0]} to {short(curve.values[-1])} at step {curve.steps[-1]}"
             said.append(f"{curve.label} from {ends}")
     return f"{chart.title}: " + ("; ".join(said) or "no finite value")

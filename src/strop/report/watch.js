@@ -6,6 +6,8 @@ async function follow() {
     const now = await (await fetch("version")).text();
     if (now !== version) {
       const page = new DOMParser().parseFromString(await (await fetch(".")).text(), "text/html");
+      const problem = page.querySelector(".problem");
+      if (problem) { status.textContent = problem.textContent; return; }
       if (!page.querySelector("main")) return;
       const open = [...document.querySelectorAll("details")].map(one => one.open);
       const chosen = [...document.querySelectorAll("select")].map(one => one.value);

@@ -1,17 +1,19 @@
 """`strop report RUN --watch`: the page on localhost, which follows a run as it goes on."""
 
 import hashlib
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from strop.report.runs import HEADER, METRICS, SAMPLES, NothingLogged
+from strop.report.svg import escape
 
 OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
+HEAD = '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>strop</title>'
 WAITING = (
-    '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>strop</title>'
-    "</head><body><p>No step has been logged yet. This page looks again every two seconds.</p></body></html>"
+    f"{HEAD}</head><body><p>No step has been logged yet. This page looks again every two seconds.</p></body></html>"
 )
 
 
@@ -23,14 +25,44 @@ def version_of(folders: Sequence[Path]) -> str:
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
 
+def problem_page(error: Exception) -> str:
+    """The page shown where the runs cannot be read or drawn."""
+    told = escape(f"The report cannot be made: {error if isinstance(error, (ValueError, OSError)) else repr(error)}")
+    again = "This page looks again every two seconds."
+    return f'{HEAD}</head><body><p class="problem">{told}</p><p>{again}</p></body></html>'
+
+
 class Watch(ThreadingHTTPServer):
-    """Serves `page(version)` as /, and as /version what tells the page that there is something new."""
+    """Serves `page(version)` as /, and as /version what tells the page that there is something new.
+
+    A page is made once for each version, by one thread at a time: what `page` keeps between calls is safe.
+    """
 
     daemon_threads = True
 
     def __init__(self, folders: Sequence[Path], page: Callable[[str], str], port: int = 0):
         self.folders, self.page = folders, page
+        self._lock = threading.Lock()
+        self._made: tuple[str, int, str] = ("", 0, "")
         super().__init__(("127.0.0.1", port), Answers)
+
+    def answer(self) -> tuple[int, str]:
+        """Return the status and the text of the page as the files are now."""
+        with self._lock:
+            version = version_of(self.folders)  # before the page: what comes in between is seen as new
+            if self._made[0] != version:
+                self._made = (version, *self._make(version))
+            return self._made[1:]
+
+    def _make(self, version: str) -> tuple[int, str]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of runs that have logged nothing yet
+                return 200, self.page(version)
+        except NothingLogged:
+            return 200, WAITING
+        except Exception as error:  # a broken line, a folder that is gone: the reader must see it, not an empty reply
+            return 500, problem_page(error)
 
     @property
     def address(self) -> str:
@@ -45,22 +77,15 @@ class Answers(BaseHTTPRequestHandler):
         if host not in OWN_NAMES:  # a page of elsewhere whose name leads here
             self.send_error(403, "only as localhost")
         elif self.path == "/version":
-            self._send(version_of(self.server.folders), "text/plain")
+            self._send(200, version_of(self.server.folders), "text/plain")
         elif self.path == "/":
-            version = version_of(self.server.folders)  # before the page: what comes in between is seen as new
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of runs that have logged nothing yet
-                    text = self.server.page(version)
-            except NothingLogged:
-                text = WAITING
-            self._send(text, "text/html")
+            self._send(*self.server.answer(), "text/html")
         else:
             self.send_error(404)
 
-    def _send(self, text: str, kind: str) -> None:
+    def _send(self, status: int, text: str, kind: str) -> None:
         body = text.encode("utf-8", "replace")
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")

@@ -1,4 +1,4 @@
-"""Rollouts: prompts and sampling in; completions, their log-probs and why they ended out.
+"""Rollouts: prompts and sampling in; trajectories out, with log-probs and why each ended.
 
     rollout = generate(policy, prompts, Sampling(max_new_tokens=64), num_samples=8, seed=0)
 
@@ -10,17 +10,16 @@ import contextlib
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from strop._checks import check_count
-from strop.data.batch import Trajectory, as_ids
+from strop.data.batch import Trajectory, as_ids, sampled
 from strop.models import Policy
 from strop.rollout import decoding, native, plain
-from strop.rollout.kept import Kept
+from strop.rollout.cached_rows import CachedRows
 from strop.rollout.sampling import Sampling, draw, sampling_logps, uniforms
 
 __all__ = ["Rollout", "Sampler", "Sampling", "draw", "generate", "sampling_logps"]
@@ -34,89 +33,66 @@ ENGINES: dict[str, Callable[..., Completions]] = {
     "plain": plain.complete,
 }
 
-End = tuple[Any, ...]  # (length, finish reason), and of several turns a dict of numbers
+End = tuple[int, str | None, Mapping[str, float]]  # tokens that are trained on, finish reason, and numbers by name
 ENDED = ("eos", "environment")  # finish reasons of what is not truncated
-KEEPING = ("hf", "moe")  # engines that keep rows; one that only returns logits has nothing to keep
-
-ROWS = ("prompt_ids", "completion_ids", "logps")
+CACHING = ("hf", "moe")  # engines that cache rows; one that only returns logits has nothing to cache
 
 
-@dataclass
-class Rollout:
-    """Completions of prompts; every list has one entry a completion, a prompt's samples next to each other.
+ROWS = ("prompt_ids", "completion_ids", "logps")  # what a checkpoint has of a rollout that was begun
 
-    completion_ids   1-D ids on the CPU, the EOS included; empty never: at least one token is drawn
-    logps            1-D float32 (float64 of a float64 model), the log-prob of each token under the distribution it was
-                     drawn from: temperature, top-k and top-p applied. Greedy: under softmax(logits)
-    finish_reasons   "eos", or "length" where max_new_tokens ended it
-    counts           of several turns which tokens of completion_ids were drawn; logps are of these. None: all
-    routing          where asked for, [T, L, k] int16: the experts that each token of prompt and completion chose in each
-                     layer that has a router; −1 at the last, which was drawn but never read
-    seconds          spent generating
-    engine           what computed, and for a slow way why
+
+class Rollout(list[Trajectory]):
+    """Completions of prompts, a prompt's samples next to each other, and what belongs to all of them.
+
+    seconds   spent generating
+    engine    what computed, and for a slow way why
+
+    A completion has at least one token, and its EOS where it ended in one. Log-probs are float32 (float64 of a float64
+    model), under the distribution each token was drawn from: temperature, top-k and top-p applied. Greedy: under
+    softmax(logits).
     """
 
-    prompt_ids: list[torch.Tensor]
-    completion_ids: list[torch.Tensor]
-    logps: list[torch.Tensor]
-    finish_reasons: list[str]
-    seconds: float = 0.0
-    engine: str = ""
-    counts: list[torch.Tensor] | None = None
-    routing: list[torch.Tensor] | None = None
+    def __init__(self, lines: Iterable[Trajectory] = (), seconds: float = 0.0, engine: str = ""):
+        super().__init__(lines)
+        self.seconds, self.engine = seconds, engine
 
-    columns: ClassVar[Any] = {}  # what reward functions are given besides, or in place of what these tokens say
+    @property
+    def prompt_ids(self) -> list[torch.Tensor]:
+        return [line.prompt_ids for line in self]
 
-    def __len__(self) -> int:
-        return len(self.completion_ids)
+    @property
+    def completion_ids(self) -> list[torch.Tensor]:
+        return [line.completion_ids for line in self]
 
-    @functools.cached_property
-    def trajectories(self) -> list[Trajectory]:
-        """Each completion behind its prompt."""
-        counts: Sequence[Any] = self.counts or [None] * len(self)
-        routing: Sequence[Any] = [None] * len(self) if self.routing is None else self.routing
-        known = zip(self.logps, self.finish_reasons, routing, strict=True)
-        return [
-            Trajectory.of(*ids, rollout_logps_t=logps, finish=why, routing_TLk=chosen)
-            for *ids, (logps, why, chosen) in zip(self.prompt_ids, self.completion_ids, counts, known, strict=True)
-        ]
+    @property
+    def logps(self) -> list[torch.Tensor]:
+        return [line.rollout_logps_t for line in self if line.rollout_logps_t is not None]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        return [str(line.finish) for line in self]
 
     @property
     def num_tokens(self) -> int:
         """Tokens generated."""
-        return sum(completion.numel() for completion in self.completion_ids)
+        return sum(line.num_loss_tokens for line in self)
 
     @property
     def metrics(self) -> dict[str, float]:
-        return completion_metrics(self.ends)
+        return completion_metrics(ends_of(self))
 
-    @property
-    def ends(self) -> list[End]:
-        """Length and finish reason of each, and of several turns more numbers by their names."""
-        return [(len(logps), why) for logps, why in zip(self.logps, self.finish_reasons, strict=True)]
 
-    def select(self, indices: Sequence[int]) -> Self:
-        """These completions, in this order."""
-        chosen: dict[str, Any] = {name: [values[i] for i in indices] for name, values in self._lists.items()}
-        return replace(self, **chosen)
-
-    def joined(self, other: Self) -> Self:
-        """These completions, then the other's."""
-        both: dict[str, Any] = {name: values + getattr(other, name) for name, values in self._lists.items()}
-        return replace(self, **both, seconds=self.seconds + other.seconds)
-
-    @property
-    def _lists(self) -> dict[str, list[Any]]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, list)}
+def ends_of(lines: Sequence[Trajectory]) -> list[End]:
+    """Return what `completion_metrics` needs of each trajectory; it can be sent to other processes."""
+    return [(line.num_loss_tokens, line.finish, line.info) for line in lines]
 
 
 def completion_metrics(ends: Sequence[End]) -> dict[str, float]:
-    """Of completions: their mean length, how many max_new_tokens cut, and the means of what else is told of them."""
-    length, cut = sum(length for length, *_ in ends), sum(why == "length" for _, why, *_ in ends)
+    """Return the mean length, the share that max_new_tokens cut, and the means of what else is known of completions."""
+    length, cut = sum(length for length, *_ in ends), sum(why == "length" for _, why, _ in ends)
     found = {"completion/length": length / len(ends), "completion/truncated_fraction": cut / len(ends)}
-    told = [about for _, _, *rest in ends for about in rest]
-    names = dict.fromkeys(name for about in told for name in about)
-    return found | {name: sum(about.get(name, 0.0) for about in told) / len(ends) for name in names}
+    names = dict.fromkeys(name for *_, info in ends for name in info)
+    return found | {name: sum(info.get(name, 0.0) for *_, info in ends) / len(ends) for name in names}
 
 
 def generate(
@@ -128,10 +104,10 @@ def generate(
     seed: int | None = None,
     addresses: Sequence[int] | None = None,
     ignore_eos: bool = False,
-    kept: Kept | None = None,
+    cached: CachedRows | None = None,
     record_routing: bool = False,
 ) -> Rollout:
-    """num_samples completions of each prompt, with the weights as they are now.
+    """Return num_samples completions of each prompt, with the weights as they are now.
 
     prompts      rows of token ids of any lengths, at least one token each
     seed         the same seed gives the same completions; None draws one from torch's generator. The generators of the
@@ -139,8 +115,8 @@ def generate(
     addresses    which of the seed's random numbers each prompt has; None counts them from 0. A prompt draws the same,
                  whichever prompts are beside it
     ignore_eos   only sampling.stop_ids end a completion
-    kept         of rows that go on later: what was read of them; with num_samples=1
-    record_routing   of a Mixture-of-Experts model also say which experts were chosen, as `Rollout.routing`
+    cached       what was read of rows that go on later; with num_samples=1
+    record_routing   of a Mixture-of-Experts model also say which experts were chosen, as `Trajectory.routing_TLk`
     """
     # asked only where they look odd: a trainer's never do
     if type(num_samples) is not int or num_samples < 1:
@@ -150,7 +126,7 @@ def generate(
     ids = checked_prompts(policy, prompts, sampling)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
-    if record_routing and (isinstance(policy.routers, str) or kept is not None):
+    if record_routing and (isinstance(policy.routers, str) or cached is not None):
         why = policy.routers if isinstance(policy.routers, str) else "these rows go on later"
         raise ValueError(f"record_routing must be False: {why}")
     addresses = range(len(ids)) if addresses is None else addresses
@@ -161,18 +137,20 @@ def generate(
     # never in inference mode, whose tensors neither a later rollout nor a training step could use
     with torch.inference_mode(False), torch.no_grad(), policy.evaluating():
         uniforms_BT = uniforms(seed, addresses, num_samples, sampling.max_new_tokens)
-        further: dict[str, Any] = {"kept": kept} if kept is not None and policy.kind in KEEPING else {}
+        further: dict[str, Any] = {"cached": cached} if cached is not None and policy.kind in CACHING else {}
         further |= {"routers": policy.routers} if record_routing else {}
         completion_ids, logps, *routing = ENGINES[policy.kind](
             policy, ids, sampling, num_samples, uniforms_BT, eos_ids, **further
         )
     seconds = time.perf_counter() - start
     _check_not_nan(logps)
-    last = torch.stack([ids[-1] for ids in completion_ids]).tolist()
-    reasons = ["eos" if one in eos_ids else "length" for one in last]
-    prompt_ids = [prompt for prompt in ids for _ in range(num_samples)]
-    engine = decoding.description(policy) if policy.kind == "hf" else policy.kind
-    return Rollout(prompt_ids, completion_ids, logps, reasons, seconds, engine, routing=routing[0] if routing else None)
+    last = torch.stack([tokens[-1] for tokens in completion_ids]).tolist()
+    lines = sampled([prompt for prompt in ids for _ in range(num_samples)], completion_ids, logps)
+    for line, token in zip(lines, last, strict=True):
+        line.finish = "eos" if token in eos_ids else "length"
+    for line, chosen_TLk in zip(lines, routing[0] if routing else (), strict=bool(routing)):
+        line.routing_TLk = chosen_TLk
+    return Rollout(lines, seconds, decoding.description(policy) if policy.kind == "hf" else policy.kind)
 
 
 def _check_not_nan(logps: Sequence[torch.Tensor]) -> None:
@@ -232,16 +210,17 @@ class Sampler:
     ) -> Rollout:  # fmt: skip
         if seed in self._begun:
             self._begun = {seed: self._begun[seed]}
-            return self._begun[seed]()
+            begun = self._begun[seed]()  # copies, for a step that fails may have filled fields
+            return Rollout(map(copy.copy, begun), begun.seconds, begun.engine)
         for finish in self._begun.values():  # first: what follows may be with other weights
             finish()
         return self._begin(prompts, sampling, num_samples, seed, addresses)()
 
-    def go_on(
-        self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], kept: Kept
+    def next_turn(
+        self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], cached: CachedRows
     ) -> Rollout:
-        """One turn of rows that go on later."""
-        return generate(self._whole or self.policy, prompts, sampling, seed=seed, addresses=addresses, kept=kept)
+        """Sample one turn of rows that go on later."""
+        return generate(self._whole or self.policy, prompts, sampling, seed=seed, addresses=addresses, cached=cached)
 
     def _begin(
         self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
@@ -249,7 +228,7 @@ class Sampler:
     ) -> Callable[[], Rollout]:  # fmt: skip
         """A rollout with the weights as they are now; the function returned waits for it."""
         if not len(prompts):  # the share of a process where there are fewer prompts than processes
-            return lambda: Rollout([], [], [], [], routing=[] if self.records_routing else None)
+            return Rollout
         return functools.partial(
             generate,
             self._whole or self.policy,
@@ -288,6 +267,7 @@ class Sampler:
     def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         for seed, about in values.items():
             rows = [tensors[f"{seed}/{name}"].split(tensors[f"{seed}/{name}_lengths"].tolist()) for name in ROWS]
-            prompt_ids, completion_ids, logps = map(list, rows)
-            rollout = Rollout(prompt_ids, completion_ids, logps, about["finish_reasons"], engine=about["engine"])
-            self._begun[int(seed)] = functools.partial(copy.copy, rollout)
+            lines = sampled(*rows)
+            for line, finish in zip(lines, about["finish_reasons"], strict=True):
+                line.finish = finish
+            self._begun[int(seed)] = functools.partial(Rollout, lines, engine=about["engine"])

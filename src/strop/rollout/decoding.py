@@ -26,7 +26,7 @@ from strop.models import Policy, base_model, unwrapped
 from strop.models.attention import Pass, Unsupported
 from strop.models.routing import Routers
 from strop.rollout import checks, transformers_generate
-from strop.rollout.kept import Kept, keep, read_on
+from strop.rollout.cached_rows import CachedRows, read_on, store
 from strop.rollout.recording import Record, step_memory
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
 from strop.rollout.slots import Decode, Prefill, Rows
@@ -165,7 +165,7 @@ class Engine:
         num_samples: int,
         uniforms_BT: torch.Tensor,
         eos_ids: tuple[int, ...],
-        kept: Kept | None = None,
+        cached: CachedRows | None = None,
         routers: Routers | None = None,
     ) -> tuple[list[torch.Tensor], ...]:
         """Tokens and log-probs of every completion, as `strop.rollout.generate` wants them; with routers their choices too."""
@@ -183,18 +183,18 @@ class Engine:
                 round_, rows = self.begin(*some, uniforms, eos_ids)
                 if routers is not None:
                     self._begin_record(round_, some[0], routers, latest)
-                if kept is None:
+                if cached is None:
                     self._prefill(prompts[first:end], round_)
                 else:
-                    read_on(self, prompts[first:end], round_, kept.part(first, end), read, PREFILL_TOKENS)
+                    read_on(self, prompts[first:end], round_, cached.part(first, end), read, PREFILL_TOKENS)
                 self._decode(rows, round_, sampling)
                 tokens_BT, logps_BT = round_.tokens_BT.cpu(), round_.logps_BT.cpu()
                 lengths_B = completion_lengths(tokens_BT, eos_ids)
                 if round_.record is not None:
                     lengths = lengths_B.tolist()
                     routing += round_.record.lines(prompts[first:end], round_.prefix_starts, lengths, num_samples)
-                if kept is not None and lanes == end - first and round_.kv.shape[2] < self._num_slots() // 3:
-                    keep(prompts[first:end], lengths_B.tolist(), round_, kept.part(first, end), T)
+                if cached is not None and lanes == end - first and round_.kv.shape[2] < self._num_slots() // 3:
+                    store(prompts[first:end], lengths_B.tolist(), round_, cached.part(first, end), T)
                 del round_  # before the next one's cache
                 there_BT = torch.arange(T) < lengths_B[:, None]
                 tokens += tokens_BT[there_BT].split(lengths_B.tolist())
@@ -473,7 +473,7 @@ class Engine:
                 compile_long_prompts(self, rows, round_)
 
     def _graphs_of(self, sampling: Sampling) -> dict[Any, Any]:
-        rule = (sampling.temperature, sampling.top_k, sampling.top_p)
+        rule = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         graphs = self._graphs.pop(rule, {})
         self._graphs[rule] = graphs  # the latest used is the last
         for old in list(self._graphs)[:-MAX_SAMPLINGS]:
@@ -511,13 +511,13 @@ def complete(
     num_samples: int,
     uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
-    kept: Kept | None = None,
+    cached: CachedRows | None = None,
     routers: Routers | None = None,
 ) -> tuple[list[torch.Tensor], ...]:
     with _turn:
         engine = engine_of(policy)
         if isinstance(engine, Engine):
-            return engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids, kept, routers)
+            return engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids, cached, routers)
         if routers is not None:
             raise ValueError(
                 f"replay_routing must be False: rollouts of this {type(policy.model).__name__} go through transformers' "

@@ -7,7 +7,7 @@ import torch
 
 from strop.models import Policy, unwrapped
 from strop.moe._inputs import left_padded
-from strop.rollout.kept import Kept
+from strop.rollout.cached_rows import CachedRows
 from strop.rollout.sampling import Sampling
 
 
@@ -18,13 +18,15 @@ def complete(
     num_samples: int,
     uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
-    kept: Kept | None = None,
+    cached: CachedRows | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    if sampling.min_p:
+        raise ValueError(f"min_p must be 0 for strop's MoE, found {sampling.min_p:g}")
     model = unwrapped(policy.model)
     model._check_sharing()  # what training wrote must be what the engine reads
     rows, cache = [prompt.numpy() for prompt in prompts], None
-    if kept is not None:
-        rows, cache = _going_on(model.moe.engine, rows, kept, sampling.max_new_tokens)
+    if cached is not None:
+        rows, cache = _going_on(model.moe.engine, rows, cached, sampling.max_new_tokens)
     made = model.moe.generate(
         rows,
         max_new_tokens=sampling.max_new_tokens,
@@ -36,33 +38,35 @@ def complete(
         eos_token_id=eos_ids,
         cache=cache,
     )
-    if kept is not None:
-        kept.rows.update({row: (cache, at) for at, row in enumerate(kept.now)})
+    if cached is not None:
+        cached.rows.update({row: (cache, at) for at, row in enumerate(cached.now)})
     # copies of the rows, so that nothing holds the whole array
     tokens = [torch.from_numpy(row.copy()) for row in made.completions]
     logps = torch.from_numpy(made.logps_BT).to(model.dtype)
     return tokens, [row[:length].clone() for row, length in zip(logps, made.lengths_B.tolist(), strict=True)]
 
 
-def _going_on(engine: Any, rows: list[np.ndarray], kept: Kept, max_new_tokens: int) -> tuple[list[np.ndarray], Any]:
-    """What is new of each row, and a cache with what is known of it. Kept is where a row stands: a cache, and its number."""
-    _read_twins(engine, rows, kept)
+def _going_on(
+    engine: Any, rows: list[np.ndarray], cached: CachedRows, max_new_tokens: int
+) -> tuple[list[np.ndarray], Any]:
+    """Return what is new of each row, and a cache with what is known of it. `cached` holds where a row stands: a cache, and its number there."""
+    _read_twins(engine, rows, cached)
     cache = engine.new_cache(len(rows), max(map(len, rows)) + max_new_tokens)
-    for at, row in enumerate(kept.now):
-        if row in kept.rows:
-            cache.copy_row(at, *kept.rows[row])
+    for at, row in enumerate(cached.now):
+        if row in cached.rows:
+            cache.copy_row(at, *cached.rows[row])
     return [ids[held:] for ids, held in zip(rows, cache.lengths_B.tolist(), strict=True)], cache
 
 
-def _read_twins(engine: Any, rows: list[np.ndarray], kept: Kept) -> None:
+def _read_twins(engine: Any, rows: list[np.ndarray], cached: CachedRows) -> None:
     """Of rows that begin here equal prompts are read once, but for the last token: what follows it is drawn."""
     same: dict[bytes, list[int]] = {}
-    for row, ids in zip(kept.now, rows, strict=True):
-        if row not in kept.rows and len(ids) > 1:
+    for row, ids in zip(cached.now, rows, strict=True):
+        if row not in cached.rows and len(ids) > 1:
             same.setdefault(ids[:-1].tobytes(), []).append(row)
     twins = {ids: who for ids, who in same.items() if len(who) > 1}
     if twins:
         prompts = [np.frombuffer(ids, np.int64) for ids in twins]
         cache = engine.new_cache(len(prompts), max(map(len, prompts)))
         engine.prefill(*left_padded(prompts), cache)
-        kept.rows.update({row: (cache, at) for at, who in enumerate(twins.values()) for row in who})
+        cached.rows.update({row: (cache, at) for at, who in enumerate(twins.values()) for row in who})

@@ -1,8 +1,6 @@
-"""Who samples for a trainer: this process, or servers, which are brought the weights first."""
+"""Samplers: in this process, or on servers that receive the weights before each rollout."""
 
 import contextlib
-import functools
-import itertools
 import random
 import secrets
 import shutil
@@ -15,19 +13,19 @@ from typing import Any
 
 import torch
 
-from strop.data.batch import TokenBatch, Trajectory
+from strop.data.batch import TokenBatch, Trajectory, sampled
 from strop.distributed import ALONE, World
 from strop.models import Policy, unwrapped
 from strop.models.kinds import is_peft
 from strop.rollout import Rollout, Sampler, Sampling, checked_prompts
-from strop.rollout.kept import Kept
-from strop.rollout.server import Pending, Server, ServerConfig, ServerError, Weights
+from strop.rollout.cached_rows import CachedRows
+from strop.rollout.client import Completion, Pending, Server, ServerConfig, ServerError, Weights
 
 PROBE_LENGTH = 64
 
 
 class Served(Sampler):
-    """The same by servers, with the policy's weights as they are when a rollout is begun.
+    """A sampler on servers, with the policy's weights as they are when a rollout is begun.
 
     save      writes the model into a folder that servers can read
     updates   how many the weights have had
@@ -51,12 +49,13 @@ class Served(Sampler):
         if made is not None:
             weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
         folder, self._run = world.gathered((config.sync_folder or made, secrets.token_hex(4)))[0]
+        assert folder is not None  # the first process has made one
         self._folder, self._number, self._published = Path(folder), 0, -1
 
-    def go_on(
-        self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], kept: Kept
+    def next_turn(
+        self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], cached: CachedRows
     ) -> Rollout:
-        """The servers have caches of their own."""
+        """Sample one turn of rows that go on later. The servers have caches of their own."""
         return self(prompts, sampling, 1, seed, addresses)
 
     def _begin(
@@ -66,58 +65,45 @@ class Served(Sampler):
         """The first process asks the servers for the prompts of all, so that one client brings them the weights."""
         ids = checked_prompts(self.policy, prompts, sampling) if len(prompts) else []
         everyones = self.world.gathered((ids, list(addresses or range(len(ids)))))
-        weights = self._publish()
-        if not self.world.is_first:
-            return functools.partial(self._take, None, num_samples)
-        together = [ids for ids, _ in everyones], [addresses for _, addresses in everyones]
-        all_ids, all_addresses = (list(itertools.chain(*one)) for one in together)
-        finish = self._asked(weights, all_ids, sampling, num_samples, seed, all_addresses)
-        if self.world.size == 1:
-            return finish
-        counts = [len(ids) for ids, _ in everyones]
-        return functools.partial(self._take, finish, num_samples, counts)
+        weights, start, pending = self._publish(), time.perf_counter(), None
+        ends = list(dict.fromkeys((*self.policy.eos_ids, *sampling.stop_ids)))
+        # servers refuse several greedy completions of a prompt, which are all the same
+        num_asked, num_copies = (1, num_samples) if sampling.greedy else (num_samples, 1)
+        if self.world.is_first:
+            requests = [
+                {"prompt": prompt.tolist(), "n": num_asked, "max_tokens": sampling.max_new_tokens,
+                 "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
+                 "stop_token_ids": ends, "seed": random.Random(f"{seed}/{address}").getrandbits(48)}
+                for some_ids, some_addresses in everyones
+                for address, prompt in zip(some_addresses, some_ids, strict=True)
+            ]  # fmt: skip
+            pending = Pending(self.servers, weights, requests, self.policy)
+        counts = [len(some_ids) * num_asked for some_ids, _ in everyones]
 
-    def _take(self, finish: Callable[[], Rollout] | None, num_samples: int, counts: Sequence[int] = ()) -> Rollout:
-        """This process's share of what the first one gets from the servers; their error is everybody's."""
+        def finish() -> Rollout:
+            pairs = [pair for pair in self._take(pending, counts) for _ in range(num_copies)]
+            prompt_ids = [prompt for prompt in ids for _ in range(num_samples)]
+            lines = sampled(prompt_ids, [tokens for tokens, _ in pairs], [logps for _, logps in pairs])
+            for line in lines:
+                line.finish = "eos" if line.ids_T[-1].item() in ends else "length"
+            urls = ", ".join(server.url for server in self.servers)
+            return Rollout(lines, time.perf_counter() - start, f"server {urls}")
+
+        return finish
+
+    def _take(self, pending: Pending | None, counts: Sequence[int]) -> list[Completion]:
+        """Return this process's share, `counts` each, of what the first gets from the servers; its error is everybody's."""
         found: Any = None
-        if finish is not None:
+        if pending is not None:
             try:
-                found = finish()
+                found = pending.result()
             except ServerError as error:
                 found = error
-        if isinstance(found, Rollout):
-            ends = list(itertools.accumulate((count * num_samples for count in counts), initial=0))
-            found = [found.select(range(*pair)) for pair in itertools.pairwise(ends)]
         found = self.world.gathered(found)[0]
         if isinstance(found, ServerError):
             raise found
-        return found[self.world.rank]
-
-    def _asked(
-        self, weights: Weights, ids: list[torch.Tensor], sampling: Sampling, num_samples: int, seed: int,
-        addresses: Sequence[int],
-    ) -> Callable[[], Rollout]:  # fmt: skip
-        start = time.perf_counter()
-        ends = list(dict.fromkeys((*self.policy.eos_ids, *sampling.stop_ids)))
-        requests = [
-            {"prompt": prompt.tolist(), "n": 1 if sampling.greedy else num_samples, "max_tokens": sampling.max_new_tokens,
-             "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "stop_token_ids": ends,
-             "seed": random.Random(f"{seed}/{address}").getrandbits(48)}
-            for address, prompt in zip(addresses, ids, strict=True)
-        ]  # fmt: skip
-        pending = Pending(self.servers, weights, requests, self.policy)
-
-        def finish() -> Rollout:
-            pairs = pending.result()
-            if sampling.greedy:  # servers refuse several of them, which are all the same
-                pairs = [pair for pair in pairs for _ in range(num_samples)]
-            completion_ids, logps = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            reasons = ["eos" if tokens[-1].item() in ends else "length" for tokens in completion_ids]
-            prompt_ids = [prompt for prompt in ids for _ in range(num_samples)]
-            urls = ", ".join(server.url for server in self.servers)
-            return Rollout(prompt_ids, completion_ids, logps, reasons, time.perf_counter() - start, f"server {urls}")
-
-        return finish
+        first = sum(counts[: self.world.rank])
+        return found[first : first + counts[self.world.rank]]
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
@@ -165,7 +151,7 @@ class Served(Sampler):
 
 
 def sampler(trainer: Any, config: ServerConfig, records_routing: bool = False) -> Sampler:
-    """Of a trainer: here, or by the servers its config names."""
+    """Return who samples for a trainer: this process, or the servers its config names."""
     if not config.urls:
         return Sampler(trainer.policy, records_routing)
     assert not records_routing

@@ -1,4 +1,4 @@
-"""How a token is drawn: temperature, then top-k, then top-p. The rules are those of `strop.moe.sampling`, in torch.
+"""How a token is drawn: temperature, then top-k, top-p and min-p. The rules are those of `strop.moe.sampling`, in torch.
 
 The random number of a token has an address: (seed, prompt, sample, place in the completion). So what a row draws does not
 depend on the rows beside it, on the order they end in, or on how many processes share the prompts.
@@ -6,21 +6,36 @@ depend on the rows beside it, on the order they end in, or on how many processes
 Shapes: B rows in all, N in a step, T tokens, V vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from strop._tensors import widest
 from strop.config import Sampling
 
 
 def uniforms(seed: int, addresses: Sequence[int], num_samples: int, num_tokens: int) -> torch.Tensor:
-    """[B, T] float64 in [0, 1): the random numbers of num_samples completions of the prompts with these addresses."""
+    """Return [B, T] float64 in [0, 1): the random numbers of num_samples completions of the prompts with these addresses."""
+    row_bits_B = row_bits(seed, addresses, num_samples)
+    return uniforms_from(row_bits_B, np.zeros(len(row_bits_B), np.uint64), num_tokens)
+
+
+def row_bits(seed: int, addresses: Sequence[int], num_samples: int) -> np.ndarray:
+    """Return [B] uint64, from which all random numbers of a row are made."""
     with np.errstate(over="ignore"):
         prompts_P1 = _mixed(_mixed(np.uint64(seed)) + np.asarray(addresses, np.uint64)[:, None])
-        rows_B1 = _mixed(prompts_P1 + np.arange(num_samples, dtype=np.uint64)).reshape(-1, 1)
-        bits_BT = _mixed(rows_B1 + _STRIDE * np.arange(1, num_tokens + 1, dtype=np.uint64))
+        rows: np.ndarray = _mixed(prompts_P1 + np.arange(num_samples, dtype=np.uint64)).reshape(-1)
+    return rows
+
+
+def uniforms_from(row_bits_B: np.ndarray, first_B: np.ndarray, num_tokens: int) -> torch.Tensor:
+    """Return [B, T] random numbers: for each row those of the tokens from its place first_B on."""
+    with np.errstate(over="ignore"):
+        places_BT = first_B[:, None].astype(np.uint64) + np.arange(1, num_tokens + 1, dtype=np.uint64)
+        bits_BT = _mixed(row_bits_B[:, None] + _STRIDE * places_BT)
     return torch.from_numpy((bits_BT >> np.uint64(11)) * 2.0**-53)
 
 
@@ -57,6 +72,9 @@ def sampling_logps(logits_NV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         before_NV = p_NV.cumsum(-1) - p_NV  # the mass of the tokens more probable than this one
         before_NV[..., 0] = 0.0  # the most probable token always stays
         sorted_NV = sorted_NV.masked_fill(before_NV >= sampling.top_p, -torch.inf).log_softmax(-1)
+    if sampling.min_p > 0:
+        least_N1 = sorted_NV[..., :1] + math.log(sampling.min_p)
+        sorted_NV = sorted_NV.masked_fill(sorted_NV < least_N1, -torch.inf).log_softmax(-1)
     return torch.empty_like(logps_NV).scatter_(-1, order_NV, sorted_NV)
 
 
@@ -69,9 +87,9 @@ def draw(logits_NV: torch.Tensor, uniforms_N: torch.Tensor, sampling: Sampling) 
     if sampling.greedy:
         tokens_N = logits_NV.argmax(-1)
     else:
-        cdf_NV = logps_NV.exp().cumsum(-1, dtype=torch.float64)
+        cdf_NV = logps_NV.exp().cumsum(-1, dtype=widest(logps_NV.device))
         # u·total < total, so the count ends before the last token that has any mass
-        tokens_N = torch.searchsorted(cdf_NV, (uniforms_N.double() * cdf_NV[:, -1])[:, None], right=True)[:, 0]
+        tokens_N = torch.searchsorted(cdf_NV, (uniforms_N.to(cdf_NV.dtype) * cdf_NV[:, -1])[:, None], right=True)[:, 0]
     return tokens_N, logps_NV.gather(-1, tokens_N[:, None])[:, 0]
 
 

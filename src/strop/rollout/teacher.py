@@ -7,11 +7,11 @@ import time
 import torch
 
 from strop.data.batch import TokenBatch, on_device
-from strop.rollout.server import Server, ServerConfig, Unreachable
+from strop.rollout.client import Server, ServerConfig, Unreachable
 
 
 class ServedTeacher:
-    """Of a model at this address as `strop.models.Reference` of one that is here. Its weights stay what they are."""
+    """A teacher behind a server, with the interface of `strop.models.Reference`. Its weights are never changed."""
 
     kind, model, policy = "server", None, None
 
@@ -19,7 +19,7 @@ class ServedTeacher:
         self.server, self.config = Server(url, config), config
 
     def logps(self, batch: TokenBatch, *, temperature: float = 1.0) -> torch.Tensor:
-        """[n] of the tokens that count. One that fails is asked again until server_timeout has passed."""
+        """Return [n], the log-probs of the loss tokens. A server that fails is asked again until it is given up."""
         assert temperature == 1, "servers give log-probs at temperature 1"
         lines = [ids.tolist() for ids in batch.ids_N.split(batch.lengths)]
         with concurrent.futures.ThreadPoolExecutor(min(len(lines), self.config.server_requests)) as threads:
@@ -28,7 +28,7 @@ class ServedTeacher:
         return on_device(logps_N, batch.device).index_select(0, batch.places_n + 1)
 
     def _asked(self, ids: list[int], num_loss_tokens: int) -> list[float]:
-        """Of every token, the first of which has none; nothing is asked of a line that does not count."""
+        """Return a number for every token, 0 for the first. A line without loss tokens is not sent."""
         if not num_loss_tokens:
             return [0.0] * len(ids)
         start, wait = time.monotonic(), 0.1
@@ -36,7 +36,7 @@ class ServedTeacher:
             try:
                 return [0.0, *self.server.prompt_logps(ids)]
             except Unreachable:
-                if time.monotonic() - start > self.config.server_timeout:
+                if time.monotonic() - start > self.server.patience:
                     raise
                 time.sleep(wait)
-                wait = min(2 * wait, 5.0)
+                wait = min(2 * wait, 5.0 if self.server.has_answered else 0.5)

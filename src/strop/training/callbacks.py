@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.data.formats import as_text
+from strop.data.formats import as_text, printable
 from strop.training.logging import JSONLLogger
 
 if TYPE_CHECKING:
@@ -100,7 +100,13 @@ class ProgressBar(Callback):
             def render(_, task: Any) -> Text:
                 return Text(f"{trainer.name} {doing(trainer):<10}")
 
-        columns = (Doing(), BarColumn(), MofNCompleteColumn(), Remaining(), TextColumn("{task.fields[shown]}"))
+        columns = (
+            Doing(),
+            BarColumn(),
+            MofNCompleteColumn(),
+            Remaining(),
+            TextColumn("{task.fields[shown]}", markup=False),
+        )
         self._progress = Progress(*columns, console=Console(stderr=True, force_terminal=self.show))
         state = trainer.state
         self._task = self._progress.add_task(trainer.name, total=state.total_steps, completed=state.step, shown="")
@@ -113,7 +119,7 @@ class ProgressBar(Callback):
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         self._ends.append(time.monotonic())
         names = [name for name in self.metrics if name in metrics][:3]
-        shown = "  ".join(f"{name} {metrics[name]:.3g}" for name in names)
+        shown = printable("  ".join(f"{name} {metrics[name]:.3g}" for name in names))
         step, total = trainer.state.step, trainer.state.total_steps
         if self._progress is not None:
             self._progress.update(self._task, completed=step, shown=shown)
@@ -163,12 +169,13 @@ def doing(trainer: "Trainer") -> str:
 class CheckpointCallback(Callback):
     """A checkpoint in `folder` every so many steps: a file, or where several processes write it a folder.
 
-    keep   how many of the newest stay; 0 is all
+    keep   how many of the newest that can be read stay; 0 is all
     """
 
     def __init__(self, folder: str | Path, every: int, keep: int = 2):
         _check_every(every)
         self.folder, self.every, self.keep = Path(folder), every, keep
+        self._whole: dict[Path, tuple[int, ...]] = {}  # checkpoints that are known to be good, by size and time
 
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if trainer.state.step % self.every == 0:
@@ -179,11 +186,24 @@ class CheckpointCallback(Callback):
         path = self.folder / f"step-{trainer.state.step:08d}{'' if trainer.world.size > 1 else '.safetensors'}"
         trainer.save(path, base=False)
         if self.keep and trainer.world.is_first:
-            from strop.training.checkpoint import all_in, remove
-
-            for old in all_in(self.folder)[: -self.keep]:
-                remove(old)
+            self._prune(path)
         return path
+
+    def _prune(self, newest: Path) -> None:
+        """Remove all but the newest `keep` checkpoints that can be read. What cannot be read is left, and not counted."""
+        from strop.training.checkpoint import all_in, is_whole, remove, stamp
+
+        self._whole = {path: known for path, known in self._whole.items() if stamp(path) == known}
+        self._whole[newest] = stamp(newest)
+        num_kept = 1
+        for path in reversed(all_in(self.folder)):
+            if path == newest:
+                continue
+            if num_kept == self.keep:
+                remove(path)
+            elif path in self._whole or is_whole(path):
+                self._whole[path] = stamp(path)
+                num_kept += 1
 
 
 class BestCheckpoint(Callback):
@@ -242,6 +262,11 @@ class EvaluationCallback(Callback):
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if trainer.state.step % self.every == 0:
             self.evaluate(trainer)
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last evaluation; -1 before the first."""
+        return self._last_step
 
     def evaluate(self, trainer: "Trainer") -> dict[str, float]:
         """Now, unless this step was evaluated already."""
@@ -312,7 +337,7 @@ class EarlyStopping(Callback):
 
 
 class SampleTable(Callback):
-    """A table of prompts, completions and rewards every so many steps, from what the algorithm left in trainer.samples.
+    """A table of prompts, completions and rewards every so many steps, and at the first and the last.
 
     num_rows   how many at most, spread over the step's prompts; the table on the screen has the first four of them
     path       also written there, one JSON object per line; with it and show=False only there
@@ -327,7 +352,9 @@ class SampleTable(Callback):
         self.path = None if path is None else Path(path)
 
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        if trainer.state.step % self.every or not trainer.samples or not trainer.world.is_first:
+        state = trainer.state
+        is_due = state.step % self.every == 0 or state.step in (state.first_step + 1, state.total_steps)
+        if not is_due or not trainer.samples or not trainer.world.is_first:
             return
         chosen = _spread(trainer.samples, self.num_rows)
         samples = [{"step": trainer.state.step, **sample} for sample in chosen]
@@ -340,11 +367,12 @@ class SampleTable(Callback):
 
     def _print(self, samples: list[dict[str, Any]]) -> None:
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Column, Table
         from rich.text import Text
 
         columns = [name for name in samples[0] if name != "step"]
-        table = Table(*columns, title=f"step {samples[0]['step']}", show_lines=True)
+        heads = (Text(printable(name)) for name in columns)
+        table = Table(*(Column(head) for head in heads), title=f"step {samples[0]['step']}", show_lines=True)
         for sample in samples:
             table.add_row(*(Text(self._cell(sample.get(name, ""))) for name in columns))
         Console(stderr=True).print(table)
@@ -354,7 +382,7 @@ class SampleTable(Callback):
         text = f"{value:.4g}" if isinstance(value, float) else as_text(value)
         if len(text) > self.MOST_CHARACTERS:
             text = f"{text[: self.MOST_CHARACTERS]}… ({len(text):,} characters)"
-        return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+        return printable(text)
 
 
 def _spread(samples: list[Any], num_rows: int) -> list[Any]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop import checksums
-from strop.distributed import World, put, whole, world
+from strop.distributed import ALONE, World, put, whole, world
 from strop.models import base_model
 from strop.training import checkpoint_folder, rebuild
 from strop.training.checkpoint_file import FORMAT, Tensors, read, sums_of, write
@@ -432,6 +432,21 @@ def newest_good(folder: Path, cls: type["Trainer"], world: World) -> Saved | Non
             f"none of the {len(paths)} checkpoints in {folder} can be read; without them a run begins anew"
         )
     return None
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether a checkpoint's bytes agree with its checksums, and its header with the table."""
+    try:
+        _contents(path, ALONE)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def stamp(path: Path) -> tuple[int, ...]:
+    """Return sizes and times of a checkpoint's files, by which a change is noticed without reading it."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return tuple(n for file in files if file.exists() for n in (file.stat().st_size, file.stat().st_mtime_ns))
 
 
 def remove_unfinished(run: Path) -> None:

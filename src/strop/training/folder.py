@@ -1,13 +1,14 @@
 """The folder of a run: run.json, metrics.jsonl, samples.jsonl, checkpoints/, final/."""
 
+import contextlib
 import errno
 import json
 import os
 import platform
 import shlex
-import shutil
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ from strop.distributed import class_of
 from strop.models import base_model
 from strop.rewards import described
 from strop.training import checkpoint
-from strop.training.callbacks import CheckpointCallback
+from strop.training.callbacks import CheckpointCallback, EvaluationCallback
 from strop.training.card import write_card
-from strop.training.logging import JSONLLogger, drop_after
+from strop.training.lock import locked
+from strop.training.logging import JSONLLogger, drop_after, is_evaluation
+from strop.training.sources import Sources, changed_sources
 from strop.training.state import get_rng, set_rng
 
 if TYPE_CHECKING:
@@ -41,10 +44,11 @@ class RunFolder:
     def __init__(self, path: Path, save_every: int, keep: int):
         self.path = path
         self.logger: JSONLLogger | None = None  # once it is open
+        self._open = contextlib.ExitStack()  # what `shut` undoes: the lock
         self.checkpoints = CheckpointCallback(path / "checkpoints", save_every or sys.maxsize, keep)
 
-    def open(self, trainer: "Trainer", resume: bool) -> None:
-        """A new run, or with `resume` the one that is there, from its newest checkpoint.
+    def open(self, trainer: "Trainer", resume: bool, allow_changes: bool = False) -> None:
+        """Lock the folder; begin a new run in it, or with `resume` go on with the one there from its newest checkpoint.
 
         Of several processes the first looks and writes, and the others are told.
         """
@@ -53,15 +57,21 @@ class RunFolder:
         newest = checkpoint.newest_good(self.path / "checkpoints", type(trainer), world) if resume else None
         if newest is not None:
             _check_same_run(trainer, newest)
+            if newest.header["state"]["num_rows"] == run.num_rows:  # else `Run` says so, whatever is allowed
+                world.from_first(lambda: self._check_sources(run.sources, allow_changes))
             newest.put(trainer)
             if world.is_first:
                 print(f"{trainer.name} resumed from step {run.state.step}, {newest.path}", file=sys.stderr)
         elif resume and world.is_first:
             print(f"no checkpoint in {self.path} yet: beginning at step {run.state.step}", file=sys.stderr)
-        kept = world.from_first(lambda: self._cut_back(run.state.step if newest else -1))
+        evaluated_until = max(
+            (one.last_step for one in run.callbacks if isinstance(one, EvaluationCallback)), default=-1
+        )
+        kept = world.from_first(lambda: self._cut_back(run.state.step if newest else -1, evaluated_until))
+        if newest is not None and world.is_first:
+            self._warn_of_missing(kept, run.state.step, trainer.config.run.log_every)
         for entry in kept:
-            evaluated = any(name.startswith("eval/") for name in entry)
-            (run.history.evaluations if evaluated else run.history.steps).append(entry)
+            (run.history.evaluations if is_evaluation(entry) else run.history.steps).append(entry)
         if world.is_first:
             self.logger = JSONLLogger(self.path / "metrics.jsonl")
             run.loggers = [*run.loggers, self.logger]
@@ -73,13 +83,45 @@ class RunFolder:
                 f"overwrite=True removes it"
             )
         self.path.mkdir(parents=True, exist_ok=True)
+        self._open.enter_context(locked(self.path))
+        if not resume and (self.path / "run.json").exists():  # begun by another process just now
+            raise ValueError(f"output_dir must not hold a run, found one in {self.path}")
         checkpoint.remove_unfinished(self.path)
 
-    def _cut_back(self, step: int) -> list[dict[str, Any]]:
-        """Metrics and samples to those up to this step; the metrics."""
-        kept = drop_after(self.path / "metrics.jsonl", step)
+    def shut(self) -> None:
+        """Close what `open` opened, whatever became of the run."""
+        if self.logger is not None:
+            self.logger.close()
+        self._open.close()
+
+    def _check_sources(self, now: Sources, allow_changes: bool) -> None:
+        path = self.path / "run.json"
+        before = _read_about(path).get("sources") if path.exists() else None
+        changed = changed_sources(before, now) if isinstance(before, dict) else []
+        if changed and not allow_changes:
+            raise ValueError(
+                f"{self.path} was begun with another {', another '.join(changed)} (hashes in its run.json); "
+                f"allow_changes=True goes on with what is here now"
+            )
+
+    def _cut_back(self, step: int, evaluated_until: int) -> list[dict[str, Any]]:
+        """Cut metrics and samples back to this step; return the metrics.
+
+        evaluated_until   an evaluation after this step is not known to the checkpoint, and will be made again
+        """
         drop_after(self.path / "samples.jsonl", step)
-        return kept
+        until = step if evaluated_until < 0 else evaluated_until
+        return drop_after(self.path / "metrics.jsonl", step, until)
+
+    def _warn_of_missing(self, kept: list[dict[str, Any]], step: int, log_every: int) -> None:
+        last = max((entry["step"] for entry in kept if not is_evaluation(entry)), default=0)
+        if log_every and last < step - step % log_every:
+            found = f"end at step {last}" if last else "have no step"
+            warnings.warn(
+                f"{self.path / 'metrics.jsonl'} must have the steps up to {step}, which the checkpoint is of, but they "
+                f"{found}: reports will lack the others",
+                stacklevel=2,
+            )
 
     def describe(self, trainer: "Trainer") -> None:
         """Write run.json, in the first process."""
@@ -88,7 +130,7 @@ class RunFolder:
         if not trainer.world.is_first:
             return
         path = self.path / "run.json"
-        before = _read_about(path) if path.exists() else {}
+        before, sources = _read_about(path) if path.exists() else {}, trainer.run.sources
         versions = {"strop": __version__, "torch": torch.__version__, "python": platform.python_version()}
         versions |= {name: sys.modules[name].__version__ for name in PACKAGES if name in sys.modules}
         about = {
@@ -105,11 +147,17 @@ class RunFolder:
                 "device": str(trainer.policy.device),
             },
             "num_processes": trainer.world.size,
+            "sources": sources,
             "num_rows": trainer.run.state.num_rows,
             "total_steps": trainer.run.state.total_steps,
             "versions": versions,
             "started": before.get("started") or time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
+        earlier = [*before.get("earlier_sources", ())]
+        if before.get("sources", sources) != sources:
+            earlier.append({"until_step": trainer.run.state.step, **before["sources"]})
+        if earlier:
+            about["earlier_sources"] = earlier
         unfinished = self.path / ".run.json.tmp"
         unfinished.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         unfinished.replace(path)
@@ -123,16 +171,31 @@ class RunFolder:
         return path
 
 
+def check_usable(folder: Path) -> None:
+    """Raise an OSError if nothing can be written to this folder, a ValueError if another process writes to it.
+
+    A folder that is not there yet is not there afterwards.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            pass
+    except OSError as error:
+        raise OSError(f"output must be a folder that can be written to, found {folder}: {error.strerror}") from None
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
 def remove_run(folder: Path) -> None:
     """Delete the files of a run, and nothing else in its folder; where there is no run, nothing at all."""
     if not (folder / "run.json").exists():
         return
-    for name in (*FILES, "run.json"):  # run.json last: a folder that was half removed still is a run's
-        path = folder / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    with locked(folder):
+        for name in (*FILES, "run.json"):  # run.json last: a folder that was half removed still is a run's
+            checkpoint.remove(folder / name)
 
 
 class Rescue:
@@ -160,7 +223,7 @@ class Rescue:
         if state.step == step and not halfway:
             state.epoch, state.position = epoch, position
             set_rng(*self.rng)
-        if self.folder is None:
+        if self.folder is None or not state.step:  # the first step: nothing to go on from
             return
         if halfway:
             error.add_note(self._of_newest("the step may have changed weights, so it has no checkpoint"))

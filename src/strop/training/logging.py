@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from strop.data.formats import printable
+
 CONSOLE_METRICS = (
     "loss", "reward/mean", "preference/accuracy", "preference/margin", "kl", "entropy_estimate", "completion/length",
     "grad_norm", "learning_rate", "tokens_per_second",
@@ -55,7 +57,7 @@ class ConsoleLogger:
         pass
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
-        parts = [f"{name} {value:.4g}" for name, value in values.items()]
+        parts = [f"{printable(name)} {value:.4g}" for name, value in values.items()]
         print(f"step {step:>6}  " + "  ".join(parts), file=self.file or sys.stdout, flush=True)
 
 
@@ -161,9 +163,18 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def drop_after(path: str | Path, step: int) -> list[dict[str, Any]]:
-    """Cut a file of JSON lines back to those up to `step`, and return them: what came after will come again."""
-    kept = [entry for entry in read_metrics(path) if entry["step"] <= step]
+def is_evaluation(entry: Mapping[str, Any]) -> bool:
+    """Return whether a line of metrics is of an evaluation, not of a step."""
+    return any(name.startswith("eval/") for name in entry)
+
+
+def drop_after(path: str | Path, step: int, evaluations_until: int | None = None) -> list[dict[str, Any]]:
+    """Cut a file of JSON lines back to those up to `step`, and return them: what came after will come again.
+
+    evaluations_until   of evaluations those up to this step; None is `step`
+    """
+    last = step if evaluations_until is None else min(step, evaluations_until)
+    kept = [entry for entry in read_metrics(path) if entry["step"] <= (last if is_evaluation(entry) else step)]
     path = Path(path)
     if path.exists():
         unfinished = path.with_name(f".{path.name}.tmp")

@@ -1,4 +1,4 @@
-"""`Run`: where a training run stands, who is told of it, and train(): the loop around a trainer's steps."""
+"""`TrainingRun`: where a training run stands, who is told of it, and train(): the loop around a trainer's steps."""
 
 import random
 import signal
@@ -6,27 +6,32 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from strop._checks import check_count
+from strop._contained import Settings, contained
 from strop.config import RunConfig
+from strop.data.ahead import rows_ahead, taken
+from strop.data.digest import digest_rows
 from strop.distributed import ALONE, World
-from strop.peers import is_of_peers, raise_if_failed
+from strop.process_failures import is_lost_process, raise_if_failed
+from strop.rollout import client
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
 from strop.training.folder import Rescue, RunFolder
 from strop.training.memory import LACKS, raise_explained
-from strop.training.state import History, Sum, TrainState, not_finite, seed_everything, told
+from strop.training.sources import Sources, sources_of
+from strop.training.state import History, Sum, TrainState, no_gradient, not_finite, seed_everything, told
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
 
 
-class Run:
+WITHOUT_SIGNAL = "reward/zero_std_fraction"  # the metric of groups whose rewards are all equal
+
+
+class TrainingRun:
     """A trainer has one from the beginning: steps made by hand count in it as those of train() do.
 
     state         where it stands: steps, epochs, position in the data
@@ -45,6 +50,9 @@ class Run:
         self.stop_reason: str | None = None
         self.about: dict[str, Any] = {}
         self.goes_on = False
+        self.settings = Settings()  # of torch, for every step
+        self.sources: Sources = {}  # of the present train(), as its number of rows
+        self.num_rows = 0
         self._rows: Sequence[Any] = ()  # of train(), while it runs
 
     # ---- a step ----
@@ -57,7 +65,9 @@ class Run:
         self.fire(trainer, "on_step_begin")
         trainer.policy.model.train()
         try:
-            metrics = self._on_host(work(), trainer)
+            with contained():
+                self.settings.apply()
+                metrics = self._on_host(work(), trainer)
         except LACKS as error:
             raise_explained(error, trainer)
         times = phases.metrics()
@@ -82,17 +92,20 @@ class Run:
         metrics, skipped = told({**metrics, "num_tokens": Sum(phases.num_tokens)}, phases.unfit, trainer.world)
         if any(skipped):
             self.state.updates -= int(sum(skipped))
-            raise not_finite(metrics, self.state.step)
+            is_zero = phases.wanted_norm is not None and not phases.wanted_norm
+            raise no_gradient(self.state.step) if is_zero else not_finite(metrics, self.state.step)
         return metrics
 
     def log(self, metrics: dict[str, float]) -> None:
         timed = {"time": self.state.seconds, **metrics}
-        for logger in self.loggers if self.world.rank == 0 else ():
-            logger.log(timed, step=self.state.step)
+        with contained():
+            for logger in self.loggers if self.world.rank == 0 else ():
+                logger.log(timed, step=self.state.step)
 
     def fire(self, trainer: "Trainer", event: str, *arguments: Any) -> None:
         for callback in list(self.callbacks):
-            getattr(callback, event)(trainer, *arguments)
+            with contained():
+                getattr(callback, event)(trainer, *arguments)
 
     # ---- many steps ----
 
@@ -103,23 +116,24 @@ class Run:
         eval_dataset: Any,
         num_steps: int | None,
         num_epochs: int | None,
-        output_dir: str | Path | None,
+        output_dir: Path | None,
         resume: bool,
+        allow_changes: bool,
         progress: bool | None,
     ) -> History:
         """See `Trainer.train`."""
         config = trainer.config.run
-        rows = trainer.prepared(dataset)
-        if config.batch_size > len(rows):
-            raise ValueError(f"batch_size must be at most the number of rows, {len(rows)}, found {config.batch_size}")
-        eval_rows = None if eval_dataset is None else trainer.prepared(eval_dataset, "eval_dataset")
-        if self.world.size > 1:
-            self.world.check_same({"dataset": _some_of(rows), "eval_dataset": _some_of(eval_rows or ())})
         if resume and output_dir is None:
             raise ValueError(
                 "output_dir must be given with resume=True: its newest checkpoint is where the run goes on"
             )
-        folder = None if output_dir is None else RunFolder(Path(output_dir), config.save_every, config.keep_checkpoints)
+        rows = trainer.prepared(dataset)
+        if config.batch_size > len(rows):
+            raise ValueError(f"batch_size must be at most the number of rows, {len(rows)}, found {config.batch_size}")
+        eval_rows = None if eval_dataset is None else trainer.prepared(eval_dataset, "eval_dataset")
+        self.num_rows, self.sources = len(rows), sources_of(trainer, digest_rows(rows))
+        self.world.check_same({**self.sources, "eval_dataset": eval_rows and digest_rows(eval_rows)})
+        folder = None if output_dir is None else RunFolder(output_dir, config.save_every, config.keep_checkpoints)
         self.history, self.stop_reason = History(), None
         loggers, callbacks = self.loggers, self.callbacks
         # without eval_every: at the beginning and at the end
@@ -128,18 +142,19 @@ class Run:
             evaluation = EvaluationCallback(eval_rows, every, at_start=True)
         before, after = _own_callbacks(config, evaluation, folder, progress)
         self.callbacks = before + callbacks + after
+        self.settings = Settings.of_a_run()
         try:
             if folder is not None:
-                folder.open(trainer, resume)
+                folder.open(trainer, resume, allow_changes)
             self._begin(trainer.name, config, len(rows), num_steps, num_epochs)
             if folder is not None:
                 folder.describe(trainer)
             self._steps(trainer, rows, evaluation, folder)
             return self.history
         finally:
-            if folder is not None and folder.logger is not None:
-                folder.logger.close()
-            self.loggers, self.callbacks = loggers, callbacks
+            if folder is not None:
+                folder.shut()
+            self.loggers, self.callbacks, self.settings = loggers, callbacks, Settings()
 
     def _begin(
         self, name: str, config: RunConfig, num_rows: int, num_steps: int | None, num_epochs: int | None
@@ -184,6 +199,8 @@ class Run:
                     history.steps.append({"step": state.step, **metrics})
                 history.interrupted = interruption.signal is not None and state.step < state.total_steps
                 history.signal, history.stop_reason = interruption.signal, self.stop_reason
+                if self.world.is_first and (why := _without_signal(history.steps)):
+                    print(f"{trainer.name}: warning: {why}", file=sys.stderr)
                 if evaluation is not None and not history.interrupted:
                     evaluation.evaluate(trainer)
             finally:
@@ -212,7 +229,8 @@ class Run:
         while True:
             order = epoch_order(len(rows), config.seed, state.epoch, config.shuffle)
             while state.position < len(rows):
-                batch = [rows[index] for index in order[state.position : state.position + config.batch_size]]
+                end = state.position + config.batch_size
+                batch = taken(rows, order[state.position : end], order[end : end + rows_ahead(config.batch_size)])
                 state.position += len(batch)
                 yield batch
             state.epoch, state.position = state.epoch + 1, 0
@@ -225,7 +243,7 @@ class Run:
         ended = state.position >= len(rows)
         epoch, position = (state.epoch + 1, 0) if ended else (state.epoch, state.position)
         order = epoch_order(len(rows), config.seed, epoch, config.shuffle)
-        return [rows[index] for index in order[position : position + config.batch_size]]
+        return taken(rows, order[position : position + config.batch_size])
 
 
 def _own_callbacks(
@@ -241,20 +259,15 @@ def _own_callbacks(
     return [ProgressBar(show=progress)], after
 
 
-def _some_of(rows: Sequence[Any]) -> str:
-    """How many rows there are and what some of them say, for processes to compare: texts, numbers, ids."""
-    some = [_said(rows[len(rows) * i // 8]) for i in range(min(8, len(rows)))]
-    return f"{len(rows)} rows: {some}"
-
-
-def _said(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, Mapping) or is_dataclass(value):
-        return {name: _said(one) for name, one in (value if isinstance(value, Mapping) else vars(value)).items()}
-    if isinstance(value, (list, tuple)):
-        return [_said(one) for one in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
+def _without_signal(steps: list[dict[str, Any]]) -> str:
+    """Return what is said of a run that cannot have learned anything; nothing of any other run."""
+    if not steps:
+        return ""
+    same = all(metrics.get(WITHOUT_SIGNAL) == 1 for metrics in steps)
+    why = "all completions of a prompt had the same reward, so that every advantage was 0" if same else ""
+    if all(metrics.get("grad_norm") == 0 for metrics in steps):
+        return f"nothing was learned: the gradient was 0 in every step{why and ', for '}{why}"
+    return why and f"nothing was learned from rewards: in every step {why}"
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> Sequence[int]:
@@ -307,13 +320,16 @@ class Interruption:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         is_main = bool(self._before)
         self._restore()
-        if error is not None and is_of_peers(error) and is_main:
+        if error is not None and is_lost_process(error) and is_main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which is on its way: first the error is told
 
     def _remember(self, number: int, frame: Any) -> None:
         raise_if_failed()
         self.signal = number
         self._restore()
+        if client.is_stuck():
+            signal.raise_signal(number)  # no step ends while every rollout server fails
+            return
         if self.is_told:
             print("\nfinishing the step; once more to stop at once", file=sys.stderr)
 

@@ -45,7 +45,11 @@ class TrainState:
         return asdict(self)
 
 
-@dataclass
+# the metrics that `history` shows by itself
+SHOWN = ("loss", "reward/mean", "preference/accuracy", "kl", "eval/loss", "eval/accuracy", "eval/reward/mean")
+
+
+@dataclass(repr=False)
 class History:
     """What `train` returns. `steps` and `evaluations` hold the metrics, each with its "step"."""
 
@@ -60,6 +64,41 @@ class History:
         """One metric over the steps that have it."""
         return [metrics[metric] for metrics in (*self.steps, *self.evaluations) if metric in metrics]
 
+    def __repr__(self) -> str:
+        """Return one line for a notebook: how many steps, and the last metrics."""
+        last = {name: value for entry in (*self.steps[-1:], *self.evaluations[-1:]) for name, value in entry.items()}
+        shown = [f"{name} {last[name]:.4g}" for name in SHOWN if isinstance(last.get(name), (int, float))]
+        counts = [
+            f"{len(self.steps):,} steps",
+            *([f"{len(self.evaluations):,} evaluations"] if self.evaluations else []),
+        ]
+        return f"History({', '.join([*counts, *shown, *(['interrupted'] if self.interrupted else [])])})"
+
+    def plot(self, *metrics: str) -> Any:
+        """Draw these metrics by step, those of SHOWN if none is named, and return matplotlib's figure."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("history.plot() needs matplotlib: pip install matplotlib") from error
+        entries = [*self.steps, *self.evaluations]
+        known = list(dict.fromkeys(name for entry in entries for name in entry if name not in ("step", "time")))
+        if missing := [name for name in metrics if name not in known]:
+            raise ValueError(f"metrics must be some of {', '.join(known)}, found {', '.join(missing)}")
+        names = list(metrics) or [name for name in SHOWN if name in known] or known[:4]
+        if not names:
+            raise ValueError("history must hold a step to plot, found none")
+        columns = min(len(names), 3)
+        rows = -(-len(names) // columns)
+        figure = Figure(figsize=(4 * columns, 2.8 * rows), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False).flat
+        for axis, name in zip(axes, names, strict=False):
+            points = sorted((entry["step"], entry[name]) for entry in entries if entry.get(name) is not None)
+            axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 25 else None, markersize=3)
+            axis.set(title=name, xlabel="step")
+        for axis in axes:
+            axis.set_axis_off()
+        return figure
+
 
 class Phases:
     """Seconds by name of phase; a phase within another counts for the inner one only.
@@ -72,6 +111,8 @@ class Phases:
     def __init__(self, device: torch.device | None = None) -> None:
         self.failed: str | None = None  # the innermost phase an error came from
         self.num_tokens = 0  # that the step has read
+        self.wanted_norm: torch.Tensor | None = None  # of a gradient that must not be 0
+        self.num_draws = 0  # how often the model drew its dropout
         self.unfit: list[torch.Tensor] = []  # of its updates: 1 from the one on whose numbers are not finite
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._spans: list[tuple[str, str | None, Any, Any]] = []  # name, the phase around it, begin, end
@@ -135,6 +176,15 @@ class Phases:
 def not_finite(found: dict[str, Any], step: int) -> FloatingPointError:
     return FloatingPointError(
         f"loss {found.get('loss')} and gradient norm {found.get('grad_norm')} must be finite; the weights are those of "
+        f"step {step}, before this update"
+    )
+
+
+def no_gradient(step: int) -> RuntimeError:
+    """Return the error of an update that cannot change anything although it should."""
+    return RuntimeError(
+        "the gradient must not be exactly 0 for all parameters while an advantage is not 0: the model's forward may run "
+        "without gradients (no_grad, detach), or give every token it sampled the probability 1; the weights are those of "
         f"step {step}, before this update"
     )
 

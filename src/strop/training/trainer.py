@@ -10,21 +10,28 @@ An algorithm says how rows become a batch and which loss that has:
 
 import contextlib
 import inspect
+import os
 import random
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 
+from strop import _trl
+from strop._contained import contained
+from strop._install import missing
+from strop._tensors import widened
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
-from strop.data.formats import prepared
+from strop.data.formats import check_rows, prepared
 from strop.data.inputs import check_tokenizer
+from strop.data.tokenize import is_thread_safe
 from strop.distributed import world
 from strop.models import Policy, as_policy, load_model, one_thread, unwrapped
-from strop.models.prepare import prepared_model, warn_of_half_precision
+from strop.models.prepare import check_precision, prepared_model
 from strop.models.scorer import as_scorer
 from strop.training import checkpoint
 from strop.training.callbacks import Callback
@@ -32,8 +39,8 @@ from strop.training.folder import flat, remove_run
 from strop.training.logging import Logger
 from strop.training.memory import LACKS, raise_explained
 from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
-from strop.training.run import Run, checked_callbacks, checked_loggers
-from strop.training.state import History, Phases, TrainState, not_finite, rng_kept, told
+from strop.training.run import TrainingRun, checked_callbacks, checked_loggers
+from strop.training.state import History, Phases, TrainState, no_gradient, not_finite, rng_kept, told
 
 if TYPE_CHECKING:
     from strop.moe import MoETransformer
@@ -43,6 +50,7 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 LEAN_TOKENS = 4  # times micro_batch_tokens, where a token takes a fraction of the memory: see `models.layers`
 USERS_PHASES = ("reward",)  # functions of the user's run in them, with all of torch's threads
+DROPOUT_PHASES = ("score", "forward")  # in which the model may draw
 
 
 class Update(dict[str, Any]):
@@ -57,7 +65,7 @@ class Trainer:
     model       a causal LM of transformers (also with peft adapters), strop's MoE, a module that returns logits, or a name
                 as `strop.models.load_model` takes it
     ref_model   the frozen reference; a copy of the model (or the base below its adapters) if not given
-    device      "cpu", "cuda", "cuda:1"; None loads a name onto CUDA where there is one, and leaves a module where it is
+    device      "cpu", "cuda", "cuda:1", "mps", "xpu"; None loads a name onto CUDA where there is one, and leaves a module where it is
     config      the algorithm's Config; **options change single fields of it, flat: learning_rate=1e-4
     logger      one logger or several
     callbacks   one object of strop.callbacks or several
@@ -66,6 +74,8 @@ class Trainer:
 
     Config: ClassVar[type[TrainerConfig]] = TrainerConfig
     any_format = False  # whether a dataset's rows may have any columns
+    # which formats a dataset's rows may have; where they are given, `prepare` gets parts of a large dataset
+    formats: ClassVar[tuple[str, ...]] = ()
     scores: ClassVar[bool] = False  # the model is a sequence classifier with one label
 
     def __init__(
@@ -83,6 +93,8 @@ class Trainer:
     ):
         self.name = type(self).__name__
         self.config = self._make_config(config, options)
+        for idle in self.config.without_effect():
+            warnings.warn(idle, stacklevel=3)
         check_tokenizer(tokenizer)
         self.world = world()
         if self.world.size > 1:
@@ -101,17 +113,23 @@ class Trainer:
         self.policy = read_as(prepared_model(given, self.config.run, self.config.lora), tokenizer)
         self.tokenizer = self.policy.tokenizer
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
-        warn_of_half_precision(self.module)
+        check_precision(self.module)
         self.world.make_same(self.module)
-        self.run = Run(logger, callbacks, self.world)
+        self.run = TrainingRun(logger, callbacks, self.world)
         self.phases = Phases(self.policy.device)  # of the present step
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.reference: Any = None
+        self.environments: list[Any] = []  # and tools of the user: a resumed run asks whether they are the same
         self.doing = ""  # besides steps: "evaluating", "saving"
         self.setup(ref_model)
         if self.config.run.shard == "full":
             self._shard()
         self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
+
+    def __repr__(self) -> str:
+        """Return one line for a notebook: the algorithm, the model and the step."""
+        total = f" of {self.state.total_steps:,}" if self.state.total_steps else ""
+        return f"{self.name}({type(self.module).__name__}, step {self.state.step:,}{total})"
 
     # ---- for subclasses ----
 
@@ -124,8 +142,16 @@ class Trainer:
             )
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> Sequence[Any]:
-        """Check a dataset's rows and bring them into the form `step_on` takes. Called once by train(), before step 1."""
+        """Return a dataset's rows, checked, in the form `step_on` takes.
+
+        train() calls it once with all rows, before step 1. If the class says which `formats` it takes, it is called with
+        parts of a large dataset instead, ahead of the steps that need them and perhaps in a thread.
+        """
         return rows
+
+    def check_columns(self, rows: Sequence[Any], name: str) -> None:
+        """Raise if a row of the dataset lacks a column or has a wrong value: a quick pass over all rows before step 1."""
+        check_rows(rows, self.formats, where=name, what=self.name)
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
         """Train on these rows of the dataset; returns the metrics."""
@@ -142,8 +168,11 @@ class Trainer:
     def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         """Take back what `extra_state` gave."""
 
-    def update(self, losses: Iterable[Callable[[], Any]]) -> Update:
-        """One optimiser step on the sum of the losses, each made by its function just before its backward.
+    def update(self, losses: Iterable[Callable[[], Any]], *, has_signal: bool = False) -> Update:
+        """Do one optimiser step on the sum of the losses, each made by its function just before its backward.
+
+        has_signal   there is something to learn from (an advantage that is not 0), so that a gradient of exactly 0 is an
+                     error: of the model's forward, or of a setting of torch's
 
         A function returns the loss, or a tuple with the loss first, as those of strop.losses do. What is not finite never
         reaches the weights. On a GPU the optimiser is told so there, and the step's end, which waits for the device anyway,
@@ -175,12 +204,17 @@ class Trainer:
                 loss = self.world.summed(loss)
             update = Update(loss=loss, grad_norm=grad_norm)
             if can_skip(self.optimizer):
-                self.optimizer.found_inf = self.phases.note_unfit(loss + grad_norm)  # type: ignore[attr-defined]
+                unfit = loss + grad_norm
+                if has_signal:
+                    self.phases.wanted_norm, unfit = grad_norm, unfit / (grad_norm != 0)  # x/0 is not finite
+                self.optimizer.found_inf = self.phases.note_unfit(unfit)  # type: ignore[attr-defined]
             else:
-                loss_and_norm = torch.stack([value.double() for value in update.values()])
+                loss_and_norm = torch.stack([widened(value) for value in update.values()])
                 update.update(zip(update, loss_and_norm.tolist(), strict=True))
                 if not all(abs(value) < float("inf") for value in update.values()):
                     raise not_finite(update, self.state.step)
+                if has_signal and not update["grad_norm"]:
+                    raise no_gradient(self.state.step)
             learning_rate = self.set_learning_rate(self.optimizer, self.config.optim)
             self.state.updates += 1  # before it: one that fails halfway has changed weights
             self.optimizer.step()
@@ -194,9 +228,22 @@ class Trainer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the seconds within as the metric time/<name>."""
+        """Count the seconds within as the metric time/<name>. Code of the user's within leaves torch's settings alone."""
         alone = (self.policy.kind == "moe" or self.policy.device.type == "cuda") and name not in USERS_PHASES
-        with self.phases.phase(name), one_thread() if alone else contextlib.nullcontext():
+        with self.phases.phase(name), contained(), one_thread() if alone else contextlib.nullcontext():
+            if self.config.run.dropout and name in DROPOUT_PHASES:
+                with self._own_generator():
+                    yield
+            else:
+                yield
+
+    @contextlib.contextmanager
+    def _own_generator(self) -> Iterator[None]:
+        """Draw dropout from (seed, step, rank, number), whatever the user's functions did to torch's generators."""
+        self.phases.num_draws += 1
+        device = self.policy.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(self.seed_of(self.state.step, "dropout", self.world.rank, self.phases.num_draws))
             yield
 
     def seed_of(self, *parts: Any) -> int:
@@ -268,7 +315,9 @@ class Trainer:
         output_dir: str | Path | None = None,
         resume: bool = False,
         overwrite: bool = False,
+        allow_changes: bool = False,
         progress: bool | None = None,
+        **unknown: Any,
     ) -> History:
         """Train on a dataset: a list of dicts, a `datasets.Dataset`, or a file or name as `load_rows` takes them.
 
@@ -279,26 +328,46 @@ class Trainer:
         output_dir              the run folder: metrics, samples, checkpoints, and at the end the model
         resume                  continue from the newest checkpoint in output_dir, or begin if there is none
         overwrite               remove a run that is in output_dir first, and nothing else there
+        allow_changes           with resume=True: go on although reward functions, environment, chat template or rows
+                                have changed since the run began
         progress                True shows a progress bar and tables of samples, False nothing; None shows them on a
                                 terminal, and elsewhere a line now and then
         """
+        for name in unknown:
+            raise TypeError(self._not_of_train(name))
         if resume and overwrite:
             raise ValueError("overwrite must be False with resume=True: one goes on with a run, the other removes it")
         if isinstance(dataset, (str, Path)):
             self.run.about["data"] = str(dataset)
-        if overwrite and output_dir is not None:
+        output = (
+            None if output_dir is None else Path(os.path.abspath(output_dir))
+        )  # a function may change the directory
+        if overwrite and output is not None:
             dataset = self.prepared(dataset)  # first: one with a mistake in it costs no run
-            self.world.from_first(lambda: remove_run(Path(output_dir)))
-        return self.run.train(self, dataset, eval_dataset, num_steps, num_epochs, output_dir, resume, progress)
+            self.world.from_first(lambda: remove_run(output))
+        return self.run.train(
+            self, dataset, eval_dataset, num_steps, num_epochs, output, resume, allow_changes, progress
+        )
 
     def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
-        """A dataset's rows, loaded, checked and tokenised: train() and evaluate() take them without doing so again."""
-        return prepared(dataset, self.prepare, name, self.any_format)
+        """Return a dataset's rows for train() and evaluate(), loaded and checked; they do not do so again.
+
+        Up to 1,000 rows are tokenised here. Of more, only the columns are checked here: rows are tokenised in a thread
+        shortly before the step that needs them.
+        """
+        return prepared(
+            dataset,
+            self.prepare,
+            name,
+            any_format=self.any_format,
+            check=self.check_columns if self.formats and not self.any_format else None,
+            with_thread=is_thread_safe(self.tokenizer),
+        )
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Metrics of a dataset, as eval/<metric>. Changes neither weights nor random numbers."""
         rows = list(self.prepared(dataset, "eval_dataset"))
-        with self._doing("evaluating"), self.policy.evaluating(), torch.no_grad(), rng_kept():
+        with contained(), self._doing("evaluating"), self.policy.evaluating(), torch.no_grad(), rng_kept():
             try:
                 metrics, _ = told(self.evaluate_on(rows), [], self.world)
             except LACKS as error:
@@ -318,6 +387,9 @@ class Trainer:
     def from_checkpoint(cls, path: str | Path, model: Any = None, ref_model: Any = None, **arguments: Any) -> Self:
         """The trainer as it was saved. Plain modules and functions (reward_fn, logger, …) have to be passed in again."""
         saved = checkpoint.load(path, cls)
+        if "env_id" in arguments:
+            del arguments["env_id"]
+            warnings.warn("env_id has no effect: a trainer has no environment registry", stacklevel=2)
         trainer = cls(**(arguments | saved.rebuilt(model, ref_model, arguments.get("tokenizer"))))
         saved.put(trainer)
         return trainer
@@ -334,7 +406,7 @@ class Trainer:
         try:
             from huggingface_hub import HfApi
         except ImportError:
-            raise ImportError('push_to_hub needs huggingface_hub: pip install "strop[train]"') from None
+            raise missing("push_to_hub", "huggingface_hub", "train") from None
         api = HfApi()
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         with tempfile.TemporaryDirectory() as made:
@@ -413,6 +485,20 @@ class Trainer:
             if option not in known and "." not in option:
                 raise ValueError(unknown_option(option, [*known, *arguments], f" of {self.name}", self.Config))
         return (config if config is not None else self.Config()).changed(options)
+
+    def _not_of_train(self, name: str) -> str:
+        """Return the message for an argument that train() does not have."""
+        arguments = inspect.signature(Trainer.__init__).parameters
+        if name in arguments or name in option_names(self.Config):
+            return f"train has no argument {name!r}; it is one of {self.name}: {self.name}(model=…, {name}=…)"
+        hint = _trl.hint(name, self.name)
+        return f"train has no argument {name!r}" + (f"; {hint}" if hint else "")
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise the error for an attribute that is not there, with a hint where it is one of TRL's trainers."""
+        if name in _trl.METHODS:
+            raise AttributeError(f"{type(self).__name__} has no {name}; {_trl.METHODS[name]}")
+        return object.__getattribute__(self, name)  # raises again, also what a property of this name raised
 
     def _shard(self) -> None:
         if not self.world.launched:

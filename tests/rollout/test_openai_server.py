@@ -11,11 +11,18 @@ import urllib.request
 import pytest
 import torch
 from tiny_models import llama
-from tiny_tokenizers import hugging_face
+from tiny_tokenizers import CHATML, hugging_face
+from tokenizers import decoders
+from typer.testing import CliRunner
 
+from strop.cli import app
+from strop.environments.tools import parser_of
 from strop.models import as_policy
-from strop.rollout import Sampling, generate
-from strop.rollout.serving import RequestError, Serving, make_server
+from strop.rollout import Sampling, generate, sampling_queue
+from strop.rollout.openai_server import OpenAIServer
+from strop.rollout.sampling import sampling_logps
+from strop.rollout.sampling_queue import SamplingQueue, SamplingRequest
+from strop.rollout.served_model import RequestError, ServedModel, ToolCall
 
 PROMPT = [5, 6, 7]
 
@@ -32,17 +39,18 @@ def policy(tokenizer):
 
 @pytest.fixture(scope="module")
 def url(policy):
-    server = make_server(Serving(policy, "tiny"))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    served = ServedModel(policy, "tiny")
+    server = OpenAIServer(served).start()
+    yield server.url
+    server.stop()
+    served.close()
 
 
 def ask(url, path, body=None, raw=False):
     data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=60) as answer:
+        request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
             text = answer.read().decode()
             return answer.status, text if raw else json.loads(text)
     except urllib.error.HTTPError as error:
@@ -163,7 +171,7 @@ def test_chat_goes_through_the_template(url, policy):
         ("/v1/completions", {"prompt": PROMPT, "n": 0}, 400, "n must be at least 1, found 0"),
         ("/v1/completions", {"prompt": PROMPT, "n": 2, "stream": True}, 400, "n must be 1 in a stream, found 2"),
         ("/v1/completions", {"prompt": PROMPT, "stop": [3]}, 400, "stop must be a text or several, found [3]"),
-        ("/v1/completions", {"prompt": PROMPT, "logprobs": 5}, 400, "logprobs must be 0"),
+        ("/v1/completions", {"prompt": PROMPT, "logprobs": 21}, 400, "logprobs must be from 0 to 20, found 21"),
         ("/v1/completions", {"prompt": PROMPT, "repetition_penalty": 1.2}, 400, "repetition_penalty must be 1, found 1.2"),
         ("/v1/completions", {"prompt": PROMPT, "model": "other"}, 404, "The model `other` does not exist."),
         ("/v1/chat/completions", {"messages": "hello"}, 400, "messages must be a list of messages, found 'hello'"),
@@ -221,7 +229,7 @@ def weights_of(serving):
 
 def test_refused_weights_change_nothing(tmp_path):
     llama(num_hidden_layers=3, scale=2.0).save_pretrained(tmp_path)
-    serving = Serving(as_policy(llama()), "tiny", True)
+    serving = ServedModel(as_policy(llama()), "tiny")
     before = weights_of(serving)
     with pytest.raises(
         RequestError, match=r"weights_path must hold the weights of tiny, found other ones at model\.layers\.2"
@@ -244,7 +252,7 @@ def test_an_adapter_that_does_not_load_leaves_the_model_as_it_was(fault, others,
     llama().save_pretrained(tmp_path / "base")
     if fault == "no weights":
         (tmp_path / "bad" / "adapter_model.safetensors").unlink()
-    serving = Serving(as_policy(llama()), "tiny", True)
+    serving = ServedModel(as_policy(llama()), "tiny")
     if others:
         serving.load_adapter("good", good)
     before = weights_of(serving)
@@ -270,3 +278,181 @@ def test_requests_of_the_wrong_kind_name_what_is_wrong(url, body, says):
     status, answer = ask(url, "/v1/completions", body)
     assert status == 400
     assert says in answer["error"]["message"]
+
+
+# ---- together ----
+
+
+def test_rows_decoded_together_are_those_decoded_alone(policy):
+    """Requests of three sampling rules and of several lengths, submitted at once."""
+    settings = [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 9}, {}]
+    asked = [
+        SamplingRequest(
+            prompt=[*PROMPT, number], sampling=Sampling(max_new_tokens=5 + 6 * (number % 5), **settings[number % 3]),
+            num_samples=1 + number % 2, seed=number,
+        )
+        for number in range(12)
+    ]  # fmt: skip
+    queue = SamplingQueue(policy)
+    try:
+        for request, ticket in [(one, queue.submit(one)) for one in asked]:
+            rollout = generate(
+                policy, [request.prompt], request.sampling, num_samples=request.num_samples, seed=request.seed
+            )
+            found = ticket.result(60)
+            assert [one.ids for one in found] == [ids.tolist() for ids in rollout.completion_ids]
+            for one, logps in zip(found, rollout.logps, strict=True):
+                assert one.logps == pytest.approx(logps.tolist(), abs=1e-5)
+        pieces_alone = sum(-(-len(one.ids) // 16) for request in asked for one in queue.submit(request).result(60))
+        assert queue.num_turns < 12 + pieces_alone
+        queue.call(lambda: None)
+        assert not queue._kept
+    finally:
+        queue.close()
+
+
+def test_calls_between_requests_see_no_row(policy):
+    queue = SamplingQueue(policy)
+    try:
+        tickets = [queue.submit(SamplingRequest(prompt=PROMPT, sampling=Sampling(max_new_tokens=40))) for _ in range(3)]
+        assert queue.call(lambda: len(queue._active)) == 0
+        for ticket in tickets:
+            ticket.result(60)
+        with pytest.raises(ZeroDivisionError):
+            queue.call(lambda: 1 / 0)
+    finally:
+        queue.close()
+    with pytest.raises(RuntimeError, match="the sampling queue is closed"):
+        queue.submit(tickets[0].request)
+
+
+def test_an_engine_that_fails_fails_its_requests_alone(policy, monkeypatch):
+    monkeypatch.setitem(sampling_queue.ENGINES, "hf", lambda *args, **options: 1 / 0)
+    queue = SamplingQueue(policy)
+    try:
+        request = SamplingRequest(prompt=PROMPT, sampling=Sampling(max_new_tokens=4))
+        with pytest.raises(ZeroDivisionError):
+            queue.submit(request).result(60)
+        monkeypatch.undo()
+        assert len(queue.submit(request).result(60)[0].ids) >= 1
+    finally:
+        queue.close()
+
+
+# ---- fields ----
+
+
+def test_top_logprobs_are_the_most_probable_of_the_distribution(url, policy):
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0.7, "top_k": 3, "seed": 1, "logprobs": 5,
+            "return_token_ids": True}  # fmt: skip
+    choice = ask(url, "/v1/completions", body)[1]["choices"][0]
+    tops = choice["logprobs"]["top_logprobs"]
+    with torch.no_grad():
+        logits_TV = policy.model(torch.tensor([PROMPT + choice["token_ids"]])).logits[0]
+    wanted_TV = sampling_logps(logits_TV[2:-1], Sampling(temperature=0.7, top_k=3))
+    for top, wanted_V, logp in zip(tops, wanted_TV, choice["logprobs"]["token_logprobs"], strict=True):
+        values = wanted_V.topk(3).values.tolist()
+        assert sorted(top.values(), reverse=True) == pytest.approx(values, abs=1e-5)
+        assert any(logp == pytest.approx(value, abs=1e-5) for value in values)
+    chat = {"messages": [{"role": "user", "content": "ab?"}], "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    content = ask(url, "/v1/chat/completions", chat)[1]["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [2] * len(content)
+
+
+def test_min_p_leaves_out_improbable_tokens(url, policy):
+    body = {"prompt": PROMPT, "max_tokens": 8, "min_p": 0.3, "seed": 2, "return_token_ids": True, "logprobs": 0}
+    choice = ask(url, "/v1/completions", body)[1]["choices"][0]
+    rollout = generate(policy, [PROMPT], Sampling(max_new_tokens=8, min_p=0.3), seed=2)
+    assert choice["token_ids"] == rollout.completion_ids[0].tolist()
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(rollout.logps[0].tolist(), abs=1e-5)
+
+
+def test_min_p_by_hand():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    found = sampling_logps(logits, Sampling(min_p=0.3)).exp()[0]  # at least 0.15
+    torch.testing.assert_close(found, torch.tensor([0.5, 0.3, 0.15, 0.0]) / 0.95)
+    found = sampling_logps(logits, Sampling(min_p=0.5, top_k=3)).exp()[0]
+    torch.testing.assert_close(found, torch.tensor([0.5, 0.3, 0.0, 0.0]) / 0.8)
+
+
+def test_a_stream_draws_what_the_request_without_one_draws(url):
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}]}], "max_tokens": 30, "seed": 3}
+    whole = ask(url, "/v1/chat/completions", body)[1]
+    stream = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    lines = ask(url, "/v1/chat/completions", stream, raw=True)[1].split("\n\n")
+    found = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in found[:-1])
+    assert text == whole["choices"][0]["message"]["content"]
+    assert found[-1]["usage"] == whole["usage"]
+    assert found[-1]["choices"] == []
+
+
+TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+
+
+def serve_scripted(text, template):
+    """A server whose model says this text."""
+    tokenizer = hugging_face(template=template)
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()  # no blanks between tokens
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "{", "}", '"', "/"])
+    policy = as_policy(llama(eos_token_id=1, vocab_size=len(tokenizer), max_position_embeddings=1024), tokenizer)
+    ids = [*tokenizer.encode(text, add_special_tokens=False), 1]
+
+    def complete(policy, prompts, sampling, num_samples, uniforms_BT, eos_ids, kept=None):
+        said = len(prompts[0]) - complete.num_prompt
+        row = torch.tensor(ids[said : said + sampling.max_new_tokens])
+        return [row], [torch.zeros(len(row))]
+
+    def parse_calls(reply):
+        return [ToolCall(call.name, call.arguments) for call in parser_of(tokenizer)(reply) if not call.error]
+
+    return ServedModel(policy, "tiny", parse_calls=parse_calls), complete
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_tools_come_in_openais_form(monkeypatch, stream):
+    text = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    served, complete = serve_scripted(text, TOOLS_TEMPLATE)
+    monkeypatch.setitem(sampling_queue.ENGINES, "hf", complete)
+    messages = [{"role": "user", "content": "1+1"}]
+    tokenizer = served.policy.tokenizer
+    prompt = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False, add_generation_prompt=True)
+    complete.num_prompt = len(tokenizer.encode(prompt, add_special_tokens=False))
+    server = OpenAIServer(served).start()
+    try:
+        body = {"messages": messages, "tools": [TOOL], "max_tokens": 200, "stream": stream}
+        if stream:
+            pieces = events(ask(server.url, "/v1/chat/completions", body, raw=True)[1])
+            message, reason = pieces[-1]["delta"], pieces[-1]["finish_reason"]
+            assert message["tool_calls"][0]["index"] == 0
+        else:
+            choice = ask(server.url, "/v1/chat/completions", body)[1]["choices"][0]
+            message, reason = choice["message"], choice["finish_reason"]
+        (call,) = message["tool_calls"]
+        assert (call["type"], call["function"]["name"]) == ("function", "add")
+        assert json.loads(call["function"]["arguments"]) == {"a": 1}
+        assert (message["content"], reason) == ("so", "tool_calls")
+    finally:
+        server.stop()
+        served.close()
+
+
+def test_tools_that_the_template_does_not_write_are_refused(policy):
+    served = ServedModel(policy, "tiny", parse_calls=lambda reply: [])
+    server = OpenAIServer(served).start()
+    try:
+        body = {"messages": [{"role": "user", "content": "ab"}], "tools": [TOOL], "max_tokens": 2}
+        status, answer = ask(server.url, "/v1/chat/completions", body)
+        assert status == 400
+        assert "the model's chat template does not write them" in answer["error"]["message"]
+        assert ask(server.url, "/v1/chat/completions", {**body, "tool_choice": "none"})[0] == 200
+    finally:
+        server.stop()
+        served.close()
+
+
+def test_the_command_needs_a_key_before_it_loads_a_model():
+    found = CliRunner().invoke(app, ["serve", "no-such-model", "--host", "0.0.0.0"], env={"STROP_API_KEY": None})
+    assert found.exit_code != 0
+    assert "api_key must be given where other machines can ask" in str(found.exception)

@@ -9,6 +9,8 @@ import collections
 import http.client
 import json
 import math
+import os
+import socket
 import threading
 import time
 import urllib.parse
@@ -30,6 +32,7 @@ NEEDS = {  # what a server must be started with to have these
 }
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # a server that answers so may answer better in a while
 PROBE = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "seed": 0, "prompt_logprobs": 0}
+Completion = tuple[torch.Tensor, torch.Tensor]  # ids and log-probs
 SIGMAS = 8  # two sets of weights are told apart where their log-probs differ by so many standard errors of a server's
 
 
@@ -101,14 +104,22 @@ class Server:
     def __init__(self, url: str, config: ServerConfig):
         self.url, self.config = url.rstrip("/").removesuffix("/v1"), config
         self.failing_since: float | None = None
+        self.has_answered = False
+        self._nobody_listens = False  # at the last request
         self._weights: Weights | None = None  # that it has; None after a failure
         self._model = ""  # what it is asked for: the model's name there, or the adapter's
         self._turn = threading.Lock()
 
     @property
+    def patience(self) -> float:
+        """Return for how many seconds the server may fail before it is given up."""
+        never_started = self._nobody_listens and not self.has_answered
+        return min(self.config.server_timeout, self.config.server_start_timeout if never_started else math.inf)
+
+    @property
     def late(self) -> bool:
         """Whether it fails, and has done so for too long."""
-        return self.failing_since is not None and time.monotonic() - self.failing_since > self.config.server_timeout
+        return self.failing_since is not None and time.monotonic() - self.failing_since > self.patience
 
     def failed(self, since: float, error: ServerError) -> None:
         """One that broke off may have been started anew, with other weights."""
@@ -200,7 +211,7 @@ class Server:
                 "frequency_penalty": 0.0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}  # fmt: skip
         return self.post("/v1/completions", told | asked)
 
-    def completions(self, asked: dict[str, Any], policy: Policy) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def completions(self, asked: dict[str, Any], policy: Policy) -> list[Completion]:
         """Ids and log-probs of each completion; an answer that cannot be one is an error."""
         choices = self._choices(self.complete(asked), asked["n"])
         return [self._checked(choice, asked, policy) for choice in choices]
@@ -211,7 +222,7 @@ class Server:
             raise ServerError(f"{self.url} must give {num} choices, found {_shown(answer)}")
         return sorted(choices, key=lambda choice: choice["index"])
 
-    def _checked(self, choice: Any, asked: dict[str, Any], policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+    def _checked(self, choice: Any, asked: dict[str, Any], policy: Policy) -> Completion:
         def wrong(wanted: str, found: Any) -> ServerError:
             return ServerError(f"{self.url} must give {wanted}, found {_shown(found)}")
 
@@ -241,12 +252,17 @@ class Server:
         """The answer's JSON, or as text what is none."""
         address = urllib.parse.urlsplit(self.url)
         kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("STROP_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
         connection = kind(address.hostname or "", address.port, timeout=self.config.server_timeout)
         try:
-            connection.request(method, address.path + path, body, {"Content-Type": "application/json"})
+            connection.request(method, address.path + path, body, headers)
             answer = connection.getresponse()
+            self.has_answered = True
             status, text = answer.status, answer.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
+            self._nobody_listens = isinstance(error, ConnectionRefusedError | socket.gaierror)
             said = f"no answer in {self.config.server_timeout:g} s" if isinstance(error, TimeoutError) else error
             raise Unreachable(f"{self.url} does not answer {path}: {type(error).__name__}: {said}") from None
         finally:
@@ -277,14 +293,21 @@ def _shown(value: Any) -> str:
 
 # ---- all of them ----
 
+_waiting: list["Pending"] = []
+
+
+def is_stuck() -> bool:
+    """Return whether a rollout waits for servers that all fail. A signal then acts at once: no step can be finished."""
+    return any(pending.is_stuck for pending in _waiting)
+
 
 class Pending:
     """Requests on their way. Every server has threads that take the next prompt; one that failed goes back to be taken."""
 
     def __init__(self, servers: list[Server], weights: Weights, requests: list[dict[str, Any]], policy: Policy):
-        self._requests, self._weights, self._policy = requests, weights, policy
+        self._servers, self._requests, self._weights, self._policy = servers, requests, weights, policy
         self._todo = collections.deque(range(len(requests)))
-        self._found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._found: dict[int, list[Completion]] = {}
         self._failures: dict[str, str] = {}
         self._error: BaseException | None = None
         self._turn = threading.Condition()
@@ -295,8 +318,20 @@ class Pending:
         for server in jobs:
             threading.Thread(target=self._work, args=(server,), daemon=True).start()
 
-    def result(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def result(self) -> list[Completion]:
         """Ids and log-probs of all completions, in the order of the requests. Waits."""
+        _waiting.append(self)
+        try:
+            return self._result()
+        finally:
+            _waiting.remove(self)
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if every server fails at present, so that nobody knows when the step goes on."""
+        return all(server.failing_since is not None for server in self._servers)
+
+    def _result(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         told: set[str] = set()
         while True:
             with self._turn:
@@ -331,7 +366,7 @@ class Pending:
                 if self._failed(server, index, error):
                     return
                 time.sleep(wait)
-                wait = min(2 * wait, 5.0)
+                wait = min(2 * wait, 5.0 if server.has_answered else 0.5)
             except BaseException as error:
                 with self._turn:
                     self._error = error
@@ -352,6 +387,11 @@ class Pending:
             self._working -= late
             if not self._working:
                 causes = "; ".join(self._failures.values())
-                self._error = ServerError(f"{causes}; given up after {server.config.server_timeout:g} s")
+                hint = (
+                    ""
+                    if server.has_answered
+                    else "; is the server started? One that is loading needs server_start_timeout"
+                )
+                self._error = ServerError(f"{causes}; given up after {server.patience:g} s{hint}")
             self._turn.notify_all()
         return late

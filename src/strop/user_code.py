@@ -9,13 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from strop._contained import contained
+
 
 def load_function(name: str, what: str) -> Callable[..., Any]:
     """file.py:function, or package.module:function."""
     place, colon, function = name.rpartition(":")
     if not colon or not place or not function:
         raise ValueError(f"{what} must be file.py:function or package.module:function, found {name!r}")
-    module = _module_of_file(Path(place), what) if place.endswith(".py") else _module_named(place, what)
+    with contained():
+        module = _module_of_file(Path(place), what) if place.endswith(".py") else _module_named(place, what)
     if not hasattr(module, function):
         public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         near = difflib.get_close_matches(function, public, n=1)

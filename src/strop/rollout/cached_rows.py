@@ -1,8 +1,8 @@
-"""What was read of rows that go on later: of a conversation's next turn only the new tokens are read.
+"""Caches of rows that go on later, so that of a conversation's next turn only the new tokens are read.
 
-    kept = Kept()
-    generate(policy, prompts, sampling, addresses=…, kept=kept.of([0, 1, 2]))      # three conversations begin
-    generate(policy, longer, sampling, addresses=…, kept=kept.of([0, 2]))          # two of them go on
+    cached = CachedRows()
+    generate(policy, prompts, sampling, addresses=…, cached=cached.of([0, 1, 2]))      # three conversations begin
+    generate(policy, longer, sampling, addresses=…, cached=cached.of([0, 2]))          # two of them go on
 
 A row's prompt must begin with what its last prompt was and what it drew then. Weights must be the same.
 
@@ -19,19 +19,21 @@ from strop.models.attention import Pass, Rule, in_one_dtype, masked_attention
 
 
 @dataclass
-class Kept:
-    """rows   what an engine keeps of each row, by the row's number
-    now       whose rows the prompts of the next call are
+class CachedRows:
+    """What an engine keeps of rows between two calls.
+
+    rows   what it keeps of each, by the row's number
+    now    the numbers of the rows that the prompts of the next call continue
     """
 
     rows: dict[int, Any] = field(default_factory=dict)
     now: Sequence[int] = ()
 
-    def of(self, now: Sequence[int]) -> "Kept":
-        """For a call with these rows; what is kept is shared."""
-        return Kept(self.rows, now)
+    def of(self, now: Sequence[int]) -> "CachedRows":
+        """Return the same cache for a call with these rows."""
+        return CachedRows(self.rows, now)
 
-    def part(self, first: int, end: int) -> "Kept":
+    def part(self, first: int, end: int) -> "CachedRows":
         return self.of(self.now[first:end])
 
 
@@ -68,17 +70,19 @@ class Extend(Pass):
         return masked_attention(q, keys, values, mask_RMT[:, None], rule).transpose(1, 2)
 
 
-def read_on(engine: Any, prompts: Sequence[torch.Tensor], round_: Any, kept: Kept, read: Any, most: int) -> None:
-    """Fill the prompts' slots: what is kept is copied, equal new prompts are read once, the rest is read.
+def read_on(
+    engine: Any, prompts: Sequence[torch.Tensor], round_: Any, cached: CachedRows, read: Any, most: int
+) -> None:
+    """Fill the prompts' slots: what is cached is copied, equal new prompts are read once, the rest is read.
 
     most   tokens read together, padding included
     """
     starts = round_.prefix_starts
     first: dict[tuple[int, ...], int] = {}
     twins, going = {}, []
-    for i, (prompt, row) in enumerate(zip(prompts, kept.now, strict=True)):
-        if row in kept.rows:
-            states = kept.rows[row]
+    for i, (prompt, row) in enumerate(zip(prompts, cached.now, strict=True)):
+        if row in cached.rows:
+            states = cached.rows[row]
             round_.kv[:, :, starts[i] : starts[i] + states.shape[2]] = states
             going.append((i, states.shape[2]))
         elif (twin := first.setdefault(tuple(prompt.tolist()), i)) != i:
@@ -114,11 +118,11 @@ def _extend(
     read(engine.layers, pass_, ids_RM.to(device), positions_RM, with_logits=False)
 
 
-def keep(prompts: Sequence[torch.Tensor], lengths: Sequence[int], round_: Any, kept: Kept, width: int) -> None:
+def store(prompts: Sequence[torch.Tensor], lengths: Sequence[int], round_: Any, cached: CachedRows, width: int) -> None:
     """Keys and values of every row so far: all but those of its last two tokens. The last drawn was never read, and a row
     that ended is read once more in the slot before."""
     begin = sum(len(prompt) - 1 for prompt in prompts)
-    for i, (row, prompt, length) in enumerate(zip(kept.now, prompts, lengths, strict=True)):
+    for i, (row, prompt, length) in enumerate(zip(cached.now, prompts, lengths, strict=True)):
         start, own = round_.prefix_starts[i], begin + i * width
         parts = round_.kv[:, :, start : start + len(prompt) - 1], round_.kv[:, :, own : own + length - 1]
-        kept.rows[row] = torch.cat(parts, 2)
+        cached.rows[row] = torch.cat(parts, 2)

@@ -1,34 +1,33 @@
-"""Environments as trainers use them: who plays, and rows that need no prompt."""
+"""Make the player of a trainer's environment or tools, and check its rows, which need no prompt."""
 
 import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from strop._named import load_function
 from strop.config import TurnsConfig
-from strop.data.inputs import RESERVED, Prompt
+from strop.data.batch import Trajectory
+from strop.data.inputs import RESERVED
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
+from strop.user_code import load_function
 
-OF_EPISODES = ("conversations", "replies", "environments")  # what reward functions get beside what one turn gives
+CONVERSATION_COLUMNS = ("conversations", "replies", "environments")  # what reward functions get beside one turn's
 
 
-def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
-    """Of a trainer with an environment or with tools; None has neither."""
+def trainers_player(trainer: Any, environment: Any, tools: Any) -> Player | None:
+    """Return the player of a trainer with an environment or with tools; None if it has neither."""
     config = trainer.config
     if environment is None and tools is None:
         if changed := _changed(getattr(config, "turns", TurnsConfig())):
             warnings.warn(
                 f"{', '.join(changed)} {'have' if len(changed) > 1 else 'has'} no effect without an environment or tools",
-                stacklevel=3,
+                stacklevel=4,
             )
         return None
     if not hasattr(config, "turns"):
         raise ValueError(f"environment and tools must be None for {trainer.name}: its completions have one turn")
-    made = player_of(trainer.policy, trainer.sampler, environment, tools, config.turns)
+    made = make_player(trainer.policy, trainer.sampler, environment, tools, config.turns)
     if made is not None and config.server.max_staleness:
         raise ValueError(f"max_staleness must be 0 with an environment, found {config.server.max_staleness}")
     if made is not None and config.server.urls and trainer.world.size > 1:
@@ -37,11 +36,12 @@ def player(trainer: Any, environment: Any, tools: Any) -> Player | None:
 
 
 def _changed(turns: TurnsConfig) -> list[str]:
-    """Options that are not as they are by default."""
+    """Return the options that differ from their defaults."""
     return [one.name for one in dataclasses.fields(turns) if getattr(turns, one.name) != one.default]
 
 
-def player_of(policy: Any, sampler: Any, environment: Any, tools: Any, turns: TurnsConfig) -> Player | None:
+def make_player(policy: Any, sampler: Any, environment: Any, tools: Any, turns: TurnsConfig) -> Player | None:
+    """Return the player of an environment or of tools; None if there is neither."""
     if environment is None and tools is None:
         return None
     if environment is not None and tools is not None:
@@ -58,8 +58,8 @@ def player_of(policy: Any, sampler: Any, environment: Any, tools: Any, turns: Tu
     return Player(made, sampler, policy, turns)
 
 
-def rows_of(rows: Any, columns: Mapping[str, Any], name: str) -> list[Prompt]:
-    """Rows for environments: dicts as they are; a text, a conversation or ids as the column `prompt`."""
+def environment_rows(rows: Any, columns: Mapping[str, Any], name: str) -> list[Trajectory]:
+    """Return rows for environments as trajectories without tokens: dicts as they are; a text, a conversation or ids as the column `prompt`."""
     if isinstance(rows, (str, Mapping)) or not hasattr(rows, "__len__"):
         raise TypeError(f"{name} must be a batch of rows, found a {type(rows).__name__}")
     if not len(rows):
@@ -70,14 +70,16 @@ def rows_of(rows: Any, columns: Mapping[str, Any], name: str) -> list[Prompt]:
             raise ValueError(f"{column} must have one entry for each of the {len(found)} rows, found {values!r:.60}")
         for row, value in zip(found, values, strict=True):
             row[column] = value
-    for column in {column for row in found for column in row} & {*RESERVED, *OF_EPISODES} - {"prompt"}:
+    for column in {column for row in found for column in row} & {*RESERVED, *CONVERSATION_COLUMNS} - {"prompt"}:
         raise ValueError(f"{column} must not be a column: reward functions get their own under this name")
-    return [Prompt(torch.zeros(0, dtype=torch.int64), row.get("prompt"), row) for row in found]
+    return [Trajectory.of_prompt([], row=row) for row in found]
 
 
-def checked_rows(rows: Any, name: str, judge: Any) -> list[Prompt]:
-    """Of a dataset: with the columns that `judge`, rewards or a preference, asks for."""
-    found = rows_of(rows, {}, name)
-    columns = [prompt.columns for prompt in found]
-    judge.check(columns, name, (*OF_EPISODES, *(["prompt"] if any("prompt" in row for row in columns) else [])))
+def checked_rows(rows: Any, name: str, judge: Any) -> list[Trajectory]:
+    """Return a dataset's rows, which have the columns that `judge`, rewards or a preference, asks for."""
+    found = environment_rows(rows, {}, name)
+    columns = [line.row for line in found]
+    judge.check(
+        columns, name, (*CONVERSATION_COLUMNS, *(["prompt"] if any("prompt" in row for row in columns) else []))
+    )
     return found

@@ -1,0 +1,423 @@
+"""What algorithms share that learn from what the policy writes: sample → score → reward → advantages → learn.
+
+A step makes trajectories of its prompts and fills their fields, in this order:
+
+    sample      ids_T, loss_mask_T, rollout_logps_t, finish, row        here, by servers, or in turns with an environment
+    score       old_logps_t, ref_logps_t                                on a GPU while the host goes on
+    reward      rewards, reward
+    advantages  advantages_t
+    learn       weight; one or several updates
+
+`OnPolicy` has the step; an algorithm says what it adds. `PolicyGradient` has what GRPO and PPO do with a step's
+trajectories: old and reference log-probs, minibatches, and the loss of a `PolicyRule`.
+
+B completions of the whole batch, of which this process may have a part; completions of a prompt are adjacent.
+"""
+
+import functools
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from strop import _trl
+from strop._tensors import widened
+from strop.data.batch import TokenBatch, Trajectory, joined, on_device
+from strop.data.inputs import as_prompts, prompts_of_dataset, reward_columns
+from strop.environments.credit import EnvironmentRewards
+from strop.environments.setup import checked_rows, environment_rows, trainers_player
+from strop.losses import PolicyLoss, kl_estimate
+from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, sample_table
+from strop.rollout import ENDED, End, Sampling, checked_prompts, completion_metrics, ends_of
+from strop.rollout.sampler import sampler
+from strop.training.state import Largest, Mean
+from strop.training.trainer import Trainer, Update
+
+
+class WholeBatch(NamedTuple):
+    """What each process knows of the completions of all processes; its own begin at `first`."""
+
+    ends: list[End]
+    rewards: Rewards | None
+    first: int
+
+
+class OnPolicy(Trainer):
+    """The base of algorithms that learn from what the policy writes.
+
+    reward_fn      a function or several; see `strop.rewards`
+    preference_fn  in place of rewards, for algorithms that compare pairs
+    environment    a class of `strop.environments` for more than one turn, whose rewards are added to reward_fn's
+    tools          functions the model may call, in place of an environment
+    """
+
+    config: Any
+    formats = ("prompt_only",)
+    first_attempt: ClassVar[tuple[int, ...]] = ()  # in the seed of a step's first rollout, behind the step
+
+    def __init__(
+        self, *, reward_fn: Any = None, preference_fn: Any = None, environment: Any = None, tools: Any = None,
+        **arguments: Any,
+    ):  # fmt: skip
+        super().__init__(**arguments)
+        config = self.config
+        self.sampler = sampler(self, config.server, getattr(config, "replay_routing", False))
+        self.rewards: RewardFunctions | EnvironmentRewards | None = None
+        self.preference: PreferenceFunction | None = None
+        if reward_fn is not None:
+            self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
+        if preference_fn is not None:
+            self.preference = PreferenceFunction(preference_fn, config.reward_timeout, config.find_failing)
+        self.player = trainers_player(self, environment, tools)
+        self.environments = [one for one in (environment, *_listed(tools)) if one is not None]
+        self.any_format = self.player is not None
+        if self.player is not None and self.preference is None:
+            self.rewards = EnvironmentRewards(self.rewards, self.player)
+
+    @property
+    def num_samples(self) -> int:
+        """Completions of each prompt."""
+        return 1
+
+    @property
+    def functions(self) -> list[Any]:
+        if self.preference is not None:
+            return [self.preference.function]
+        return [] if self.rewards is None else self.rewards.functions
+
+    # ---- prompts ----
+
+    def train_step(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> dict[str, float]:
+        """One step on a batch of prompts: sampling, rewards, updates.
+
+        prompts       ids (B, P), lists of ids, texts, conversations, or rows with a "prompt"
+        prompt_mask   (B, P), 0 at padding; without it the pad id at both ends of a prompt is padding
+        columns       columns for reward functions, one entry per prompt: train_step(prompts, answer=answers)
+        """
+        if self.player is not None:
+            batch = environment_rows(prompts, columns, "prompts")
+        else:
+            padding = self.policy.padding(self.config.pad_id)
+            batch = as_prompts(prompts, self.policy.tokenizer, padding, mask=prompt_mask, columns=columns)
+            batch = self.checked(batch, "prompts")
+        return self.run_step(lambda: self.step(batch))
+
+    def check_columns(self, rows: Sequence[Any], name: str) -> None:
+        super().check_columns(rows, name)
+        if judge := self.rewards or self.preference:
+            judge.check(rows, name)
+
+    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
+        judge = self.rewards or self.preference
+        if self.player is not None:
+            return checked_rows(rows, name, judge)
+        padding = self.policy.padding(self.config.pad_id)
+        prompts = prompts_of_dataset(rows, self.policy.tokenizer, padding, name, self.name)
+        if judge is not None:
+            judge.check(rows, name)
+        checked_prompts(self.policy, [prompt.ids_T for prompt in prompts], self.config.sampling, name)
+        return self.checked(prompts, name)
+
+    def checked(self, prompts: list[Trajectory], name: str) -> list[Trajectory]:
+        """Return the prompts as the algorithm wants them; raise for one that it cannot take."""
+        return prompts
+
+    # ---- a step ----
+
+    def step_on(self, rows: list[Any]) -> dict[str, Any]:
+        return self.step(rows if isinstance(rows[0], Trajectory) else self.prepare(rows, "rows"))
+
+    def step(self, prompts: list[Trajectory]) -> dict[str, Any]:
+        """Train on these prompts, of which this process takes its share; return the metrics."""
+        mine = self.share(len(prompts))
+        with self.sampler.ready():
+            lines, metrics = self.sample(prompts[mine.start : mine.stop], mine)
+        self.score(lines)
+        self.reward(lines)
+        batch = self.whole_batch(lines, mine.start * self.num_samples)
+        metrics |= {} if batch.rewards is None else batch.rewards.metrics
+        metrics |= completion_metrics(batch.ends)
+        self.advantages(lines, batch)
+        return metrics | self.learn(lines, batch)
+
+    def sample(
+        self, prompts: Sequence[Trajectory], addresses: Sequence[int]
+    ) -> tuple[list[Trajectory], dict[str, Any]]:
+        """Return completions of the prompts, num_samples of each, and metrics. addresses: their places in the batch."""
+        return self.draw(prompts, addresses), {}
+
+    def score(self, lines: Sequence[Trajectory]) -> None:
+        """Fill old_logps_t, ref_logps_t or what else the algorithm's loss reads. The device is not waited for."""
+
+    def reward(self, lines: Sequence[Trajectory]) -> None:
+        """Fill `rewards` and `reward` of trajectories that have none, and `self.samples`."""
+        if self.rewards is None:
+            return
+        with self.phase("reward"):
+            columns = reward_columns(lines, self.policy.tokenizer)
+            if not all(line.rewards for line in lines):
+                self.rewards(columns, lines).fill(lines)
+            self.samples = sample_table(columns, **Rewards.of(lines, self.rewards.names).shown)
+
+    def whole_batch(self, lines: Sequence[Trajectory], first: int) -> WholeBatch:
+        """Return what all processes have to know of each other's completions."""
+        rewards = None if self.rewards is None else Rewards.of(lines, self.rewards.names).over(self.world)
+        return WholeBatch(self.of_all(ends_of(lines)), rewards, first)
+
+    def advantages(self, lines: Sequence[Trajectory], batch: WholeBatch) -> None:
+        """Fill advantages_t."""
+
+    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
+        """Update the weights; return the metrics."""
+        raise NotImplementedError(f"{self.name} has no learn")
+
+    # ---- sampling ----
+
+    def draw(self, prompts: Sequence[Trajectory], addresses: Sequence[int], *attempt: int) -> list[Trajectory]:
+        """Return a step's rollout; and with max_staleness let servers begin the next step's."""
+        step, how, attempt = self.state.step, (self.config.sampling, self.num_samples), attempt or self.first_attempt
+        with self.phase("generate"), self.autocast():
+            lines = self.complete(prompts, *how, self.seed_of(step, *attempt), addresses)
+            is_first = attempt == self.first_attempt
+            if self.config.server.max_staleness and is_first and (rows := self.run.upcoming(self.config.run)):
+                ahead = self.share(len(rows))
+                seed = self.seed_of(step + 1, *attempt)
+                self.sampler.ahead([rows[i].prompt_ids for i in ahead], *how, seed, ahead)
+            return lines
+
+    def complete(
+        self, prompts: Sequence[Trajectory], sampling: Sampling, num_samples: int, seed: int,
+        addresses: Sequence[int] | None = None,
+    ) -> list[Trajectory]:  # fmt: skip
+        """Return num_samples completions of each prompt, or conversations with its environment."""
+        if self.player is not None:
+            return self.player([prompt.row for prompt in prompts], sampling, num_samples, seed, addresses)
+        lines = self.sampler([prompt.prompt_ids for prompt in prompts], sampling, num_samples, seed, addresses)
+        for i, line in enumerate(lines):
+            prompt = prompts[i // num_samples]
+            line.row, line.shown = prompt.row, prompt.shown
+        return lines
+
+    def parts_of_all(self, num_rows: int, size: int) -> Iterator[range]:
+        """This process's rows of a dataset in parts, as many as in every other process: they may share a server."""
+        mine = self.share(num_rows)
+        for start in range(mine.start, mine.start + -(-num_rows // self.world.size), size):
+            yield range(start, max(start, min(start + size, mine.stop)))
+
+    def evaluate_on(self, rows: list[Any]) -> dict[str, Any]:
+        """Rewards of greedy completions, one a prompt."""
+        sampling = Sampling(
+            max_new_tokens=self.config.sampling.max_new_tokens, temperature=0.0, stop_ids=self.config.sampling.stop_ids
+        )
+        lines: list[Trajectory] = []
+        assert self.rewards is not None
+        with self.sampler.ready():
+            for part in self.parts_of_all(len(rows), self.config.run.batch_size * self.num_samples):
+                with self.autocast():
+                    found = self.complete([rows[i] for i in part], sampling, 1, 0)
+                self.rewards(reward_columns(found, self.policy.tokenizer), found).fill(found)
+                lines += found
+        batch = self.whole_batch(lines, 0)
+        assert batch.rewards is not None
+        return batch.rewards.metrics | completion_metrics(batch.ends)
+
+    # ---- checkpoints: rollouts that were begun ----
+
+    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors, values = self.sampler.state()
+        return tensors, {**values, "share": [self.world.rank, self.world.size]} if values else {}
+
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        own_share = [self.world.rank, self.world.size]
+        if values and values.pop("share", [0, 1]) == own_share:  # else begun anew: the prompts are others
+            self.sampler.load_state(tensors, values)
+
+
+def _listed(tools: Any) -> list[Any]:
+    return list(tools) if isinstance(tools, (list, tuple)) else [tools]
+
+
+class PolicyMeter:
+    """Means over tokens, and extremes, of what `PolicyLoss.metrics` gives for micro-batches. Stays on the device."""
+
+    NAMES: ClassVar = ("kl", "entropy", "clip_fraction", "ratio/mean")
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[dict[str, torch.Tensor], int, bool]] = []
+
+    def add(self, metrics: dict[str, torch.Tensor], num_tokens: int, first: bool) -> None:
+        """Add a micro-batch's metrics. `first`: it is one of the first update, before any weight has changed."""
+        if num_tokens:
+            self._parts.append((metrics, num_tokens, first))
+
+    def metrics(self) -> dict[str, Any]:
+        parts = [(values, weight) for values, weight, _ in self._parts]
+        known = [name for name in self.NAMES if parts and name in parts[0][0]]
+        found = dict(zip(known, _means(parts, known), strict=True))
+        return found | {"ratio/max": _largest(parts)}
+
+    def first(self) -> dict[str, Any]:
+        """Return the metrics of the first update alone."""
+        parts = [(values, weight) for values, weight, first in self._parts if first]
+        if not parts:
+            return {}
+        return {"mismatch_kl": _means(parts, ["approx_kl"])[0], "mismatch_ratio_max": _largest(parts)}
+
+
+Parts = Sequence[tuple[dict[str, torch.Tensor], int]]
+
+
+def _means(parts: Parts, names: Sequence[str]) -> list[Mean]:
+    if not names:
+        return []
+    sums: Any = sum(widened(torch.stack([values[name] for name in names])) * weight for values, weight in parts)
+    return [Mean(one, sum(weight for _, weight in parts)) for one in sums.unbind()]
+
+
+def _largest(parts: Parts) -> Largest:
+    return Largest(torch.stack([values["ratio/max"] for values, _ in parts]).max() if parts else 1.0)
+
+
+class PolicyGradient(OnPolicy):
+    """The base of GRPO and PPO: updates on log-prob ratios and advantages, by a `PolicyRule`."""
+
+    first_attempt = (0,)
+
+    @property
+    def num_samples(self) -> int:
+        return self.config.group_size
+
+    def setup(self, ref_model: Any) -> None:
+        if self.config.exact:
+            with self.autocast():
+                self.policy.be_exact()
+        if self.config.kl_coef:
+            self.reference = self.policy.reference(ref_model)
+        elif ref_model is not None:
+            warnings.warn("ref_model has no effect: kl_coef is 0", stacklevel=5)
+
+    def score(self, lines: Sequence[Trajectory]) -> None:
+        """Fill old_logps_t and ref_logps_t, on the policy's device, which is not waited for."""
+        with self.phase("score"), self.autocast(), torch.no_grad():
+            recomputes, reference = self.config.recomputes, self.reference
+            for part, batch in self.scoring_batches(lines) if recomputes or reference is not None else ():
+                if recomputes:
+                    logps_n = self.policy.logps(batch, temperature=self.config.sampling.temperature)
+                    for line, logps_t in zip(part, batch.split(logps_n), strict=True):
+                        line.old_logps_t = logps_t
+                if reference is not None:
+                    logps_n = reference.logps(batch, temperature=self.config.sampling.temperature)
+                    for line, logps_t in zip(part, batch.split(logps_n), strict=True):
+                        line.ref_logps_t = logps_t
+            if not recomputes:
+                for line in lines:
+                    line.old_logps_t = line.rollout_logps_t
+
+    def scoring_batches(self, lines: Sequence[Trajectory]) -> Iterator[tuple[list[Trajectory], TokenBatch]]:
+        """Micro-batches and their tokens. Without activations to keep they may be larger than an update's."""
+        scorers = [self.policy, *([] if self.reference is None else [self.reference.policy])]
+        lean = all(scorer.scores_leanly for scorer in scorers)
+        for part in self.micro_batches(lines, [len(line) for line in lines], lean=lean):
+            yield part, TokenBatch.of(part, self.policy.device)
+
+    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
+        """Update the weights once for each minibatch; return the means of what the updates measured."""
+        updates: list[Update] = []
+        meter, num_tokens_B = PolicyMeter(), self.loss_tokens(batch)
+        for chosen in self.minibatches(len(num_tokens_B)):
+            # of this process, and none that counts for nothing
+            own = [lines[i - batch.first] for i in chosen if 0 <= i - batch.first < len(lines) and num_tokens_B[i]]
+            self.weigh(own, sum(num_tokens_B[i] for i in chosen), len(chosen))
+            parts = self.micro_batches(own, [len(line) for line in own])
+            losses = (functools.partial(self.loss_on, part) for part in parts)
+            updates.append(self.update(losses, has_signal=not updates and self._has_signal(own)))
+            for part, result in zip(parts, updates[-1].parts, strict=True):
+                meter.add(result.metrics, sum(line.num_loss_tokens for line in part), first=len(updates) == 1)
+        metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        drawn_N = joined([line.rollout_logps_t for line in lines if line.rollout_logps_t is not None]).double()
+        metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn_N.sum().item(), len(drawn_N))}
+        metrics |= self._mismatch(lines) if self.config.recomputes else meter.first()
+        self.count_tokens(sum(map(len, lines)))
+        assert batch.rewards is not None
+        return metrics | {
+            "mean_reward": batch.rewards.total_B.double().mean().item(),
+            "mean_kl": metrics.get("kl", 0.0),
+        }
+
+    def _has_signal(self, lines: Sequence[Trajectory]) -> bool:
+        """Return whether the first update on these must have a gradient: an advantage counts, and no ratio is clipped."""
+        fresh = self.config.recomputes or not self.config.server.max_staleness
+        rows = [line.advantages_t for line in lines if line.advantages_t is not None and line.importance_t is None]
+        own = fresh and bool(joined(rows).any())
+        return own if self.world.size == 1 else self.world.any(own)
+
+    def loss_tokens(self, batch: WholeBatch) -> list[int]:
+        """[B] how many tokens of each completion are trained on: none of a truncated one, if those are masked."""
+        masks = self.config.mask_truncated
+        return [length if why in ENDED or not masks else 0 for length, why, _ in batch.ends]
+
+    def minibatches(self, num_completions: int) -> Iterator[list[int]]:
+        """Indices of the completions of each update. The order is drawn from the run's seed, the step and the pass."""
+        size = self.config.minibatch_size or num_completions
+        for epoch in range(self.config.inner_epochs):
+            order = list(range(num_completions))
+            if size < num_completions:
+                random.Random(self.seed_of(self.state.step, "order", epoch)).shuffle(order)
+            for start in range(0, num_completions, size):
+                yield order[start : start + size]
+
+    def weigh(self, lines: Sequence[Trajectory], num_tokens: int, num_sequences: int) -> None:
+        """Fill `weight`: the share of each token in the loss of an update on so many tokens and sequences in all."""
+        for line in lines:
+            line.weight = self.config.rule.weight(line.num_loss_tokens, num_tokens, num_sequences)
+
+    def loss_on(self, lines: Sequence[Trajectory]) -> PolicyLoss:
+        """Return the loss of these trajectories, each token with its weight."""
+        return self.policy.loss(self.batch_of(lines), self.config.rule, temperature=self.config.sampling.temperature)
+
+    def batch_of(self, lines: Sequence[Trajectory]) -> TokenBatch:
+        """Return the batch of an update, with all that the loss reads."""
+        batch = TokenBatch.of(
+            lines, self.policy.device, weights=[line.weight for line in lines], dtype=self.policy.loss_dtype,
+            fields=("old_logps", "ref_logps", "values", "returns", "advantages", "importance"),
+        )  # fmt: skip
+        if batch.importance_n is not None:
+            assert batch.old_logps_n is not None
+            assert batch.advantages_n is not None
+            if self.config.rule.loss_type == "vespo":  # it goes into the product of the sequence's ratios
+                batch.old_logps_n = batch.old_logps_n - batch.importance_n.clamp(min=1e-8).log()
+            else:  # the policy's term is linear in the advantage; KL and entropy have none
+                batch.advantages_n = batch.advantages_n * batch.importance_n
+        return batch
+
+    def _mismatch(self, lines: Sequence[Trajectory]) -> dict[str, Any]:
+        """How far the log-probs of sampling are from those of training with the same weights; 0 if they are the same."""
+        sampled_N, trained_N = sampled_and_trained(lines)
+        if not len(sampled_N):
+            return {}
+        ratios_N, num_tokens = (trained_N - sampled_N).exp(), len(trained_N)
+        found: dict[str, Any] = {"mismatch_kl": Mean(widened(kl_estimate(sampled_N, trained_N)).sum(), num_tokens)}
+        found["mismatch_ratio_max"] = Largest(ratios_N.max())
+        importance = [line.importance_t for line in lines if line.importance_t is not None]
+        if importance:
+            weights_N = torch.cat(importance)
+            found["importance/mean"] = Mean(widened(weights_N).sum(), num_tokens)
+            found["importance/capped_fraction"] = Mean((weights_N != ratios_N).sum(), num_tokens)
+        return found
+
+
+def sampled_and_trained(lines: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N] and [N] log-probs of every token, of sampling and of the training forward with the same weights."""
+    trained_N = joined([line.old_logps_t for line in lines if line.old_logps_t is not None])
+    sampled_N = joined([line.rollout_logps_t for line in lines if line.rollout_logps_t is not None])
+    return on_device(sampled_N, trained_N.device).to(trained_N.dtype), trained_N
+
+
+def check_rewarded(name: str, arguments: Mapping[str, Any], needed: str, *given: Any) -> None:
+    """Raise where a trainer is given nothing to reward completions by, or gets it under the name TRL has for it."""
+    for argument in arguments.keys() & {"reward_funcs", "environment_factory"}:
+        raise ValueError(f"{argument!r} is no option of {name}; {_trl.hint(argument)}")
+    if all(one is None for one in given):
+        raise ValueError(f"{name} needs {needed}, found none")

@@ -1,0 +1,77 @@
+"""A digest of a dataset's rows, by which a run knows whether it goes on with those it began with."""
+
+import dataclasses
+import hashlib
+import marshal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from strop import checksums
+
+CHUNK = 1000  # rows that are hashed in one call
+NUM_EXAMPLES = 8  # rows of a stream that are hashed beside its files, as they are after what maps them
+
+
+def digest_rows(rows: Sequence[Any]) -> str:
+    """Return a digest of all rows and their order. Rows that carry a `digest` of their own are not read again."""
+    if isinstance(known := getattr(rows, "digest", None), str):
+        return known
+    found = hashlib.sha256(b"%d" % len(rows))
+    files: Sequence[str] = getattr(rows, "files", ())
+    for file in files:
+        found.update(b"%08x" % checksums.of_file(Path(file)))
+    for piece in _examples(rows) if files else _arrow(rows) if hasattr(rows, "with_format") else _chunks(rows):
+        found.update(piece)
+    return found.hexdigest()
+
+
+def _examples(rows: Sequence[Any]) -> Iterator[bytes]:
+    count = min(NUM_EXAMPLES, len(rows))
+    yield _as_bytes([_readable(rows, i * len(rows) // count) for i in range(count)])
+
+
+def _readable(rows: Sequence[Any], i: int) -> Any:
+    """Return the row; None for a broken one, which is named when a step comes to it."""
+    try:
+        return rows[i]
+    except (ValueError, TypeError):
+        return None
+
+
+def _chunks(rows: Sequence[Any]) -> Iterator[bytes]:
+    for start in range(0, len(rows), CHUNK):
+        yield _as_bytes([rows[i] for i in range(start, min(start + CHUNK, len(rows)))])
+
+
+def _arrow(rows: Any) -> Iterator[bytes]:
+    """Yield the rows of a `datasets.Dataset` as Arrow writes them to a stream: no row becomes a Python object."""
+    import pyarrow
+
+    for table in rows.with_format("arrow").iter(CHUNK):
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        yield memoryview(sink.getvalue())  # type: ignore[misc]
+
+
+def _as_bytes(rows: list[Any]) -> bytes:
+    try:
+        return marshal.dumps(rows, 2)  # version 2: equal values give equal bytes, shared objects or not
+    except ValueError:  # a tensor, a class of the user's
+        return marshal.dumps([_plain(row) for row in rows], 2)
+
+
+def _plain(value: Any) -> Any:
+    """Return the value as marshal takes it; of a class that is not known only its name."""
+    if hasattr(value, "tolist"):  # a tensor, an array, a number of NumPy's
+        return [str(value.dtype), value.tolist()]
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(one) for one in (sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)]
+    if isinstance(value, (str, int, float, bool, bytes, type(None))):
+        return value
+    return type(value).__qualname__

@@ -1,0 +1,231 @@
+"""Reads files of JSON lines that grow, each line once; the numbers of a metrics file as arrays."""
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from strop.training.logging import parse_line
+
+BLOCK = 1 << 20  # bytes read at once: the parts of a block stay in the cache
+SEEN = 64  # bytes before the place reached, compared to notice a file that was written anew
+JOIN_BELOW = 4096  # rows: smaller blocks of a table are put together
+BLANKS = bytes.maketrans(b":,{}\n", b"     ")
+
+
+class LineReader:
+    """Reads the complete lines of a file; called again, those that were added since.
+
+    A block counts as read when the next one is asked for: after an error it is read again.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.offset, self.num_lines = 0, 0  # read so far
+        self.is_cut_off = False  # the last line is not complete: the run was killed, or is writing just now
+        self._inode, self._seen = 0, b""
+        self._mid_line = False  # the last line that was read had no newline yet
+
+    def was_replaced(self) -> bool:
+        """True if the file is another one than before, or shorter, or other in the last bytes that were read."""
+        if not self.path.is_file():
+            return self.offset > 0
+        about = self.path.stat()
+        if self.offset and (about.st_ino != self._inode or about.st_size < self.offset):
+            return True
+        with self.path.open("rb") as file:
+            file.seek(self.offset - len(self._seen))
+            return file.read(len(self._seen)) != self._seen
+
+    def blocks(self) -> Iterator[tuple[int, int, list[bytes]]]:
+        """Yield (number of the first line, where it begins, lines without their ends)."""
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            self._inode = os.fstat(file.fileno()).st_ino
+            file.seek(self.offset)
+            rest = b""
+            while read := file.read(BLOCK):
+                *lines, rest = (rest + read).split(b"\n")
+                if lines and self._mid_line and not lines[0].strip():  # the end of a line that was read without it
+                    self._advance(lines[:1], 0)
+                    lines, self._mid_line = lines[1:], False
+                if lines:
+                    yield self.num_lines + 1, self.offset, lines
+                    self._advance(lines, 1)
+                    self._mid_line = False
+        self.is_cut_off = False
+        if rest.strip():
+            try:
+                parse_line(rest, self.path, self.num_lines + 1)
+            except ValueError:
+                self.is_cut_off = True
+                return
+            yield self.num_lines + 1, self.offset, [rest]
+            self.num_lines, self.offset, self._mid_line = self.num_lines + 1, self.offset + len(rest), True
+            self._seen = rest[-SEEN:]
+
+    def _advance(self, lines: list[bytes], counted: int) -> None:
+        self.offset += sum(map(len, lines)) + len(lines)
+        self.num_lines += counted * len(lines)
+        self._seen = (lines[-1] + b"\n")[-SEEN:]
+
+
+class Table:
+    """The rows of all lines with the same names. Blocks are float64 [rows, 1 + names]; column 0 is the line's number."""
+
+    def __init__(self, names: Sequence[str]):
+        self.names = list(names)
+        self.blocks: list[np.ndarray] = []
+        self._steps: np.ndarray | None = None
+
+    def add(self, rows: np.ndarray) -> None:
+        if self.blocks and len(self.blocks[-1]) < JOIN_BELOW:
+            rows = np.concatenate([self.blocks.pop(), rows])
+        self.blocks.append(rows)
+        self._steps = None
+
+    def column(self, name: str) -> np.ndarray:
+        index = 1 + self.names.index(name)
+        return np.concatenate([block[:, index] for block in self.blocks])
+
+    @property
+    def lines(self) -> np.ndarray:
+        return np.concatenate([block[:, 0] for block in self.blocks])
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The steps as integers; one array for all metrics of the table."""
+        if self._steps is None:
+            self._steps = self.column("step").astype(np.int64)
+        return self._steps
+
+
+class Columns:
+    """Every number of a metrics file: one table for each set of names. None is not a number; texts are left out."""
+
+    def __init__(self) -> None:
+        self.tables: dict[tuple[str, ...], Table] = {}
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> "Columns":
+        """Return the columns of these rows, each with its step."""
+        made = cls()
+        made.add([json.dumps(row).encode() for row in rows], 1, Path("rows"))
+        return made
+
+    @property
+    def names(self) -> list[str]:
+        """All metrics, in the order of their first appearance."""
+        found = dict.fromkeys(name for table in self.tables.values() for name in table.names)
+        return [name for name in found if name not in ("step", "time")]
+
+    def having(self, name: str) -> list[Table]:
+        return [table for table in self.tables.values() if name in table.names]
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps in ascending order and their values; of several lines for one step the last counts."""
+        tables = self.having(name)
+        if not tables:
+            return np.empty(0, np.int64), np.empty(0)
+        steps = tables[0].steps if len(tables) == 1 else np.concatenate([table.steps for table in tables])
+        values = np.concatenate([table.column(name) for table in tables])
+        if (np.diff(steps) <= 0).any():
+            order = np.lexsort((np.concatenate([table.lines for table in tables]), steps))
+            steps, values = steps[order], values[order]
+            is_last = np.append(steps[1:] != steps[:-1], True)
+            steps, values = steps[is_last], values[is_last]
+        return steps, values
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a metric another name; one that has this name already is left out there."""
+        for table in self.having(old):
+            table.names = ["" if name == new else new if name == old else name for name in table.names]
+
+    def add(self, lines: Sequence[bytes], first: int, path: Path) -> None:
+        """Add these lines, the first of which has this number; nothing is added where one of them is broken."""
+        alike: dict[int, list[int]] = {}
+        for i, line in enumerate(lines):
+            if line.strip():
+                alike.setdefault(line.count(b'"'), []).append(i)
+        found: list[tuple[tuple[str, ...], np.ndarray]] = []
+        for indices in alike.values():
+            chosen, numbers = [lines[i] for i in indices], [first + i for i in indices]
+            read = _read_alike(chosen)
+            if read is None:
+                found += _read_each(chosen, numbers, path)
+            else:
+                found.append((read[0], np.column_stack([numbers, read[1]])))
+        for names, rows in sorted(found, key=lambda one: one[1][0, 0]):
+            self.tables.setdefault(names, Table(names)).add(rows)
+
+    def condensed(self, most: int) -> "Columns":
+        """A copy whose tables have at most so many rows: means of neighbouring rows, at the last of their steps."""
+        made = Columns()
+        for key, table in self.tables.items():
+            rows = np.concatenate(table.blocks)
+            if len(rows) > most:
+                starts = np.linspace(0, len(rows), most, endpoint=False).astype(int)
+                counts = np.diff(np.append(starts, len(rows)))
+                means = np.add.reduceat(rows, starts) / counts[:, None]
+                for name in ("step", "time"):
+                    if name in table.names:
+                        column = 1 + table.names.index(name)
+                        means[:, column] = rows[starts + counts - 1, column]
+                rows = means
+            made.tables[key] = Table(table.names)
+            made.tables[key].add(rows)
+        return made
+
+
+def _read_alike(lines: Sequence[bytes]) -> tuple[tuple[str, ...], np.ndarray] | None:
+    """Return names and numbers of lines with the same names and finite numbers only, faster than JSON; else None.
+
+    Split at the quotes, the lines are {, name, `: number, `, name, `: number}⏎{` and so on. The values without the
+    characters of numbers must leave the same punctuation for each line.
+    """
+    parts = (b"\n".join(lines) + b"\n{").split(b'"')
+    names, values = parts[1::2], parts[2::2]
+    num_names = len(names) // len(lines)
+    wanted = names[:num_names]
+    if parts[0] != b"{" or b"step" not in wanted or len(set(wanted)) < num_names or names != wanted * len(lines):
+        return None
+    place, ends = wanted.index(b"step"), [b":,"] * (num_names - 1) + [b":}\n{"]
+    text = b"".join(values)
+    steps = b"".join(values[place::num_names]).translate(None, b" 0123456789")
+    if text.translate(None, b" 0123456789.eE+-") != b"".join(ends) * len(lines) or steps != ends[place] * len(lines):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)  # as older versions of NumPy say it
+        try:
+            numbers = np.fromstring(text.translate(BLANKS), sep=" ")
+        except (ValueError, DeprecationWarning):
+            return None
+    if len(numbers) != num_names * len(lines) or not np.isfinite(numbers).all() or b"\\" in b"".join(wanted):
+        return None
+    rows_NM = numbers.reshape(len(lines), num_names)
+    try:
+        return (tuple(name.decode() for name in wanted), rows_NM) if rows_NM[:, place].max() < 2**53 else None
+    except UnicodeDecodeError:
+        return None
+
+
+def _read_each(lines: Sequence[bytes], numbers: Sequence[int], path: Path) -> list[tuple[tuple[str, ...], np.ndarray]]:
+    """Return names and numbers of lines read as JSON; a ValueError names the first broken line."""
+    found: dict[tuple[str, ...], list[list[float]]] = {}
+    for line, number in zip(lines, numbers, strict=True):
+        row = {k: math.nan if v is None else v for k, v in parse_line(line, path, number).items() if is_number(v, True)}
+        found.setdefault(tuple(row), []).append([number, *row.values()])
+    return [(names, np.array(rows, dtype=float)) for names, rows in found.items()]
+
+
+def is_number(value: Any, or_none: bool = False) -> bool:
+    """True for numbers of a float's size: a whole number may have any number of digits in JSON."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 2**1023
+    return isinstance(value, float) or (or_none and value is None)

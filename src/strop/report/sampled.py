@@ -1,0 +1,59 @@
+"""Chooses the samples that the page shows without keeping the others in memory."""
+
+from pathlib import Path
+from typing import Any
+
+from strop.data.formats import as_text
+from strop.report.lines import LineReader
+from strop.training.logging import parse_line
+
+MAX_SAMPLES, MAX_STEPS = 6, 40
+
+
+class SampleIndex:
+    """Where each sample of a growing file is: its place, length, step and prompt, the last as a hash."""
+
+    def __init__(self, path: Path):
+        self.reader = LineReader(path)
+        self._places: list[tuple[int, int, int, int, int]] = []  # line, offset, length, step, prompt
+
+    def update(self) -> None:
+        """Read what was added to the file."""
+        for number, offset, lines in self.reader.blocks():
+            found = []
+            for i, line in enumerate(lines):
+                if line.strip():
+                    row = parse_line(line, self.reader.path, number + i)
+                    found.append((number + i, offset, len(line), row["step"], hash(as_text(row.get("prompt", "")))))
+                offset += len(line) + 1
+            self._places += found
+
+    def shown(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return the samples to show, and the steps whose samples are all among them.
+
+        These are the samples of MAX_STEPS evenly spread steps, and of the first MAX_SAMPLES prompts that were
+        sampled at several steps the first sample and the last.
+        """
+        steps = list(dict.fromkeys(step for *_, step, _ in self._places))
+        if len(steps) > MAX_STEPS:
+            steps = [steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
+        firsts: dict[int, int] = {}
+        lasts: dict[int, int] = {}
+        for index, (*_, prompt) in enumerate(self._places):
+            firsts.setdefault(prompt, index)
+            lasts[prompt] = index
+        again = [(first, lasts[prompt]) for prompt, first in firsts.items()]
+        again = [pair for pair in again if self._places[pair[0]][3] != self._places[pair[1]][3]][:MAX_SAMPLES]
+        chosen, wanted = {index for pair in again for index in pair}, set(steps)
+        chosen |= {index for index, (*_, step, _) in enumerate(self._places) if step in wanted}
+        return self._read(sorted(chosen)), steps
+
+    def _read(self, indices: list[int]) -> list[dict[str, Any]]:
+        if not indices:
+            return []
+        rows = []
+        with self.reader.path.open("rb") as file:
+            for number, offset, length, _, _ in (self._places[index] for index in indices):
+                file.seek(offset)
+                rows.append(parse_line(file.read(length), self.reader.path, number))
+        return rows

@@ -1,0 +1,155 @@
+"""The outer wall of `strop serve`: which requests are let in, and limits of a connection's time, size and number."""
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import socket
+import urllib.parse
+from collections.abc import Sequence
+
+import h11
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from strop.rollout.openai_answers import error_body
+
+MAX_CONNECTIONS = 512  # at the same time; a further one is told so and closed
+HEAD_SECONDS, SEND_SECONDS = 15, 60  # for a request's line and headers to arrive, and for a client to read its answer
+
+
+def json_response(found: object, status: int = 200, close: bool = False) -> Response:
+    """Return a JSON answer; `close` ends the connection after it."""
+    headers = {"connection": "close"} if close else None
+    return Response(json.dumps(found), status, headers, "application/json")  # ASCII: texts may hold half a character
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only programs of this machine reach a server with this name or address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Guard:
+    """Refuses what a page in a browser, or somebody without the key, could send.
+
+    A page can send requests to a server on this machine. It cannot choose Host (which is its own name even if that name
+    leads to this machine), Origin, or without the server's consent the Content-Type of JSON.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, allowed_hosts: Sequence[str], api_key: str | None):
+        self.app = app
+        self.hosts = {name.lower().strip("[]") for name in (host, *allowed_hosts)}
+        self.key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_SECONDS):  # a client that does not read its answer
+                await send(message)
+
+        if (refused := self._refusal(scope)) is not None:
+            status, message = refused
+            await json_response(error_body(message, status), status, close=True)(scope, receive, send_in_time)
+        else:
+            await self.app(scope, receive, send_in_time)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        if scope["http_version"] not in ("1.0", "1.1"):
+            return 400, f"HTTP must be of version 1.0 or 1.1, found {scope['http_version']}"
+        host = headers.get(b"host", "")
+        if not self._is_ours(host, scope):
+            return 403, f"Host must be this server's, found {host!r:.80}; strop serve --allowed-host lets others ask"
+        origin = headers.get(b"origin")
+        if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
+            return 403, f"Origin must be this server's own, found {origin!r:.80}"
+        if self.key is not None and scope["path"] != "/health":
+            scheme, _, given = headers.get(b"authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self.key):
+                return 401, "Authorization must be Bearer and the server's API key"
+        if scope["method"] != "POST" and (
+            headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers
+        ):
+            return 400, f"{scope['method']} must have no body"
+        kind = headers.get(b"content-type", "")
+        if scope["method"] == "POST" and kind.partition(";")[0].strip().lower() != "application/json":
+            return 415, f"Content-Type must be application/json, found {kind!r:.80}"
+        return None
+
+    def _is_ours(self, host: str, scope: Scope) -> bool:
+        try:
+            name = urllib.parse.urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        own = scope["server"][0] if scope.get("server") else None  # the address this connection came to
+        return name in self.hosts or name == own or is_loopback(name)
+
+
+class Protocol(H11Protocol):
+    """uvicorn's HTTP/1.1 with a time for a request's head, a number of connections, and errors in OpenAI's form."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        found = transport.get_extra_info("socket")
+        if found is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # a client that reads nothing is gone in the end
+            with contextlib.suppress(OSError):
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SEND_SECONDS * 1000)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self.refuse(503, f"this server has at most {MAX_CONNECTIONS} connections; ask again later")
+        else:
+            self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        try:
+            super().data_received(data)
+        except Exception as error:  # what h11 does not foresee in a request
+            self.refuse(400, f"the request is not HTTP: {type(error).__name__}")
+        self._watch_head()
+
+    def _watch_head(self) -> None:
+        """Close the connection if the head that is being read is not there in time."""
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._forget_head()
+        elif self._head_timer is None and self.timeout_keep_alive_task is None:
+            self._head_timer = self.loop.call_later(
+                HEAD_SECONDS, self.refuse, 408, f"a request's head must be sent within {HEAD_SECONDS} s"
+            )
+
+    def _forget_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(400, msg)
+
+    def refuse(self, status: int, message: str) -> None:
+        """Answer with an error, if no answer has begun, and close the connection."""
+        self._forget_head()
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(error_body(message, status)).encode()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            if self.cycle is not None:  # the page that was to answer sees a client that left
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+        self.transport.close()

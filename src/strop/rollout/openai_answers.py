@@ -1,0 +1,152 @@
+"""OpenAI's answers as data: from completions of the sampling queue to JSON objects, whole or in the pieces of a stream."""
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from strop.rollout.openai_requests import Json, OpenAIRequest
+from strop.rollout.sampling_queue import SampledCompletion
+from strop.rollout.served_model import ServedModel
+
+
+def error_body(message: str, status: int) -> Json:
+    """Return OpenAI's form of an error."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def answer_head(request: OpenAIRequest, served: ServedModel, kind: str) -> Json:
+    """Return the fields that all answers, and all events of a stream, begin with."""
+    head = {"id": f"strop-{secrets.token_hex(8)}", "object": kind, "created": int(time.time())}
+    return head | {"model": request.model or served.name, "choices": [], "usage": None}
+
+
+def answer_body(
+    request: OpenAIRequest,
+    served: ServedModel,
+    completions: list[list[SampledCompletion]],
+    prompt_logps: list[list[float]],
+) -> Json:
+    """Return the answer to a request that is no stream: completions and log-probs of each of its prompts."""
+    choices: list[Json] = []
+    for prompt, answers, logps in zip(request.prompts, completions, prompt_logps, strict=True):
+        for completion in answers:
+            make = _chat_choice if request.chat else _text_choice
+            choice = {"index": len(choices), **make(request, served, cut_at_stop(completion, request.stop, served))}
+            if not request.chat:
+                choice["prompt_logprobs"] = _prompt_logprobs(prompt, logps) if request.prompt_logprobs else None
+                choice |= {"prompt_token_ids": prompt} if request.echo_ids else {}
+            choices.append(choice)
+    usage = usage_of(request.prompts, [one for answers in completions for one in answers])
+    head = answer_head(request, served, "chat.completion" if request.chat else "text_completion")
+    return head | {"choices": choices, "usage": usage}
+
+
+@dataclass(frozen=True)
+class CutCompletion:
+    """A completion up to its first stop text."""
+
+    ids: list[int]
+    logps: list[float]
+    top: list[list[tuple[int, float]]]
+    text: str
+    finish_reason: str
+
+
+def cut_at_stop(completion: SampledCompletion, stops: Sequence[str], served: ServedModel) -> CutCompletion:
+    """Return the completion's text without its EOS, up to the first stop text; and the ids of that much."""
+    ids, ended = completion.ids, completion.reason == "eos"
+    text, reason = served.decode(ids[:-1] if ended else ids), "stop" if ended else "length"
+    num = len(ids)
+    if places := [place for stop in stops if (place := text.find(stop)) >= 0]:
+        text, reason = text[: min(places)], "stop"
+        num = next(n for n in range(1, len(ids) + 1) if any(stop in served.decode(ids[:n]) for stop in stops))
+    return CutCompletion(ids[:num], completion.logps[:num], completion.top[:num], text, reason)
+
+
+def _text_choice(request: OpenAIRequest, served: ServedModel, cut: CutCompletion) -> Json:
+    logprobs = None
+    if request.logprobs:
+        tops = [{served.decode([token]): logp for token, logp in place} for place in cut.top]
+        words = [served.decode([token]) for token in cut.ids]
+        logprobs = {"tokens": words, "token_logprobs": cut.logps, "top_logprobs": tops or None}
+    ids = {"token_ids": cut.ids} if request.echo_ids else {}
+    return {"text": cut.text, "logprobs": logprobs, "finish_reason": cut.finish_reason, **ids}
+
+
+def _chat_choice(request: OpenAIRequest, served: ServedModel, cut: CutCompletion) -> Json:
+    message, reason = chat_message(request, served, cut)
+    logprobs = {"content": chat_logprobs(served, cut.ids, cut.logps, cut.top)} if request.logprobs else None
+    ids = {"token_ids": cut.ids} if request.echo_ids else {}
+    return {"message": message, "finish_reason": reason, "logprobs": logprobs, **ids}
+
+
+def chat_message(request: OpenAIRequest, served: ServedModel, cut: CutCompletion) -> tuple[Json, str]:
+    """Return the assistant's message, with the calls that were read from it, and why it ended."""
+    message: Json = {"role": "assistant", "content": cut.text}
+    if not request.tools or served.parse_calls is None:
+        return message, cut.finish_reason
+    calls = served.parse_calls(served.decode(cut.ids, special_tokens=True))
+    if not calls:
+        return message, cut.finish_reason
+    message["content"] = cut.text.partition("<tool_call>")[0].strip() if "<tool_call>" in cut.text else None
+    message["tool_calls"] = [
+        {"id": f"call_{secrets.token_hex(8)}", "type": "function",
+         "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+        for call in calls
+    ]  # fmt: skip
+    return message, "tool_calls"
+
+
+def chat_logprobs(
+    served: ServedModel, ids: list[int], logps: list[float], top: list[list[tuple[int, float]]]
+) -> list[Json]:
+    """Return the entries of `logprobs.content`."""
+
+    def entry(token: int, logp: float) -> Json:
+        text = served.decode([token])
+        return {"token": text, "logprob": logp, "bytes": list(text.encode("utf-8", "replace"))}
+
+    tops = top or [[] for _ in ids]
+    return [
+        entry(token, logp) | {"top_logprobs": [entry(*pair) for pair in place]}
+        for token, logp, place in zip(ids, logps, tops, strict=True)
+    ]
+
+
+def _prompt_logprobs(prompt: list[int], logps: list[float]) -> list[Json | None]:
+    return [None, *({str(token): {"logprob": logp}} for token, logp in zip(prompt[1:], logps, strict=True))]
+
+
+def usage_of(prompts: Sequence[list[int]], completions: Sequence[SampledCompletion]) -> Json:
+    """Return how many tokens were read and drawn."""
+    read, written = sum(map(len, prompts)), sum(len(one.ids) for one in completions)
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+class StreamedText:
+    """The text of a stream as it grows.
+
+    What may still change is held back until the next piece: half a character, or what may be the beginning of a stop text.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]):
+        self._decode, self._stops = decode, stops
+        self.ids: list[int] = []
+        self._num_sent = 0
+
+    def add(self, ids: list[int], reason: str) -> tuple[str, str | None]:
+        """Take a piece and why the completion ended, or ""; return the new text, and OpenAI's finish_reason at the end."""
+        self.ids += ids
+        text = self._decode(self.ids[:-1] if reason == "eos" else self.ids)
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        text = text[: min(places)] if places else text
+        held = 0
+        if not reason:
+            held = max([len(text) - len(text.rstrip("\ufffd")), *(len(stop) - 1 for stop in self._stops)])
+        new = text[self._num_sent : max(len(text) - held, self._num_sent)]
+        self._num_sent += len(new)
+        finish = None if not reason else "stop" if places or reason != "length" else "length"
+        return new, finish

@@ -1,0 +1,324 @@
+"""OpenAI's requests as data: from a body's bytes to what the sampling queue takes.
+
+Nothing here knows of HTTP. Every mistake of a request is a `RequestError` (or a ValueError or TypeError of a deeper check)
+that names the field.
+"""
+
+import json
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from strop.data.tokenize import encode_prompt
+from strop.rollout.sampling import Sampling
+from strop.rollout.sampling_queue import SamplingRequest
+from strop.rollout.served_model import RequestError, ServedModel
+
+Json = dict[str, Any]  # an object of a request or an answer
+
+MAX_CHOICES = 1024  # completions of one request, over all its prompts
+MAX_TOKENS = 1 << 20  # of a completion, where the model does not say how much it reads
+MAX_TOP, MAX_STOPS, MAX_STOP_LENGTH = 20, 64, 1000
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {  # fields that are taken with these values alone, besides null
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "echo": (False,), "suffix": ("",),
+    "best_of": (1,), "logit_bias": ({},), "functions": ([],), "function_call": ("none",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAIRequest:
+    """A request of completions, checked.
+
+    echo_ids   also send token ids (`return_token_ids`)
+    tools      the tools the model was shown; None where there are none
+    """
+
+    chat: bool
+    model: str | None
+    prompts: list[list[int]]
+    sampling: Sampling
+    n: int
+    seed: int
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    prompt_logprobs: bool
+    logprobs: bool
+    num_top: int
+    echo_ids: bool
+    stream: bool
+    stream_usage: bool
+    tools: list[Json] | None
+
+    def sampling_requests(self, served: ServedModel) -> list[SamplingRequest]:
+        """Return a request to the queue for each prompt."""
+
+        def ends(ids: list[int]) -> bool:
+            text = served.decode(ids)
+            return any(stop in text for stop in self.stop)
+
+        return [
+            SamplingRequest(
+                prompt=prompt, sampling=self.sampling, num_samples=self.n, seed=self.seed, ignore_eos=self.ignore_eos,
+                model=self.model, ends=ends if self.stop else None, prompt_logps=self.prompt_logprobs,
+                num_top=self.num_top, streams=self.stream,
+            )
+            for prompt in self.prompts
+        ]  # fmt: skip
+
+
+# ---- requests ----
+
+
+def parse_body(data: bytes) -> Json:
+    """Return the JSON object of a request's body."""
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not a JSON number")
+
+    try:
+        body = json.loads(data.decode("utf-8") or "{}", parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"a body must be JSON: {str(error) or type(error).__name__:.200}") from None
+    if not isinstance(body, dict):
+        raise RequestError(f"a body must be an object, found {type(body).__name__}")
+    return body
+
+
+def parse_text_request(body: Json, served: ServedModel) -> OpenAIRequest:
+    """Read a body of /v1/completions."""
+    served.check_name(body.get("model"))
+    prompts = body.get("prompt")
+    if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and type(prompts[0]) is int):
+        prompts = [prompts]
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(one, str | list) for one in prompts):
+        raise RequestError(f"prompt must be a text, ids, or a list of these, found {_shown(prompts)}")
+    if len(prompts) > MAX_CHOICES:
+        raise RequestError(f"prompt must be at most {MAX_CHOICES} prompts, found {len(prompts)}")
+    longest = served.policy.max_length
+    for one in prompts:
+        if isinstance(one, list) and any(type(token) is not int or token.bit_length() > 62 for token in one):
+            raise RequestError(f"prompt must hold ids that are whole numbers, found {_shown(one)}")
+        if isinstance(one, list) and longest is not None and len(one) > longest:
+            raise RequestError(f"prompt must have at most {longest} tokens, found {len(one)}")
+        if isinstance(one, str):
+            _check_length(len(one), "prompt", served)
+    logprobs = _whole(body, ("logprobs",), 0) if not isinstance(body.get("logprobs"), bool) else 0
+    ids = [_encoded(one, served) for one in prompts]
+    return _request(body, served, ids, chat=False, max_tokens=16, num_top=logprobs)
+
+
+def parse_chat_request(body: Json, served: ServedModel) -> OpenAIRequest:
+    """Read a body of /v1/chat/completions. The prompt goes through the model's chat template."""
+    served.check_name(body.get("model"))
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(f"messages must be a list of messages, found {_shown(messages)}")
+    messages = [_message(one, f"messages[{index}]") for index, one in enumerate(messages)]
+    tools = _tools(body, served)
+    num_characters = sum(len(one["content"] or "") for one in messages)
+    _check_length(num_characters + (len(json.dumps(tools)) if tools else 0), "messages", served)
+    ids = _encoded(messages, served, tools)
+    longest = served.policy.max_length
+    max_tokens = 1024 if longest is None else max(1, min(1024, longest - len(ids)))
+    num_top = _whole(body, ("top_logprobs",), 0)
+    if num_top and not _wanted(body, "logprobs"):
+        raise RequestError(f"top_logprobs must be 0 without logprobs, found {num_top}")
+    if not isinstance(body.get("logprobs") or False, bool):
+        raise RequestError(f"logprobs must be true or false, found {_shown(body['logprobs'])}")
+    return _request(body, served, [ids], chat=True, max_tokens=max_tokens, num_top=num_top, tools=tools)
+
+
+def _request(
+    body: Json,
+    served: ServedModel,
+    prompts: list[list[int]],
+    *,
+    chat: bool,
+    max_tokens: int,
+    num_top: int,
+    tools: list[Json] | None = None,
+) -> OpenAIRequest:
+    for name, values in SUPPORTED_VALUES.items():
+        if (value := body.get(name)) is not None and value not in values:
+            raise RequestError(f"{name} must be {json.dumps(values[0])}, found {_shown(value)}")
+    _check_response_format(body.get("response_format"))
+    if _whole(body, ("prompt_logprobs",), 0) if not isinstance(body.get("prompt_logprobs"), bool) else 0:
+        raise RequestError(
+            f"prompt_logprobs must be 0, the prompt's own tokens, found {_shown(body['prompt_logprobs'])}"
+        )
+    if not 0 <= num_top <= MAX_TOP:
+        raise RequestError(f"{'top_logprobs' if chat else 'logprobs'} must be from 0 to {MAX_TOP}, found {num_top}")
+    stop, stop_ids = body.get("stop"), _listed(body, "stop_token_ids")
+    stop = (stop,) if isinstance(stop, str) else tuple(_listed(body, "stop"))
+    if not all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in stop):
+        raise RequestError(f"stop must be a text or several, found {_shown(body['stop'])}")
+    if max(len(stop), len(stop_ids)) > MAX_STOPS:
+        raise RequestError(
+            f"stop and stop_token_ids must be at most {MAX_STOPS} each, found {max(len(stop), len(stop_ids))}"
+        )
+    n, stream = _whole(body, ("n",), 1), bool(body.get("stream"))
+    if n < 1 or (stream and n > 1):
+        raise RequestError(f"n must be {'1 in a stream' if stream else 'at least 1'}, found {n}")
+    if n * len(prompts) > MAX_CHOICES:
+        raise RequestError(f"n must be at most {MAX_CHOICES // len(prompts)} for {len(prompts)} prompts, found {n}")
+    if stream and num_top:
+        raise RequestError(f"{'top_logprobs' if chat else 'logprobs'} must be 0 in a stream, found {num_top}")
+    if stream and len(prompts) > 1:
+        raise RequestError(f"prompt must be one in a stream, found {len(prompts)}")
+    max_new_tokens = _whole(body, ("max_completion_tokens", "max_tokens"), max_tokens)
+    if max_new_tokens > MAX_TOKENS:
+        raise RequestError(f"max_tokens must be at most {MAX_TOKENS}, found {_shown(max_new_tokens)}")
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=_number(body, "temperature", 1.0),
+        top_k=min(max(_whole(body, ("top_k",), 0), 0), 1 << 30),
+        top_p=_number(body, "top_p", 1.0),
+        min_p=_number(body, "min_p", 0.0),
+        stop_ids=tuple(stop_ids),
+    )
+    if sampling.min_p and served.policy.kind == "moe":
+        raise RequestError(f"min_p must be 0 for strop's MoE, found {sampling.min_p:g}")
+    options = body.get("stream_options")
+    return OpenAIRequest(
+        chat=chat, model=body.get("model"), prompts=prompts, sampling=sampling, n=n,
+        seed=_whole(body, ("seed",), secrets.randbits(48)) % 2**62, stop=stop, ignore_eos=bool(body.get("ignore_eos")),
+        prompt_logprobs=_wanted(body, "prompt_logprobs"), logprobs=_wanted(body, "logprobs"), num_top=num_top,
+        echo_ids=bool(body.get("return_token_ids")), stream=stream,
+        stream_usage=isinstance(options, dict) and bool(options.get("include_usage")), tools=tools,
+    )  # fmt: skip
+
+
+def _check_response_format(found: Any) -> None:
+    if found is None or found == {"type": "text"}:
+        return
+    kind = found.get("type") if isinstance(found, dict) else found
+    raise RequestError(
+        f'response_format must be {{"type": "text"}}, found {_shown(kind)}: this server does not constrain what is drawn'
+    )
+
+
+def _encoded(prompt: str | list[int] | list[Json], served: ServedModel, tools: list[Json] | None = None) -> list[int]:
+    """Return the prompt's ids. What the tokenizer or the template has against it is the request's mistake."""
+    tokenizer, name = served.policy.tokenizer, "messages" if tools is not None else "prompt"
+    try:
+        ids = encode_prompt(prompt, tokenizer, {"tools": tools} if tools else None)
+        if tools and ids == encode_prompt(prompt, tokenizer):
+            raise RequestError("tools must be none: the model's chat template does not write them")
+    except RequestError:
+        raise
+    except Exception as error:  # of many kinds: ours, the template's, and the tokenizer's own
+        raise RequestError(f"{name}: {error}"[:500]) from None
+    return ids
+
+
+def _message(found: Any, where: str) -> Json:
+    """Return a message as chat templates take it: its content a text, the arguments of its calls objects."""
+    if not isinstance(found, dict) or not isinstance(found.get("role"), str):
+        raise RequestError(f"{where} must be an object with a role, found {_shown(found)}")
+    content = found.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise RequestError(f"{where}.content must be a text or parts of the type text, found {_shown(content)}")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) and not (content is None and found.get("tool_calls")):
+        raise RequestError(f"{where}.content must be a text, found {_shown(content)}")
+    message = {**found, "content": content or ""}
+    if (calls := found.get("tool_calls")) is not None:
+        if not isinstance(calls, list):
+            raise RequestError(f"{where}.tool_calls must be a list, found {_shown(calls)}")
+        message["tool_calls"] = [_past_call(call, f"{where}.tool_calls") for call in calls]
+    return message
+
+
+def _past_call(call: Any, where: str) -> Json:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where} must be objects with a function and its name, found {_shown(call)}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise RequestError(f"{where}: arguments must be JSON, found {_shown(arguments)}") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tools(body: Json, served: ServedModel) -> list[Json] | None:
+    """Return the tools the template is to write; None where there are none."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise RequestError(
+            f'tool_choice must be "auto" or "none", found {_shown(choice)}: this server cannot force a call'
+        )
+    if not tools or choice == "none":
+        return None
+    if not isinstance(tools, list):
+        raise RequestError(f"tools must be a list, found {_shown(tools)}")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"tools must be objects with a function and its name, found {_shown(tool)}")
+    if served.parse_calls is None:
+        raise RequestError("tools must be none: this server was made without a parser of calls")
+    return tools
+
+
+def _check_length(num_characters: int, name: str, served: ServedModel) -> None:
+    """Refuse, before it is tokenised, a text that must have more tokens than the model reads."""
+    if num_characters > served.max_characters:
+        raise RequestError(
+            f"{name} must have at most {served.max_characters} characters (more are certainly more tokens than the model "
+            f"reads), found {num_characters}"
+        )
+
+
+def _listed(body: Json, name: str) -> list[Any]:
+    if not isinstance(found := body.get(name) or [], list):
+        raise RequestError(f"{name} must be a list, found {_shown(found)}")
+    return found
+
+
+def _wanted(body: Json, name: str) -> bool:
+    """True if log-probs are asked for: 0 asks for those of the tokens drawn alone."""
+    return body.get(name) is not None and body[name] is not False
+
+
+def _whole(body: Json, names: Sequence[str], default: int) -> int:
+    for name in names:
+        if (value := body.get(name)) is not None:
+            if type(value) is not int:
+                raise RequestError(f"{name} must be a whole number, found {_shown(value)}")
+            return value
+    return default
+
+
+def _number(body: Json, name: str, default: float) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} must be a number, found {_shown(value)}")
+    if not math.isfinite(value) if isinstance(value, float) else value.bit_length() > 64:
+        raise RequestError(
+            f"{name} must be a finite number, found {'infinity' if isinstance(value, float) else 'more'}"
+        )
+    return float(value)
+
+
+def parse_name(body: Mapping[str, Any], name: str) -> str:
+    """Return a field that must be a text."""
+    if not isinstance(body.get(name), str) or not body[name]:
+        raise RequestError(f"{name} must be a text, found {_shown(body.get(name))}")
+    return body[name]
+
+
+def _shown(value: Any) -> str:
+    """Return a short form of a wrong value for a message."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a number of more than 60 digits"
+    try:
+        return f"{value!r:.80}"
+    except (RecursionError, ValueError):  # nested too deeply, or with numbers too long to be written
+        return type(value).__name__

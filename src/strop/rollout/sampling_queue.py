@@ -1,0 +1,360 @@
+"""A queue that samples for many callers at once: their rows are decoded together, a few tokens at a time.
+
+    queue = SamplingQueue(policy)
+    ticket = queue.submit(SamplingRequest(prompt=[5, 6, 7], sampling=Sampling(max_new_tokens=64), num_samples=4))
+    completions = ticket.result()           # ticket.cancel() takes the request back
+
+One thread decodes. It takes all rows with the same sampling rule, lets the engine draw a piece of at most LONGEST_PIECE
+tokens for each, removes rows that ended or were cancelled, and fills their places with rows that wait. The engine keeps
+what it has read of a row from piece to piece. A row's random numbers depend on its request's seed alone, so it draws what
+`generate` draws with that seed. Rows beside it can only change how a matrix product is rounded.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from strop._checks import check_count
+from strop.data.batch import TokenBatch, Trajectory
+from strop.models import Policy
+from strop.rollout import CACHING, ENGINES, checked_prompts
+from strop.rollout.cached_rows import CachedRows
+from strop.rollout.sampling import Sampling, row_bits, sampling_logps, uniforms_from
+
+FIRST_PIECE, LONGEST_PIECE = 4, 16  # tokens of a row's first piece where the caller streams, and of later ones at most
+LONGEST_PIECE_READ_AGAIN = 64  # where the engine keeps nothing of a row and reads it again before each piece
+MAX_WAITING_TOKENS = 1 << 25  # of prompts that wait; a caller beyond that is refused
+LOGITS_AT_ONCE = 1 << 26  # numbers in the logits that are made together for the most probable tokens
+
+
+class QueueFull(RuntimeError):
+    """The queue takes no further request now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRequest:
+    """What a caller asks for: num_samples completions of one prompt.
+
+    model          the name that the queue's `use_model` knows, such as an adapter's; None is its default
+    ends           says of a completion's ids whether it is to end here, such as at a stop text
+    prompt_logps   also return the log-probs of the prompt's tokens
+    num_top        also return so many of the most probable tokens at each place of a completion
+    streams        the caller reads pieces as they come, so the first ones are short
+    """
+
+    prompt: list[int]
+    sampling: Sampling
+    num_samples: int = 1
+    seed: int = 0
+    ignore_eos: bool = False
+    model: str | None = None
+    ends: Callable[[list[int]], bool] | None = None
+    prompt_logps: bool = False
+    num_top: int = 0
+    streams: bool = False
+
+    @property
+    def rule(self) -> Hashable:
+        """Rows of requests with equal rules can be decoded together."""
+        return self.model, replace(self.sampling, max_new_tokens=1), self.ignore_eos
+
+
+@dataclass(kw_only=True)
+class SampledCompletion:
+    """One completion of a request.
+
+    logps     the log-prob of each token under the distribution it was drawn from
+    reason    "eos"; "length" where max_new_tokens ended it; "stop" where the request's `ends` did
+    top       where asked for, at each place the most probable tokens: (id, log-prob), the most probable first
+    """
+
+    ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    reason: str = ""
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+
+
+OnPiece = Callable[[list[int], list[float], str], None]  # new ids, their log-probs, the reason or ""
+
+
+class Ticket:
+    """A request in the queue. `future` has the completions, in the order of the samples.
+
+    prompt_logps   where asked for, the log-prob of each token of the prompt but the first
+    on_piece       called by the queue's thread after each piece, for a request of one sample
+    """
+
+    def __init__(self, queue: "SamplingQueue", request: SamplingRequest, on_piece: OnPiece | None = None):
+        self.request, self.on_piece, self._queue = request, on_piece, queue
+        self.future: concurrent.futures.Future[list[SampledCompletion]] = concurrent.futures.Future()
+        self.completions = [SampledCompletion() for _ in range(request.num_samples)]
+        self.prompt_logps: list[float] = []
+        self.num_waiting = self.num_left = request.num_samples
+        self.row_bits_B = row_bits(request.seed, [0], request.num_samples)
+
+    def result(self, timeout: float | None = None) -> list[SampledCompletion]:
+        """Wait for the completions."""
+        return self.future.result(timeout)
+
+    def cancel(self) -> None:
+        """Take the request back: its rows leave before the next piece. Nothing happens to one that is done."""
+        if self.future.cancel():
+            self._queue.wake()
+
+
+@dataclass(eq=False)
+class QueueRow:
+    """One completion that is being drawn."""
+
+    ticket: Ticket
+    sample: int
+    number: int
+    piece: int
+    last_turn: int = 0
+
+    @property
+    def completion(self) -> SampledCompletion:
+        return self.ticket.completions[self.sample]
+
+    @property
+    def ids(self) -> list[int]:
+        return self.ticket.request.prompt + self.completion.ids
+
+    @property
+    def num_left(self) -> int:
+        return self.ticket.request.sampling.max_new_tokens - len(self.completion.ids)
+
+
+class SamplingQueue:
+    """Draws completions for many callers, with the policy's weights as they are at each piece.
+
+    max_batch   rows that are decoded together; None is 64, and 256 on a GPU
+    use_model   a context in which the policy has the model of this name; None uses the policy as it is
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        max_batch: int | None = None,
+        use_model: Callable[[str | None], contextlib.AbstractContextManager[Policy]] | None = None,
+    ):
+        self.max_batch = max_batch or (256 if policy.device.type == "cuda" else 64)
+        check_count(self.max_batch, "max_batch", 1)
+        self.policy = policy
+        self._use_model = use_model or (lambda _: contextlib.nullcontext(self.policy))
+        self._changed = threading.Condition()
+        self._waiting: list[Ticket] = []
+        self._active: list[QueueRow] = []
+        self._calls: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = collections.deque()
+        self._cached: dict[Hashable, CachedRows] = {}
+        self._longest_piece = LONGEST_PIECE
+        self._num_rows = 0
+        self._closed = False
+        self.num_drawn = self.num_turns = 0  # tokens and pieces so far, those of cancelled requests included
+        self._thread = threading.Thread(target=self._work, name="strop-sampling", daemon=True)
+        self._thread.start()
+
+    # ---- for callers, in any thread ----
+
+    def submit(self, request: SamplingRequest, on_piece: OnPiece | None = None) -> Ticket:
+        """Put a request into the queue. ValueError where the policy cannot read the prompt or complete it so far."""
+        checked_prompts(self.policy, [request.prompt], request.sampling, "prompt")
+        ticket = Ticket(self, request, on_piece)
+        with self._changed:
+            self._check_open()
+            if sum(len(one.request.prompt) for one in self._waiting) + len(request.prompt) > MAX_WAITING_TOKENS:
+                raise QueueFull(f"prompts of more than {MAX_WAITING_TOKENS} tokens wait already; ask again later")
+            self._waiting.append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Call the function in the queue's thread between requests, as for a change of the weights; return its result.
+
+        Rows that are being drawn end first. Requests that wait are drawn after it.
+        """
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self._changed:
+            self._check_open()
+            self._calls.append((function, future))
+            self._changed.notify_all()
+        return future.result()
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread after its piece. Requests that are not done fail."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the sampling queue is closed")
+
+    # ---- the queue's thread ----
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._waiting or self._active or self._calls)
+                if self._closed:
+                    break
+                self._remove_cancelled()
+                if not self._calls:
+                    self._admit()
+                call = self._calls.popleft() if self._calls and not self._active else None
+            if call is not None:
+                self._call(*call)
+            elif self._active:
+                self._take_turn()
+        for ticket in {*self._waiting, *(row.ticket for row in self._active)}:
+            _fail(ticket.future, RuntimeError("the sampling queue was closed"))
+        for _, future in self._calls:
+            _fail(future, RuntimeError("the sampling queue was closed"))
+
+    def _call(self, function: Callable[[], Any], future: concurrent.futures.Future[Any]) -> None:
+        self._cached.clear()
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+
+    def _remove_cancelled(self) -> None:
+        self._waiting = [ticket for ticket in self._waiting if not ticket.future.cancelled()]
+        self._leave([row for row in self._active if row.ticket.future.cancelled()])
+
+    def _admit(self) -> None:
+        """Fill free places, a row at a time, always from the request that has the fewest rows drawn now."""
+        drawn = collections.Counter(row.ticket for row in self._active)
+        while self._waiting and len(self._active) < self.max_batch:
+            ticket = min(self._waiting, key=lambda one: drawn[one])
+            piece = FIRST_PIECE if ticket.request.streams else self._longest_piece
+            sample = ticket.request.num_samples - ticket.num_waiting
+            self._num_rows += 1
+            self._active.append(QueueRow(ticket, sample, self._num_rows, piece))
+            drawn[ticket] += 1
+            ticket.num_waiting -= 1
+            if not ticket.num_waiting:
+                self._waiting.remove(ticket)
+
+    def _leave(self, rows: Sequence[QueueRow]) -> None:
+        if not rows:
+            return
+        for row in rows:
+            if (cached := self._cached.get(row.ticket.request.rule)) is not None:
+                cached.rows.pop(row.number, None)
+        gone = {row.number for row in rows}
+        self._active = [row for row in self._active if row.number not in gone]
+        rules = {row.ticket.request.rule for row in self._active}
+        self._cached = {rule: cached for rule, cached in self._cached.items() if rule in rules}
+
+    def _take_turn(self) -> None:
+        """Draw a piece for the rows whose turn it is: those with the rule of the row that has waited longest."""
+        self.num_turns += 1
+        rule = min(self._active, key=lambda row: row.last_turn).ticket.request.rule
+        rows = [row for row in self._active if row.ticket.request.rule == rule]
+        for row in rows:
+            row.last_turn = self.num_turns
+        try:
+            ended = self._draw(rows)
+        except Exception as error:  # the engine's, of any kind: these requests have failed, others have not
+            tickets = {row.ticket for row in rows}
+            with self._changed:
+                self._waiting = [ticket for ticket in self._waiting if ticket not in tickets]
+                self._leave([row for row in self._active if row.ticket in tickets])
+            for ticket in tickets:
+                _fail(ticket.future, error)
+            return
+        with self._changed:
+            self._leave(ended)
+        for row in ended:
+            row.ticket.num_left -= 1
+            if not row.ticket.num_left:
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
+                    row.ticket.future.set_result(row.ticket.completions)
+
+    def _draw(self, rows: list[QueueRow]) -> list[QueueRow]:
+        """Draw a piece for each of the rows, which have one rule; return those that ended."""
+        request = rows[0].ticket.request
+        cached = self._cached.setdefault(request.rule, CachedRows())
+        with (
+            self._use_model(request.model) as policy,
+            torch.inference_mode(False),
+            torch.no_grad(),
+            policy.evaluating(),
+        ):
+            prompts = [torch.tensor(row.ids) for row in rows]
+            num_tokens = min(max(row.num_left for row in rows), *(row.piece for row in rows))
+            if policy.max_length is not None:
+                num_tokens = min(num_tokens, policy.max_length - max(map(len, prompts)))
+            eos_ids = tuple(
+                dict.fromkeys((*(() if request.ignore_eos else policy.eos_ids), *request.sampling.stop_ids))
+            )
+            bits_B = np.array([row.ticket.row_bits_B[row.sample] for row in rows])
+            first_B = np.array([len(row.completion.ids) for row in rows])
+            keeps = policy.kind in CACHING
+            further = {"cached": cached.of([row.number for row in rows])} if keeps else {}
+            sampling = replace(request.sampling, max_new_tokens=num_tokens)
+            uniforms_BT = uniforms_from(bits_B, first_B, num_tokens)
+            ids_B, logps_B = ENGINES[policy.kind](policy, prompts, sampling, 1, uniforms_BT, eos_ids, **further)
+            if not keeps or rows[0].number not in cached.rows:
+                self._longest_piece = LONGEST_PIECE_READ_AGAIN
+            ended = []
+            for row, ids, logps in zip(rows, ids_B, logps_B, strict=True):
+                self._add(row, ids[: row.num_left].tolist(), logps[: row.num_left].tolist(), eos_ids)
+                if row.completion.reason:
+                    ended.append(row)
+                    self._score(policy, row)
+        return ended
+
+    def _add(self, row: QueueRow, ids: list[int], logps: list[float], eos_ids: Sequence[int]) -> None:
+        completion, request = row.completion, row.ticket.request
+        if any(logp != logp for logp in logps):
+            raise FloatingPointError("log-probs must be numbers, found NaN: are the model's weights?")
+        self.num_drawn += len(ids)
+        completion.ids += ids
+        completion.logps += logps
+        row.piece = min(2 * row.piece, self._longest_piece)
+        if ids[-1] in eos_ids:
+            completion.reason = "eos"
+        elif request.ends is not None and request.ends(completion.ids):
+            completion.reason = "stop"
+        elif row.num_left == 0:
+            completion.reason = "length"
+        if row.ticket.on_piece is not None:
+            row.ticket.on_piece(ids, logps, completion.reason)
+
+    def _score(self, policy: Policy, row: QueueRow) -> None:
+        """Fill what the request asks for besides: the prompt's log-probs, and the most probable tokens."""
+        ticket, request = row.ticket, row.ticket.request
+        if request.prompt_logps and not ticket.prompt_logps and len(request.prompt) > 1:
+            batch = TokenBatch.of([Trajectory.of(request.prompt[:1], request.prompt[1:])], policy.device)
+            ticket.prompt_logps = policy.logps(batch).tolist()
+        if not request.num_top:
+            return
+        ids, size = row.completion.ids, max(1, LOGITS_AT_ONCE // (policy.vocab_size or 1 << 18))
+        for first in range(0, len(ids), size):
+            line = Trajectory.of(request.prompt + ids[:first], ids[first : first + size])
+            logits_nV = policy.logits(TokenBatch.of([line], policy.device))
+            logps_nV = sampling_logps(logits_nV.float(), request.sampling)
+            top = logps_nV.topk(min(request.num_top, logps_nV.shape[-1]), dim=-1)
+            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            row.completion.top += [
+                [pair for pair in zip(*place, strict=True) if pair[1] > -torch.inf] for place in pairs
+            ]
+
+
+def _fail(future: concurrent.futures.Future[Any], error: Exception) -> None:
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
+        future.set_exception(error)
