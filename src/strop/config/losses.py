@@ -6,7 +6,7 @@ The formulas, which need torch, are in `strop.losses`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from strop._checks import check_choice, check_count, check_number
 
@@ -206,7 +206,7 @@ class PolicyRule:
         return self.max_completion_length
 
 
-def _set_for_others(rule: Any, needed: Sequence[tuple[str, str]], types: Sequence[str]) -> list[str]:
+def _set_for_others(rule: object, needed: Sequence[tuple[str, str]], types: Sequence[str]) -> list[str]:
     """Return a sentence for each option that differs from its default and is of a loss type that is not used."""
     return [
         f"{name} has no effect: it is for loss_type={loss_type!r}, found {', '.join(types)}"
@@ -215,7 +215,7 @@ def _set_for_others(rule: Any, needed: Sequence[tuple[str, str]], types: Sequenc
     ]
 
 
-def _check_numbers(values: Any, name: str, count: int, open_low: bool) -> None:
+def _check_numbers(values: object, name: str, count: int, open_low: bool) -> None:
     if not isinstance(values, (tuple, list)) or len(values) != count:
         raise ValueError(f"{name} must be {count} numbers, found {values!r}")
     for value in values:
@@ -282,7 +282,7 @@ class PreferenceRule:
         return not set(self.types) <= set(WITHOUT_REFERENCE)
 
 
-def _check_label_smoothing(label_smoothing: Any, types: tuple[str, ...]) -> None:
+def _check_label_smoothing(label_smoothing: float, types: tuple[str, ...]) -> None:
     check_number(label_smoothing, "label_smoothing", 0, 0.5, open_high=True)
     if label_smoothing and not set(types) & set(LABEL_SMOOTHED):
         raise ValueError(

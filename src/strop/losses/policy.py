@@ -68,7 +68,7 @@ class LossResult(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
         self._compute_metrics = compute_metrics
         return self
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
+    def __getnewargs__(self) -> tuple[object, ...]:
         return (*self, self._compute_metrics)
 
     @property
@@ -366,7 +366,7 @@ def tokens_metrics(
 ) -> Metrics:
     """`policy_metrics` of tokens."""
     bounds, mask_N, ratio_N = rule.bounds, tokens.mask_N, tokens.log_ratio_N.exp()
-    num_tokens: Any = max(len(ratio_N), 1) if mask_N is None else mask_N.sum().clamp(min=1)
+    num_tokens: Count = max(len(ratio_N), 1) if mask_N is None else mask_N.sum().clamp(min=1)
 
     def mean(values_N: torch.Tensor) -> torch.Tensor:
         return tokens.active(values_N.to(ratio_N.dtype)).sum() / num_tokens
@@ -397,7 +397,7 @@ def tokens_metrics(
 # ---- tokens ----
 
 
-def check_given(rule: TokenRule, ref_logps: Any, advantages: Any) -> None:
+def check_given(rule: TokenRule, ref_logps: torch.Tensor | None, advantages: torch.Tensor | None) -> None:
     """Raise unless a row alone gives the rule's loss, and what it reads is there."""
     if isinstance(rule, NLL):
         return
@@ -409,7 +409,13 @@ def check_given(rule: TokenRule, ref_logps: Any, advantages: Any) -> None:
         raise ValueError(f"ref_logps must be given where beta is above 0, found None with beta={rule.beta}")
 
 
-def _tokens_of_rows(rule: PolicyRule, logps: Any, old_logps: Any, advantages: Any, completion_mask: Any) -> Tokens:
+def _tokens_of_rows(
+    rule: PolicyRule,
+    logps: torch.Tensor,
+    old_logps: torch.Tensor | None,
+    advantages: torch.Tensor,
+    completion_mask: torch.Tensor | None,
+) -> Tokens:
     mask_BT = _check_tokens(logps, completion_mask)
     logps_BT = _active(logps, mask_BT)
     old_BT = None
@@ -447,7 +453,7 @@ def _extreme(
     return of(ratio_N.masked_fill(~mask_N, none)).masked_fill(~mask_N.any(), 0.0)
 
 
-def _check_tokens(logps: Any, completion_mask: Any) -> torch.Tensor:
+def _check_tokens(logps: torch.Tensor, completion_mask: torch.Tensor | None) -> torch.Tensor:
     """logps are [B, T] floats, and the mask as booleans."""
     check_floats(logps, "logps")
     if logps.ndim != 2:
@@ -462,12 +468,12 @@ def _active(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     return in_float(values_BT).masked_fill(~mask_BT, 0.0)
 
 
-def _like_tokens(values: Any, logps: torch.Tensor, tokens: Tokens, name: str) -> torch.Tensor:
+def _like_tokens(values: torch.Tensor, logps: torch.Tensor, tokens: Tokens, name: str) -> torch.Tensor:
     check_like(values, name, logps, "logps")
     return tokens.active(in_float(values).reshape(-1)).to(tokens.logps_N.dtype)
 
 
-def per_token(advantages: Any, logps: torch.Tensor) -> torch.Tensor:
+def per_token(advantages: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
     """Advantages [B] or [B, T] as [B, T], checked against the log-probs."""
     check_floats(advantages, "advantages")
     if advantages.shape != logps.shape and advantages.shape != logps.shape[:1]:  # `in` takes no symbol for a number

@@ -24,7 +24,7 @@ import torch
 from strop._checks import check_count
 from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy
-from strop.rollout import ENGINES, CACHING, checked_prompts
+from strop.rollout import CACHING, ENGINES, checked_prompts
 from strop.rollout.cached_rows import CachedRows
 from strop.rollout.sampling import Sampling, row_bits, sampling_logps, uniforms_from
 

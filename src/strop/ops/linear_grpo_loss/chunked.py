@@ -1,5 +1,6 @@
 """`linear_grpo_loss` of rows with a mask, by what `linear_token_loss` does with tokens."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def linear_grpo_loss_triton(hidden, weight, action_ids, old_logps, rewards, comp
 
 def _linear_grpo_loss(
     rows: str,
-    linear_logp_of: Any,
+    linear_logp_of: Callable[..., torch.Tensor],
     hidden: torch.Tensor,
     weight: torch.Tensor,
     action_ids: torch.Tensor,

@@ -39,7 +39,7 @@ _SCALE_BLOCK = 8192
 _SCALE_PROGRAMS = 1024  # few enough to cost nothing where there is nothing to do, enough to fill a GPU
 
 
-class Rows(NamedTuple):
+class RowLayout(NamedTuple):
     """How the rows of a tensor lie in memory: [B, T] rows with two strides, V elements each, one after another."""
 
     N: int
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
     per: int  # elements in 16 bytes
 
 
-def as_rows(logits: torch.Tensor) -> tuple[torch.Tensor, Rows]:
+def as_rows(logits: torch.Tensor) -> tuple[torch.Tensor, RowLayout]:
     """The logits, copied only where they are not rows with two strides."""
     found = _rows(logits)
     if found is None:
@@ -61,17 +61,17 @@ def as_rows(logits: torch.Tensor) -> tuple[torch.Tensor, Rows]:
     return logits, found
 
 
-def _rows(logits: torch.Tensor) -> Rows | None:
+def _rows(logits: torch.Tensor) -> RowLayout | None:
     V, size = logits.shape[-1], logits.element_size()
     misaligned, per = logits.data_ptr() % 16 // size, 16 // size
     if logits.is_contiguous():
         N = logits.numel() // V
-        return Rows(N, max(N, 1), V, 0, V, misaligned, per)
+        return RowLayout(N, max(N, 1), V, 0, V, misaligned, per)
     found = strided_rows(logits)
     if found is None:
         return None
     (B, stride_B), (T, stride_T) = found
-    return Rows(B * T, max(T, 1), V, stride_B, stride_T, misaligned, per)
+    return RowLayout(B * T, max(T, 1), V, stride_B, stride_T, misaligned, per)
 
 
 class Tiling(NamedTuple):
@@ -85,7 +85,7 @@ class Tiling(NamedTuple):
     unroll: int
     stages: int = 1
 
-    def of(self, rows: Rows) -> dict[str, int]:
+    def of(self, rows: RowLayout) -> dict[str, int]:
         lanes = 32 * self.warps * self.unroll
         return {"LANES": lanes, "PER": rows.per, "STAGES": self.stages, "num_warps": self.warps}
 
@@ -324,7 +324,7 @@ def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
         small_kernels.scale_kernel(programs, gradient, factor, size, BLOCK=_SCALE_BLOCK, num_warps=8)
 
 
-def _gradient_memory(given: torch.Tensor, logits: torch.Tensor, rows: Rows, in_place: bool) -> torch.Tensor:
+def _gradient_memory(given: torch.Tensor, logits: torch.Tensor, rows: RowLayout, in_place: bool) -> torch.Tensor:
     """The logits' own memory or some of its own; `given` are the logits before `as_rows`."""
     if not in_place:
         return empty_gradient(logits, rows.misaligned)
