@@ -36,8 +36,8 @@ from typing import Any
 import torch
 
 from strop._checks import check_timeout
-from strop._contained import contained
 from strop.data.batch import Trajectory
+from strop.data.formats import column_counts
 from strop.data.inputs import RESERVED
 from strop.distributed import World
 
@@ -246,20 +246,18 @@ def check_columns(
     function: Any, name: str, judged: Sequence[str], rows: Sequence[Mapping[str, Any]], where: str
 ) -> None:
     """The columns a function needs are in every row; one whose parameter has a default may be missing, and is None."""
-    uniform = hasattr(rows, "column_names")  # a Dataset's rows have the same columns
-    columns = dict.fromkeys(column for row in (rows[:0] if uniform else rows) for column in row)
-    columns = dict.fromkeys(rows.column_names) if uniform else columns  # type: ignore[attr-defined]
-    columns = {column: None for column in columns if column not in RESERVED}
+    counts = column_counts(rows)
+    columns = {column: None for column in counts if column not in RESERVED}
     given = dict.fromkeys((*judged, "prompts", "prompt_ids", *columns), ())
     _, by_name = arguments_for(function, name, given)
     needed = [p.name for p in _parameters(function) if p.default is p.empty and p.name in by_name and p.name in columns]
-    for column in () if uniform else needed:
-        for i, row in enumerate(rows):
-            if column not in row:
-                raise RewardError(
-                    f"{where}[{i}] must have the column {column!r}, which {name} asks for and other rows have; give the "
-                    f"parameter a default where it may be missing: it is None then"
-                )
+    for column in needed:
+        if counts[column] < len(rows):
+            i = next(i for i, row in enumerate(rows) if column not in row)
+            raise RewardError(
+                f"{where}[{i}] must have the column {column!r}, which {name} asks for and other rows have; give the "
+                f"parameter a default where it may be missing: it is None then"
+            )
 
 
 def _parameters(function: Any) -> Sequence[inspect.Parameter]:
@@ -332,8 +330,7 @@ def _call(function: Any, given: Arguments, timeout: float | None) -> Any:
     def work() -> Any:
         return function(*by_position, **by_name)
 
-    with contained():
-        return work() if timeout is None else time_limit(work, timeout)
+    return work() if timeout is None else time_limit(work, timeout)
 
 
 def _first_failing(

@@ -68,7 +68,7 @@ def test_what_tools_say_counts_for_nothing(mark):
     user, tool = {"role": "user", "content": "the inn?"}, {"role": "tool", "content": "13"}
     turns = [[{"role": "assistant", "content": word} for word in words] for words in (("call", "in"), ("ooh", "all"))]
     rows = [{"prompt": [user], "completion": [a, tool, b], "label": True} for a, b in turns]
-    lines = [example.line for example in kto.prepare(rows)]
+    lines = kto.prepare(rows)
     counted = [tokens.decode(line.ids_T[line.loss_mask_T]) for line in lines]
     assert counted == ["call<|im_end|>in<|im_end|>", "ooh<|im_end|>all<|im_end|>"]
     others = kto._mismatched(lines)
@@ -178,7 +178,7 @@ def test_a_mismatched_completion_is_cut_where_the_context_ends():
     ]
     kto = KTO(model=tiny_moe(), learning_rate=0.0)
     examples = kto.prepare(rows)
-    assert [len(line) for line in kto._mismatched([example.line for example in examples])] == [32, 3]
+    assert [len(line) for line in kto._mismatched(examples)] == [32, 3]
 
 
 @pytest.mark.parametrize("loss_type", ["kto", "bco"])

@@ -98,7 +98,7 @@ def test_a_gradient_made_on_the_way_is_that_of_the_log_probs(packs):
     sft, found = SFT(model=tiny_qwen2()), []
     if not packs:
         read_padded(sft.policy)
-    batch = sft._batch(sft._examples(*columns(random_examples(4)), None), 5)
+    batch = sft._batch(sft._trajectories(*columns(random_examples(4)), None), 5)
     for loss_of in (lambda: sft.policy.loss(batch, NLL()).loss, lambda: -sft.policy.logps(batch).sum() / 5):
         sft.policy.model.zero_grad()
         loss = loss_of()

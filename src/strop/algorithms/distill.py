@@ -23,6 +23,7 @@ from strop.config import DistillConfig
 from strop.config.on_policy import BETAS
 from strop.config.sampling import is_address
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
+from strop.data.formats import column_counts
 from strop.data.inputs import fit, reward_columns
 from strop.data.tokenize import encode_completion, row_named
 from strop.losses import PolicyRule
@@ -91,6 +92,12 @@ class Distill(OnPolicy):
     def train_step(self, prompts: Any, *, prompt_mask: Any = None) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them; rows may have a completion."""
         return super().train_step(prompts, prompt_mask=prompt_mask)
+
+    def check_columns(self, rows: Sequence[Any], name: str) -> None:
+        super().check_columns(rows, name)
+        if self.config.from_dataset and column_counts(rows).get("completion", 0) < len(rows):
+            i = next(i for i, row in enumerate(rows) if "completion" not in row)
+            raise ValueError(f"{name}[{i}] must have a completion where on_policy is below 1, found none")
 
     def checked(self, prompts: list[Trajectory], name: str) -> list[Trajectory]:
         """Return the prompts, with the dataset's completions where they are needed."""

@@ -17,16 +17,12 @@ import torch
 
 from strop._tensors import on_host, widened
 from strop.config import DPOConfig
-from strop.data.batch import TokenBatch, Trajectory, on_device
-from strop.data.formats import check_rows
-from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
-from strop.data.tokenize import encode_preference, row_named
+from strop.data.batch import TokenBatch, on_device
+from strop.data.offline import Limits, Pair, num_tokens_of, pairs_of_columns, pairs_of_rows
 from strop.losses import PreferenceLoss
 from strop.losses.preference import pairs_loss
 from strop.training.state import Mean, Sum
 from strop.training.trainer import Trainer
-
-Pair = tuple[Trajectory, Trajectory]  # chosen, rejected; in OnlineDPO first and second, before it is known
 
 
 class DPO(Trainer):
@@ -38,6 +34,7 @@ class DPO(Trainer):
 
     Config = DPOConfig
     config: DPOConfig
+    formats = ("preference",)
 
     def setup(self, ref_model: Any) -> None:
         if self.config.loss.needs_reference:
@@ -55,15 +52,9 @@ class DPO(Trainer):
         return self.run_step(lambda: self._step(self._pairs(prompt, chosen, rejected, prompt_mask)))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Pair]:
-        check_rows(rows, ["preference"], where=name, what=self.name)
-        pairs = []
-        for i, row in enumerate(rows):
-            with row_named(f"{name}[{i}]"):
-                prompt, *lines = encode_preference(row, self.tokenizer)
-            chosen, rejected = (torch.tensor(ids).long() for ids, _ in lines)
-            counts = [counts for _, counts in lines]
-            pairs.append(self._checked(torch.tensor(prompt).long(), chosen, rejected, f"{name}[{i}]", counts))
-        return pairs
+        """Return a pair of trajectories for each row."""
+        self.check_columns(rows, name)
+        return pairs_of_rows(rows, self.tokenizer, self._limits, name)
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
         return self._step(rows if isinstance(rows[0], tuple) else self.prepare(rows, "rows"))
@@ -75,7 +66,7 @@ class DPO(Trainer):
     def _evaluate(self, own: list[Pair], counts: tuple[int, int]) -> dict[str, Any]:
         """Of this process's pairs, as their share of a dataset with so many pairs and chosen tokens."""
         results = []
-        for pairs in self.eval_batches(own, _lengths(own)):
+        for pairs in self.eval_batches(own, num_tokens_of(own)):
             with self.autocast():
                 batch = self._batch(pairs)
                 ref_logps_B2 = None if self.reference is None else _sums(self.reference.logps(batch), batch)
@@ -105,12 +96,12 @@ class DPO(Trainer):
             return ref_logps_P2[on_device(torch.tensor(part).long(), ref_logps_P2.device)]
 
         update = self.update(functools.partial(self._loss, batch, of_these(part), counts) for part, batch in batches)
-        self.count_tokens(sum(_lengths(pairs)))
+        self.count_tokens(sum(num_tokens_of(pairs)))
         return update | _metrics(update.parts)
 
     def _batches(self, pairs: Sequence[Pair]) -> list[tuple[list[int], TokenBatch]]:
         """Micro-batches: which of the pairs, and their 2B trajectories."""
-        parts = self.micro_batches(range(len(pairs)), _lengths(pairs))
+        parts = self.micro_batches(range(len(pairs)), num_tokens_of(pairs))
         return [(part, self._batch([pairs[i] for i in part])) for part in parts]
 
     def _reference_logps(self, batches: Sequence[tuple[list[int], TokenBatch]]) -> torch.Tensor | None:
@@ -135,38 +126,18 @@ class DPO(Trainer):
     def _batch(self, pairs: Sequence[Pair]) -> TokenBatch:
         return TokenBatch.of([chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs], self.policy.device)
 
-    def _pairs(self, prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any) -> list[Pair]:
-        if is_written(prompt, "prompt", prompt_mask):
-            return self.prepare(as_dicts({"prompt": prompt, "chosen": chosen, "rejected": rejected}), "pairs")
-        padding = self.policy.padding(self.config.pad_id)
-        prompts = prompt_rows(prompt, "prompt", prompt_mask, *padding)
-        better = completion_rows(chosen, "chosen", len(prompts), *padding)
-        worse = completion_rows(rejected, "rejected", len(prompts), *padding)
-        triples = zip(prompts, better, worse, strict=True)
-        return [self._checked(*triple, f"pair {i}") for i, triple in enumerate(triples)]
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
 
-    def _checked(self, prompt: Ids, chosen: Ids, rejected: Ids, where: str, counts: Any = (None, None)) -> Pair:
-        """A pair that has something to compare and fits into the model."""
-        limits = self.config.max_length, self.policy.max_length
-        if not len(prompt):
-            raise ValueError(f"{where}: the prompt must have at least one token, found none")
-        self.policy.check_ids(prompt, f"{where}: the prompt")
-        fitted = []
-        for name, completion in (("chosen", chosen), ("rejected", rejected)):
-            if not len(completion):
-                raise ValueError(f"{where}: {name} must have at least one token, found none")
-            self.policy.check_ids(completion, f"{where}: {name}")
-            fitted.append(fit(prompt, completion, *limits, f"{where}, {name}"))
-        return Trajectory.of(prompt, fitted[0], counts[0]), Trajectory.of(prompt, fitted[1], counts[1])
+    def _pairs(self, prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any) -> list[Pair]:
+        padding = self.policy.padding(self.config.pad_id)
+        return pairs_of_columns(prompt, chosen, rejected, prompt_mask, self.tokenizer, padding, self._limits)
 
 
 def _sums(logps_n: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """[B, 2] log-probs of (chosen, rejected)."""
     return batch.sums(logps_n).view(2, -1).T
-
-
-def _lengths(pairs: Sequence[Pair]) -> list[int]:
-    return [len(chosen) + len(rejected) for chosen, rejected in pairs]
 
 
 def counts_of(pairs: Sequence[Pair]) -> tuple[int, int]:

@@ -11,9 +11,8 @@ B rows of a batch.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from strop._tensors import on_host, widened, widest
@@ -21,17 +20,11 @@ from strop.config import KTOConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.formats import check_rows
 from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
-from strop.data.tokenize import encode_row, row_named
+from strop.data.offline import Limits, as_array, as_label, unpaired_rows
+from strop.data.tokenize import LossMask, encode_rows
 from strop.losses import unpaired_loss
 from strop.training.state import Mean, Sum
 from strop.training.trainer import Trainer
-
-
-class Example(NamedTuple):
-    """A completion behind its prompt, and its label."""
-
-    line: Trajectory
-    desirable: bool
 
 
 class KTO(Trainer):
@@ -39,10 +32,14 @@ class KTO(Trainer):
 
     kto = KTO(model=model, ref_model=ref, beta=0.1, learning_rate=1e-4)
     metrics = kto.train_step(prompt, completion, label)      # or kto.train(dataset)
+
+    A dataset's rows have a prompt, a completion and a label; a row of a pair becomes two, its chosen completion with the
+    label true and its rejected one with false. The label of a trajectory is in its `row`.
     """
 
     Config = KTOConfig
     config: KTOConfig
+    formats = ("prompt_completion", "preference")
 
     def setup(self, ref_model: Any) -> None:
         self.reference = self.policy.reference(ref_model)
@@ -57,25 +54,35 @@ class KTO(Trainer):
         label                B booleans: True is desirable
         prompt_mask          (B, P), 0 at padding; without it the pad id at both ends of a prompt is padding
         """
-        return self.run_step(lambda: self._step(self._examples(prompt, completion, label, prompt_mask)))
+        return self.run_step(lambda: self._step(self._trajectories(prompt, completion, label, prompt_mask)))
 
-    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Example]:
-        check_rows(rows, ["prompt_completion"], where=name, what="KTO")
-        examples = []
+    def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
+        return super().prepared(unpaired_rows(dataset), name)
+
+    def check_columns(self, rows: Sequence[Any], name: str) -> None:
+        check_rows(rows, self.formats, where=name, what='KTO, with a column "label", true or false,')
         for i, row in enumerate(rows):
-            with row_named(f"{name}[{i}]"):
-                *ids, counts = encode_row(row, self.tokenizer)
-            prompt, completion = (torch.tensor(part).long() for part in ids)
-            examples.append(self._checked(prompt, completion, row.get("label"), f"{name}[{i}]", counts))
-        return examples
+            if "chosen" not in row:
+                as_label(row.get("label"), f"{name}[{i}]")
+
+    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
+        """Return a trajectory for each labelled row, two for a pair."""
+        self.check_columns(rows, name)
+        rows, limits = unpaired_rows(rows), self._limits
+        return [
+            self._trajectory(as_array(prompt), as_array(completion), row["label"], f"{name}[{i}]", limits, loss_mask)
+            for i, (row, (prompt, completion, loss_mask)) in enumerate(
+                zip(rows, encode_rows(rows, self.tokenizer, name), strict=True)
+            )
+        ]
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
-        return self._step(rows if isinstance(rows[0], Example) else self.prepare(rows, "rows"))
+        return self._step(rows if isinstance(rows[0], Trajectory) else self.prepare(rows, "rows"))
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         mine, parts = self.share(len(rows)), []
         own = rows[mine.start : mine.stop]
-        batches = self._batches([row.line for row in own], self.eval_batches)
+        batches = self._batches(own, self.eval_batches)
         refs_B = self._scored(batches, self.reference)
         shift = self._shift(rows, mine, batches, refs_B, learns=False)
         for part, batch in batches:
@@ -91,35 +98,35 @@ class KTO(Trainer):
 
     # ---- inside ----
 
-    def _step(self, examples: list[Example]) -> dict[str, float]:
-        mine = self.share(len(examples))
-        own = examples[mine.start : mine.stop]
-        batches = self._batches([example.line for example in own], self.micro_batches)
+    def _step(self, lines: list[Trajectory]) -> dict[str, float]:
+        mine = self.share(len(lines))
+        own = lines[mine.start : mine.stop]
+        batches = self._batches(own, self.micro_batches)
         with self.phase("score"):
             refs_B = self._scored(batches, self.reference)
-            shift = self._shift(examples, mine, batches, refs_B, learns=True)
+            shift = self._shift(lines, mine, batches, refs_B, learns=True)
         update = self.update(
-            functools.partial(self._loss, batch, [own[i] for i in part], part, refs_B, shift, len(examples))
+            functools.partial(self._loss, batch, [own[i] for i in part], part, refs_B, shift, len(lines))
             for part, batch in batches
         )
-        self.count_tokens(sum(len(example.line) for example in own))
+        self.count_tokens(sum(map(len, own)))
         return update | _metrics(update.parts, shift)
 
     def _shift(
-        self, examples: Sequence[Example], mine: range, batches: Sequence[tuple[list[int], TokenBatch]],
+        self, lines: Sequence[Trajectory], mine: range, batches: Sequence[tuple[list[int], TokenBatch]],
         refs_B: torch.Tensor, learns: bool,
     ) -> torch.Tensor:  # fmt: skip
         """What rewards are compared with, 0-d, in all processes the same.
 
-        examples   of the whole batch; `mine` are this process's, as are batches and refs_B
+        lines      of the whole batch; `mine` are this process's, as are batches and refs_B
         learns     these rows count for bco's mean
         """
         rule = self.config.loss
-        if rule.loss_type == "kto" and len(examples) > 1:  # of one row, such as an epoch's last, there is no other pair
-            lines = self._mismatched([example.line for example in examples])
-            others = self._batches(lines[mine.start : mine.stop], self.eval_batches)
+        if rule.loss_type == "kto" and len(lines) > 1:  # of one row, such as an epoch's last, there is no other pair
+            mismatched = self._mismatched(lines)
+            others = self._batches(mismatched[mine.start : mine.stop], self.eval_batches)
             ratios_B = self._scored(others, self.policy) - self._scored(others, self.reference)
-            return rule.beta * (self.world.summed(ratios_B.sum()) / len(examples)).clamp(min=0)
+            return rule.beta * (self.world.summed(ratios_B.sum()) / len(lines)).clamp(min=0)
         if rule.loss_type == "bco":
             if learns:
                 rewards_B = widened(rule.beta * (self._scored(batches, self.policy) - refs_B))
@@ -153,38 +160,47 @@ class KTO(Trainer):
         return torch.cat(found)[on_device(order, found[0].device)]
 
     def _loss(
-        self, batch: TokenBatch, examples: Sequence[Example], part: list[int], refs_B: torch.Tensor, shift: torch.Tensor,
+        self, batch: TokenBatch, lines: Sequence[Trajectory], part: list[int], refs_B: torch.Tensor, shift: torch.Tensor,
         num_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """The loss of these examples, this process's `part`, as their share of num_rows; their rewards and labels."""
-        labels = on_device(torch.tensor([example.desirable for example in examples]).bool(), batch.device)
+        """Return the loss of these trajectories, this process's `part`, as their share of num_rows; their rewards and labels."""
+        labels = on_device(torch.tensor([line.row["label"] for line in lines]).bool(), batch.device)
         refs = refs_B[on_device(torch.tensor(part).long(), refs_B.device)]
         logps = batch.sums(self.policy.logps(batch))
         return *unpaired_loss(self.config.loss, logps, refs, labels, shift, num_rows), labels
 
-    def _examples(self, prompt: Any, completion: Any, label: Any, prompt_mask: Any) -> list[Example]:
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
+
+    def _trajectories(self, prompt: Any, completion: Any, label: Any, prompt_mask: Any) -> list[Trajectory]:
+        """Return a trajectory for each row of what `train_step` is given."""
         label = label.tolist() if hasattr(label, "tolist") else label  # of torch or NumPy
         if is_written(prompt, "prompt", prompt_mask):
             return self.prepare(as_dicts({"prompt": prompt, "completion": completion, "label": label}), "rows")
-        padding = self.policy.padding(self.config.pad_id)
+        padding, limits = self.policy.padding(self.config.pad_id), self._limits
         prompts = prompt_rows(prompt, "prompt", prompt_mask, *padding)
         completions = completion_rows(completion, "completion", len(prompts), *padding)
         rows = as_dicts({"prompt": prompts, "completion": completions, "label": label})
-        return [self._checked(row["prompt"], row["completion"], row["label"], f"row {i}") for i, row in enumerate(rows)]
+        return [
+            self._trajectory(row["prompt"], row["completion"], row["label"], f"row {i}", limits)
+            for i, row in enumerate(rows)
+        ]
 
-    def _checked(self, prompt: Ids, completion: Ids, label: Any, where: str, counts: Any = None) -> Example:
-        label = label.item() if isinstance(label, np.generic) else label
-        if not isinstance(label, (bool, int)) or label not in (True, False):
-            raise TypeError(f"{where}: label must be true or false, found {label!r}")
+    def _trajectory(
+        self, prompt: Ids, completion: Ids, label: Any, where: str, limits: Limits, loss_mask: LossMask | None = None
+    ) -> Trajectory:
+        """Return the completion behind its prompt, with its label; raise if there is nothing to learn or it does not fit."""
+        label = as_label(label, where)
         for name, ids in (("the prompt", prompt), ("the completion", completion)):
             if not len(ids):
                 raise ValueError(f"{where}: {name} must have at least one token, found none")
-        self.policy.check_ids(torch.cat([prompt, completion]), where)
-        fitted = fit(prompt, completion, self.config.max_length, self.policy.max_length, where)
-        line = Trajectory.of(prompt, fitted, counts)
+        for ids in (prompt, completion):
+            limits.check(ids, where)
+        line = limits.trajectory(prompt, completion, where, loss_mask, row={"label": label})
         if not line.num_loss_tokens:
             raise ValueError(f"{where}: a token of the completion must count, found none within max_length")
-        return Example(line, bool(label))
+        return line
 
 
 def _parted(line: Trajectory) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -54,6 +54,7 @@ class OnPolicy(Trainer):
     """
 
     config: Any
+    formats = ("prompt_only",)
     first_attempt: ClassVar[tuple[int, ...]] = ()  # in the seed of a step's first rollout, behind the step
 
     def __init__(
@@ -102,6 +103,11 @@ class OnPolicy(Trainer):
             batch = as_prompts(prompts, self.policy.tokenizer, padding, mask=prompt_mask, columns=columns)
             batch = self.checked(batch, "prompts")
         return self.run_step(lambda: self.step(batch))
+
+    def check_columns(self, rows: Sequence[Any], name: str) -> None:
+        super().check_columns(rows, name)
+        if judge := self.rewards or self.preference:
+            judge.check(rows, name)
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
         judge = self.rewards or self.preference
@@ -344,7 +350,8 @@ class PolicyGradient(OnPolicy):
         """Return whether the first update on these must have a gradient: an advantage counts, and no ratio is clipped."""
         fresh = self.config.recomputes or not self.config.server.max_staleness
         rows = [line.advantages_t for line in lines if line.advantages_t is not None and line.importance_t is None]
-        return self.world.any(fresh and bool(joined(rows).any()))
+        own = fresh and bool(joined(rows).any())
+        return own if self.world.size == 1 else self.world.any(own)
 
     def loss_tokens(self, batch: WholeBatch) -> list[int]:
         """[B] how many tokens of each completion are trained on: none of a truncated one, if those are masked."""

@@ -18,23 +18,17 @@ from torch.nn.functional import logsigmoid
 
 from strop._checks import check_count, check_number, is_conversation
 from strop._tensors import on_host
-from strop.algorithms.dpo import DPO
 from strop.config import RewardModelConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device, split
+from strop.data.formats import column_counts
+from strop.data.offline import Limits, Pair, num_tokens_of, pairs_of_columns, pairs_of_rows
 from strop.data.tokenize import encode_completion, encode_prompt
 from strop.models import load_model
 from strop.models.scorer import Scorer, as_scorer
 from strop.training.state import Sum
+from strop.training.trainer import Trainer
 
 NUM_BINS = 10  # of the calibration error
-
-
-class Compared(NamedTuple):
-    """A pair, and by how much the chosen one is to be better at least."""
-
-    chosen: Trajectory
-    rejected: Trajectory
-    margin: float
 
 
 class PairScores(NamedTuple):
@@ -45,7 +39,7 @@ class PairScores(NamedTuple):
     rejected_B: torch.Tensor
 
 
-class RewardModel(DPO):
+class RewardModel(Trainer):
     """A reward model from pairs.
 
     reward = RewardModel(model="Qwen/Qwen2.5-0.5B", learning_rate=1e-5)     # or a …ForSequenceClassification
@@ -53,43 +47,53 @@ class RewardModel(DPO):
     grpo = GRPO(model=policy, reward_fn=reward.reward_fn(), …)
     """
 
-    Config = RewardModelConfig  # type: ignore[assignment]
-    config: RewardModelConfig  # type: ignore[assignment]
+    Config = RewardModelConfig
+    config: RewardModelConfig
+    formats = ("preference",)
     policy: Scorer
     scores: ClassVar[bool] = True
-
-    def setup(self, ref_model: Any) -> None:
-        if ref_model is not None:
-            raise ValueError(
-                f"ref_model must be None, found a {type(ref_model).__name__}: RewardModel has no reference"
-            )
 
     def train_step(
         self, prompt: Any, chosen: Any, rejected: Any, margin: Any = None, *, prompt_mask: Any = None
     ) -> dict[str, float]:
-        """One training step on B pairs, given as to `DPO.train_step`. margin: B numbers; None, for all or in one, is 0."""
-        pairs = self._pairs(prompt, chosen, rejected, prompt_mask)
+        """One training step on B pairs.
+
+        prompt             token ids (B, P), lists of ids of unequal lengths, or with a tokenizer texts or conversations
+        chosen, rejected   the same, (B, C) and (B, R); what comes after their first EOS is ignored
+        margin             by how much each chosen one is to be better at least: B numbers; None, for all or in one, is 0
+        prompt_mask        (B, P), 0 at padding; without it the pad id at both ends of a prompt is padding
+        """
+        padding = self.policy.padding(self.config.pad_id)
+        pairs = pairs_of_columns(prompt, chosen, rejected, prompt_mask, self.tokenizer, padding, self._limits)
         margins = margin.tolist() if hasattr(margin, "tolist") else [None] * len(pairs) if margin is None else margin
         if not isinstance(margins, (list, tuple)) or len(margins) != len(pairs):
             found = len(margins) if isinstance(margins, (list, tuple)) else repr(margins)
             raise ValueError(f"margin must have {len(pairs)} rows as prompt has, found {found}")
-        rows = [
-            _compared(pair, margin, f"pair {i}") for i, (pair, margin) in enumerate(zip(pairs, margins, strict=True))
-        ]
-        return self.run_step(lambda: self._step(rows))
+        for i, (pair, value) in enumerate(zip(pairs, margins, strict=True)):
+            pair[0].row = {"margin": as_margin(value, f"pair {i}")}
+        return self.run_step(lambda: self._step(pairs))
 
-    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Compared]:  # type: ignore[override]
-        """A column `margin` is optional."""
-        pairs = super().prepare(rows, name)
-        return [
-            _compared(pair, row.get("margin"), f"{name}[{i}]")
-            for i, (pair, row) in enumerate(zip(pairs, rows, strict=True))
-        ]
+    def check_columns(self, rows: Sequence[Any], name: str) -> None:
+        super().check_columns(rows, name)
+        if column_counts(rows).get("margin"):
+            for i, row in enumerate(rows):
+                as_margin(row.get("margin"), f"{name}[{i}]")
+
+    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Pair]:
+        """Return a pair of trajectories for each row; its margin, an optional column, is in the chosen one's `row`."""
+        self.check_columns(rows, name)
+        pairs = pairs_of_rows(rows, self.tokenizer, self._limits, name)
+        for i, (pair, row) in enumerate(zip(pairs, rows, strict=True)):
+            pair[0].row = {"margin": as_margin(row.get("margin"), f"{name}[{i}]")}
+        return pairs
+
+    def step_on(self, rows: list[Any]) -> dict[str, float]:
+        return self._step(rows if isinstance(rows[0], tuple) else self.prepare(rows, "rows"))
 
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         mine, results = self.share(len(rows)), []
         own = rows[mine.start : mine.stop]
-        for part in self.eval_batches(own, _lengths(own)):
+        for part in self.eval_batches(own, num_tokens_of(own)):
             with self.autocast():
                 results.append(self._pair_scores(part, len(rows)))
         margins = [margin for result in results for margin in (result.chosen_B - result.rejected_B).tolist()]
@@ -103,19 +107,25 @@ class RewardModel(DPO):
 
     # ---- inside ----
 
-    def _step(self, pairs: list[Any]) -> dict[str, float]:
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
+
+    def _step(self, pairs: list[Pair]) -> dict[str, float]:
         mine = self.share(len(pairs))
         own = pairs[mine.start : mine.stop]
-        parts = self.micro_batches(own, _lengths(own))
+        parts = self.micro_batches(own, num_tokens_of(own))
         update = self.update(functools.partial(self._pair_scores, part, len(pairs)) for part in parts)
-        self.count_tokens(sum(_lengths(own)))
+        self.count_tokens(sum(num_tokens_of(own)))
         return update | self._metrics(update.parts)
 
-    def _pair_scores(self, pairs: Sequence[Compared], num_pairs: int) -> PairScores:
-        lines = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    def _pair_scores(self, pairs: Sequence[Pair], num_pairs: int) -> PairScores:
+        lines = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
         scores_2B = self.policy.scores(TokenBatch.of(lines, self.policy.device))[: len(lines)]  # of no line: none
         chosen_B, rejected_B = scores_2B.view(2, -1)
-        margin_B = on_device(torch.tensor([pair.margin for pair in pairs], dtype=chosen_B.dtype), chosen_B.device)
+        margin_B = on_device(
+            torch.tensor([chosen.row["margin"] for chosen, _ in pairs], dtype=chosen_B.dtype), chosen_B.device
+        )
         losses_B = -logsigmoid(chosen_B - rejected_B - margin_B)
         if self.config.center_coef:
             losses_B = losses_B + self.config.center_coef * (chosen_B + rejected_B).square()
@@ -180,14 +190,11 @@ class ModelReward:
         return Trajectory.of([], ids if limit is None else ids[-limit:])
 
 
-def _compared(pair: Any, margin: Any, where: str) -> Compared:
+def as_margin(margin: Any, where: str) -> float:
+    """Return by how much the chosen completion is to be better at least; None is 0."""
     margin = 0.0 if margin is None else margin
     check_number(margin, f"{where}: margin")
-    return Compared(pair[0], pair[1], float(margin))
-
-
-def _lengths(pairs: Sequence[Compared]) -> list[int]:
-    return [len(pair.chosen) + len(pair.rejected) for pair in pairs]
+    return float(margin)
 
 
 def calibration_error(margins_B: torch.Tensor) -> float:

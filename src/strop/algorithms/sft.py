@@ -13,9 +13,9 @@ import torch
 from strop._checks import is_conversation
 from strop.config import SFTConfig
 from strop.data.batch import TokenBatch, Trajectory
-from strop.data.formats import check_rows
-from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
-from strop.data.tokenize import encode_row, row_named
+from strop.data.inputs import Ids, as_dicts, completion_rows, is_written, prompt_rows
+from strop.data.offline import Limits, as_array
+from strop.data.tokenize import LossMask, encode_rows
 from strop.losses import NLL
 from strop.training.trainer import Trainer
 
@@ -29,6 +29,7 @@ class SFT(Trainer):
 
     Config = SFTConfig
     config: SFTConfig
+    formats = ("prompt_completion", "language_modeling")
 
     def train_step(self, prompt: Any, completion: Any = None, *, prompt_mask: Any = None) -> dict[str, float]:
         """One training step.
@@ -37,17 +38,16 @@ class SFT(Trainer):
         completion    the same, (B, C), up to the first EOS; None trains on whole texts, given as prompt
         prompt_mask   (B, P), 0 at padding; without it the pad id at both ends of a prompt is padding
         """
-        return self.run_step(lambda: self._step(self._examples(prompt, completion, prompt_mask)))
+        return self.run_step(lambda: self._step(self._trajectories(prompt, completion, prompt_mask)))
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
-        check_rows(rows, ["prompt_completion", "language_modeling"], where=name, what="SFT")
-        examples = []
-        for i, row in enumerate(rows):
-            with row_named(f"{name}[{i}]"):
-                prompt, completion, counts = encode_row(row, self.tokenizer, self.config.assistant_only)
-            ids = torch.tensor(prompt).long(), torch.tensor(completion).long()
-            examples.append(self._checked(*ids, f"{name}[{i}]", counts))
-        return examples
+        """Return a trajectory for each row."""
+        self.check_columns(rows, name)
+        limits, encoded = self._limits, encode_rows(rows, self.tokenizer, name, self.config.assistant_only)
+        return [
+            self._trajectory(as_array(prompt), as_array(completion), f"{name}[{i}]", limits, loss_mask)
+            for i, (prompt, completion, loss_mask) in enumerate(encoded)
+        ]
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
         return self._step(rows if isinstance(rows[0], Trajectory) else self.prepare(rows, "rows"))
@@ -63,39 +63,47 @@ class SFT(Trainer):
 
     # ---- inside ----
 
-    def _step(self, examples: list[Trajectory]) -> dict[str, float]:
-        num_tokens, mine = sum(one.num_loss_tokens for one in examples), self.share(len(examples))
-        own = examples[mine.start : mine.stop]
-        lengths = [len(one) for one in own]
+    def _step(self, lines: list[Trajectory]) -> dict[str, float]:
+        num_tokens, mine = sum(line.num_loss_tokens for line in lines), self.share(len(lines))
+        own = lines[mine.start : mine.stop]
+        lengths = [len(line) for line in own]
         batches = [self._batch(part, num_tokens) for part in self.micro_batches(own, lengths)]
         update = self.update(functools.partial(self.policy.loss, batch, NLL()) for batch in batches)
         self.count_tokens(sum(lengths))
-        return update | {"completion/length": num_tokens / len(examples)}
+        return update | {"completion/length": num_tokens / len(lines)}
 
-    def _batch(self, examples: Sequence[Trajectory], num_tokens: int) -> TokenBatch:
-        """A part of a batch with so many tokens that count: shares of the mean over them add up, however it is cut."""
-        weights = [NLL().weight(one.num_loss_tokens, num_tokens, 0) for one in examples]
-        return TokenBatch.of(examples, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
+    def _batch(self, lines: Sequence[Trajectory], num_tokens: int) -> TokenBatch:
+        """Return a part of a batch that trains on so many tokens: the losses of its parts add up, however it is cut."""
+        weights = [NLL().weight(line.num_loss_tokens, num_tokens, 0) for line in lines]
+        return TokenBatch.of(lines, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
 
-    def _examples(self, prompt: Any, completion: Any, prompt_mask: Any) -> list[Trajectory]:
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
+
+    def _trajectories(self, prompt: Any, completion: Any, prompt_mask: Any) -> list[Trajectory]:
+        """Return a trajectory for each row of what `train_step` is given."""
         if is_written(prompt, "prompt", prompt_mask):
             alone = "messages" if is_conversation(prompt[0]) else "text"
-            names = {alone if completion is None else "prompt": prompt, "completion": completion}
-            return self.prepare(as_dicts({name: value for name, value in names.items() if value is not None}), "rows")
-        padding = self.policy.padding(self.config.pad_id)
+            columns = {alone: prompt} if completion is None else {"prompt": prompt, "completion": completion}
+            return self.prepare(as_dicts(columns), "rows")
+        padding, limits = self.policy.padding(self.config.pad_id), self._limits
         prompts = prompt_rows(prompt, "prompt", prompt_mask, *padding)
         if completion is None:
-            return [self._checked(row[:0], row, f"row {i}") for i, row in enumerate(prompts)]
+            return [self._trajectory(row[:0], row, f"row {i}", limits) for i, row in enumerate(prompts)]
         completions = completion_rows(completion, "completion", len(prompts), *padding)
         pairs = zip(prompts, completions, strict=True)
-        return [self._checked(*pair, f"row {i}") for i, pair in enumerate(pairs)]
+        return [self._trajectory(*pair, f"row {i}", limits) for i, pair in enumerate(pairs)]
 
-    def _checked(self, prompt: Ids, completion: Ids, where: str, counts: Any = None) -> Trajectory:
+    def _trajectory(
+        self, prompt: Ids, completion: Ids, where: str, limits: Limits, loss_mask: LossMask | None = None
+    ) -> Trajectory:
+        """Return the completion behind its prompt; raise if there is nothing to learn or it does not fit."""
         if len(completion) <= (len(prompt) == 0):  # nothing predicts the first token of a text
             wanted = (
                 "the completion must have at least one token" if len(prompt) else "a text must have at least two tokens"
             )
             raise ValueError(f"{where}: {wanted}, found {len(completion)}")
-        self.policy.check_ids(torch.cat([prompt, completion]), where)
-        completion = fit(prompt, completion, self.config.max_length, self.policy.max_length, where)
-        return Trajectory.of(prompt, completion, counts)
+        for ids in (prompt, completion):
+            limits.check(ids, where)
+        return limits.trajectory(prompt, completion, where, loss_mask)

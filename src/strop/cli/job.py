@@ -25,7 +25,7 @@ class JobConfig(Config):
     critic           a sequence classifier for ppo; without it a head on the model's hidden states
     tokenizer        a folder or name; without it the model's own, or for a moe the task's
     dtype            dtype of the weights: float32, bfloat16 …
-    device           cpu, cuda, cuda:1, mps or xpu; without it cuda where there is one
+    device           cpu, cuda, cuda:1, mps or xpu (the last two are not tested); without it cuda where there is one
     gguf_file        name of a GGUF file in the model's folder
     task             addition, sorting, brackets or reasoning_gym:NAME: rows, reward and tokenizer
     task_options     options of the task, such as digits=3

@@ -28,7 +28,15 @@ def digest_rows(rows: Sequence[Any]) -> str:
 
 def _examples(rows: Sequence[Any]) -> Iterator[bytes]:
     count = min(NUM_EXAMPLES, len(rows))
-    yield _as_bytes([rows[i * len(rows) // count] for i in range(count)])
+    yield _as_bytes([_readable(rows, i * len(rows) // count) for i in range(count)])
+
+
+def _readable(rows: Sequence[Any], i: int) -> Any:
+    """Return the row; None for a broken one, which is named when a step comes to it."""
+    try:
+        return rows[i]
+    except (ValueError, TypeError):
+        return None
 
 
 def _chunks(rows: Sequence[Any]) -> Iterator[bytes]:

@@ -16,6 +16,10 @@ Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
+class RepeatedKeyError(ValueError):
+    """An object of JSON has a key twice."""
+
+
 def read_file(path: str | os.PathLike[str]) -> Sequence[Row]:
     """The rows of a file, by the ending of its name; "-" is JSONL on standard input. JSONL where the ending says nothing."""
     suffix = Path(path).suffix.lower()
@@ -60,11 +64,24 @@ def checked_lines(path: str | os.PathLike[str]) -> tuple[list[tuple[int, Row]], 
     return rows, wrong
 
 
+def _object_of(pairs: list[tuple[str, Any]]) -> Row:
+    """Return the dict of a JSON object; raise if it has a key twice, of which only the last would be kept."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise RepeatedKeyError(f"the key {one_line(repr(repeated))} must stand once in an object, found it twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
+
+
 def _parse(data: bytes, where: str, *, of_line: bool = False) -> Any:
     """The JSON of a line, or of a whole file."""
     try:
         text = data.decode()
-        found = json.loads(text)
+        found = _DECODER.decode(text)
         if b"\\ud" in data.lower():
             json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text to be tokenised
     except UnicodeError as error:
@@ -74,6 +91,8 @@ def _parse(data: bytes, where: str, *, of_line: bool = False) -> Any:
         shown = one_line(text[start : start + 60]) + ("…" if len(text) > start + 60 else "")
         line = "" if of_line else f", line {error.lineno}"
         raise ValueError(f"{where}{line}: not JSON ({error.msg} at column {error.colno}): {shown}") from None
+    except RepeatedKeyError as error:
+        raise ValueError(f"{where}: {error}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets without end
         raise ValueError(f"{where}: not JSON that can be read: {error}") from None
     return found

@@ -17,15 +17,17 @@ import glob
 import importlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from strop import _hub
 from strop._checks import check_choice, is_conversation
+from strop.data.ahead import Prepare, PreparedAhead
 from strop.data.digest import digest_rows
 from strop.data.files import SUFFIXES, datasets_package, one_line, read_file
-from strop.data.streams import PreparedStream, Streamed, is_jsonl, stream_files
+from strop.data.streams import RowFacts, Streamed, is_jsonl, read_files
 
 Row = dict[str, Any]
 
@@ -35,6 +37,9 @@ FORMATS = {
     "prompt_completion": '{"prompt", "completion"}',
     "preference": '{"prompt", "chosen", "rejected"} or {"chosen", "rejected"} with a common start',
 }
+MOST_AT_ONCE = (
+    1000  # a dataset of so many rows is prepared before the first step, so that any mistake in it shows at once
+)
 CONTENT = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 
 
@@ -51,16 +56,36 @@ class Prepared(list[Any]):
 
 
 def prepared(
-    dataset: Any, prepare: Callable[[Sequence[Row], str], Sequence[Any]], name: str, any_format: bool = False
+    dataset: Any,
+    prepare: Prepare,
+    name: str,
+    *,
+    any_format: bool = False,
+    check: Callable[[Sequence[Row], str], None] | None = None,
+    with_thread: bool = False,
 ) -> Sequence[Any]:
-    """The dataset's rows as `prepare` returns them; what went through here already stays as it is."""
-    if isinstance(dataset, (Prepared, PreparedStream)):
+    """Return the dataset's rows as `prepare` returns them; what went through here already stays as it is.
+
+    check         raises if a row's columns are wrong: called with all rows. Where it is given, large datasets are prepared
+                  in parts, when a step needs them; else all of a dataset's rows are prepared here, together
+    with_thread   such parts are prepared in a thread ahead of the step
+    """
+    if isinstance(dataset, (Prepared, PreparedAhead)):
         return dataset
     if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
         raise ValueError(f"{name} must have rows, found none")
-    rows = (read_rows if any_format else load_rows)(dataset)
-    found: Prepared | PreparedStream
-    found = PreparedStream.of(rows, prepare, name) if isinstance(rows, Streamed) else Prepared(prepare(rows, name))
+    # the rows of a file are checked in one pass here, where its name is known; `check` finds what that pass has noted
+    rows = (load_rows if (name_of(dataset) and not any_format) or (check is None and not any_format) else read_rows)(
+        dataset
+    )
+    found: Prepared | PreparedAhead
+    if isinstance(rows, Streamed) and rows.on_disk:
+        found = PreparedAhead(rows, prepare, name, with_thread=with_thread)
+    elif check is None or len(rows) <= MOST_AT_ONCE:
+        found = Prepared(prepare(rows, name))
+    else:
+        check(rows, name)
+        found = PreparedAhead(rows, prepare, name, column_counts(rows), with_thread)
     found.digest = digest_rows(rows)
     return found
 
@@ -103,7 +128,7 @@ def name_of(source: Any) -> str:
 def _read_streamed(source: Any, split: str, limit: int | None, seed: int) -> Streamed:
     paths = _files_of(source, split)
     if paths and all(is_jsonl(path) for path in paths):
-        return stream_files(paths)
+        return read_files(paths, on_disk=True)
     if paths and not (len(paths) == 1 and Path(paths[0]).suffix.lower() == ".parquet"):
         raise ValueError(f"stream needs .jsonl files, one .parquet file or a Dataset, found {', '.join(paths):.200}")
     rows = _read(source, split, limit, seed)
@@ -137,7 +162,7 @@ def _read(source: Any, split: str, limit: int | None, seed: int) -> Any:
         return _read_named(os.fspath(source), split, limit, seed)
     if isinstance(source, Sequence):
         if source and all(isinstance(item, (str, os.PathLike)) for item in source):
-            return [row for path in source for row in read_file(path)]
+            return _read_all(source)
         return _checked_dicts(source)
     if hasattr(source, "__iter__") and hasattr(source, "features"):
         raise TypeError(
@@ -149,12 +174,12 @@ def _read(source: Any, split: str, limit: int | None, seed: int) -> Any:
 def _read_named(name: str, split: str, limit: int | None, seed: int) -> Any:
     path = Path(name).expanduser()
     if name == "-" or path.is_file():
-        return read_file(name if name == "-" else path)
+        return _read_all([name if name == "-" else path])
     if any(c in name for c in "*?["):
         files = sorted(glob.glob(str(path)))
         if not files:
             raise FileNotFoundError(f"no file matches {name}")
-        return [row for file in files for row in read_file(file)]
+        return _read_all(files)
     if path.is_dir():
         return _read_folder(path, split)
     if path.suffix in SUFFIXES:
@@ -162,6 +187,15 @@ def _read_named(name: str, split: str, limit: int | None, seed: int) -> Any:
     if (rows := _read_task(name, split, limit, seed)) is not None:
         return rows
     return _read_hub(name, split)
+
+
+def _read_all(paths: Sequence[str | os.PathLike[str]]) -> Sequence[Row]:
+    """Return the rows of several files, one file after the other."""
+    if all(is_jsonl(path) for path in paths):
+        return read_files(paths, on_disk=False)
+    if len(paths) == 1:
+        return read_file(paths[0])
+    return [row for path in paths for row in read_file(path)]
 
 
 def _read_folder(folder: Path, split: str) -> Any:
@@ -174,7 +208,7 @@ def _read_folder(folder: Path, split: str) -> Any:
         raise FileNotFoundError(
             f"the folder {folder} must hold {split}.jsonl (or .csv, .parquet …) or a saved dataset, found {there}"
         )
-    return read_file(file)
+    return _read_all([file])
 
 
 def _read_task(name: str, split: str, limit: int | None, seed: int) -> list[Row] | None:
@@ -284,20 +318,65 @@ def printable(text: str) -> str:
 
 
 def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str = "", what: str = "") -> str:
-    """Every row is of one format among those wanted; its name. `what` wants them, for the message ("DPO")."""
-    first = detect_format(rows[0], _name(where, 0))
+    """Return the one format, among those wanted, that every row has; raise and name the row if one has not.
+
+    Rows that stay on the disk are checked when they are read: here only the first.
+    what   who wants these formats, for the error ("DPO")
+    """
+    facts = rows.facts if isinstance(rows, Streamed) else None
+    first = facts.format if facts else detect_format(rows[0], _name(where, 0))
     usable = first if first in wanted else _also(first, wanted)
     if usable is None:
         raise ValueError(
             f"{what or 'the data'} needs {_listed(wanted)}; {where or 'the data'} is {first}: {_found(rows[0])}"
         )
-    alone = _is_dataset(rows) or isinstance(rows, Streamed)  # a Dataset's columns are the same in all rows
-    for i, row in enumerate([rows[0]] if alone else rows):
-        name = _name(where, i)
-        if (found := detect_format(row, name)) != first:
-            raise ValueError(f"{name} is {found}, the rows before it {first}; {_found(row)}")
-        check_contents(row, name)
+    if facts is None:
+        facts = facts_of(rows, where)
+        if isinstance(rows, Streamed) and not rows.on_disk:
+            rows.facts = facts
     return usable
+
+
+def facts_of(rows: Any, where: str = "") -> RowFacts:
+    """Check every row's columns in one pass, and return what was found; raise and name the row if one is wrong."""
+    facts = RowFacts(detect_format(rows[0], _name(where, 0)))
+    columns: dict[tuple[str, ...], int] = {}
+    for i, row in enumerate(_rows_to_check(rows)):
+        try:
+            if (found := detect_format(row, _name(where, i))) != facts.format:
+                raise ValueError(f"{_name(where, i)} is {found}, the rows before it {facts.format}; {_found(row)}")
+            check_contents(row, _name(where, i))
+        except (ValueError, TypeError) as error:
+            place = rows.place if isinstance(rows, Streamed) else None
+            raise type(error)(f"{error} ({place(i)})" if place else str(error)) from None
+        names = tuple(row)
+        columns[names] = columns.get(names, 0) + 1
+    for names, count in columns.items():
+        for name in names:
+            facts.column_counts[name] = facts.column_counts.get(name, 0) + count
+    return facts
+
+
+def column_counts(rows: Any) -> dict[str, int]:
+    """Return how many rows have each column."""
+    if _is_dataset(rows):  # its columns are the same in all rows
+        return dict.fromkeys(rows.column_names, len(rows))
+    if isinstance(rows, Streamed) and rows.facts:
+        return rows.facts.column_counts
+    return dict(Counter(name for row in rows for name in row))
+
+
+def _rows_to_check(rows: Any) -> Iterable[Row]:
+    """Iterate over the rows a check must look at: of a Dataset all, but only the columns with a format's content."""
+    if isinstance(rows, Streamed) and rows.on_disk:
+        return [rows[0]]
+    if not _is_dataset(rows):
+        return rows
+    content = [name for name in rows.column_names if name in CONTENT]
+    if not hasattr(rows, "iter") or not content:
+        return [rows[0]]
+    parts = rows.select_columns(content).iter(1000)
+    return (dict(zip(part, row, strict=True)) for part in parts for row in zip(*part.values(), strict=True))
 
 
 def _also(found: str, wanted: Sequence[str]) -> str | None:

@@ -1,65 +1,94 @@
-"""Rows that stay on the disk: a row is read, checked and tokenised when a step asks for it.
+"""Rows that are made when somebody asks for them: parsed from the bytes of JSONL files, in memory or on the disk.
 
-A JSONL file is read once for where its lines begin, 8 bytes a row; a `datasets.Dataset` is on the disk already.
+Where the lines of a file begin is found in one pass, and kept in 8 bytes a row. A `datasets.Dataset` is on the disk already.
 """
 
 import codecs
 import os
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from strop.data.files import jsonl_row
 
 
+@dataclass
+class RowFacts:
+    """What one pass over all rows found.
+
+    format          of every row
+    column_counts   how many rows have each column
+    odd_roles       roles that no chat template is known to use, and how many messages have each
+    num_equal       pairs whose chosen and rejected completions are the same
+    """
+
+    format: str
+    column_counts: dict[str, int] = field(default_factory=dict)
+    odd_roles: dict[str, int] = field(default_factory=dict)
+    num_equal: int = 0
+
+
 class Streamed(Sequence[Any]):
     """So many rows, each made when it is asked for and then forgotten.
 
-    files    what they are read from, where it is files
-    digest   of the rows before they were prepared, once it is known
+    on_disk   a row is checked when it is read, not before the first step
+    place     says where row i stands, such as "line 8", for errors
+    files     what they are read from, where it is files
+    facts     what a pass over all rows found; None before one
     """
 
-    digest: str | None = None
-
-    def __init__(self, num_rows: int, get: Callable[[int], Any], files: Sequence[str] = ()):
-        self.num_rows, self.get, self.files = num_rows, get, files
+    def __init__(
+        self,
+        num_rows: int,
+        get: Callable[[int], Any],
+        *,
+        on_disk: bool = True,
+        place: Callable[[int], str] | None = None,
+        files: Sequence[str] = (),
+    ):
+        self.num_rows, self.get, self.on_disk, self.place, self.files = num_rows, get, on_disk, place, files
+        self.facts: RowFacts | None = None
 
     def __len__(self) -> int:
         return self.num_rows
 
     def __getitem__(self, index: Any) -> Any:
         part = range(self.num_rows)[index]
-        return (
-            type(self)(len(part), lambda i: self.get(part[i]), self.files)
-            if isinstance(part, range)
-            else self.get(part)
+        if not isinstance(part, range):
+            return self.get(part)
+        place = self.place
+        return Streamed(
+            len(part),
+            lambda i: self.get(part[i]),
+            on_disk=self.on_disk,
+            place=None if place is None else lambda i: place(part[i]),
+            files=self.files,
         )
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or len(other) != len(self):
+            return False
+        return all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
     def mapped(self, change: Callable[[Any, int], Any]) -> "Streamed":
-        """The same rows, changed as they are read."""
-        return Streamed(self.num_rows, lambda i: change(self.get(i), i), self.files)
+        """Return the same rows, changed as they are read."""
+        known = {"on_disk": self.on_disk, "place": self.place, "files": self.files}
+        return Streamed(self.num_rows, lambda i: change(self.get(i), i), **known)  # type: ignore[arg-type]
 
 
-class PreparedStream(Streamed):
-    """Rows that go through an algorithm's `prepare` as they are read; an error has the row's own number."""
+def read_lines(path: str | os.PathLike[str], *, on_disk: bool) -> Streamed:
+    """Return the rows of a JSONL file; a broken line is named when it is read. Empty lines are passed over.
 
-    @classmethod
-    def of(cls, rows: Streamed, prepare: Callable[[Sequence[Any], str], Sequence[Any]], name: str) -> "PreparedStream":
-        def get(i: int) -> Any:
-            try:
-                return prepare([rows[i]], name)[0]
-            except (ValueError, TypeError) as error:
-                text = str(error).replace(f"{name}[0]", f"{name}[{i}]").replace("rows[0]", f"rows[{i}]")
-                raise type(error)(text) from None
-
-        return cls(len(rows), get)
-
-
-def stream_jsonl(path: str | os.PathLike[str]) -> Streamed:
-    """The rows of a JSONL file. Empty lines are passed over; a broken one is named when it is read."""
+    on_disk   leave the file's bytes on the disk; else they are kept in memory
+    """
     begins = array("Q")
     with open(path, "rb") as file:
+        data = b"" if on_disk else file.read()
+        file.seek(0)
         at = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
         file.seek(at)
         for line in file:
@@ -68,29 +97,55 @@ def stream_jsonl(path: str | os.PathLike[str]) -> Streamed:
             at += len(line)
     size = at
 
-    def get(i: int) -> Any:
+    def from_disk(i: int) -> Any:
         with open(path, "rb") as file:  # each time: a process that is forked must not share a position in the file
             if os.fstat(file.fileno()).st_size != size:
                 raise ValueError(f"{path} must stay as it is while it is streamed, found that it has changed")
             file.seek(begins[i])
             return jsonl_row(file.readline(), f"{path}, row {i}")
 
-    return Streamed(len(begins), get, [str(path)])
+    def from_memory(i: int) -> Any:
+        end = data.find(b"\n", begins[i])
+        line = data[begins[i] :] if end < 0 else data[begins[i] : end]
+        try:
+            return jsonl_row(line, str(path))
+        except ValueError:  # the number of a line takes long to find
+            return jsonl_row(line, f"{path}, {line_of(i)}")
+
+    def line_of(i: int) -> str:
+        num_before = data.count(b"\n", 0, begins[i])
+        return f"line {num_before + 1}"
+
+    if on_disk:
+        return Streamed(len(begins), from_disk, files=[str(path)])
+    return Streamed(len(begins), from_memory, on_disk=False, place=line_of, files=[str(path)])
 
 
-def stream_files(paths: Sequence[str | os.PathLike[str]]) -> Streamed:
-    """The rows of JSONL files, one file after the other."""
-    parts = [stream_jsonl(path) for path in paths]
+def read_files(paths: Sequence[str | os.PathLike[str]], *, on_disk: bool) -> Streamed:
+    """Return the rows of JSONL files, one file after the other; see `read_lines`."""
+    parts = [read_lines(path, on_disk=on_disk) for path in paths]
+    if len(parts) == 1:
+        return parts[0]
     ends, total = [], 0
     for part in parts:
         total += len(part)
         ends.append(total)
 
-    def get(i: int) -> Any:
+    def found(i: int) -> tuple[int, int]:
+        """Return the number of the file that has row i, and the row's number in it."""
         k = next(k for k, end in enumerate(ends) if i < end)
-        return parts[k][i - ends[k] + len(parts[k])]
+        return k, i - ends[k] + len(parts[k])
 
-    return parts[0] if len(parts) == 1 else Streamed(total, get, [str(path) for path in paths])
+    def get(i: int) -> Any:
+        k, row = found(i)
+        return parts[k][row]
+
+    def place(i: int) -> str:
+        k, row = found(i)
+        name = parts[k].place
+        return f"{paths[k]}, {name(row) if name else f'row {row}'}"
+
+    return Streamed(total, get, on_disk=on_disk, place=None if on_disk else place, files=[str(path) for path in paths])
 
 
 def is_jsonl(path: str | os.PathLike[str]) -> bool:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from strop._types import Row
+from strop.data.one_rendering import marked_template
 
 Message = Row
+OPTIONS = ("tools", "documents", "chat_template_kwargs")  # columns of a row that the template gets
 SPOKEN = "§"  # stands for what the assistant says, once or more: what no template and no message has
 
 
@@ -46,7 +48,10 @@ def following(before: str, whole: str, what: str = "the conversation it opens") 
 
 
 def pieces(messages: Sequence[Message], first: int, tokenizer: Any, row: Row | None = None) -> list[str]:
-    """The conversation's text, cut where the assistant's turns begin, from that of messages[first] on."""
+    """Return the conversation's text, cut where the assistant's turns begin, from that of messages[first] on."""
+    marked = None if any((row or {}).get(name) for name in OPTIONS) else marked_template(tokenizer)
+    if marked is not None and (found := marked.pieces(messages, first)) is not None:
+        return found
     whole = render(messages, tokenizer, row)
     begins = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     prompts = [render(messages[:i], tokenizer, row, add_generation_prompt=True) for i in begins]

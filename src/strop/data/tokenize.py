@@ -5,30 +5,59 @@ boundary lies in training where it lies when the model generates.
 
 A tokenizer is Hugging Face's, or anything with encode(text) -> ids, decode(ids) -> text, eos_token_id, pad_token_id.
 Conversations need one with a chat template. Without a tokenizer rows hold token ids, which pass through.
+
+A function whose name ends in `_steps` encodes one row: it yields the texts it needs and is sent their ids. `encode_all` runs
+those of many rows side by side and encodes the texts of all in one call, which is several times faster than one by one.
 """
 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from strop._checks import is_conversation
 from strop.data import templates
 from strop.data.formats import CONTENT, detect_format, with_prompt
 
 Ids = list[int]
-Counts = list[bool]
-Line = tuple[Ids, Counts]
+LossMask = list[bool]
+Line = tuple[Ids, LossMask]
+Result = TypeVar("Result")
+
+
+class Text(NamedTuple):
+    """A text to encode; `special_tokens`: with those the tokenizer puts before a text (BOS)."""
+
+    text: str
+    special_tokens: bool = False
+
+
+Steps = Generator[list[Text], list[Ids], Result]
+
+
+class Encoder:
+    """A tokenizer, and what is asked of it for every row: computed once for all rows of a call."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        return turn_ends(self.tokenizer)
+
+    @functools.cached_property
+    def special(self) -> set[int]:
+        return special_ids(self.tokenizer)
+
+
+# ---- rows ----
 
 
 def encode_prompt(prompt: Any, tokenizer: Any = None, row: Mapping[str, Any] | None = None) -> Ids:
-    """Ids of a prompt a model is to go on from: text, messages (with the template's opening of the assistant's turn) or ids."""
-    if isinstance(prompt, str):
-        return encode_text(prompt, tokenizer, special_tokens=True)
-    if is_conversation(prompt):
-        return encode_text(templates.render_prompt(prompt, tokenizer, row), tokenizer)
-    return _as_ids(prompt)
+    """Return the ids of a prompt a model is to go on from: text, messages (with the template's opening of the assistant's
+    turn) or ids."""
+    return _encode_one(_prompt_steps(prompt, Encoder(tokenizer), row), tokenizer)
 
 
 def encode_completion(
@@ -38,65 +67,134 @@ def encode_completion(
     row: Mapping[str, Any] | None = None,
     assistant_only: bool = True,
 ) -> Line:
-    """Ids of what follows the prompt, to the end of the turn, and which of them count.
+    """Return the ids of what follows the prompt, to the end of the turn, and which of them are trained on.
 
     Text ends with EOS. A conversation's completion is what the template renders beyond the prompt, up to and with the
     token that ends the turn; EOS is added only where the template ends it with nothing. Ids are taken as they are.
-    assistant_only   where the completion has turns of others, those of the assistant alone count
+    assistant_only   where the completion has turns of others, train on those of the assistant alone
     """
-    if isinstance(completion, str):
-        return _all_count(_with_eos(encode_text(completion, tokenizer), tokenizer))
-    if not is_conversation(completion):
-        return _all_count(_as_ids(completion))
-    first, messages = len(prompt), [*prompt, *completion]
-    if prompt[-1]["role"] == "assistant":  # begun in the prompt: one message for the template
-        joined = {**prompt[-1], "content": prompt[-1]["content"] + completion[0]["content"]}
-        first, messages = first - 1, [*prompt[:-1], joined, *completion[1:]]
-    opening, *parts = templates.pieces(messages, first, tokenizer, row)
-    _check_spoken(parts, completion, "the completion")
-    before = templates.render_prompt(prompt, tokenizer, row)
-    parts[0] = templates.following(before, opening + parts[0])
-    ids, counts = _encode_turns(before, parts, messages, tokenizer, row)
-    return (ids, counts) if assistant_only else _all_count(ids)
+    return _encode_one(_completion_steps(prompt, completion, Encoder(tokenizer), row, assistant_only), tokenizer)
 
 
-def encode_row(row: Mapping[str, Any], tokenizer: Any = None, assistant_only: bool = True) -> tuple[Ids, Ids, Counts]:
-    """(prompt_ids, completion_ids, which of these count) of a row to imitate. Of language modelling the prompt is empty.
+def encode_row(row: Mapping[str, Any], tokenizer: Any = None, assistant_only: bool = True) -> tuple[Ids, Ids, LossMask]:
+    """Return (prompt_ids, completion_ids, which of these are trained on) of a row to imitate; of a plain text or of
+    `messages` the prompt is empty.
 
-    assistant_only   of conversations the assistant's turns count; else every token
+    assistant_only   of conversations the assistant's turns are trained on; else every token
     """
-    kind = detect_format(row)
-    if kind == "prompt_completion":
-        line = encode_completion(row["prompt"], row["completion"], tokenizer, row, assistant_only)
-        return encode_prompt(row["prompt"], tokenizer, row), *line
-    if kind != "language_modeling":
-        raise ValueError(f"a row to imitate must be language_modeling or prompt_completion, found {kind}")
-    if (messages := row.get("messages")) is not None:
-        return [], *_encode_messages(messages, tokenizer, row, assistant_only)
-    text = row["text"]
-    if not isinstance(text, str):
-        return [], *_all_count(_as_ids(text))
-    return [], *_all_count(_with_eos(encode_text(text, tokenizer, special_tokens=True), tokenizer))
+    return _encode_one(_row_steps(row, Encoder(tokenizer), assistant_only), tokenizer)
 
 
 def encode_preference(row: Mapping[str, Any], tokenizer: Any = None) -> tuple[Ids, Line, Line]:
-    """The prompt's ids, and of chosen and rejected the ids and which of them count."""
+    """Return the prompt's ids, and of chosen and rejected the ids and which of them are trained on."""
+    return _encode_one(_preference_steps(row, Encoder(tokenizer)), tokenizer)
+
+
+def encode_prompts(rows: Iterable[tuple[Any, Mapping[str, Any] | None]], tokenizer: Any, name: str) -> list[Ids]:
+    """Return the ids of many prompts, each with the row it is from; errors call them name[0] and so on."""
+    encoder = Encoder(tokenizer)
+    return encode_all([_prompt_steps(prompt, encoder, row) for prompt, row in rows], tokenizer, name)
+
+
+def encode_rows(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, assistant_only: bool = True
+) -> list[tuple[Ids, Ids, LossMask]]:
+    """Return what `encode_row` returns of each row; errors call them name[0] and so on."""
+    encoder = Encoder(tokenizer)
+    return encode_all([_row_steps(row, encoder, assistant_only) for row in rows], tokenizer, name)
+
+
+def encode_preferences(rows: Sequence[Mapping[str, Any]], tokenizer: Any, name: str) -> list[tuple[Ids, Line, Line]]:
+    """Return what `encode_preference` returns of each row; errors call them name[0] and so on."""
+    encoder = Encoder(tokenizer)
+    return encode_all([_preference_steps(row, encoder) for row in rows], tokenizer, name)
+
+
+# ---- one row: yields texts, is sent their ids ----
+
+
+def _prompt_steps(prompt: Any, encoder: Encoder, row: Mapping[str, Any] | None) -> Steps[Ids]:
+    if isinstance(prompt, str):
+        (ids,) = yield [Text(prompt, special_tokens=True)]
+    elif is_conversation(prompt):
+        (ids,) = yield [Text(templates.render_prompt(prompt, encoder.tokenizer, row))]
+    else:
+        ids = _as_ids(prompt)
+    return ids
+
+
+def _completion_steps(
+    prompt: Any, completion: Any, encoder: Encoder, row: Mapping[str, Any] | None, assistant_only: bool = True
+) -> Steps[Line]:
+    if isinstance(completion, str):
+        (ids,) = yield [Text(completion)]
+        return _all_count(_with_eos(ids, encoder.tokenizer))
+    if not is_conversation(completion):
+        return _all_count(_as_ids(completion))
+    _, ids, loss_mask = yield from _conversation_steps(prompt, completion, encoder, row)
+    return (ids, loss_mask) if assistant_only else _all_count(ids)
+
+
+def _conversation_steps(
+    prompt: Any, completion: Any, encoder: Encoder, row: Mapping[str, Any] | None
+) -> Steps[tuple[Ids, Ids, LossMask]]:
+    """Return the prompt's ids, and of the completion's messages the ids and which of them are trained on."""
+    first, messages = len(prompt), [*prompt, *completion]
+    begun = prompt[-1]["role"] == "assistant"  # in the prompt: one message for the template
+    if begun:
+        joined = {**prompt[-1], "content": prompt[-1]["content"] + completion[0]["content"]}
+        first, messages = first - 1, [*prompt[:-1], joined, *completion[1:]]
+    opening, *parts = templates.pieces(messages, first, encoder.tokenizer, row)
+    _check_spoken(parts, completion, "the completion")
+    if begun or completion[0]["role"] != "assistant":
+        before = templates.render_prompt(prompt, encoder.tokenizer, row)
+        parts[0] = templates.following(before, opening + parts[0])
+    else:
+        before = opening  # `pieces` has rendered this very prompt
+    return (yield from _turns_steps(before, parts, messages, encoder, row))
+
+
+def _row_steps(row: Mapping[str, Any], encoder: Encoder, assistant_only: bool) -> Steps[tuple[Ids, Ids, LossMask]]:
+    kind = detect_format(row)
+    if kind == "prompt_completion":
+        prompt, completion = row["prompt"], row["completion"]
+        if is_conversation(prompt) and is_conversation(completion):
+            prompt_ids, ids, loss_mask = yield from _conversation_steps(prompt, completion, encoder, row)
+            return prompt_ids, ids, loss_mask if assistant_only else [True] * len(ids)
+        line = yield from _completion_steps(prompt, completion, encoder, row, assistant_only)
+        prompt_ids = yield from _prompt_steps(prompt, encoder, row)
+        return prompt_ids, *line
+    if kind != "language_modeling":
+        raise ValueError(f"a row to imitate must be language_modeling or prompt_completion, found {kind}")
+    if (messages := row.get("messages")) is not None:
+        line = yield from _messages_steps(messages, encoder, row, assistant_only)
+        return [], *line
+    text = row["text"]
+    if not isinstance(text, str):
+        return [], *_all_count(_as_ids(text))
+    (ids,) = yield [Text(text, special_tokens=True)]
+    return [], *_all_count(_with_eos(ids, encoder.tokenizer))
+
+
+def _preference_steps(row: Mapping[str, Any], encoder: Encoder) -> Steps[tuple[Ids, Line, Line]]:
     if (kind := detect_format(row)) != "preference":
         raise ValueError(f"a row to prefer in must be preference, found {kind}")
     row = with_prompt(dict(row))
     prompt = row["prompt"]
-    chosen, rejected = (encode_completion(prompt, row[name], tokenizer, row) for name in ("chosen", "rejected"))
-    return encode_prompt(prompt, tokenizer, row), chosen, rejected
+    chosen = yield from _completion_steps(prompt, row["chosen"], encoder, row)
+    rejected = yield from _completion_steps(prompt, row["rejected"], encoder, row)
+    ids = yield from _prompt_steps(prompt, encoder, row)
+    return ids, chosen, rejected
 
 
-def _encode_messages(messages: Any, tokenizer: Any, row: Mapping[str, Any], assistant_only: bool) -> Line:
+def _messages_steps(messages: Any, encoder: Encoder, row: Mapping[str, Any], assistant_only: bool) -> Steps[Line]:
     if not assistant_only:
-        return _all_count(encode_text(templates.render(messages, tokenizer, row), tokenizer))
-    before, *parts = templates.pieces(messages, 0, tokenizer, row)
+        (ids,) = yield [Text(templates.render(messages, encoder.tokenizer, row))]
+        return _all_count(ids)
+    before, *parts = templates.pieces(messages, 0, encoder.tokenizer, row)
     _check_spoken(parts, messages, "messages")
-    opening = encode_text(before, tokenizer)
-    ids, counts = _encode_turns(before, parts, messages, tokenizer, row)
-    return opening + ids, [False] * len(opening) + counts
+    opening, ids, loss_mask = yield from _turns_steps(before, parts, messages, encoder, row)
+    return opening + ids, [False] * len(opening) + loss_mask
 
 
 def _check_spoken(parts: Sequence[str], messages: Any, name: str) -> None:
@@ -105,38 +203,42 @@ def _check_spoken(parts: Sequence[str], messages: Any, name: str) -> None:
         raise ValueError(f"{name} must have a turn of the assistant, found {roles}")
 
 
-def _encode_turns(
-    before: str, parts: Sequence[str], messages: Any, tokenizer: Any, row: Mapping[str, Any] | None
-) -> Line:
-    """Pieces behind the text `before` that each begin with a turn of the assistant: its tokens up to the one that ends it
-    count, what follows does not. Generation ends there, so behind the assistant's last word nothing is left."""
-    ends = turn_ends(tokenizer)
+def _turns_steps(
+    before: str, parts: Sequence[str], messages: Any, encoder: Encoder, row: Mapping[str, Any] | None
+) -> Steps[tuple[Ids, Ids, LossMask]]:
+    """Return the ids of the text `before`, those of the pieces behind it, and which of these are trained on.
+
+    Each piece begins with a turn of the assistant: its tokens up to the one that ends it are trained on, what follows is not.
+    Generation ends there, so behind the assistant's last word nothing is left.
+    """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-len(parts) :]
     ids: Ids = []
-    counts: Counts = []
-    for i, part in zip(turns, parts, strict=True):
-        found = encode_text(part, tokenizer)
-        spoken = next((n + 1 for n, token in enumerate(found) if token in ends), None)
+    loss_mask: LossMask = []
+    opening, *encoded = yield [Text(part) for part in (before, *parts)]
+    for i, part, found in zip(turns, parts, encoded, strict=True):
+        spoken = min((found.index(end) + 1 for end in encoder.ends if end in found), default=None)
         if i + 1 == len(messages):
             found = found[:spoken]
             if _ends_with(part, messages[i].get("content")):
-                found = _with_eos(found, tokenizer)
+                found = _with_eos(found, encoder.tokenizer)
             spoken = len(found)
         elif spoken is None:
-            alone = templates.following(before, templates.render(messages[: i + 1], tokenizer, row))
-            spoken = _num_spoken(found, alone, tokenizer)
+            alone = templates.following(before, templates.render(messages[: i + 1], encoder.tokenizer, row))
+            (said,) = yield [Text(alone)]
+            spoken = _num_spoken(found, said, alone, encoder)
         ids += found
-        counts += [n < spoken for n in range(len(found))]
+        loss_mask += [True] * spoken + [False] * (len(found) - spoken)
         before += part
-    return ids, counts
+    return opening, ids, loss_mask
 
 
-def _num_spoken(ids: Ids, alone: str, tokenizer: Any) -> int:
-    """How many tokens are the assistant's where none of them ends its turn: those that stand there too when nothing
-    follows (`alone`), and a special token behind them, as the one that opens the next turn ends this one."""
-    said, special = encode_text(alone, tokenizer), special_ids(tokenizer)
+def _num_spoken(ids: Ids, said: Ids, alone: str, encoder: Encoder) -> int:
+    """Return how many tokens are the assistant's where none of them ends its turn: those that stand there too when nothing
+    follows (`said`, of the text `alone`), and a special token behind them, as the one that opens the next turn ends this
+    one."""
+    special = encoder.special
     same = next((n for n, (a, b) in enumerate(zip(ids, said, strict=False)) if a != b), min(len(ids), len(said)))
-    rest = tokenizer.decode([token for token in said[same:] if token not in special])
+    rest = encoder.tokenizer.decode([token for token in said[same:] if token not in special])
     if rest.strip():
         raise ValueError(
             f"the chat template must end the assistant's turns with a special token or leave them as they are when the "
@@ -180,6 +282,80 @@ def row_named(name: str) -> Iterator[None]:
         raise kind(f"{name}: {error}") from error
 
 
+# ---- many rows, whose texts are encoded together ----
+
+
+def encode_all(rows: Sequence[Steps[Result]], tokenizer: Any, name: str) -> list[Result]:
+    """Return the results of the rows; a row that fails is named as name[its number]."""
+    results: dict[int, Result] = {}
+    answers: dict[int, list[Ids] | None] = dict.fromkeys(range(len(rows)))
+    while answers:
+        asked: dict[int, list[Text]] = {}
+        for i, ids in answers.items():
+            with row_named(f"{name}[{i}]"):
+                try:
+                    asked[i] = rows[i].send(ids) if ids is not None else next(rows[i])
+                except StopIteration as end:
+                    results[i] = end.value
+        answers = _answers(asked, tokenizer, name)
+    return [results[i] for i in range(len(rows))]
+
+
+def _answers(asked: Mapping[int, list[Text]], tokenizer: Any, name: str) -> dict[int, list[Ids] | None]:
+    """Return the ids of the texts that each row asks for."""
+    plain = [one.text for texts in asked.values() for one in texts if not one.special_tokens]
+    encode = fast_encoding(tokenizer)
+    if encode is None:
+        return {i: _encoded(texts, tokenizer, f"{name}[{i}]") for i, texts in asked.items()}
+    found = iter(encode(plain))
+    return {
+        i: [_encode_text(one, tokenizer) if one.special_tokens else next(found) for one in texts]
+        for i, texts in asked.items()
+    }
+
+
+def _encoded(texts: Sequence[Text], tokenizer: Any, name: str) -> list[Ids]:
+    with row_named(name):
+        return [_encode_text(one, tokenizer) for one in texts]
+
+
+def _encode_text(one: Text, tokenizer: Any) -> Ids:
+    return encode_text(one.text, tokenizer, one.special_tokens)
+
+
+def _encode_one(steps: Steps[Result], tokenizer: Any) -> Result:
+    """Return the result of one row."""
+    try:
+        texts = next(steps)
+        while True:
+            texts = steps.send([_encode_text(one, tokenizer) for one in texts])
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+def fast_encoding(tokenizer: Any) -> Callable[[Sequence[str]], list[Ids]] | None:
+    """Return a function that encodes many texts at once, as encode(text, add_special_tokens=False) does each; None where
+    the tokenizer is not known to have one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    encode = getattr(backend, "encode_batch_fast", None)
+    own = ("encode", "_encode_plus", "_batch_encode_plus", "__call__", "encode_batch")  # a subclass may do otherwise
+    if encode is None or any(not _is_of_transformers(tokenizer, name) for name in own if hasattr(tokenizer, name)):
+        return None
+    if backend.truncation is not None or backend.padding is not None or getattr(tokenizer, "split_special_tokens", 0):
+        return None
+    return lambda texts: [found.ids for found in encode(list(texts), add_special_tokens=False)]
+
+
+def _is_of_transformers(tokenizer: Any, name: str) -> bool:
+    """Return whether the method is the one that all fast tokenizers of transformers share."""
+    method = getattr(getattr(tokenizer, name), "__func__", None)
+    return getattr(method, "__module__", "") in (
+        "transformers.tokenization_utils_base",
+        "transformers.tokenization_utils_fast",
+        "transformers.tokenization_utils_tokenizers",
+    )
+
+
 # ---- ids ----
 
 
@@ -205,6 +381,11 @@ def encode_text(text: str, tokenizer: Any, special_tokens: bool = False) -> Ids:
 def _takes_special_tokens(encode: Callable[..., Any]) -> bool:
     """Asked of every text; a signature takes longer than the encoding of a short one."""
     return "add_special_tokens" in inspect.signature(encode).parameters
+
+
+def is_thread_safe(tokenizer: Any) -> bool:
+    """Return whether two threads may use the tokenizer at once: known of transformers' fast ones, and where there is none."""
+    return tokenizer is None or getattr(tokenizer, "is_fast", False) is True
 
 
 def eos_ids(tokenizer: Any) -> tuple[int, ...]:

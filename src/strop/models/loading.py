@@ -207,8 +207,9 @@ def _is_strop_folder(folder: Path) -> bool:
 
 
 def load_tokenizer(name: str | Path, **options: Any) -> Tokenizer:
-    """transformers' tokenizer of a folder or a name. strop's own of characters is opened as what it is: it says which
-    character it cannot write, where transformers says "WordLevel error: Missing [UNK] token"."""
+    """Return transformers' tokenizer of a folder or a name. A character tokenizer that strop saved is opened as a
+    `CharTokenizer`: it says which character it cannot write, where transformers says "WordLevel error: Missing [UNK]
+    token"."""
     from strop.tasks import CharTokenizer
 
     if str(name).startswith("moe:"):
@@ -216,12 +217,11 @@ def load_tokenizer(name: str | Path, **options: Any) -> Tokenizer:
     if name == SMOLLM2:
         name, gguf_file = _smollm2_folder()
         options |= {} if gguf_file is None else {"gguf_file": gguf_file}
-    try:
-        return CharTokenizer.from_pretrained(name)
-    except (ValueError, OSError):  # not its file, or not a folder at all
-        kind = _transformers().PreTrainedTokenizerFast if _is_generic(Path(name)) else _transformers().AutoTokenizer
-        with _from_hub(str(name), "tokenizer", options):
-            return kind.from_pretrained(name, **{"trust_remote_code": False, **options})
+    if (characters := CharTokenizer.from_folder_if_saved(name)) is not None:
+        return characters
+    kind = _transformers().PreTrainedTokenizerFast if _is_generic(Path(name)) else _transformers().AutoTokenizer
+    with _from_hub(str(name), "tokenizer", options):
+        return kind.from_pretrained(name, **{"trust_remote_code": False, **options})
 
 
 def _from_hub(name: str, kind: str, options: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:

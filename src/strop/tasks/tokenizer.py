@@ -1,6 +1,7 @@
 """A tokenizer of characters, in a file that transformers' AutoTokenizer opens too."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from strop._types import Json
 
 PAD, EOS = "<pad>", "<eos>"
 SPECIAL = (PAD, EOS)  # ids 0 and 1; the characters follow
+ONE_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
 FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
@@ -24,7 +26,7 @@ class CharTokenizer:
     chat_template = None
 
     def __init__(self, alphabet: str):
-        repeated = sorted({c for c in alphabet if alphabet.count(c) > 1})
+        repeated = sorted(c for c, count in Counter(alphabet).items() if count > 1)
         if not alphabet or repeated:
             raise ValueError(
                 f"alphabet must hold different characters, found {f'{repeated[0]!r} twice' if repeated else 'none'}"
@@ -76,20 +78,36 @@ class CharTokenizer:
     def from_pretrained(cls, folder: str | Path) -> "CharTokenizer":
         """Open what `save_pretrained` wrote, also where transformers opened it and saved it again."""
         path = Path(folder) / FILE
+        found = cls._from_file(path.read_bytes())
+        if found is None:
+            raise ValueError(f"{path} must be a character tokenizer that strop saved, found something else")
+        return found
+
+    @classmethod
+    def from_folder_if_saved(cls, folder: str | Path) -> "CharTokenizer | None":
+        """Return the tokenizer `save_pretrained` wrote into the folder; None if the folder holds another one or none."""
+        path = Path(folder) / FILE
+        return cls._from_file(path.read_bytes()) if path.is_file() else None
+
+    @classmethod
+    def _from_file(cls, data: bytes) -> "CharTokenizer | None":
+        """Return the tokenizer of a tokenizer.json; None for one of another kind, decided by the kind the file declares."""
+        if b'"WordLevel"' not in data:  # files of other kinds hold 100,000 tokens and more: they are not parsed
+            return None
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(data)
+            if content["model"]["type"] != "WordLevel" or content["pre_tokenizer"] != ONE_CHARACTER:
+                return None
             vocab = content["model"]["vocab"]
             found = cls("".join(sorted(vocab, key=vocab.get)[len(SPECIAL) :]))
             if not (content["post_processor"] or {}).get("special_tokens"):
                 content["post_processor"] = None  # transformers writes one that adds nothing
         except (ValueError, KeyError, TypeError, AttributeError):
-            found = None
-        if found is None or found._to_tokenizers_format() != content:
-            raise ValueError(f"{path} must be a character tokenizer that strop saved, found something else")
-        return found
+            return None
+        return found if found._to_tokenizers_format() == content else None
 
     def _to_tokenizers_format(self) -> Json:
-        """Of the `tokenizers` package: a text is split into characters, each of which is a word."""
+        """Return it in the format of the `tokenizers` package: a text is split into characters, each of which is a word."""
         special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         return {
             "version": "1.0",
@@ -97,12 +115,7 @@ class CharTokenizer:
             "padding": None,
             "added_tokens": [{"id": i, "content": token, **special} for i, token in enumerate(SPECIAL)],
             "normalizer": None,
-            "pre_tokenizer": {
-                "type": "Split",
-                "pattern": {"Regex": r"[\s\S]"},
-                "behavior": "Isolated",
-                "invert": False,
-            },
+            "pre_tokenizer": ONE_CHARACTER,
             "post_processor": None,
             "decoder": {"type": "Fuse"},
             "model": {

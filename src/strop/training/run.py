@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from strop._checks import check_count
 from strop._contained import Settings, contained
 from strop.config import RunConfig
+from strop.data.ahead import rows_ahead, taken
 from strop.data.digest import digest_rows
 from strop.distributed import ALONE, World
 from strop.process_failures import is_lost_process, raise_if_failed
@@ -228,7 +229,8 @@ class TrainingRun:
         while True:
             order = epoch_order(len(rows), config.seed, state.epoch, config.shuffle)
             while state.position < len(rows):
-                batch = [rows[index] for index in order[state.position : state.position + config.batch_size]]
+                end = state.position + config.batch_size
+                batch = taken(rows, order[state.position : end], order[end : end + rows_ahead(config.batch_size)])
                 state.position += len(batch)
                 yield batch
             state.epoch, state.position = state.epoch + 1, 0
@@ -241,7 +243,7 @@ class TrainingRun:
         ended = state.position >= len(rows)
         epoch, position = (state.epoch + 1, 0) if ended else (state.epoch, state.position)
         order = epoch_order(len(rows), config.seed, epoch, config.shuffle)
-        return [rows[index] for index in order[position : position + config.batch_size]]
+        return taken(rows, order[position : position + config.batch_size])
 
 
 def _own_callbacks(

@@ -26,8 +26,9 @@ from strop._install import missing
 from strop._tensors import widened
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
-from strop.data.formats import prepared
+from strop.data.formats import check_rows, prepared
 from strop.data.inputs import check_tokenizer
+from strop.data.tokenize import is_thread_safe
 from strop.distributed import world
 from strop.models import Policy, as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import check_precision, prepared_model
@@ -73,6 +74,8 @@ class Trainer:
 
     Config: ClassVar[type[TrainerConfig]] = TrainerConfig
     any_format = False  # whether a dataset's rows may have any columns
+    # which formats a dataset's rows may have; where they are given, `prepare` gets parts of a large dataset
+    formats: ClassVar[tuple[str, ...]] = ()
     scores: ClassVar[bool] = False  # the model is a sequence classifier with one label
 
     def __init__(
@@ -139,8 +142,16 @@ class Trainer:
             )
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> Sequence[Any]:
-        """Check a dataset's rows and bring them into the form `step_on` takes. Called once by train(), before step 1."""
+        """Return a dataset's rows, checked, in the form `step_on` takes.
+
+        train() calls it once with all rows, before step 1. If the class says which `formats` it takes, it is called with
+        parts of a large dataset instead, ahead of the steps that need them and perhaps in a thread.
+        """
         return rows
+
+    def check_columns(self, rows: Sequence[Any], name: str) -> None:
+        """Raise if a row of the dataset lacks a column or has a wrong value: a quick pass over all rows before step 1."""
+        check_rows(rows, self.formats, where=name, what=self.name)
 
     def step_on(self, rows: list[Any]) -> dict[str, float]:
         """Train on these rows of the dataset; returns the metrics."""
@@ -339,8 +350,19 @@ class Trainer:
         )
 
     def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
-        """A dataset's rows, loaded, checked and tokenised: train() and evaluate() take them without doing so again."""
-        return prepared(dataset, self.prepare, name, self.any_format)
+        """Return a dataset's rows for train() and evaluate(), loaded and checked; they do not do so again.
+
+        Up to 1,000 rows are tokenised here. Of more, only the columns are checked here: rows are tokenised in a thread
+        shortly before the step that needs them.
+        """
+        return prepared(
+            dataset,
+            self.prepare,
+            name,
+            any_format=self.any_format,
+            check=self.check_columns if self.formats and not self.any_format else None,
+            with_thread=is_thread_safe(self.tokenizer),
+        )
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Metrics of a dataset, as eval/<metric>. Changes neither weights nor random numbers."""

@@ -1,0 +1,112 @@
+"""Rows that an algorithm prepares shortly before the step that needs them, in a thread beside the steps.
+
+Templates and tokenisation take long where rows are many. A run knows the order of its rows, so those of the next steps are
+prepared in parts while the present step computes. What a step is given does not depend on when it was prepared.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from strop.data.streams import Streamed
+
+Prepare = Callable[[Sequence[Any], str], Sequence[Any]]
+PART, NUM_PARTS = 128, 3  # rows that are prepared together, and how many such parts are prepared ahead
+
+
+class PreparedAhead(Sequence[Any]):
+    """A dataset's rows as an algorithm's `prepare` returns them, each prepared when it is asked for or shortly before.
+
+    columns       of all rows together: a row that lacks one has None there, whichever rows share a batch
+    digest        of the rows before they are prepared, once it is known
+    with_thread   rows named by `take` are prepared in a thread; off where a tokenizer may not be used by two threads
+    """
+
+    def __init__(
+        self, rows: Sequence[Any], prepare: Prepare, name: str, columns: Sequence[str] = (), with_thread: bool = False
+    ):
+        self.rows, self.prepare, self.name = rows, prepare, name
+        self.digest: str | None = None
+        self.columns, self.with_thread = dict.fromkeys(columns), with_thread
+        self._threads: ThreadPoolExecutor | None = None
+        self._ahead: dict[int, tuple[Future[Sequence[Any]], int]] = {}  # row i: the part it is in, its place there
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        place = range(len(self))[index]
+        return self.take(place) if isinstance(place, range) else self.take([place])[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self), PART):
+            end = start + PART
+            yield from self.take(range(len(self))[start:end], range(len(self))[end : end + PART])
+
+    def take(self, indices: Sequence[int], following: Sequence[int] | None = None) -> list[Any]:
+        """Return these rows prepared; begin to prepare `following`, the rows that are needed next."""
+        found = {i: self._ahead[i] for i in indices if i in self._ahead}
+        missing = [i for i in indices if i not in found]
+        values = dict(zip(missing, self._prepared_or_named(missing), strict=True))
+        if following is not None:
+            self._begin(following)
+        values |= {i: part.result()[place] for i, (part, place) in found.items() if part.exception() is None}
+        failed = [i for i in indices if i not in values]
+        values |= zip(failed, self._prepared_or_named(failed), strict=True)
+        return [values[i] for i in indices]
+
+    def _begin(self, indices: Sequence[int]) -> None:
+        """Prepare these rows in the thread, except those that it has begun; forget all others."""
+        self._ahead = {i: self._ahead[i] for i in indices if i in self._ahead}
+        missing = [i for i in indices if i not in self._ahead]
+        if not self.with_thread or not missing:
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strop-data")
+        for start in range(0, len(missing), PART):
+            part = missing[start : start + PART]
+            if len(part) < min(PART, len(indices)) and len(missing) < len(indices):
+                break  # the rest of the rows is too few for a part of its own: the next call has more
+            future = self._threads.submit(self._prepared, part)
+            self._ahead |= {i: (future, place) for place, i in enumerate(part)}
+
+    def _prepared(self, indices: Sequence[int]) -> Sequence[Any]:
+        return self.prepare([self._row(i) for i in indices], self.name)
+
+    def _prepared_or_named(self, indices: Sequence[int]) -> Sequence[Any]:
+        """Return the rows prepared; where that fails, raise with the number that the row has in the dataset."""
+        if not indices:
+            return []
+        if len(indices) > 1:
+            try:
+                return self._prepared(indices)
+            except (ValueError, TypeError):
+                return [row for i in indices for row in self._prepared_or_named([i])]
+        (i,) = indices
+        try:
+            return self._prepared([i])
+        except (ValueError, TypeError) as error:
+            text = str(error).replace(f"{self.name}[0]", f"{self.name}[{i}]").replace("rows[0]", f"rows[{i}]")
+            raise type(error)(text + self._place(i)) from None
+
+    def _row(self, i: int) -> Any:
+        row = self.rows[i]
+        if isinstance(row, Mapping) and len(row) < len(self.columns):
+            return {**self.columns, **row}
+        return row
+
+    def _place(self, i: int) -> str:
+        place = self.rows.place if isinstance(self.rows, Streamed) else None
+        return f" ({place(i)})" if place is not None else ""
+
+
+def taken(rows: Sequence[Any], indices: Sequence[int], following: Sequence[int] | None = None) -> list[Any]:
+    """Return these rows; where they are prepared ahead, begin to prepare `following`."""
+    if isinstance(rows, PreparedAhead):
+        return rows.take(indices, following)
+    return [rows[i] for i in indices]
+
+
+def rows_ahead(batch_size: int) -> int:
+    """Return how many rows behind a batch are prepared ahead: those of two steps at least."""
+    return max(PART * NUM_PARTS, 2 * batch_size)

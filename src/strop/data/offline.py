@@ -1,0 +1,127 @@
+"""Rows of SFT, DPO, KTO and RewardModel as trajectories: a completion behind its prompt, or a pair of completions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from strop.data.ahead import PreparedAhead
+from strop.data.batch import Trajectory
+from strop.data.formats import Prepared, check_rows, detect_format, load_rows, with_prompt
+from strop.data.inputs import Ids, Padding, as_dicts, completion_rows, fit, is_written, prompt_rows
+from strop.data.streams import Streamed
+from strop.data.tokenize import LossMask, encode_preferences
+
+Pair = tuple[Trajectory, Trajectory]  # chosen, rejected; in OnlineDPO first and second, before it is known
+
+
+@dataclass
+class Limits:
+    """What every trajectory must keep to. Ids are arrays or tensors.
+
+    check_ids    raises if the model has no such token
+    context      the most tokens the model reads; None is no limit
+    max_length   the user's limit: completions are cut there; None cuts nothing
+    """
+
+    check_ids: Callable[[Ids, str], None]
+    context: int | None
+    max_length: int | None
+    _highest: int = -1  # the highest id that was checked: ids below it need no second look
+
+    def check(self, ids: Ids, where: str) -> None:
+        """Raise if the model has no such token."""
+        if len(ids) and (ids.min() < 0 or ids.max() > self._highest):
+            self.check_ids(ids, where)
+            self._highest = int(ids.max())
+
+    def trajectory(
+        self, prompt: Ids, completion: Ids, where: str, loss_mask: LossMask | None = None, **known: Any
+    ) -> Trajectory:
+        """Return the completion behind its prompt, cut to the limits."""
+        fitted = fit(prompt, completion, self.max_length, self.context, where)
+        ids = np.concatenate([prompt, fitted])
+        trained = np.ones(len(ids), dtype=bool)
+        trained[: max(len(prompt), 1)] = False  # nothing predicts the first token
+        if loss_mask is not None:
+            trained[len(prompt) :] &= loss_mask[: len(fitted)]
+        return Trajectory(torch.from_numpy(ids), torch.from_numpy(trained), num_prompt=len(prompt), **known)
+
+    def pair(
+        self, prompt: Ids, chosen: Ids, rejected: Ids, where: str,
+        loss_masks: tuple[LossMask | None, LossMask | None] = (None, None),
+    ) -> Pair:  # fmt: skip
+        """Return both completions behind their prompt; raise if one of the three is empty or too long."""
+        if not len(prompt):
+            raise ValueError(f"{where}: the prompt must have at least one token, found none")
+        self.check(prompt, f"{where}: the prompt")
+        lines = []
+        for name, completion, loss_mask in zip(("chosen", "rejected"), (chosen, rejected), loss_masks, strict=True):
+            if not len(completion):
+                raise ValueError(f"{where}: {name} must have at least one token, found none")
+            self.check(completion, f"{where}: {name}")
+            lines.append(self.trajectory(prompt, completion, f"{where}, {name}", loss_mask))
+        return lines[0], lines[1]
+
+
+def as_array(ids: Sequence[int]) -> np.ndarray:
+    return np.array(ids, dtype=np.int64)
+
+
+def pairs_of_rows(rows: Sequence[Any], tokenizer: Any, limits: Limits, name: str) -> list[Pair]:
+    """Return the pairs of a dataset's rows; errors call them name[0] and so on."""
+    pairs = []
+    for i, (prompt, chosen, rejected) in enumerate(encode_preferences(rows, tokenizer, name)):
+        ids = [as_array(part) for part in (prompt, chosen[0], rejected[0])]
+        pairs.append(limits.pair(ids[0], ids[1], ids[2], f"{name}[{i}]", (chosen[1], rejected[1])))
+    return pairs
+
+
+def pairs_of_columns(
+    prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any, tokenizer: Any, padding: Padding, limits: Limits
+) -> list[Pair]:
+    """Return the pairs of what `train_step` is given: ids, or with a tokenizer texts or conversations."""
+    if is_written(prompt, "prompt", prompt_mask):
+        rows = as_dicts({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+        check_rows(rows, ["preference"], where="pairs", what="train_step")
+        return pairs_of_rows(rows, tokenizer, limits, "pairs")
+    prompts = prompt_rows(prompt, "prompt", prompt_mask, *padding)
+    better = completion_rows(chosen, "chosen", len(prompts), *padding)
+    worse = completion_rows(rejected, "rejected", len(prompts), *padding)
+    return [limits.pair(*ids, f"pair {i}") for i, ids in enumerate(zip(prompts, better, worse, strict=True))]
+
+
+def as_label(label: Any, where: str) -> bool:
+    """Return KTO's label of a completion as a bool."""
+    label = label.item() if isinstance(label, np.generic) else label
+    if not isinstance(label, (bool, int)) or label not in (True, False):
+        raise TypeError(f"{where}: label must be true or false, found {label!r}")
+    return bool(label)
+
+
+def unpaired_rows(dataset: Any) -> Any:
+    """Return the dataset; one of pairs as labelled completions, twice as many: chosen with true, rejected with false."""
+    if isinstance(dataset, (Prepared, PreparedAhead)) or not len(rows := load_rows(dataset)):
+        return dataset
+    if detect_format(rows[0]) != "preference":
+        return rows
+
+    def get(i: int) -> dict[str, Any]:
+        name = ("chosen", "rejected")[i % 2]
+        row = with_prompt(dict(rows[i // 2]))
+        others = {column: value for column, value in row.items() if column not in ("chosen", "rejected")}
+        return {**others, "completion": row[name], "label": name == "chosen"}
+
+    place = rows.place if isinstance(rows, Streamed) else None
+    return Streamed(
+        2 * len(rows), get, on_disk=isinstance(rows, Streamed) and rows.on_disk,
+        place=None if place is None else lambda i: f"{('chosen', 'rejected')[i % 2]}, {place(i // 2)}",
+        files=rows.files if isinstance(rows, Streamed) else (),
+    )  # fmt: skip
+
+
+def num_tokens_of(pairs: Sequence[Pair]) -> list[int]:
+    """Return the tokens of both completions of each pair, with their prompts."""
+    return [len(chosen) + len(rejected) for chosen, rejected in pairs]

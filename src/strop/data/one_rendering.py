@@ -1,0 +1,143 @@
+"""Conversations rendered once: with a mark before each message, where the chat template allows it.
+
+Where the assistant's turns begin in a conversation's text is found by rendering the messages before each turn too. Many
+templates write one message after the other, and what they write of a message depends on it, on the messages before it and on
+the options alone. Of these the text before a turn is the beginning of the conversation's text, and one rendering is enough. A
+template's source says whether it is of this kind; for all others, and for rows with tools or options of their template,
+`templates.pieces` renders each beginning.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+MARK = "\ue123"  # of the private use area: no template writes it
+PLAIN = {"role", "content"}
+
+
+class MarkedTemplate(NamedTuple):
+    """A compiled template that writes MARK before each message and behind the last; and the opening of a turn."""
+
+    compiled: Any
+    special_tokens: Mapping[str, str]
+    opening: str
+
+    def pieces(self, messages: Sequence[Mapping[str, Any]], first: int) -> list[str] | None:
+        """Return the text, cut where the assistant's turns begin, from that of messages[first] on; None where the messages
+        need more than one rendering, or where a turn does not begin with the template's opening."""
+        if not all(_is_plain(message) for message in messages):
+            return None
+        parts = _marked(self.compiled, messages, self.special_tokens).split(MARK)
+        if len(parts) != len(messages) + 2:
+            return None
+        begins = [i + 1 for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+        if not begins or begins[0] == 1 or not all(parts[i].startswith(self.opening) for i in begins):
+            return None
+        ends = [*begins[1:], len(parts)]
+        spoken = ["".join(parts[start:end]) for start, end in zip(begins, ends, strict=True)]
+        size = len(self.opening)
+        turns = [text[size:] + self.opening for text in spoken[:-1]] + [spoken[-1][size:]]
+        return ["".join(parts[: begins[0]]) + self.opening, *turns]
+
+
+def marked_template(tokenizer: Any) -> MarkedTemplate | None:
+    """Return the tokenizer's chat template with marks; None if its conversations need several renderings."""
+    template = getattr(tokenizer, "chat_template", None)
+    method = getattr(type(tokenizer), "apply_chat_template", None)
+    if not isinstance(template, str) or getattr(method, "__module__", "") != "transformers.tokenization_utils_base":
+        return None
+    special = {name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    return _compiled(template, tuple(special.items()))
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str, special_tokens: tuple[tuple[str, str], ...]) -> MarkedTemplate | None:
+    from jinja2 import TemplateError, nodes
+
+    try:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+    except ImportError:  # it is not public: another version of transformers may have another name for it
+        return None
+    try:
+        environment = _compile_jinja_template(template).environment
+        tree = environment.parse(template)
+        if not _writes_one_after_another(tree):
+            return None
+        at = next(i for i, node in enumerate(tree.body) if isinstance(node, nodes.For))
+        mark = nodes.Output([nodes.TemplateData(MARK)]).set_environment(environment)
+        tree.body[at].body.insert(0, mark)
+        tree.body.insert(at + 1, mark)
+        compiled = environment.template_class.from_code(environment, environment.compile(tree), environment.globals)
+        probe = [{"role": "user", "content": "?"}]
+        openings = [
+            _marked(compiled, probe, dict(special_tokens), add_generation_prompt=opens).rpartition(MARK)[2]
+            for opens in (False, True)
+        ]
+    except TemplateError:  # one that refuses the probe, for example
+        return None
+    if openings[0] or MARK in template:  # what stands behind the last message would stand before the opening too
+        return None
+    return MarkedTemplate(compiled, dict(special_tokens), openings[1])
+
+
+def _marked(
+    compiled: Any, messages: Sequence[Any], special_tokens: Mapping[str, str], *, add_generation_prompt: bool = False
+) -> str:
+    return str(
+        compiled.render(
+            messages=list(messages),
+            tools=None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **special_tokens,
+        )
+    )
+
+
+def _is_plain(message: Any) -> bool:
+    return type(message) is dict and message.keys() == PLAIN and all(
+        type(value) is str and MARK not in value for value in message.values()
+    )  # fmt: skip
+
+
+def _writes_one_after_another(tree: Any) -> bool:
+    """Return whether the template is one loop over the messages, in which no message sees a later one.
+
+    Before the loop and in it nothing may depend on how many messages there are, nor on whether a turn is to be opened; behind
+    it there is the opening alone, which depends on no message.
+    """
+    from jinja2 import nodes
+
+    loops = [node for node in tree.body if isinstance(node, nodes.For) and _is_name(node.iter, "messages")]
+    if len(loops) != 1 or loops[0].test is not None or loops[0].recursive or loops[0].else_:
+        return False
+    (loop,) = loops
+    at = tree.body.index(loop)
+    before, after = tree.body[:at], tree.body[at + 1 :]
+    foreign = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
+    if any(tree.find(kind) for kind in foreign) or not isinstance(loop.target, nodes.Name):
+        return False
+    first = [
+        node.node for node in tree.find_all(nodes.Getitem) if isinstance(node.arg, nodes.Const) and node.arg.value == 0
+    ]
+    known = [node.node for node in tree.find_all(nodes.Getattr) if node.attr in ("first", "index", "index0")]
+    for name in tree.find_all(nodes.Name):
+        allowed = {"messages": [*first, loop.iter], "loop": known}.get(name.name)
+        if allowed is not None and not any(name is one for one in allowed):
+            return False
+    if any(_uses(node, ("add_generation_prompt",)) for node in (*before, loop)):
+        return False
+    stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    return not any(_uses(node, (*stored, "messages")) or list(node.find_all(nodes.Call)) for node in after)
+
+
+def _is_name(node: Any, name: str) -> bool:
+    from jinja2 import nodes
+
+    return isinstance(node, nodes.Name) and node.name == name
+
+
+def _uses(node: Any, names: Sequence[str]) -> bool:
+    from jinja2 import nodes
+
+    return any(one.name in names for one in [node, *node.find_all(nodes.Name)] if isinstance(one, nodes.Name))
