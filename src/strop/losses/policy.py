@@ -45,8 +45,9 @@ from strop._tensors import (
     check_total,
     in_float,
 )
-from strop.config.losses import OVER_TOKENS, UNCLIPPED, ClipEps, PolicyRule
-from strop.losses.rules import NLL, OnPolicyLogRatio, TokenRule, Tokens, cut, kl_of, token_loss, tokens_of
+from strop.config.losses import ClipEps, PolicyRule
+from strop.config.policy_losses import cut
+from strop.losses.rules import NLL, OnPolicyLogRatio, TokenRule, Tokens, kl_of, token_loss, tokens_of
 
 Metrics = dict[str, torch.Tensor]
 
@@ -286,10 +287,11 @@ def weight_counts(
     mask_BT: torch.Tensor, rule: PolicyRule, num_tokens: Count | None, num_sequences: Count | None
 ) -> tuple[Count, int | None]:
     """(count, tokens) of the weight 1/(count·tokens); tokens None: the length of the token's own sequence."""
-    if rule.loss_type in OVER_TOKENS:
-        return mask_BT.sum() if num_tokens is None else check_total(num_tokens, "num_tokens"), 1
-    sequences = mask_BT.shape[0] if num_sequences is None else check_total(num_sequences, "num_sequences")
-    return sequences, rule.length_divisor
+    if rule.type.weight == "tokens":
+        count = mask_BT.sum() if num_tokens is None else check_total(num_tokens, "num_tokens")
+    else:
+        count = mask_BT.shape[0] if num_sequences is None else check_total(num_sequences, "num_sequences")
+    return rule.weight_divisors(count, count)
 
 
 def rloo_loss(
@@ -371,11 +373,11 @@ def tokens_metrics(
     def mean(values_N: torch.Tensor) -> torch.Tensor:
         return tokens.active(values_N.to(ratio_N.dtype)).sum() / num_tokens
 
-    if rule.loss_type in ("cispo", *UNCLIPPED):  # cispo's weight is cut for either sign
+    if rule.loss_type == "cispo" or not rule.type.clips:  # cispo's weight is cut for either sign
         none_N = torch.zeros_like(ratio_N, dtype=torch.bool)
         low_N, high_N, delta_N = none_N, ratio_N > bounds.high if rule.loss_type == "cispo" else none_N, none_N
     else:
-        low_N, high_N, delta_N = tokens.cut_N or cut(tokens, bounds)
+        low_N, high_N, delta_N = tokens.cut_N or cut(tokens.log_ratio_N, tokens.advantages_N, bounds)
         high_N = high_N & (tokens.advantages_N > 0)  # at A = 0 nothing is lost
     metrics = {
         "clip_fraction": mean(low_N | high_N | delta_N),

@@ -10,6 +10,7 @@ Shapes: N tokens of S sequences, n of them that count; T tokens of a padded row;
 import contextlib
 import copy
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,10 +43,9 @@ from strop.models.kinds import (
 )
 from strop.models.loading import check_moe_device, chosen_device, load_model
 from strop.models.routing import NONE, Routers, Within, find_routers, replaying
-from strop.ops import linear_logp, linear_token_loss, logp
-from strop.ops.registry import use_backend
-
-Head = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+from strop.ops import linear, linear_logp, linear_token_loss, logp
+from strop.ops.linear import LMHead
+from strop.ops.registry import FORCED, REGISTERED_BY_USER
 
 Result = TypeVar("Result")
 
@@ -206,15 +206,17 @@ class Policy:
         """[n, V] that predict the tokens that count."""
         return self._at_places(self.model, batch, _logits)
 
-    def hidden(self, batch: TokenBatch) -> Head | None:
-        """(hidden_nH, weight_VH, bias_V or None) of the tokens that count, or None where the logits are not exactly
-        hidden @ weightᵀ + bias."""
+    def hidden(self, batch: TokenBatch) -> LMHead | None:
+        """Return the hidden states that predict the tokens of the loss, and the LM head.
+
+        None where the logits are not exactly hidden @ weightᵀ + bias.
+        """
         if not self._tried:
             self._try()
         if self._head is None:
             return None
         decoder, head = self._head
-        return self._at_places(decoder, batch, last_hidden_state), head.weight, head.bias
+        return LMHead(self._at_places(decoder, batch, last_hidden_state), head.weight, head.bias)
 
     @property
     def hidden_size(self) -> int | None:
@@ -237,11 +239,11 @@ class Policy:
 
     @overload
     def logps(
-        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool, head: Head | None = None
+        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool, head: LMHead | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def logps(
-        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False, head: Head | None = None
+        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False, head: LMHead | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[n] log π(token | the tokens before it) under softmax(logits / temperature), of the tokens that count.
 
@@ -253,28 +255,38 @@ class Policy:
         if self.kind == "moe":  # from its engine, as its sampler has them: a rollout's log-probs are these, bit for bit
             both = self._logps_of_moe(batch, temperature)
             return both if entropy else both[0]
-        options: Json = {"temperature": temperature, "entropy": entropy}
         if (head := head or self.hidden(batch)) is not None:
-            hidden_nH, weight, bias = head
-            with self._operators():
-                return linear_logp(hidden_nH, weight, batch.targets_n, bias=bias, **options)
+            if self._user_chose_backend():
+                hidden_nH, weight, bias = head
+                return linear_logp(
+                    hidden_nH, weight, batch.targets_n, bias=bias, temperature=temperature, entropy=entropy
+                )
+            logps_n, entropies_n = linear.logps_and_entropies(
+                head, batch.targets_n, rows=self._row_functions(head), temperature=temperature, entropy=entropy
+            )
+            return logps_n if entropies_n is None else (logps_n, entropies_n)
         self.check_causality(batch)
-        return logp(self.logits(batch), batch.targets_n, **options)
+        return logp(self.logits(batch), batch.targets_n, temperature=temperature, entropy=entropy)
 
     def loss(
-        self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0, head: Head | None = None
+        self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0, head: LMHead | None = None
     ) -> PolicyLoss:
         """A rule's loss of the tokens that count; the batch has their weights and what else the rule reads."""
         if self.shards is not None and not self.shards.are_whole:
             return self.reading(lambda: self.loss(batch, rule, temperature=temperature))
         assert batch.weights_n is not None
         if rule.row_suffices and (head := head or self.hidden(batch)) is not None:
-            hidden_nH, weight, bias = head
-            with self._operators():
+            if self._user_chose_backend():
+                hidden_nH, weight, bias = head
                 return linear_token_loss(
                     hidden_nH, weight, batch.targets_n, batch.weights_n, rule=rule, old_logps=batch.old_logps_n,
                     ref_logps=batch.ref_logps_n, advantages=batch.advantages_n, bias=bias, temperature=temperature,
                 )  # fmt: skip
+            return linear.token_loss(
+                head, batch.targets_n, batch.weights_n, rule, rows=self._row_functions(head),
+                old_logps_N=batch.old_logps_n, ref_logps_N=batch.ref_logps_n, advantages_N=batch.advantages_n,
+                temperature=temperature,
+            )  # fmt: skip
         if isinstance(rule, NLL):
             return nll_of(self.logps(batch, temperature=temperature), batch.weights_n)
         # the entropies cost a pass where they come from hidden states, and nothing where all logits are there
@@ -287,10 +299,15 @@ class Policy:
         tokens = tokens_of(rule, logps_n, old_n, advantages_n, sequence_N=batch.sequence_n, num_sequences=len(batch))
         return tokens_loss(rule, tokens, weights_n, ref_n, entropy_n)
 
-    def _operators(self) -> contextlib.AbstractContextManager[None]:
-        """Within, the operators are those whose sums have one order, if the policy's have."""
-        chosen = use_backend(linear_logp="exact", linear_token_loss="exact")
-        return chosen if self.exact else contextlib.nullcontext()
+    def _row_functions(self, head: LMHead) -> str:
+        return "exact" if self.exact else linear.rows_for(head.hidden_NH)
+
+    def _user_chose_backend(self) -> bool:
+        """True if `use_backend`, STROP_BACKEND or `register` have a say; then the public operators choose.
+
+        An exact policy has one backend only.
+        """
+        return not self.exact and bool(FORCED.get() or REGISTERED_BY_USER or os.environ.get("STROP_BACKEND"))
 
     def check_causality(self, batch: TokenBatch) -> None:
         """Once, of a plain module, on the first batch that can tell."""

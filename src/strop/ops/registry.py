@@ -76,7 +76,8 @@ class Explanation:
 
 
 _ops: dict[str, "Op"] = {}
-_forced: ContextVar[dict[str | None, str]] = ContextVar("strop_forced_backends", default={})  # noqa: B039 (never mutated)
+REGISTERED_BY_USER: list[str] = []  # operators that got a backend through `register`
+FORCED: ContextVar[dict[str | None, str]] = ContextVar("strop_forced_backends", default={})  # noqa: B039 (never mutated)
 
 
 class Op:
@@ -175,7 +176,7 @@ class Op:
 
 @constant_when_compiled  # in a compiled function the choice is made when it is compiled
 def _forced_choice(op_name: str) -> tuple[str, str] | None:
-    for choices, source in ((_forced.get(), "use_backend"), (_from_environment(), "STROP_BACKEND")):
+    for choices, source in ((FORCED.get(), "use_backend"), (_from_environment(), "STROP_BACKEND")):
         if name := choices.get(op_name) or choices.get(None):
             return name, source
     return None
@@ -202,6 +203,7 @@ def register(
 ) -> None:
     """Add a backend to an existing operator: `register("logp", "mine", my_logp, when=on_my_device)`."""
     get_op(name).backend(backend, when=when, replace=replace)(function)
+    REGISTERED_BY_USER.append(name)
 
 
 def get_op(name: str) -> Op:
@@ -235,13 +237,13 @@ def use_backend(backend: str | None = None, /, **per_op: str) -> Iterator[None]:
     for name, wanted in per_op.items():
         if wanted not in backends(name):
             raise ValueError(f"unknown backend {wanted!r}; {name} has {_listed(backends(name))}")
-    choices: dict[str | None, str] = dict(_forced.get()) if backend is None else {None: backend}
+    choices: dict[str | None, str] = dict(FORCED.get()) if backend is None else {None: backend}
     choices |= per_op  # type: ignore[arg-type]  # a str is a str | None
-    token = _forced.set(choices)
+    token = FORCED.set(choices)
     try:
         yield
     finally:
-        _forced.reset(token)
+        FORCED.reset(token)
 
 
 @functools.lru_cache(maxsize=8)

@@ -4,11 +4,11 @@ Shapes: `[.., V]` logits with any leading dimensions; N their number of rows.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from strop.losses.rules import TokenRule
+from strop.losses.rules import NLL, TokenRule
 from strop.ops.rows import (
     PolicyTerms,
     check_in_place,
@@ -21,11 +21,6 @@ from strop.ops.rows import (
 from strop.ops.rows.kernels import LOG2E
 
 INTERPRETED = kernels.logp_kernel.interpreted
-TOKEN_LOSSES = {  # others are clipped surrogates
-    "cispo": kernels.clipped_weight,
-    "sapo": kernels.soft_gate,
-    "nll": kernels.negative_logp,
-}
 
 
 def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = False) -> int:
@@ -270,12 +265,20 @@ def policy_terms(
         weights.contiguous(), logps_N, terms_3N, _or(factors_N, logps_N),
         terms_3N.stride(0), rows.N // advantages.shape[0], rows.V, rows.T, rows.stride_B, rows.stride_T, rows.misaligned,
         _scale(temperature), bounds.low, bounds.high, bounds.delta, rule.beta,
-        TOKEN_LOSS=TOKEN_LOSSES.get(rule.loss_type, kernels.clipped_surrogate),
+        TOKEN_LOSS=_kernel_of(rule),
         MASKED=mask_N is not None, ON_POLICY=old_logps_N is None,
         KL=0 if ref_logps_N is None else int(rule.kl_estimator[1]), GRADIENT=gradient,
         FACTORED=factored, **_policy_tiling(rows.V, gradient, factored).of(rows),
     )  # fmt: skip
     return PolicyTerms(logps_N, terms_3N, out, factors_N)
+
+
+def _kernel_of(rule: TokenRule) -> Any:
+    """Return the Triton function with the rule's formula and its derivative."""
+    if isinstance(rule, NLL):
+        return kernels.negative_logp
+    assert rule.type.kernel is not None
+    return getattr(kernels, rule.type.kernel)
 
 
 def divergence_bytes(dtype: torch.dtype, teacher_dtype: torch.dtype) -> int:
