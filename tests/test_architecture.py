@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from environments.games import OfIds
 from test_layers import HOUSE
 from tiny_qwen2 import tiny_qwen2
 
@@ -14,8 +15,9 @@ from strop.algorithms.grpo import GRPO
 
 SOURCE = Path(strop.__file__).parent
 TEXT = (Path(__file__).resolve().parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
-MOST_FILES, MOST_ARROWS = 28, 50  # of one step; a reader has to follow them
-BOTH_WAYS = {("algorithms/grpo.py", "training/trainer.py")}  # an algorithm and the trainer it subclasses
+MOST = {"warm": (32, 59), "first": (44, 104)}  # files and arrows of a step; a reader has to follow them
+BOTH_WAYS = {("algorithms/on_policy.py", "training/trainer.py")}  # the algorithms' base and the trainer it subclasses
+PROMPTS = [[5, 6, 7], [8, 9]]
 
 
 def section(title):
@@ -28,20 +30,19 @@ def file_of(frame):
     return path.relative_to(SOURCE).as_posix() if path.is_relative_to(SOURCE) else None
 
 
-@pytest.fixture(scope="module")
-def walk():
-    """Of one GRPO step, the second: the files in the order they are entered, and the arrows between two of them.
-
-    An arrow comes from the nearest caller inside the package, through whatever torch and transformers do in between.
-    """
-
+def new_grpo(**options):
     def reward_fn(completions):
         return [float(len(ids)) for ids in completions]
 
-    options = {"group_size": 4, "max_new_tokens": 8, "kl_coef": 0.04}
-    grpo = GRPO(model=tiny_qwen2(), reward_fn=reward_fn, **options)
-    prompts = [[5, 6, 7], [8, 9]]
-    grpo.train_step(prompts)
+    known = {"group_size": 4, "max_new_tokens": 8, "kl_coef": 0.04, "batch_size": 2}
+    return GRPO(model=tiny_qwen2(), reward_fn=reward_fn, **known, **options)
+
+
+def walked(work):
+    """The files that work() enters, in their order, and the arrows between two of them.
+
+    An arrow comes from the nearest caller inside the package, through whatever torch and transformers do in between.
+    """
     files, arrows, known = {}, set(), {}
 
     def of(frame):
@@ -64,27 +65,68 @@ def walk():
     gc.disable()  # no destructor of another test runs in the step
     sys.setprofile(see)
     try:
-        grpo.train_step(prompts)
+        work()
     finally:
         sys.setprofile(before)
         gc.enable()
     return list(files), arrows
 
 
-def test_the_walk_names_every_file_in_its_order(walk):
-    named = list(dict.fromkeys(re.findall(r"`([\w/]+\.py)`", section("One GRPO step, file by file"))))
-    assert named == walk[0]
+@pytest.fixture(scope="module")
+def walks():
+    """Of GRPO the second `train_step`, and the first step of `train`."""
+    warm, first = new_grpo(), new_grpo()
+    warm.train_step(PROMPTS)
+    rows = [{"prompt": prompt} for prompt in PROMPTS]
+    return {
+        "warm": walked(lambda: warm.train_step(PROMPTS)),
+        "first": walked(lambda: first.train(rows, num_steps=1, progress=False)),
+    }
 
 
-def test_a_step_is_short(walk):
-    files, arrows = walk
+def named_in(part):
+    return list(dict.fromkeys(re.findall(r"`([\w/]+\.py)`", part)))
+
+
+def test_the_walk_names_every_file_in_its_order(walks):
+    warm, first = section("One GRPO step, file by file").split("The first step of")
+    assert named_in(warm) == walks["warm"][0]
+    assert sorted(named_in(first)) == sorted({*walks["first"][0]} - {*walks["warm"][0]})
+
+
+@pytest.mark.parametrize("which", MOST)
+def test_a_step_is_short(walks, which):
+    files, arrows = walks[which]
     found = f"{len(files)} files, {len(arrows)} arrows"
-    assert len(files) <= MOST_FILES, found
-    assert len(arrows) <= MOST_ARROWS, found
+    assert len(files) <= MOST[which][0], found
+    assert len(arrows) <= MOST[which][1], found
 
 
-def test_no_two_files_call_each_other(walk):
-    _, arrows = walk
+@pytest.mark.parametrize("environment", [None, OfIds], ids=["one turn", "turns"])
+def test_trajectories_alone_carry_tokens_from_the_row_to_the_batch(environment):
+    """Every part of a step takes trajectories, in their order; what the loss reads is their TokenBatch."""
+    trainer, seen = new_grpo(environment=environment), []
+
+    def watch(owner, name):
+        inner = getattr(owner, name)
+
+        def watched(given, *more, **options):
+            kinds = {type(one).__name__ for one in given} if isinstance(given, list) else {type(given).__name__}
+            seen.append((name, *kinds))
+            return inner(given, *more, **options)
+
+        setattr(owner, name, watched)
+
+    for name in ("sample", "score", "reward", "advantages", "learn", "loss_on"):
+        watch(trainer, name)
+    watch(trainer.policy, "loss")
+    trainer.train_step(PROMPTS)
+    parts = [(name, "Trajectory") for name in ("sample", "score", "reward", "advantages", "learn", "loss_on")]
+    assert seen == [*parts, ("loss", "TokenBatch")]
+
+
+def test_no_two_files_call_each_other(walks):
+    _, arrows = walks["warm"]
     assert {(a, b) for a, b in arrows if a < b and (b, a) in arrows} == BOTH_WAYS
 
 

@@ -43,7 +43,7 @@ BAD_HEADERS = [
     ("config.run.batch_size", 0, "config: batch_size must be at least 1, found 0"),
     ("config.run.nonsense", 1, "config: .*nonsense"),
     ("config.batch_size", 1, "config"),
-    ("config.run", 5, "config: run must be a RunConfig or a dict, found int"),
+    ("config.run", 5, "config: run must be a RunConfig or a dict such as .*, found 5"),
     ("algorithm", "SFT\nx", "algorithm must be the name of a class"),
     ("algorithm", 5, "algorithm must be the name of a class, found 5"),
     ("model", {}, "model.kind must be one of plain, moe, hf, found None"),

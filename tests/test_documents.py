@@ -1,11 +1,14 @@
 """Documents do not drift: their examples run, their links lead somewhere."""
 
 import importlib
+import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+from tiny_models import llama
+from tiny_tokenizers import hugging_face
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -19,6 +22,38 @@ def test_examples_run(path, capsys, tmp_path, monkeypatch):
     namespace = {}
     for number, block in enumerate(blocks, 1):
         exec(compile(block, f"{path.name}, example {number}", "exec"), namespace)
+
+
+def real_model_examples():
+    """Blocks for people with a real model, `py` and not `python`: (page, block), those of strop."""
+    blocks = [
+        (p, b) for p in DOCUMENTS for b in re.findall(r"```py\n(.*?)```", p.read_text(encoding="utf-8"), re.DOTALL)
+    ]
+    return [(path, block) for path, block in blocks if block.startswith("# strop")]
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_examples_with_real_models_run_on_a_tiny_one(number, tmp_path, monkeypatch):
+    """With fewer, shorter steps, and a folder of a tiny Llama of that name in place of the Hub's."""
+    path, block = real_model_examples()[number]
+    monkeypatch.chdir(tmp_path)
+    name = re.search(r'model="(.*?)"', block)[1]
+    tokenizer = hugging_face()
+    llama(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(tmp_path / name)
+    tokenizer.save_pretrained(tmp_path / name)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 8)
+    namespace = {
+        "dataset": [{"prompt": "a"}, {"prompt": "b"}] * 4,
+        "reward_len": lambda completions, **kwargs: [-abs(5 - len(completion)) for completion in completions],
+    }
+    short = block.replace("num_steps=100", "num_steps=1").replace("max_new_tokens=128", "max_new_tokens=4")
+    exec(compile(short, str(path), "exec"), namespace)
+    assert list(tmp_path.glob("runs/*/final"))
+
+
+def test_every_example_with_a_real_model_is_run():
+    assert len(real_model_examples()) == 2
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))

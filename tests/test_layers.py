@@ -1,6 +1,7 @@
 """Each layer imports alone, and no arrow of the architecture points back: arrows are read from the source."""
 
 import ast
+import collections
 import functools
 import json
 import subprocess
@@ -14,8 +15,9 @@ import strop
 SOURCE = Path(strop.__file__).parent
 # A room may import what stands before it in this list, also inside functions. Rooms in one row know nothing of each other.
 HOUSE = [
-    ["_contained", "_native", "_checks", "_hub", "_install", "_trl", "checksums", "peers"],
-    ["_compiled", "_named"],
+    ["_types"],
+    ["_contained", "_native", "_checks", "_hub", "_install", "_trl", "checksums", "process_failures"],
+    ["_compiled", "user_code"],
     ["_tensors", "config", "distributed"],
     ["primitives"],
     ["moe", "losses", "tasks"],
@@ -157,6 +159,15 @@ def test_no_files_import_each_other():
     for name in graph:
         visit(name, [])
     assert circles == []
+
+
+def test_no_two_classes_have_the_same_name():
+    places = collections.defaultdict(list)
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{name}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,14 @@ import math
 import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeGuard, cast
 
 import numpy as np
+
+from strop._types import Row
+
+if TYPE_CHECKING:
+    import torch
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 COLDEST = float(np.finfo(np.float32).tiny)  # a temperature below it has no finite inverse in float32
@@ -23,7 +28,7 @@ END_OF_COUNTS = 2**63  # of NumPy's and torch's integers, and of torch's seeds a
 # ---- counts, numbers, choices ----
 
 
-def check_count(value: Any, name: str, low: int = 0) -> None:
+def check_count(value: object, name: str, low: int = 0) -> None:
     """Raise unless `value` is an int, at least `low` and below 2⁶³."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, found {type(value).__name__}")
@@ -33,17 +38,17 @@ def check_count(value: Any, name: str, low: int = 0) -> None:
         raise ValueError(f"{name} must be at least {low}, found {value}")
 
 
-def as_count(value: Any, name: str, low: int = 0) -> int:
+def as_count(value: object, name: str, low: int = 0) -> int:
     """Any integer, NumPy's and 0-d tensors too, as Python's."""
-    if not isinstance(value, (bool, np.bool_)):
+    if isinstance(value, SupportsIndex) and not isinstance(value, (bool, np.bool_)):
         with contextlib.suppress(TypeError):  # `check_count` says what is wrong
             value = operator.index(value)
     check_count(value, name, low)
-    return value
+    return cast(int, value)
 
 
 def check_number(
-    value: Any,
+    value: object,
     name: str,
     low: float = -math.inf,
     high: float = math.inf,
@@ -64,11 +69,11 @@ def check_number(
         raise ValueError(f"{name} must be {wanted}, found {value if abs(number) < math.inf else number}")
 
 
-def as_number(value: Any, name: str, low: float = -math.inf, high: float = math.inf, **options: bool) -> float:
+def as_number(value: object, name: str, low: float = -math.inf, high: float = math.inf, **options: bool) -> float:
     """A number, NumPy's too, as Python's float."""
     value = value.item() if isinstance(value, np.generic) else value
     check_number(value, name, low, high, **options)
-    return float(value)
+    return float(cast(float, value))
 
 
 def as_float(value: float) -> float:
@@ -79,14 +84,14 @@ def as_float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
+def check_timeout(timeout: object, name: str = "timeout") -> float | None:
     if timeout is None:
         return None
     check_number(timeout, name, 0, open_low=True)
-    return float(timeout)
+    return float(cast(float, timeout))
 
 
-def check_choice(value: Any, name: str, choices: Iterable[str | None]) -> None:
+def check_choice(value: object, name: str, choices: Iterable[str | None]) -> None:
     """Raise unless `value` is one of the choices; a misspelt one gets the nearest."""
     known = list(choices)
     if (value is None or isinstance(value, str)) and value in known:
@@ -101,25 +106,25 @@ def check_choice(value: Any, name: str, choices: Iterable[str | None]) -> None:
 # ---- arrays, CPU tensors and lists ----
 
 
-def is_conversation(value: Any) -> bool:
+def is_conversation(value: object) -> "TypeGuard[Sequence[Row]]":
     """Whether this is a list of messages."""
     return (
         isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and isinstance(value[0], Mapping)
     )
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> "TypeGuard[torch.Tensor]":
     """A tensor exists only where torch is imported; another thread may be importing it just now."""
     tensor_class = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor_class is not None and isinstance(value, tensor_class)
 
 
-def like_input(result: np.ndarray, value: Any) -> Any:
+def like_input(result: np.ndarray, value: object) -> Any:
     """The result as a tensor, sharing its memory, where the input was one."""
     return sys.modules["torch"].from_numpy(result) if is_tensor(value) else result
 
 
-def as_array(value: Any, name: str) -> np.ndarray:
+def as_array(value: object, name: str) -> np.ndarray:
     """A view of an array or CPU tensor; a new array of a list."""
     if is_tensor(value):
         if value.device.type != "cpu":
@@ -141,7 +146,7 @@ def as_array(value: Any, name: str) -> np.ndarray:
         raise ValueError(f"{name} must be rectangular, found nested sequences of different lengths") from None
 
 
-def _wrong_dtype(array: np.ndarray, name: str, value: Any, wanted: str) -> TypeError:
+def _wrong_dtype(array: np.ndarray, name: str, value: object, wanted: str) -> TypeError:
     found = str(array.dtype) if array.dtype != object else f"{type(value).__name__} of objects"
     return TypeError(f"{name} must be {wanted}, found {found}")
 
@@ -151,7 +156,7 @@ def _plain(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.require(np.asarray(array), dtype=dtype.newbyteorder("="), requirements=["C", "A"])
 
 
-def as_log_probs(value: Any, name: str, dtype: type | None = None) -> np.ndarray:
+def as_log_probs(value: object, name: str, dtype: type | None = None) -> np.ndarray:
     array = as_array(value, name)
     allowed = FLOATS if dtype is None else (np.dtype(dtype),)
     native_dtype = array.dtype.newbyteorder("=")
@@ -160,7 +165,7 @@ def as_log_probs(value: Any, name: str, dtype: type | None = None) -> np.ndarray
     return _plain(array, native_dtype)
 
 
-def as_rewards(value: Any, name: str = "rewards") -> np.ndarray:
+def as_rewards(value: object, name: str = "rewards") -> np.ndarray:
     """float32 and float64 stay; integers and booleans (verifiable rewards) become float64."""
     array = as_array(value, name)
     dtype = array.dtype.newbyteorder("=")
@@ -178,7 +183,7 @@ def as_rewards(value: Any, name: str = "rewards") -> np.ndarray:
     return array
 
 
-def as_mask(value: Any, name: str, shape: tuple[int, ...], of: str) -> np.ndarray | None:
+def as_mask(value: object, name: str, shape: tuple[int, ...], of: str) -> np.ndarray | None:
     """Booleans, or numbers that are all 0 or 1."""
     if value is None:
         return None
@@ -195,14 +200,14 @@ def as_mask(value: Any, name: str, shape: tuple[int, ...], of: str) -> np.ndarra
     return _plain(array != 0, np.dtype(bool))
 
 
-def is_plain_integers(value: Any) -> bool:
+def is_plain_integers(value: object) -> bool:
     """Already what `as_integers` returns; worth asking first where there are thousands of them."""
     if type(value) is not np.ndarray or value.dtype != np.int64 or value.ndim != 1:
         return False
     return value.flags.c_contiguous and value.flags.aligned
 
 
-def as_integers(value: Any, name: str) -> np.ndarray:
+def as_integers(value: object, name: str) -> np.ndarray:
     """A 1-D array of int64."""
     array = as_array(value, name)
     if array.dtype.kind not in "iu" and array.size:
@@ -214,7 +219,9 @@ def as_integers(value: Any, name: str) -> np.ndarray:
     return _plain(array, np.dtype(np.int64))
 
 
-def rows_and_columns(shape: tuple[int, ...], columns: Any, array_name: str, columns_name: str) -> tuple[int, int]:
+def rows_and_columns(
+    shape: tuple[int, ...], columns: int | None, array_name: str, columns_name: str
+) -> tuple[int, int]:
     """How a flat array with a given row length, or a 2-D array, divides into rows."""
     if len(shape) == 2:
         if columns is not None and as_count(columns, columns_name, 1) != shape[1]:

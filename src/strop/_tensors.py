@@ -52,12 +52,12 @@ def on_host(values: Sequence[torch.Tensor]) -> list[float]:
 # ---- any tensor ----
 
 
-def check_tensor(tensor: Any, name: str) -> None:
+def check_tensor(tensor: object, name: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, found {type(tensor).__name__}")
 
 
-def check_floats(tensor: Any, name: str) -> None:
+def check_floats(tensor: torch.Tensor, name: str) -> None:
     check_tensor(tensor, name)
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name} must be of a floating dtype, found {tensor.dtype}")
@@ -73,14 +73,14 @@ def check_device(tensor: torch.Tensor, name: str, other: torch.Tensor, other_nam
         raise TypeError(f"{name} must be on {other.device} as {other_name} is, found {tensor.device}")
 
 
-def check_like(tensor: Any, name: str, other: torch.Tensor, other_name: str) -> None:
+def check_like(tensor: torch.Tensor, name: str, other: torch.Tensor, other_name: str) -> None:
     """Floats of the other's shape on the other's device."""
     check_floats(tensor, name)
     check_shape(tensor, name, other.shape)
     check_device(tensor, name, other, other_name)
 
 
-def as_completion_mask(mask: Any, other: torch.Tensor, other_name: str) -> torch.Tensor:
+def as_completion_mask(mask: torch.Tensor, other: torch.Tensor, other_name: str) -> torch.Tensor:
     """The mask as booleans, True where a token counts, of the other's shape on the other's device."""
     check_tensor(mask, "completion_mask")
     check_shape(mask, "completion_mask", other.shape)
@@ -92,7 +92,7 @@ def as_completion_mask(mask: Any, other: torch.Tensor, other_name: str) -> torch
     return mask != 0
 
 
-def check_total(total: Any, name: str) -> Count:
+def check_total(total: Count, name: str) -> Count:
     """Raise unless `total` is a count over a whole batch: a number or a 0-d tensor, which is not waited for."""
     if not isinstance(total, torch.Tensor):
         check_number(total, name, 0)
@@ -103,7 +103,7 @@ def check_total(total: Any, name: str) -> Count:
     return total
 
 
-def as_divisor(total: Any, name: str, like: torch.Tensor) -> Count:
+def as_divisor(total: Count, name: str, like: torch.Tensor) -> Count:
     """A total to divide by; 1 in place of 0, where everything divided is 0. A tensor is not waited for."""
     total = check_total(total, name)
     if isinstance(total, torch.Tensor):
@@ -115,13 +115,13 @@ def as_divisor(total: Any, name: str, like: torch.Tensor) -> Count:
 # ---- logits, ids and LM heads ----
 
 
-def check_logits(logits: Any, name: str = "logits") -> None:
+def check_logits(logits: torch.Tensor, name: str = "logits") -> None:
     check_floats(logits, name)
     if logits.ndim < 1 or logits.shape[-1] < 1:
         raise ValueError(f"{name} must have shape [.., V] with V at least 1, found {list(logits.shape)}")
 
 
-def check_ids(ids: Any, name: str, shape: torch.Size) -> None:
+def check_ids(ids: torch.Tensor, name: str, shape: torch.Size) -> None:
     check_tensor(ids, name)
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be int64 or int32, found {ids.dtype}")
@@ -142,7 +142,7 @@ def check_ids_in_range(
         raise ValueError(f"{name} must be from 0 to {vocabulary - 1}, found {ids[tuple(at)].item()} at index {at}")
 
 
-def check_temperature(temperature: Any) -> None:
+def check_temperature(temperature: float) -> None:
     if type(temperature) is float and COLDEST <= temperature < float("inf"):
         return
     check_number(temperature, "temperature", 0, open_low=True)
@@ -153,10 +153,10 @@ def check_temperature(temperature: Any) -> None:
 
 
 def check_logp(
-    logits: Any,
-    ids: Any,
-    temperature: Any,
-    completion_mask: Any,
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: float,
+    completion_mask: torch.Tensor | None,
     validate: bool,
     *,
     names: tuple[str, str] = LOGP_NAMES,
@@ -168,14 +168,14 @@ def check_logp(
     return mask
 
 
-def check_logits_and_ids(logits: Any, ids: Any, temperature: Any, names: tuple[str, str]) -> None:
+def check_logits_and_ids(logits: torch.Tensor, ids: torch.Tensor, temperature: float, names: tuple[str, str]) -> None:
     check_logits(logits, names[0])
     check_ids(ids, names[1], logits.shape[:-1])
     check_device(ids, names[1], logits, names[0])
     check_temperature(temperature)
 
 
-def check_head(hidden: Any, weight: Any, bias: Any, prefix: str = "") -> None:
+def check_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, prefix: str = "") -> None:
     """An LM head: hidden states [.., H], its weight [V, H] and bias [V]."""
     hidden_name, weight_name, bias_name = (f"{prefix}{name}" for name in ("hidden", "weight", "bias"))
     check_floats(hidden, hidden_name)
@@ -201,16 +201,23 @@ def autocast_on(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch has no answer for meta
 
 
-def check_workspace(workspace: Any) -> None:
+def check_workspace(workspace: int | None) -> None:
     """A number of bytes, or None."""
     if workspace is not None:
         check_count(workspace, "workspace", 1)
 
 
 def check_linear_logp(
-    hidden: Any, weight: Any, ids: Any, bias: Any, temperature: Any, mask: Any, workspace: Any, validate: bool,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: float,
+    mask: torch.Tensor | None,
+    workspace: int | None,
+    validate: bool,
     ids_name: str = "ids",
-) -> torch.Tensor | None:  # fmt: skip
+) -> torch.Tensor | None:
     """Everything `linear_logp` asks of its arguments. Returns the mask as booleans."""
     check_head(hidden, weight, bias)
     check_ids(ids, ids_name, hidden.shape[:-1])

@@ -7,7 +7,6 @@ changes a file and its checksum.
 import json
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ ROWS, COLUMNS = 64, 509  # COLUMNS is prime: sectors or pages that changed place
 BLOCK = ROWS * COLUMNS * 8  # bytes
 
 
-def checksum(data: Any) -> int:
+def checksum(data: "bytes | memoryview | np.ndarray") -> int:
     """CRC-32 of the bytes, 64 times shorter: of each block of 64 rows of 64-bit words the sum of its rows, mod 2⁶⁴.
 
     A change within one row is a change of the sums, and adding is five times as fast as a CRC-32 of everything.

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from strop import peers
-from strop.peers import PeerError
+from strop import process_failures
+from strop.process_failures import PeerError
 
 Item = TypeVar("Item")
 TOGETHER = 2**27  # weights in shards that are gathered in one call, or one layer where that has more
@@ -55,13 +55,13 @@ class World:
         """Which of so many rows are this process's: neighbours, so that all shares in order are the rows in order."""
         return range(num_rows * self.rank // self.size, num_rows * (self.rank + 1) // self.size)
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gathered(self, value: Item) -> list[Item]:
         """The values of all processes, in their order."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
 
-        found: list[Any] = [None] * self.size
+        found = [value] * self.size
         dist.all_gather_object(found, value)
         return found
 
@@ -187,10 +187,12 @@ def world() -> World:
         torch.cuda.set_device(found.device)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if found.device is not None else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=peers.timeout()))
+        dist.init_process_group(backend, timeout=timedelta(seconds=process_failures.timeout()))
     if size > 1:
-        where = found.gathered((os.environ.get("GROUP_RANK"), os.getpid()))
-        peers.begin(rank, where, dist.distributed_c10d._get_default_store())
+        where: list[tuple[str | None, int]] = found.gathered((os.environ.get("GROUP_RANK"), os.getpid()))
+        process_failures.watch_others(
+            rank, where, cast(process_failures.Store, dist.distributed_c10d._get_default_store())
+        )
     return found
 
 
@@ -286,11 +288,11 @@ class Shards:
         torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def read(self, call: Callable[[], Any]) -> Any:
+    def read(self, call: Callable[[], Item]) -> Item:
         """What `call` makes of the model, with its weights whole; a tensor or several."""
         found = []
 
-        def within() -> Any:
+        def within() -> object:
             found.append(call())
             return tuple(found[0]) if isinstance(found[0], tuple) else found[0]
 

@@ -36,7 +36,6 @@ from typing import Any
 import torch
 
 from strop._checks import check_timeout
-from strop._contained import contained
 from strop.data.batch import Trajectory
 from strop.data.formats import column_counts
 from strop.data.inputs import RESERVED
@@ -331,8 +330,7 @@ def _call(function: Any, given: Arguments, timeout: float | None) -> Any:
     def work() -> Any:
         return function(*by_position, **by_name)
 
-    with contained():
-        return work() if timeout is None else time_limit(work, timeout)
+    return work() if timeout is None else time_limit(work, timeout)
 
 
 def _first_failing(

@@ -267,7 +267,7 @@ def test_truncated_completions_can_be_masked():
 
     grpo = make_grpo(moe(eos_token_id=[3, 6]), mask_truncated=True)
     lines = fill(lines_of([2] * 4, torch.zeros(4, 2)), finish=["eos", "length"] * 2)
-    batch = advantages(grpo, lines, [1.0, 2.0, 0.0, 5.0])
+    batch = advantages(grpo, lines, [5.0, 2.0, 4.0, 0.0])
     assert grpo.loss_tokens(batch) == [2, 0, 2, 0]
     seen = []
     grpo.loss_on = lambda part, loss_on=grpo.loss_on: seen.append(part) or loss_on(part)

@@ -16,7 +16,6 @@ from tiny_qwen2 import tiny_qwen2
 from trained_models import tiny_moe, weights_of
 
 from strop._contained import Settings
-from strop._named import load_function
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.sft import SFT
 from strop.callbacks import Callback
@@ -25,6 +24,7 @@ from strop.logging import read_metrics
 from strop.models import load_model
 from strop.training import lock as lock_module
 from strop.training.lock import locked
+from strop.user_code import load_function
 
 ROWS = [{"prompt": [2 + i % 7, 3], "completion": [4 + i, 1]} for i in range(10)]
 PROMPTS = [{"prompt": [2 + i % 7, 3]} for i in range(4)]

@@ -137,4 +137,4 @@ def test_something_is_done_between_generation_and_the_rest():
         grpo.train_step(TINY.prompts())
     assert seen == [0]
     assert grpo.state.updates == 1
-    assert "_generate" not in vars(grpo)
+    assert "draw" not in vars(grpo)

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from tiny_models import PlainModel, moe, qwen2
 
 from strop.data.batch import Trajectory
+from strop.data.digest import digest_rows
 from strop.distributed import World, whole
 from strop.models import as_policy
 from strop.rollout import Sampling, generate
-from strop.training.run import _some_of
 
 
 class Several(World):
@@ -41,10 +41,10 @@ def test_rows_are_compared_by_what_they_say():
     """Not by what differs from process to process: addresses, the order of sets."""
     rows = [Trajectory.of_prompt([i, 6], row={"answer": {1, i}, "tool": object()}) for i in range(100)]
     again = [Trajectory.of_prompt([i, 6], row={"answer": {i, 1}, "tool": object()}) for i in range(100)]
-    assert _some_of(rows) == _some_of(again)
-    assert _some_of(rows) != _some_of(rows[::-1])
-    assert _some_of(rows) != _some_of(rows[1:])
-    assert _some_of(rows) != _some_of(rows[::2])
+    assert digest_rows(rows) == digest_rows(again)
+    assert digest_rows(rows) != digest_rows(rows[::-1])
+    assert digest_rows(rows) != digest_rows(rows[1:])
+    assert digest_rows(rows) != digest_rows(rows[::2])
 
 
 @pytest.fixture

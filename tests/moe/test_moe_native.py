@@ -13,7 +13,7 @@ from moe_models import random_batch, random_model, small_config
 import strop
 from strop import _compiled
 from strop.moe import MoEConfig, MoETransformer
-from strop.moe.engine import Engine
+from strop.moe.engine import MoEEngine
 from strop.moe.optim import adamw_update
 from strop.moe.sampling import sample
 
@@ -199,7 +199,7 @@ def test_completions_have_the_bits_of_prefill_decode_and_sample(config, dtype, r
     rng = np.random.default_rng(8)
     prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in (3, 17, 1, 70, 9)]
     found = model.generate(prompts, max_new_tokens=12, seed=1, **rule)
-    monkeypatch.setattr(type(model.engine), "complete", Engine.complete)
+    monkeypatch.setattr(type(model.engine), "complete", MoEEngine.complete)
     wanted = model.generate(prompts, max_new_tokens=12, seed=1, **rule)
     assert same_bits(found.tokens_BT, wanted.tokens_BT)
     assert same_bits(found.logps_BT, wanted.logps_BT)

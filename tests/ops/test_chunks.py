@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from strop.ops import chunks, linear_grpo_loss, linear_logp, registry
-from strop.ops.head import IDS_MULTIPLE, Head, Tokens, Wanted, cut, sums_in
+from strop.ops.head import IDS_MULTIPLE, CountedTokens, Head, Wanted, cut, sums_in
 
 H = 6
 
@@ -73,13 +73,13 @@ def test_no_gradient_reaches_logits_still_needed(n, H, V, narrow, wide, workspac
 @pytest.mark.parametrize("workspace", [2000, 20_000])
 def test_tokens_that_do_not_count_take_no_memory(fast_backend, monkeypatch, count, frozen, workspace):
     """The logits lie in the workspace and the float32 sum of the weight's gradient, however few of many tokens count."""
-    original, sizes = Tokens.workspace, []
+    original, sizes = CountedTokens.workspace, []
 
     def noted(tokens, size):
         sizes.append(size * tokens.dtype.itemsize)
         return original(tokens, size)
 
-    monkeypatch.setattr(Tokens, "workspace", noted)
+    monkeypatch.setattr(CountedTokens, "workspace", noted)
     generator = torch.Generator().manual_seed(count)
     hidden, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((1, 64, H), (203, H)))
     mask = torch.randperm(64, generator=generator)[None] < count

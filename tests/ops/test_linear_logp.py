@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 from yardstick import backends, check, cut_off, eager_logps, same
 
 from strop.ops import chunks, linear_logp, logp, registry
-from strop.ops.head import Tokens
+from strop.ops.head import CountedTokens
 
 H, V = 6, 21
 
@@ -197,8 +197,8 @@ def test_a_frozen_head_takes_two_products(cutting_backend, monkeypatch):
 
 def test_a_frozen_head_keeps_to_a_small_workspace(cutting_backend, monkeypatch):
     """Where it holds few tokens' rows, blocks of the vocabulary: the weight is not read for every token."""
-    original, sizes = Tokens.workspace, []
-    monkeypatch.setattr(Tokens, "workspace", lambda self, size: (sizes.append(size), original(self, size))[1])
+    original, sizes = CountedTokens.workspace, []
+    monkeypatch.setattr(CountedTokens, "workspace", lambda self, size: (sizes.append(size), original(self, size))[1])
     hidden, weight, _, ids, mask = example(V=2003)
     hidden.requires_grad_()
     exact = torch.autograd.grad(linear_logp.reference(hidden, weight, ids, completion_mask=mask).sum(), hidden)

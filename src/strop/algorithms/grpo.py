@@ -54,13 +54,13 @@ class GRPO(PolicyGradient):
             raise ValueError(f"replay_routing must be False for this {name}: {self.policy.routers}")
         super().setup(ref_model)
 
-    def sample(
-        self, prompts: Sequence[Trajectory], addresses: Sequence[int]
-    ) -> tuple[list[Trajectory], dict[str, Any]]:
-        """Return completions of the prompts; groups whose rewards are all equal are sampled again, as often as wanted."""
-        lines, size = self.draw(prompts, addresses), self.num_samples
+    def resample(
+        self, lines: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
+    ) -> dict[str, Any]:
+        """Replace groups whose rewards are all equal in `lines`, as often as wanted; return how many these were at first."""
+        size = self.config.group_size
         if not self.config.resample_rounds:
-            return lines, {}
+            return {}
         self.reward(lines)
         metrics = {"reward/resampled_fraction": self._fraction_without_signal(lines)}
         for attempt in range(1, self.config.resample_rounds + 1):
@@ -71,13 +71,13 @@ class GRPO(PolicyGradient):
             self.reward(new)
             for number, group in enumerate(again):
                 lines[group * size : (group + 1) * size] = new[number * size : (number + 1) * size]
-        return lines, metrics
+        return metrics
 
     def advantages(self, lines: Sequence[Trajectory], batch: WholeBatch) -> None:
         """Fill advantages_t, and importance_t with importance_cap."""
         config = self.config
         assert batch.rewards is not None
-        lengths = [line.num_loss_tokens for line in lines]
+        lengths = [length for length, *_ in batch.ends[batch.first : batch.first + len(lines)]]
         if config.turns.credit == "turn" and self.player is not None:
             found = turn_advantages(
                 lines, config.group_size, config.turns.turn_discount, scale=config.advantage_scale,
@@ -93,8 +93,10 @@ class GRPO(PolicyGradient):
             ).to(rewards_B.dtype)  # fmt: skip
             own_B = advantages_B[batch.first : batch.first + len(lines)]
             advantages_N = own_B.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-        for line, advantages_t in zip(lines, advantages_N.to(self.policy.loss_dtype).split(lengths), strict=True):
+        for line, advantages_t in zip(lines, advantages_N.split(lengths), strict=True):
             line.advantages_t = advantages_t
+        if config.replay_routing and isinstance(routers := self.policy.routers, Routers):
+            routers.counts.clear()  # of other forwards than the updates'
         if config.importance_cap is not None:
             self._weigh_by_importance(lines, lengths, config.importance_cap)
 
@@ -111,19 +113,16 @@ class GRPO(PolicyGradient):
         for line, importance_t in zip(lines, weights_N.split(lengths), strict=True):
             line.importance_t = importance_t
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
-        """Update the weights; return the metrics."""
-        routers = self.policy.routers if self.config.replay_routing else None
-        if isinstance(routers, Routers):
-            routers.counts.clear()
-        metrics = {"reward/zero_std_fraction": self._fraction_without_signal(lines)} | super().learn(lines, batch)
-        if isinstance(routers, Routers):
+    def metrics_of(self, lines: Sequence[Trajectory]) -> dict[str, Any]:
+        """Return the share of groups without signal, and with replay_routing how often routers would choose otherwise."""
+        metrics = {"reward/zero_std_fraction": self._fraction_without_signal(lines)}
+        if self.config.replay_routing and isinstance(routers := self.policy.routers, Routers):
             counts_2: Any = torch.stack(routers.counts).sum(0) if routers.counts else (0, 0)
             metrics["routing/changed_fraction"] = Mean(*counts_2)
         return metrics
 
     def _fraction_without_signal(self, lines: Sequence[Trajectory]) -> Mean:
-        without_P = without_signal(lines, self.num_samples)
+        without_P = without_signal(lines, self.config.group_size)
         return Mean(int(without_P.sum()), len(without_P))
 
 

@@ -140,13 +140,20 @@ class OnPolicy(Trainer):
         metrics |= {} if batch.rewards is None else batch.rewards.metrics
         metrics |= completion_metrics(batch.ends)
         self.advantages(lines, batch)
-        return metrics | self.learn(lines, batch)
+        return metrics | self.learn(lines, batch) | self.metrics_of(lines)
 
     def sample(
         self, prompts: Sequence[Trajectory], addresses: Sequence[int]
     ) -> tuple[list[Trajectory], dict[str, Any]]:
         """Return completions of the prompts, num_samples of each, and metrics. addresses: their places in the batch."""
-        return self.draw(prompts, addresses), {}
+        lines = self.draw(prompts, addresses)
+        return lines, self.resample(lines, prompts, addresses)
+
+    def resample(
+        self, lines: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
+    ) -> dict[str, Any]:
+        """Replace completions that teach nothing in `lines`, and return metrics of that. Here: keep them all."""
+        return {}
 
     def score(self, lines: Sequence[Trajectory]) -> None:
         """Fill old_logps_t, ref_logps_t or what else the algorithm's loss reads. The device is not waited for."""
@@ -172,6 +179,10 @@ class OnPolicy(Trainer):
     def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
         """Update the weights; return the metrics."""
         raise NotImplementedError(f"{self.name} has no learn")
+
+    def metrics_of(self, lines: Sequence[Trajectory]) -> dict[str, Any]:
+        """Return an algorithm's own metrics, after the updates."""
+        return {}
 
     # ---- sampling ----
 
@@ -324,8 +335,8 @@ class PolicyGradient(OnPolicy):
 
     def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
         """Update the weights once for each minibatch; return the means of what the updates measured."""
-        updates: list[Update] = []
         meter, num_tokens_B = PolicyMeter(), self.loss_tokens(batch)
+        updates: list[Update] = []
         for chosen in self.minibatches(len(num_tokens_B)):
             # of this process, and none that counts for nothing
             own = [lines[i - batch.first] for i in chosen if 0 <= i - batch.first < len(lines) and num_tokens_B[i]]
@@ -350,7 +361,8 @@ class PolicyGradient(OnPolicy):
         """Return whether the first update on these must have a gradient: an advantage counts, and no ratio is clipped."""
         fresh = self.config.recomputes or not self.config.server.max_staleness
         rows = [line.advantages_t for line in lines if line.advantages_t is not None and line.importance_t is None]
-        return self.world.any(fresh and bool(joined(rows).any()))
+        found = fresh and bool(joined(rows).any())
+        return found if self.world.size == 1 else self.world.any(found)
 
     def loss_tokens(self, batch: WholeBatch) -> list[int]:
         """[B] how many tokens of each completion are trained on: none of a truncated one, if those are masked."""

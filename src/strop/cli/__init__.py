@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 import strop
-from strop import _trl, peers
+from strop import _trl, process_failures
 from strop._contained import ExitError, exit_message
 from strop.cli import bench, data, demo, doctor, eval, generate, init, report, serve, train
 
@@ -60,7 +60,9 @@ def _escaped(error: UnicodeError) -> tuple[bytes, int]:
 
 def _show(error: Exception) -> None:
     print(
-        peers.told(error).replace("resume=True", "--resume").replace("allow_changes=True", "--allow-changes"),
+        process_failures.format_error(error)
+        .replace("resume=True", "--resume")
+        .replace("allow_changes=True", "--allow-changes"),
         file=sys.stderr,
     )
 
@@ -75,7 +77,7 @@ def _show_usage_error(error: Any) -> None:
         )
 
 
-def _hint_for_trl(error: Any, path: str) -> str | None:
+def _hint_for_trl(error: Exception, path: str) -> str | None:
     """For a flag that is TRL's name of an option: what strop calls it, in place of flags that are spelt alike."""
     flag, command = getattr(error, "option_name", None), path.rpartition(" ")[2]
     if flag is None or command not in train.ALGORITHMS:
@@ -102,13 +104,13 @@ def main() -> None:
             _join_others(debug)
         code = _called(arguments)
     except KeyboardInterrupt:
-        peers.tell(lambda: print("strop: interrupted", file=sys.stderr))
+        process_failures.report_first(lambda: print("strop: interrupted", file=sys.stderr))
         sys.exit(130)
     except Exception as error:
         is_usage = hasattr(error, "format_message") and hasattr(error, "exit_code")  # typer's: of the command line
         if debug and not is_usage:
             raise
-        peers.tell(functools.partial(_show_usage_error if is_usage else _show, error))
+        process_failures.report_first(functools.partial(_show_usage_error if is_usage else _show, error))
         sys.exit(error.exit_code if is_usage else 1)  # type: ignore[attr-defined]
     sys.exit(code)
 

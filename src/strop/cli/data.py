@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from strop._types import Json, Row, Tokenizer
 from strop.cli.job import JobConfig, load_tokenizer, shaped
 from strop.cli.options import number_option
 
@@ -78,7 +79,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _read(source: str, job: JobConfig) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
+def _read(source: str, job: JobConfig) -> tuple[list[tuple[str, Json]], list[str]]:
     """(its line or number, row) of every row that can be read and shaped; what is wrong with the others."""
     from strop.data.files import checked_lines
     from strop.data.formats import is_sharegpt, read_rows, sharegpt_messages
@@ -100,7 +101,7 @@ def _read(source: str, job: JobConfig) -> tuple[list[tuple[str, dict[str, Any]]]
     return found, wrong
 
 
-def _checked(row: Mapping[str, Any], where: str) -> str:
+def _checked(row: Row, where: str) -> str:
     """The format of a row whose contents are right."""
     from strop.data.formats import check_contents, detect_format
 
@@ -109,7 +110,7 @@ def _checked(row: Mapping[str, Any], where: str) -> str:
     return kind
 
 
-def spans_of(row: Mapping[str, Any], tokenizer: Any) -> list[Spans]:
+def spans_of(row: Row, tokenizer: Tokenizer) -> list[Spans]:
     """The lines of tokens a row becomes, each in spans that count or do not: one, or of a pair two."""
     from strop.data.formats import detect_format
     from strop.data.tokenize import encode_preference, encode_prompt, encode_row
@@ -207,9 +208,9 @@ def _tell_lengths(console: Console, found: Sequence[list[Spans]]) -> None:
             console.print(f"tokens, {name}: {sizes[0]:,} to {sizes[-1]:,}, median {middle:,}, {sum(sizes):,} together")
 
 
-def _drawn(row: Mapping[str, Any], lines: list[Spans] | None, tokenizer: Any, on_terminal: bool) -> Text:
+def _drawn(row: Row, lines: list[Spans] | None, tokenizer: Tokenizer | None, on_terminal: bool) -> Text:
     """A row as a model sees it: what counts underlined, or in ⟦ ⟧ where nothing can be; without a tokenizer its columns."""
-    if lines is None:
+    if lines is None or tokenizer is None:
         from strop.data.formats import as_text
 
         return Text(_cut("\n".join(f"{name}: {as_text(value)}" for name, value in row.items())))
@@ -222,7 +223,7 @@ def _drawn(row: Mapping[str, Any], lines: list[Spans] | None, tokenizer: Any, on
     return drawn
 
 
-def _pieces(line: Spans, tokenizer: Any, on_terminal: bool) -> Iterator[Text]:
+def _pieces(line: Spans, tokenizer: Tokenizer, on_terminal: bool) -> Iterator[Text]:
     for counted, ids in line:
         text = _cut(tokenizer.decode(ids, skip_special_tokens=False))
         text = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

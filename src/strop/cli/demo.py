@@ -23,6 +23,7 @@ from rich.text import Text
 import strop
 from strop import tasks
 from strop._install import missing
+from strop._types import Json
 from strop.callbacks import Callback
 from strop.cli.options import number_option
 
@@ -39,15 +40,15 @@ NUM_TRAIN, NUM_LOOKED_AT, NUM_TEST, NUM_SHOWN = 10_000, 250, 500, 6
 MEDIOCRE = 0.4  # of training problems solved: where the supervised stage ends
 SAMPLES = 8  # for best-of-n
 # Options of SFT and GRPO, found by trying; what was tried is in docs/log/2026.md.
-SFT_OPTIONS: dict[str, Any] = {"batch_size": 64, "learning_rate": 1e-3, "warmup_steps": 20, "betas": (0.9, 0.95)}
-GRPO_OPTIONS: dict[str, Any] = {
+SFT_OPTIONS: Json = {"batch_size": 64, "learning_rate": 1e-3, "warmup_steps": 20, "betas": (0.9, 0.95)}
+GRPO_OPTIONS: Json = {
     "batch_size": 64, "group_size": 8, "learning_rate": 5e-4, "warmup_steps": 10, "schedule": "linear", "betas": (0.9, 0.99),
     "kl_coef": 0.01, "loss_type": "dapo", "eval_every": 25, "samples_every": 100,
 }  # fmt: skip
 
 
 @dataclass
-class Scores:
+class HeldOutScores:
     """Shares of held-out problems solved, and what the greedy answers to the first of them were."""
 
     greedy: float
@@ -98,7 +99,7 @@ def check_folder(folder: Path) -> None:
         raise FileExistsError(f"--output must be empty or hold an earlier demo, found other things in {folder}")
 
 
-def claim_folder(folder: Path, about: dict[str, Any]) -> None:
+def claim_folder(folder: Path, about: Json) -> None:
     """The folder with the mark in it, and nothing that an earlier demo left."""
     for name in OWN:
         path = folder / name
@@ -110,7 +111,7 @@ def claim_folder(folder: Path, about: dict[str, Any]) -> None:
     write_json(folder / MARK, {**about, "finished": False})
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -250,10 +251,10 @@ class Demo:
         if history.interrupted:
             raise Interrupted(f"Interrupted in {stage} after step {history.steps[-1]['step'] if history.steps else 0}")
 
-    def score(self, model: "MoEForCausalLM") -> Scores:
+    def score(self, model: "MoEForCausalLM") -> HeldOutScores:
         greedy, answers = answer(model, self.task, self.test, n=1, temperature=0.0)
         several, _ = answer(model, self.task, self.test, n=SAMPLES)
-        return Scores(
+        return HeldOutScores(
             greedy=greedy.rewards.mean().item(),
             sampled=several.all_rewards.mean().item(),
             best_of=several.rewards.mean().item(),
@@ -263,7 +264,7 @@ class Demo:
 
     # ---- what is shown ----
 
-    def table(self, before: Scores, after: Scores) -> Table:
+    def table(self, before: HeldOutScores, after: HeldOutScores) -> Table:
         table = Table(title=f"{NUM_TEST} held-out problems solved", title_justify="left")
         for name in ("", "after SFT", "after GRPO"):
             table.add_column(name, justify="right" if name else "left")
@@ -272,7 +273,7 @@ class Demo:
             table.add_row(name, f"{was:.1%}", Text(f"{now:.1%}", style="bold"))
         return table
 
-    def write_results(self, before: Scores, after: Scores, figure: Path | None) -> None:
+    def write_results(self, before: HeldOutScores, after: HeldOutScores, figure: Path | None) -> None:
         from strop.cli import demo_report
 
         results = demo_report.Results(
@@ -293,7 +294,7 @@ class Demo:
         write_json(self.folder / MARK, {**about, "finished": True, **found})
 
 
-def comparison(before: Scores, after: Scores) -> dict[str, dict[str, float]]:
+def comparison(before: HeldOutScores, after: HeldOutScores) -> dict[str, dict[str, float]]:
     """By way of answering, the share solved after each stage."""
     names = {"greedy": "greedy", "sampled": "sampled", f"best of {SAMPLES}": "best_of"}
     return {

@@ -20,7 +20,7 @@ from strop.report import (
 from strop.report.curves import percent
 
 if TYPE_CHECKING:
-    from strop.cli.demo import Scores
+    from strop.cli.demo import HeldOutScores
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Results:
 
     folder: Path
     rows: Sequence[Mapping[str, str]]
-    before: "Scores"
-    after: "Scores"
+    before: "HeldOutScores"
+    after: "HeldOutScores"
     comparison: Mapping[str, Mapping[str, float]]
     sft_ended: str
     seconds: Mapping[str, float]

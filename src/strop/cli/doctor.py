@@ -5,7 +5,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
@@ -14,6 +14,9 @@ from rich.table import Table
 
 import strop
 from strop import _compiled
+
+if TYPE_CHECKING:
+    from strop.ops.registry import Op
 
 OPTIONAL = {
     "torch": "operators and algorithms",
@@ -146,7 +149,7 @@ def operators() -> Iterator[Finding]:
         yield _operator(registry.get_op(name))
 
 
-def _operator(op: Any) -> Finding:
+def _operator(op: "Op") -> Finding:
     listed = ", ".join(op.backends())
     try:
         forced = op.forced()

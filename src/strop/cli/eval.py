@@ -3,11 +3,12 @@
 import json
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 
+from strop._types import Json
 from strop.cli.generate import as_job, room_of
 from strop.cli.job import (
     DEFAULT_EVAL_ROWS,
@@ -100,7 +101,7 @@ def evaluate(
         print(f"{name}: {_shown(one['mean'], how)} [{low}, {high}] {how}, of {len(rows):,}")
 
 
-def summary(values: Sequence[float], rounds: int = 2000) -> dict[str, Any]:
+def summary(values: Sequence[float], rounds: int = 2000) -> Json:
     """Return the mean and its 95 % interval: Wilson's for zeros and ones, else the bootstrap's."""
     mean, n = sum(values) / len(values), len(values)
     if set(values) <= {0.0, 1.0}:

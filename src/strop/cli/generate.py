@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from strop._types import Json, Tokenizer
 from strop.cli.job import (
     JobConfig,
     job_part,
@@ -86,12 +87,12 @@ def generate(
         _show(answer, as_json, alone=len(answers) == 1)
 
 
-def as_job(settings: Sequence[str], **options: Any) -> JobConfig:
+def as_job(settings: Sequence[str], **options: object) -> JobConfig:
     job = JobConfig().changed({k: v for k, v in options.items() if v is not None})
     return job.changed(job_part(job, parse_settings(settings)))
 
 
-def _rows(job: JobConfig, task: Any, prompts: Sequence[str] | None) -> list[dict[str, Any]]:
+def _rows(job: JobConfig, task: Any, prompts: Sequence[str] | None) -> list[Json]:
     """The prompts of the command line, of standard input, of the data or of the task."""
     if prompts:
         if job.data is not None:
@@ -117,7 +118,7 @@ def _no_reward(completions: Sequence[str]) -> list[float]:
     return [0.0] * len(completions)
 
 
-def room_of(model: Any, tokenizer: Any, rows: list[dict[str, Any]], max_turns: int, most: int = 128) -> int:
+def room_of(model: Any, tokenizer: Tokenizer, rows: list[Json], max_turns: int, most: int = 128) -> int:
     """Tokens the model can still read behind the longest prompt; of several turns, and what it reads, an equal part."""
     from strop.data.tokenize import encode_prompt
     from strop.models import as_policy
@@ -129,7 +130,7 @@ def room_of(model: Any, tokenizer: Any, rows: list[dict[str, Any]], max_turns: i
     return most if context is None else max(1, min(most, context - longest))
 
 
-def _answers(best: Any, rows: list[dict[str, Any]], scored: bool) -> list[dict[str, Any]]:
+def _answers(best: Any, rows: list[Json], scored: bool) -> list[Json]:
     answers = []
     for i, (row, text) in enumerate(zip(rows, best.generate(rows), strict=True)):
         answer = {"prompt": row.get("prompt"), "completion": text}
@@ -143,7 +144,7 @@ def _answers(best: Any, rows: list[dict[str, Any]], scored: bool) -> list[dict[s
     return answers
 
 
-def _show(answer: dict[str, Any], as_json: bool, alone: bool) -> None:
+def _show(answer: Json, as_json: bool, alone: bool) -> None:
     if as_json:
         encoding = codecs.lookup(sys.stdout.encoding or "utf-8").name
         print(json.dumps(answer, ensure_ascii=encoding != "utf-8"))  # with escapes JSON knows

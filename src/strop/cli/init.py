@@ -4,12 +4,13 @@ import json
 import textwrap
 import typing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from strop._checks import check_choice
+from strop._types import Json
 from strop.cli.options import Option
 from strop.cli.train import ALGORITHMS, options_for
 
@@ -82,7 +83,7 @@ def config_text(algorithm: str, schema: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
     if isinstance(value, str) and value and all(c.isalnum() or c in "-_./" for c in value):
         return value
     return json.dumps(value)
@@ -93,9 +94,9 @@ def _yaml(value: Any) -> str:
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
-def json_schema(command: str) -> dict[str, Any]:
+def json_schema(command: str) -> Json:
     """The JSON schema of a config file: options flat, or within their part."""
-    properties: dict[str, Any] = {
+    properties: Json = {
         "model_options": {"type": "object", "description": "more about the model"},
         "task_options": {"type": "object", "description": "how hard the task is"},
     }
@@ -120,11 +121,11 @@ def json_schema(command: str) -> dict[str, Any]:
     }
 
 
-def _schema_of(option: Option) -> dict[str, Any]:
+def _schema_of(option: Option) -> Json:
     found: list[str] = []
     for kind in option.kinds:
         found.append("array" if typing.get_origin(kind) is tuple else JSON_TYPES[kind])
-    about: dict[str, Any] = {"type": found[0] if len(found) == 1 else found}
+    about: Json = {"type": found[0] if len(found) == 1 else found}
     if option.help:
         about["description"] = option.help
     if option.default not in (None, "", ()):

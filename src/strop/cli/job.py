@@ -2,11 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop._checks import check_count
-from strop._named import load_function
+from strop._types import Json, Row, Tokenizer
 from strop.config import Config
+from strop.user_code import load_function
+
+if TYPE_CHECKING:
+    from torch import nn
 
 DEFAULT_EVAL_ROWS = 200
 
@@ -21,7 +25,7 @@ class JobConfig(Config):
     critic           a sequence classifier for ppo; without it a head on the model's hidden states
     tokenizer        a folder or name; without it the model's own, or for a moe the task's
     dtype            dtype of the weights: float32, bfloat16 …
-    device           cpu, cuda, cuda:1, mps or xpu; without it cuda where there is one
+    device           cpu, cuda, cuda:1, mps or xpu (the last two are not tested); without it cuda where there is one
     gguf_file        name of a GGUF file in the model's folder
     task             addition, sorting, brackets or reasoning_gym:NAME: rows, reward and tokenizer
     task_options     options of the task, such as digits=3
@@ -51,7 +55,7 @@ class JobConfig(Config):
     """
 
     model: str = ""
-    model_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    model_options: Json = dataclasses.field(default_factory=dict)
     ref_model: str | None = None
     critic: str | None = None
     tokenizer: str | None = None
@@ -59,7 +63,7 @@ class JobConfig(Config):
     device: str | None = None
     gguf_file: str | None = None
     task: str | None = None
-    task_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    task_options: Json = dataclasses.field(default_factory=dict)
     data: str | tuple[str, ...] | None = None
     eval_data: str | tuple[str, ...] | None = None
     split: str = "train"
@@ -96,9 +100,9 @@ class JobConfig(Config):
 JOB_FIELDS = [field.name for field in dataclasses.fields(JobConfig)]
 
 
-def job_part(job: JobConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+def job_part(job: JobConfig, options: Row) -> Json:
     """model_options.hidden_dim=64 and the like are put into their dict."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for name, value in options.items():
         head, dot, rest = name.partition(".")
         if head not in JOB_FIELDS:
@@ -115,7 +119,7 @@ def job_part(job: JobConfig, options: Mapping[str, Any]) -> dict[str, Any]:
 # ---- model ----
 
 
-def load_model_and_tokenizer(job: JobConfig, task: Any, scores: bool = False) -> tuple[Any, Any]:
+def load_model_and_tokenizer(job: JobConfig, task: Any, scores: bool = False) -> tuple["nn.Module", Tokenizer | None]:
     """The model on its device, with the tokenizer that is asked for, its own, or the task's.
 
     scores   a sequence classifier with one label
@@ -138,7 +142,7 @@ def load_model_and_tokenizer(job: JobConfig, task: Any, scores: bool = False) ->
     return model, tokenizer or own or getattr(task, "tokenizer", None)
 
 
-def load_tokenizer(job: JobConfig) -> Any:
+def load_tokenizer(job: JobConfig) -> Tokenizer | None:
     if job.tokenizer is None:
         return None
     from strop.models import loading
@@ -163,7 +167,7 @@ def load_task(job: JobConfig) -> Any:
     return tasks.load_task(job.task, **job.task_options)
 
 
-def load_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]]:
+def load_data(job: JobConfig, task: Any) -> Sequence[Json]:
     if job.data is not None:
         return _read(job.data, job, job.split, job.num_rows, job.stream)
     if job.stream:
@@ -173,11 +177,13 @@ def load_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]]:
     return shaped(task.rows(job.split, job.num_rows), job)
 
 
-def _read(data: Any, job: JobConfig, split: str, limit: int | None, stream: bool = False) -> Sequence[dict[str, Any]]:
+def _read(
+    data: str | tuple[str, ...], job: JobConfig, split: str, limit: int | None, stream: bool = False
+) -> Sequence[Json]:
     from strop.data.formats import check_rows, name_of, read_rows
     from strop.distributed import world
 
-    def read() -> Sequence[dict[str, Any]]:
+    def read() -> Sequence[Json]:
         return read_rows(data, split=split, limit=limit, stream=stream)
 
     of_stdin = "-" in ((data,) if isinstance(data, str) else data)  # which all processes have together
@@ -187,7 +193,7 @@ def _read(data: Any, job: JobConfig, split: str, limit: int | None, stream: bool
     return rows
 
 
-def load_eval_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]] | None:
+def load_eval_data(job: JobConfig, task: Any) -> Sequence[Json] | None:
     """Held-out rows; None without any."""
     if job.eval_data is not None:  # also where none of its rows is wanted: a wrong name is a mistake all the same
         rows = _read(job.eval_data, job, job.eval_split, job.num_eval_rows or None)
@@ -201,7 +207,7 @@ def load_eval_data(job: JobConfig, task: Any) -> Sequence[dict[str, Any]] | None
     return None
 
 
-def shaped(rows: Sequence[dict[str, Any]], job: JobConfig) -> Sequence[dict[str, Any]]:
+def shaped(rows: Sequence[Json], job: JobConfig) -> Sequence[Json]:
     """Columns by their new names; prompts through the template and as messages of a user, completions as answers to them."""
     from strop.data.streams import Streamed
 
@@ -209,7 +215,7 @@ def shaped(rows: Sequence[dict[str, Any]], job: JobConfig) -> Sequence[dict[str,
     if job.template is None and not job.chat and not names:
         return rows
 
-    def change(row: Mapping[str, Any], i: int) -> dict[str, Any]:
+    def change(row: Row, i: int) -> Json:
         return _shaped_row(_renamed(dict(row), names, i), job, i)
 
     return rows.mapped(change) if isinstance(rows, Streamed) else [change(row, i) for i, row in enumerate(rows)]
@@ -229,7 +235,7 @@ def _parse_map(given: str | tuple[str, ...] | None) -> dict[str, str]:
     return found
 
 
-def _renamed(row: dict[str, Any], names: Mapping[str, str], index: int) -> dict[str, Any]:
+def _renamed(row: Json, names: Mapping[str, str], index: int) -> Json:
     for new, old in names.items():
         if old not in row:
             raise ValueError(f"map: rows[{index}] has no column {old!r}, found {', '.join(row)}")
@@ -240,7 +246,7 @@ def _renamed(row: dict[str, Any], names: Mapping[str, str], index: int) -> dict[
     }
 
 
-def _shaped_row(row: dict[str, Any], job: JobConfig, index: int) -> dict[str, Any]:
+def _shaped_row(row: Json, job: JobConfig, index: int) -> Json:
     if (
         not isinstance(row.get("prompt"), str)
         and (job.template is None or "prompt" in row)
@@ -262,7 +268,7 @@ def _shaped_row(row: dict[str, Any], job: JobConfig, index: int) -> dict[str, An
     return row
 
 
-def _kind_of_prompt(row: Mapping[str, Any]) -> str:
+def _kind_of_prompt(row: Row) -> str:
     from strop._checks import is_conversation
 
     if "prompt" not in row:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from strop._install import missing
+from strop._types import Json
 from strop.config import IN_TEXT, hints_of, options_in, parse_number, part_of
 
 PANELS = {
@@ -33,8 +34,8 @@ class Option:
 
     path: str
     flag: str
-    hint: Any
-    default: Any
+    hint: object
+    default: object
     help: str
     panel: str
 
@@ -55,7 +56,7 @@ class Option:
         """A text or several: the option may be repeated."""
         return str in self.kinds and any(typing.get_origin(kind) is tuple for kind in self.kinds)
 
-    def parse(self, value: Any) -> Any:
+    def parse(self, value: object) -> object:
         """The command line's text as the field wants it: a text stays one, whatever it looks like."""
         if isinstance(value, list):
             return tuple(value) if len(value) > 1 else value[0]
@@ -66,7 +67,7 @@ class Option:
         return parse_value(value)
 
 
-def options_of(config: type, panel: str, prefix: str = "", base: Any = None) -> list[Option]:
+def options_of(config: type, panel: str, prefix: str = "", base: object = None) -> list[Option]:
     """Every field but dicts, which --set is for; then those of nested parts. Names are those of the file, with dashes."""
     found, nested, told = [], [], described(config)
     base = config() if base is None else base
@@ -104,7 +105,7 @@ def with_options(function: Callable[..., None], options: Sequence[Option]) -> Ca
     own = [p for p in inspect.signature(function).parameters.values() if p.name != "given"]
     by_parameter = {option.parameter: option for option in options}
 
-    def command(**arguments: Any) -> None:
+    def command(**arguments: object) -> None:
         chosen = {name: value for name, value in arguments.items() if name in by_parameter and value not in (None, [])}
         given = {by_parameter[name].path: by_parameter[name].parse(value) for name, value in chosen.items()}
         function(**{p.name: arguments[p.name] for p in own}, given=given)
@@ -147,7 +148,7 @@ def _metavar(option: Option) -> str:
     return "|".join(dict.fromkeys({"tuple": "a,b,…"}.get(n, n) for n in names))
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str) -> object:
     """none, true, false, numbers, lists (a,b or JSON), else the text itself."""
     word = text.strip()
     named = {"none": None, "null": None, "true": True, "false": False}
@@ -168,7 +169,7 @@ def parse_value(text: str) -> Any:
 def number_option(help: str = "", *, low: float = 0, high: float = math.inf, whole: bool = True) -> Any:
     """An option of typer whose numbers are read by the rule of the configs; typer's own are read as Python reads them."""
 
-    def parse(text: Any) -> Any:
+    def parse(text: str | int | float) -> int | float:
         found = parse_number(text) if isinstance(text, str) else text  # else a default
         if found is None or (whole and isinstance(found, float)) or not low <= found <= high:
             bounds = f"of at least {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
@@ -178,10 +179,10 @@ def number_option(help: str = "", *, low: float = 0, high: float = math.inf, who
     return typer.Option(help=help, parser=parse, metavar="<int>" if whole else "<float>")
 
 
-def parse_settings(settings: Sequence[str], options: Sequence[Option] = ()) -> dict[str, Any]:
+def parse_settings(settings: Sequence[str], options: Sequence[Option] = ()) -> Json:
     """["optim.eps=1e-6", …] of --set; values are read as the option of that name wants them."""
     by_name = {option.path.rpartition(".")[2]: option for option in options}
-    found: dict[str, Any] = {}
+    found: Json = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:
@@ -192,7 +193,7 @@ def parse_settings(settings: Sequence[str], options: Sequence[Option] = ()) -> d
     return found
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> Json:
     """A YAML (or JSON) file of options. A key that stands twice is an error, not the last one's turn."""
     try:
         import yaml
@@ -210,7 +211,7 @@ def read_config(path: Path) -> dict[str, Any]:
                 told = f"{node.value!r:.60} is no {kind}"
                 raise yaml.constructor.ConstructorError(None, None, told, node.start_mark) from None
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             if not isinstance(node, yaml.MappingNode):
                 return super().construct_mapping(node, deep)
             own = [key for key, _ in node.value if not key.tag.endswith(":merge")]  # of `<<: *defaults` what is not own

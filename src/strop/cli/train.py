@@ -4,15 +4,16 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from strop import config as configs
 from strop._install import missing
+from strop._types import Json, Row
 from strop.cli.job import (
     JOB_FIELDS,
     JobConfig,
@@ -28,6 +29,14 @@ from strop.cli.job import (
 )
 from strop.cli.options import Option, options_of, parse_settings, read_config, with_options
 from strop.config import Config, TrainerConfig, option_names, unknown_option
+
+if TYPE_CHECKING:
+    import torch
+
+    from strop.callbacks import Callback
+    from strop.training.logging import Logger
+    from strop.training.state import History
+    from strop.training.trainer import Trainer
 
 ALGORITHMS = {
     # command: module, class, what it does
@@ -89,7 +98,7 @@ def all_options(config: type[Config]) -> list[Option]:
 
 
 def gather(
-    kind: type[ConfigT], path: Path | None, settings: Sequence[str] = (), given: Mapping[str, Any] | None = None
+    kind: type[ConfigT], path: Path | None, settings: Sequence[str] = (), given: Row | None = None
 ) -> tuple[JobConfig, ConfigT]:
     """The job and the algorithm's config: the file's options, then --set, then those of the command line."""
     job, config = JobConfig(), kind()
@@ -105,7 +114,7 @@ def gather(
     return job, config
 
 
-def _check_known(kind: type[Config], options: Mapping[str, Any]) -> None:
+def _check_known(kind: type[Config], options: Row) -> None:
     known = [*JOB_FIELDS, *option_names(kind)]
     for name in options:
         if name.partition(".")[0] not in known and name not in known:
@@ -126,7 +135,7 @@ def _command(command: str) -> Callable[..., None]:
             bool, typer.Option(help="Load and check everything, take one step, say what it took, and write nothing.")
         ] = False,
         *,
-        given: dict[str, Any],
+        given: Json,
     ) -> None:
         job, options = gather(config_class(command), config, settings or (), given)
         if dry_run:
@@ -146,7 +155,7 @@ for name, (_, _, about) in ALGORITHMS.items():
 # ---- the run ----
 
 
-def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Path:
+def run(command: str, job: JobConfig, config: TrainerConfig, *, quiet: bool = False) -> Path:
     """Train as told; the run folder. Ends the process with 130 or 143 after Ctrl-C or SIGTERM."""
     from strop.distributed import world
     from strop.training.folder import remove_run
@@ -160,7 +169,7 @@ def run(command: str, job: JobConfig, config: Any, *, quiet: bool = False) -> Pa
         world().from_first(lambda: remove_run(writes_to))
     trainer.loggers = _loggers(job, config, writes_to, quiet) if world().is_first else []
     trainer.callbacks = _callbacks(job, writes_to, eval_rows)
-    trainer.run.about = {"job": told(job)}
+    trainer.run.about = {"job": changed_options(job)}
     if not quiet:
         print(f"{command}: {len(rows):,} rows, {_size(trainer)}; run folder {output}", file=sys.stderr)
     try:
@@ -203,7 +212,7 @@ def _output(command: str, job: JobConfig) -> Path:
     return output
 
 
-def try_out(command: str, job: JobConfig, config: Any) -> None:
+def try_out(command: str, job: JobConfig, config: TrainerConfig) -> None:
     """One step of the run and an evaluation of one batch, nothing written: what they took, and what the run will."""
     from strop.data.formats import Prepared
     from strop.training.run import epoch_order
@@ -233,7 +242,7 @@ def try_out(command: str, job: JobConfig, config: Any) -> None:
         print("\n".join([*lines, "nothing was written"]))
 
 
-def _peak_memory(device: Any) -> float:
+def _peak_memory(device: "torch.device") -> float:
     """Bytes of the GPU, or of the process."""
     if device.type == "cuda":
         import torch
@@ -244,7 +253,7 @@ def _peak_memory(device: Any) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def build(command: str, job: JobConfig, config: Any) -> tuple[Any, Sequence[Any], Sequence[Any] | None]:
+def build(command: str, job: JobConfig, config: TrainerConfig) -> tuple["Trainer", Sequence[Any], Sequence[Any] | None]:
     """The trainer, its rows, and the held-out ones."""
     task = load_task(job)
     rows, eval_rows = load_data(job, task), load_eval_data(job, task)
@@ -258,13 +267,13 @@ def build(command: str, job: JobConfig, config: Any) -> tuple[Any, Sequence[Any]
     )
 
 
-def told(job: JobConfig) -> dict[str, Any]:
-    """What the job says beyond its defaults."""
+def changed_options(job: JobConfig) -> Json:
+    """Return the job's options that differ from their defaults."""
     plain, default = job.to_dict(), JobConfig().to_dict()
     return {name: value for name, value in plain.items() if value != default[name]}
 
 
-def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
+def _functions(command: str, job: JobConfig, task: Any) -> Json:
     """Arguments of the trainer beside the model: reward_fn and preference_fn for the algorithms that generate, a critic …"""
     none = () if command in ("grpo", "online-dpo") else ("environment", "tools")
     for name in none if command == "ppo" else (*none, "critic"):
@@ -275,7 +284,7 @@ def _functions(command: str, job: JobConfig, task: Any) -> dict[str, Any]:
             if getattr(job, name) is not None:
                 raise ValueError(f"{name} must not be given: {command} has none")
         return {}
-    found: dict[str, Any] = {"critic": job.critic}
+    found: Json = {"critic": job.critic}
     if command != "ppo":
         found = {"environment": load_environment(job), "tools": load_tools(job)}
     if job.preference is not None:
@@ -300,7 +309,7 @@ def _ref_model(job: JobConfig) -> Any:
     return load_model(job.ref_model, dtype=job.dtype, device=job.device)[0]
 
 
-def _callbacks(job: JobConfig, output: Path, eval_rows: Any) -> list[Any]:
+def _callbacks(job: JobConfig, output: Path, eval_rows: Sequence[Any] | None) -> list["Callback"]:
     from strop.callbacks import BestCheckpoint, EarlyStopping
 
     if job.best is None:
@@ -311,12 +320,12 @@ def _callbacks(job: JobConfig, output: Path, eval_rows: Any) -> list[Any]:
     return [BestCheckpoint(output / "checkpoints", job.best), *stopping]
 
 
-def _loggers(job: JobConfig, config: Any, output: Path, quiet: bool) -> list[Any]:
+def _loggers(job: JobConfig, config: TrainerConfig, output: Path, quiet: bool) -> list["Logger"]:
     from strop._checks import check_choice
     from strop.logging import ConsoleLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 
     names = [job.log] if isinstance(job.log, str) else list(job.log or ())
-    made: list[Any] = []
+    made: list[Logger] = []
     for name in names:
         check_choice(name, "log", ("tensorboard", "trackio", "wandb"))
         if name == "tensorboard":
@@ -328,7 +337,7 @@ def _loggers(job: JobConfig, config: Any, output: Path, quiet: bool) -> list[Any
     return made
 
 
-def _size(trainer: Any) -> str:
+def _size(trainer: "Trainer") -> str:
     from strop.distributed import class_of
 
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.module.parameters()]
@@ -338,7 +347,7 @@ def _size(trainer: Any) -> str:
     return f"{class_of(trainer.module).__name__} of {count:,} parameters{share}{processes}"
 
 
-def _tell(history: Any, output: Path, place: Path) -> None:
+def _tell(history: "History", output: Path, place: Path) -> None:
     """The first and the last of what was measured, and how to look at it."""
     evaluations = [e for e in history.evaluations if len(e) > 1]
     if evaluations:
@@ -350,7 +359,7 @@ def _tell(history: Any, output: Path, place: Path) -> None:
     print(f"model: {output / _model_of(place).relative_to(place)}\nlook at it: strop report {output}", file=sys.stderr)
 
 
-def _push(trainer: Any, repo_id: str, folder: Path, shown: Path) -> None:
+def _push(trainer: "Trainer", repo_id: str, folder: Path, shown: Path) -> None:
     """Upload a folder; `shown` is how errors name it."""
     try:
         address = trainer.push_to_hub(repo_id, folder=folder)

@@ -13,10 +13,15 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from strop import _trl
 from strop._checks import as_float
+from strop._types import Json
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 
 IN_TEXT = "in plain decimal digits, without spaces or underscores"
 
@@ -80,13 +85,13 @@ class Config:
                 )
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any] | None = None, **more: Any) -> Self:
+    def from_options(cls, options: Mapping[str, object] | None = None, **more: object) -> Self:
         """The config with these options; an unknown one is an error that names the nearest known one."""
         return cls().changed({**(options or {}), **more})
 
-    def changed(self, options: Mapping[str, Any] | None = None, **more: Any) -> Self:
+    def changed(self, options: Mapping[str, object] | None = None, **more: object) -> Self:
         """A copy with these options changed, flat ("batch_size"), nested ({"run": {…}}) or dotted ("run.batch_size")."""
-        tree: dict[str, Any] = {}
+        tree: Json = {}
         for name, value in {**(options or {}), **more}.items():
             path = _path_of(type(self), str(name))
             if path is None:
@@ -96,7 +101,7 @@ class Config:
             _put(tree, path, value, str(name))
         return _with(self, tree, "")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Nested plain values, as JSON and YAML hold them; `from_options` takes them back."""
         return _plain(self)
 
@@ -104,7 +109,7 @@ class Config:
 # ---- the tree of names ----
 
 
-def options_in(config: Any) -> list[dataclasses.Field[Any]]:
+def options_in(config: "DataclassInstance | type[DataclassInstance]") -> list[dataclasses.Field[Any]]:
     """The fields that are options; one with "set_by" in its metadata is set by another option."""
     return [field for field in dataclasses.fields(config) if "set_by" not in field.metadata]
 
@@ -166,7 +171,7 @@ def _path_of(config: type, name: str) -> list[str] | None:
     return None
 
 
-def _put(tree: dict[str, Any], path: list[str], value: Any, name: str) -> None:
+def _put(tree: Json, path: list[str], value: object, name: str) -> None:
     *parts, leaf = path
     for part in parts:
         below = tree.setdefault(part, {})
@@ -182,7 +187,7 @@ def _put(tree: dict[str, Any], path: list[str], value: Any, name: str) -> None:
         tree[leaf] = dict(value) if isinstance(value, Mapping) else value
 
 
-def _with(config: Any, tree: Mapping[str, Any], prefix: str) -> Any:
+def _with(config: Any, tree: Mapping[str, object], prefix: str) -> Any:
     """`config` with the tree's values in place of its own."""
     values = {}
     names = [field.name for field in options_in(config)]
@@ -206,7 +211,7 @@ def _with(config: Any, tree: Mapping[str, Any], prefix: str) -> Any:
     return dataclasses.replace(config, **values)
 
 
-def _as_hinted(name: str, value: Any, hint: Any) -> Any:
+def _as_hinted(name: str, value: object, hint: object) -> object:
     """Numbers and tuples as the field wants them: YAML reads 1e-4 as text, and JSON knows no tuples."""
     kinds = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
     tuples = [kind for kind in kinds if typing.get_origin(kind) is tuple]
@@ -228,7 +233,7 @@ def _as_hinted(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def _as_tuple(name: str, values: list[Any] | tuple[Any, ...], kind: type) -> tuple[Any, ...]:
+def _as_tuple(name: str, values: Iterable[object], kind: type) -> tuple[object, ...]:
     in_text = (int, float)
     return tuple(_from_text(name, v, kind) if isinstance(v, str) and kind in in_text else v for v in values)
 

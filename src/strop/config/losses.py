@@ -6,16 +6,15 @@ The formulas, which need torch, are in `strop.losses`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 from strop._checks import check_choice, check_count, check_number
+from strop.config.policy_losses import POLICY_LOSSES, ClipBounds, PolicyLossType
 
-POLICY_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 IMPORTANCE_LEVELS = ("token", "sequence", "geometric")
-OVER_TOKENS = ("bnpo", "dapo", "cispo", "vespo")  # means over the tokens of the batch; the others go by sequences
-UNCLIPPED = ("sapo", "vespo")  # the ratio is damped, not cut
 ClipEps = float | tuple[float, float]
+Count = TypeVar("Count")  # a number, or a tensor with one
 WITHOUT_REFERENCE = ("cpo", "simpo", "orpo", "sft")
 LENGTH_NORMALISED = ("ipo", "sigmoid_norm", "simpo", "orpo")
 LABEL_SMOOTHED = ("sigmoid", "robust", "exo_pair", "cpo", "simpo")
@@ -40,21 +39,9 @@ PREFERENCE_LOSS_TYPES = (
 UNPAIRED_LOSS_TYPES = ("kto", "bco", "apo_zero_unpaired")
 
 
-@dataclass(frozen=True)
-class ClipBounds:
-    """Where the ratio is cut: below `low` for A < 0, above `high` for A ≥ 0, above `delta` for A < 0.
-
-    For cispo only `high` acts, whatever the sign of A.
-    """
-
-    low: float
-    high: float
-    delta: float
-
-
 def clip_bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipBounds:
     """The arguments `clip_eps` and `delta` of a loss as bounds of the ratio, checked."""
-    check_choice(loss_type, "loss_type", POLICY_LOSS_TYPES)
+    check_choice(loss_type, "loss_type", tuple(POLICY_LOSSES))
     pair = clip_eps if isinstance(clip_eps, (tuple, list)) else (clip_eps, clip_eps)
     if len(pair) != 2:
         raise ValueError(f"clip_eps must be one number or a pair (low, high), found {len(pair)} numbers")
@@ -121,7 +108,7 @@ class PolicyRule:
     def __post_init__(self) -> None:
         check_choice(self.importance_level, "importance_level", IMPORTANCE_LEVELS)
         check_choice(self.kl_estimator, "kl_estimator", KL_ESTIMATORS)
-        check_choice(self.loss_type, "loss_type", POLICY_LOSS_TYPES)
+        check_choice(self.loss_type, "loss_type", tuple(POLICY_LOSSES))
         for name in ("clip_eps", "sapo_temperatures", "vespo_gamma"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
@@ -134,15 +121,15 @@ class PolicyRule:
         if self.stale_kl is not None:
             check_number(self.stale_kl, "stale_kl", 0)
         self._check_level()
-        if self.loss_type not in UNCLIPPED:
+        if self.type.clips:
             clip_bounds(self.clip, self.delta, self.loss_type)  # checks them
-        alone = self.importance_level == "token" and self.loss_type != "vespo" and self.stale_kl is None
+        alone = self.importance_level == "token" and self.type.derivative is not None and self.stale_kl is None
         object.__setattr__(self, "row_suffices", alone and not self.entropy_coef)
 
     def _check_level(self) -> None:
         """What a loss type or an importance level has no use for is not given."""
         for name, value in (("clip_eps", self.clip_eps), ("delta", self.delta)):
-            if self.loss_type in UNCLIPPED and value is not None:
+            if not self.type.clips and value is not None:
                 raise ValueError(f"{name} must be None for {self.loss_type!r}, which clips nothing, found {value}")
         if self.loss_type == "vespo" and self.importance_level != "token":
             raise ValueError(
@@ -190,23 +177,29 @@ class PolicyRule:
         low, high = self.sapo_temperatures if self.loss_type == "sapo" else self._pair
         return f"{self.loss_type} {low} {high} {self.delta} {self.beta} {self.kl_estimator}"
 
-    def weight(self, length: int, num_tokens: int, num_sequences: int) -> float:
-        """Of each token of a sequence with so many, in a batch with so many tokens and sequences in all."""
-        if self.loss_type in OVER_TOKENS:
-            return 1 / (num_tokens or 1)
-        return 1 / ((num_sequences or 1) * (self.length_divisor or max(length, 1)))
-
     @property
-    def length_divisor(self) -> int | None:
-        """What a token's weight is divided by besides the number of sequences; None: the length of its own."""
-        if self.loss_type != "dr_grpo":
-            return 1 if self.loss_type == "luspo" else None
-        if self.max_completion_length is None:
-            raise ValueError("max_completion_length must be given for 'dr_grpo', found None")
-        return self.max_completion_length
+    def type(self) -> PolicyLossType:
+        """The loss's declaration."""
+        return POLICY_LOSSES[self.loss_type]
+
+    def weight(self, length: int, num_tokens: int, num_sequences: int) -> float:
+        """Return the weight of a token, given its sequence's length and the update's numbers of tokens and sequences."""
+        count, divisor = self.weight_divisors(num_tokens, num_sequences)
+        return 1 / ((count or 1) * (divisor or max(length, 1)))
+
+    def weight_divisors(self, num_tokens: Count, num_sequences: Count) -> tuple[Count, int | None]:
+        """Return what a token's weight is divided by: a count, and a length. A length of None is that of its sequence."""
+        weight = self.type.weight
+        if weight == "tokens":
+            return num_tokens, 1
+        if weight == "max_length":
+            if self.max_completion_length is None:
+                raise ValueError(f"max_completion_length must be given for {self.loss_type!r}, found None")
+            return num_sequences, self.max_completion_length
+        return num_sequences, 1 if weight == "sequences" else None
 
 
-def _set_for_others(rule: Any, needed: Sequence[tuple[str, str]], types: Sequence[str]) -> list[str]:
+def _set_for_others(rule: object, needed: Sequence[tuple[str, str]], types: Sequence[str]) -> list[str]:
     """Return a sentence for each option that differs from its default and is of a loss type that is not used."""
     return [
         f"{name} has no effect: it is for loss_type={loss_type!r}, found {', '.join(types)}"
@@ -215,7 +208,7 @@ def _set_for_others(rule: Any, needed: Sequence[tuple[str, str]], types: Sequenc
     ]
 
 
-def _check_numbers(values: Any, name: str, count: int, open_low: bool) -> None:
+def _check_numbers(values: object, name: str, count: int, open_low: bool) -> None:
     if not isinstance(values, (tuple, list)) or len(values) != count:
         raise ValueError(f"{name} must be {count} numbers, found {values!r}")
     for value in values:
@@ -282,7 +275,7 @@ class PreferenceRule:
         return not set(self.types) <= set(WITHOUT_REFERENCE)
 
 
-def _check_label_smoothing(label_smoothing: Any, types: tuple[str, ...]) -> None:
+def _check_label_smoothing(label_smoothing: float, types: tuple[str, ...]) -> None:
     check_number(label_smoothing, "label_smoothing", 0, 0.5, open_high=True)
     if label_smoothing and not set(types) & set(LABEL_SMOOTHED):
         raise ValueError(

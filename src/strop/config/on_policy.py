@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from strop._checks import check_choice, check_count, check_number, check_timeout
 from strop.config.losses import PolicyRule
@@ -122,7 +121,7 @@ class GRPOConfig(TrainerConfig):
         return self.old_logps == "recompute" or (self.old_logps == "auto" and differs)
 
 
-def check_exact(config: Any) -> None:
+def check_exact(config: "GRPOConfig | PPOConfig") -> None:
     """Raise for options that cannot be exact, whatever the model."""
     run = config.run
     for name, wanted, found in (

@@ -3,7 +3,6 @@
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from strop._checks import COLDEST, check_choice, check_count, check_number
 from strop.config.base import Config
@@ -99,11 +98,11 @@ class ServerConfig(Config):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        given: Any = self.rollout_server or ()
-        return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+        given = self.rollout_server or ()
+        return (given,) if isinstance(given, str) else tuple(given)
 
 
-def is_address(url: Any) -> bool:
+def is_address(url: object) -> bool:
     """Return whether this is the address of a server."""
     try:
         parts = urllib.parse.urlsplit(url if isinstance(url, str) else "")

@@ -4,7 +4,7 @@ Templates and tokenisation take long where rows are many. A run knows the order 
 prepared in parts while the present step computes. What a step is given does not depend on when it was prepared.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +23,7 @@ class PreparedAhead(Sequence[Any]):
     """
 
     def __init__(
-        self, rows: Sequence[Any], prepare: Prepare, name: str, columns: Sequence[str] = (), with_thread: bool = False
+        self, rows: Sequence[Any], prepare: Prepare, name: str, columns: Iterable[str] = (), with_thread: bool = False
     ):
         self.rows, self.prepare, self.name = rows, prepare, name
         self.digest: str | None = None

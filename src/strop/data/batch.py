@@ -222,7 +222,7 @@ class TokenBatch:
         for name in fields:
             rows = [getattr(one, f"{name}_t") for one in trajectories]
             if rows[0] is not None:
-                values_n = torch.cat(rows)
+                values_n = torch.cat(rows) if name != "advantages" else torch.cat(rows).to(dtype)
                 if values_n.device.type == "cpu":
                     setattr(batch, f"{name}_n", values_n)
                 else:

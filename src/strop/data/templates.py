@@ -5,17 +5,18 @@ the beginning of the next: so the boundary lies in training where it lies when t
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from strop._types import Row
 from strop.data.one_rendering import marked_template
 
-Message = Mapping[str, Any]
+Message = Row
 OPTIONS = ("tools", "documents", "chat_template_kwargs")  # columns of a row that the template gets
 SPOKEN = "§"  # stands for what the assistant says, once or more: what no template and no message has
 
 
-def render(messages: Sequence[Message], tokenizer: Any, row: Mapping[str, Any] | None = None, **options: Any) -> str:
+def render(messages: Sequence[Message], tokenizer: Any, row: Row | None = None, **options: Any) -> str:
     """The template's text. A row may have tools and documents, and options of its template."""
     if getattr(tokenizer, "chat_template", None) is None:
         what = "there is no tokenizer" if tokenizer is None else f"{type(tokenizer).__name__} has none"
@@ -27,7 +28,7 @@ def render(messages: Sequence[Message], tokenizer: Any, row: Mapping[str, Any] |
     )
 
 
-def render_prompt(messages: Any, tokenizer: Any, row: Mapping[str, Any] | None = None) -> str:
+def render_prompt(messages: Any, tokenizer: Any, row: Row | None = None) -> str:
     """The prompt's text: up to where the assistant speaks, or into its last message where that one is begun."""
     if messages and messages[-1]["role"] == "assistant":
         return render(messages, tokenizer, row, continue_final_message=True)
@@ -46,7 +47,7 @@ def following(before: str, whole: str, what: str = "the conversation it opens") 
     )
 
 
-def pieces(messages: Sequence[Message], first: int, tokenizer: Any, row: Mapping[str, Any] | None = None) -> list[str]:
+def pieces(messages: Sequence[Message], first: int, tokenizer: Any, row: Row | None = None) -> list[str]:
     """Return the conversation's text, cut where the assistant's turns begin, from that of messages[first] on."""
     marked = None if any((row or {}).get(name) for name in OPTIONS) else marked_template(tokenizer)
     if marked is not None and (found := marked.pieces(messages, first)) is not None:
@@ -66,9 +67,7 @@ def pieces(messages: Sequence[Message], first: int, tokenizer: Any, row: Mapping
     return found
 
 
-def between(
-    before: Sequence[Message], new: Sequence[Message], tokenizer: Any, row: Mapping[str, Any] | None = None
-) -> str:
+def between(before: Sequence[Message], new: Sequence[Message], tokenizer: Any, row: Row | None = None) -> str:
     """What stands between an assistant's words, which answer `before`, and its next turn: the end of its turn, the new
     messages, and the opening of the next. Without new messages only the end of its turn."""
     texts = "".join(str(message) for message in (*before, *new))
@@ -83,7 +82,7 @@ def between(
     return whole.partition(spoken)[2]
 
 
-def check_writes(message: Message, tokenizer: Any, row: Mapping[str, Any] | None = None) -> None:
+def check_writes(message: Message, tokenizer: Any, row: Row | None = None) -> None:
     """Raise if the template has no words for such a message behind a turn of the assistant's, or leaves it out."""
     why = "is left out"
     try:
@@ -98,7 +97,7 @@ def check_writes(message: Message, tokenizer: Any, row: Mapping[str, Any] | None
 
 
 def check_append_only(
-    before: Sequence[Message], new: Sequence[Message], tokenizer: Any, row: Mapping[str, Any] | None = None
+    before: Sequence[Message], new: Sequence[Message], tokenizer: Any, row: Row | None = None
 ) -> None:
     """Raise if earlier turns look otherwise once the conversation goes on: tried with plain words, and with thinking."""
     for says, what in (

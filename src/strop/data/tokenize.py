@@ -330,18 +330,22 @@ def _encode_one(steps: Steps[Result], tokenizer: Any) -> Result:
         while True:
             texts = steps.send([_encode_text(one, tokenizer) for one in texts])
     except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+        return end.value
 
 
 def fast_encoding(tokenizer: Any) -> Callable[[Sequence[str]], list[Ids]] | None:
     """Return a function that encodes many texts at once, as encode(text, add_special_tokens=False) does each; None where
     the tokenizer is not known to have one."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     encode = getattr(backend, "encode_batch_fast", None)
     own = ("encode", "_encode_plus", "_batch_encode_plus", "__call__", "encode_batch")  # a subclass may do otherwise
     if encode is None or any(not _is_of_transformers(tokenizer, name) for name in own if hasattr(tokenizer, name)):
         return None
-    if backend.truncation is not None or backend.padding is not None or getattr(tokenizer, "split_special_tokens", 0):
+    if (
+        backend.truncation is not None
+        or backend.padding is not None
+        or getattr(tokenizer, "split_special_tokens", False)
+    ):
         return None
     return lambda texts: [found.ids for found in encode(list(texts), add_special_tokens=False)]
 

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from strop._types import Row
+
 
 @dataclass
 class Turn:
@@ -49,7 +51,7 @@ class Environment:
     special_tokens: ClassVar[bool] = False
     stop_ids: ClassVar[tuple[int, ...]] = ()
 
-    def reset(self, row: Mapping[str, Any]) -> Any:
+    def reset(self, row: Row) -> Any:
         """Begin with a row of the dataset; what the model reads first, as in `Turn.messages`. Here: the row's prompt."""
         if row.get("prompt") is None:
             raise ValueError(
@@ -63,7 +65,7 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} has no step(reply)")
 
 
-def as_turn(answer: Any) -> Turn:
+def as_turn(answer: object) -> Turn:
     """What a step returned, checked: nothing is made up where it is wrong."""
     if not isinstance(answer, Turn):
         raise TypeError(f"it must return a Turn, found {answer!r:.60}")
@@ -84,7 +86,7 @@ def as_turn(answer: Any) -> Turn:
     return Turn(answer.messages, float(reward), bool(answer.done), {k: float(v) for k, v in answer.info.items()})
 
 
-def _check_messages(messages: Any) -> None:
+def _check_messages(messages: object) -> None:
     if isinstance(messages, Mapping) or not (messages is None or hasattr(messages, "__len__")):
         raise TypeError(f"it must return a Turn whose messages are a list, a text or ids, found {messages!r:.60}")
     if messages is None or len(messages) == 0:
@@ -107,5 +109,5 @@ def as_environment(environment: Any) -> Any:
     )
 
 
-def is_async(function: Any) -> bool:
+def is_async(function: object) -> bool:
     return inspect.iscoroutinefunction(function)

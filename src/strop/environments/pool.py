@@ -21,7 +21,7 @@ class Answer(concurrent.futures.Future[Any]):
 
     seconds = 0.0
 
-    def settle(self, start: float, value: Any = None, error: BaseException | None = None) -> None:
+    def settle(self, start: float, value: object = None, error: BaseException | None = None) -> None:
         self.seconds = time.perf_counter() - start
         if error is None:
             self.set_result(value)
@@ -39,12 +39,12 @@ class Pool:
 
     def __init__(self, size: int, timeout: float | None = None):
         self.size, self.timeout = size, timeout
-        self._jobs: queue.SimpleQueue[tuple[Answer, Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Answer, Callable[..., Any], tuple[object, ...]]] = queue.SimpleQueue()
         self._num_threads = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: asyncio.Semaphore | None = None
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+    def submit(self, function: Callable[..., Any], *arguments: object) -> Answer:
         answer = Answer()
         if is_async(function):
             asyncio.run_coroutine_threadsafe(self._await(answer, function, arguments), self._event_loop())
@@ -71,12 +71,12 @@ class Pool:
                 answer.settle(start, error=error)
             del answer, function, arguments
 
-    def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def _call(self, function: Callable[..., Any], arguments: tuple[object, ...]) -> Any:
         if self.timeout is None:
             return function(*arguments)
         return time_limit(lambda: function(*arguments), self.timeout)
 
-    async def _await(self, answer: Answer, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    async def _await(self, answer: Answer, function: Callable[..., Any], arguments: tuple[object, ...]) -> None:
         if self._free is None:
             self._free = asyncio.Semaphore(self.size)
         async with self._free:

@@ -5,12 +5,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from strop._named import load_function
 from strop.config import TurnsConfig
 from strop.data.batch import Trajectory
 from strop.data.inputs import RESERVED
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
+from strop.user_code import load_function
 
 CONVERSATION_COLUMNS = ("conversations", "replies", "environments")  # what reward functions get beside one turn's
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strop._checks import is_conversation
+from strop._types import Json, Row
 from strop.data import templates
 from strop.environments.base import Environment, Turn
 
@@ -36,7 +37,7 @@ class Call:
     """What the model asked for; `error` says why it could not be read."""
 
     name: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: Json = field(default_factory=dict)
     error: str = ""
 
 
@@ -161,10 +162,10 @@ class Tools(Environment):
         self.box, self.functions, self.held = box, functions, held
         self.parameters = {one["function"]["name"]: one["function"]["parameters"] for one in box.tools}
 
-    def reset(self, row: Mapping[str, Any]) -> Any:
+    def reset(self, row: Row) -> Any:
         return self._first(row, None if self.held is None else self.held.reset(**row))
 
-    def _first(self, row: Mapping[str, Any], seen: Any) -> list[dict[str, Any]]:
+    def _first(self, row: Row, seen: Any) -> list[Json]:
         """The first messages; `seen` is what the object's own reset returned."""
         if not (seen is None or isinstance(seen, str)):
             raise TypeError(f"it must return a text or None, found {seen!r:.60}")
@@ -221,7 +222,7 @@ class Tools(Environment):
 class AsyncTools(Tools):
     """The same where some functions are `async def`. Plain ones hold up the event loop that all trajectories share."""
 
-    async def reset(self, row: Mapping[str, Any]) -> Any:
+    async def reset(self, row: Row) -> Any:
         seen = None if self.held is None else self.held.reset(**row)
         return self._first(row, await seen if inspect.isawaitable(seen) else seen)
 
@@ -240,7 +241,7 @@ class Failure(str):
     """Why a call gave nothing."""
 
 
-def as_text(result: Any) -> str:
+def as_text(result: object) -> str:
     """What a function returned as the model reads it, JSON where it is no text; a Failure where it cannot be written."""
     if isinstance(result, str):
         return result
@@ -250,7 +251,7 @@ def as_text(result: Any) -> str:
         return Failure(f"{type(error).__name__}: {error}")
 
 
-def _wanted_instead(value: Any, schema: Mapping[str, Any]) -> str:
+def _wanted_instead(value: object, schema: Row) -> str:
     """What the schema wants where a value is something else."""
     if value is None and schema.get("nullable"):
         return ""
@@ -260,11 +261,11 @@ def _wanted_instead(value: Any, schema: Mapping[str, Any]) -> str:
     return f"one of {json.dumps(schema['enum'])}" if value not in schema.get("enum", [value]) else ""
 
 
-def _is_a(value: Any, name: str) -> bool:
+def _is_a(value: object, name: str) -> bool:
     return isinstance(value, KINDS.get(name, object)) and (name == "boolean" or not isinstance(value, bool))
 
 
-def methods_of(held: Any) -> list[Callable[..., Any]]:
+def methods_of(held: object) -> list[Callable[..., Any]]:
     """Public methods but `reset` and `get_reward`; properties are not asked."""
     named = [name for name, _ in inspect.getmembers(type(held), inspect.isfunction)]
     names = [name for name in named if not name.startswith("_") and name not in ("reset", "get_reward")]
@@ -278,7 +279,7 @@ def _awaited(value: Any) -> Any:
     return asyncio.run(result()) if inspect.isawaitable(value) else value
 
 
-def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+def schema_of(function: Callable[..., Any]) -> Json:
     from transformers.utils import get_json_schema
 
     if not hasattr(function, "__name__"):

@@ -3,7 +3,6 @@
 from strop.config.losses import (
     IMPORTANCE_LEVELS,
     KL_ESTIMATORS,
-    POLICY_LOSS_TYPES,
     PREFERENCE_LOSS_TYPES,
     UNPAIRED_LOSS_TYPES,
     PolicyRule,
@@ -12,6 +11,7 @@ from strop.config.losses import (
     clip_bounds,
 )
 from strop.config.on_policy import ADVANTAGE_SCALES
+from strop.config.policy_losses import POLICY_LOSS_TYPES
 from strop.losses.advantages import gae_advantages, group_advantages, rloo_advantages
 from strop.losses.policy import PolicyLoss, policy_loss, policy_metrics, rloo_loss, token_policy_loss, token_weights
 from strop.losses.preference import PreferenceLoss, pair_preference_loss, preference_loss, sequence_logps

@@ -13,7 +13,6 @@ Shapes: B rewards in P groups of G, padded where the groups differ in size; of G
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -180,13 +179,14 @@ def _std(centred: torch.Tensor, count: torch.Tensor | int, ddof: int, dim: int) 
     return largest * (unit.square().sum(dim, keepdim=True) / divisor).sqrt()
 
 
-def _as_rewards(rewards: Any) -> torch.Tensor:
+def _as_rewards(rewards: torch.Tensor) -> torch.Tensor:
     check_rewards(rewards)
     return rewards.detach().double()
 
 
-def check_rewards(rewards: Any) -> None:
+def check_rewards(rewards: torch.Tensor | None) -> None:
     check_tensor(rewards, "rewards")
+    assert rewards is not None
     if rewards.dtype not in FLOATS + INTEGERS:
         raise TypeError(f"rewards must be floats or integers, found {rewards.dtype}")
     if rewards.ndim != 1:
@@ -200,19 +200,19 @@ def _like_rewards(values_B: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor
     return values_B if rewards.dtype == torch.float64 else values_B.float()
 
 
-def check_group_size(num_rewards: int, samples_per_prompt: Any) -> int:
+def check_group_size(num_rewards: int, samples_per_prompt: object) -> int:
     size = as_count(samples_per_prompt, "samples_per_prompt", 1)
     if num_rewards % size:
         raise ValueError(f"rewards must have a multiple of samples_per_prompt={size} elements, found {num_rewards}")
     return size
 
 
-def _equal_sizes(num_rewards: int, samples_per_prompt: Any) -> list[int]:
+def _equal_sizes(num_rewards: int, samples_per_prompt: object) -> list[int]:
     size = check_group_size(num_rewards, samples_per_prompt)
     return [size] * (num_rewards // size)
 
 
-def _sizes_between(group_boundaries: Any, num_rewards: int) -> list[int]:
+def _sizes_between(group_boundaries: torch.Tensor | Sequence[int], num_rewards: int) -> list[int]:
     if isinstance(group_boundaries, torch.Tensor):
         if group_boundaries.dtype not in INTEGERS[:-1]:
             raise TypeError(f"group_boundaries must be integers, found {group_boundaries.dtype}")

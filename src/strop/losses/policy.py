@@ -45,8 +45,9 @@ from strop._tensors import (
     check_total,
     in_float,
 )
-from strop.config.losses import OVER_TOKENS, UNCLIPPED, ClipEps, PolicyRule
-from strop.losses.rules import NLL, OnPolicyLogRatio, TokenRule, Tokens, cut, kl_of, token_loss, tokens_of
+from strop.config.losses import ClipEps, PolicyRule
+from strop.config.policy_losses import cut
+from strop.losses.rules import NLL, OnPolicyLogRatio, TokenRule, Tokens, kl_of, token_loss, tokens_of
 
 Metrics = dict[str, torch.Tensor]
 
@@ -68,7 +69,7 @@ class LossResult(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
         self._compute_metrics = compute_metrics
         return self
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
+    def __getnewargs__(self) -> tuple[object, ...]:
         return (*self, self._compute_metrics)
 
     @property
@@ -286,10 +287,11 @@ def weight_counts(
     mask_BT: torch.Tensor, rule: PolicyRule, num_tokens: Count | None, num_sequences: Count | None
 ) -> tuple[Count, int | None]:
     """(count, tokens) of the weight 1/(count·tokens); tokens None: the length of the token's own sequence."""
-    if rule.loss_type in OVER_TOKENS:
-        return mask_BT.sum() if num_tokens is None else check_total(num_tokens, "num_tokens"), 1
-    sequences = mask_BT.shape[0] if num_sequences is None else check_total(num_sequences, "num_sequences")
-    return sequences, rule.length_divisor
+    if rule.type.weight == "tokens":
+        count = mask_BT.sum() if num_tokens is None else check_total(num_tokens, "num_tokens")
+    else:
+        count = mask_BT.shape[0] if num_sequences is None else check_total(num_sequences, "num_sequences")
+    return rule.weight_divisors(count, count)
 
 
 def rloo_loss(
@@ -366,16 +368,16 @@ def tokens_metrics(
 ) -> Metrics:
     """`policy_metrics` of tokens."""
     bounds, mask_N, ratio_N = rule.bounds, tokens.mask_N, tokens.log_ratio_N.exp()
-    num_tokens: Any = max(len(ratio_N), 1) if mask_N is None else mask_N.sum().clamp(min=1)
+    num_tokens: Count = max(len(ratio_N), 1) if mask_N is None else mask_N.sum().clamp(min=1)
 
     def mean(values_N: torch.Tensor) -> torch.Tensor:
         return tokens.active(values_N.to(ratio_N.dtype)).sum() / num_tokens
 
-    if rule.loss_type in ("cispo", *UNCLIPPED):  # cispo's weight is cut for either sign
+    if rule.loss_type == "cispo" or not rule.type.clips:  # cispo's weight is cut for either sign
         none_N = torch.zeros_like(ratio_N, dtype=torch.bool)
         low_N, high_N, delta_N = none_N, ratio_N > bounds.high if rule.loss_type == "cispo" else none_N, none_N
     else:
-        low_N, high_N, delta_N = tokens.cut_N or cut(tokens, bounds)
+        low_N, high_N, delta_N = tokens.cut_N or cut(tokens.log_ratio_N, tokens.advantages_N, bounds)
         high_N = high_N & (tokens.advantages_N > 0)  # at A = 0 nothing is lost
     metrics = {
         "clip_fraction": mean(low_N | high_N | delta_N),
@@ -397,7 +399,7 @@ def tokens_metrics(
 # ---- tokens ----
 
 
-def check_given(rule: TokenRule, ref_logps: Any, advantages: Any) -> None:
+def check_given(rule: TokenRule, ref_logps: torch.Tensor | None, advantages: torch.Tensor | None) -> None:
     """Raise unless a row alone gives the rule's loss, and what it reads is there."""
     if isinstance(rule, NLL):
         return
@@ -409,7 +411,13 @@ def check_given(rule: TokenRule, ref_logps: Any, advantages: Any) -> None:
         raise ValueError(f"ref_logps must be given where beta is above 0, found None with beta={rule.beta}")
 
 
-def _tokens_of_rows(rule: PolicyRule, logps: Any, old_logps: Any, advantages: Any, completion_mask: Any) -> Tokens:
+def _tokens_of_rows(
+    rule: PolicyRule,
+    logps: torch.Tensor,
+    old_logps: torch.Tensor | None,
+    advantages: torch.Tensor,
+    completion_mask: torch.Tensor | None,
+) -> Tokens:
     mask_BT = _check_tokens(logps, completion_mask)
     logps_BT = _active(logps, mask_BT)
     old_BT = None
@@ -447,7 +455,7 @@ def _extreme(
     return of(ratio_N.masked_fill(~mask_N, none)).masked_fill(~mask_N.any(), 0.0)
 
 
-def _check_tokens(logps: Any, completion_mask: Any) -> torch.Tensor:
+def _check_tokens(logps: torch.Tensor, completion_mask: torch.Tensor | None) -> torch.Tensor:
     """logps are [B, T] floats, and the mask as booleans."""
     check_floats(logps, "logps")
     if logps.ndim != 2:
@@ -462,12 +470,12 @@ def _active(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     return in_float(values_BT).masked_fill(~mask_BT, 0.0)
 
 
-def _like_tokens(values: Any, logps: torch.Tensor, tokens: Tokens, name: str) -> torch.Tensor:
+def _like_tokens(values: torch.Tensor, logps: torch.Tensor, tokens: Tokens, name: str) -> torch.Tensor:
     check_like(values, name, logps, "logps")
     return tokens.active(in_float(values).reshape(-1)).to(tokens.logps_N.dtype)
 
 
-def per_token(advantages: Any, logps: torch.Tensor) -> torch.Tensor:
+def per_token(advantages: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
     """Advantages [B] or [B, T] as [B, T], checked against the log-probs."""
     check_floats(advantages, "advantages")
     if advantages.shape != logps.shape and advantages.shape != logps.shape[:1]:  # `in` takes no symbol for a number

@@ -360,7 +360,11 @@ def _metrics(
 
 
 def _check_pairs(
-    rule: PreferenceRule, policy_chosen: Any, policy_rejected: Any, ref_chosen: Any, ref_rejected: Any
+    rule: PreferenceRule,
+    policy_chosen: torch.Tensor,
+    policy_rejected: torch.Tensor,
+    ref_chosen: torch.Tensor | None,
+    ref_rejected: torch.Tensor | None,
 ) -> None:
     check_floats(policy_chosen, "policy_chosen")
     if policy_chosen.ndim != 1:
@@ -375,7 +379,7 @@ def _check_pairs(
             check_like(value, name, policy_chosen, "policy_chosen")
 
 
-def _as_lengths(lengths: Any, policy_chosen: torch.Tensor, name: str, loss_type: str) -> torch.Tensor:
+def _as_lengths(lengths: torch.Tensor | None, policy_chosen: torch.Tensor, name: str, loss_type: str) -> torch.Tensor:
     """At least 1: a completion without tokens has log-prob 0 whatever it is divided by."""
     if lengths is None:
         raise ValueError(f"{name} must be given for {loss_type!r}, which divides by them, found None")

@@ -14,37 +14,8 @@ import torch
 
 from strop._checks import check_choice
 from strop._tensors import check_floats, check_like, in_float
-from strop.config.losses import (
-    KL_ESTIMATORS,
-    ClipBounds,
-    PolicyRule,
-)
-
-FLAT = 60.0  # a log-ratio above which sapo's gate is flat: its ratio stays finite
-
-Cut = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """What the formulas read, [N] each. Where the mask is 0 everything else is 0 too; None: every token counts.
-
-    old_N   None: the policy itself
-    cut_N   which tokens were cut by low, high and delta before their mean was taken; None where none was
-    """
-
-    logps_N: torch.Tensor
-    old_N: torch.Tensor | None
-    log_ratio_N: torch.Tensor
-    advantages_N: torch.Tensor
-    mask_N: torch.Tensor | None = None
-    cut_N: "Cut | None" = None
-
-    def active(self, values_N: torch.Tensor) -> torch.Tensor:
-        return values_N if self.mask_N is None else values_N.masked_fill(~self.mask_N, 0.0)
-
-    def detached(self) -> "Tokens":
-        return replace(self, logps_N=self.logps_N.detach(), log_ratio_N=self.log_ratio_N.detach())
+from strop.config.losses import KL_ESTIMATORS, PolicyRule
+from strop.config.policy_losses import ClipBounds, Tokens, cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,35 +40,7 @@ def token_loss(rule: TokenRule, tokens: Tokens) -> torch.Tensor:
     """Return the loss of every token, [N]: the formula that the rule names."""
     if isinstance(rule, NLL):
         return -tokens.logps_N
-    bounds = rule.bounds
-    if rule.loss_type == "cispo":
-        weight_N = tokens.log_ratio_N.detach().exp().clamp(max=bounds.high)
-        return -weight_N * tokens.advantages_N * tokens.logps_N
-    if rule.loss_type == "vespo":
-        return -_gamma_weight(rule, tokens) * tokens.advantages_N * tokens.logps_N
-    if rule.loss_type == "sapo":
-        heat_N = torch.full_like(tokens.logps_N, bounds.low).masked_fill(tokens.advantages_N > 0, bounds.high)
-        ratio_N = tokens.log_ratio_N.clamp(max=FLAT).exp()
-        return -torch.sigmoid(heat_N * (ratio_N - 1)) * (4 / heat_N) * tokens.advantages_N
-    if rule.importance_level == "geometric":  # clipped before the mean was taken
-        return -tokens.log_ratio_N.exp() * tokens.advantages_N
-    too_low_N, too_high_N, over_delta_N = cut(tokens, bounds)
-    # exp of what is not cut only: where the ratio overflows, its gradient would be 0·inf = NaN
-    inside_N = tokens.log_ratio_N.masked_fill(too_low_N | too_high_N | over_delta_N, 0.0)
-    ratio_N = inside_N.exp().masked_fill(too_low_N, bounds.low).masked_fill(too_high_N, bounds.high)
-    return -ratio_N.masked_fill(over_delta_N, bounds.delta) * tokens.advantages_N
-
-
-@torch.no_grad()
-def _gamma_weight(rule: PolicyRule, tokens: Tokens) -> torch.Tensor:
-    """φ(w) = w^k·exp(λ − λw), 1 at w = 1, where w is the product of a sequence's ratios (VESPO)."""
-    log_w_N = tokens.log_ratio_N.clamp(math.log(1e-8), 20.0)
-    k_neg, decay_neg, k_pos, decay_pos = rule.vespo_gamma
-    k_N, decay_N = (
-        torch.full_like(log_w_N, negative).masked_fill(tokens.advantages_N >= 0, positive)
-        for positive, negative in ((k_pos, k_neg), (decay_pos, decay_neg))
-    )
-    return (decay_N.clamp(min=1e-4) * (1 - log_w_N.exp()) + k_N * log_w_N).exp()
+    return rule.type.formula(tokens, rule)
 
 
 @functools.lru_cache(maxsize=64)
@@ -113,20 +56,6 @@ def from_text(text: str) -> TokenRule:
         beta=float(beta),
         kl_estimator=kl_estimator,
         **pair,
-    )
-
-
-def cut(tokens: Tokens, bounds: ClipBounds) -> Cut:
-    """Where −min(r·A, clip(r)·A) is constant in r, by the bound that holds it: low, high, delta.
-
-    min() keeps the smaller product: for A ≥ 0 the smaller ratio (clip acts above), for A < 0 the larger (it acts below).
-    """
-    ratio_N = tokens.log_ratio_N.detach().exp()
-    negative_N = tokens.advantages_N < 0
-    return (
-        negative_N & (ratio_N < bounds.low),
-        (tokens.advantages_N >= 0) & (ratio_N > bounds.high),
-        negative_N & (ratio_N > bounds.delta),
     )
 
 
@@ -164,7 +93,7 @@ def tokens_of(
         return replace(tokens, log_ratio_N=total(log_ratio_N.clamp(-20.0, 20.0)))
     if rule.importance_level == "geometric":
         bounds = rule.bounds
-        low_N, high_N, _ = tokens_cut = cut(tokens, bounds)
+        low_N, high_N, _ = tokens_cut = cut(log_ratio_N, advantages_N, bounds)
         log_ratio_N = log_ratio_N.masked_fill(low_N, math.log(bounds.low)).masked_fill(high_N, math.log(bounds.high))
         tokens = replace(tokens, cut_N=tokens_cut)
     if rule.importance_level != "token":
@@ -199,7 +128,8 @@ def token_terms(
     rule: TokenRule,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The terms, their policy's and their KL's parts [3, N], and d sum of the terms / d logp of every token."""
-    loss_N = token_loss(rule, tokens_of(rule, logps_N, old_logps_N, advantages_N))
+    tokens = tokens_of(rule, logps_N, old_logps_N, advantages_N)
+    loss_N = -logps_N if isinstance(rule, NLL) else rule.type.formula(tokens, rule)
     kl_N = torch.zeros_like(logps_N)
     if ref_logps_N is not None:
         kl_N = kl_of(logps_N, ref_logps_N, rule.kl_estimator)
@@ -218,21 +148,9 @@ def _d_terms(
     """d (loss + beta·kl) / d logp of every token. Not by autograd, which is switched off inside an operator of torch.ops."""
     if isinstance(rule, NLL):  # −1, but NaN where there is no log-prob
         return torch.where(logps_N == logps_N, -1.0, logps_N)
-    bounds = rule.bounds
+    assert rule.type.derivative is not None
     ratio_N = torch.ones_like(logps_N) if old_logps_N is None else (logps_N - old_logps_N).exp()
-    if rule.loss_type == "cispo":  # −min(r, high)·A
-        d_N = -advantages_N * ratio_N.clamp(max=bounds.high)
-    elif rule.loss_type == "sapo":  # −4·A·σ·(1 − σ)·r
-        heat_N = torch.full_like(ratio_N, bounds.low).masked_fill(advantages_N > 0, bounds.high)
-        ratio_N = ratio_N.clamp(max=math.exp(FLAT))
-        gate_N = heat_N * (ratio_N - 1)
-        d_N = -4 * advantages_N * gate_N.sigmoid() * (-gate_N).sigmoid() * ratio_N
-    else:  # −A·r, 0 where the ratio is cut
-        bounded_N = torch.where(
-            advantages_N < 0, ratio_N.clamp(bounds.low, bounds.delta), ratio_N.clamp(max=bounds.high)
-        )
-        cut_N = (bounded_N < ratio_N) | (bounded_N > ratio_N)  # a NaN is not
-        d_N = (-advantages_N * ratio_N).masked_fill(cut_N, 0.0)
+    d_N = rule.type.derivative(ratio_N, advantages_N, rule.bounds)
     if rule.beta and ref_logps_N is not None:
         below_N = ref_logps_N - logps_N
         if rule.kl_estimator == "k1":  # 1

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
@@ -55,7 +56,7 @@ class Packed(Pass):
     lengths: Sequence[int]
     cu_seqlens: torch.Tensor
     rules: dict[int, Rule] = field(default_factory=dict)
-    memory: dict[Any, Any] = field(default_factory=dict)
+    memory: dict[object, Any] = field(default_factory=dict)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         self.rules[layer] = rule
@@ -118,7 +119,7 @@ def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
     return dropout(weights.to(q.dtype), rule.dropout) @ v
 
 
-def sdpa_without_plans() -> Any:
+def sdpa_without_plans() -> contextlib.AbstractContextManager[None]:
     """Within, torch's attention is not cuDNN's, which takes a second to load and makes a plan for every new shape."""
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
@@ -165,12 +166,12 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Any,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
-    **others: Any,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
     """The signature of transformers' attention functions."""
     for name, found in others.items():
@@ -208,13 +209,13 @@ _attend_opaque = torch.library.custom_op("strop::attend", _attend, mutates_args=
 
 
 @_attend_opaque.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rule: Any) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rule: object) -> torch.Tensor:
     rows, heads, tokens, dim = query.shape
     return value.new_empty(rows, tokens, heads, dim)
 
 
 @contextlib.contextmanager
-def attending(model: Any, modules: Sequence[Any] | None = None) -> Iterator[None]:
+def attending(model: Any, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
     """Within, the model's attention layers call `attention`, and it makes no masks. `modules`: the model's, if known."""
     from transformers import AttentionInterface
 
@@ -233,7 +234,7 @@ def attending(model: Any, modules: Sequence[Any] | None = None) -> Iterator[None
 
 @contextlib.contextmanager
 def reading(
-    modules: Sequence[Any], pass_: Pass, within: Callable[[], contextlib.AbstractContextManager[Any]]
+    modules: Sequence[nn.Module], pass_: Pass, within: Callable[[], contextlib.AbstractContextManager[object]]
 ) -> Iterator[None]:
     """The model of these modules attends as this pass does, `within` what else is wanted."""
 
@@ -247,7 +248,9 @@ def reading(
 
 
 @contextlib.contextmanager
-def also_again(modules: Sequence[Any], within: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+def also_again(
+    modules: Sequence[Any], within: Callable[[], contextlib.AbstractContextManager[object]]
+) -> Iterator[None]:
     """`within`, here and where a layer is computed again in the backward to save memory. modules: all of the model, since
     walking through it takes as long as a few of its layers."""
     checkpointed = [module for module in modules if "_gradient_checkpointing_func" in vars(module)]

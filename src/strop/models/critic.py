@@ -14,9 +14,10 @@ from strop.config import RunConfig
 from strop.data.batch import TokenBatch
 from strop.models.kinds import shares
 from strop.models.loading import load_model
-from strop.models.policy import Head, Policy
+from strop.models.policy import Policy
 from strop.models.prepare import check_precision, prepared_model
 from strop.models.scorer import Scorer, as_scorer
+from strop.ops.linear import LMHead
 
 
 class Critic:
@@ -52,9 +53,10 @@ class Critic:
         if None not in (sizes := (policy.vocab_size, self.scorer.vocab_size)) and sizes[1] < sizes[0]:  # type: ignore[operator]
             raise ValueError(f"critic must know the model's {sizes[0]} tokens, found {sizes[1]}")
 
-    def values(self, batch: TokenBatch, head: Head | None) -> torch.Tensor:
+    def values(self, batch: TokenBatch, head: LMHead | None) -> torch.Tensor:
         """[n]; head: the policy's hidden states with its LM head, where the critic reads them."""
         if self.scorer is not None:
             return self.scorer.token_scores(batch.to(self.scorer.device)).to(batch.device)
         assert head is not None
-        return self.module(head[0].to(self.module.weight.dtype))[:, 0]  # type: ignore[arg-type]
+        assert isinstance(self.module, nn.Linear)
+        return self.module(head.hidden_NH.to(self.module.weight.dtype))[:, 0]

@@ -8,7 +8,6 @@ Shapes: N queries of S sequences, Q query heads, K key heads, R = Q/K, D numbers
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -151,15 +150,19 @@ class Exact:
     product = staticmethod(product)
 
     @staticmethod
-    def add_norm(x_NH: Any, a_NI: Any, weight: Any, w: Any, eps: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    def add_norm(
+        x_NH: torch.Tensor, a_NI: torch.Tensor, weight: torch.Tensor, w: torch.Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         h_NH = product(a_NI, weight, onto=x_NH)
         return h_NH, kernels.norm(h_NH, w, eps, dtype)[1]
 
     @staticmethod
-    def add(h_NH: Any, m_NF: Any, weight: Any) -> Any:
+    def add(h_NH: torch.Tensor, m_NF: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return product(m_NF, weight, onto=h_NH)
 
     @staticmethod
-    def attend(pass_: Packed, rule: Rule, q_NQD: Any, k_NKD: Any, v_NKD: Any) -> tuple[Any, list[Any]]:
+    def attend(
+        pass_: Packed, rule: Rule, q_NQD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Nothing is kept for the backward, which computes attention again in its own way."""
         return attend(q_NQD, k_NKD, v_NKD, Runs.packed(pass_), rule), []

@@ -60,7 +60,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return found or (list(lists[0]) if lists else [])
 
 
-def as_module(model: Any) -> nn.Module:
+def as_module(model: object) -> nn.Module:
     from strop.moe import MoETransformer
 
     if isinstance(model, MoETransformer):
@@ -83,29 +83,29 @@ def is_moe(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.MoEForCausalLM)
 
 
-def is_peft(model: Any) -> bool:
+def is_peft(model: object) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def is_hugging_face(model: Any) -> bool:
+def is_hugging_face(model: object) -> bool:
     wanted = ("config", "generate", "get_output_embeddings", "generation_config")
     return all(hasattr(base_model(model), name) for name in wanted)
 
 
-def is_classifier(model: Any) -> bool:
+def is_classifier(model: object) -> bool:
     """A sequence classifier of transformers."""
     inner = base_model(model)
     return hasattr(inner, "config") and type(inner).__name__.endswith("ForSequenceClassification")
 
 
-def of_config(config: Any, key: str) -> Any:
+def of_config(config: object, key: str) -> Any:
     """A key of a config, or of the text part of a config of several."""
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     return getattr(config, key, None)
 
 
-def listed_ids(value: Any) -> list[int]:
+def listed_ids(value: int | Sequence[int] | None) -> list[int]:
     """One token id, several, or None, as a list."""
     return [] if value is None else [int(one) for one in value] if isinstance(value, Sequence) else [int(value)]
 

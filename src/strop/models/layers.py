@@ -60,11 +60,11 @@ class Fused:
         with _replaced({} if as_they_are else self._forwards()):
             yield
 
-    def differs(self, read: Callable[[], Any], alike: dict[torch.dtype, float]) -> str | None:
+    def differs(self, read: Callable[[], object], alike: dict[torch.dtype, float]) -> str | None:
         """Where a layer computes something else than its own forward does when `read` runs the model; None if nowhere."""
         found: list[str] = []
 
-        def compared(module: nn.Module, forward: Callable[..., Any], x: torch.Tensor, **known: Any) -> Any:
+        def compared(module: nn.Module, forward: Callable[..., Any], x: torch.Tensor, **known: object) -> Any:
             own = functools.partial(type(module).forward, module)
             wanted, ours = (_with_gradients(module, one, x, known) for one in (own, forward))
             for what, values in wanted.items():
@@ -77,7 +77,7 @@ class Fused:
             read()
         return found[0] if found else None
 
-    def _forwards(self) -> dict[nn.Module, Callable[..., Any]]:
+    def _forwards(self) -> dict[nn.Module, Callable[..., torch.Tensor]]:
         layers = {
             layer: functools.partial(_layer, layer, rule, self.by)
             for layer, rule in zip(self.layers, self.rules, strict=True)
@@ -131,13 +131,13 @@ def _is_plain(layer: Any) -> bool:
     return all(type(one) is nn.Linear for one in _projections(layer))
 
 
-def _no_norm(norm: Any) -> str | None:
-    if _eps(norm) is None or set(dict(norm.named_parameters())) != {"weight"}:
+def _no_norm(norm: nn.Module | None) -> str | None:
+    if norm is None or _eps(norm) is None or set(dict(norm.named_parameters())) != {"weight"}:
         return f"its norm is a {type(norm).__name__}"
     return None
 
 
-def _eps(norm: Any) -> float | None:
+def _eps(norm: nn.Module | None) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
@@ -148,7 +148,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def _replaced(forwards: dict[nn.Module, Callable[..., torch.Tensor]]) -> Iterator[None]:
     """Within, these modules compute so. Around one another: the inner one's forwards count, and the outer's come back."""
     before: dict[nn.Module, Any] = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
@@ -187,7 +187,7 @@ def _layer(
     by: Any,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    **others: Any,
+    **others: object,
 ) -> torch.Tensor:
     if not _is_plain(layer):  # it was when it was tried
         if by is Exact:
@@ -198,7 +198,7 @@ def _layer(
     parts, (q, k, v, *rest) = layer._modules, [one._parameters for one in _projections(layer)]
     attn = parts["self_attn"]._modules
     norms = parts["input_layernorm"], parts["post_attention_layernorm"], attn.get("q_norm"), attn.get("k_norm")
-    return Layer.apply(
+    return FusedLayer.apply(
         hidden_states, position_embeddings, Attention(current_pass(), rule, by), [_eps(norm) for norm in norms],
         *(None if norm is None else norm._parameters["weight"] for norm in norms), q["weight"], k["weight"], v["weight"],
         q["bias"], k["bias"], v["bias"], *(one["weight"] for one in rest),
@@ -249,7 +249,7 @@ def computed(x_NH, cos, sin, attend, eps, norms, joined, heads, dtype):
     return y_NH, saved, r1_N, raw_NW, r_q, r_k, qkv_NW, out_NQD, h_NH
 
 
-class Layer(torch.autograd.Function):
+class FusedLayer(torch.autograd.Function):
     """x + attention(norm x), and to that the MLP of its norm."""
 
     @staticmethod
@@ -268,7 +268,7 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor):
         with torch.no_grad():
-            gradients = Layer._gradients(ctx, dy)
+            gradients = FusedLayer._gradients(ctx, dy)
         return first_order(*gradients)
 
     @staticmethod

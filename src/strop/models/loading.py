@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from strop import _hub, _install, _trl, checksums
+from strop._types import Json, Tokenizer
 from strop.config import unknown_option
 from strop.moe.config import PRESETS
 
@@ -36,9 +37,9 @@ def load_model(
     gguf_file: str | None = None,
     device: torch.device | str | None = None,
     scores: bool = False,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     **options: Any,
-) -> tuple[nn.Module, Any]:
+) -> tuple[nn.Module, Tokenizer | None]:
     """(model, its own tokenizer or None) from "moe:tiny", "smollm2", a folder that strop's MoE saved, or a Hugging Face
     folder or name.
 
@@ -166,7 +167,7 @@ def _dtype_named(name: str) -> torch.dtype:
     return found
 
 
-def _moe_preset(preset: str, dtype: torch.dtype | None, options: dict[str, Any]) -> nn.Module:
+def _moe_preset(preset: str, dtype: torch.dtype | None, options: Json) -> nn.Module:
     from strop.moe import MoEConfig, MoETransformer
     from strop.moe.torch import NUMPY_DTYPES, MoEForCausalLM
 
@@ -205,7 +206,7 @@ def _is_strop_folder(folder: Path) -> bool:
         return False
 
 
-def load_tokenizer(name: str | Path, **options: Any) -> Any:
+def load_tokenizer(name: str | Path, **options: Any) -> Tokenizer:
     """Return transformers' tokenizer of a folder or a name. A character tokenizer that strop saved is opened as a
     `CharTokenizer`: it says which character it cannot write, where transformers says "WordLevel error: Missing [UNK]
     token"."""
@@ -245,7 +246,7 @@ def _is_generic(folder: Path) -> bool:
     return isinstance(found, dict) and found.get("tokenizer_class") == "TokenizersBackend"
 
 
-def _tokenizer_in(folder: Path) -> Any:
+def _tokenizer_in(folder: Path) -> Tokenizer | None:
     return load_tokenizer(folder) if _tokenizer_files(folder) else None
 
 
@@ -259,13 +260,13 @@ def _hugging_face(
     dtype: torch.dtype | None,
     gguf_file: str | None,
     device: torch.device,
-    options: dict[str, Any],
+    options: Json,
     scores: bool = False,
-) -> tuple[nn.Module, Any]:
+) -> tuple[nn.Module, Tokenizer | None]:
     transformers = _transformers()
     auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
     options = {"num_labels": 1, **options} if scores else options
-    gguf: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
+    gguf: Json = {} if gguf_file is None else {"gguf_file": gguf_file}
     for quantised in ("load_in_4bit", "load_in_8bit"):
         if quantised in options:
             raise ValueError(f"{quantised} must not be given; {_trl.hint(quantised)}")
@@ -313,7 +314,7 @@ def without_bars() -> Iterator[None]:
         logging.set_tqdm_hook(before)
 
 
-def _forget_quantization(model: Any) -> None:
+def _forget_quantization(model: nn.Module) -> None:
     """GGUF weights are dequantised as they are read; still marked as quantised they could not be saved."""
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         if hasattr(model, name):

@@ -10,15 +10,17 @@ Shapes: N tokens of S sequences, n of them that count; T tokens of a padded row;
 import contextlib
 import copy
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
 
 from strop._tensors import in_dtype
+from strop._types import Json, Tokenizer
 from strop.data.batch import PaddedRows, TokenBatch, Trajectory
 from strop.distributed import Shards
 from strop.losses.policy import PolicyLoss, nll_of, tokens_loss
@@ -41,13 +43,14 @@ from strop.models.kinds import (
 )
 from strop.models.loading import check_moe_device, chosen_device, load_model
 from strop.models.routing import NONE, Routers, Within, find_routers, replaying
-from strop.ops import linear_logp, linear_token_loss, logp
-from strop.ops.registry import use_backend
+from strop.ops import linear, linear_logp, linear_token_loss, logp
+from strop.ops.linear import LMHead
+from strop.ops.registry import FORCED, REGISTERED_BY_USER
 
-Head = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+Result = TypeVar("Result")
 
 
-def as_policy(model: Any, tokenizer: Any = None) -> "Policy":
+def as_policy(model: object, tokenizer: Tokenizer | None = None) -> "Policy":
     """A Policy over the model; a Policy comes back as it is, with the tokenizer if it had none."""
     if isinstance(model, Policy):
         if model.tokenizer is None:
@@ -62,7 +65,7 @@ class Policy:
     `kind` is "moe" (strop's engine), "hf" (Hugging Face, with or without peft) or "plain".
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None):
+    def __init__(self, model: Any, tokenizer: Tokenizer | None = None):
         self.model = as_module(model)
         self.tokenizer = tokenizer
         inner = unwrapped(self.model)
@@ -88,7 +91,7 @@ class Policy:
         self.rollout_engine: tuple[Any, Any] | None = None
         """For `strop.rollout`: what it keeps between rollouts, and for which state of the model."""
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Json:
         """For copies and pickles, whose weights are elsewhere: without what belongs to these."""
         return {**self.__dict__, "rollout_engine": None}
 
@@ -131,24 +134,28 @@ class Policy:
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a completion: those of generation_config (else of the config), and the tokenizer's."""
         inner = unwrapped(self.model)
-        told = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
-        if told is None:
-            told = of_config(self.config, "eos_token_id")
-        return tuple(dict.fromkeys(self._in_vocabulary(told, getattr(self.tokenizer, "eos_token_id", None))))
+        config_ids = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
+        if config_ids is None:
+            config_ids = of_config(self.config, "eos_token_id")
+        return tuple(dict.fromkeys(self._in_vocabulary(config_ids, getattr(self.tokenizer, "eos_token_id", None))))
 
     @property
     def pad_id(self) -> int:
         """An id for padding. It may be an EOS or a real token: masks say what is padding, ids never do."""
-        told = getattr(self.tokenizer, "pad_token_id", None), of_config(self.config, "pad_token_id"), *self.eos_ids
-        return next(iter(self._in_vocabulary(*told)), 0)
+        config_ids = (
+            getattr(self.tokenizer, "pad_token_id", None),
+            of_config(self.config, "pad_token_id"),
+            *self.eos_ids,
+        )
+        return next(iter(self._in_vocabulary(*config_ids)), 0)
 
     def padding(self, pad_id: int | None = None) -> tuple[int | None, tuple[int, ...]]:
         """The id that is padding in what a user gives, and those that end a text.
 
         pad_id   None is what tokenizer or model name; where neither does, no id is padding
         """
-        told = (getattr(holder, "pad_token_id", None) for holder in (self.tokenizer, self.config))
-        declared = next((one for one in told if isinstance(one, int) and one >= 0), None)
+        config_ids = (getattr(holder, "pad_token_id", None) for holder in (self.tokenizer, self.config))
+        declared = next((one for one in config_ids if isinstance(one, int) and one >= 0), None)
         return declared if pad_id is None else pad_id, self.eos_ids
 
     @property
@@ -174,10 +181,10 @@ class Policy:
             self._known_ids = trial.known_ids(inner, self._call_ids, self.device)
         return self._known_ids
 
-    def _in_vocabulary(self, *told: Any) -> list[int]:
+    def _in_vocabulary(self, *config_ids: int | Sequence[int] | None) -> list[int]:
         """Ids that the model can read: some configs keep those of a larger vocabulary, or −1 for none."""
         size = self.vocab_size
-        return [i for one in told for i in listed_ids(one) if i >= 0 and (size is None or i < size)]
+        return [i for one in config_ids for i in listed_ids(one) if i >= 0 and (size is None or i < size)]
 
     @property
     def max_length(self) -> int | None:
@@ -199,15 +206,17 @@ class Policy:
         """[n, V] that predict the tokens that count."""
         return self._at_places(self.model, batch, _logits)
 
-    def hidden(self, batch: TokenBatch) -> Head | None:
-        """(hidden_nH, weight_VH, bias_V or None) of the tokens that count, or None where the logits are not exactly
-        hidden @ weightᵀ + bias."""
+    def hidden(self, batch: TokenBatch) -> LMHead | None:
+        """Return the hidden states that predict the tokens of the loss, and the LM head.
+
+        None where the logits are not exactly hidden @ weightᵀ + bias.
+        """
         if not self._tried:
             self._try()
         if self._head is None:
             return None
         decoder, head = self._head
-        return self._at_places(decoder, batch, last_hidden_state), head.weight, head.bias
+        return LMHead(self._at_places(decoder, batch, last_hidden_state), head.weight, head.bias)
 
     @property
     def hidden_size(self) -> int | None:
@@ -216,7 +225,7 @@ class Policy:
             self._try()
         return None if self._head is None else self._head[1].in_features
 
-    def reading(self, call: Callable[[], Any]) -> Any:
+    def reading(self, call: Callable[[], Result]) -> Result:
         """What `call` makes of hidden states and head; weights that lie in shards are whole meanwhile."""
         return call() if self.shards is None or self.shards.are_whole else self.shards.read(call)
 
@@ -230,11 +239,11 @@ class Policy:
 
     @overload
     def logps(
-        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool, head: Head | None = None
+        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool, head: LMHead | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def logps(
-        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False, head: Head | None = None
+        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False, head: LMHead | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[n] log π(token | the tokens before it) under softmax(logits / temperature), of the tokens that count.
 
@@ -246,28 +255,38 @@ class Policy:
         if self.kind == "moe":  # from its engine, as its sampler has them: a rollout's log-probs are these, bit for bit
             both = self._logps_of_moe(batch, temperature)
             return both if entropy else both[0]
-        options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
         if (head := head or self.hidden(batch)) is not None:
-            hidden_nH, weight, bias = head
-            with self._operators():
-                return linear_logp(hidden_nH, weight, batch.targets_n, bias=bias, **options)
+            if self._user_chose_backend():
+                hidden_nH, weight, bias = head
+                return linear_logp(
+                    hidden_nH, weight, batch.targets_n, bias=bias, temperature=temperature, entropy=entropy
+                )
+            logps_n, entropies_n = linear.logps_and_entropies(
+                head, batch.targets_n, rows=self._row_functions(head), temperature=temperature, entropy=entropy
+            )
+            return logps_n if entropies_n is None else (logps_n, entropies_n)
         self.check_causality(batch)
-        return logp(self.logits(batch), batch.targets_n, **options)
+        return logp(self.logits(batch), batch.targets_n, temperature=temperature, entropy=entropy)
 
     def loss(
-        self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0, head: Head | None = None
+        self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0, head: LMHead | None = None
     ) -> PolicyLoss:
         """A rule's loss of the tokens that count; the batch has their weights and what else the rule reads."""
         if self.shards is not None and not self.shards.are_whole:
             return self.reading(lambda: self.loss(batch, rule, temperature=temperature))
         assert batch.weights_n is not None
         if rule.row_suffices and (head := head or self.hidden(batch)) is not None:
-            hidden_nH, weight, bias = head
-            with self._operators():
+            if self._user_chose_backend():
+                hidden_nH, weight, bias = head
                 return linear_token_loss(
                     hidden_nH, weight, batch.targets_n, batch.weights_n, rule=rule, old_logps=batch.old_logps_n,
                     ref_logps=batch.ref_logps_n, advantages=batch.advantages_n, bias=bias, temperature=temperature,
                 )  # fmt: skip
+            return linear.token_loss(
+                head, batch.targets_n, batch.weights_n, rule, rows=self._row_functions(head),
+                old_logps_N=batch.old_logps_n, ref_logps_N=batch.ref_logps_n, advantages_N=batch.advantages_n,
+                temperature=temperature,
+            )  # fmt: skip
         if isinstance(rule, NLL):
             return nll_of(self.logps(batch, temperature=temperature), batch.weights_n)
         # the entropies cost a pass where they come from hidden states, and nothing where all logits are there
@@ -280,10 +299,15 @@ class Policy:
         tokens = tokens_of(rule, logps_n, old_n, advantages_n, sequence_N=batch.sequence_n, num_sequences=len(batch))
         return tokens_loss(rule, tokens, weights_n, ref_n, entropy_n)
 
-    def _operators(self) -> contextlib.AbstractContextManager[None]:
-        """Within, the operators are those whose sums have one order, if the policy's have."""
-        chosen = use_backend(linear_logp="exact", linear_token_loss="exact")
-        return chosen if self.exact else contextlib.nullcontext()
+    def _row_functions(self, head: LMHead) -> str:
+        return "exact" if self.exact else linear.rows_for(head.hidden_NH)
+
+    def _user_chose_backend(self) -> bool:
+        """True if `use_backend`, STROP_BACKEND or `register` have a say; then the public operators choose.
+
+        An exact policy has one backend only.
+        """
+        return not self.exact and bool(FORCED.get() or REGISTERED_BY_USER or os.environ.get("STROP_BACKEND"))
 
     def check_causality(self, batch: TokenBatch) -> None:
         """Once, of a plain module, on the first batch that can tell."""
@@ -342,7 +366,7 @@ class Policy:
         Hugging Face models get no mask: nothing that counts sees padding on the right, and attention stays on its causal
         fast path.
         """
-        known: dict[str, Any] = {"use_cache": False} if self.kind == "hf" else {"attention_mask": rows.mask_ST}
+        known: Json = {"use_cache": False} if self.kind == "hf" else {"attention_mask": rows.mask_ST}
         known = {name: value for name, value in known.items() if name in self._arguments}
         try:
             return module(rows.ids_ST, **known)
@@ -475,7 +499,7 @@ class Policy:
 
     # ---- the reference ----
 
-    def reference(self, ref_model: Any = None, name: str = "ref_model") -> "Reference":
+    def reference(self, ref_model: object = None, name: str = "ref_model") -> "Reference":
         """A frozen model to compare with: the given one or its name; of a peft model the base, its adapter off; else a copy.
 
         name   what errors call it

@@ -23,7 +23,7 @@ from strop.models.kinds import unwrapped
 from strop.models.trial import tried
 
 RECORDED = torch.int16  # what chosen experts are kept in
-Within = Callable[[], contextlib.AbstractContextManager[Any]]  # around a forward
+Within = Callable[[], contextlib.AbstractContextManager[object]]  # around a forward
 NONE = -1  # in place of an expert where no choice was recorded
 
 
@@ -67,7 +67,7 @@ class Routers:
     def _hooked(self, hook: Callable[[int, Any], Any]) -> Iterator[None]:
         """hook   (layer, what its router gives) → what it is to give instead, or None"""
 
-        def of_layer(layer: int, module: nn.Module, arguments: Any, output: Any) -> Any:
+        def of_layer(layer: int, module: nn.Module, arguments: object, output: Any) -> Any:
             return hook(layer, output)
 
         handles = [

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from strop._types import Tokenizer
 from strop.data.batch import TokenBatch, Trajectory
 from strop.models import trial
 from strop.models.kinds import base_model, is_classifier, of_config, unwrapped
 from strop.models.policy import Policy, forward_arguments, last_hidden_state, read_packed
 
 
-def as_scorer(model: Any, tokenizer: Any = None) -> "Scorer":
+def as_scorer(model: object, tokenizer: Tokenizer | None = None) -> "Scorer":
     """A Scorer over the model; a Scorer comes back as it is, with the tokenizer if it had none."""
     if not isinstance(model, Scorer):
         return Scorer(model, tokenizer)
@@ -30,7 +31,7 @@ def as_scorer(model: Any, tokenizer: Any = None) -> "Scorer":
 class Scorer(Policy):
     """A `…ForSequenceClassification` of transformers with one label and a head called `score`, with or without peft."""
 
-    def __init__(self, model: Any, tokenizer: Any = None):
+    def __init__(self, model: Any, tokenizer: Tokenizer | None = None):
         super().__init__(model, tokenizer)
         inner = base_model(unwrapped(self.model))
         if not is_classifier(inner) or inner.config.num_labels != 1 or not hasattr(inner, "score"):

@@ -27,7 +27,7 @@ ALIKE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.f
 TRIED = (1, 0, 1)  # ids that every vocabulary has, and that are no positions and no kinds of tokens
 
 
-def known_ids(module: nn.Module, forward: Callable[[torch.Tensor], Any], device: torch.device) -> int | None:
+def known_ids(module: nn.Module, forward: Callable[[torch.Tensor], object], device: torch.device) -> int | None:
     """Ids are below this: the size of the nn.Embedding that is given them. None where there is none to be found.
 
     forward   the module on ids [S, T]
@@ -36,7 +36,7 @@ def known_ids(module: nn.Module, forward: Callable[[torch.Tensor], Any], device:
     ids_ST = torch.tensor([TRIED], device=device)
     sizes: list[int] = []
 
-    def look(table: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def look(table: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
         if arguments and torch.equal(arguments[0], ids_ST):
             sizes.append(table.num_embeddings)  # type: ignore[arg-type]
 

@@ -3,11 +3,13 @@
 Shapes: B rows, T columns.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from strop._types import Array, Json
 from strop.moe import _inputs
 from strop.moe.config import MoEConfig
 
@@ -18,18 +20,18 @@ ABSENT = ("past_key_values", "inputs_embeds", "use_cache", "output_attentions", 
 class PlainConfig(SimpleNamespace):
     """Mixtral's config as plain attributes."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return dict(vars(self))
 
 
-class PlainOutput(dict):
+class PlainOutput(dict[str, Any]):
     """What a forward returns: `.logits`, `["logits"]` or, among those that are not None, by position."""
 
-    def __init__(self, **fields: Any):
+    def __init__(self, **fields: object):
         super().__init__({name: value for name, value in fields.items() if value is not None})
         self.__dict__.update(fields)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: str | int) -> Any:
         return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
 
     def to_tuple(self) -> tuple[Any, ...]:
@@ -50,7 +52,7 @@ def _types() -> tuple[Any, Any]:
 Config, Output = _types()
 
 
-def refuse(arguments: dict[str, Any]) -> None:
+def refuse(arguments: Json) -> None:
     """Options of transformers' forward that are not here may be passed only to say that they are off."""
     for name, value in arguments.items():
         if name not in ABSENT:
@@ -60,7 +62,7 @@ def refuse(arguments: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be None or False (the engine has no such thing in forward), found {found}")
 
 
-def check_positions(position_ids: Any, tokens_BT: np.ndarray, mask_BT: np.ndarray | None) -> None:
+def check_positions(position_ids: Array, tokens_BT: np.ndarray, mask_BT: np.ndarray | None) -> None:
     """RoPE sees differences of positions only, and the engine counts real tokens: so must these, from anywhere."""
     positions_BT = _inputs.as_token_ids(position_ids, "position_ids")
     B, T = tokens_BT.shape
@@ -81,7 +83,7 @@ def check_positions(position_ids: Any, tokens_BT: np.ndarray, mask_BT: np.ndarra
         )
 
 
-def targets_of(labels: Any, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, config: MoEConfig) -> np.ndarray:
+def targets_of(labels: Array, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, config: MoEConfig) -> np.ndarray:
     """labels moved left by one, −100 at the end and where padding would have to predict"""
     labels_BT = _inputs.as_token_ids(labels, "labels")
     if labels_BT.shape != tokens_BT.shape:
@@ -94,6 +96,6 @@ def targets_of(labels: Any, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, c
     return targets_BT
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
+def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
     """None, one id or several, as a tuple"""
     return () if value is None else tuple(np.atleast_1d(value).tolist())

@@ -4,15 +4,15 @@ Shapes: B rows, T columns.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from strop._checks import as_array, as_mask
+from strop._types import Array
 from strop.moe.config import MoEConfig
 
 
-def as_token_ids(value: Any, name: str) -> np.ndarray:
+def as_token_ids(value: Array, name: str) -> np.ndarray:
     """(B, T) of int64, B and T at least 1; the range is checked by `check_ids_in_range`, which knows what counts."""
     array = as_array(value, name)
     if array.dtype.kind not in "iu" and array.size:
@@ -39,7 +39,7 @@ def check_ids_in_range(ids_BT: np.ndarray, name: str, config: MoEConfig, counts_
 
 
 def as_batch(
-    tokens: Any, attention_mask: Any, config: MoEConfig, name: str = "tokens"
+    tokens: Array, attention_mask: Array | None, config: MoEConfig, name: str = "tokens"
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Tokens and the mask of real ones (None where all are), fit for an engine; ids under padding become 0.
 
@@ -65,7 +65,11 @@ def as_batch(
 
 
 def as_targets(
-    targets: Any, target_mask: Any, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None, config: MoEConfig
+    targets: Array,
+    target_mask: Array | None,
+    tokens_BT: np.ndarray,
+    attention_mask_BT: np.ndarray | None,
+    config: MoEConfig,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Targets and the mask of those that count; padding never does."""
     targets_BT = as_token_ids(targets, "targets")
@@ -78,7 +82,9 @@ def as_targets(
     return targets_BT, mask_BT
 
 
-def as_counts(counts: Any, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None, name: str) -> np.ndarray:
+def as_counts(
+    counts: Array | None, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None, name: str
+) -> np.ndarray:
     """The mask of the tokens to be scored: real ones that have a real token before them in their row."""
     counts_BT = as_mask(counts, name, tokens_BT.shape, of="input_ids" if name == "completion_mask" else "tokens")
     if counts_BT is None:
@@ -90,7 +96,7 @@ def as_counts(counts: Any, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray 
     return counts_BT & attention_mask_BT & (attention_mask_BT.cumsum(1) > 1)
 
 
-def left_padded(prompts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+def left_padded(prompts: Sequence[Array]) -> tuple[np.ndarray, np.ndarray]:
     """Prompts of different lengths as (tokens_BT, attention_mask_BT), padded on the left with 0."""
     if len(prompts) == 0:
         raise ValueError("prompts must hold at least one prompt, found 0")

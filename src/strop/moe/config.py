@@ -5,13 +5,14 @@ Shapes: D hidden, H query heads, K key/value heads, C channels of a head, E expe
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from strop._checks import as_count, as_number, check_choice
+from strop._types import Json
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Json] = {
     "tiny": {},  # the defaults below
     "small": {"hidden_dim": 256, "head_dim": 64, "intermediate_dim": 512},  # tiny, four times as wide
 }
@@ -69,19 +70,19 @@ class MoEConfig:
             elif token is not None:
                 self._set(name, self.check_token(token, name))
 
-    def check_token(self, token: Any, name: str) -> int:
+    def check_token(self, token: object, name: str) -> int:
         """`token` as an int; raise unless it is an id of this vocabulary."""
         token = as_count(token, name, 0)
         if token >= self.vocab_size:
             raise ValueError(f"{name} must be below vocab_size={self.vocab_size}, found {token}")
         return token
 
-    def _set(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: object) -> None:
         """While the config is made: NumPy's numbers become Python's, which JSON and every engine take."""
         object.__setattr__(self, name, value)
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> "MoEConfig":
+    def preset(cls, name: str, **changes: object) -> "MoEConfig":
         """`tiny` or `small`, with the given fields changed."""
         check_choice(name, "preset", PRESETS)
         return replace(cls(), **{**PRESETS[name], **changes})
@@ -130,7 +131,7 @@ class MoEConfig:
             count -= self.num_layers * (self.num_experts - self.top_k) * per_expert
         return count
 
-    def memory_bytes(self, batch: int, seq_len: int, *, training: bool = False, dtype: Any = np.float32) -> int:
+    def memory_bytes(self, batch: int, seq_len: int, *, training: bool = False, dtype: DTypeLike = np.float32) -> int:
         """Estimate of a forward's peak, or of a training step's with gradients and AdamW's two moments.
 
         Counts weights, logits and what the backward needs saved; small temporaries are not counted.
@@ -145,7 +146,7 @@ class MoEConfig:
         states = 4 if training else 1  # weights, gradients, two moments
         return item * (states * self.num_parameters() + tokens * (layers * per_layer + logits))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 

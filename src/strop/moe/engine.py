@@ -1,4 +1,4 @@
-"""The contract between `MoETransformer` and what computes: every engine is a subclass of `Engine`.
+"""The contract between `MoETransformer` and what computes: every engine is a subclass of `MoEEngine`.
 
 The model checks every input once; an engine receives clean ones and checks nothing again:
 
@@ -43,7 +43,7 @@ Arrays = dict[str, np.ndarray]
 
 
 @dataclass
-class Saved:
+class SavedForward:
     """A forward with what its backward needs. Any number may be alive at once; each serves one `backward`."""
 
     logits_BTV: np.ndarray
@@ -53,7 +53,7 @@ class Saved:
 
 @dataclass
 class SavedLogps:
-    """Log-probs with what their backward needs; as `Saved`."""
+    """Log-probs with what their backward needs; as `SavedForward`."""
 
     logps_BT: np.ndarray  # float64, as entropy_BT
     entropy_BT: np.ndarray
@@ -75,7 +75,7 @@ class KVCache(ABC):
         """Row `to` becomes what row `row` of another cache of the engine is, which may have another capacity."""
 
 
-class Engine(ABC):
+class MoEEngine(ABC):
     """What computes. See the module's docstring for what it may rely on."""
 
     name: ClassVar[str]
@@ -91,13 +91,13 @@ class Engine(ABC):
         """logits_BTV in the parameters' dtype; a fresh array that the caller owns. Saves nothing for a backward."""
 
     @abstractmethod
-    def forward_saved(self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None = None) -> Saved:
+    def forward_saved(self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None = None) -> SavedForward:
         """The same logits and the auxiliary loss, with what `backward` needs, which the logits are not: the caller may
         write over them."""
 
     @abstractmethod
     def backward(
-        self, saved: Saved, dlogits_BTV: np.ndarray, daux_loss: float = 0.0, out: Arrays | None = None
+        self, saved: SavedForward, dlogits_BTV: np.ndarray, daux_loss: float = 0.0, out: Arrays | None = None
     ) -> Arrays:
         """Gradients of Σ dlogits·logits + daux_loss·aux_loss for every parameter."""
 

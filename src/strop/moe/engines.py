@@ -4,22 +4,22 @@ from collections.abc import Callable
 
 from strop import _compiled
 from strop._checks import check_choice
-from strop.moe.engine import Engine
+from strop.moe.engine import MoEEngine
 
 
 class EngineUnavailable(RuntimeError):
     """The engine is known but cannot run here; the message says why and what to do."""
 
 
-_LOADERS: dict[str, Callable[[], type[Engine]]] = {}
+_LOADERS: dict[str, Callable[[], type[MoEEngine]]] = {}
 
 
-def register_engine(name: str, loader: Callable[[], type[Engine]]) -> None:
+def register_engine(name: str, loader: Callable[[], type[MoEEngine]]) -> None:
     """Make an engine known. `loader` runs at first use; it returns the class or raises EngineUnavailable."""
     _LOADERS[name] = loader
 
 
-def engine_class(name: str) -> type[Engine]:
+def engine_class(name: str) -> type[MoEEngine]:
     check_choice(name, "engine", _LOADERS)
     return _LOADERS[name]()
 
@@ -36,13 +36,13 @@ def available_engines() -> list[str]:
     return names
 
 
-def _load_numpy() -> type[Engine]:
+def _load_numpy() -> type[MoEEngine]:
     from strop.moe.reference.engine import NumpyEngine
 
     return NumpyEngine
 
 
-def _load_native() -> type[Engine]:
+def _load_native() -> type[MoEEngine]:
     if _compiled.native is None:
         raise EngineUnavailable(
             f"engine='native' needs the compiled module, which is {_compiled.native_status}; engine='numpy' runs without"

@@ -6,11 +6,13 @@ Shapes: B rows, T tokens, V vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from strop._checks import as_count
+from strop._types import Array
 from strop.moe import _inputs, weights
 from strop.moe.config import MoEConfig
 from strop.moe.engine import Arrays, KVCache
@@ -44,13 +46,13 @@ class Params(dict[str, np.ndarray]):
         if self.get(name) is not array:
             self._refuse(name)
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         name = args[0] if args and isinstance(args[0], str) else "name"
         raise TypeError(f"params must keep the engine's arrays: write into them, params[{name!r}][...] = array")
 
     __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return dict, (dict(self),)  # a copy is no engine's
 
 
@@ -68,7 +70,7 @@ class MoETransformer:
         engine: str = "native",
         seed: int = 42,
         *,
-        dtype: Any = np.float32,
+        dtype: DTypeLike = np.float32,
         params: Arrays | None = None,
     ):
         if not isinstance(config, MoEConfig):
@@ -89,7 +91,7 @@ class MoETransformer:
         """{name: array} as `config.parameter_shapes()` names them; change them in place."""
         return self._params
 
-    def forward(self, tokens: Any, attention_mask: Any = None) -> np.ndarray:
+    def forward(self, tokens: Array, attention_mask: Array | None = None) -> np.ndarray:
         """logits (B, T, V) of token ids (B, T).
 
         attention_mask   (B, T), 0 at padding, wherever it stands: a padded row has the logits of the row without it.
@@ -100,7 +102,7 @@ class MoETransformer:
     __call__ = forward
 
     def logps(
-        self, tokens: Any, mask: Any = None, *, attention_mask: Any = None, temperature: float = 1.0
+        self, tokens: Array, mask: Array | None = None, *, attention_mask: Array | None = None, temperature: float = 1.0
     ) -> tuple[np.ndarray, np.ndarray]:
         """log π(token | the tokens before it) under softmax(logits / temperature), and the entropies there: (B, T), float64.
 
@@ -113,7 +115,13 @@ class MoETransformer:
         return self.engine.logps(tokens_BT, counts_BT, attention_mask_BT, temperature=float(temperature))
 
     def loss_and_grads(
-        self, tokens: Any, targets: Any, mask: Any = None, *, attention_mask: Any = None, out: Arrays | None = None
+        self,
+        tokens: Array,
+        targets: Array,
+        mask: Array | None = None,
+        *,
+        attention_mask: Array | None = None,
+        out: Arrays | None = None,
     ) -> tuple[float, Arrays]:
         """Mean cross-entropy over the targets that count + aux_loss_coef·(load-balancing loss), and every gradient.
 
@@ -128,7 +136,7 @@ class MoETransformer:
 
     def generate(
         self,
-        prompts: Any,
+        prompts: Array,
         *,
         max_new_tokens: int,
         temperature: float = 1.0,
@@ -137,7 +145,7 @@ class MoETransformer:
         num_samples: int = 1,
         seed: int | None = None,
         uniforms: np.ndarray | None = None,
-        attention_mask: Any = None,
+        attention_mask: Array | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
         cache: KVCache | None = None,
@@ -188,7 +196,7 @@ class MoETransformer:
         return Generation(new_BT[:, :width], logps_BT[:, :width], lengths_B)
 
     def _prompt_batch(
-        self, prompts: Any, attention_mask: Any, cache: KVCache | None
+        self, prompts: Array, attention_mask: Array | None, cache: KVCache | None
     ) -> tuple[np.ndarray, np.ndarray | None, int]:
         """Tokens, the mask of real ones, and the most a row has, those in the cache included."""
         if isinstance(prompts, (list, tuple)):
@@ -203,7 +211,9 @@ class MoETransformer:
             lengths_B = lengths_B + cache.lengths_B
         return tokens_BT, mask_BT, int(lengths_B.max())
 
-    def _end_tokens(self, eos_token_id: Any, pad_token_id: int | None) -> tuple[tuple[int, ...], int]:
+    def _end_tokens(
+        self, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None
+    ) -> tuple[tuple[int, ...], int]:
         eos = self.config.eos_token_ids if eos_token_id is None else tuple(np.atleast_1d(eos_token_id).tolist())
         for token in eos:
             self.config.check_token(token, "eos_token_id")
@@ -219,7 +229,7 @@ class MoETransformer:
         weights.save(folder, self.config, self.params)
 
     @classmethod
-    def load(cls, folder: str | Path, engine: str = "native", *, dtype: Any = None) -> "MoETransformer":
+    def load(cls, folder: str | Path, engine: str = "native", *, dtype: DTypeLike | None = None) -> "MoETransformer":
         """Open a folder that `save` or `MixtralForCausalLM.save_pretrained` wrote.
 
         dtype   of the parameters; None keeps float64 and brings everything else to float32
@@ -227,7 +237,7 @@ class MoETransformer:
         config, params = weights.load(folder, dtype=dtype)
         return cls(config, engine, params=params)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """For deepcopy and pickle: all but the engine, which is made anew over the copied parameters."""
         return _remade, (self.config, self.engine.name, dict(self.params))
 
@@ -248,7 +258,7 @@ def _remade(config: MoEConfig, engine: str, params: Arrays) -> MoETransformer:
     return MoETransformer(config, engine, params=params)
 
 
-def initial_params(config: MoEConfig, seed: int, dtype: Any = np.float32) -> Arrays:
+def initial_params(config: MoEConfig, seed: int, dtype: DTypeLike = np.float32) -> Arrays:
     """Normal weights, norms of 1; drawn in float64, so that every dtype starts from the same numbers."""
     rng = np.random.default_rng(seed)
     return {

@@ -12,7 +12,7 @@ import numpy as np
 
 from strop import _compiled
 from strop.moe.config import MoEConfig
-from strop.moe.engine import Arrays, Engine, KVCache, Saved, SavedLogps
+from strop.moe.engine import Arrays, KVCache, MoEEngine, SavedForward, SavedLogps
 
 native: Any = _compiled.native  # `strop.moe.engine` asks for this engine only where it is built
 
@@ -33,7 +33,7 @@ class NativeCache(KVCache):
         self.lengths_B[to] = source.lengths_B[row]
 
 
-class NativeEngine(Engine):
+class NativeEngine(MoEEngine):
     name = "native"
 
     def __init__(self, config: MoEConfig, params: Arrays):
@@ -65,7 +65,7 @@ class NativeEngine(Engine):
     def forward_saved(self, tokens_BT, attention_mask_BT=None):
         logits_BTV = self._logits(tokens_BT, attention_mask_BT)
         state = self.compiled.forward_saved(tokens_BT, attention_mask_BT, logits_BTV)
-        return Saved(logits_BTV, self.compiled.aux_loss(state), state)
+        return SavedForward(logits_BTV, self.compiled.aux_loss(state), state)
 
     def backward(self, saved, dlogits_BTV, daux_loss=0.0, out=None):
         grads = self._grads(out)

@@ -27,9 +27,10 @@ import torch
 from torch import nn
 
 from strop._checks import as_count
+from strop._types import Json
 from strop.moe import _hugging_face, _inputs, weights
 from strop.moe.config import MoEConfig
-from strop.moe.engine import Engine
+from strop.moe.engine import MoEEngine
 from strop.moe.model import MoETransformer
 from strop.moe.sampling import check_temperature
 
@@ -41,7 +42,7 @@ class EnginePass(torch.autograd.Function):
     """logits_BTV and the auxiliary loss, differentiable for every parameter."""
 
     @staticmethod
-    def forward(ctx: Any, engine: Engine, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, *params: torch.Tensor):
+    def forward(ctx: Any, engine: MoEEngine, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, *params: torch.Tensor):
         ctx.set_materialize_grads(False)
         # torch then refuses a backward after an in-place change of a weight, which the engine's backward reads
         ctx.save_for_backward(*params)
@@ -69,7 +70,7 @@ class EngineLogps(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        engine: Engine,
+        engine: MoEEngine,
         tokens_BT: np.ndarray,
         counts_BT: np.ndarray,
         mask_BT: np.ndarray | None,
@@ -163,16 +164,16 @@ class MoEForCausalLM(Sealed):
     @uncompiled
     def forward(
         self,
-        input_ids: Any,
-        attention_mask: Any = None,
-        position_ids: Any = None,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         *,
-        labels: Any = None,
+        labels: torch.Tensor | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: int | torch.Tensor | None = None,
         return_dict: bool | None = None,
-        **absent: Any,
+        **absent: object,
     ) -> Any:
         """logits (B, T, V); with labels the loss; with output_router_logits the auxiliary loss too.
 
@@ -204,7 +205,12 @@ class MoEForCausalLM(Sealed):
 
     @uncompiled
     def logps(
-        self, input_ids: Any, attention_mask: Any = None, completion_mask: Any = None, *, temperature: float = 1.0
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        completion_mask: torch.Tensor | None = None,
+        *,
+        temperature: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """log π(token | the tokens before it) under softmax(logits / temperature), and the entropies there: (B, T) each.
 
@@ -222,8 +228,8 @@ class MoEForCausalLM(Sealed):
 
     def generate(
         self,
-        input_ids: Any,
-        attention_mask: Any = None,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
         *,
         max_new_tokens: int = 20,
         do_sample: bool = False,
@@ -304,14 +310,14 @@ class MoEForCausalLM(Sealed):
                 )
         return super().load_state_dict(state_dict, strict)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Json:
         """For deepcopy and pickle: all but the engine, which `__setstate__` makes anew over the copied parameters."""
         state = dict(vars(self))
         del state["_shared"]
         state["moe"] = self.moe.config, self.moe.engine.name
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Json) -> None:
         super().__setstate__(state)
         self._make_engine(*state["moe"])
 
@@ -341,7 +347,7 @@ class MoEForCausalLM(Sealed):
         """The holder of `.weight`, (V, D): the input's where they are tied."""
         return self.get_input_embeddings() if self.moe.config.tie_embeddings else self.get_submodule("lm_head")
 
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+    def gradient_checkpointing_enable(self, *args: object, **kwargs: object) -> None:
         warnings.warn(
             "gradient checkpointing has no effect here: the engine keeps the activations of a forward", stacklevel=2
         )
@@ -436,7 +442,7 @@ def _sampling(
     top_k: int | None,
     top_p: float | None,
     generator: torch.Generator | None,
-) -> dict[str, Any]:
+) -> Json:
     """transformers' arguments as `MoETransformer.generate` has them; only a sampled run draws from the generator."""
     if do_sample:
         if temperature == 0:

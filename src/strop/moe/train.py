@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from strop._checks import as_count, as_number
+from strop._types import Array, Json
 from strop.moe.model import MoETransformer
 from strop.moe.optim import AdamW, clip_scale, global_norm, warmup_cosine
 
@@ -26,7 +26,9 @@ class StepMetrics:
     tokens_per_second: float
 
 
-def next_token_batches(tokens: Any, *, batch_size: int, seq_len: int, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
+def next_token_batches(
+    tokens: Array, *, batch_size: int, seq_len: int, seed: int = 0
+) -> Iterator[dict[str, np.ndarray]]:
     """Endless batches of random windows of one long row of ids: tokens (B, T), and targets one further."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or len(tokens) <= seq_len:
@@ -40,7 +42,7 @@ def next_token_batches(tokens: Any, *, batch_size: int, seq_len: int, seed: int 
 
 def fit(
     model: MoETransformer,
-    batches: Iterable[dict[str, Any]],
+    batches: Iterable[Json],
     *,
     num_steps: int,
     learning_rate: float = 3e-3,

@@ -12,14 +12,15 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors
+from numpy.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from strop import checksums
 from strop._checks import as_count
+from strop._types import Json
 from strop.moe.config import MoEConfig
 
 Arrays = dict[str, np.ndarray]
@@ -45,7 +46,7 @@ def save(folder: str | Path, config: MoEConfig, params: Arrays) -> None:
     _write_atomically(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def load(folder: str | Path, *, dtype: Any = None) -> tuple[MoEConfig, Arrays]:
+def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[MoEConfig, Arrays]:
     """The config and parameters of a Mixtral checkpoint, as `config.parameter_shapes()` names and orders them.
 
     dtype   float32 or float64; None keeps float64 and brings everything else to float32
@@ -86,7 +87,7 @@ def check_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None
 # ---- config.json ----
 
 
-def to_mixtral(config: MoEConfig, dtype: Any = np.float32) -> dict[str, Any]:
+def to_mixtral(config: MoEConfig, dtype: DTypeLike = np.float32) -> Json:
     """config.json as transformers writes it. `strop_*` keys keep what Mixtral folds together; others ignore them."""
     eos = config.eos_token_id
     return {
@@ -122,7 +123,7 @@ def to_mixtral(config: MoEConfig, dtype: Any = np.float32) -> dict[str, Any]:
     }
 
 
-def from_mixtral(mixtral: dict[str, Any]) -> MoEConfig:
+def from_mixtral(mixtral: Json) -> MoEConfig:
     """A MoEConfig from Mixtral's config.json; what strop does not have is an error that names it."""
     if (kind := mixtral.get("model_type")) != "mixtral":
         raise ValueError(f"model_type in {CONFIG} must be 'mixtral', found {kind!r}")
@@ -164,7 +165,7 @@ _FIELDS = {
 }
 
 
-def _rope(mixtral: dict[str, Any]) -> dict[str, Any]:
+def _rope(mixtral: Json) -> Json:
     """The settings under their newer or older name; transformers takes the older where both are there."""
     rope = mixtral.get("rope_scaling") or mixtral.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -172,7 +173,7 @@ def _rope(mixtral: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _rope_fields(mixtral: dict[str, Any], head_dim: int) -> dict[str, Any]:
+def _rope_fields(mixtral: Json, head_dim: int) -> Json:
     theta = _rope(mixtral).get("rope_theta", mixtral.get("rope_theta", DEFAULT_ROPE_THETA))
     base, alpha = mixtral.get("strop_rope_base"), mixtral.get("strop_rope_alpha")
     if base is not None and alpha is not None:
@@ -182,7 +183,7 @@ def _rope_fields(mixtral: dict[str, Any], head_dim: int) -> dict[str, Any]:
     return {"rope_base": theta}
 
 
-def _refuse_unknown_features(mixtral: dict[str, Any]) -> None:
+def _refuse_unknown_features(mixtral: Json) -> None:
     window, longest = mixtral.get("sliding_window"), mixtral.get("max_position_embeddings", 0)
     rope = _rope(mixtral)
     refused = {
@@ -276,7 +277,7 @@ def _read_safetensors(file: Path) -> Arrays:
     return {name: _as_float(name, info, file) for name, info in tensors}
 
 
-def _as_float(name: str, info: dict[str, Any], file: Path) -> np.ndarray:
+def _as_float(name: str, info: Json, file: Path) -> np.ndarray:
     if info["dtype"] == "BF16":  # NumPy has no bfloat16: its bits are the upper half of a float32
         array = (np.frombuffer(info["data"], "<u2").astype(np.uint32) << 16).view(np.float32)
     elif dtype := {"F16": "<f2", "F32": "<f4", "F64": "<f8"}.get(info["dtype"]):
@@ -286,7 +287,7 @@ def _as_float(name: str, info: dict[str, Any], file: Path) -> np.ndarray:
     return array.reshape(info["shape"])
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> Json:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -298,7 +299,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _write_atomically(target: Path, write: Callable[[Path], Any]) -> None:
+def _write_atomically(target: Path, write: Callable[[Path], object]) -> None:
     """Write beside the target, bring it to the disk, then rename over it; on an error nothing is left behind."""
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)

@@ -31,10 +31,10 @@ from strop.losses.rules import NLL, TokenRule, from_text, token_terms
 from strop.ops.head import (
     IDS_MULTIPLE,
     TOKENS_MULTIPLE,
+    CountedTokens,
     Gradients,
     Head,
     LogitChunks,
-    Tokens,
     Wanted,
     add_product,
     cut,
@@ -68,7 +68,7 @@ def linear_logps(
     workspace: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probs [N], statistics [2, N], entropies [N] (empty unless asked for)."""
-    tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
+    tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     logits_at_once = (workspace or SCORE_WORKSPACE) // rows.bytes_per_logit(tokens.dtype, entropy)
     n = max(1, min(tokens.count, _SCORE_TOKENS, logits_at_once // (head.row if head.exact else 1)))
     v = head.V if head.exact else min(head.V, _score_vocabulary(n, logits_at_once, hidden_NH.device))
@@ -116,7 +116,7 @@ def linear_logps_bwd(
     workspace: int | None,
     wanted: Wanted,
 ) -> Gradients:
-    tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
+    tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     grads = empty_gradients(tokens, head, wanted)
     logit_bytes = rows.bytes_per_logit(tokens.dtype, d_entropies_N is not None)
     # a CPU's sum in float32 takes a copy of the weight
@@ -190,7 +190,7 @@ def linear_policy_terms(
     wanted: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
     """The loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
-    tokens = Tokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
+    tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
     bytes_given = train_workspace(hidden_NH.device, workspace)
     plan = _over_the_gradient(
@@ -222,7 +222,7 @@ def linear_policy_terms(
     return *rows.sums(terms_3n), tokens.spread(logps_n), grads
 
 
-def _chunk_size(tokens: Tokens, head: Head, wanted: Wanted, workspace: int) -> int:
+def _chunk_size(tokens: CountedTokens, head: Head, wanted: Wanted, workspace: int) -> int:
     """Tokens of the largest chunk: their logits and, for factors to be multiplied with, their gradients in float32."""
     logits_bytes = head.row * tokens.rows.bytes_per_logit(tokens.dtype)
     most = workspace // (logits_bytes + head.weight_VH.shape[1] * 4 * wanted.factors_can_wait)
@@ -267,7 +267,7 @@ def _over_the_gradient(
 
 
 def _policy_terms_in_blocks(
-    tokens: Tokens,
+    tokens: CountedTokens,
     head: Head,
     plan: OverTheGradient,
     per_token: tuple[torch.Tensor | None, ...],

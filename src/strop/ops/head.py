@@ -76,7 +76,7 @@ class Gradients(NamedTuple):
     bias_V: torch.Tensor
 
 
-class Tokens:
+class CountedTokens:
     """The tokens that count, out of N. Whoever knows them beforehand gives no mask: of a mask on a GPU they are waited for."""
 
     def __init__(
@@ -162,7 +162,7 @@ def round_up(number: int, multiple: int) -> int:
 class LogitChunks:
     """Logits of some tokens at a time, n of them or fewer, all in the same memory."""
 
-    def __init__(self, tokens: Tokens, head: Head, n: int) -> None:
+    def __init__(self, tokens: CountedTokens, head: Head, n: int) -> None:
         self._tokens, self._head = tokens, head
         self._memory = tokens.workspace(n * head.row)
         self.parts = cut(tokens.count, n, TOKENS_MULTIPLE)
@@ -174,7 +174,7 @@ class LogitChunks:
             yield part, hidden_nH, self._head.logits(hidden_nH, ALL, self._memory)
 
 
-def empty_gradients(tokens: Tokens, head: Head, wanted: Wanted) -> Gradients:
+def empty_gradients(tokens: CountedTokens, head: Head, wanted: Wanted) -> Gradients:
     """Memory for what is wanted. 0 where a token does not count; the weight's is written whole, unless nothing counts."""
     hidden_NH, weight_VH = tokens.hidden_NH, head.weight_VH
     whole = tokens.places is None and tokens.count > 0

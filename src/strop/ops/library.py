@@ -34,8 +34,12 @@ class LibraryOp:
         self.op = getattr(torch.ops.strop, name).default
 
     def __call__(self, *args: Any) -> Any:
-        plain = type(args[0]) in _PLAIN and not args[0].is_meta and not torch.compiler.is_compiling()
-        return self.function(*args) if plain else self.op(*args)
+        return self.function(*args) if is_plain(args[0]) else self.op(*args)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True if the tensor holds values; False within a graph that is being compiled, and on the meta device."""
+    return type(tensor) in _PLAIN and not tensor.is_meta and not torch.compiler.is_compiling()
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

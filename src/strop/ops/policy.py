@@ -69,9 +69,9 @@ def flat(logps_BT: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
 
 def check_batch(
     ids: torch.Tensor,
-    old_logps: Any,
-    rewards: Any,
-    completion_mask: Any,
+    old_logps: torch.Tensor | None,
+    rewards: torch.Tensor | None,
+    completion_mask: torch.Tensor,
     rule: PolicyRule,
     given: Given,
     ref: Any,
@@ -91,7 +91,7 @@ def check_batch(
     return PolicyBatch(rule, given, mask_BT, old_logps, _check_rewards(rewards, given, ids))
 
 
-def _check_rewards(rewards: Any, given: Given, ids: torch.Tensor) -> torch.Tensor | None:
+def _check_rewards(rewards: torch.Tensor | None, given: Given, ids: torch.Tensor) -> torch.Tensor | None:
     """The rewards, or None where advantages are given."""
     names = ("samples_per_prompt", "group_boundaries", "advantages")
     found = [name for name in names if getattr(given, name) is not None]
@@ -101,6 +101,7 @@ def _check_rewards(rewards: Any, given: Given, ids: torch.Tensor) -> torch.Tenso
         per_token(given.advantages, ids)
         return None
     check_rewards(rewards)
+    assert rewards is not None
     check_shape(rewards, "rewards", ids.shape[:1])
     check_device(rewards, "rewards", ids, "action_ids")
     return rewards

@@ -20,7 +20,7 @@ import importlib
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ Usable = Callable[..., "bool | str"]
 """Called with the operator's own arguments: true where the backend can take them, else the reason why not."""
 
 
-def _verdict(condition: Usable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _verdict(condition: Usable, args: tuple[object, ...], kwargs: dict[str, object]) -> str | None:
     """None where the condition holds, else why not."""
     usable = condition(*args, **kwargs)
     if isinstance(usable, str):
@@ -45,11 +45,11 @@ def _verdict(condition: Usable, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return None if usable else "its condition does not hold"
 
 
-def always(*args: Any, **kwargs: Any) -> bool:
+def always(*args: object, **kwargs: object) -> bool:
     return True
 
 
-def only_by_name(*args: Any, **kwargs: Any) -> str:
+def only_by_name(*args: object, **kwargs: object) -> str:
     return "it runs only where it is asked for by name"
 
 
@@ -76,7 +76,8 @@ class Explanation:
 
 
 _ops: dict[str, "Op"] = {}
-_forced: ContextVar[dict[str | None, str]] = ContextVar("strop_forced_backends", default={})  # noqa: B039 (never mutated)
+REGISTERED_BY_USER: list[str] = []  # operators that got a backend through `register`
+FORCED: ContextVar[dict[str | None, str]] = ContextVar("strop_forced_backends", default={})  # noqa: B039 (never mutated)
 
 
 class Op:
@@ -96,7 +97,7 @@ class Op:
             self._bind(args, kwargs)  # a call that does not fit says so in the operator's own words
             raise
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return get_op, (self.name,)  # there is one operator of a name: copies and pickles are that one
 
     def __repr__(self) -> str:
@@ -130,13 +131,13 @@ class Op:
 
         return add
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _bind(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}") from None
 
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+    def explain(self, *args: object, **kwargs: object) -> Explanation:
         self._bind(args, kwargs)
         forced = self.forced()
         chosen = self._choose(args, kwargs).name
@@ -156,12 +157,12 @@ class Op:
         """The backend asked for by name, and by what."""
         return _forced_choice(self.name)
 
-    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
+    def _choose(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Backend:
         return self._forced_backend(args, kwargs) or next(
             backend for backend in reversed(self._backends.values()) if _verdict(backend.when, args, kwargs) is None
         )
 
-    def _forced_backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend | None:
+    def _forced_backend(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Backend | None:
         forced = self.forced()
         if forced is None:
             return None
@@ -175,7 +176,7 @@ class Op:
 
 @constant_when_compiled  # in a compiled function the choice is made when it is compiled
 def _forced_choice(op_name: str) -> tuple[str, str] | None:
-    for choices, source in ((_forced.get(), "use_backend"), (_from_environment(), "STROP_BACKEND")):
+    for choices, source in ((FORCED.get(), "use_backend"), (_from_environment(), "STROP_BACKEND")):
         if name := choices.get(op_name) or choices.get(None):
             return name, source
     return None
@@ -202,6 +203,7 @@ def register(
 ) -> None:
     """Add a backend to an existing operator: `register("logp", "mine", my_logp, when=on_my_device)`."""
     get_op(name).backend(backend, when=when, replace=replace)(function)
+    REGISTERED_BY_USER.append(name)
 
 
 def get_op(name: str) -> Op:
@@ -220,7 +222,7 @@ def backends(name: str) -> list[str]:
     return get_op(name).backends()
 
 
-def explain(name: str, *args: Any, **kwargs: Any) -> Explanation:
+def explain(name: str, *args: object, **kwargs: object) -> Explanation:
     """Which backend the operator would choose for these arguments, and why not the others."""
     return get_op(name).explain(*args, **kwargs)
 
@@ -235,13 +237,13 @@ def use_backend(backend: str | None = None, /, **per_op: str) -> Iterator[None]:
     for name, wanted in per_op.items():
         if wanted not in backends(name):
             raise ValueError(f"unknown backend {wanted!r}; {name} has {_listed(backends(name))}")
-    choices: dict[str | None, str] = dict(_forced.get()) if backend is None else {None: backend}
+    choices: dict[str | None, str] = dict(FORCED.get()) if backend is None else {None: backend}
     choices |= per_op  # type: ignore[arg-type]  # a str is a str | None
-    token = _forced.set(choices)
+    token = FORCED.set(choices)
     try:
         yield
     finally:
-        _forced.reset(token)
+        FORCED.reset(token)
 
 
 @functools.lru_cache(maxsize=8)
@@ -262,14 +264,14 @@ def _from_environment() -> dict[str | None, str]:
     return _parse(os.environ.get("STROP_BACKEND", ""))
 
 
-def _listed(names: Any) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
 # ---- where the kernels run ----
 
 
-def on_gpu(*args: Any, **kwargs: Any) -> bool | str:
+def on_gpu(*args: object, **kwargs: object) -> bool | str:
     """Whether the kernels can take an operator's arguments, judged by the logits or hidden states; or why not."""
     tensor = _first_floats(args, kwargs)
     if tensor is None:
@@ -279,7 +281,7 @@ def on_gpu(*args: Any, **kwargs: Any) -> bool | str:
     return _cannot_take(tensor) or True
 
 
-def on_gpu_or_interpreted(*args: Any, **kwargs: Any) -> bool | str:
+def on_gpu_or_interpreted(*args: object, **kwargs: object) -> bool | str:
     """The same where the backend is asked for by name: then Triton's interpreter will do too."""
     tensor = _first_floats(args, kwargs)
     if tensor is None or tensor.device.type != "cpu":
@@ -296,7 +298,7 @@ def _interpreted() -> bool:
     return importlib.import_module("strop.ops.rows.triton_rows").INTERPRETED
 
 
-def _first_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _first_floats(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor | None:
     if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
         return args[0]  # as it nearly always is
     # by keyword in any order: the logits or hidden states decide, not log-probs in float64 that were written before them

@@ -19,12 +19,13 @@ import numpy as np
 
 from strop import _compiled
 from strop._checks import as_count, as_number, as_rewards, check_choice, like_input, rows_and_columns
+from strop._types import Array
 
 SCALES = ("group", "batch", "none")
 
 
 @_compiled.compiled
-def compute_group_advantages(rewards: Any, *, ddof: int = 0, eps: float = 0.0) -> Any:
+def compute_group_advantages(rewards: Array, *, ddof: int = 0, eps: float = 0.0) -> Any:
     """Advantages of one group: (r − mean) / (std + eps).
 
     rewards   (G,) float32 or float64; integers and booleans are taken as float64
@@ -40,7 +41,7 @@ def compute_group_advantages(rewards: Any, *, ddof: int = 0, eps: float = 0.0) -
 
 @_compiled.compiled
 def compute_batch_group_advantages(
-    rewards: Any, group_size: int | None = None, *, ddof: int = 0, eps: float = 0.0, scale: str = "group"
+    rewards: Array, group_size: int | None = None, *, ddof: int = 0, eps: float = 0.0, scale: str = "group"
 ) -> Any:
     """Advantages of P groups of G rewards in one call.
 

@@ -14,10 +14,13 @@ import numpy as np
 
 from strop import _compiled
 from strop._checks import as_log_probs, as_mask, as_number, like_input
+from strop._types import Array
 
 
 @_compiled.compiled
-def compute_gae(rewards: Any, values: Any, *, gamma: float = 1.0, lam: float = 0.95, mask: Any = None) -> Any:
+def compute_gae(
+    rewards: Array, values: Array, *, gamma: float = 1.0, lam: float = 0.95, mask: Array | None = None
+) -> Any:
     """Advantages of every token; advantages + values are the returns a critic learns.
 
     rewards   (B, T) or (T,), float32 or float64: of each token

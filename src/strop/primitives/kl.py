@@ -25,10 +25,11 @@ import numpy as np
 
 from strop import _compiled
 from strop._checks import as_log_probs, as_mask, like_input, rows_and_columns
+from strop._types import Array
 
 
 @_compiled.compiled
-def compute_token_kl(log_p: Any, log_q: Any, mask: Any = None) -> float:
+def compute_token_kl(log_p: Array, log_q: Array, mask: Array | None = None) -> float:
     """Σ exp(p)·(p − q) over all tokens.
 
     log_p, log_q   log-probs of policy and reference, float32 or float64, of one shape
@@ -38,13 +39,13 @@ def compute_token_kl(log_p: Any, log_q: Any, mask: Any = None) -> float:
 
 
 @_compiled.compiled
-def compute_token_kl_f32(log_p: Any, log_q: Any, mask: Any = None) -> float:
+def compute_token_kl_f32(log_p: Array, log_q: Array, mask: Array | None = None) -> float:
     """`compute_token_kl` with float32 required."""
     return _total("compute_token_kl", _token_kl_terms, log_p, log_q, mask, np.float32)
 
 
 @_compiled.compiled
-def compute_token_kl_schulman(log_p: Any, log_q: Any, mask: Any = None) -> float:
+def compute_token_kl_schulman(log_p: Array, log_q: Array, mask: Array | None = None) -> float:
     """k3, Σ exp(q − p) − (q − p) − 1 over all tokens; p the policy, q the reference.
 
     log_p, log_q   log-probs of policy and reference, float32 or float64, of one shape
@@ -54,13 +55,13 @@ def compute_token_kl_schulman(log_p: Any, log_q: Any, mask: Any = None) -> float
 
 
 @_compiled.compiled
-def compute_token_kl_schulman_f32(log_p: Any, log_q: Any, mask: Any = None) -> float:
+def compute_token_kl_schulman_f32(log_p: Array, log_q: Array, mask: Array | None = None) -> float:
     """`compute_token_kl_schulman` with float32 required."""
     return _total("compute_token_kl_schulman", _schulman_terms, log_p, log_q, mask, np.float32)
 
 
 @_compiled.compiled
-def compute_batch_token_kl(log_p: Any, log_q: Any, seq_len: int | None = None, mask: Any = None) -> Any:
+def compute_batch_token_kl(log_p: Array, log_q: Array, seq_len: int | None = None, mask: Array | None = None) -> Any:
     """Σ exp(p)·(p − q) of each sequence.
 
     log_p, log_q   (B·T,) with seq_len=T, or (B, T); float32 or float64
@@ -71,13 +72,17 @@ def compute_batch_token_kl(log_p: Any, log_q: Any, seq_len: int | None = None, m
 
 
 @_compiled.compiled
-def compute_batch_token_kl_f32(log_p: Any, log_q: Any, seq_len: int | None = None, mask: Any = None) -> Any:
+def compute_batch_token_kl_f32(
+    log_p: Array, log_q: Array, seq_len: int | None = None, mask: Array | None = None
+) -> Any:
     """`compute_batch_token_kl` with float32 required."""
     return _per_sequence("compute_batch_token_kl", _token_kl_terms, log_p, log_q, seq_len, mask, np.float32)
 
 
 @_compiled.compiled
-def compute_batch_token_kl_schulman(log_p: Any, log_q: Any, seq_len: int | None = None, mask: Any = None) -> Any:
+def compute_batch_token_kl_schulman(
+    log_p: Array, log_q: Array, seq_len: int | None = None, mask: Array | None = None
+) -> Any:
     """k3 of each sequence, Σ exp(q − p) − (q − p) − 1; p the policy, q the reference.
 
     log_p, log_q   (B·T,) with seq_len=T, or (B, T); float32 or float64
@@ -88,7 +93,9 @@ def compute_batch_token_kl_schulman(log_p: Any, log_q: Any, seq_len: int | None 
 
 
 @_compiled.compiled
-def compute_batch_token_kl_schulman_f32(log_p: Any, log_q: Any, seq_len: int | None = None, mask: Any = None) -> Any:
+def compute_batch_token_kl_schulman_f32(
+    log_p: Array, log_q: Array, seq_len: int | None = None, mask: Array | None = None
+) -> Any:
     """`compute_batch_token_kl_schulman` with float32 required."""
     return _per_sequence("compute_batch_token_kl_schulman", _schulman_terms, log_p, log_q, seq_len, mask, np.float32)
 
@@ -96,7 +103,9 @@ def compute_batch_token_kl_schulman_f32(log_p: Any, log_q: Any, seq_len: int | N
 Terms = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def _inputs(log_p: Any, log_q: Any, mask: Any, dtype: type | None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def _inputs(
+    log_p: Array, log_q: Array, mask: Array | None, dtype: type | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     p, q = as_log_probs(log_p, "log_p", dtype), as_log_probs(log_q, "log_q", dtype)
     if p.dtype != q.dtype:
         raise TypeError(f"log_q must be {p.dtype} as log_p is, found {q.dtype}")
@@ -105,7 +114,7 @@ def _inputs(log_p: Any, log_q: Any, mask: Any, dtype: type | None) -> tuple[np.n
     return p, q, as_mask(mask, "mask", p.shape, of="log_p")
 
 
-def _total(name: str, terms: Terms, log_p: Any, log_q: Any, mask: Any, dtype: type | None = None) -> float:
+def _total(name: str, terms: Terms, log_p: Array, log_q: Array, mask: Array | None, dtype: type | None = None) -> float:
     p, q, m = _inputs(log_p, log_q, mask, dtype)
     if kernel := _compiled.kernels.get(name):
         return kernel(p, q, m)
@@ -113,7 +122,13 @@ def _total(name: str, terms: Terms, log_p: Any, log_q: Any, mask: Any, dtype: ty
 
 
 def _per_sequence(
-    name: str, terms: Terms, log_p: Any, log_q: Any, seq_len: int | None, mask: Any, dtype: type | None = None
+    name: str,
+    terms: Terms,
+    log_p: Array,
+    log_q: Array,
+    seq_len: int | None,
+    mask: Array | None,
+    dtype: type | None = None,
 ) -> Any:
     p, q, m = _inputs(log_p, log_q, mask, dtype)
     shape = rows_and_columns(p.shape, seq_len, "log_p", "seq_len")

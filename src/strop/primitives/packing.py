@@ -7,12 +7,13 @@ import numpy as np
 
 from strop import _compiled
 from strop._checks import as_count, as_integers, is_plain_integers, is_tensor, like_input
+from strop._types import Array
 
 IGNORED_LABEL = -100
 PADDING_SEQUENCE = -1
 
 
-def pack_sequences(lengths: Any, max_length: int) -> list[list[int]]:
+def pack_sequences(lengths: Array, max_length: int) -> list[list[int]]:
     """Assign sequences to bins of at most max_length tokens, first-fit decreasing.
 
     lengths   their lengths, or the sequences themselves
@@ -32,7 +33,7 @@ def pack_sequences(lengths: Any, max_length: int) -> list[list[int]]:
 
 
 def collate_packed(
-    sequences: Sequence[Any], bins: Sequence[Sequence[int]], pad_to: int | None = None, *, pad_id: int = 0
+    sequences: Sequence[Array], bins: Sequence[Sequence[int]], pad_to: int | None = None, *, pad_id: int = 0
 ) -> dict[str, Any]:
     """Lay packed sequences out as a batch of one row per bin, for a varlen or padding-free forward.
 
@@ -70,13 +71,13 @@ def collate_packed(
     return {name: like_input(found[name], like) for name in in_order}
 
 
-def _as_list(value: Any, name: str) -> list[Any]:
+def _as_list(value: object, name: str) -> list[Any]:
     if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
         raise TypeError(f"{name} must be a sequence of sequences, found {type(value).__name__}")
     return list(value)
 
 
-def _as_lengths(lengths: Any) -> np.ndarray:
+def _as_lengths(lengths: Array) -> np.ndarray:
     if not (isinstance(lengths, np.ndarray) or is_tensor(lengths)):
         if not isinstance(lengths, Iterable):
             raise TypeError(f"lengths must be a sequence of integers or of sequences, found {type(lengths).__name__}")
@@ -88,7 +89,7 @@ def _as_lengths(lengths: Any) -> np.ndarray:
     return as_integers(lengths, "lengths")
 
 
-def _lengths_of(sequences: list[Any]) -> np.ndarray:
+def _lengths_of(sequences: Sequence[Any]) -> np.ndarray:
     for i, sequence in enumerate(sequences):
         if isinstance(sequence, (str, Mapping)) or not hasattr(sequence, "__len__"):
             raise TypeError(f"sequences[{i}] must be a sequence of token ids, found {type(sequence).__name__}")

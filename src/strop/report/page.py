@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import strop
+from strop._types import Json
 from strop.report import samples
 from strop.report.alarms import alarms_of
 from strop.report.curves import duration, percent, short, smoothing_window
@@ -99,7 +100,7 @@ def render(
     complete = "This file is complete: it loads nothing from anywhere." if version is None else ""
     scripts = ["hover.js"] if version is None else ["hover.js", "watch.js"]
     script = "\n".join((HERE / name).read_text(encoding="utf-8") for name in scripts)
-    data: list[dict] = []
+    data: list[Json] = []
     body = "".join(_section(section, data) for section in sections)
     shown = drawn(runs)
     legend = legend_of([run.name for run in shown]) if len(shown) > 1 else ""
@@ -138,14 +139,14 @@ def _tiles(tiles: Sequence[Tile]) -> str:
     return f'<div class="tiles">{"".join(drawn)}</div>' if drawn else ""
 
 
-def _section(section: Section, data: list[dict]) -> str:
+def _section(section: Section, data: list[Json]) -> str:
     under = f'<p class="under">{escape(section.under)}</p>' if section.under else ""
     charts = "".join(_chart_card(chart, data) for chart in section.charts)
     grid = f'<div class="grid">{charts}</div>' if charts else ""
     return f"<section><h2>{escape(section.title)}</h2>{under}{section.body}{grid}</section>\n"
 
 
-def _chart_card(chart: Chart, data: list[dict]) -> str:
+def _chart_card(chart: Chart, data: list[Json]) -> str:
     svg, points = line_chart(chart)
     data.append(points)
     windows = sorted({smoothing_window(len(c.values)) for c in chart.curves} - {1}) if chart.smoothed else []

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from strop._types import Json
 from strop.data.formats import as_text
 from strop.report.curves import short
 from strop.report.lines import is_number
@@ -30,7 +31,7 @@ class Side(NamedTuple):
 
 def of_run(run: Run) -> tuple[str, str]:
     """(HTML, what it shows): the same prompt early and late where there is one, else the first sampled step beside the last."""
-    by_prompt: dict[str, list[dict]] = {}
+    by_prompt: dict[str, list[Json]] = {}
     for sample in run.samples:
         by_prompt.setdefault(as_text(sample.get("prompt", "")), []).append(sample)
     again = {p: s for p, s in by_prompt.items() if s[0].get("step") != s[-1].get("step")}
@@ -103,7 +104,7 @@ def _content(completion: Any) -> str:
     return "".join(turns)
 
 
-def _pick(samples: Sequence[dict]) -> list[dict]:
+def _pick(samples: Sequence[Json]) -> list[Json]:
     """One of each prompt first, then more, up to a few."""
     firsts = {as_text(s.get("prompt", "")): s for s in reversed(samples)}
     chosen = [*reversed(firsts.values())][:MAX_SAMPLES]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from strop._types import Json
 from strop.report.curves import (
     MAX_POINTS,
     Axis,
@@ -78,7 +79,7 @@ class Chart:
 # ---- lines ----
 
 
-def line_chart(chart: Chart) -> tuple[str, dict]:
+def line_chart(chart: Chart) -> tuple[str, Json]:
     """The SVG, and what the page's script needs to show values under the pointer."""
     values = np.concatenate([np.asarray(curve.values, dtype=float) for curve in chart.curves])
     ends = [
@@ -126,7 +127,7 @@ def _y(axis: Axis, value: float) -> float:
     return round(HEIGHT - BOTTOM - axis.place(value) * (HEIGHT - BOTTOM - TOP), 1)
 
 
-def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis, most: int) -> tuple[str, dict]:
+def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis, most: int) -> tuple[str, Json]:
     """Raw values thin behind, the smoothed curve before them, a cross on the axis for each value that is no number."""
     window = smoothing_window(len(curve.values)) if chart.smoothed else 1
     crosses = "".join(_cross(_x(x_axis, s)) for s in thin_evenly(curve.broken_steps, curve.broken_steps, 60)[0])

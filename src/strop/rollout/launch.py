@@ -34,11 +34,11 @@ def compile_together(device: torch.device, launches: Sequence[Callable[[], objec
         list(threads.map(run, launches))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
     kernel[grid](*arguments, **constants)
 
 
-def compile_only(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def compile_only(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
     kernel.warmup(*arguments, grid=grid, **constants)
 
 

@@ -18,6 +18,8 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from strop._install import missing
+
 try:
     import uvicorn
     from starlette.applications import Starlette
@@ -29,7 +31,7 @@ try:
 
     from strop.rollout.http_guard import Guard, Protocol, is_loopback, json_response
 except ImportError as error:
-    raise ImportError(f'a server needs {error.name}: pip install "strop[serve]"') from None
+    raise missing("a server", error.name or "uvicorn", "serve") from None
 
 from strop.rollout.openai_answers import (
     StreamedText,

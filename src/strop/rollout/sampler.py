@@ -49,6 +49,7 @@ class Served(Sampler):
         if made is not None:
             weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
         folder, self._run = world.gathered((config.sync_folder or made, secrets.token_hex(4)))[0]
+        assert folder is not None  # the first process has made one
         self._folder, self._number, self._published = Path(folder), 0, -1
 
     def next_turn(

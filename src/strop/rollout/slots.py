@@ -167,10 +167,12 @@ def slot_cache() -> Any:
     from transformers import Cache
 
     class SlotCache(Cache):
-        def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        def update(
+            self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+        ) -> Any:
             return key_states, value_states
 
-        def get_seq_length(self, layer_idx: int | None = None, **kwargs: Any) -> int:
+        def get_seq_length(self, layer_idx: int | None = None, **kwargs: object) -> int:
             if layer_idx is not None:  # as Llama 4, whose scale depends on it, but only thousands of tokens later
                 raise Unsupported("its attention asks the cache for its length")
             return 0  # positions are always given

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, linear, rms_norm, silu
 
+from strop._types import Json
 from strop.models.attention import Pass, Rule, Unsupported, attending, current, current_pass, sdpa_without_plans
 from strop.models.trial import decoder_and_head
 from strop.rollout import slots
@@ -94,7 +95,7 @@ class Norm:
 
 
 @dataclass
-class Layer:
+class DecodeLayer:
     attention_norm: Norm
     qkv: Product
     head_norms: tuple[Norm, Norm] | None  # of q and of k
@@ -121,11 +122,11 @@ class FusedLayers:
         self.head = self.copies.joined([head], self.dtype)
         self.rotation_TCD = torch.empty(0, 2, shape.head_dim)  # cos and sin of every position
 
-    def _layer(self, layer: Any, rule: Rule) -> Layer:
+    def _layer(self, layer: Any, rule: Rule) -> DecodeLayer:
         attention, mlp, joined = layer.self_attn, layer.mlp, self.copies.joined
         qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj], self.dtype)
         norms = (_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
-        return Layer(
+        return DecodeLayer(
             _norm(layer.input_layernorm), qkv, norms, replace(rule, dropout=0.0), joined([attention.o_proj], self.dtype),
             _norm(layer.post_attention_layernorm), joined([mlp.gate_proj, mlp.up_proj], self.dtype),
             joined([mlp.down_proj], self.dtype),
@@ -193,14 +194,14 @@ class FusedLayers:
             x_NH = x_NH + update_NH
         return x_NH, rms_norm_(x_NH, norm).to(self.dtype)
 
-    def _attend(self, qkv_NE: torch.Tensor, positions_PT: torch.Tensor, index: int, layer: Layer) -> torch.Tensor:
+    def _attend(self, qkv_NE: torch.Tensor, positions_PT: torch.Tensor, index: int, layer: DecodeLayer) -> torch.Tensor:
         pass_, qkv = current_pass(), heads(qkv_NE, self.num_heads, self.head_dim, positions_PT.shape[1])
         if hasattr(pass_, "attend_unrotated"):  # the decode kernel, which rotates by itself
             return pass_.attend_unrotated(*qkv, index, layer.rule, layer.head_norms, self.rounds)
         self._rotate(qkv_NE.unflatten(1, (-1, self.head_dim)), positions_PT.flatten(), layer)
         return pass_.attend(*qkv, index, layer.rule)
 
-    def _rotate(self, qkv_NED: torch.Tensor, positions_N: torch.Tensor, layer: Layer) -> None:
+    def _rotate(self, qkv_NED: torch.Tensor, positions_N: torch.Tensor, layer: DecodeLayer) -> None:
         """Norms, where the model has them, and rotation of queries and keys, in place."""
         K, D = self.num_heads, self.head_dim
         if self.kernels:
@@ -309,7 +310,7 @@ class Copies:
     """Copies of parameters, each in a place of its own or a part of a larger one."""
 
     def __init__(self) -> None:
-        self.places: list[tuple[dict[str, Any], str]] = []
+        self.places: list[tuple[Json, str]] = []
         self.copies: list[torch.Tensor] = []
         self.adapted: list[tuple[torch.Tensor, Any]] = []  # of the copies, and the LoRA layer whose product they get
 

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -95,7 +95,7 @@ def exact_match(completions: Sequence[str], answer: Sequence[str]) -> list[float
     return [float(_as_text(completion).strip() == right) for completion, right in zip(completions, answer, strict=True)]
 
 
-def _as_text(completion: Any) -> str:
+def _as_text(completion: object) -> str:
     """A text, or the last message of a conversation."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
         completion = completion[-1].get("content")

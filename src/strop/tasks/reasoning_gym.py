@@ -10,6 +10,7 @@ from typing import Any
 
 from strop._checks import as_count, check_choice
 from strop._install import missing
+from strop._types import Json, Row
 from strop.tasks.base import DEFAULT_ROWS, SPLITS, split_of
 
 ROUNDS = 50  # of drawing, each of at least as many problems as are wanted
@@ -21,7 +22,7 @@ class ReasoningGym:
     The reward is the dataset's own score of an answer, between 0 and 1: some problems have several right answers.
     """
 
-    def __init__(self, name: str, **options: Any):
+    def __init__(self, name: str, **options: object):
         gym, datasets = _package()
         if name not in datasets:
             near = difflib.get_close_matches(name, datasets, n=1)
@@ -33,7 +34,7 @@ class ReasoningGym:
         self._make = lambda seed, size: gym.create_dataset(name, seed=seed, size=size, **options)
         self._scorer = self._make(0, 1)
 
-    def rows(self, split: str = "train", limit: int | None = None, *, seed: int = 0) -> list[dict[str, Any]]:
+    def rows(self, split: str = "train", limit: int | None = None, *, seed: int = 0) -> list[Json]:
         """Return `limit` different problems: {"prompt", "answer", "completion", "entry"}, entry for the reward.
 
         limit   None: 1000, or all that are found where there are fewer
@@ -43,7 +44,7 @@ class ReasoningGym:
         check_choice(split, "split", SPLITS)
         wanted = DEFAULT_ROWS if limit is None else as_count(limit, "limit", 1)
         first_seed = ROUNDS * (len(SPLITS) * as_count(seed, "seed", 0) + SPLITS.index(split))
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, Json] = {}
         for round_seed in range(first_seed, first_seed + ROUNDS):
             for entry in self._make(round_seed, max(wanted, 100)):
                 if split_of(entry["question"]) == split:
@@ -54,7 +55,7 @@ class ReasoningGym:
             raise ValueError(f"limit must be at most {len(found)} for {split} of {self.name}, found {wanted}")
         return [_row(e) for e in found.values()]
 
-    def reward(self, completions: Sequence[str], entry: Sequence[dict[str, Any]]) -> list[float]:
+    def reward(self, completions: Sequence[str], entry: Sequence[Row]) -> list[float]:
         if len(completions) != len(entry):
             raise ValueError(f"entry must hold one entry per completion ({len(completions)}), found {len(entry)}")
         return [float(self._scorer.score_answer(c.strip(), e)) for c, e in zip(completions, entry, strict=True)]
@@ -63,7 +64,7 @@ class ReasoningGym:
         return f"ReasoningGym({self.name.partition(':')[2]!r})"
 
 
-def _row(entry: dict[str, Any]) -> dict[str, Any]:
+def _row(entry: Row) -> Json:
     return {"prompt": entry["question"], "answer": entry["answer"], "completion": entry["answer"], "entry": entry}
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from strop._types import Json
+
 PAD, EOS = "<pad>", "<eos>"
 SPECIAL = (PAD, EOS)  # ids 0 and 1; the characters follow
 ONE_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
@@ -48,7 +50,7 @@ class CharTokenizer:
                 f"text must be written in the alphabet {self.alphabet!r}, found {error.args[0]!r} in {text!r:.80}"
             ) from None
 
-    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = False) -> dict[str, Any]:
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = False) -> Json:
         return {"input_ids": self.encode(text) if isinstance(text, str) else [self.encode(t) for t in text]}
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
@@ -104,7 +106,7 @@ class CharTokenizer:
             return None
         return found if found._to_tokenizers_format() == content else None
 
-    def _to_tokenizers_format(self) -> dict[str, Any]:
+    def _to_tokenizers_format(self) -> Json:
         """Return it in the format of the `tokenizers` package: a text is split into characters, each of which is a word."""
         special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         return {

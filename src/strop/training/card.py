@@ -2,11 +2,12 @@
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from strop import checksums
+from strop._types import Row
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
@@ -16,7 +17,7 @@ SHOWN = ("loss", "reward/mean", "preference/accuracy", "kl", "entropy_estimate",
 MOST_BARS = 60
 
 
-def write_card(trainer: "Trainer", about: Mapping[str, Any], run: Path) -> None:
+def write_card(trainer: "Trainer", about: Row, run: Path) -> None:
     """Write the card into every folder of the run that holds a model; `about` is its run.json."""
     for listed in (run / "final").rglob(checksums.FILE):  # which `save_pretrained` puts beside a model
         is_adapter = (listed.parent / "adapter_config.json").exists()
@@ -24,7 +25,7 @@ def write_card(trainer: "Trainer", about: Mapping[str, Any], run: Path) -> None:
         (listed.parent / "README.md").write_text(text, encoding="utf-8", errors="replace")
 
 
-def _card(trainer: "Trainer", about: Mapping[str, Any], title: str, is_adapter: bool) -> str:
+def _card(trainer: "Trainer", about: Row, title: str, is_adapter: bool) -> str:
     history, name = trainer.history, about["model"].get("name") or ""
     tags = ["strop", trainer.name.lower(), *(["lora"] if is_adapter else [])]
     head = [f"library_name: {'peft' if is_adapter else 'transformers'}", f"tags: [{', '.join(tags)}]"]
@@ -46,7 +47,7 @@ def _card(trainer: "Trainer", about: Mapping[str, Any], title: str, is_adapter: 
     return "\n".join(lines)
 
 
-def _made_of(trainer: "Trainer", about: Mapping[str, Any]) -> str:
+def _made_of(trainer: "Trainer", about: Row) -> str:
     model = about["model"]
     trained = f", {model['num_trained']:,} of them trained" if model["num_trained"] < model["num_parameters"] else ""
     base = f", from {model['name']}" if model.get("name") else ""
@@ -65,14 +66,14 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(BARS[round((value - low) / ((high - low) or 1) * (len(BARS) - 1))] for value in values)
 
 
-def _values(steps: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
+def _values(steps: Sequence[Row], metric: str) -> list[float]:
     return [entry[metric] for entry in steps if _is_number(entry.get(metric))]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """A resumed run's file of metrics may hold anything."""
     return isinstance(value, (int, float)) and abs(value) < 1e300
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.4g}" if _is_number(value) else ""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from strop._types import Json
 from strop.checksums import checksum
 from strop.training.checkpoint_header import CheckpointError, check_header
 
@@ -30,13 +31,13 @@ DTYPES = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 Tensors = dict[str, torch.Tensor]
-Index = dict[str, dict[str, Any]]
+Index = dict[str, Json]
 
 
 # ---- writing ----
 
 
-def write(path: str | Path, tensors: Tensors, header: dict[str, Any]) -> None:
+def write(path: str | Path, tensors: Tensors, header: Json) -> None:
     """Beside the file first, then in its place: a kill at any moment leaves the old one or the new one, whole."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -81,7 +82,7 @@ def _without_shared(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
     """Each tensor once, on the CPU; `aliases` says which names (tied weights) are the same tensor."""
     kept: Tensors = {}
     aliases: dict[str, str] = {}
-    seen: dict[Any, str] = {}
+    seen: dict[object, str] = {}
     for name, tensor in tensors.items():
         key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device))
         if tensor.numel() and key in seen:
@@ -106,7 +107,7 @@ def flush_folder(path: Path) -> None:
 # ---- reading ----
 
 
-def read(path: str | Path) -> tuple[dict[str, Any], Tensors]:
+def read(path: str | Path) -> tuple[Json, Tensors]:
     """The header and the tensors of a checkpoint, every checksum verified; a CheckpointError says what else it is."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -129,14 +130,14 @@ def read(path: str | Path) -> tuple[dict[str, Any], Tensors]:
     return header, with_aliases(header, tensors, path)
 
 
-def with_aliases(header: dict[str, Any], tensors: Tensors, path: Path) -> Tensors:
+def with_aliases(header: Json, tensors: Tensors, path: Path) -> Tensors:
     for alias, name in header["aliases"].items():
         if alias in tensors or name not in tensors:
             raise CheckpointError(f"{path}: aliases must be new names of tensors, found {alias!r:.60} for {name!r:.60}")
     return tensors | {alias: tensors[name] for alias, name in header["aliases"].items()}
 
 
-def parse_header(path: Path, text: str) -> dict[str, Any]:
+def parse_header(path: Path, text: str) -> Json:
     try:
         header = loads(text)
     except ValueError as error:
@@ -147,7 +148,7 @@ def parse_header(path: Path, text: str) -> dict[str, Any]:
     return header
 
 
-def read_index(path: Path) -> tuple[bytes, Index, dict[str, Any]]:
+def read_index(path: Path) -> tuple[bytes, Index, Json]:
     """The bytes before the tensors, the tensors' entries in the order of their places, the metadata."""
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
@@ -172,7 +173,7 @@ def read_index(path: Path) -> tuple[bytes, Index, dict[str, Any]]:
     return start + raw, index, about
 
 
-def _end_of(entry: dict[str, Any]) -> int:
+def _end_of(entry: Json) -> int:
     """Where a tensor ends; a ValueError if its entry does not agree with itself."""
     begin, end = entry["data_offsets"]
     numbers = [begin, end, *entry["shape"]]
@@ -222,7 +223,7 @@ def _what_else(start: bytes, size: int, raw: bytes) -> str:
 def loads(text: str) -> Any:
     """JSON as the standard has it: no NaN, no name twice in an object. A ValueError for everything else."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> Json:
         found = dict(pairs)
         if len(found) != len(pairs):
             raise ValueError("a name stands twice in an object")

@@ -12,11 +12,11 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from strop import checksums
+from strop._types import Json
 from strop.checksums import of_file
 from strop.distributed import World, load_tensors, save_tensors
 from strop.training.checkpoint_file import (
@@ -40,7 +40,7 @@ READ_AT_ONCE = ("rng", "extra", "tokenizer")  # parts of few bytes
 # ---- writing ----
 
 
-def write(path: Path, tensors: Tensors, header: dict[str, Any], world: World) -> None:
+def write(path: Path, tensors: Tensors, header: Json, world: World) -> None:
     """Called by all processes, with what each has; the header is the first one's. A kill leaves the old one or none."""
     path = Path(path)
     unfinished = world.from_first(lambda: _begun(path))
@@ -60,7 +60,7 @@ def _begun(path: Path) -> Path:
     return unfinished
 
 
-def _finish(unfinished: Path, path: Path, header: dict[str, Any], sums: dict[str, str]) -> None:
+def _finish(unfinished: Path, path: Path, header: Json, sums: dict[str, str]) -> None:
     text = json.dumps(header, allow_nan=False).encode()
     _write_file(unfinished / HEADER, text)
     sums[HEADER] = f"{checksums.checksum(text):08x}"
@@ -92,7 +92,7 @@ def _write_file(path: Path, data: bytes) -> None:
 # ---- reading ----
 
 
-def read(path: Path, world: World) -> tuple[dict[str, Any], Tensors]:
+def read(path: Path, world: World) -> tuple[Json, Tensors]:
     """Header and tensors, every checksum verified: each process verifies its part of the files.
 
     Large tensors are told by shape and dtype only, on the device meta; `fill` reads them.
@@ -171,7 +171,7 @@ def _tensors(path: Path, names: list[str]) -> Tensors:
     return found
 
 
-def _offsets(file: Path, about: dict[str, Any]) -> dict[str, list[int]]:
+def _offsets(file: Path, about: Json) -> dict[str, list[int]]:
     group, name = OFFSETS
     try:
         found = {key: entry[name] for key, entry in loads(about[group]).items()}

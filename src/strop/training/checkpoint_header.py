@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from strop._types import Json
 from strop.training.state import TrainState
 
 MOST_LEVELS = 20  # of objects and lists within each other
@@ -27,11 +28,11 @@ class Kind(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(float_of(value))
 
 
@@ -57,7 +58,7 @@ WORD = Kind("a whole number of 32 bits", lambda v: is_whole(v) and 0 <= v < 2**3
 PLACE = Kind("a place from 0 to 624", lambda v: is_whole(v) and 0 <= v <= 624)
 
 PLAIN_MODEL = {"kind": TEXT, "class": NAME, "frozen": [TEXT]}
-MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, Json] = {
     "plain": PLAIN_MODEL,
     "moe": PLAIN_MODEL | {"config": TREE, "engine": TEXT, "dtype": TEXT},
     "hf": PLAIN_MODEL
@@ -114,7 +115,7 @@ def check_header(header: Any, path: Path, *, of_several: bool = False) -> None:
             raise CheckpointError(f"{path}: state.{low} must be at most {high}={state[high]}, found {state[low]}")
 
 
-def check(value: Any, schema: Any, path: Path, where: str) -> None:
+def check(value: object, schema: Any, path: Path, where: str) -> None:
     """Raise a CheckpointError unless the value fits the schema; `where` is its name in the header."""
     if isinstance(schema, Kind):
         if not schema.fits(value):
@@ -148,7 +149,7 @@ def _check_object(value: Any, schema: dict[Any, Any], path: Path, where: str) ->
         check(item, known[name], path, inner + name)
 
 
-def _check_plain(value: Any, path: Path, level: int) -> None:
+def _check_plain(value: object, path: Path, level: int) -> None:
     """Numbers are finite, and nothing is nested without end."""
     if isinstance(value, float) and not math.isfinite(value):
         raise CheckpointError(f"{path}: the header must hold finite numbers, found {value}")
@@ -166,7 +167,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def check_same(found: Any, wanted: Any, path: Any, where: str) -> None:
+def check_same(found: object, wanted: object, path: object, where: str) -> None:
     """`wanted` is what was made of `found`: nothing was left out, added or turned into another type on the way."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted(found.keys() ^ wanted.keys()):
@@ -181,6 +182,6 @@ def check_same(found: Any, wanted: Any, path: Any, where: str) -> None:
         raise CheckpointError(f"{path}: {where} must be written as {shown(wanted)}, found {shown(found)}")
 
 
-def type_of(value: Any) -> type:
+def type_of(value: object) -> type:
     """JSON has one kind of number: 1 and 1.0 are the same, True is neither."""
     return float if isinstance(value, int) and not isinstance(value, bool) else type(value)

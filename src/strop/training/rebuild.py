@@ -18,13 +18,14 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from strop._install import missing
+from strop._types import Json, Row
 from strop.distributed import class_of
 from strop.models import base_model, unwrapped
 from strop.models.kinds import is_classifier
@@ -59,10 +60,10 @@ def kind_of(model: torch.nn.Module) -> str:
     return "hf" if is_classifier(model) else Policy(model).kind
 
 
-def describe(model: torch.nn.Module) -> dict[str, Any]:
+def describe(model: torch.nn.Module) -> Json:
     """How to make the model again."""
     kind = kind_of(model)
-    about: dict[str, Any] = {"kind": kind, "class": class_of(base_model(model)).__name__}
+    about: Json = {"kind": kind, "class": class_of(base_model(model)).__name__}
     if kind == "moe":
         inner = unwrapped(model)
         about |= {
@@ -84,7 +85,7 @@ def describe(model: torch.nn.Module) -> dict[str, Any]:
     return about
 
 
-def model_from(about: dict[str, Any], weights: Tensors, path: Any, argument: str, lora: Any = None) -> torch.nn.Module:
+def model_from(about: Json, weights: Tensors, path: str | Path, argument: str, lora: Any = None) -> torch.nn.Module:
     """The model of a description, its weights still to be loaded, in the dtypes of `weights`.
 
     lora   the trainer's option: its constructor puts the adapter on, so that it is left out here
@@ -122,7 +123,7 @@ def _set_dtypes_and_frozen(model: torch.nn.Module, frozen: Iterable[str], weight
 # ---- sizes ----
 
 
-def check_names_and_shapes(own: Mapping[str, Any], weights: Tensors, path: Any, name: str) -> None:
+def check_names_and_shapes(own: Row, weights: Tensors, path: str | Path, name: str) -> None:
     """Raise a CheckpointError unless the file has the weights of a model with these names and shapes."""
     if missing := sorted(own.keys() ^ weights.keys()):
         where = "the checkpoint" if missing[0] in weights else name
@@ -132,7 +133,7 @@ def check_names_and_shapes(own: Mapping[str, Any], weights: Tensors, path: Any, 
             raise CheckpointError(f"{path} must hold {key!r} of {name} as {list(own[key])}, found {list(weight.shape)}")
 
 
-def _check_sizes(trial: torch.nn.Module, weights: Tensors, path: Any, argument: str) -> None:
+def _check_sizes(trial: torch.nn.Module, weights: Tensors, path: str | Path, argument: str) -> None:
     """`trial` is on the meta device: it has shapes and no memory."""
     own = trial.state_dict()
     check_names_and_shapes({name: tensor.shape for name, tensor in own.items()}, weights, path, argument)
@@ -142,7 +143,7 @@ def _check_sizes(trial: torch.nn.Module, weights: Tensors, path: Any, argument: 
 
 
 @contextlib.contextmanager
-def at_most_parameters(most: int, path: Any, argument: str) -> Iterator[None]:
+def at_most_parameters(most: int, path: str | Path, argument: str) -> Iterator[None]:
     """Within, a model with more parameters than the file can hold is not made to its end."""
     count, own = 0, threading.get_ident()
 
@@ -160,7 +161,7 @@ def at_most_parameters(most: int, path: Any, argument: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(about: dict[str, Any], path: Any, argument: str) -> Iterator[None]:
+def _explained(about: Json, path: str | Path, argument: str) -> Iterator[None]:
     """transformers and peft, given values from anywhere, raise errors of every kind: here they become one."""
     try:
         yield
@@ -202,7 +203,7 @@ def _moe_config(model: Any) -> Any:
     return replace(model.moe.config, **ids)
 
 
-def _moe_from(about: dict[str, Any], weights: Tensors, path: Any, argument: str) -> torch.nn.Module:
+def _moe_from(about: Json, weights: Tensors, path: str | Path, argument: str) -> torch.nn.Module:
     from strop.moe import MoEConfig, MoETransformer
     from strop.moe.engines import engine_class
     from strop.moe.torch import NUMPY_DTYPES, MoEForCausalLM
@@ -222,7 +223,7 @@ def _moe_from(about: dict[str, Any], weights: Tensors, path: Any, argument: str)
     return model
 
 
-def _hugging_face_from(about: dict[str, Any]) -> Any:
+def _hugging_face_from(about: Json) -> Any:
     """On the device and with the generators of the context it is called in."""
     import transformers
 
@@ -257,7 +258,7 @@ def _check_config(config: Any) -> None:
             raise ValueError(f"its config must have a {name!r:.60} of at most {LONGEST_LIST}, found {shown(value)}")
 
 
-def _moved(model: Any, device: str, path: Any) -> Any:
+def _moved(model: Any, device: str, path: str | Path) -> Any:
     """Return the model on the device it was on, or on the first of that kind; on the CPU where there is none."""
     where = torch.device(device)
     if where.type not in ACCELERATORS:
@@ -272,7 +273,7 @@ def _moved(model: Any, device: str, path: Any) -> Any:
 # ---- adapters ----
 
 
-def check_lora(lora: Any, weights: Tensors, path: Any) -> None:
+def check_lora(lora: Any, weights: Tensors, path: str | Path) -> None:
     """The trainer makes the adapter of its option `lora`: the file must hold its weights, of that rank."""
     ranks = {weight.shape[:1] for name, weight in weights.items() if ".lora_A." in name or ".lora_embedding_A." in name}
     if ranks != {(lora.r,)}:
@@ -280,7 +281,7 @@ def check_lora(lora: Any, weights: Tensors, path: Any) -> None:
         raise CheckpointError(f"{path} must hold adapters of rank {shown(lora.r)} as config.lora.r says, found {found}")
 
 
-def _with_adapters(model: Any, about: dict[str, Any], lora: Any) -> Any:
+def _with_adapters(model: Any, about: Json, lora: Any) -> Any:
     """The model with the adapter that the trainer's option `lora` makes, or with those of the description."""
     if lora is not None:
         from strop.models.prepare import with_lora
@@ -332,7 +333,7 @@ def tokenizer_files(tokenizer: Any) -> Tensors:
         }
 
 
-def tokenizer_from(kind: str | None, files: Tensors, path: Any) -> Any:
+def tokenizer_from(kind: str | None, files: Tensors, path: str | Path) -> Any:
     """The tokenizer again: strop's own, or one that transformers makes without running code of the file."""
     if kind is None:
         return None
@@ -360,7 +361,7 @@ def tokenizer_from(kind: str | None, files: Tensors, path: Any) -> Any:
             ) from error
 
 
-def _put_file(folder: Path, name: str, content: torch.Tensor, path: Any) -> None:
+def _put_file(folder: Path, name: str, content: torch.Tensor, path: str | Path) -> None:
     """A file of the tokenizer where it belongs: within the folder, and without code for transformers to ask about."""
     file = (folder / name).resolve() if "\0" not in name else folder
     if file == folder or not file.is_relative_to(folder) or content.dtype != torch.uint8 or content.ndim != 1:
@@ -386,7 +387,7 @@ def _put_file(folder: Path, name: str, content: torch.Tensor, path: Any) -> None
 # ---- JSON ----
 
 
-def _json_dict(config: Any) -> dict[str, Any]:
+def _json_dict(config: Any) -> Json:
     return _plain(config.to_dict())
 
 

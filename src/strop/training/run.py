@@ -1,4 +1,4 @@
-"""`Run`: where a training run stands, who is told of it, and train(): the loop around a trainer's steps."""
+"""`TrainingRun`: where a training run stands, who is told of it, and train(): the loop around a trainer's steps."""
 
 import random
 import signal
@@ -16,7 +16,7 @@ from strop.config import RunConfig
 from strop.data.ahead import rows_ahead, taken
 from strop.data.digest import digest_rows
 from strop.distributed import ALONE, World
-from strop.peers import is_of_peers, raise_if_failed
+from strop.process_failures import is_lost_process, raise_if_failed
 from strop.rollout import client
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
 from strop.training.folder import Rescue, RunFolder
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 WITHOUT_SIGNAL = "reward/zero_std_fraction"  # the metric of groups whose rewards are all equal
 
 
-class Run:
+class TrainingRun:
     """A trainer has one from the beginning: steps made by hand count in it as those of train() do.
 
     state         where it stands: steps, epochs, position in the data
@@ -320,7 +320,7 @@ class Interruption:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         is_main = bool(self._before)
         self._restore()
-        if error is not None and is_of_peers(error) and is_main:
+        if error is not None and is_lost_process(error) and is_main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which is on its way: first the error is told
 
     def _remember(self, number: int, frame: Any) -> None:

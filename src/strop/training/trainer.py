@@ -39,7 +39,7 @@ from strop.training.folder import flat, remove_run
 from strop.training.logging import Logger
 from strop.training.memory import LACKS, raise_explained
 from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
-from strop.training.run import Run, checked_callbacks, checked_loggers
+from strop.training.run import TrainingRun, checked_callbacks, checked_loggers
 from strop.training.state import History, Phases, TrainState, no_gradient, not_finite, rng_kept, told
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Trainer:
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
         check_precision(self.module)
         self.world.make_same(self.module)
-        self.run = Run(logger, callbacks, self.world)
+        self.run = TrainingRun(logger, callbacks, self.world)
         self.phases = Phases(self.policy.device)  # of the present step
         self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.reference: Any = None

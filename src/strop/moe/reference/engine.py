@@ -5,7 +5,7 @@ Shapes: B rows, T columns, N real tokens, S room of a cache, K key/value heads, 
 
 import numpy as np
 
-from strop.moe.engine import Arrays, Engine, KVCache, Saved, SavedLogps
+from strop.moe.engine import Arrays, KVCache, MoEEngine, SavedForward, SavedLogps
 from strop.moe.reference.cross_entropy import cross_entropy, cross_entropy_bwd
 from strop.moe.reference.layout import layout_of
 from strop.moe.reference.logps import logps, logps_bwd
@@ -31,7 +31,7 @@ class NumpyCache(KVCache):
         self.lengths_B[to] = length
 
 
-class NumpyEngine(Engine):
+class NumpyEngine(MoEEngine):
     name = "numpy"
 
     def forward(self, tokens_BT, attention_mask_BT=None):
@@ -43,7 +43,7 @@ class NumpyEngine(Engine):
     def forward_saved(self, tokens_BT, attention_mask_BT=None):
         tokens_N, layout = _real_tokens(tokens_BT, attention_mask_BT)
         logits_NV, aux, saved = forward(self.params, self.config, tokens_N, layout)
-        return Saved(_with_padding(logits_NV, tokens_BT, attention_mask_BT), aux, (saved, attention_mask_BT))
+        return SavedForward(_with_padding(logits_NV, tokens_BT, attention_mask_BT), aux, (saved, attention_mask_BT))
 
     def backward(self, saved, dlogits_BTV, daux_loss=0.0, out=None):
         state, attention_mask_BT = saved.state

@@ -11,8 +11,8 @@ from strop.ops.chunks import fake_gradients, train_workspace
 from strop.ops.head import (
     ALL,
     TOKENS_MULTIPLE,
+    CountedTokens,
     Head,
-    Tokens,
     Wanted,
     add_product,
     cut,
@@ -104,8 +104,8 @@ def divergence_terms(
     module, head = implementation(rows), Head.of(dtype, weight, bias)
     teacher = Head.of(teacher_dtype, teacher_weight, teacher_bias)
     tokens, teacher_tokens = (
-        Tokens(hidden_NH, None, dtype, module),
-        Tokens(teacher_hidden_NG, None, teacher_dtype, module),
+        CountedTokens(hidden_NH, None, dtype, module),
+        CountedTokens(teacher_hidden_NG, None, teacher_dtype, module),
     )
     sums = sums_in(dtype)
     most = train_workspace(hidden_NH.device, workspace) // (head.V * module.divergence_bytes(dtype, teacher_dtype))

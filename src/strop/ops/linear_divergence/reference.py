@@ -64,12 +64,16 @@ def linear_divergence(
     return DivergenceLoss((weights_n * found_n).sum(), found_n.detach())
 
 
-def _log_probs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> Any:
+def _log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
+) -> torch.Tensor:
     logits_nV = torch.nn.functional.linear(hidden, weight, bias)
     return torch.log_softmax(logits_nV.to(sums_in(computed_in(hidden))) / temperature, -1)
 
 
-def check_linear_divergence(head: Any, teacher: Any, weights: Any, beta: Any, temperature: Any, workspace: Any) -> None:
+def check_linear_divergence(
+    head: Any, teacher: Any, weights: torch.Tensor, beta: float, temperature: float, workspace: int | None
+) -> None:
     """Everything the operator asks of its arguments."""
     hidden, weight, _ = head
     check_head(*head)

@@ -1,6 +1,9 @@
 """`linear_dpo_loss` by `linear_logp`'s chunks: a pair's loss needs its two completions whole, so log-probs come first."""
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from strop.losses import PreferenceLoss
 from strop.ops.linear_dpo_loss.reference import composed, linear_dpo_loss
@@ -19,10 +22,22 @@ def linear_dpo_loss_triton(hidden, weight, ids, completion_mask, **options) -> P
 
 
 def _linear_dpo_loss(
-    linear_logp_of: Any, hidden: Any, weight: Any, ids: Any, completion_mask: Any, *, bias: Any = None,
-    ref_hidden: Any = None, ref_weight: Any = None, ref_bias: Any = None, ref_logps: Any = None,
-    temperature: float = 1.0, workspace: int | None = None, validate: bool = False, **loss_options: Any,
-) -> PreferenceLoss:  # fmt: skip
+    linear_logp_of: Callable[..., torch.Tensor],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ref_hidden: torch.Tensor | None = None,
+    ref_weight: torch.Tensor | None = None,
+    ref_bias: torch.Tensor | None = None,
+    ref_logps: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    workspace: int | None = None,
+    validate: bool = False,
+    **loss_options: Any,
+) -> PreferenceLoss:
     head, ref = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
     score_options = {"temperature": temperature, "workspace": workspace, "validate": validate}
     return composed(linear_logp_of, head, ref, ids, completion_mask, ref_logps, loss_options, score_options)

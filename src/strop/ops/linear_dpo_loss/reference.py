@@ -57,9 +57,15 @@ def linear_dpo_loss(
 
 
 def composed(
-    linear_logp_of: Callable[..., Any], head: Any, ref: Any, ids: Any, completion_mask: Any, ref_logps: Any,
-    loss_options: dict[str, Any], score_options: dict[str, Any],
-) -> PreferenceLoss:  # fmt: skip
+    linear_logp_of: Callable[..., torch.Tensor],
+    head: Any,
+    ref: Any,
+    ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    ref_logps: torch.Tensor | None,
+    loss_options: dict[str, Any],
+    score_options: dict[str, Any],
+) -> PreferenceLoss:
     """By log-probs; linear_logp_of: one backend of `linear_logp`."""
     counts = {name: loss_options.pop(name, None) for name in ("num_pairs", "num_tokens")}
     rule = PreferenceRule(**loss_options)
@@ -77,7 +83,13 @@ def composed(
 
 
 def _check(
-    rule: PreferenceRule, head: Any, ref: Any, ids: Any, completion_mask: Any, ref_logps: Any, score_options: Any
+    rule: PreferenceRule,
+    head: Any,
+    ref: Any,
+    ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    ref_logps: torch.Tensor | None,
+    score_options: Any,
 ) -> torch.Tensor:
     hidden, weight, bias = head
     check_head(hidden, weight, bias)

@@ -1,11 +1,13 @@
 """`linear_grpo_loss` of rows with a mask, by what `linear_token_loss` does with tokens."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from strop._tensors import computed_in, sums_in
 from strop.losses import PolicyLoss
+from strop.ops.linear import LMHead, loss_terms
 from strop.ops.linear_grpo_loss.reference import (
     check_linear_grpo_loss,
     composed_from_hidden,
@@ -13,7 +15,6 @@ from strop.ops.linear_grpo_loss.reference import (
     ref_logps_of,
 )
 from strop.ops.linear_logp.chunked import linear_logp_chunked, linear_logp_triton
-from strop.ops.linear_token_loss.chunked import linear_loss
 from strop.ops.policy import coefficients, flat, fused_result, rule_and_given, token_coefficients
 from strop.ops.registry import on_gpu, on_gpu_or_interpreted
 
@@ -32,7 +33,7 @@ def linear_grpo_loss_triton(hidden, weight, action_ids, old_logps, rewards, comp
 
 def _linear_grpo_loss(
     rows: str,
-    linear_logp_of: Any,
+    linear_logp_of: Callable[..., torch.Tensor],
     hidden: torch.Tensor,
     weight: torch.Tensor,
     action_ids: torch.Tensor,
@@ -59,14 +60,14 @@ def _linear_grpo_loss(
         advantages_N, weights_N = (_per_row(values, action_ids) for values in coefficients(batch))
     else:
         advantages_N, weights_N = token_coefficients(batch, dtype)
-    total, policy_and_kl, logps_N = linear_loss(
-        "linear_grpo_loss",
-        rows,
-        (hidden.reshape(-1, hidden.shape[-1]), weight, bias),
+    total, policy_and_kl, logps_N = loss_terms(
+        LMHead(hidden.reshape(-1, hidden.shape[-1]), weight, bias),
         (action_ids.reshape(-1), batch.mask_BT.reshape(-1), old_logps_N, ref_logps_N, advantages_N, weights_N),
         float(given.temperature),
         rule,
-        workspace,
+        rows=rows,
+        workspace=workspace,
+        name="linear_grpo_loss",
     )
     return fused_result(batch, advantages_N, ref_logps_N, total, policy_and_kl, logps_N)
 

@@ -76,9 +76,16 @@ def linear_grpo_loss(
 
 
 def check_linear_grpo_loss(
-    head: Any, ref: Any, action_ids: Any, old_logps: Any, rewards: Any, completion_mask: Any, workspace: Any,
-    rule: PolicyRule, given: Given,
-) -> PolicyBatch:  # fmt: skip
+    head: Any,
+    ref: Any,
+    action_ids: torch.Tensor,
+    old_logps: torch.Tensor | None,
+    rewards: torch.Tensor | None,
+    completion_mask: torch.Tensor,
+    workspace: int | None,
+    rule: PolicyRule,
+    given: Given,
+) -> PolicyBatch:
     hidden, weight, bias = head
     check_head(hidden, weight, bias)
     if hidden.ndim != 3:
@@ -116,7 +123,11 @@ def check_reference(head: Any, ref: Any) -> None:
 
 
 def ref_logps_of(
-    linear_logp_of: Callable[..., Any], batch: PolicyBatch, ref: Any, action_ids: torch.Tensor, workspace: int | None
+    linear_logp_of: Callable[..., torch.Tensor],
+    batch: PolicyBatch,
+    ref: Any,
+    action_ids: torch.Tensor,
+    workspace: int | None,
 ) -> torch.Tensor | None:
     ref_hidden, ref_weight, ref_bias = ref
     if ref_hidden is None:
@@ -129,7 +140,7 @@ def ref_logps_of(
 
 
 def composed_from_hidden(
-    linear_logp_of: Callable[..., Any], batch: PolicyBatch, head: Any, ref: Any, action_ids: torch.Tensor,
+    linear_logp_of: Callable[..., torch.Tensor], batch: PolicyBatch, head: Any, ref: Any, action_ids: torch.Tensor,
     workspace: int | None,
 ) -> PolicyLoss:  # fmt: skip
     """By log-probs; linear_logp_of: one backend of `linear_logp`."""

@@ -4,7 +4,6 @@ Shapes: `[..]` any number of leading dimensions, usually [B, T]; V the vocabular
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -46,7 +45,13 @@ def ratio_kl(
 
 
 def check_ratio_kl(
-    policy_logits: Any, ref_logits: Any, ids: Any, mask: Any, old_logps: Any, temperature: Any, validate: bool
+    policy_logits: torch.Tensor,
+    ref_logits: torch.Tensor,
+    ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    old_logps: torch.Tensor,
+    temperature: float,
+    validate: bool,
 ) -> torch.Tensor | None:
     """Everything `ratio_kl` asks of its arguments. Returns the mask as booleans."""
     as_booleans = check_logp(policy_logits, ids, temperature, mask, validate, names=LOGITS_NAMES)
@@ -57,7 +62,7 @@ def check_ratio_kl(
 
 
 def composed(
-    logp_of: Callable[..., Any],
+    logp_of: Callable[..., torch.Tensor],
     policy_logits: torch.Tensor,
     ref_logits: torch.Tensor,
     ids: torch.Tensor,

@@ -4,11 +4,11 @@ Shapes: `[.., V]` logits with any leading dimensions; N their number of rows.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from strop.losses.rules import TokenRule
+from strop.losses.rules import NLL, TokenRule
 from strop.ops.rows import (
     PolicyTerms,
     check_in_place,
@@ -21,11 +21,6 @@ from strop.ops.rows import (
 from strop.ops.rows.kernels import LOG2E
 
 INTERPRETED = kernels.logp_kernel.interpreted
-TOKEN_LOSSES = {  # others are clipped surrogates
-    "cispo": kernels.clipped_weight,
-    "sapo": kernels.soft_gate,
-    "nll": kernels.negative_logp,
-}
 
 
 def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = False) -> int:
@@ -39,7 +34,7 @@ _SCALE_BLOCK = 8192
 _SCALE_PROGRAMS = 1024  # few enough to cost nothing where there is nothing to do, enough to fill a GPU
 
 
-class Rows(NamedTuple):
+class RowLayout(NamedTuple):
     """How the rows of a tensor lie in memory: [B, T] rows with two strides, V elements each, one after another."""
 
     N: int
@@ -51,7 +46,7 @@ class Rows(NamedTuple):
     per: int  # elements in 16 bytes
 
 
-def as_rows(logits: torch.Tensor) -> tuple[torch.Tensor, Rows]:
+def as_rows(logits: torch.Tensor) -> tuple[torch.Tensor, RowLayout]:
     """The logits, copied only where they are not rows with two strides."""
     found = _rows(logits)
     if found is None:
@@ -61,17 +56,17 @@ def as_rows(logits: torch.Tensor) -> tuple[torch.Tensor, Rows]:
     return logits, found
 
 
-def _rows(logits: torch.Tensor) -> Rows | None:
+def _rows(logits: torch.Tensor) -> RowLayout | None:
     V, size = logits.shape[-1], logits.element_size()
     misaligned, per = logits.data_ptr() % 16 // size, 16 // size
     if logits.is_contiguous():
         N = logits.numel() // V
-        return Rows(N, max(N, 1), V, 0, V, misaligned, per)
+        return RowLayout(N, max(N, 1), V, 0, V, misaligned, per)
     found = strided_rows(logits)
     if found is None:
         return None
     (B, stride_B), (T, stride_T) = found
-    return Rows(B * T, max(T, 1), V, stride_B, stride_T, misaligned, per)
+    return RowLayout(B * T, max(T, 1), V, stride_B, stride_T, misaligned, per)
 
 
 class Tiling(NamedTuple):
@@ -85,7 +80,7 @@ class Tiling(NamedTuple):
     unroll: int
     stages: int = 1
 
-    def of(self, rows: Rows) -> dict[str, int]:
+    def of(self, rows: RowLayout) -> dict[str, int]:
         lanes = 32 * self.warps * self.unroll
         return {"LANES": lanes, "PER": rows.per, "STAGES": self.stages, "num_warps": self.warps}
 
@@ -270,12 +265,20 @@ def policy_terms(
         weights.contiguous(), logps_N, terms_3N, _or(factors_N, logps_N),
         terms_3N.stride(0), rows.N // advantages.shape[0], rows.V, rows.T, rows.stride_B, rows.stride_T, rows.misaligned,
         _scale(temperature), bounds.low, bounds.high, bounds.delta, rule.beta,
-        TOKEN_LOSS=TOKEN_LOSSES.get(rule.loss_type, kernels.clipped_surrogate),
+        TOKEN_LOSS=_kernel_of(rule),
         MASKED=mask_N is not None, ON_POLICY=old_logps_N is None,
         KL=0 if ref_logps_N is None else int(rule.kl_estimator[1]), GRADIENT=gradient,
         FACTORED=factored, **_policy_tiling(rows.V, gradient, factored).of(rows),
     )  # fmt: skip
     return PolicyTerms(logps_N, terms_3N, out, factors_N)
+
+
+def _kernel_of(rule: TokenRule) -> Any:
+    """Return the Triton function with the rule's formula and its derivative."""
+    if isinstance(rule, NLL):
+        return kernels.negative_logp
+    assert rule.type.kernel is not None
+    return getattr(kernels, rule.type.kernel)
 
 
 def divergence_bytes(dtype: torch.dtype, teacher_dtype: torch.dtype) -> int:
@@ -324,7 +327,7 @@ def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
         small_kernels.scale_kernel(programs, gradient, factor, size, BLOCK=_SCALE_BLOCK, num_warps=8)
 
 
-def _gradient_memory(given: torch.Tensor, logits: torch.Tensor, rows: Rows, in_place: bool) -> torch.Tensor:
+def _gradient_memory(given: torch.Tensor, logits: torch.Tensor, rows: RowLayout, in_place: bool) -> torch.Tensor:
     """The logits' own memory or some of its own; `given` are the logits before `as_rows`."""
     if not in_place:
         return empty_gradient(logits, rows.misaligned)

@@ -1,0 +1,201 @@
+"""Log-probs and losses from hidden states and an LM head, as a trainer calls them: without checks and without the registry.
+
+The operators `linear_logp`, `linear_token_loss` and `linear_grpo_loss` are the public edge. They check their arguments,
+choose a backend and call these functions. A trainer's arguments were checked when its config and its batch were made, so
+it comes here directly. Both ways run the same arithmetic.
+
+rows    which row functions compute: "torch" on any device, "triton" on a GPU, "exact" with sums of one order
+
+Shapes: N tokens, H hidden, V vocabulary.
+"""
+
+import importlib.util
+from typing import NamedTuple
+
+import torch
+
+from strop._tensors import computed_in, in_dtype, sums_in
+from strop.losses import PolicyLoss
+from strop.losses.policy import policy_loss_of
+from strop.losses.rules import TokenRule
+from strop.ops.chunks import (
+    linear_logp_backward,
+    linear_logp_forward,
+    linear_logp_with_gradient,
+    linear_policy_loss,
+    linear_policy_terms,
+    whole_rows_fit,
+)
+from strop.ops.head import Head, Wanted
+from strop.ops.library import first_order, is_plain, keep_gradients, kept_gradients
+from strop.ops.rows import implementation
+
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+class LMHead(NamedTuple):
+    """Hidden states and the LM head that makes logits of them: hidden_NH @ weight_VHᵀ + bias_V."""
+
+    hidden_NH: torch.Tensor
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None = None
+
+
+def rows_for(hidden: torch.Tensor) -> str:
+    """Return the name of the fastest row functions for these hidden states."""
+    return "triton" if hidden.is_cuda and _TRITON_INSTALLED and hidden.dtype != torch.float64 else "torch"
+
+
+# ---- log-probs ----
+
+
+def logps_and_entropies(
+    head: LMHead,
+    ids_N: torch.Tensor,
+    *,
+    rows: str,
+    mask_N: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    workspace: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log-probs [N], and the entropies [N] where they are asked for."""
+    given = *head, ids_N, mask_N, temperature
+    dtype = computed_in(head.hidden_NH)
+    settings = rows, workspace, dtype
+    if not entropy and _only_hidden_learns(head):
+        device, vocabulary = head.hidden_NH.device, len(head.weight_VH)
+        if whole_rows_fit(device, vocabulary, dtype, rows, workspace):
+            return _FrozenLinearLogp.apply(*given, settings), None
+    logps_N, entropies_N = _LinearLogp.apply(*given, entropy, settings)
+    return logps_N, entropies_N if entropy else None
+
+
+def _only_hidden_learns(head: LMHead) -> bool:
+    frozen = not head.weight_VH.requires_grad and (head.bias_V is None or not head.bias_V.requires_grad)
+    return frozen and head.hidden_NH.requires_grad and torch.is_grad_enabled()
+
+
+class _FrozenLinearLogp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_NH, weight, bias, ids_N, mask_N, temperature, settings):
+        logps_N, gradient_NH = linear_logp_with_gradient(hidden_NH, weight, bias, ids_N, mask_N, temperature, *settings)
+        ctx.save_for_backward(gradient_NH, mask_N)
+        ctx.set_materialize_grads(False)
+        return logps_N
+
+    @staticmethod
+    def backward(ctx, d_logps_N):
+        if d_logps_N is None:
+            return (None,) * 7
+        gradient_NH, mask_N = ctx.saved_tensors
+        with torch.no_grad():
+            if mask_N is not None:
+                d_logps_N = torch.where(mask_N, d_logps_N, 0.0)
+            d_hidden_NH = (gradient_NH * d_logps_N[:, None]).to(gradient_NH.dtype)
+        return first_order(d_hidden_NH, None, None, None, None, None, None)
+
+
+class _LinearLogp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_NH, weight, bias, ids_N, mask_N, temperature, entropy, settings):
+        logps_N, stats_2N, entropies_N = linear_logp_forward(
+            hidden_NH, weight, bias, ids_N, mask_N, temperature, entropy, *settings
+        )
+        ctx.save_for_backward(hidden_NH, weight, bias, ids_N, mask_N, stats_2N, entropies_N)
+        ctx.temperature, ctx.entropy, ctx.settings = temperature, entropy, settings
+        ctx.set_materialize_grads(False)
+        return logps_N, entropies_N
+
+    @staticmethod
+    def backward(ctx, d_logps_N, d_entropies_N):
+        hidden_NH, weight, bias, ids_N, mask_N, stats_2N, entropies_N = ctx.saved_tensors
+        d_entropies_N = d_entropies_N if ctx.entropy else None  # a compiled graph gives the empty one a gradient
+        if d_logps_N is None and d_entropies_N is None:
+            return (None,) * 8
+        wanted = list(ctx.needs_input_grad[:3])
+        with torch.no_grad():
+            d_logps_N = stats_2N.new_zeros(stats_2N.shape[1]) if d_logps_N is None else d_logps_N.contiguous()
+            d_entropies_N = None if d_entropies_N is None else d_entropies_N.contiguous()
+            gradients = linear_logp_backward(
+                hidden_NH, weight, bias, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N,
+                ctx.temperature, *ctx.settings, wanted,
+            )  # fmt: skip
+        found = (g if w else None for g, w in zip(gradients, wanted, strict=True))
+        return first_order(*found, None, None, None, None, None)
+
+
+# ---- losses: three products in all, two with a frozen head, because the gradients are made in the forward ----
+
+
+def token_loss(
+    head: LMHead,
+    ids_N: torch.Tensor,
+    weights_N: torch.Tensor,
+    rule: TokenRule,
+    *,
+    rows: str,
+    old_logps_N: torch.Tensor | None = None,
+    ref_logps_N: torch.Tensor | None = None,
+    advantages_N: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    workspace: int | None = None,
+) -> PolicyLoss:
+    """Return Σ weight·(token loss + beta·kl) of tokens that all count, by a rule that each row of logits suffices for."""
+    weights_N, old_N, ref_N, advantages_N = in_dtype(
+        sums_in(computed_in(head.hidden_NH)), weights_N, old_logps_N, ref_logps_N, advantages_N
+    )
+    tensors = ids_N, None, old_N, ref_N, weights_N if advantages_N is None else advantages_N, weights_N
+    total, policy_and_kl, logps_N = loss_terms(
+        head, tensors, temperature, rule, rows=rows, workspace=workspace, name="linear_token_loss"
+    )
+    policy, kl = policy_and_kl.unbind()
+    return policy_loss_of(rule, total, policy, kl, logps_N, old_N, advantages_N, ref_N)
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]
+
+
+def loss_terms(
+    head: LMHead, tensors: Tensors, temperature: float, rule: TokenRule, *, rows: str, workspace: int | None, name: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the loss, the policy's and the KL's parts [2], and log-probs [N].
+
+    tensors   ids, mask, old log-probs, reference log-probs, advantages, weights: [N] or None
+    name      the operator's name, for errors
+    """
+    wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in head]
+    settings = rows, workspace, computed_in(head.hidden_NH)
+    return _LinearTokenLoss.apply(*head, tensors, temperature, rule, settings, wanted, name)
+
+
+class _LinearTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_NH, weight, bias, tensors, temperature, rule, settings, wanted, name):
+        rows, workspace, dtype = settings
+        ids_N, mask_N, old_N, ref_N, advantages_N, weights_N = tensors
+        if is_plain(hidden_NH):
+            total, policy_and_kl, logps_N, gradients = linear_policy_terms(
+                hidden_NH, Head.of(dtype, weight, bias, rows == "exact"), ids_N, mask_N, old_N, ref_N,
+                advantages_N, weights_N, temperature, rule, implementation(rows),
+                workspace, Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
+            )  # fmt: skip
+            if wanted[2]:
+                gradients = gradients._replace(bias_V=gradients.bias_V.to(bias.dtype))
+        else:  # a graph that is being compiled: its operators take text in place of objects
+            total, policy_and_kl, logps_N, *gradients = linear_policy_loss(
+                hidden_NH, weight, bias, *tensors, temperature, rule.text, *settings, wanted
+            )
+        ctx.wanted, ctx.rows = wanted, rows
+        if any(wanted):
+            keep_gradients(ctx, name, *gradients)
+        ctx.mark_non_differentiable(policy_and_kl, logps_N)
+        ctx.set_materialize_grads(False)  # no zeros for those
+        return total, policy_and_kl, logps_N
+
+    @staticmethod
+    def backward(ctx, d_total, _policy_and_kl, _logps):
+        with torch.no_grad():
+            gradients = kept_gradients(ctx, d_total, lambda *given: implementation(ctx.rows).scale_(*given))
+        found = (g if w else None for g, w in zip(gradients, ctx.wanted, strict=True))
+        return first_order(*found, None, None, None, None, None, None)
