@@ -63,19 +63,30 @@ def prompt(draw):
     return {"prompt": [{"role": "user", "content": sentences(draw, 40)}], "answer": "4"}
 
 
+MEMORY = """
+import os, resource, sys, time
+def peak_memory():
+    "The most memory of this process, in MB. Linux counts that of the process it was forked from in ru_maxrss."
+    if os.path.exists("/proc/self/status"):
+        line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+        return int(line.split()[1]) / 1e3
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+"""
+
+
 def measured(prepare, work, folder):
-    """Run `prepare`, then `work`, both Python text, in a process of its own; return the CPU seconds and the megabytes that
-    `work` took."""
+    """Run `prepare`, then `work`, both Python text, in a process of its own; return the CPU seconds that `work` took, and by
+    how many megabytes it raised the most memory of the process."""
     lines = [
-        "import resource, sys, time",
+        MEMORY,
         f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}",
         prepare,
-        "def memory(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == 'darwin' else 1e3)",
-        "before, start = memory(), time.process_time()",
+        "before, start = peak_memory(), time.process_time()",
         work,
-        "print('measured', time.process_time() - start, memory() - before)",
+        "print('measured', time.process_time() - start, peak_memory() - before)",
     ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    seconds, megabytes = done.stdout.split("measured")[1].split()
-    return float(seconds), float(megabytes)
+    seconds, megabytes = map(float, done.stdout.split("measured")[1].split())
+    print(f"{work}: {seconds:.2f} s, {megabytes:.0f} MB")  # shown by pytest -s
+    return seconds, megabytes
