@@ -6,13 +6,14 @@ SANITIZED := build/sanitize
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/*) $(wildcard native/*/*)
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test test-portable test-learning test-gpu test-vllm bench bench-gpu docs docs-site lint check sanitize sanitize-threads dist clean
+.PHONY: help demo test test-portable test-learning test-sizes test-gpu test-vllm bench bench-gpu docs docs-site lint check sanitize sanitize-threads dist clean
 
 help:
 	@echo "make demo       set up and run the demonstration"
 	@echo "make test       set up and run the tests"
 	@echo "make check      everything CI runs: lint, types, tests, other environments, sanitizer, documents, distribution"
 	@echo "make test-portable   the tests on other CPUs, threads, locales, without a home folder: an hour on 2 cores"
+	@echo "make test-sizes   tokenizers, files, runs and vocabularies of real sizes, with bounds on time and memory: minutes"
 	@echo "make test-learning   a model learns a game from nothing, with three seeds: five minutes on 2 cores"
 	@echo "make lint       style and types            make docs       tables and figures from benchmarks/results"
 	@echo "make docs-site  the documentation as a site, in build/site: dead links are errors"
@@ -59,6 +60,9 @@ test: $(INSTALLED)
 # Each environment of tests/portable.py by itself, or ENVIRONMENTS="threads locale": those whose names have such a word.
 test-portable: $(INSTALLED)
 	PYTEST_JOBS=$(PYTEST_JOBS) $(BIN)/python tests/portable.py $(ENVIRONMENTS)
+
+test-sizes: $(INSTALLED)
+	$(BIN)/python -m pytest tests/sizes -m "sizes or not sizes"
 
 test-learning: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(PYTEST_JOBS) -m learning

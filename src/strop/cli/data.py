@@ -1,5 +1,6 @@
 """`strop data check SOURCE`: what the rows are, how a model sees three of them, and which are bad."""
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +82,7 @@ def check(
 def _read(source: str, job: JobConfig) -> tuple[list[tuple[str, Json]], list[str]]:
     """(its line or number, row) of every row that can be read and shaped; what is wrong with the others."""
     from strop.data.files import checked_lines
-    from strop.data.formats import read_rows
+    from strop.data.formats import is_sharegpt, read_rows, sharegpt_messages
 
     wrong: list[str] = []
     path = Path(source).expanduser()
@@ -93,6 +94,7 @@ def _read(source: str, job: JobConfig) -> tuple[list[tuple[str, Json]], list[str
     found = []
     for where, row in named:
         try:
+            row = sharegpt_messages(row) if is_sharegpt(row) else row
             found.append((where, dict(shaped([row], job)[0])))
         except ValueError as error:
             wrong.append(str(error).replace("rows[0]", where))
@@ -155,6 +157,9 @@ def _tell(console: Console, rows: Sequence[tuple[str, Any]], kinds: Counter[str]
         if empty := [where for where, row in rows if row.get(column) == ""]:
             more = f" and {len(empty) - 3:,} more" if len(empty) > 3 else ""
             console.print(f"empty {column}: {', '.join(empty[:3])}{more}", style="yellow")
+    for told, places in _oddities(rows).items():
+        more = f" and {len(places) - 3:,} more" if len(places) > 3 else ""
+        console.print(f"{told}: {', '.join(places[:3])}{more}", style="yellow", markup=False)
     if wrong:
         console.print(f"{len(wrong):,} bad:", style="bold red")
         shown = _grouped(wrong)
@@ -164,6 +169,19 @@ def _tell(console: Console, rows: Sequence[tuple[str, Any]], kinds: Counter[str]
             console.print(f"  … and {len(shown) - MOST_TOLD:,} more")
     if not kinds and rows:
         console.print("Columns get other names with --map, such as --map prompt=question,completion=answer.")
+
+
+def _oddities(rows: Sequence[tuple[str, Any]]) -> dict[str, list[str]]:
+    """Return what is no error but hardly meant, and the places of the rows that have it."""
+    from strop.data.formats import is_equal_pair, odd_role, unknown_roles
+
+    found: dict[str, list[str]] = {}
+    for where, row in rows:
+        with contextlib.suppress(TypeError, KeyError):  # messages that are none: named among the bad rows
+            told = ["chosen and rejected are the same"] if is_equal_pair(row) else []
+            for one in dict.fromkeys([*told, *map(odd_role, unknown_roles(row))]):
+                found.setdefault(one, []).append(where)
+    return found
 
 
 def _grouped(wrong: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ import glob
 import importlib
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,10 @@ FORMATS = {
 MOST_AT_ONCE = (
     1000  # a dataset of so many rows is prepared before the first step, so that any mistake in it shows at once
 )
+ROLES = (  # that common chat templates know
+    "system", "user", "assistant", "tool", "developer", "function", "ipython", "observation", "model", "tool_response",
+)  # fmt: skip
+SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "bing": "assistant"}
 CONTENT = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 
 
@@ -78,15 +83,18 @@ def prepared(
     rows = (load_rows if (name_of(dataset) and not any_format) or (check is None and not any_format) else read_rows)(
         dataset
     )
-    found: Prepared | PreparedAhead
+    digest, found = digest_rows(rows), None
     if isinstance(rows, Streamed) and rows.on_disk:
         found = PreparedAhead(rows, prepare, name, with_thread=with_thread)
-    elif check is None or len(rows) <= MOST_AT_ONCE:
-        found = Prepared(prepare(rows, name))
-    else:
+    elif check is not None:
+        if isinstance(rows, list):  # which cannot remember what a pass over all rows found
+            rows = Streamed(len(rows), rows.__getitem__, on_disk=False)
         check(rows, name)
-        found = PreparedAhead(rows, prepare, name, column_counts(rows), with_thread)
-    found.digest = digest_rows(rows)
+        warn_of_odd_rows((rows.facts if isinstance(rows, Streamed) else None) or facts_of(rows, name), name)
+        if len(rows) > MOST_AT_ONCE:
+            found = PreparedAhead(rows, prepare, name, list(column_counts(rows)), with_thread)
+    found = Prepared(prepare(rows, name)) if found is None else found
+    found.digest = digest
     return found
 
 
@@ -104,7 +112,7 @@ def read_rows(
 ) -> Sequence[Row]:
     """Rows of a source as they are, whatever their columns.
 
-    source   a list of dicts; a file (JSONL, a JSON array, CSV, TSV or Parquet), a pattern of files or a list of them,
+    source   a list of dicts; a pandas DataFrame; a file (JSONL, a JSON array, CSV, TSV or Parquet), a pattern of files or a list of them,
              "-" for JSONL on standard input; the name of one of strop's tasks; a `datasets.Dataset` or `DatasetDict`,
              a folder `save_to_disk` wrote, or the id of one on the Hub, with a config "owner/name:config"
     split    which part of a task, a DatasetDict or an id; a file is one part
@@ -113,11 +121,46 @@ def read_rows(
     stream   leave the rows of JSONL files, Parquet files and Datasets on the disk until a step asks for them
     """
     rows = (_read_streamed if stream else _read)(source, split, limit, seed)
+    if is_sharegpt(rows[0] if len(rows) else {}):
+        rows = _with_messages(rows)
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows)))) if hasattr(rows, "select") else rows[:limit]
     if not len(rows):
         raise ValueError(f"{name_of(source) or 'the data'} must hold at least one row, found none")
     return rows
+
+
+def is_sharegpt(row: Any) -> bool:
+    """Return whether a row is in ShareGPT's format: {"conversations": [{"from": "human", "value": …}, …]}."""
+    turns = row.get("conversations") if isinstance(row, Mapping) else None
+    return (
+        is_conversation(turns) and {"from", "value"} <= turns[0].keys() and not any(row.get(name) for name in CONTENT)
+    )
+
+
+def sharegpt_messages(row: Mapping[str, Any]) -> Row:
+    """Return a row of ShareGPT's format with `messages`, in its other columns as it was."""
+    turns, others = row["conversations"], {name: value for name, value in row.items() if name != "conversations"}
+    said = [] if not (system := others.pop("system", None)) else [{"role": "system", "content": system}]
+    for i, turn in enumerate(turns):
+        if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
+            raise ValueError(f'conversations[{i}] must be a turn {{"from", "value"}}, found {turn!r:.80}')
+        said.append({"role": SPEAKERS.get(turn["from"], turn["from"]), "content": turn["value"]})
+    return {"messages": said, **others}
+
+
+def _with_messages(rows: Any) -> Sequence[Row]:
+    """Return rows of ShareGPT's format with `messages`."""
+
+    def change(row: Mapping[str, Any], i: int) -> Row:
+        try:
+            return sharegpt_messages(row)
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"rows[{i}] must have 'conversations' as the first row has: {error}") from None
+
+    if isinstance(rows, Streamed):
+        return rows.mapped(change)
+    return [change(row, i) for i, row in enumerate(rows)]
 
 
 def name_of(source: Any) -> str:
@@ -156,6 +199,8 @@ def _files_of(source: Any, split: str) -> list[str]:
 def _read(source: Any, split: str, limit: int | None, seed: int) -> Any:
     if _is_dataset(source) or isinstance(source, Streamed):
         return source
+    if hasattr(source, "to_dict") and hasattr(source, "columns"):
+        return _rows_of_frame(source)
     if isinstance(source, Mapping):  # a DatasetDict, or a plain dict of splits
         return _read(_pick_split(source, split), split, limit, seed)
     if isinstance(source, (str, os.PathLike)):
@@ -169,6 +214,15 @@ def _read(source: Any, split: str, limit: int | None, seed: int) -> Any:
             "data must have a length, found a streaming dataset: take a part of it, list(dataset.take(1000))"
         )
     raise TypeError(f"data must be a list of dicts, a path, a task's name or a Dataset, found {type(source).__name__}")
+
+
+def _rows_of_frame(frame: Any) -> list[Row]:
+    """Return the rows of a pandas DataFrame; what is missing in a row is null, and arrays are lists."""
+    present = frame.astype(object).where(frame.notna(), None)
+    return [
+        {str(name): value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
+        for row in present.to_dict("records")
+    ]
 
 
 def _read_named(name: str, split: str, limit: int | None, seed: int) -> Any:
@@ -276,7 +330,17 @@ def detect_format(row: Mapping[str, Any], where: str = "the row") -> str:
     if "prompt" in columns:
         return "prompt_only"
     _refuse_null(row, where)
-    raise ValueError(f"{where} is in no known format: {_found(row)}. Formats: {_listed(FORMATS)}")
+    raise ValueError(f"{where} is in no known format: {_found(row)}. Formats: {_listed(FORMATS)}{_way_to_map(row)}")
+
+
+def _way_to_map(row: Mapping[str, Any]) -> str:
+    """Return the options that bring rows of Alpaca's kind, and questions with answers, into a known format."""
+    if {"instruction", "output"} <= row.keys():
+        text = "{instruction}\\n{input}" if "input" in row else "{instruction}"
+        return f". Alpaca's columns: --map completion=output --template $'{text}' --chat"
+    questions = next((name for name in ("question", "query", "problem", "input") if name in row), None)
+    answers = next((name for name in ("answer", "response", "solution", "output") if name in row), None)
+    return f". Perhaps --map prompt={questions},completion={answers}" if questions and answers else ""
 
 
 def _refuse_null(row: Mapping[str, Any], where: str, names: Sequence[str] = CONTENT) -> None:
@@ -349,12 +413,44 @@ def facts_of(rows: Any, where: str = "") -> RowFacts:
         except (ValueError, TypeError) as error:
             place = rows.place if isinstance(rows, Streamed) else None
             raise type(error)(f"{error} ({place(i)})" if place else str(error)) from None
+        facts.num_equal += is_equal_pair(row)
+        for role in unknown_roles(row):
+            facts.odd_roles[role] = facts.odd_roles.get(role, 0) + 1
         names = tuple(row)
         columns[names] = columns.get(names, 0) + 1
     for names, count in columns.items():
         for name in names:
             facts.column_counts[name] = facts.column_counts.get(name, 0) + count
     return facts
+
+
+def is_equal_pair(row: Mapping[str, Any]) -> bool:
+    """Return whether the chosen completion of a pair is the rejected one: nothing can be learned from it."""
+    return row.get("chosen") is not None and bool(row["chosen"] == row.get("rejected"))
+
+
+def unknown_roles(row: Mapping[str, Any]) -> list[str]:
+    """Return the roles of the row's messages that no common chat template knows, once for each message."""
+    messages = (row.get(name) for name in CONTENT)
+    found = [one for some in messages if isinstance(some, list) for one in some if isinstance(one, Mapping)]
+    return [message["role"] for message in found if message.get("role") not in ROLES]
+
+
+def warn_of_odd_rows(facts: RowFacts, name: str) -> None:
+    """Warn once of rows that can be trained on, but hardly are what they were meant to be."""
+    if facts.num_equal:
+        pairs = "pair has" if facts.num_equal == 1 else "pairs have"
+        warnings.warn(
+            f"{name}: {facts.num_equal:,} {pairs} the same completion as chosen and as rejected", stacklevel=4
+        )
+    for role, count in facts.odd_roles.items():
+        warnings.warn(f"{name}: {odd_role(role)} in {count:,} message{'s' * (count != 1)}", stacklevel=4)
+
+
+def odd_role(role: str) -> str:
+    """Return an unusual role in words, with the usual one that it resembles."""
+    near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.5)
+    return f"the unusual role {role!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
 
 
 def column_counts(rows: Any) -> dict[str, int]:
