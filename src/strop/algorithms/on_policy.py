@@ -347,7 +347,7 @@ class PolicyGradient(OnPolicy):
             for part, result in zip(parts, updates[-1].parts, strict=True):
                 meter.add(result.metrics, sum(line.num_loss_tokens for line in part), first=len(updates) == 1)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        drawn_N = joined([line.rollout_logps_t for line in lines if line.rollout_logps_t is not None]).double()
+        drawn_N = widened(joined([line.rollout_logps_t for line in lines if line.rollout_logps_t is not None]))
         metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn_N.sum().item(), len(drawn_N))}
         metrics |= self._mismatch(lines) if self.config.recomputes else meter.first()
         self.count_tokens(sum(map(len, lines)))

@@ -35,7 +35,7 @@ def protect(layers, total, folder, call_filter):
         check(libc.unshare(NEW_USER | NEW_MOUNTS))
         maps = (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1"))
         for name, text in maps:
-            with open(f"/proc/self/{name}", "w") as file:
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
                 file.write(text)
         place, options = folder.encode(), f"size={total},nr_inodes={MAX_NODES},mode=700".encode()
         check(libc.mount(b"tmpfs", place, b"tmpfs", ctypes.c_ulong(2 | 4), options))  # no setuid, no devices
