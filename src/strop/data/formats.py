@@ -83,7 +83,8 @@ def prepared(
     rows = (load_rows if (name_of(dataset) and not any_format) or (check is None and not any_format) else read_rows)(
         dataset
     )
-    digest, found = digest_rows(rows), None
+    digest = digest_rows(rows)
+    found: Prepared | PreparedAhead | None = None
     if isinstance(rows, Streamed) and rows.on_disk:
         found = PreparedAhead(rows, prepare, name, with_thread=with_thread)
     elif check is not None:
