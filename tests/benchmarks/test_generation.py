@@ -168,7 +168,7 @@ def test_a_peer_that_fails_is_left_out_and_why_is_told(in_this_process):
 
 def test_the_page(in_this_process):
     measured = [case.measure(Method(rounds=3)) for case in generation.cases([FULL, VARIED])]
-    measured[0]["labels"]["left_out"] = {"vLLM": "it is not installed"}
+    measured[0]["labels"]["left_out"] = {"vLLM": "it is too large", "TRL": "it is not installed"}
     result = {
         "cases": measured, "method": {"rounds": 3, "confidence": 0.95}, "commit": {"id": "0123456789", "clean": None},
         "machine": {"cpu": "A CPU", "instruction_set": "avx2"}, "threads": {"usable_cpus": 2, "strop": 2}, "versions": {},
@@ -181,7 +181,8 @@ def test_the_page(in_this_process):
     assert line in text
     assert "| 0.004 s; 0.004 s |" in text
     assert "| tiny Qwen2, 64 × at most 40 tokens after 4, float32 | strop |" in text
-    assert "| vLLM | left out: it is not installed |" in text
+    assert "| vLLM | left out: it is too large |" in text
+    assert "TRL" not in text
     assert "at 0.001 TB/s" in text
     assert "Medians of 3 rollouts of each side" in text
     short = page.generation_summary(result)
