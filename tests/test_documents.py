@@ -76,7 +76,7 @@ def test_data_says_when_a_prompt_is_found_too_long():
     """tests/algorithms/test_grpo.py has that it is: dataset[3] is named before anything is sampled."""
     text = " ".join((ROOT / "docs" / "data.md").read_text(encoding="utf-8").split())
     assert "when it is sampled" not in text
-    assert "Before the first step all rows are checked and tokenised" in text
+    assert "Up to 1,000 rows are tokenised before the first step" in text
     assert "whether each prompt leaves room for `max_new_tokens`" in text
 
 

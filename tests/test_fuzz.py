@@ -236,7 +236,7 @@ def test_data_files(kind, tmp_path):
     for data in texts(DATA[kind], random.Random(kind), 200):
         path.write_bytes(data)
         rows = refusal(lambda: load_rows(path), path, ValueError, TypeError)
-        assert rows is None or repr(rows) == repr(parsed(data))
+        assert rows is None or repr(list(rows)) == repr(parsed(data))
         counts["refused" if rows is None else "exact"] += 1
     assert min(counts["refused"], counts["exact"]) > 0
     told(f"data, {kind}", counts)
@@ -354,6 +354,7 @@ def test_report_of_a_damaged_run(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "run.json"])
+@pytest.mark.filterwarnings("ignore:.*reports will lack the others")  # where steps were cut off
 def test_resume_of_a_damaged_run(name, tmp_path, no_flush):
     """It goes on, and keeps every line up to its checkpoint; or it refuses and leaves the file as it is."""
     rows = [{"prompt": [2, 3], "completion": [4 + i, 1]} for i in range(4)]

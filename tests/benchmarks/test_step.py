@@ -76,7 +76,7 @@ def test_the_page(measured, tmp_path):
     assert "| tiny, 6 × 5 tokens, float32 | TRL |" in text
     assert "| 5× [4, 6] | generate " in text
     assert "commit 012345678;" in text
-    assert "| TRL | left out: it is not installed |" in text
+    assert "left out" not in text  # TRL is not installed where a case lacks it
     short = page.step_summary(result)
     assert "| tiny, 6 × 5 tokens, float32 | TRL |" in short
     assert "| 5× [4, 6] | 3 GB |" in short

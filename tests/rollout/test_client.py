@@ -702,15 +702,15 @@ def test_resuming_one_step_ahead_is_exact(start, tmp_path, algorithm, how):
 
 def test_a_server_that_dies_one_step_ahead_leaves_a_checkpoint(start, tmp_path):
     grpo, running = stale_run(start, GRPO, group_size=4)
-    kept = grpo._learn
+    learns = grpo.learn
 
-    def learn(experience):
+    def learn(*given):
         if grpo.state.step == 1:
             grpo.sampler.servers[0].config = ServerConfig(server_timeout=0.5)
             running.stop()
-        return kept(experience)
+        return learns(*given)
 
-    grpo._learn = learn
+    grpo.learn = learn
     running.spoil = lambda path, body: "dies" if grpo.state.step == 1 and body.get("n") == 4 else None
     with pytest.warns(UserWarning, match="asked again"), pytest.raises(ServerError, match="given up after") as raised:
         grpo.train(ROWS, output_dir=tmp_path)

@@ -306,7 +306,7 @@ def test_rows_decoded_together_are_those_decoded_alone(policy):
         pieces_alone = sum(-(-len(one.ids) // 16) for request in asked for one in queue.submit(request).result(60))
         assert queue.num_turns < 12 + pieces_alone
         queue.call(lambda: None)
-        assert not queue._kept
+        assert not queue._cached
     finally:
         queue.close()
 
@@ -399,7 +399,7 @@ def serve_scripted(text, template):
     policy = as_policy(llama(eos_token_id=1, vocab_size=len(tokenizer), max_position_embeddings=1024), tokenizer)
     ids = [*tokenizer.encode(text, add_special_tokens=False), 1]
 
-    def complete(policy, prompts, sampling, num_samples, uniforms_BT, eos_ids, kept=None):
+    def complete(policy, prompts, sampling, num_samples, uniforms_BT, eos_ids, cached=None):
         said = len(prompts[0]) - complete.num_prompt
         row = torch.tensor(ids[said : said + sampling.max_new_tokens])
         return [row], [torch.zeros(len(row))]

@@ -99,7 +99,7 @@ class ServerConfig(Config):
     @property
     def urls(self) -> tuple[str, ...]:
         given = self.rollout_server or ()
-        return (given,) if isinstance(given, str) else tuple(given)
+        return tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
 
 def is_address(url: object) -> bool:

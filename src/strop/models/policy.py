@@ -48,6 +48,7 @@ from strop.ops.linear import LMHead
 from strop.ops.registry import FORCED, REGISTERED_BY_USER
 
 Result = TypeVar("Result")
+TRAINING_OPERATORS = {"linear_logp", "linear_token_loss"}
 
 
 def as_policy(model: object, tokenizer: Tokenizer | None = None) -> "Policy":
@@ -307,7 +308,9 @@ class Policy:
 
         An exact policy has one backend only.
         """
-        return not self.exact and bool(FORCED.get() or REGISTERED_BY_USER or os.environ.get("STROP_BACKEND"))
+        return not self.exact and bool(
+            FORCED.get() or REGISTERED_BY_USER & TRAINING_OPERATORS or os.environ.get("STROP_BACKEND")
+        )
 
     def check_causality(self, batch: TokenBatch) -> None:
         """Once, of a plain module, on the first batch that can tell."""

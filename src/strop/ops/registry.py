@@ -76,7 +76,7 @@ class Explanation:
 
 
 _ops: dict[str, "Op"] = {}
-REGISTERED_BY_USER: list[str] = []  # operators that got a backend through `register`
+REGISTERED_BY_USER: set[str] = set()  # operators that got a backend through `register`
 FORCED: ContextVar[dict[str | None, str]] = ContextVar("strop_forced_backends", default={})  # noqa: B039 (never mutated)
 
 
@@ -203,7 +203,7 @@ def register(
 ) -> None:
     """Add a backend to an existing operator: `register("logp", "mine", my_logp, when=on_my_device)`."""
     get_op(name).backend(backend, when=when, replace=replace)(function)
-    REGISTERED_BY_USER.append(name)
+    REGISTERED_BY_USER.add(name)
 
 
 def get_op(name: str) -> Op:
