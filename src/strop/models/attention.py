@@ -79,8 +79,10 @@ class Packed(Pass):
         for part, (T, count) in zip(
             zip(*(one.split([T * count for T, count in counts], 2) for one in states), strict=True), counts, strict=True
         ):
-            rows = (one[0].unflatten(1, (count, T)).transpose(0, 1) for one in part)  # [count, heads, T, D]
-            found.append(attention_of_rows(*rows, rule).flatten(0, 1))
+            q_rows, k_rows, v_rows = (
+                one[0].unflatten(1, (count, T)).transpose(0, 1) for one in part
+            )  # [count, heads, T, D]
+            found.append(attention_of_rows(q_rows, k_rows, v_rows, rule).flatten(0, 1))
         out_NHD = torch.cat(found)
         return (out_NHD if orders is None else out_NHD.index_select(0, orders[1]))[None]
 
