@@ -5,10 +5,11 @@ from strop.config.losses import PolicyRule, PreferenceRule, UnpairedRule
 from strop.config.offline import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
 from strop.config.on_policy import DistillConfig, GRPOConfig, OnlineDPOConfig, PPOConfig
 from strop.config.sampling import Sampling, ServerConfig, TurnsConfig
-from strop.config.training import LoRAConfig, OptimConfig, RunConfig, TrainerConfig
+from strop.config.training import QUANTIZED, LoRAConfig, OptimConfig, RunConfig, TrainerConfig
 
 __all__ = [
     "IN_TEXT",
+    "QUANTIZED",
     "Config",
     "DPOConfig",
     "DistillConfig",
