@@ -83,7 +83,9 @@ def load_model(
         if scores:
             torch.manual_seed(0)  # of the new head
         loaded_on = place if quantize is None else torch.device("cpu")
-        model, own = _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, loaded_on, options, scores)
+        model, own = _hugging_face(
+            str(folder) if folder.exists() else name, dtype, gguf_file, loaded_on, options, scores
+        )
     if quantize is not None:
         quantized.quantize(model, quantize)
         model.to(place)

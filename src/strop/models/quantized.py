@@ -67,7 +67,7 @@ class _Product(torch.autograd.Function):
         return linear(x, layer.dequantized().to(x.dtype), bias_O)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         dx = dy @ ctx.layer.dequantized().to(dy.dtype)  # dL/dx = dL/dy · W
         dbias_O = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None  # dL/db = Σ dL/dy
         return dx, dbias_O, None
