@@ -36,7 +36,7 @@ class DPO(Trainer):
     config: DPOConfig
     formats = ("preference",)
 
-    def setup(self, ref_model: Any) -> None:
+    def setup(self, ref_model: object) -> None:
         if self.config.loss.needs_reference:
             self.reference = self.policy.reference(ref_model)
         elif ref_model is not None:
@@ -51,7 +51,7 @@ class DPO(Trainer):
         """
         return self.run_step(lambda: self._step(self._pairs(prompt, chosen, rejected, prompt_mask)))
 
-    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Pair]:
+    def prepare(self, rows: Sequence[object], name: str = "dataset") -> list[Pair]:
         """Return a pair of trajectories for each row."""
         self.check_columns(rows, name)
         return pairs_of_rows(rows, self.tokenizer, self._limits, name)
@@ -130,7 +130,7 @@ class DPO(Trainer):
     def _limits(self) -> Limits:
         return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
 
-    def _pairs(self, prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any) -> list[Pair]:
+    def _pairs(self, prompt: object, chosen: object, rejected: object, prompt_mask: object) -> list[Pair]:
         padding = self.policy.padding(self.config.pad_id)
         return pairs_of_columns(prompt, chosen, rejected, prompt_mask, self.tokenizer, padding, self._limits)
 

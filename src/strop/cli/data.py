@@ -125,7 +125,7 @@ def spans_of(row: Row, tokenizer: Tokenizer) -> list[Spans]:
     return [_spans(prompt, *_line(line[0] if len(line) == 1 else tuple(line)), text=not prompt)]
 
 
-def _line(line: Any) -> tuple[Sequence[int], Sequence[bool] | None]:
+def _line(line: object) -> tuple[Sequence[int], Sequence[bool] | None]:
     """Ids and which of them count; ids alone all count."""
     return line if isinstance(line, tuple) else (line, None)
 

@@ -99,7 +99,7 @@ class Run:
         return Series(steps[is_good], values[is_good], steps[~is_good])
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, object], prefix: str = "") -> dict[str, Any]:
     """{"optim": {"eps": 1}} as {"optim.eps": 1}"""
     flat: dict[str, Any] = {}
     for key, value in tree.items():

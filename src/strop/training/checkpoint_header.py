@@ -131,7 +131,7 @@ def check(value: object, schema: Any, path: Path, where: str) -> None:
             check(item, kind, path, f"{where}[{i}]")
 
 
-def _check_object(value: Any, schema: dict[Any, Any], path: Path, where: str) -> None:
+def _check_object(value: object, schema: dict[Any, Any], path: Path, where: str) -> None:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: {where} must be an object, found {shown(value)}")
     inner = "" if where == "the header" else f"{where}."

@@ -214,7 +214,7 @@ class Rescue:
         self.before = state.step, state.updates, state.epoch, state.position
         self.rng = get_rng()
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not isinstance(error, Exception):  # not for Ctrl-C: a second one means at once
             return
         state = self.state
@@ -273,7 +273,7 @@ def _check_same_run(trainer: "Trainer", saved: "checkpoint.Saved") -> None:
             raise ValueError(f"{name} must be {old!r} as in the run of {saved.path}, found {new!r}")
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: dict[str, object], prefix: str = "") -> dict[str, Any]:
     """The values of a tree by their dotted names."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
