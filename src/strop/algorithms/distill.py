@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from strop._tensors import on_host, widened
+from strop._types import Array
 from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import DistillConfig
 from strop.config.on_policy import BETAS
@@ -89,7 +90,7 @@ class Distill(OnPolicy):
                 )
         self.reference = ServedTeacher(address, config.server)
 
-    def train_step(self, prompts: object, *, prompt_mask: object = None) -> dict[str, float]:  # type: ignore[override]
+    def train_step(self, prompts: object, *, prompt_mask: Array | None = None) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them; rows may have a completion."""
         return super().train_step(prompts, prompt_mask=prompt_mask)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from strop._tensors import on_host, widened
+from strop._types import Array
 from strop.config import DPOConfig
 from strop.data.batch import TokenBatch, on_device
 from strop.data.offline import Limits, Pair, num_tokens_of, pairs_of_columns, pairs_of_rows
@@ -130,7 +131,7 @@ class DPO(Trainer):
     def _limits(self) -> Limits:
         return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
 
-    def _pairs(self, prompt: object, chosen: object, rejected: object, prompt_mask: object) -> list[Pair]:
+    def _pairs(self, prompt: object, chosen: object, rejected: object, prompt_mask: Array | None) -> list[Pair]:
         padding = self.policy.padding(self.config.pad_id)
         return pairs_of_columns(prompt, chosen, rejected, prompt_mask, self.tokenizer, padding, self._limits)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from strop._tensors import on_host, widened, widest
+from strop._types import Array, Json
 from strop.config import KTOConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.formats import check_rows
@@ -93,7 +94,7 @@ class KTO(Trainer):
     def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return {"seen": self._seen}, {}
 
-    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, object]) -> None:
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         self._seen.copy_(tensors["seen"])
 
     # ---- inside ----
@@ -173,7 +174,7 @@ class KTO(Trainer):
     def _limits(self) -> Limits:
         return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
 
-    def _trajectories(self, prompt: Any, completion: Any, label: Any, prompt_mask: object) -> list[Trajectory]:
+    def _trajectories(self, prompt: Any, completion: Any, label: Any, prompt_mask: Array | None) -> list[Trajectory]:
         """Return a trajectory for each row of what `train_step` is given."""
         label = label.tolist() if hasattr(label, "tolist") else label  # of torch or NumPy
         if is_written(prompt, "prompt", prompt_mask):

@@ -24,6 +24,7 @@ import torch
 
 from strop import _trl
 from strop._tensors import widened
+from strop._types import Array, Json
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.inputs import as_prompts, prompts_of_dataset, reward_columns
 from strop.environments.credit import EnvironmentRewards
@@ -89,7 +90,7 @@ class OnPolicy(Trainer):
 
     # ---- prompts ----
 
-    def train_step(self, prompts: object, *, prompt_mask: object = None, **columns: Any) -> dict[str, float]:
+    def train_step(self, prompts: object, *, prompt_mask: Array | None = None, **columns: Any) -> dict[str, float]:
         """One step on a batch of prompts: sampling, rewards, updates.
 
         prompts       ids (B, P), lists of ids, texts, conversations, or rows with a "prompt"
@@ -240,7 +241,7 @@ class OnPolicy(Trainer):
         tensors, values = self.sampler.state()
         return tensors, {**values, "share": [self.world.rank, self.world.size]} if values else {}
 
-    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, object]) -> None:
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         own_share = [self.world.rank, self.world.size]
         if values and values.pop("share", [0, 1]) == own_share:  # else begun anew: the prompts are others
             self.sampler.load_state(tensors, values)

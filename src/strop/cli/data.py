@@ -110,7 +110,7 @@ def _checked(row: Row, where: str) -> str:
     return kind
 
 
-def spans_of(row: Row, tokenizer: Tokenizer) -> list[Spans]:
+def spans_of(row: Row, tokenizer: Tokenizer | None) -> list[Spans]:
     """The lines of tokens a row becomes, each in spans that count or do not: one, or of a pair two."""
     from strop.data.formats import detect_format
     from strop.data.tokenize import encode_preference, encode_prompt, encode_row

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from strop._types import Array
 from strop.primitives import pack_sequences
 
 Item = TypeVar("Item")
@@ -94,7 +95,7 @@ class Trajectory:
         return int(self.loss_mask_T.sum()) if self.rollout_logps_t is None else len(self.rollout_logps_t)
 
     @classmethod
-    def of_prompt(cls, ids: object, **known: Any) -> "Trajectory":
+    def of_prompt(cls, ids: Array, **known: Any) -> "Trajectory":
         """A prompt, with no completion yet."""
         prompt = as_ids(ids, "prompt_ids")
         return cls(prompt, torch.zeros(len(prompt), dtype=torch.bool), num_prompt=len(prompt), **known)

@@ -25,6 +25,7 @@ from typing import Any
 
 from strop import _hub
 from strop._checks import check_choice, is_conversation
+from strop._types import Json
 from strop.data.ahead import Prepare, PreparedAhead
 from strop.data.digest import digest_rows
 from strop.data.files import SUFFIXES, datasets_package, one_line, read_file
@@ -369,7 +370,7 @@ def as_text(content: object) -> str:
     return " ".join(map(str, content)) if isinstance(content, list) else str(content)
 
 
-def _message_text(message: dict[str, object]) -> str:
+def _message_text(message: Json) -> str:
     content, calls = message.get("content", ""), message.get("tool_calls")
     if not calls:
         return f"{message.get('role', '?')}: {content}"

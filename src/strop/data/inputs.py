@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from strop._checks import is_conversation
-from strop._types import Tokenizer
+from strop._types import Array, Tokenizer
 from strop.data.batch import Trajectory, as_ids
 from strop.data.formats import check_rows
 from strop.data.tokenize import encode_prompt, row_named
@@ -20,12 +20,12 @@ Padding = tuple[int | None, Sequence[int]]  # the pad id, and those that end a t
 RESERVED = ("prompt", "prompts", "completions", "completion_ids", "prompt_ids")  # what reward functions get from here
 
 
-def check_tokenizer(tokenizer: Tokenizer) -> None:
+def check_tokenizer(tokenizer: Tokenizer | None) -> None:
     if isinstance(tokenizer, str) or (tokenizer is not None and not callable(getattr(tokenizer, "encode", None))):
         raise TypeError(f"tokenizer must have encode(text) and decode(ids), found a {type(tokenizer).__name__}")
 
 
-def is_written(rows: object, name: str, mask: object = None) -> bool:
+def is_written(rows: object, name: str, mask: Array | None = None) -> bool:
     """Whether these are texts or conversations, which a tokenizer makes ids of. They have no padding to mask."""
     if not isinstance(rows, Sequence) or not len(rows):
         return False
@@ -77,7 +77,7 @@ def prompt_rows(ids: object, name: str, mask: object, pad_id: int | None, eos_id
     return rows if mask is not None else [without_padding(row, pad_id, eos_ids) for row in rows]
 
 
-def completion_rows(ids: object, name: str, num_rows: int, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
+def completion_rows(ids: Array, name: str, num_rows: int, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
     """Completions, one a prompt, each up to its first EOS."""
     rows = as_rows(ids, name)
     if len(rows) != num_rows:
@@ -183,7 +183,7 @@ def as_prompts(
 
 
 def prompts_of_dataset(
-    rows: Sequence[object], tokenizer: Tokenizer, padding: Padding, name: str, what: str
+    rows: Sequence[object], tokenizer: Tokenizer | None, padding: Padding, name: str, what: str
 ) -> list[Trajectory]:
     """Return a dataset's prompts. A column that some rows lack is None there, whichever rows share a batch."""
     check_rows(rows, ["prompt_only"], where=name, what=what)
@@ -204,7 +204,7 @@ def _is_one_prompt_of_many(first: object) -> bool:
     return isinstance(first, (str, Mapping)) or is_conversation(first)
 
 
-def _of_row(row: object, tokenizer: Tokenizer, name: str) -> Trajectory:
+def _of_row(row: object, tokenizer: Tokenizer | None, name: str) -> Trajectory:
     """Return a text, a conversation, or a row of a dataset as a prompt."""
     columns: dict[str, Any] = {}
     prompt = row
@@ -231,11 +231,11 @@ def _of_ids(prompts: object, tokenizer: Tokenizer, mask: object, padding: Paddin
     return [Trajectory.of_prompt(row, shown=_decoded(row, tokenizer)) for row in rows]
 
 
-def _decoded(ids: torch.Tensor, tokenizer: Tokenizer) -> dict[str, str]:
+def _decoded(ids: torch.Tensor, tokenizer: Tokenizer | None) -> dict[str, str]:
     return {} if tokenizer is None else {"prompts": shown_ids(ids, tokenizer)}
 
 
-def shown_ids(ids: torch.Tensor, tokenizer: Tokenizer) -> Any:
+def shown_ids(ids: torch.Tensor, tokenizer: Tokenizer | None) -> Any:
     """Return ids as reward functions see them: text with a tokenizer, else as they are."""
     if tokenizer is None:
         return ids

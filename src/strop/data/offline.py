@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from strop._types import Tokenizer
+from strop._types import Array, Tokenizer
 from strop.data.ahead import PreparedAhead
 from strop.data.batch import Trajectory
 from strop.data.formats import Prepared, check_rows, detect_format, load_rows, with_prompt
@@ -82,7 +82,13 @@ def pairs_of_rows(rows: Sequence[Any], tokenizer: Any, limits: Limits, name: str
 
 
 def pairs_of_columns(
-    prompt: Any, chosen: Any, rejected: Any, prompt_mask: object, tokenizer: Tokenizer, padding: Padding, limits: Limits
+    prompt: Any,
+    chosen: Any,
+    rejected: Any,
+    prompt_mask: Array | None,
+    tokenizer: Tokenizer | None,
+    padding: Padding,
+    limits: Limits,
 ) -> list[Pair]:
     """Return the pairs of what `train_step` is given: ids, or with a tokenizer texts or conversations."""
     if is_written(prompt, "prompt", prompt_mask):

@@ -248,14 +248,14 @@ def _num_spoken(ids: Ids, said: Ids, alone: str, encoder: Encoder) -> int:
     return same + (same < len(ids) and ids[same] in special)
 
 
-def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+def turn_ends(tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Ids that end a turn: EOS, and the special token the chat template puts behind an assistant's words."""
     text = templates.between([{"role": "user", "content": "?"}], [], tokenizer)
     first = [token for token in encode_text(text, tokenizer)[:1] if token in special_ids(tokenizer)]
     return tuple(dict.fromkeys((*eos_ids(tokenizer), *first)))
 
 
-def special_ids(tokenizer: Tokenizer) -> set[int]:
+def special_ids(tokenizer: Tokenizer | None) -> set[int]:
     return {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}
 
 
@@ -286,7 +286,7 @@ def row_named(name: str) -> Iterator[None]:
 # ---- many rows, whose texts are encoded together ----
 
 
-def encode_all(rows: Sequence[Steps[Result]], tokenizer: Tokenizer, name: str) -> list[Result]:
+def encode_all(rows: Sequence[Steps[Result]], tokenizer: Tokenizer | None, name: str) -> list[Result]:
     """Return the results of the rows; a row that fails is named as name[its number]."""
     results: dict[int, Result] = {}
     answers: dict[int, list[Ids] | None] = dict.fromkeys(range(len(rows)))
@@ -302,7 +302,7 @@ def encode_all(rows: Sequence[Steps[Result]], tokenizer: Tokenizer, name: str) -
     return [results[i] for i in range(len(rows))]
 
 
-def _answers(asked: Mapping[int, list[Text]], tokenizer: Tokenizer, name: str) -> dict[int, list[Ids] | None]:
+def _answers(asked: Mapping[int, list[Text]], tokenizer: Tokenizer | None, name: str) -> dict[int, list[Ids] | None]:
     """Return the ids of the texts that each row asks for."""
     plain = [one.text for texts in asked.values() for one in texts if not one.special_tokens]
     encode = fast_encoding(tokenizer)
@@ -315,16 +315,16 @@ def _answers(asked: Mapping[int, list[Text]], tokenizer: Tokenizer, name: str) -
     }
 
 
-def _encoded(texts: Sequence[Text], tokenizer: Tokenizer, name: str) -> list[Ids]:
+def _encoded(texts: Sequence[Text], tokenizer: Tokenizer | None, name: str) -> list[Ids]:
     with row_named(name):
         return [_encode_text(one, tokenizer) for one in texts]
 
 
-def _encode_text(one: Text, tokenizer: Tokenizer) -> Ids:
+def _encode_text(one: Text, tokenizer: Tokenizer | None) -> Ids:
     return encode_text(one.text, tokenizer, one.special_tokens)
 
 
-def _encode_one(steps: Steps[Result], tokenizer: Tokenizer) -> Result:
+def _encode_one(steps: Steps[Result], tokenizer: Tokenizer | None) -> Result:
     """Return the result of one row."""
     try:
         texts = next(steps)
@@ -334,7 +334,7 @@ def _encode_one(steps: Steps[Result], tokenizer: Tokenizer) -> Result:
         return end.value
 
 
-def fast_encoding(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[Ids]] | None:
+def fast_encoding(tokenizer: Tokenizer | None) -> Callable[[Sequence[str]], list[Ids]] | None:
     """Return a function that encodes many texts at once, as encode(text, add_special_tokens=False) does each; None where
     the tokenizer is not known to have one."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
@@ -351,7 +351,7 @@ def fast_encoding(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[Ids]] 
     return lambda texts: [found.ids for found in encode(list(texts), add_special_tokens=False)]
 
 
-def _is_of_transformers(tokenizer: Tokenizer, name: str) -> bool:
+def _is_of_transformers(tokenizer: Tokenizer | None, name: str) -> bool:
     """Return whether the method is the one that all fast tokenizers of transformers share."""
     method = getattr(getattr(tokenizer, name), "__func__", None)
     return getattr(method, "__module__", "") in (
@@ -364,7 +364,7 @@ def _is_of_transformers(tokenizer: Tokenizer, name: str) -> bool:
 # ---- ids ----
 
 
-def encode_text(text: str, tokenizer: Tokenizer, special_tokens: bool = False) -> Ids:
+def encode_text(text: str, tokenizer: Tokenizer | None, special_tokens: bool = False) -> Ids:
     """Of a text; `special_tokens`: with those a tokenizer puts before a text (BOS), without those it puts behind one."""
     if tokenizer is None:
         raise ValueError(
@@ -388,19 +388,19 @@ def _takes_special_tokens(encode: Callable[..., object]) -> bool:
     return "add_special_tokens" in inspect.signature(encode).parameters
 
 
-def is_thread_safe(tokenizer: Tokenizer) -> bool:
+def is_thread_safe(tokenizer: Tokenizer | None) -> bool:
     """Return whether two threads may use the tokenizer at once: known of transformers' fast ones, and where there is none."""
     return tokenizer is None or getattr(tokenizer, "is_fast", False) is True
 
 
-def eos_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+def eos_ids(tokenizer: Tokenizer | None) -> tuple[int, ...]:
     found = getattr(tokenizer, "eos_token_id", None)
     if found is None:
         return ()
     return tuple(found) if isinstance(found, (list, tuple)) else (found,)
 
 
-def _with_eos(ids: Ids, tokenizer: Tokenizer) -> Ids:
+def _with_eos(ids: Ids, tokenizer: Tokenizer | None) -> Ids:
     ends = eos_ids(tokenizer)
     return ids if not ends or (ids and ids[-1] in ends) else [*ids, ends[0]]
 

@@ -295,7 +295,7 @@ def schema_of(function: Callable[..., object]) -> Json:
         raise ValueError(f"tool {function.__name__} must have type hints and a docstring with Args: {error}") from None
 
 
-def _shows(tokenizer: Tokenizer, tools: Sequence[object]) -> bool:
+def _shows(tokenizer: Tokenizer | None, tools: Sequence[object]) -> bool:
     """Whether the chat template writes what tools there are."""
     messages = [{"role": "user", "content": "?"}]
     return templates.render(messages, tokenizer, {"tools": list(tools)}) != templates.render(messages, tokenizer)

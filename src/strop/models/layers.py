@@ -86,7 +86,7 @@ class Fused:
         return layers | {self.norm: lambda x: LastNorm.apply(x, self.norm.weight, _eps(self.norm))}
 
 
-def fused(model: object, rules: dict[int, Rule], exact: bool = False) -> Fused | str:
+def fused(model: torch.nn.Module, rules: dict[int, Rule], exact: bool = False) -> Fused | str:
     """The model's layers, or why they are not of the kind. `rules` are what its attention was asked for, by layer."""
     decoder = base_model(model).get_decoder()
     layers, norm = list(getattr(decoder, "layers", [])), getattr(decoder, "norm", None)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from strop._types import Json
 from strop.config import ServerConfig
 from strop.models import Policy
 
@@ -205,7 +206,7 @@ class Server:
         except (KeyError, TypeError, ValueError, IndexError):
             raise ServerError(f"{self.url} must give prompt_logprobs, found {_shown(choice)}") from None
 
-    def complete(self, asked: dict[str, object]) -> Any:
+    def complete(self, asked: Json) -> Any:
         """Everything is said, since a server takes what is not said from the model's generation_config."""
         told = {"model": self._model, "n": 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
                 "frequency_penalty": 0.0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}  # fmt: skip
@@ -245,7 +246,7 @@ class Server:
 
     # ---- HTTP ----
 
-    def post(self, path: str, body: dict[str, object]) -> Any:
+    def post(self, path: str, body: Json) -> Any:
         return self._call("POST", path, json.dumps(body))
 
     def _call(self, method: str, path: str, body: str | None = None) -> Any:

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop._types import Json
 from strop.data.formats import as_text, printable
 from strop.training.logging import JSONLLogger
 
@@ -45,7 +46,7 @@ class Callback:
         """What a checkpoint keeps of it: plain JSON values."""
         return {}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Take back what `state_dict` gave."""
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop import checksums
-from strop._types import Tokenizer
+from strop._types import Json, Tokenizer
 from strop.distributed import ALONE, World, put, whole, world
 from strop.models import base_model
 from strop.training import checkpoint_folder, rebuild
@@ -291,7 +291,7 @@ def _reference(trainer: "Trainer") -> torch.nn.Module | None:
     return None if trainer.reference is None else trainer.reference.model
 
 
-def _told(path: object, what: str, take: Any) -> None:
+def _told(path: str | Path, what: str, take: Any) -> None:
     """A user's own class takes its state back; what it cannot take is the file's fault, whatever the error is."""
     try:
         take()
@@ -363,7 +363,7 @@ def _room(value: torch.Tensor, param: torch.Tensor, moves_all: object) -> torch.
     return torch.zeros(value.shape, dtype=value.dtype, device=param.device if value.ndim or moves_all else "cpu")
 
 
-def _checked_options(group: dict[str, object], options: dict[str, object], path: object, where: str) -> dict[str, Any]:
+def _checked_options(group: Json, options: Json, path: str | Path, where: str) -> dict[str, Any]:
     """The options of a group, those of the device left out: plain values, of the types the group itself has."""
     taken = {key: value for key, value in options.items() if key not in HOW}
     for key, value in taken.items():
@@ -484,7 +484,7 @@ def save_pretrained(trainer: "Trainer", folder: str | Path, merged: bool = True)
     world.from_first(lambda: _write_pretrained(module, shards is not None, trainer.tokenizer, Path(folder), merged))
 
 
-def _write_pretrained(module: Any, is_copy: bool, tokenizer: Tokenizer, folder: Path, merged: bool) -> None:
+def _write_pretrained(module: Any, is_copy: bool, tokenizer: Tokenizer | None, folder: Path, merged: bool) -> None:
     """The checksums are put there first: a folder that a kill left half old and half new does not agree with them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:

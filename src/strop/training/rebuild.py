@@ -310,7 +310,7 @@ def _with_adapters(model: Any, about: Json, lora: object) -> Any:
 # ---- tokenizers ----
 
 
-def tokenizer_kind(tokenizer: Tokenizer) -> str | None:
+def tokenizer_kind(tokenizer: Tokenizer | None) -> str | None:
     """None for none; "strop" and "transformers" are made again from their files; else its class, for the error."""
     from strop.tasks import CharTokenizer
 

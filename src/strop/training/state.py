@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from strop._tensors import on_host
+from strop._types import Json
 from strop.distributed import World, world
 
 
@@ -269,7 +270,7 @@ def get_rng() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, values
 
 
-def check_rng(tensors: dict[str, torch.Tensor], values: dict[str, object]) -> None:
+def check_rng(tensors: dict[str, torch.Tensor], values: Json) -> None:
     """Raise a ValueError if `set_rng` would not take these states; `values` fit the table of `checkpoint_header`."""
     cuda = {f"cuda/{i}" for i in range(len(tensors))}
     if not {"torch", "numpy"} <= tensors.keys() <= {"torch", "numpy"} | cuda:

@@ -24,6 +24,7 @@ from strop import _trl
 from strop._contained import contained
 from strop._install import missing
 from strop._tensors import widened
+from strop._types import Json
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import check_rows, prepared
@@ -165,7 +166,7 @@ class Trainer:
         """An algorithm's own state for the checkpoint: tensors by name, and plain JSON values."""
         return {}, {}
 
-    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, object]) -> None:
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         """Take back what `extra_state` gave."""
 
     def update(self, losses: Iterable[Callable[[], Any]], *, has_signal: bool = False) -> Update:
@@ -473,7 +474,7 @@ class Trainer:
         finally:
             self.doing = before
 
-    def _make_config(self, config: object, options: dict[str, object]) -> Any:
+    def _make_config(self, config: object, options: Json) -> Any:
         if config is not None and not isinstance(config, self.Config):
             raise TypeError(f"config must be a {self.Config.__name__}, found {type(config).__name__}")
         makers = [cls.__init__ for cls in type(self).__mro__ if cls is not object]  # type: ignore[misc]
