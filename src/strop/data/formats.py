@@ -435,7 +435,7 @@ def unknown_roles(row: Row) -> list[str]:
     """Return the roles of the row's messages that no common chat template knows, once for each message."""
     messages = (row.get(name) for name in CONTENT)
     found = [one for some in messages if isinstance(some, list) for one in some if isinstance(one, Mapping)]
-    return [message["role"] for message in found if message.get("role") not in ROLES]
+    return [message["role"] for message in found if "role" in message and message["role"] not in ROLES]
 
 
 def warn_of_odd_rows(facts: RowFacts, name: str) -> None:
