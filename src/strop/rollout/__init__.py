@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from strop._checks import check_count
+from strop._types import Array
 from strop.data.batch import Trajectory, as_ids, sampled
 from strop.models import Policy
 from strop.rollout import decoding, native, plain
@@ -97,7 +98,7 @@ def completion_metrics(ends: Sequence[End]) -> dict[str, float]:
 
 def generate(
     policy: Policy,
-    prompts: Sequence[Any],
+    prompts: Sequence[torch.Tensor],
     sampling: Sampling,
     *,
     num_samples: int = 1,
@@ -163,7 +164,7 @@ def _check_not_nan(logps: Sequence[torch.Tensor]) -> None:
 
 
 def checked_prompts(
-    policy: Policy, prompts: Sequence[Any], sampling: Sampling, name: str = "prompts"
+    policy: Policy, prompts: Sequence[Array], sampling: Sampling, name: str = "prompts"
 ) -> list[torch.Tensor]:
     """Prompts as ids that the model can read and complete; an error names `name` and the index."""
     if len(prompts) == 0:
@@ -205,7 +206,7 @@ class Sampler:
         self._whole = None
 
     def __call__(
-        self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
+        self, prompts: Sequence[torch.Tensor], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None = None,
     ) -> Rollout:  # fmt: skip
         if seed in self._begun:
@@ -217,13 +218,18 @@ class Sampler:
         return self._begin(prompts, sampling, num_samples, seed, addresses)()
 
     def next_turn(
-        self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], cached: CachedRows
+        self,
+        prompts: Sequence[torch.Tensor],
+        sampling: Sampling,
+        seed: int,
+        addresses: Sequence[int],
+        cached: CachedRows,
     ) -> Rollout:
         """Sample one turn of rows that go on later."""
         return generate(self._whole or self.policy, prompts, sampling, seed=seed, addresses=addresses, cached=cached)
 
     def _begin(
-        self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
+        self, prompts: Sequence[torch.Tensor], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None,
     ) -> Callable[[], Rollout]:  # fmt: skip
         """A rollout with the weights as they are now; the function returned waits for it."""
@@ -241,7 +247,7 @@ class Sampler:
         )
 
     def ahead(
-        self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
+        self, prompts: Sequence[torch.Tensor], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """Begin the rollout that will be asked for with this seed."""

@@ -53,13 +53,18 @@ class Served(Sampler):
         self._folder, self._number, self._published = Path(folder), 0, -1
 
     def next_turn(
-        self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], cached: CachedRows
+        self,
+        prompts: Sequence[torch.Tensor],
+        sampling: Sampling,
+        seed: int,
+        addresses: Sequence[int],
+        cached: CachedRows,
     ) -> Rollout:
         """Sample one turn of rows that go on later. The servers have caches of their own."""
         return self(prompts, sampling, 1, seed, addresses)
 
     def _begin(
-        self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
+        self, prompts: Sequence[torch.Tensor], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None,
     ) -> Callable[[], Rollout]:  # fmt: skip
         """The first process asks the servers for the prompts of all, so that one client brings them the weights."""

@@ -45,7 +45,7 @@ class TrainingRun:
     goes_on       whether the next train() continues: after from_checkpoint, or an interruption
     """
 
-    def __init__(self, loggers: Any = None, callbacks: Any = None, world: World = ALONE):
+    def __init__(self, loggers: object = None, callbacks: object = None, world: World = ALONE):
         self.world = world
         self.loggers, self.callbacks = checked_loggers(loggers), checked_callbacks(callbacks)
         self.state = TrainState()
@@ -107,7 +107,7 @@ class TrainingRun:
             for logger in self.loggers if self.world.rank == 0 else ():
                 logger.log(timed, step=self.state.step)
 
-    def fire(self, trainer: "Trainer", event: str, *arguments: Any) -> None:
+    def fire(self, trainer: "Trainer", event: str, *arguments: object) -> None:
         for callback in list(self.callbacks):
             with contained():
                 getattr(callback, event)(trainer, *arguments)
@@ -117,8 +117,8 @@ class TrainingRun:
     def train(
         self,
         trainer: "Trainer",
-        dataset: Any,
-        eval_dataset: Any,
+        dataset: object,
+        eval_dataset: object,
         num_steps: int | None,
         num_epochs: int | None,
         output_dir: Path | None,
@@ -188,7 +188,11 @@ class TrainingRun:
             print(f"{name} is at step {state.step} of {state.total_steps}: nothing left to do", file=sys.stderr)
 
     def _steps(
-        self, trainer: "Trainer", rows: Sequence[Any], evaluation: EvaluationCallback | None, folder: RunFolder | None
+        self,
+        trainer: "Trainer",
+        rows: Sequence[object],
+        evaluation: EvaluationCallback | None,
+        folder: RunFolder | None,
     ) -> None:
         history, state = self.history, self.state
         with Interruption(self.world.is_first) as interruption:
@@ -228,7 +232,7 @@ class TrainingRun:
             interruption.signal = next((number for _, number in wishes if number), None)
         return bool(self.stop_reason or interruption.signal)
 
-    def _batches(self, rows: Sequence[Any], config: RunConfig) -> Iterator[list[Any]]:
+    def _batches(self, rows: Sequence[object], config: RunConfig) -> Iterator[list[Any]]:
         """Batches without end, from where the state stands. An epoch's order comes from (seed, epoch) alone."""
         state = self.state
         while True:
@@ -264,7 +268,7 @@ def _own_callbacks(
     return [ProgressBar(show=progress)], after
 
 
-def _without_signal(steps: list[dict[str, Any]]) -> str:
+def _without_signal(steps: list[dict[str, object]]) -> str:
     """Return what is said of a run that cannot have learned anything; nothing of any other run."""
     if not steps:
         return ""
@@ -282,7 +286,7 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> Sequence
     return order
 
 
-def checked_loggers(given: Any) -> list[Any]:
+def checked_loggers(given: object) -> list[Any]:
     """None, one or several as a list."""
     loggers = _as_list(given)
     for logger in loggers:
@@ -291,7 +295,7 @@ def checked_loggers(given: Any) -> list[Any]:
     return loggers
 
 
-def checked_callbacks(given: Any) -> list[Any]:
+def checked_callbacks(given: object) -> list[Any]:
     callbacks = _as_list(given)
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -299,7 +303,7 @@ def checked_callbacks(given: Any) -> list[Any]:
     return callbacks
 
 
-def _as_list(given: Any) -> list[Any]:
+def _as_list(given: object) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
 
 
@@ -322,13 +326,13 @@ class Interruption:
             self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         is_main = bool(self._before)
         self._restore()
         if error is not None and is_lost_process(error) and is_main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which is on its way: first the error is told
 
-    def _remember(self, number: int, frame: Any) -> None:
+    def _remember(self, number: int, frame: object) -> None:
         raise_if_failed()
         self.signal = number
         self._restore()
@@ -467,7 +471,7 @@ def on_host(values: Sequence[torch.Tensor]) -> list[float]:
 
 
 def gather_metrics(
-    metrics: Mapping[str, Any], extra: list[torch.Tensor], world: World
+    metrics: Mapping[str, object], extra: list[torch.Tensor], world: World
 ) -> tuple[dict[str, float], list[float]]:
     """The metrics of all processes as numbers, and the host's copy of `extra`, in one wait for the device.
 
@@ -487,7 +491,7 @@ def gather_metrics(
     return {name: value for name, value in found.items() if value is not None}, values[len(tensors) :]
 
 
-def _values(metric: Any) -> tuple[Any, ...]:
+def _values(metric: object) -> tuple[Any, ...]:
     return metric if isinstance(metric, KINDS) else (metric,)
 
 

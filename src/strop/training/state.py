@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from strop._types import Json
 from strop.distributed import world
 
 
@@ -117,7 +118,7 @@ def get_rng() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, values
 
 
-def check_rng(tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+def check_rng(tensors: dict[str, torch.Tensor], values: Json) -> None:
     """Raise a ValueError if `set_rng` would not take these states; `values` fit the table of `checkpoint_header`."""
     cuda = {f"cuda/{i}" for i in range(len(tensors))}
     if not {"torch", "numpy"} <= tensors.keys() <= {"torch", "numpy"} | cuda:
