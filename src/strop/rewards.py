@@ -373,7 +373,7 @@ def reward_columns(lines: Sequence[Trajectory], tokenizer: Tokenizer | None) -> 
     return columns | {name: [line.row.get(name) for line in lines] for name in names}
 
 
-def _copies(lines: Sequence[Trajectory]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _copies(lines: Sequence[Trajectory]) -> tuple[list[Any], list[Any]]:
     """Return copies of the ids of prompts and of completions."""
     if not lines:
         return [], []
