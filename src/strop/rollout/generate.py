@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from strop._checks import check_count
+from strop._types import Array, State
 from strop.data.batch import Trajectory, as_ids, sampled
 from strop.models import Policy
 from strop.rollout import decoding, native, plain
@@ -90,7 +91,7 @@ def completion_metrics(ends: Sequence[End]) -> dict[str, float]:
 
 def generate(
     policy: Policy,
-    prompts: Sequence[Any],
+    prompts: Sequence[Array],
     sampling: Sampling,
     *,
     num_samples: int = 1,
@@ -156,7 +157,7 @@ def _check_not_nan(logps: Sequence[torch.Tensor]) -> None:
 
 
 def checked_prompts(
-    policy: Policy, prompts: Sequence[Any], sampling: Sampling, name: str = "prompts"
+    policy: Policy, prompts: Sequence[Array], sampling: Sampling, name: str = "prompts"
 ) -> list[torch.Tensor]:
     """Prompts as ids that the model can read and complete; an error names `name` and the index."""
     if len(prompts) == 0:
@@ -193,7 +194,7 @@ class Sampler:
         self._whole = None
 
     def __call__(
-        self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
+        self, prompts: Sequence[Array], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None = None,
     ) -> Rollout:  # fmt: skip
         """Return num_samples completions of each prompt; none of none, where there are fewer prompts than processes."""
@@ -210,12 +211,12 @@ class Sampler:
         )
 
     def next_turn(
-        self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], cached: CachedRows
+        self, prompts: Sequence[Array], sampling: Sampling, seed: int, addresses: Sequence[int], cached: CachedRows
     ) -> Rollout:
         """Sample one turn of rows that go on later."""
         return generate(self._whole or self.policy, prompts, sampling, seed=seed, addresses=addresses, cached=cached)
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def state(self) -> State:
         """Return what a checkpoint needs of rollouts that were begun and not yet asked for: here there are none."""
         return {}, {}
 

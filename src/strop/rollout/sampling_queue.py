@@ -175,7 +175,7 @@ class SamplingQueue:
             self._changed.notify_all()
         return ticket
 
-    def call(self, function: Callable[[], Any]) -> Any:
+    def call(self, function: Callable[[], object]) -> Any:
         """Call the function in the queue's thread between requests, as for a change of the weights; return its result.
 
         Rows that are being drawn end first. Requests that wait are drawn after it.
@@ -223,7 +223,7 @@ class SamplingQueue:
         for _, future in self._calls:
             _fail(future, RuntimeError("the sampling queue was closed"))
 
-    def _call(self, function: Callable[[], Any], future: concurrent.futures.Future[Any]) -> None:
+    def _call(self, function: Callable[[], object], future: concurrent.futures.Future[object]) -> None:
         self._cached.clear()
         try:
             future.set_result(function())

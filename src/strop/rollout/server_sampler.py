@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from strop._types import Array, State
 from strop.data.batch import TokenBatch, Trajectory, sampled
 from strop.distributed import ALONE, World
 from strop.models import Policy, unwrapped
@@ -59,7 +60,7 @@ class ServerSampler(Sampler):
         self._folder, self._number, self._published = Path(folder), 0, -1
 
     def __call__(
-        self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
+        self, prompts: Sequence[Array], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None = None,
     ) -> Rollout:  # fmt: skip
         """Return num_samples completions of each prompt, those that were begun with this seed if there are any."""
@@ -72,14 +73,14 @@ class ServerSampler(Sampler):
         return self._begin(prompts, sampling, num_samples, seed, addresses)()
 
     def ahead(
-        self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
+        self, prompts: Sequence[Array], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """Begin the rollout that will be asked for with this seed."""
         if seed not in self._begun:
             self._begun[seed] = functools.cache(self._begin(prompts, sampling, num_samples, seed, addresses))
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def state(self) -> State:
         """Return the rollouts that were begun. Waits for them; one that failed is begun anew by who resumes."""
         tensors: dict[str, torch.Tensor] = {}
         values: dict[str, Any] = {}
@@ -104,13 +105,18 @@ class ServerSampler(Sampler):
             self._begun[int(seed)] = functools.partial(Rollout, lines, engine=about["engine"])
 
     def next_turn(
-        self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], cached: CachedRows
+        self,
+        prompts: Sequence[Array],
+        sampling: Sampling,
+        seed: int,
+        addresses: Sequence[int],
+        cached: CachedRows,
     ) -> Rollout:
         """Sample one turn of rows that go on later. The servers have caches of their own."""
         return self(prompts, sampling, 1, seed, addresses)
 
     def _begin(
-        self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
+        self, prompts: Sequence[Array], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None,
     ) -> Callable[[], Rollout]:  # fmt: skip
         """Begin a rollout with the weights as they are now and return a function that waits for it.
