@@ -31,7 +31,7 @@ from strop.losses.divergence import divergence
 from strop.models import Policy
 from strop.ops import linear_divergence
 from strop.rewards import reward_columns, sample_table
-from strop.rollout import completion_metrics, generate
+from strop.rollout.generate import completion_metrics, generate
 from strop.rollout.teacher import ServedTeacher
 from strop.training.run import Mean, on_host
 
