@@ -11,12 +11,12 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from strop._checks import check_count
-from strop._types import Array
+from strop._types import Array, Json, State
 from strop.data.batch import Trajectory, as_ids, sampled
 from strop.models import Policy
 from strop.rollout import decoding, native, plain
@@ -138,7 +138,7 @@ def generate(
     # never in inference mode, whose tensors neither a later rollout nor a training step could use
     with torch.inference_mode(False), torch.no_grad(), policy.evaluating():
         uniforms_BT = uniforms(seed, addresses, num_samples, sampling.max_new_tokens)
-        further: dict[str, Any] = {"cached": cached} if cached is not None and policy.kind in CACHING else {}
+        further: Json = {"cached": cached} if cached is not None and policy.kind in CACHING else {}
         further |= {"routers": policy.routers} if record_routing else {}
         completion_ids, logps, *routing = ENGINES[policy.kind](
             policy, ids, sampling, num_samples, uniforms_BT, eos_ids, **further
@@ -254,10 +254,10 @@ class Sampler:
         if seed not in self._begun:
             self._begun[seed] = functools.cache(self._begin(prompts, sampling, num_samples, seed, addresses))
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def state(self) -> State:
         """For a checkpoint: the rollouts that were begun. Waits for them; one that failed is begun anew by who resumes."""
         tensors: dict[str, torch.Tensor] = {}
-        values: dict[str, Any] = {}
+        values: Json = {}
         for seed, finish in self._begun.items():
             with contextlib.suppress(*self.FAILURES):
                 rollout = finish()
@@ -270,7 +270,7 @@ class Sampler:
                 values[str(seed)] = {"finish_reasons": rollout.finish_reasons, "engine": rollout.engine}
         return tensors, values
 
-    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         for seed, about in values.items():
             rows = [tensors[f"{seed}/{name}"].split(tensors[f"{seed}/{name}_lengths"].tolist()) for name in ROWS]
             lines = sampled(*rows)
