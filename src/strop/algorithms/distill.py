@@ -32,7 +32,7 @@ from strop.losses.divergence import divergence
 from strop.models import Policy
 from strop.ops import linear_divergence
 from strop.rewards import sample_table
-from strop.rollout import completion_metrics, generate
+from strop.rollout.generate import completion_metrics, generate
 from strop.rollout.teacher import ServedTeacher
 from strop.training.state import Mean, Metrics
 

@@ -31,8 +31,9 @@ from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import checked_rows, environment_rows, trainers_player
 from strop.losses import PolicyLoss, kl_estimate
 from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, sample_table
-from strop.rollout import ENDED, End, Sampling, checked_prompts, completion_metrics, ends_of
-from strop.rollout.sampler import sampler
+from strop.rollout.generate import ENDED, End, checked_prompts, completion_metrics, ends_of
+from strop.rollout.sampling import Sampling
+from strop.rollout.server_sampler import ServerSampler, make_sampler
 from strop.training.state import Largest, Mean, Metrics
 from strop.training.trainer import Trainer, Update
 
@@ -64,7 +65,7 @@ class OnPolicy(Trainer):
     ):  # fmt: skip
         super().__init__(**arguments)
         config = self.config
-        self.sampler = sampler(self, config.server, getattr(config, "replay_routing", False))
+        self.sampler = make_sampler(self, config.server, getattr(config, "replay_routing", False))
         self.rewards: RewardFunctions | EnvironmentRewards | None = None
         self.preference: PreferenceFunction | None = None
         if reward_fn is not None:
@@ -188,8 +189,8 @@ class OnPolicy(Trainer):
         step, how, attempt = self.state.step, (self.config.sampling, self.num_samples), attempt or self.first_attempt
         with self.phase("generate"), self.autocast():
             lines = self.complete(prompts, *how, self.seed_of(step, *attempt), addresses)
-            is_first = attempt == self.first_attempt
-            if self.config.server.max_staleness and is_first and (rows := self.run.upcoming(self.config.run)):
+            begins = attempt == self.first_attempt and self.config.server.max_staleness
+            if begins and isinstance(self.sampler, ServerSampler) and (rows := self.run.upcoming(self.config.run)):
                 ahead = self.share(len(rows))
                 seed = self.seed_of(step + 1, *attempt)
                 self.sampler.ahead([rows[i].prompt_ids for i in ahead], *how, seed, ahead)

@@ -14,7 +14,7 @@ from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.inputs import check_below, reward_columns
 from strop.environments.setup import CONVERSATION_COLUMNS
 from strop.rewards import sample_table
-from strop.rollout import completion_metrics
+from strop.rollout.generate import completion_metrics
 from strop.training.state import Mean, Metrics
 
 

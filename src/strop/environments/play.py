@@ -23,8 +23,9 @@ from strop.environments.base import Turn, as_environment, as_turn
 from strop.environments.dialogue import Chat
 from strop.environments.pool import Answer, Late, Pool
 from strop.environments.tools import Tools
-from strop.rollout import Rollout, Sampler, Sampling
 from strop.rollout.cached_rows import CachedRows
+from strop.rollout.generate import Rollout, Sampler
+from strop.rollout.sampling import Sampling
 
 LINGER = 0.005  # seconds to wait for further environments once one has answered: larger batches
 GRACE = 5.0  # seconds beyond a call's timeout in which none answers: then an `async def` holds up the others

@@ -24,8 +24,8 @@ import torch
 from strop._checks import check_count
 from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy
-from strop.rollout import CACHING, ENGINES, checked_prompts
 from strop.rollout.cached_rows import CachedRows
+from strop.rollout.generate import CACHING, ENGINES, checked_prompts
 from strop.rollout.sampling import Sampling, row_bits, sampling_logps, uniforms_from
 
 FIRST_PIECE, LONGEST_PIECE = 4, 16  # tokens of a row's first piece where the caller streams, and of later ones at most
