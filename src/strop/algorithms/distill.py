@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from strop._types import Array
+from strop._types import Array, Texts
 from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import DistillConfig
 from strop.config.on_policy import BETAS
@@ -33,7 +33,7 @@ from strop.ops import linear_divergence
 from strop.rewards import reward_columns, sample_table
 from strop.rollout.generate import completion_metrics, generate
 from strop.rollout.teacher import ServedTeacher
-from strop.training.run import Mean, on_host
+from strop.training.run import Mean, Metrics, on_host
 
 
 class Distance(NamedTuple):
@@ -89,7 +89,7 @@ class Distill(OnPolicy):
                 )
         self.reference = ServedTeacher(address, config.server)
 
-    def train_step(self, prompts: object, *, prompt_mask: Array | None = None) -> dict[str, float]:  # type: ignore[override]
+    def train_step(self, prompts: Texts, *, prompt_mask: Array | None = None) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them; rows may have a completion."""
         return super().train_step(prompts, prompt_mask=prompt_mask)
 
@@ -105,7 +105,7 @@ class Distill(OnPolicy):
             return prompts
         return [self._with_completion(prompt, f"{name}[{i}]") for i, prompt in enumerate(prompts)]
 
-    def evaluate_on(self, rows: list[Any]) -> dict[str, Any]:
+    def evaluate_on(self, rows: list[Any]) -> Metrics:
         """The divergence on completions as a step has them."""
         lines: list[Trajectory] = []
         with self.sampler.ready():
@@ -120,9 +120,7 @@ class Distill(OnPolicy):
 
     # ---- a step ----
 
-    def sample(
-        self, prompts: Sequence[Trajectory], addresses: Sequence[int]
-    ) -> tuple[list[Trajectory], dict[str, Any]]:
+    def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], Metrics]:
         """Return a completion behind each prompt, the student's own or another, and how many are its own."""
         with self.phase("generate"):
             lines, num_own = self._mixed(prompts, addresses, self.state.step)
@@ -153,7 +151,7 @@ class Distill(OnPolicy):
                             lines[i] = line
         return lines, len(own)
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
+    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights once; return the metrics."""
         here, lengths = sum(line.num_loss_tokens for line in lines), [len(line) for line in lines]
         num_tokens = sum(length for length, *_ in batch.ends)

@@ -9,12 +9,13 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from strop._checks import check_count
 from strop._contained import Settings, contained
+from strop._types import Json
 from strop.config import RunConfig
 from strop.data.ahead import rows_ahead, taken
 from strop.data.digest import digest_rows
@@ -51,7 +52,7 @@ class TrainingRun:
         self.state = TrainState()
         self.history = History()
         self.stop_reason: str | None = None
-        self.about: dict[str, Any] = {}
+        self.about: Json = {}
         self.goes_on = False
         self.settings = Settings()  # of torch, for every step
         self.sources: Sources = {}  # of the present train(), as its number of rows
@@ -89,7 +90,7 @@ class TrainingRun:
         self.fire(trainer, "on_step_end", metrics)
         return metrics
 
-    def _on_host(self, metrics: dict[str, Any], trainer: "Trainer") -> dict[str, float]:
+    def _on_host(self, metrics: "Metrics", trainer: "Trainer") -> dict[str, float]:
         """The metrics as numbers, in the one wait for the device that a step has; raises where an update was skipped."""
         phases = trainer.phases
         metrics, skipped = gather_metrics(
@@ -426,7 +427,7 @@ class Phases:
         return event
 
 
-def not_finite(found: dict[str, Any], step: int) -> FloatingPointError:
+def not_finite(found: "Metrics", step: int) -> FloatingPointError:
     return FloatingPointError(
         f"loss {found.get('loss')} and gradient norm {found.get('grad_norm')} must be finite; the weights are those of "
         f"step {step}, before this update"
@@ -443,6 +444,8 @@ def no_gradient(step: int) -> RuntimeError:
 
 
 # ---- metrics of several processes ----
+
+Metrics: TypeAlias = Json  # by name: numbers, tensors, and the kinds below, which `gather_metrics` makes numbers of
 
 
 class Mean(NamedTuple):

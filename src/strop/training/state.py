@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from strop._types import Json
+from strop._types import Json, State
 from strop.distributed import world
 
 
@@ -37,7 +37,7 @@ class TrainState:
     num_tokens: int = 0
     seconds: float = 0.0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return asdict(self)
 
 
@@ -49,8 +49,8 @@ SHOWN = ("loss", "reward/mean", "preference/accuracy", "kl", "eval/loss", "eval/
 class History:
     """What `train` returns. `steps` and `evaluations` hold the metrics, each with its "step"."""
 
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[Json] = field(default_factory=list)
+    evaluations: list[Json] = field(default_factory=list)
     interrupted: bool = False
     signal: int | None = None
     stop_reason: str | None = None
@@ -106,7 +106,7 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     torch.manual_seed(seed + rank)
 
 
-def get_rng() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def get_rng() -> State:
     """The states of Python's, NumPy's, torch's and CUDA's global generators: tensors, and JSON values."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
@@ -135,7 +135,7 @@ def check_rng(tensors: dict[str, torch.Tensor], values: Json) -> None:
         raise ValueError(f"rng/torch must be a state of torch's generator: {str(error).splitlines()[0]}") from None
 
 
-def set_rng(tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+def set_rng(tensors: dict[str, torch.Tensor], values: Json) -> None:
     """Put the global generators into the states `get_rng` gave."""
     version, words, gauss = values["python"]
     random.setstate((version, tuple(words), gauss))

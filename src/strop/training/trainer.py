@@ -25,7 +25,7 @@ from strop import _trl
 from strop._contained import contained
 from strop._install import missing
 from strop._tensors import widest
-from strop._types import Json
+from strop._types import Json, State
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import check_rows, prepared
@@ -41,6 +41,7 @@ from strop.training.folder import flat, remove_run
 from strop.training.logging import Logger
 from strop.training.memory import LACKS, raise_explained
 from strop.training.run import (
+    Metrics,
     Phases,
     TrainingRun,
     checked_callbacks,
@@ -58,14 +59,14 @@ if TYPE_CHECKING:
     Model = torch.nn.Module | MoETransformer | Policy | str | Path
 
 Row = TypeVar("Row")
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[Json]], torch.optim.Optimizer]
 FUSED_ON = ("cuda", "cpu")  # one pass over weights, gradients and moments, in place
 LEAN_TOKENS = 4  # times micro_batch_tokens, where a token takes a fraction of the memory: see `models.layers`
 USERS_PHASES = ("reward",)  # functions of the user's run in them, with all of torch's threads
 DROPOUT_PHASES = ("score", "forward")  # in which the model may draw
 
 
-class Update(dict[str, Any]):
+class Update(Metrics):
     """The metrics of an optimiser step, numbers or tensors; `parts` is what its loss functions returned, one each."""
 
     parts: list[Any]
@@ -130,7 +131,7 @@ class Trainer:
         self.run = TrainingRun(logger, callbacks, self.world)
         self.phases = Phases(self.policy.device)  # of the present step
         self.sum_dtype = widest(self.policy.device)  # of metrics' sums over tokens
-        self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
+        self.samples: list[Json] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.reference: Any = None
         self.environments: list[Any] = []  # and tools of the user: a resumed run asks whether they are the same
         self.doing = ""  # besides steps: "evaluating", "saving"
@@ -174,7 +175,7 @@ class Trainer:
         """Metrics of these rows, without training."""
         raise NotImplementedError(f"{self.name} has no evaluate_on")
 
-    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def extra_state(self) -> State:
         """An algorithm's own state for the checkpoint: tensors by name, and plain JSON values."""
         return {}, {}
 
@@ -234,7 +235,7 @@ class Trainer:
         update.parts, update["learning_rate"] = parts, learning_rate
         return update
 
-    def run_step(self, work: Callable[[], dict[str, Any]]) -> dict[str, float]:
+    def run_step(self, work: Callable[[], Metrics]) -> dict[str, float]:
         """Do `work` as one training step: events, phase times, tokens per second, loggers."""
         return self.run.step(self, work)
 
