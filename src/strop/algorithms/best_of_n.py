@@ -41,8 +41,8 @@ class BestOfN:
         model: Any,
         reward_fn: Any = None,
         n: int = 8,
-        environment: Any = None,
-        tools: Any = None,
+        environment: object = None,
+        tools: object = None,
         turns: Any = None,
         tokenizer: Any = None,
         reward_weights: Any = None,
@@ -137,7 +137,7 @@ class BestOfN:
     def _seed(self) -> int:
         return int(torch.randint(2**63 - 1 if self._seeds is None else 2**62, (), generator=self._seeds))
 
-    def _sequences(self, prompts: Any, batch: list[Trajectory]) -> torch.Tensor:
+    def _sequences(self, prompts: object, batch: list[Trajectory]) -> torch.Tensor:
         """[B, P + T] the prompts as given and the chosen completions, padded."""
         pad_id = self.policy.pad_id if self.pad_id is None else self.pad_id
         given = as_rows(prompts, "prompts") if isinstance(prompts, torch.Tensor) else [prompt.ids_T for prompt in batch]

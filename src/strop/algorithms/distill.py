@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from strop._tensors import on_host, widened
+from strop._types import Array
 from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import DistillConfig
 from strop.config.on_policy import BETAS
@@ -31,7 +32,7 @@ from strop.losses.divergence import divergence
 from strop.models import Policy
 from strop.ops import linear_divergence
 from strop.rewards import sample_table
-from strop.rollout import completion_metrics, generate
+from strop.rollout.generate import completion_metrics, generate
 from strop.rollout.teacher import ServedTeacher
 from strop.training.state import Mean
 
@@ -56,7 +57,7 @@ class Distill(OnPolicy):
     Config = DistillConfig
     config: DistillConfig
 
-    def __init__(self, *, teacher: Any = None, **arguments: Any):
+    def __init__(self, *, teacher: object = None, **arguments: Any):
         if teacher is not None and arguments.get("ref_model") is not None:
             raise ValueError("teacher must be given once, found it and a ref_model, which is the same")
         super().__init__(**(arguments if teacher is None else {**arguments, "ref_model": teacher}))
@@ -89,7 +90,7 @@ class Distill(OnPolicy):
                 )
         self.reference = ServedTeacher(address, config.server)
 
-    def train_step(self, prompts: Any, *, prompt_mask: Any = None) -> dict[str, float]:  # type: ignore[override]
+    def train_step(self, prompts: object, *, prompt_mask: Array | None = None) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them; rows may have a completion."""
         return super().train_step(prompts, prompt_mask=prompt_mask)
 
@@ -129,7 +130,7 @@ class Distill(OnPolicy):
         return lines, {"distill/on_policy_fraction": Mean(num_own, len(lines))}
 
     def _mixed(
-        self, prompts: Sequence[Trajectory], addresses: Sequence[int], step: Any
+        self, prompts: Sequence[Trajectory], addresses: Sequence[int], step: object
     ) -> tuple[list[Trajectory], int]:
         config = self.config
         draw = [random.Random(self.seed_of(step, "mix", address)).random() for address in addresses]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from strop._tensors import on_host, widened
+from strop._types import Array
 from strop.config import DPOConfig
 from strop.data.batch import TokenBatch, on_device
 from strop.data.offline import Limits, Pair, num_tokens_of, pairs_of_columns, pairs_of_rows
@@ -36,7 +37,7 @@ class DPO(Trainer):
     config: DPOConfig
     formats = ("preference",)
 
-    def setup(self, ref_model: Any) -> None:
+    def setup(self, ref_model: object) -> None:
         if self.config.loss.needs_reference:
             self.reference = self.policy.reference(ref_model)
         elif ref_model is not None:
@@ -51,7 +52,7 @@ class DPO(Trainer):
         """
         return self.run_step(lambda: self._step(self._pairs(prompt, chosen, rejected, prompt_mask)))
 
-    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Pair]:
+    def prepare(self, rows: Sequence[object], name: str = "dataset") -> list[Pair]:
         """Return a pair of trajectories for each row."""
         self.check_columns(rows, name)
         return pairs_of_rows(rows, self.tokenizer, self._limits, name)
@@ -130,7 +131,7 @@ class DPO(Trainer):
     def _limits(self) -> Limits:
         return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
 
-    def _pairs(self, prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any) -> list[Pair]:
+    def _pairs(self, prompt: object, chosen: object, rejected: object, prompt_mask: Array | None) -> list[Pair]:
         padding = self.policy.padding(self.config.pad_id)
         return pairs_of_columns(prompt, chosen, rejected, prompt_mask, self.tokenizer, padding, self._limits)
 

@@ -39,7 +39,7 @@ class GRPO(PolicyGradient):
     Config = GRPOConfig
     config: GRPOConfig
 
-    def __init__(self, *, reward_fn: Any = None, environment: Any = None, tools: Any = None, **arguments: Any):
+    def __init__(self, *, reward_fn: object = None, environment: object = None, tools: object = None, **arguments: Any):
         check_rewarded("GRPO", arguments, "a reward_fn or an environment", reward_fn, environment)
         super().__init__(reward_fn=reward_fn, environment=environment, tools=tools, **arguments)
         if self.player is not None and self.config.replay_routing:
@@ -48,7 +48,7 @@ class GRPO(PolicyGradient):
         if by_turn and self.config.advantage_scale == "batch" and self.world.size > 1:
             raise ValueError('advantage_scale must be "group" or "none" with credit="turn" in several processes')
 
-    def setup(self, ref_model: Any) -> None:
+    def setup(self, ref_model: object) -> None:
         if self.config.replay_routing and isinstance(self.policy.routers, str):  # asked before weights lie in shards
             name = type(unwrapped(self.policy.model)).__name__
             raise ValueError(f"replay_routing must be False for this {name}: {self.policy.routers}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from strop._tensors import on_host, widened, widest
+from strop._types import Array, Json
 from strop.config import KTOConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.formats import check_rows
@@ -41,7 +42,7 @@ class KTO(Trainer):
     config: KTOConfig
     formats = ("prompt_completion", "preference")
 
-    def setup(self, ref_model: Any) -> None:
+    def setup(self, ref_model: object) -> None:
         self.reference = self.policy.reference(ref_model)
         self._seen = torch.zeros(
             2, dtype=widest(self.policy.device), device=self.policy.device
@@ -56,7 +57,7 @@ class KTO(Trainer):
         """
         return self.run_step(lambda: self._step(self._trajectories(prompt, completion, label, prompt_mask)))
 
-    def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
+    def prepared(self, dataset: object, name: str = "dataset") -> Sequence[Any]:
         return super().prepared(unpaired_rows(dataset), name)
 
     def check_columns(self, rows: Sequence[Any], name: str) -> None:
@@ -93,7 +94,7 @@ class KTO(Trainer):
     def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return {"seen": self._seen}, {}
 
-    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         self._seen.copy_(tensors["seen"])
 
     # ---- inside ----
@@ -173,7 +174,7 @@ class KTO(Trainer):
     def _limits(self) -> Limits:
         return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
 
-    def _trajectories(self, prompt: Any, completion: Any, label: Any, prompt_mask: Any) -> list[Trajectory]:
+    def _trajectories(self, prompt: Any, completion: Any, label: Any, prompt_mask: Array | None) -> list[Trajectory]:
         """Return a trajectory for each row of what `train_step` is given."""
         label = label.tolist() if hasattr(label, "tolist") else label  # of torch or NumPy
         if is_written(prompt, "prompt", prompt_mask):
@@ -188,7 +189,7 @@ class KTO(Trainer):
         ]
 
     def _trajectory(
-        self, prompt: Ids, completion: Ids, label: Any, where: str, limits: Limits, loss_mask: LossMask | None = None
+        self, prompt: Ids, completion: Ids, label: object, where: str, limits: Limits, loss_mask: LossMask | None = None
     ) -> Trajectory:
         """Return the completion behind its prompt, with its label; raise if there is nothing to learn or it does not fit."""
         label = as_label(label, where)

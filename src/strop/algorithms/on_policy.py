@@ -24,14 +24,16 @@ import torch
 
 from strop import _trl
 from strop._tensors import widened
+from strop._types import Array, Json
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.inputs import as_prompts, prompts_of_dataset, reward_columns
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import checked_rows, environment_rows, trainers_player
 from strop.losses import PolicyLoss, kl_estimate
 from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, sample_table
-from strop.rollout import ENDED, End, Sampling, checked_prompts, completion_metrics, ends_of
-from strop.rollout.sampler import sampler
+from strop.rollout.generate import ENDED, End, checked_prompts, completion_metrics, ends_of
+from strop.rollout.sampling import Sampling
+from strop.rollout.server_sampler import ServerSampler, make_sampler
 from strop.training.state import Largest, Mean
 from strop.training.trainer import Trainer, Update
 
@@ -58,12 +60,12 @@ class OnPolicy(Trainer):
     first_attempt: ClassVar[tuple[int, ...]] = ()  # in the seed of a step's first rollout, behind the step
 
     def __init__(
-        self, *, reward_fn: Any = None, preference_fn: Any = None, environment: Any = None, tools: Any = None,
+        self, *, reward_fn: object = None, preference_fn: object = None, environment: object = None, tools: object = None,
         **arguments: Any,
     ):  # fmt: skip
         super().__init__(**arguments)
         config = self.config
-        self.sampler = sampler(self, config.server, getattr(config, "replay_routing", False))
+        self.sampler = make_sampler(self, config.server, getattr(config, "replay_routing", False))
         self.rewards: RewardFunctions | EnvironmentRewards | None = None
         self.preference: PreferenceFunction | None = None
         if reward_fn is not None:
@@ -89,7 +91,7 @@ class OnPolicy(Trainer):
 
     # ---- prompts ----
 
-    def train_step(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> dict[str, float]:
+    def train_step(self, prompts: object, *, prompt_mask: Array | None = None, **columns: Any) -> dict[str, float]:
         """One step on a batch of prompts: sampling, rewards, updates.
 
         prompts       ids (B, P), lists of ids, texts, conversations, or rows with a "prompt"
@@ -191,8 +193,8 @@ class OnPolicy(Trainer):
         step, how, attempt = self.state.step, (self.config.sampling, self.num_samples), attempt or self.first_attempt
         with self.phase("generate"), self.autocast():
             lines = self.complete(prompts, *how, self.seed_of(step, *attempt), addresses)
-            is_first = attempt == self.first_attempt
-            if self.config.server.max_staleness and is_first and (rows := self.run.upcoming(self.config.run)):
+            begins = attempt == self.first_attempt and self.config.server.max_staleness
+            if begins and isinstance(self.sampler, ServerSampler) and (rows := self.run.upcoming(self.config.run)):
                 ahead = self.share(len(rows))
                 seed = self.seed_of(step + 1, *attempt)
                 self.sampler.ahead([rows[i].prompt_ids for i in ahead], *how, seed, ahead)
@@ -240,13 +242,13 @@ class OnPolicy(Trainer):
         tensors, values = self.sampler.state()
         return tensors, {**values, "share": [self.world.rank, self.world.size]} if values else {}
 
-    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         own_share = [self.world.rank, self.world.size]
         if values and values.pop("share", [0, 1]) == own_share:  # else begun anew: the prompts are others
             self.sampler.load_state(tensors, values)
 
 
-def _listed(tools: Any) -> list[Any]:
+def _listed(tools: object) -> list[Any]:
     return list(tools) if isinstance(tools, (list, tuple)) else [tools]
 
 
@@ -300,7 +302,7 @@ class PolicyGradient(OnPolicy):
     def num_samples(self) -> int:
         return self.config.group_size
 
-    def setup(self, ref_model: Any) -> None:
+    def setup(self, ref_model: object) -> None:
         if self.config.exact:
             with self.autocast():
                 self.policy.be_exact()
@@ -426,7 +428,7 @@ def sampled_and_trained(lines: Sequence[Trajectory]) -> tuple[torch.Tensor, torc
     return on_device(sampled_N, trained_N.device).to(trained_N.dtype), trained_N
 
 
-def check_rewarded(name: str, arguments: Mapping[str, Any], needed: str, *given: Any) -> None:
+def check_rewarded(name: str, arguments: Mapping[str, object], needed: str, *given: object) -> None:
     """Raise where a trainer is given nothing to reward completions by, or gets it under the name TRL has for it."""
     for argument in arguments.keys() & {"reward_funcs", "environment_factory"}:
         raise ValueError(f"{argument!r} is no option of {name}; {_trl.hint(argument)}")

@@ -14,7 +14,7 @@ from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.inputs import check_below, reward_columns
 from strop.environments.setup import CONVERSATION_COLUMNS
 from strop.rewards import sample_table
-from strop.rollout import completion_metrics
+from strop.rollout.generate import completion_metrics
 from strop.training.state import Mean
 
 
@@ -35,7 +35,7 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
     config: OnlineDPOConfig
 
     def __init__(
-        self, *, preference_fn: Any = None, reward_fn: Any = None, environment: Any = None, tools: Any = None,
+        self, *, preference_fn: object = None, reward_fn: object = None, environment: object = None, tools: object = None,
         **arguments: Any,
     ):  # fmt: skip
         if preference_fn is not None and reward_fn is not None:

@@ -20,6 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from strop._tensors import widened
+from strop._types import Json
 from strop.algorithms.on_policy import PolicyGradient, WholeBatch, check_rewarded
 from strop.algorithms.reward_model import ModelReward
 from strop.config import PPOConfig
@@ -47,7 +48,7 @@ class PPO(PolicyGradient):
     Config = PPOConfig
     config: PPOConfig
 
-    def __init__(self, *, reward_fn: Any = None, critic: Any = None, **arguments: Any):
+    def __init__(self, *, reward_fn: object = None, critic: object = None, **arguments: Any):
         check_rewarded("PPO", arguments, "a reward_fn", reward_fn, arguments.get("environment"))
         super().__init__(reward_fn=reward_fn, **arguments)
         self.critic = Critic(self.policy, critic, self.config.run)
@@ -169,7 +170,7 @@ class PPO(PolicyGradient):
         tensors, values = super().extra_state()
         return tensors | {f"critic/{name}": tensor for name, tensor in self._critic_state().items()}, values
 
-    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         found = {name.removeprefix("critic/"): t for name, t in tensors.items() if name.startswith("critic/")}
         super().load_extra_state({name: t for name, t in tensors.items() if not name.startswith("critic/")}, values)
         weights = {name.removeprefix("model/"): t for name, t in found.items() if name.startswith("model/")}

@@ -18,6 +18,7 @@ from torch.nn.functional import logsigmoid
 
 from strop._checks import check_count, check_number, is_conversation
 from strop._tensors import on_host
+from strop._types import Tokenizer
 from strop.config import RewardModelConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device, split
 from strop.data.formats import column_counts
@@ -157,7 +158,7 @@ class ModelReward:
 
     __name__ = "reward_model"
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, device: Any = None, num_tokens: int = 16384):
+    def __init__(self, model: Any, tokenizer: Tokenizer | None = None, *, device: Any = None, num_tokens: int = 16384):
         check_count(num_tokens, "num_tokens", low=1)
         if isinstance(model, (str, Path)):
             model, loaded = load_model(model, device=device, scores=True)
@@ -165,7 +166,7 @@ class ModelReward:
         self.policy, self.num_tokens = as_scorer(model, tokenizer), num_tokens
 
     @torch.no_grad()
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+    def __call__(self, prompts: Sequence[object], completions: Sequence[object]) -> list[float]:
         if len(prompts) != len(completions):
             raise ValueError(
                 f"completions must be one for each of the {len(prompts)} prompts, found {len(completions)}"

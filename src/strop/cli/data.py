@@ -111,7 +111,7 @@ def _checked(row: Row, where: str) -> str:
     return kind
 
 
-def spans_of(row: Row, tokenizer: Tokenizer) -> list[Spans]:
+def spans_of(row: Row, tokenizer: Tokenizer | None) -> list[Spans]:
     """The lines of tokens a row becomes, each in spans that count or do not: one, or of a pair two."""
     from strop.data.formats import detect_format
     from strop.data.tokenize import encode_preference, encode_prompt, encode_row
@@ -126,7 +126,7 @@ def spans_of(row: Row, tokenizer: Tokenizer) -> list[Spans]:
     return [_spans(prompt, *_line(line[0] if len(line) == 1 else tuple(line)), text=not prompt)]
 
 
-def _line(line: Any) -> tuple[Sequence[int], Sequence[bool] | None]:
+def _line(line: object) -> tuple[Sequence[int], Sequence[bool] | None]:
     """Ids and which of them count; ids alone all count."""
     return line if isinstance(line, tuple) else (line, None)
 

@@ -105,7 +105,7 @@ def make_sampler(
     )
 
 
-def _rows(job: JobConfig, task: Any, prompts: Sequence[str] | None) -> list[Json]:
+def _rows(job: JobConfig, task: object, prompts: Sequence[str] | None) -> list[Json]:
     """The prompts of the command line, of standard input, of the data or of the task."""
     if prompts:
         if job.data is not None:
@@ -131,7 +131,7 @@ def _no_reward(completions: Sequence[str]) -> list[float]:
     return [0.0] * len(completions)
 
 
-def _room_of(model: Any, tokenizer: Tokenizer, rows: list[Json], max_turns: int, most: int = 128) -> int:
+def _room_of(model: object, tokenizer: Tokenizer, rows: list[Json], max_turns: int, most: int = 128) -> int:
     """Tokens the model can still read behind the longest prompt; of several turns, and what it reads, an equal part."""
     from strop.data.tokenize import encode_prompt
     from strop.models import as_policy

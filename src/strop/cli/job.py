@@ -125,7 +125,9 @@ def job_part(job: JobConfig, options: Row) -> Json:
 # ---- model ----
 
 
-def load_model_and_tokenizer(job: JobConfig, task: Any, scores: bool = False) -> tuple["nn.Module", Tokenizer | None]:
+def load_model_and_tokenizer(
+    job: JobConfig, task: object, scores: bool = False
+) -> tuple["nn.Module", Tokenizer | None]:
     """The model on its device, with the tokenizer that is asked for, its own, or the task's.
 
     scores   a sequence classifier with one label
@@ -286,7 +288,7 @@ def _kind_of_prompt(row: Row) -> str:
 # ---- functions ----
 
 
-def load_rewards(job: JobConfig, task: Any) -> list[Callable[..., Any]]:
+def load_rewards(job: JobConfig, task: object) -> list[Callable[..., Any]]:
     """The functions asked for, or the task's."""
     names = [job.reward] if isinstance(job.reward, str) else list(job.reward or ())
     if names:

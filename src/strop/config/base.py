@@ -238,7 +238,7 @@ def _as_tuple(name: str, values: Iterable[object], kind: type) -> tuple[object, 
     return tuple(_from_text(name, v, kind) if isinstance(v, str) and kind in in_text else v for v in values)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in options_in(value)}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -40,7 +40,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
         yield from _jsonl(file, path)
 
 
-def _jsonl(lines: Iterable[bytes], path: Any) -> Iterator[Row]:
+def _jsonl(lines: Iterable[bytes], path: object) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if line.strip():
@@ -64,7 +64,7 @@ def checked_lines(path: str | os.PathLike[str]) -> tuple[list[tuple[int, Row]], 
     return rows, wrong
 
 
-def _object_of(pairs: list[tuple[str, Any]]) -> Row:
+def _object_of(pairs: list[tuple[str, object]]) -> Row:
     """Return the dict of a JSON object; raise if it has a key twice, of which only the last would be kept."""
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -98,7 +98,7 @@ def _parse(data: bytes, where: str, *, of_line: bool = False) -> Any:
     return found
 
 
-def _row_of(row: Any, where: str) -> Row:
+def _row_of(row: object, where: str) -> Row:
     if not isinstance(row, dict):
         hint = "; a JSON array belongs into a file whose name ends in .json" if isinstance(row, list) else ""
         raise ValueError(f"{where} must be an object of columns, found {type(row).__name__}{hint}")

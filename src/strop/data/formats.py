@@ -25,6 +25,7 @@ from typing import Any
 
 from strop import _hub
 from strop._checks import check_choice, is_conversation
+from strop._types import Json
 from strop.data.ahead import Prepare, PreparedAhead
 from strop.data.digest import digest_rows
 from strop.data.files import SUFFIXES, datasets_package, one_line, read_file
@@ -61,7 +62,7 @@ class Prepared(list[Any]):
 
 
 def prepared(
-    dataset: Any,
+    dataset: object,
     prepare: Prepare,
     name: str,
     *,
@@ -100,7 +101,7 @@ def prepared(
 
 
 def load_rows(
-    source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0, stream: bool = False
+    source: object, *, split: str = "train", limit: int | None = None, seed: int = 0, stream: bool = False
 ) -> Sequence[Row]:
     """Rows of a source, checked to be of one known format, of streamed ones the first; see `read_rows`."""
     rows = read_rows(source, split=split, limit=limit, seed=seed, stream=stream)
@@ -109,7 +110,7 @@ def load_rows(
 
 
 def read_rows(
-    source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0, stream: bool = False
+    source: object, *, split: str = "train", limit: int | None = None, seed: int = 0, stream: bool = False
 ) -> Sequence[Row]:
     """Rows of a source as they are, whatever their columns.
 
@@ -139,7 +140,7 @@ def is_sharegpt(row: Any) -> bool:
     )
 
 
-def sharegpt_messages(row: Mapping[str, Any]) -> Row:
+def sharegpt_messages(row: Row) -> Row:
     """Return a row of ShareGPT's format with `messages`, in its other columns as it was."""
     turns, others = row["conversations"], {name: value for name, value in row.items() if name != "conversations"}
     said = [] if not (system := others.pop("system", None)) else [{"role": "system", "content": system}]
@@ -153,7 +154,7 @@ def sharegpt_messages(row: Mapping[str, Any]) -> Row:
 def _with_messages(rows: Any) -> Sequence[Row]:
     """Return rows of ShareGPT's format with `messages`."""
 
-    def change(row: Mapping[str, Any], i: int) -> Row:
+    def change(row: Row, i: int) -> Row:
         try:
             return sharegpt_messages(row)
         except (ValueError, KeyError) as error:
@@ -164,12 +165,12 @@ def _with_messages(rows: Any) -> Sequence[Row]:
     return [change(row, i) for i, row in enumerate(rows)]
 
 
-def name_of(source: Any) -> str:
+def name_of(source: object) -> str:
     """A source in an error; nothing for rows in memory."""
     return str(source) if isinstance(source, (str, os.PathLike)) else ""
 
 
-def _read_streamed(source: Any, split: str, limit: int | None, seed: int) -> Streamed:
+def _read_streamed(source: object, split: str, limit: int | None, seed: int) -> Streamed:
     paths = _files_of(source, split)
     if paths and all(is_jsonl(path) for path in paths):
         return read_files(paths, on_disk=True)
@@ -183,7 +184,7 @@ def _read_streamed(source: Any, split: str, limit: int | None, seed: int) -> Str
     return Streamed(len(rows), rows.__getitem__)
 
 
-def _files_of(source: Any, split: str) -> list[str]:
+def _files_of(source: object, split: str) -> list[str]:
     """The files that a path, a pattern, a folder or a list of paths names; none for another source."""
     if isinstance(source, Sequence) and not isinstance(source, str) and source:
         return [str(path) for path in source] if all(isinstance(path, (str, os.PathLike)) for path in source) else []
@@ -197,7 +198,7 @@ def _files_of(source: Any, split: str) -> list[str]:
     return sorted(glob.glob(str(path)))
 
 
-def _read(source: Any, split: str, limit: int | None, seed: int) -> Any:
+def _read(source: object, split: str, limit: int | None, seed: int) -> Any:
     if _is_dataset(source) or isinstance(source, Streamed):
         return source
     if hasattr(source, "to_dict") and hasattr(source, "columns"):
@@ -296,12 +297,12 @@ def _read_hub(name: str, split: str) -> Any:
         ) from error
 
 
-def _is_dataset(source: Any) -> bool:
+def _is_dataset(source: object) -> bool:
     """A map-style `datasets.Dataset`, without importing the package."""
     return hasattr(source, "column_names") and hasattr(source, "select") and hasattr(source, "__getitem__")
 
 
-def _pick_split(splits: Mapping[str, Any], split: str) -> Any:
+def _pick_split(splits: Mapping[str, object], split: str) -> Any:
     check_choice(split, "split", splits)
     return splits[split]
 
@@ -360,7 +361,7 @@ def _listed(formats: Any) -> str:
     return "; ".join(f"{name} {FORMATS[name]}" for name in formats)
 
 
-def as_text(content: Any) -> str:
+def as_text(content: object) -> str:
     """Return text as it is, messages with their roles and tool calls, ids as numbers."""
     if isinstance(content, str):
         return content
@@ -369,7 +370,7 @@ def as_text(content: Any) -> str:
     return " ".join(map(str, content)) if isinstance(content, list) else str(content)
 
 
-def _message_text(message: dict[str, Any]) -> str:
+def _message_text(message: Json) -> str:
     content, calls = message.get("content", ""), message.get("tool_calls")
     if not calls:
         return f"{message.get('role', '?')}: {content}"
@@ -425,16 +426,16 @@ def facts_of(rows: Any, where: str = "") -> RowFacts:
     return facts
 
 
-def is_equal_pair(row: Mapping[str, Any]) -> bool:
+def is_equal_pair(row: Row) -> bool:
     """Return whether the chosen completion of a pair is the rejected one: nothing can be learned from it."""
     return row.get("chosen") is not None and bool(row["chosen"] == row.get("rejected"))
 
 
-def unknown_roles(row: Mapping[str, Any]) -> list[str]:
+def unknown_roles(row: Row) -> list[str]:
     """Return the roles of the row's messages that no common chat template knows, once for each message."""
     messages = (row.get(name) for name in CONTENT)
     found = [one for some in messages if isinstance(some, list) for one in some if isinstance(one, Mapping)]
-    return [message["role"] for message in found if message.get("role") not in ROLES]
+    return [message["role"] for message in found if "role" in message and message["role"] not in ROLES]
 
 
 def warn_of_odd_rows(facts: RowFacts, name: str) -> None:
@@ -494,7 +495,7 @@ def check_contents(row: Mapping[str, Any], name: str) -> None:
             raise ValueError(f"{name}: {a} is {kinds[a]} but {b} is {kinds[b]}; both must be of one kind")
 
 
-def _kind(value: Any, name: str) -> str:
+def _kind(value: object, name: str) -> str:
     if isinstance(value, str):
         return "text"
     if is_conversation(value):

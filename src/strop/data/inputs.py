@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from strop._checks import is_conversation
+from strop._types import Array, Tokenizer
 from strop.data.batch import Trajectory, as_ids
 from strop.data.formats import check_rows
 from strop.data.tokenize import encode_prompt, row_named
@@ -19,12 +20,12 @@ Padding = tuple[int | None, Sequence[int]]  # the pad id, and those that end a t
 RESERVED = ("prompt", "prompts", "completions", "completion_ids", "prompt_ids")  # what reward functions get from here
 
 
-def check_tokenizer(tokenizer: Any) -> None:
+def check_tokenizer(tokenizer: Tokenizer | None) -> None:
     if isinstance(tokenizer, str) or (tokenizer is not None and not callable(getattr(tokenizer, "encode", None))):
         raise TypeError(f"tokenizer must have encode(text) and decode(ids), found a {type(tokenizer).__name__}")
 
 
-def is_written(rows: Any, name: str, mask: Any = None) -> bool:
+def is_written(rows: object, name: str, mask: Array | None = None) -> bool:
     """Whether these are texts or conversations, which a tokenizer makes ids of. They have no padding to mask."""
     if not isinstance(rows, Sequence) or not len(rows):
         return False
@@ -37,7 +38,7 @@ def is_written(rows: Any, name: str, mask: Any = None) -> bool:
     return True
 
 
-def as_dicts(columns: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def as_dicts(columns: dict[str, Sequence[object]]) -> list[dict[str, Any]]:
     """Rows of a dataset from its columns, which must be of one length."""
     (first, values), *others = columns.items()
     for name, other in others:
@@ -48,7 +49,7 @@ def as_dicts(columns: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def as_rows(ids: Any, name: str, mask: Any = None) -> list[Ids]:
+def as_rows(ids: object, name: str, mask: Any = None) -> list[Ids]:
     """Rows of a (B, T) tensor or of a list of 1-D ones; with a mask (B, T) only what stands under its ones."""
     if isinstance(ids, np.ndarray):
         ids = torch.as_tensor(ids)
@@ -70,13 +71,13 @@ def as_rows(ids: Any, name: str, mask: Any = None) -> list[Ids]:
     return [row[keep] for row, keep in zip(rows, kept, strict=True)]
 
 
-def prompt_rows(ids: Any, name: str, mask: Any, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
+def prompt_rows(ids: object, name: str, mask: object, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
     """Prompts or whole texts without their padding: what the mask has 0 for, or what equals the pad id at the sides."""
     rows = as_rows(ids, name, mask)
     return rows if mask is not None else [without_padding(row, pad_id, eos_ids) for row in rows]
 
 
-def completion_rows(ids: Any, name: str, num_rows: int, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
+def completion_rows(ids: Array, name: str, num_rows: int, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
     """Completions, one a prompt, each up to its first EOS."""
     rows = as_rows(ids, name)
     if len(rows) != num_rows:
@@ -181,7 +182,9 @@ def as_prompts(
     return found
 
 
-def prompts_of_dataset(rows: Sequence[Any], tokenizer: Any, padding: Padding, name: str, what: str) -> list[Trajectory]:
+def prompts_of_dataset(
+    rows: Sequence[object], tokenizer: Tokenizer | None, padding: Padding, name: str, what: str
+) -> list[Trajectory]:
     """Return a dataset's prompts. A column that some rows lack is None there, whichever rows share a batch."""
     check_rows(rows, ["prompt_only"], where=name, what=what)
     prompts = as_prompts(list(rows), tokenizer, padding, name=name)
@@ -197,11 +200,11 @@ def check_below(max_length: int | None, prompts: Sequence[Trajectory], name: str
         fit(prompt.ids_T, prompt.ids_T[:0], max_length, None, f"{name}[{i}]")
 
 
-def _is_one_prompt_of_many(first: Any) -> bool:
+def _is_one_prompt_of_many(first: object) -> bool:
     return isinstance(first, (str, Mapping)) or is_conversation(first)
 
 
-def _of_row(row: Any, tokenizer: Any, name: str) -> Trajectory:
+def _of_row(row: object, tokenizer: Tokenizer | None, name: str) -> Trajectory:
     """Return a text, a conversation, or a row of a dataset as a prompt."""
     columns: dict[str, Any] = {}
     prompt = row
@@ -220,7 +223,7 @@ def _of_row(row: Any, tokenizer: Any, name: str) -> Trajectory:
     return Trajectory.of_prompt(ids, row=columns, shown=_decoded(ids, tokenizer))
 
 
-def _of_ids(prompts: Any, tokenizer: Any, mask: Any, padding: Padding) -> list[Trajectory]:
+def _of_ids(prompts: object, tokenizer: Tokenizer, mask: object, padding: Padding) -> list[Trajectory]:
     rows = prompt_rows(prompts, "prompts", mask, *padding)
     for index, row in enumerate(rows):
         if not len(row):
@@ -228,18 +231,18 @@ def _of_ids(prompts: Any, tokenizer: Any, mask: Any, padding: Padding) -> list[T
     return [Trajectory.of_prompt(row, shown=_decoded(row, tokenizer)) for row in rows]
 
 
-def _decoded(ids: torch.Tensor, tokenizer: Any) -> dict[str, str]:
+def _decoded(ids: torch.Tensor, tokenizer: Tokenizer | None) -> dict[str, str]:
     return {} if tokenizer is None else {"prompts": shown_ids(ids, tokenizer)}
 
 
-def shown_ids(ids: torch.Tensor, tokenizer: Any) -> Any:
+def shown_ids(ids: torch.Tensor, tokenizer: Tokenizer | None) -> Any:
     """Return ids as reward functions see them: text with a tokenizer, else as they are."""
     if tokenizer is None:
         return ids
     return tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
 
-def reward_columns(lines: Sequence[Trajectory], tokenizer: Any) -> dict[str, list[Any]]:
+def reward_columns(lines: Sequence[Trajectory], tokenizer: Tokenizer | None) -> dict[str, list[Any]]:
     """Return the columns for reward functions, one entry a trajectory.
 
     Ids are copies: a function that changes them in place does not change what is trained on.

@@ -75,7 +75,7 @@ def environment_rows(rows: Any, columns: Mapping[str, Any], name: str) -> list[T
     return [Trajectory.of_prompt([], row=row) for row in found]
 
 
-def checked_rows(rows: Any, name: str, judge: Any) -> list[Trajectory]:
+def checked_rows(rows: object, name: str, judge: Any) -> list[Trajectory]:
     """Return a dataset's rows, which have the columns that `judge`, rewards or a preference, asks for."""
     found = environment_rows(rows, {}, name)
     columns = [line.row for line in found]

@@ -64,10 +64,10 @@ class Routers:
         return weights_Nk / weights_Nk.sum(-1, keepdim=True) if self.normalises else weights_Nk
 
     @contextlib.contextmanager
-    def _hooked(self, hook: Callable[[int, Any], Any]) -> Iterator[None]:
+    def _hooked(self, hook: Callable[[int, object], object]) -> Iterator[None]:
         """hook   (layer, what its router gives) → what it is to give instead, or None"""
 
-        def of_layer(layer: int, module: nn.Module, arguments: object, output: Any) -> Any:
+        def of_layer(layer: int, module: nn.Module, arguments: object, output: object) -> Any:
             return hook(layer, output)
 
         handles = [

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import strop
-from strop._types import Json
+from strop._types import Json, Row
 from strop.report import samples
 from strop.report.alarms import alarms_of
 from strop.report.curves import duration, percent, short, smoothing_window
@@ -59,7 +59,7 @@ def bar_section(
     return Section(title, f'<div class="card">{bars(groups, fraction=fraction)}</div>', under)
 
 
-def sample_section(title: str, rows: Sequence[Mapping[str, Any]], *, under: str = "") -> Section:
+def sample_section(title: str, rows: Sequence[Row], *, under: str = "") -> Section:
     """Completions before and after: {"prompt", "before", "after", "reward_before", "reward_after"}, the last two optional."""
     cards = []
     for row in rows:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from strop._types import Json
 from strop.report.curves import short
 from strop.report.lines import Columns, LineReader, is_number
 from strop.report.sampled import SampleIndex
@@ -99,7 +100,7 @@ class Run:
         return Series(steps[is_good], values[is_good], steps[~is_good])
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Json, prefix: str = "") -> dict[str, Any]:
     """{"optim": {"eps": 1}} as {"optim.eps": 1}"""
     flat: dict[str, Any] = {}
     for key, value in tree.items():

@@ -38,7 +38,7 @@ def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:
     return seen
 
 
-def cache_shape(model: Any, seen: Seen) -> CacheShape:
+def cache_shape(model: torch.nn.Module, seen: Seen) -> CacheShape:
     shapes = set(seen.shapes.values())
     if sorted(seen.shapes) != list(range(len(seen.shapes))) or not shapes:
         raise Unsupported("its attention layers do not go through transformers' attention interface")

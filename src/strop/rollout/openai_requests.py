@@ -190,7 +190,7 @@ def _request(
     )  # fmt: skip
 
 
-def _check_response_format(found: Any) -> None:
+def _check_response_format(found: object) -> None:
     if found is None or found == {"type": "text"}:
         return
     kind = found.get("type") if isinstance(found, dict) else found
@@ -213,7 +213,7 @@ def _encoded(prompt: str | list[int] | list[Json], served: ServedModel, tools: l
     return ids
 
 
-def _message(found: Any, where: str) -> Json:
+def _message(found: object, where: str) -> Json:
     """Return a message as chat templates take it: its content a text, the arguments of its calls objects."""
     if not isinstance(found, dict) or not isinstance(found.get("role"), str):
         raise RequestError(f"{where} must be an object with a role, found {_shown(found)}")
@@ -314,7 +314,7 @@ def parse_name(body: Mapping[str, Any], name: str) -> str:
     return body[name]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Return a short form of a wrong value for a message."""
     if isinstance(value, int) and value.bit_length() > 200:
         return "a number of more than 60 digits"

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop import checksums
+from strop._types import Json, Tokenizer
 from strop.distributed import ALONE, World, put, whole, world
 from strop.models import base_model
 from strop.training import checkpoint_folder, rebuild
@@ -48,7 +49,7 @@ _sums: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, int]] = weakref.Wea
 # ---- saving ----
 
 
-def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, Any]], base: bool = True) -> None:
+def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, object]], base: bool = True) -> None:
     """Write the trainer's whole state to `path`, with what the algorithm adds of its own: a file, or of several processes
     a folder.
 
@@ -163,7 +164,7 @@ class Saved:
     num_processes: int
     fill: Callable[[Tensors], None]
 
-    def rebuilt(self, model: Any, ref_model: Any, tokenizer: Any) -> dict[str, Any]:
+    def rebuilt(self, model: Any, ref_model: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """Arguments of the trainer's constructor: what is given, and the rest made from the file."""
         header, path = self.header, self.path
         if self.config.lora is not None:
@@ -290,7 +291,7 @@ def _reference(trainer: "Trainer") -> torch.nn.Module | None:
     return None if trainer.reference is None else trainer.reference.model
 
 
-def _told(path: Any, what: str, take: Any) -> None:
+def _told(path: str | Path, what: str, take: Any) -> None:
     """A user's own class takes its state back; what it cannot take is the file's fault, whatever the error is."""
     try:
         take()
@@ -355,14 +356,14 @@ def check_optimizer(
     return found
 
 
-def _room(value: torch.Tensor, param: torch.Tensor, moves_all: Any) -> torch.Tensor:
+def _room(value: torch.Tensor, param: torch.Tensor, moves_all: object) -> torch.Tensor:
     """An optimiser's tensor without its numbers: in shards as the parameter is, if it is as large."""
     if value.shape == param.shape:
         return torch.zeros_like(param.detach(), dtype=value.dtype)
     return torch.zeros(value.shape, dtype=value.dtype, device=param.device if value.ndim or moves_all else "cpu")
 
 
-def _checked_options(group: dict[str, Any], options: dict[str, Any], path: Any, where: str) -> dict[str, Any]:
+def _checked_options(group: Json, options: Json, path: str | Path, where: str) -> dict[str, Any]:
     """The options of a group, those of the device left out: plain values, of the types the group itself has."""
     taken = {key: value for key, value in options.items() if key not in HOW}
     for key, value in taken.items():
@@ -483,7 +484,7 @@ def save_pretrained(trainer: "Trainer", folder: str | Path, merged: bool = True)
     world.from_first(lambda: _write_pretrained(module, shards is not None, trainer.tokenizer, Path(folder), merged))
 
 
-def _write_pretrained(module: Any, is_copy: bool, tokenizer: Any, folder: Path, merged: bool) -> None:
+def _write_pretrained(module: Any, is_copy: bool, tokenizer: Tokenizer | None, folder: Path, merged: bool) -> None:
     """The checksums are put there first: a folder that a kill left half old and half new does not agree with them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:
@@ -510,7 +511,7 @@ def _under(prefix: str, tensors: Tensors) -> Tensors:
     return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))

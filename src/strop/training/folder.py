@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from strop._types import Json
 from strop.distributed import class_of
 from strop.models import base_model
 from strop.rewards import described
@@ -214,7 +215,7 @@ class Rescue:
         self.before = state.step, state.updates, state.epoch, state.position
         self.rng = get_rng()
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not isinstance(error, Exception):  # not for Ctrl-C: a second one means at once
             return
         state = self.state
@@ -273,7 +274,7 @@ def _check_same_run(trainer: "Trainer", saved: "checkpoint.Saved") -> None:
             raise ValueError(f"{name} must be {old!r} as in the run of {saved.path}, found {new!r}")
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Json, prefix: str = "") -> dict[str, Any]:
     """The values of a tree by their dotted names."""
     found: dict[str, Any] = {}
     for name, value in tree.items():

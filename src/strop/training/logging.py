@@ -163,7 +163,7 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def is_evaluation(entry: Mapping[str, Any]) -> bool:
+def is_evaluation(entry: Mapping[str, object]) -> bool:
     """Return whether a line of metrics is of an evaluation, not of a step."""
     return any(name.startswith("eval/") for name in entry)
 

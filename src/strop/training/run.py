@@ -42,7 +42,7 @@ class TrainingRun:
     goes_on       whether the next train() continues: after from_checkpoint, or an interruption
     """
 
-    def __init__(self, loggers: Any = None, callbacks: Any = None, world: World = ALONE):
+    def __init__(self, loggers: object = None, callbacks: object = None, world: World = ALONE):
         self.world = world
         self.loggers, self.callbacks = checked_loggers(loggers), checked_callbacks(callbacks)
         self.state = TrainState()
@@ -102,7 +102,7 @@ class TrainingRun:
             for logger in self.loggers if self.world.rank == 0 else ():
                 logger.log(timed, step=self.state.step)
 
-    def fire(self, trainer: "Trainer", event: str, *arguments: Any) -> None:
+    def fire(self, trainer: "Trainer", event: str, *arguments: object) -> None:
         for callback in list(self.callbacks):
             with contained():
                 getattr(callback, event)(trainer, *arguments)
@@ -112,8 +112,8 @@ class TrainingRun:
     def train(
         self,
         trainer: "Trainer",
-        dataset: Any,
-        eval_dataset: Any,
+        dataset: object,
+        eval_dataset: object,
         num_steps: int | None,
         num_epochs: int | None,
         output_dir: Path | None,
@@ -183,7 +183,11 @@ class TrainingRun:
             print(f"{name} is at step {state.step} of {state.total_steps}: nothing left to do", file=sys.stderr)
 
     def _steps(
-        self, trainer: "Trainer", rows: Sequence[Any], evaluation: EvaluationCallback | None, folder: RunFolder | None
+        self,
+        trainer: "Trainer",
+        rows: Sequence[object],
+        evaluation: EvaluationCallback | None,
+        folder: RunFolder | None,
     ) -> None:
         history, state = self.history, self.state
         with Interruption(self.world.is_first) as interruption:
@@ -223,7 +227,7 @@ class TrainingRun:
             interruption.signal = next((number for _, number in wishes if number), None)
         return bool(self.stop_reason or interruption.signal)
 
-    def _batches(self, rows: Sequence[Any], config: RunConfig) -> Iterator[list[Any]]:
+    def _batches(self, rows: Sequence[object], config: RunConfig) -> Iterator[list[Any]]:
         """Batches without end, from where the state stands. An epoch's order comes from (seed, epoch) alone."""
         state = self.state
         while True:
@@ -259,7 +263,7 @@ def _own_callbacks(
     return [ProgressBar(show=progress)], after
 
 
-def _without_signal(steps: list[dict[str, Any]]) -> str:
+def _without_signal(steps: list[dict[str, object]]) -> str:
     """Return what is said of a run that cannot have learned anything; nothing of any other run."""
     if not steps:
         return ""
@@ -277,7 +281,7 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> Sequence
     return order
 
 
-def checked_loggers(given: Any) -> list[Any]:
+def checked_loggers(given: object) -> list[Any]:
     """None, one or several as a list."""
     loggers = _as_list(given)
     for logger in loggers:
@@ -286,7 +290,7 @@ def checked_loggers(given: Any) -> list[Any]:
     return loggers
 
 
-def checked_callbacks(given: Any) -> list[Any]:
+def checked_callbacks(given: object) -> list[Any]:
     callbacks = _as_list(given)
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -294,7 +298,7 @@ def checked_callbacks(given: Any) -> list[Any]:
     return callbacks
 
 
-def _as_list(given: Any) -> list[Any]:
+def _as_list(given: object) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
 
 
@@ -317,13 +321,13 @@ class Interruption:
             self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         is_main = bool(self._before)
         self._restore()
         if error is not None and is_lost_process(error) and is_main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which is on its way: first the error is told
 
-    def _remember(self, number: int, frame: Any) -> None:
+    def _remember(self, number: int, frame: object) -> None:
         raise_if_failed()
         self.signal = number
         self._restore()

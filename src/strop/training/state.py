@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from strop._tensors import on_host
+from strop._types import Json
 from strop.distributed import World, world
 
 
@@ -210,7 +211,9 @@ class Largest(NamedTuple):
 KINDS = (Mean, Sum, Largest)
 
 
-def told(metrics: Mapping[str, Any], extra: list[torch.Tensor], world: World) -> tuple[dict[str, float], list[float]]:
+def told(
+    metrics: Mapping[str, object], extra: list[torch.Tensor], world: World
+) -> tuple[dict[str, float], list[float]]:
     """The metrics of all processes as numbers, and the host's copy of `extra`, in one wait for the device.
 
     A plain number or tensor is the same in every process already, or what counts where no process has a Mean.
@@ -229,7 +232,7 @@ def told(metrics: Mapping[str, Any], extra: list[torch.Tensor], world: World) ->
     return {name: value for name, value in found.items() if value is not None}, values[len(tensors) :]
 
 
-def _values(metric: Any) -> tuple[Any, ...]:
+def _values(metric: object) -> tuple[Any, ...]:
     return metric if isinstance(metric, KINDS) else (metric,)
 
 
@@ -267,7 +270,7 @@ def get_rng() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, values
 
 
-def check_rng(tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+def check_rng(tensors: dict[str, torch.Tensor], values: Json) -> None:
     """Raise a ValueError if `set_rng` would not take these states; `values` fit the table of `checkpoint_header`."""
     cuda = {f"cuda/{i}" for i in range(len(tensors))}
     if not {"torch", "numpy"} <= tensors.keys() <= {"torch", "numpy"} | cuda:

@@ -24,6 +24,7 @@ from strop import _trl
 from strop._contained import contained
 from strop._install import missing
 from strop._tensors import widened
+from strop._types import Json
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import check_rows, prepared
@@ -133,7 +134,7 @@ class Trainer:
 
     # ---- for subclasses ----
 
-    def setup(self, ref_model: Any) -> None:
+    def setup(self, ref_model: object) -> None:
         """Called by the constructor when the policy is there: `self.reference = self.policy.reference(ref_model)`, or as
         here none."""
         if ref_model is not None:
@@ -141,7 +142,7 @@ class Trainer:
                 f"ref_model must be None, found a {type(ref_model).__name__}: {self.name} has no reference"
             )
 
-    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> Sequence[Any]:
+    def prepare(self, rows: Sequence[object], name: str = "dataset") -> Sequence[Any]:
         """Return a dataset's rows, checked, in the form `step_on` takes.
 
         train() calls it once with all rows, before step 1. If the class says which `formats` it takes, it is called with
@@ -149,15 +150,15 @@ class Trainer:
         """
         return rows
 
-    def check_columns(self, rows: Sequence[Any], name: str) -> None:
+    def check_columns(self, rows: Sequence[object], name: str) -> None:
         """Raise if a row of the dataset lacks a column or has a wrong value: a quick pass over all rows before step 1."""
         check_rows(rows, self.formats, where=name, what=self.name)
 
-    def step_on(self, rows: list[Any]) -> dict[str, float]:
+    def step_on(self, rows: list[object]) -> dict[str, float]:
         """Train on these rows of the dataset; returns the metrics."""
         raise NotImplementedError(f"{self.name} has no step_on")
 
-    def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
+    def evaluate_on(self, rows: list[object]) -> dict[str, float]:
         """Metrics of these rows, without training."""
         raise NotImplementedError(f"{self.name} has no evaluate_on")
 
@@ -165,7 +166,7 @@ class Trainer:
         """An algorithm's own state for the checkpoint: tensors by name, and plain JSON values."""
         return {}, {}
 
-    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         """Take back what `extra_state` gave."""
 
     def update(self, losses: Iterable[Callable[[], Any]], *, has_signal: bool = False) -> Update:
@@ -246,7 +247,7 @@ class Trainer:
             torch.manual_seed(self.seed_of(self.state.step, "dropout", self.world.rank, self.phases.num_draws))
             yield
 
-    def seed_of(self, *parts: Any) -> int:
+    def seed_of(self, *parts: object) -> int:
         """A seed from the run's, the step and whatever else: a resumed run draws what the other would have."""
         return random.Random("/".join(map(str, (self.config.run.seed, *parts)))).getrandbits(62)
 
@@ -307,9 +308,9 @@ class Trainer:
 
     def train(
         self,
-        dataset: Any,
+        dataset: object,
         *,
-        eval_dataset: Any = None,
+        eval_dataset: object = None,
         num_steps: int | None = None,
         num_epochs: int | None = None,
         output_dir: str | Path | None = None,
@@ -349,7 +350,7 @@ class Trainer:
             self, dataset, eval_dataset, num_steps, num_epochs, output, resume, allow_changes, progress
         )
 
-    def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
+    def prepared(self, dataset: object, name: str = "dataset") -> Sequence[Any]:
         """Return a dataset's rows for train() and evaluate(), loaded and checked; they do not do so again.
 
         Up to 1,000 rows are tokenised here. Of more, only the columns are checked here: rows are tokenised in a thread
@@ -364,7 +365,7 @@ class Trainer:
             with_thread=is_thread_safe(self.tokenizer),
         )
 
-    def evaluate(self, dataset: Any) -> dict[str, float]:
+    def evaluate(self, dataset: object) -> dict[str, float]:
         """Metrics of a dataset, as eval/<metric>. Changes neither weights nor random numbers."""
         rows = list(self.prepared(dataset, "eval_dataset"))
         with contained(), self._doing("evaluating"), self.policy.evaluating(), torch.no_grad(), rng_kept():
@@ -431,7 +432,7 @@ class Trainer:
         return self.run.callbacks
 
     @callbacks.setter
-    def callbacks(self, callbacks: Any) -> None:
+    def callbacks(self, callbacks: object) -> None:
         self.run.callbacks = checked_callbacks(callbacks)
 
     @property
@@ -439,7 +440,7 @@ class Trainer:
         return self.run.loggers
 
     @loggers.setter
-    def loggers(self, loggers: Any) -> None:
+    def loggers(self, loggers: object) -> None:
         self.run.loggers = checked_loggers(loggers)
 
     @property
@@ -455,7 +456,7 @@ class Trainer:
         """Give metrics to every logger. A logger that fails stops the run."""
         self.run.log(metrics)
 
-    def fire(self, event: str, *arguments: Any) -> None:
+    def fire(self, event: str, *arguments: object) -> None:
         """Call every callback's method of this name."""
         self.run.fire(self, event, *arguments)
 
@@ -473,7 +474,7 @@ class Trainer:
         finally:
             self.doing = before
 
-    def _make_config(self, config: Any, options: dict[str, Any]) -> Any:
+    def _make_config(self, config: object, options: Json) -> Any:
         if config is not None and not isinstance(config, self.Config):
             raise TypeError(f"config must be a {self.Config.__name__}, found {type(config).__name__}")
         makers = [cls.__init__ for cls in type(self).__mro__ if cls is not object]  # type: ignore[misc]
