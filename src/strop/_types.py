@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 Array: TypeAlias = Union[ArrayLike, "torch.Tensor"]  # numbers: lists, arrays of NumPy, tensors
 Json: TypeAlias = dict[str, Any]  # an object of a JSON or YAML file
 Row: TypeAlias = Mapping[str, Any]  # a row of a dataset, whose columns hold anything
+Texts: TypeAlias = Union[Sequence[Any], "torch.Tensor"]  # texts, conversations or token ids, one a row
 State: TypeAlias = tuple[dict[str, "torch.Tensor"], Json]  # what a checkpoint keeps: tensors by name, and JSON values
 
 

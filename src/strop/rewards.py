@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from strop._checks import check_timeout
-from strop._types import Row
+from strop._types import Json, Row
 from strop.data.batch import Trajectory
 from strop.data.formats import column_counts
 from strop.data.inputs import RESERVED
@@ -354,7 +354,7 @@ def _first_failing(
 # ---- what is shown ----
 
 
-def sample_table(rows: Mapping[str, Sequence[object]], **columns: Sequence[Any]) -> list[dict[str, Any]]:
+def sample_table(rows: Mapping[str, Sequence[object]], **columns: Sequence[Any]) -> list[Json]:
     """For `Trainer.samples`: prompt, completion and what else is known of each. Ids as lists, which JSON and tables show.
 
     Of several turns the completion is all that was said behind the prompt, as messages.

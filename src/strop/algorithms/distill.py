@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from strop._tensors import on_host, widened
-from strop._types import Array
+from strop._types import Array, Texts
 from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import DistillConfig
 from strop.config.on_policy import BETAS
@@ -34,7 +34,7 @@ from strop.ops import linear_divergence
 from strop.rewards import sample_table
 from strop.rollout.generate import completion_metrics, generate
 from strop.rollout.teacher import ServedTeacher
-from strop.training.state import Mean
+from strop.training.state import Mean, Metrics
 
 
 class Distance(NamedTuple):
@@ -90,7 +90,7 @@ class Distill(OnPolicy):
                 )
         self.reference = ServedTeacher(address, config.server)
 
-    def train_step(self, prompts: object, *, prompt_mask: Array | None = None) -> dict[str, float]:  # type: ignore[override]
+    def train_step(self, prompts: Texts, *, prompt_mask: Array | None = None) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them; rows may have a completion."""
         return super().train_step(prompts, prompt_mask=prompt_mask)
 
@@ -106,7 +106,7 @@ class Distill(OnPolicy):
             return prompts
         return [self._with_completion(prompt, f"{name}[{i}]") for i, prompt in enumerate(prompts)]
 
-    def evaluate_on(self, rows: list[Any]) -> dict[str, Any]:
+    def evaluate_on(self, rows: list[Any]) -> Metrics:
         """The divergence on completions as a step has them."""
         lines: list[Trajectory] = []
         with self.sampler.ready():
@@ -121,9 +121,7 @@ class Distill(OnPolicy):
 
     # ---- a step ----
 
-    def sample(
-        self, prompts: Sequence[Trajectory], addresses: Sequence[int]
-    ) -> tuple[list[Trajectory], dict[str, Any]]:
+    def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], Metrics]:
         """Return a completion behind each prompt, the student's own or another, and how many are its own."""
         with self.phase("generate"):
             lines, num_own = self._mixed(prompts, addresses, self.state.step)
@@ -154,7 +152,7 @@ class Distill(OnPolicy):
                             lines[i] = line
         return lines, len(own)
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
+    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights once; return the metrics."""
         here, lengths = sum(line.num_loss_tokens for line in lines), [len(line) for line in lines]
         num_tokens = sum(length for length, *_ in batch.ends)

@@ -22,7 +22,7 @@ from strop.environments.credit import turn_advantages
 from strop.models import unwrapped
 from strop.models.routing import Routers
 from strop.primitives import compute_batch_group_advantages
-from strop.training.state import Mean
+from strop.training.state import Mean, Metrics
 
 
 class GRPO(PolicyGradient):
@@ -54,9 +54,7 @@ class GRPO(PolicyGradient):
             raise ValueError(f"replay_routing must be False for this {name}: {self.policy.routers}")
         super().setup(ref_model)
 
-    def resample(
-        self, lines: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
-    ) -> dict[str, Any]:
+    def resample(self, lines: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]) -> Metrics:
         """Replace groups whose rewards are all equal in `lines`, as often as wanted; return how many these were at first."""
         size = self.config.group_size
         if not self.config.resample_rounds:
@@ -113,7 +111,7 @@ class GRPO(PolicyGradient):
         for line, importance_t in zip(lines, weights_N.split(lengths), strict=True):
             line.importance_t = importance_t
 
-    def metrics_of(self, lines: Sequence[Trajectory]) -> dict[str, Any]:
+    def metrics_of(self, lines: Sequence[Trajectory]) -> Metrics:
         """Return the share of groups without signal, and with replay_routing how often routers would choose otherwise."""
         metrics = {"reward/zero_std_fraction": self._fraction_without_signal(lines)}
         if self.config.replay_routing and isinstance(routers := self.policy.routers, Routers):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from strop._tensors import on_host, widened, widest
-from strop._types import Array, Json
+from strop._types import Array, Json, State, Texts
 from strop.config import KTOConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.formats import check_rows
@@ -24,7 +24,7 @@ from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, p
 from strop.data.offline import Limits, as_array, as_label, unpaired_rows
 from strop.data.tokenize import LossMask, encode_rows
 from strop.losses import unpaired_loss
-from strop.training.state import Mean, Sum
+from strop.training.state import Mean, Metrics, Sum
 from strop.training.trainer import Trainer
 
 
@@ -48,7 +48,9 @@ class KTO(Trainer):
             2, dtype=widest(self.policy.device), device=self.policy.device
         )  # bco: sum and number of rewards
 
-    def train_step(self, prompt: Any, completion: Any, label: Any, *, prompt_mask: Any = None) -> dict[str, float]:
+    def train_step(
+        self, prompt: Texts, completion: Texts, label: object, *, prompt_mask: Array | None = None
+    ) -> dict[str, float]:
         """One training step on B completions with labels.
 
         prompt, completion   token ids (B, P) and (B, C), lists of ids, or with a tokenizer texts or conversations
@@ -91,7 +93,7 @@ class KTO(Trainer):
                 parts.append(self._loss(batch, [own[i] for i in part], part, refs_B, shift, len(rows)))
         return {"loss": Sum(sum(on_host([part[0] for part in parts]))), **_metrics(parts, shift)}
 
-    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def extra_state(self) -> State:
         return {"seen": self._seen}, {}
 
     def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
@@ -174,7 +176,9 @@ class KTO(Trainer):
     def _limits(self) -> Limits:
         return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
 
-    def _trajectories(self, prompt: Any, completion: Any, label: Any, prompt_mask: Array | None) -> list[Trajectory]:
+    def _trajectories(
+        self, prompt: Texts, completion: Texts, label: Any, prompt_mask: Array | None
+    ) -> list[Trajectory]:
         """Return a trajectory for each row of what `train_step` is given."""
         label = label.tolist() if hasattr(label, "tolist") else label  # of torch or NumPy
         if is_written(prompt, "prompt", prompt_mask):
@@ -210,7 +214,7 @@ def _parted(line: Trajectory) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return line.ids_T[:start], line.ids_T[start:], line.loss_mask_T[start:]
 
 
-def _metrics(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], shift: torch.Tensor) -> dict[str, Any]:
+def _metrics(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], shift: torch.Tensor) -> Metrics:
     """Means over the completions of each label, on the device; one that no completion has is left out."""
     if not parts:
         return {"rewards/shift": shift}

@@ -24,7 +24,7 @@ import torch
 
 from strop import _trl
 from strop._tensors import widened
-from strop._types import Array, Json
+from strop._types import Array, Json, State, Texts
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.inputs import as_prompts, prompts_of_dataset, reward_columns
 from strop.environments.credit import EnvironmentRewards
@@ -34,7 +34,7 @@ from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, sample_t
 from strop.rollout.generate import ENDED, End, checked_prompts, completion_metrics, ends_of
 from strop.rollout.sampling import Sampling
 from strop.rollout.server_sampler import ServerSampler, make_sampler
-from strop.training.state import Largest, Mean
+from strop.training.state import Largest, Mean, Metrics
 from strop.training.trainer import Trainer, Update
 
 
@@ -91,7 +91,7 @@ class OnPolicy(Trainer):
 
     # ---- prompts ----
 
-    def train_step(self, prompts: object, *, prompt_mask: Array | None = None, **columns: Any) -> dict[str, float]:
+    def train_step(self, prompts: Texts, *, prompt_mask: Array | None = None, **columns: Any) -> dict[str, float]:
         """One step on a batch of prompts: sampling, rewards, updates.
 
         prompts       ids (B, P), lists of ids, texts, conversations, or rows with a "prompt"
@@ -128,10 +128,10 @@ class OnPolicy(Trainer):
 
     # ---- a step ----
 
-    def step_on(self, rows: list[Any]) -> dict[str, Any]:
+    def step_on(self, rows: list[Any]) -> Metrics:
         return self.step(rows if isinstance(rows[0], Trajectory) else self.prepare(rows, "rows"))
 
-    def step(self, prompts: list[Trajectory]) -> dict[str, Any]:
+    def step(self, prompts: list[Trajectory]) -> Metrics:
         """Train on these prompts, of which this process takes its share; return the metrics."""
         mine = self.share(len(prompts))
         with self.sampler.ready():
@@ -144,16 +144,12 @@ class OnPolicy(Trainer):
         self.advantages(lines, batch)
         return metrics | self.learn(lines, batch) | self.metrics_of(lines)
 
-    def sample(
-        self, prompts: Sequence[Trajectory], addresses: Sequence[int]
-    ) -> tuple[list[Trajectory], dict[str, Any]]:
+    def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], Metrics]:
         """Return completions of the prompts, num_samples of each, and metrics. addresses: their places in the batch."""
         lines = self.draw(prompts, addresses)
         return lines, self.resample(lines, prompts, addresses)
 
-    def resample(
-        self, lines: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
-    ) -> dict[str, Any]:
+    def resample(self, lines: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]) -> Metrics:
         """Replace completions that teach nothing in `lines`, and return metrics of that. Here: keep them all."""
         return {}
 
@@ -178,11 +174,11 @@ class OnPolicy(Trainer):
     def advantages(self, lines: Sequence[Trajectory], batch: WholeBatch) -> None:
         """Fill advantages_t."""
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
+    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights; return the metrics."""
         raise NotImplementedError(f"{self.name} has no learn")
 
-    def metrics_of(self, lines: Sequence[Trajectory]) -> dict[str, Any]:
+    def metrics_of(self, lines: Sequence[Trajectory]) -> Metrics:
         """Return an algorithm's own metrics, after the updates."""
         return {}
 
@@ -219,7 +215,7 @@ class OnPolicy(Trainer):
         for start in range(mine.start, mine.start + -(-num_rows // self.world.size), size):
             yield range(start, max(start, min(start + size, mine.stop)))
 
-    def evaluate_on(self, rows: list[Any]) -> dict[str, Any]:
+    def evaluate_on(self, rows: list[Any]) -> Metrics:
         """Rewards of greedy completions, one a prompt."""
         sampling = Sampling(
             max_new_tokens=self.config.sampling.max_new_tokens, temperature=0.0, stop_ids=self.config.sampling.stop_ids
@@ -238,7 +234,7 @@ class OnPolicy(Trainer):
 
     # ---- checkpoints: rollouts that were begun ----
 
-    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def extra_state(self) -> State:
         tensors, values = self.sampler.state()
         return tensors, {**values, "share": [self.world.rank, self.world.size]} if values else {}
 
@@ -265,13 +261,13 @@ class PolicyMeter:
         if num_tokens:
             self._parts.append((metrics, num_tokens, first))
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         parts = [(values, weight) for values, weight, _ in self._parts]
         known = [name for name in self.NAMES if parts and name in parts[0][0]]
         found = dict(zip(known, _means(parts, known), strict=True))
         return found | {"ratio/max": _largest(parts)}
 
-    def first(self) -> dict[str, Any]:
+    def first(self) -> Metrics:
         """Return the metrics of the first update alone."""
         parts = [(values, weight) for values, weight, first in self._parts if first]
         if not parts:
@@ -335,7 +331,7 @@ class PolicyGradient(OnPolicy):
         for part in self.micro_batches(lines, [len(line) for line in lines], lean=lean):
             yield part, TokenBatch.of(part, self.policy.device)
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
+    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights once for each minibatch; return the means of what the updates measured."""
         meter, num_tokens_B = PolicyMeter(), self.loss_tokens(batch)
         updates: list[Update] = []
@@ -405,13 +401,13 @@ class PolicyGradient(OnPolicy):
                 batch.advantages_n = batch.advantages_n * batch.importance_n
         return batch
 
-    def _mismatch(self, lines: Sequence[Trajectory]) -> dict[str, Any]:
+    def _mismatch(self, lines: Sequence[Trajectory]) -> Metrics:
         """How far the log-probs of sampling are from those of training with the same weights; 0 if they are the same."""
         sampled_N, trained_N = sampled_and_trained(lines)
         if not len(sampled_N):
             return {}
         ratios_N, num_tokens = (trained_N - sampled_N).exp(), len(trained_N)
-        found: dict[str, Any] = {"mismatch_kl": Mean(widened(kl_estimate(sampled_N, trained_N)).sum(), num_tokens)}
+        found: Metrics = {"mismatch_kl": Mean(widened(kl_estimate(sampled_N, trained_N)).sum(), num_tokens)}
         found["mismatch_ratio_max"] = Largest(ratios_N.max())
         importance = [line.importance_t for line in lines if line.importance_t is not None]
         if importance:

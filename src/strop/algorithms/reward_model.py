@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 
 from strop._checks import check_count, check_number, is_conversation
 from strop._tensors import on_host
-from strop._types import Tokenizer
+from strop._types import Array, Texts, Tokenizer
 from strop.config import RewardModelConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device, split
 from strop.data.formats import column_counts
@@ -26,7 +26,7 @@ from strop.data.offline import Limits, Pair, num_tokens_of, pairs_of_columns, pa
 from strop.data.tokenize import encode_completion, encode_prompt
 from strop.models import load_model
 from strop.models.scorer import Scorer, as_scorer
-from strop.training.state import Sum
+from strop.training.state import Metrics, Sum
 from strop.training.trainer import Trainer
 
 NUM_BINS = 10  # of the calibration error
@@ -55,7 +55,7 @@ class RewardModel(Trainer):
     scores: ClassVar[bool] = True
 
     def train_step(
-        self, prompt: Any, chosen: Any, rejected: Any, margin: Any = None, *, prompt_mask: Any = None
+        self, prompt: Texts, chosen: Texts, rejected: Texts, margin: object = None, *, prompt_mask: Array | None = None
     ) -> dict[str, float]:
         """One training step on B pairs.
 
@@ -132,7 +132,7 @@ class RewardModel(Trainer):
             losses_B = losses_B + self.config.center_coef * (chosen_B + rejected_B).square()
         return PairScores(losses_B.sum() / num_pairs, chosen_B.detach(), rejected_B.detach())
 
-    def _metrics(self, results: Sequence[PairScores]) -> dict[str, Any]:
+    def _metrics(self, results: Sequence[PairScores]) -> Metrics:
         """Over all pairs of the micro-batches. The std takes the mean of all processes, so the rewards go to the host."""
         pairs = [pair for r in results for pair in zip(r.chosen_B.tolist(), r.rejected_B.tolist(), strict=True)]
         pairs_B2 = torch.tensor(self.of_all(pairs), dtype=torch.float64)
@@ -182,7 +182,7 @@ class ModelReward:
                 found |= zip(part, self.policy.scores(batch).tolist(), strict=True)
         return [found[i] for i in range(len(lines))]
 
-    def _line(self, prompt: Any, completion: Any) -> Trajectory:
+    def _line(self, prompt: object, completion: object) -> Trajectory:
         """Cut from the left where it is longer than the model reads: its end is what is judged."""
         tokenizer, limit = self.policy.tokenizer, self.policy.max_length
         if is_conversation(prompt) and isinstance(completion, str):

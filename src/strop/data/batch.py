@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from strop._types import Array
+from strop._types import Array, Row
 from strop.primitives import pack_sequences
 
 Item = TypeVar("Item")
@@ -63,8 +63,8 @@ class Trajectory:
     routing_TLk: torch.Tensor | None = None
     version: int | None = None
     num_prompt: int = 0
-    row: Mapping[str, Any] = field(default_factory=dict)
-    shown: Mapping[str, Any] = field(default_factory=dict)
+    row: Row = field(default_factory=dict)
+    shown: Row = field(default_factory=dict)
     turns: list[RewardedTurn] = field(default_factory=list)
     info: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""

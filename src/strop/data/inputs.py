@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from strop._checks import is_conversation
-from strop._types import Array, Tokenizer
+from strop._types import Array, Json, Row, Texts, Tokenizer
 from strop.data.batch import Trajectory, as_ids
 from strop.data.formats import check_rows
 from strop.data.tokenize import encode_prompt, row_named
@@ -38,7 +38,7 @@ def is_written(rows: object, name: str, mask: Array | None = None) -> bool:
     return True
 
 
-def as_dicts(columns: dict[str, Sequence[object]]) -> list[dict[str, Any]]:
+def as_dicts(columns: Mapping[str, Texts]) -> list[Json]:
     """Rows of a dataset from its columns, which must be of one length."""
     (first, values), *others = columns.items()
     for name, other in others:
@@ -71,7 +71,7 @@ def as_rows(ids: object, name: str, mask: Any = None) -> list[Ids]:
     return [row[keep] for row, keep in zip(rows, kept, strict=True)]
 
 
-def prompt_rows(ids: object, name: str, mask: object, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
+def prompt_rows(ids: object, name: str, mask: Array | None, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
     """Prompts or whole texts without their padding: what the mask has 0 for, or what equals the pad id at the sides."""
     rows = as_rows(ids, name, mask)
     return rows if mask is not None else [without_padding(row, pad_id, eos_ids) for row in rows]
@@ -134,8 +134,8 @@ def as_prompts(
     tokenizer: Any,
     padding: Padding,
     *,
-    mask: Any = None,
-    columns: Mapping[str, Any] | None = None,
+    mask: Array | None = None,
+    columns: Row | None = None,
     name: str = "prompts",
 ) -> list[Trajectory]:
     """Return a batch of prompts as trajectories without completions.
@@ -206,7 +206,7 @@ def _is_one_prompt_of_many(first: object) -> bool:
 
 def _of_row(row: object, tokenizer: Tokenizer | None, name: str) -> Trajectory:
     """Return a text, a conversation, or a row of a dataset as a prompt."""
-    columns: dict[str, Any] = {}
+    columns: Json = {}
     prompt = row
     if isinstance(row, Mapping):
         if "prompt" not in row:
@@ -223,7 +223,7 @@ def _of_row(row: object, tokenizer: Tokenizer | None, name: str) -> Trajectory:
     return Trajectory.of_prompt(ids, row=columns, shown=_decoded(ids, tokenizer))
 
 
-def _of_ids(prompts: object, tokenizer: Tokenizer, mask: object, padding: Padding) -> list[Trajectory]:
+def _of_ids(prompts: Texts, tokenizer: Tokenizer | None, mask: Array | None, padding: Padding) -> list[Trajectory]:
     rows = prompt_rows(prompts, "prompts", mask, *padding)
     for index, row in enumerate(rows):
         if not len(row):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from strop._types import Array, Tokenizer
+from strop._types import Array, Json, Texts, Tokenizer
 from strop.data.ahead import PreparedAhead
 from strop.data.batch import Trajectory
 from strop.data.formats import Prepared, check_rows, detect_format, load_rows, with_prompt
@@ -82,9 +82,9 @@ def pairs_of_rows(rows: Sequence[Any], tokenizer: Any, limits: Limits, name: str
 
 
 def pairs_of_columns(
-    prompt: Any,
-    chosen: Any,
-    rejected: Any,
+    prompt: Texts,
+    chosen: Texts,
+    rejected: Texts,
     prompt_mask: Array | None,
     tokenizer: Tokenizer | None,
     padding: Padding,
@@ -116,7 +116,7 @@ def unpaired_rows(dataset: object) -> Any:
     if detect_format(rows[0]) != "preference":
         return rows
 
-    def get(i: int) -> dict[str, Any]:
+    def get(i: int) -> Json:
         name = ("chosen", "rejected")[i % 2]
         row = with_prompt(dict(rows[i // 2]))
         others = {column: value for column, value in row.items() if column not in ("chosen", "rejected")}

@@ -55,7 +55,7 @@ class Encoder:
 # ---- rows ----
 
 
-def encode_prompt(prompt: Any, tokenizer: Any = None, row: Mapping[str, Any] | None = None) -> Ids:
+def encode_prompt(prompt: Any, tokenizer: Any = None, row: Row | None = None) -> Ids:
     """Return the ids of a prompt a model is to go on from: text, messages (with the template's opening of the assistant's
     turn) or ids."""
     return _encode_one(_prompt_steps(prompt, Encoder(tokenizer), row), tokenizer)
@@ -65,7 +65,7 @@ def encode_completion(
     prompt: Any,
     completion: Any,
     tokenizer: Any = None,
-    row: Mapping[str, Any] | None = None,
+    row: Row | None = None,
     assistant_only: bool = True,
 ) -> Line:
     """Return the ids of what follows the prompt, to the end of the turn, and which of them are trained on.
@@ -77,7 +77,7 @@ def encode_completion(
     return _encode_one(_completion_steps(prompt, completion, Encoder(tokenizer), row, assistant_only), tokenizer)
 
 
-def encode_row(row: Mapping[str, Any], tokenizer: Any = None, assistant_only: bool = True) -> tuple[Ids, Ids, LossMask]:
+def encode_row(row: Row, tokenizer: Any = None, assistant_only: bool = True) -> tuple[Ids, Ids, LossMask]:
     """Return (prompt_ids, completion_ids, which of these are trained on) of a row to imitate; of a plain text or of
     `messages` the prompt is empty.
 
@@ -86,7 +86,7 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any = None, assistant_only: bo
     return _encode_one(_row_steps(row, Encoder(tokenizer), assistant_only), tokenizer)
 
 
-def encode_preference(row: Mapping[str, Any], tokenizer: Any = None) -> tuple[Ids, Line, Line]:
+def encode_preference(row: Row, tokenizer: Any = None) -> tuple[Ids, Line, Line]:
     """Return the prompt's ids, and of chosen and rejected the ids and which of them are trained on."""
     return _encode_one(_preference_steps(row, Encoder(tokenizer)), tokenizer)
 
@@ -155,7 +155,7 @@ def _conversation_steps(
     return (yield from _turns_steps(before, parts, messages, encoder, row))
 
 
-def _row_steps(row: Mapping[str, Any], encoder: Encoder, assistant_only: bool) -> Steps[tuple[Ids, Ids, LossMask]]:
+def _row_steps(row: Row, encoder: Encoder, assistant_only: bool) -> Steps[tuple[Ids, Ids, LossMask]]:
     kind = detect_format(row)
     if kind == "prompt_completion":
         prompt, completion = row["prompt"], row["completion"]
@@ -177,7 +177,7 @@ def _row_steps(row: Mapping[str, Any], encoder: Encoder, assistant_only: bool) -
     return [], *_all_count(_with_eos(ids, encoder.tokenizer))
 
 
-def _preference_steps(row: Mapping[str, Any], encoder: Encoder) -> Steps[tuple[Ids, Line, Line]]:
+def _preference_steps(row: Row, encoder: Encoder) -> Steps[tuple[Ids, Line, Line]]:
     if (kind := detect_format(row)) != "preference":
         raise ValueError(f"a row to prefer in must be preference, found {kind}")
     row = with_prompt(dict(row))
@@ -188,7 +188,7 @@ def _preference_steps(row: Mapping[str, Any], encoder: Encoder) -> Steps[tuple[I
     return ids, chosen, rejected
 
 
-def _messages_steps(messages: Any, encoder: Encoder, row: Mapping[str, Any], assistant_only: bool) -> Steps[Line]:
+def _messages_steps(messages: Any, encoder: Encoder, row: Row, assistant_only: bool) -> Steps[Line]:
     if not assistant_only:
         (ids,) = yield [Text(templates.render(messages, encoder.tokenizer, row))]
         return _all_count(ids)
@@ -205,7 +205,7 @@ def _check_spoken(parts: Sequence[str], messages: Any, name: str) -> None:
 
 
 def _turns_steps(
-    before: str, parts: Sequence[str], messages: Any, encoder: Encoder, row: Mapping[str, Any] | None
+    before: str, parts: Sequence[str], messages: Any, encoder: Encoder, row: Row | None
 ) -> Steps[tuple[Ids, Ids, LossMask]]:
     """Return the ids of the text `before`, those of the pieces behind it, and which of these are trained on.
 

@@ -11,7 +11,7 @@ import re
 from typing import Any, ClassVar
 
 from strop._install import missing
-from strop._types import Row
+from strop._types import Json, Row
 from strop.environments.base import Environment, Turn
 
 
@@ -26,7 +26,7 @@ class Seeded(Environment):
     """Games that differ by their seed: even ones to train on, odd ones held out."""
 
     @classmethod
-    def rows(cls, split: str = "train", limit: int | None = None, *, seed: int = 0) -> list[dict[str, Any]]:
+    def rows(cls, split: str = "train", limit: int | None = None, *, seed: int = 0) -> list[Json]:
         first = 2 * seed + (split == "test")
         return [{"seed": first + 2 * i} for i in range(1000 if limit is None else limit)]
 
@@ -36,7 +36,7 @@ class Gymnasium(Seeded):
 
     game: ClassVar[str]
     actions: ClassVar[dict[str, int]]
-    options: ClassVar[dict[str, Any]] = {}
+    options: ClassVar[Json] = {}
     about: ClassVar[str]
 
     def reset(self, row: Row) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from strop._checks import is_conversation
-from strop._types import Row, Tokenizer
+from strop._types import Json, Row, Tokenizer
 from strop.data import templates
 from strop.data.batch import Trajectory, as_ids
 from strop.data.tokenize import encode_prompt, encode_text, eos_ids, special_ids, turn_ends
@@ -87,12 +87,12 @@ class Dialogue:
     chat: Chat
     first: Any
     ids: list[int]
-    row: Mapping[str, Any]
+    row: Row
     num_prompt: int = 0
     drawn: list[bool] = field(default_factory=list)
     logps: list[torch.Tensor] = field(default_factory=list)
     spans: list[int] = field(default_factory=list)
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[Json] = field(default_factory=list)
     replies: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -146,12 +146,12 @@ class Dialogue:
         ids_T, drawn_T = torch.tensor(self.ids), torch.tensor(self.drawn)
         return Trajectory(ids_T, drawn_T, torch.cat(self.logps), finish, num_prompt=self.num_prompt, shown=shown)
 
-    def conversation(self) -> list[Mapping[str, Any]]:
+    def conversation(self) -> list[Row]:
         """Return all of it as messages."""
         return [*(self.first if self.is_chat else [{"role": "user", "content": self.first}]), *self.messages]
 
 
-def _as_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
+def _as_messages(given: Sequence[Any]) -> list[Json]:
     for one in given:
         says = isinstance(one, Mapping) and (isinstance(one.get("content"), (str, list)) or one.get("tool_calls"))
         if not says or not isinstance(one.get("role"), str):

@@ -10,7 +10,7 @@ they are ready. What a row draws depends on the seed, the row and its own tokens
 import concurrent.futures
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,7 +108,7 @@ class _Play:
     each   row and address of every trajectory; a turn's random numbers have the address behind it
     """
 
-    def __init__(self, player: Player, each: Sequence[tuple[Mapping[str, Any], int]], sampling: Sampling, seed: int):
+    def __init__(self, player: Player, each: Sequence[tuple[Row, int]], sampling: Sampling, seed: int):
         self.player, self.sampling, self.seed = player, sampling, seed
         self.rows, self.addresses = [row for row, _ in each], [address for _, address in each]
         self.episodes = [_Episode(player.make()) for _ in each]

@@ -166,7 +166,7 @@ def routers_of(model: nn.Module) -> Routers | str:
     return Routers(modules, found[0] is True)
 
 
-def _normalises(router: Any) -> bool | str:
+def _normalises(router: torch.nn.Module) -> bool | str:
     """Whether it divides the weights of the chosen experts by their sum, found on a trial; or what else it does."""
     sizes: list[Any] = [getattr(router, name, None) for name in ("top_k", "num_experts", "hidden_dim")]
     weight = next(router.parameters(), None)

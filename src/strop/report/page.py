@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -316,7 +315,7 @@ def _in_stretches(series: Mapping[str, Series]) -> tuple[list[int], dict[str, li
     return steps[starts].tolist(), columns
 
 
-def facts(run: Run) -> dict[str, Any]:
+def facts(run: Run) -> Json:
     """What a run was made of, besides its options."""
     header, model = run.header, run.header.get("model")
     rewards = [reward for reward in header.get("rewards") or () if isinstance(reward, dict)]

@@ -212,7 +212,7 @@ class Server:
                 "frequency_penalty": 0.0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}  # fmt: skip
         return self.post("/v1/completions", told | asked)
 
-    def completions(self, asked: dict[str, Any], policy: Policy) -> list[Completion]:
+    def completions(self, asked: Json, policy: Policy) -> list[Completion]:
         """Ids and log-probs of each completion; an answer that cannot be one is an error."""
         choices = self._choices(self.complete(asked), asked["n"])
         return [self._checked(choice, asked, policy) for choice in choices]
@@ -223,7 +223,7 @@ class Server:
             raise ServerError(f"{self.url} must give {num} choices, found {_shown(answer)}")
         return sorted(choices, key=lambda choice: choice["index"])
 
-    def _checked(self, choice: Any, asked: dict[str, Any], policy: Policy) -> Completion:
+    def _checked(self, choice: Any, asked: Json, policy: Policy) -> Completion:
         def wrong(wanted: str, found: object) -> ServerError:
             return ServerError(f"{self.url} must give {wanted}, found {_shown(found)}")
 

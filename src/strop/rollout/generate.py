@@ -9,12 +9,11 @@ One function for every model. What computes is chosen by the policy's kind: `moe
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from strop._checks import check_count
-from strop._types import Array, State
+from strop._types import Array, Json, State
 from strop.data.batch import Trajectory, as_ids, sampled
 from strop.models import Policy
 from strop.rollout import decoding, native, plain
@@ -131,7 +130,7 @@ def generate(
     # never in inference mode, whose tensors neither a later rollout nor a training step could use
     with torch.inference_mode(False), torch.no_grad(), policy.evaluating():
         uniforms_BT = uniforms(seed, addresses, num_samples, sampling.max_new_tokens)
-        further: dict[str, Any] = {"cached": cached} if cached is not None and policy.kind in CACHING else {}
+        further: Json = {"cached": cached} if cached is not None and policy.kind in CACHING else {}
         further |= {"routers": policy.routers} if record_routing else {}
         completion_ids, logps, *routing = ENGINES[policy.kind](
             policy, ids, sampling, num_samples, uniforms_BT, eos_ids, **further
@@ -220,5 +219,5 @@ class Sampler:
         """Return what a checkpoint needs of rollouts that were begun and not yet asked for: here there are none."""
         return {}, {}
 
-    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         """Forget rollouts that servers had begun; their prompts are sampled here."""

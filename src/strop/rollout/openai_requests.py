@@ -7,16 +7,15 @@ that names the field.
 import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from strop._types import Json, Row
 from strop.data.tokenize import encode_prompt
 from strop.rollout.sampling import Sampling
 from strop.rollout.sampling_queue import SamplingRequest
 from strop.rollout.served_model import RequestError, ServedModel
-
-Json = dict[str, Any]  # an object of a request or an answer
 
 MAX_CHOICES = 1024  # completions of one request, over all its prompts
 MAX_TOKENS = 1 << 20  # of a completion, where the model does not say how much it reads
@@ -307,7 +306,7 @@ def _number(body: Json, name: str, default: float) -> float:
     return float(value)
 
 
-def parse_name(body: Mapping[str, Any], name: str) -> str:
+def parse_name(body: Row, name: str) -> str:
     """Return a field that must be a text."""
     if not isinstance(body.get(name), str) or not body[name]:
         raise RequestError(f"{name} must be a text, found {_shown(body.get(name))}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from strop._types import Array, State
+from strop._types import Array, Json, State
 from strop.data.batch import TokenBatch, Trajectory, sampled
 from strop.distributed import ALONE, World
 from strop.models import Policy, unwrapped
@@ -83,7 +83,7 @@ class ServerSampler(Sampler):
     def state(self) -> State:
         """Return the rollouts that were begun. Waits for them; one that failed is begun anew by who resumes."""
         tensors: dict[str, torch.Tensor] = {}
-        values: dict[str, Any] = {}
+        values: Json = {}
         for seed, finish in self._begun.items():
             with contextlib.suppress(ServerError):
                 rollout = finish()
@@ -96,7 +96,7 @@ class ServerSampler(Sampler):
                 values[str(seed)] = {"finish_reasons": rollout.finish_reasons, "engine": rollout.engine}
         return tensors, values
 
-    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         for seed, about in values.items():
             rows = [tensors[f"{seed}/{name}"].split(tensors[f"{seed}/{name}_lengths"].tolist()) for name in ROWS]
             lines = sampled(*rows)

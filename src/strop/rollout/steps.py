@@ -272,7 +272,7 @@ def _parts(model: object) -> tuple[Any, nn.Linear]:
     return decoder, head
 
 
-def _expect(module: Any, *wanted: set[str]) -> None:
+def _expect(module: torch.nn.Module, *wanted: set[str]) -> None:
     found = {name for name, _ in module.named_children()}
     if found not in wanted or module._parameters:
         other = ", ".join(sorted(found ^ wanted[0])) or "parameters"

@@ -42,7 +42,7 @@ class Callback:
 
     def on_train_end(self, trainer: "Trainer", history: "History") -> None: ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """What a checkpoint keeps of it: plain JSON values."""
         return {}
 
@@ -226,10 +226,10 @@ class BestCheckpoint(Callback):
             self.best = value
             trainer.save(self.folder / f"best{'' if trainer.world.size > 1 else '.safetensors'}", base=False)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {"best": self.best}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         self.best = state["best"]
 
 
@@ -281,10 +281,10 @@ class EvaluationCallback(Callback):
         trainer.fire("on_evaluate", metrics)
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {"last_step": self._last_step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         self._last_step = state["last_step"]
 
 
@@ -330,10 +330,10 @@ class EarlyStopping(Callback):
         if self.num_bad >= self.patience:
             trainer.stop(f"{self.metric} has not improved on {self.best:.6g} for {self.num_bad} {self._looks}")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {"best": self.best, "num_bad": self.num_bad}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         self.best, self.num_bad = state["best"], state["num_bad"]
 
 

@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
+from strop._types import Json
 from strop.config import OptimConfig
 
 FUSED_ON = ("cuda", "cpu")  # one pass over weights, gradients and moments, in place
 
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[Json]], torch.optim.Optimizer]
 
 
 def make_optimizer(

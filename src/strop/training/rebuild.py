@@ -258,7 +258,7 @@ def _check_config(config: Any) -> None:
             raise ValueError(f"its config must have a {name!r:.60} of at most {LONGEST_LIST}, found {shown(value)}")
 
 
-def _moved(model: Any, device: str, path: str | Path) -> Any:
+def _moved(model: torch.nn.Module, device: str, path: str | Path) -> Any:
     """Return the model on the device it was on, or on the first of that kind; on the CPU where there is none."""
     where = torch.device(device)
     if where.type not in ACCELERATORS:
@@ -281,7 +281,7 @@ def check_lora(lora: Any, weights: Tensors, path: str | Path) -> None:
         raise CheckpointError(f"{path} must hold adapters of rank {shown(lora.r)} as config.lora.r says, found {found}")
 
 
-def _with_adapters(model: Any, about: Json, lora: object) -> Any:
+def _with_adapters(model: torch.nn.Module, about: Json, lora: object) -> Any:
     """The model with the adapter that the trainer's option `lora` makes, or with those of the description."""
     if lora is not None:
         from strop.models.prepare import with_lora

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from strop._checks import check_count
 from strop._contained import Settings, contained
+from strop._types import Json
 from strop.config import RunConfig
 from strop.data.ahead import rows_ahead, taken
 from strop.data.digest import digest_rows
@@ -22,7 +23,7 @@ from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, 
 from strop.training.folder import Rescue, RunFolder
 from strop.training.memory import LACKS, raise_explained
 from strop.training.sources import Sources, sources_of
-from strop.training.state import History, Sum, TrainState, no_gradient, not_finite, seed_everything, told
+from strop.training.state import History, Metrics, Sum, TrainState, no_gradient, not_finite, seed_everything, told
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
@@ -48,7 +49,7 @@ class TrainingRun:
         self.state = TrainState()
         self.history = History()
         self.stop_reason: str | None = None
-        self.about: dict[str, Any] = {}
+        self.about: Json = {}
         self.goes_on = False
         self.settings = Settings()  # of torch, for every step
         self.sources: Sources = {}  # of the present train(), as its number of rows
@@ -86,7 +87,7 @@ class TrainingRun:
         self.fire(trainer, "on_step_end", metrics)
         return metrics
 
-    def _on_host(self, metrics: dict[str, Any], trainer: "Trainer") -> dict[str, float]:
+    def _on_host(self, metrics: Metrics, trainer: "Trainer") -> dict[str, float]:
         """The metrics as numbers, in the one wait for the device that a step has; raises where an update was skipped."""
         phases = trainer.phases
         metrics, skipped = told({**metrics, "num_tokens": Sum(phases.num_tokens)}, phases.unfit, trainer.world)

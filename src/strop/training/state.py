@@ -8,13 +8,13 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from strop._tensors import on_host
-from strop._types import Json
+from strop._types import Json, State
 from strop.distributed import World, world
 
 
@@ -42,7 +42,7 @@ class TrainState:
     num_tokens: int = 0
     seconds: float = 0.0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return asdict(self)
 
 
@@ -54,8 +54,8 @@ SHOWN = ("loss", "reward/mean", "preference/accuracy", "kl", "eval/loss", "eval/
 class History:
     """What `train` returns. `steps` and `evaluations` hold the metrics, each with its "step"."""
 
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[Json] = field(default_factory=list)
+    evaluations: list[Json] = field(default_factory=list)
     interrupted: bool = False
     signal: int | None = None
     stop_reason: str | None = None
@@ -174,7 +174,7 @@ class Phases:
         return event
 
 
-def not_finite(found: dict[str, Any], step: int) -> FloatingPointError:
+def not_finite(found: "Metrics", step: int) -> FloatingPointError:
     return FloatingPointError(
         f"loss {found.get('loss')} and gradient norm {found.get('grad_norm')} must be finite; the weights are those of "
         f"step {step}, before this update"
@@ -191,6 +191,8 @@ def no_gradient(step: int) -> RuntimeError:
 
 
 # ---- metrics of several processes ----
+
+Metrics: TypeAlias = Json  # by name: numbers, tensors, and the kinds below, which `told` makes numbers of
 
 
 class Mean(NamedTuple):
@@ -258,7 +260,7 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     torch.manual_seed(seed + rank)
 
 
-def get_rng() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def get_rng() -> State:
     """The states of Python's, NumPy's, torch's and CUDA's global generators: tensors, and JSON values."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
@@ -287,7 +289,7 @@ def check_rng(tensors: dict[str, torch.Tensor], values: Json) -> None:
         raise ValueError(f"rng/torch must be a state of torch's generator: {str(error).splitlines()[0]}") from None
 
 
-def set_rng(tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+def set_rng(tensors: dict[str, torch.Tensor], values: Json) -> None:
     """Put the global generators into the states `get_rng` gave."""
     version, words, gauss = values["python"]
     random.setstate((version, tuple(words), gauss))

@@ -24,7 +24,7 @@ from strop import _trl
 from strop._contained import contained
 from strop._install import missing
 from strop._tensors import widened
-from strop._types import Json
+from strop._types import Json, State
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import check_rows, prepared
@@ -41,7 +41,7 @@ from strop.training.logging import Logger
 from strop.training.memory import LACKS, raise_explained
 from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
 from strop.training.run import TrainingRun, checked_callbacks, checked_loggers
-from strop.training.state import History, Phases, TrainState, no_gradient, not_finite, rng_kept, told
+from strop.training.state import History, Metrics, Phases, TrainState, no_gradient, not_finite, rng_kept, told
 
 if TYPE_CHECKING:
     from strop.moe import MoETransformer
@@ -54,7 +54,7 @@ USERS_PHASES = ("reward",)  # functions of the user's run in them, with all of t
 DROPOUT_PHASES = ("score", "forward")  # in which the model may draw
 
 
-class Update(dict[str, Any]):
+class Update(Metrics):
     """The metrics of an optimiser step, numbers or tensors; `parts` is what its loss functions returned, one each."""
 
     parts: list[Any]
@@ -118,7 +118,7 @@ class Trainer:
         self.world.make_same(self.module)
         self.run = TrainingRun(logger, callbacks, self.world)
         self.phases = Phases(self.policy.device)  # of the present step
-        self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
+        self.samples: list[Json] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.reference: Any = None
         self.environments: list[Any] = []  # and tools of the user: a resumed run asks whether they are the same
         self.doing = ""  # besides steps: "evaluating", "saving"
@@ -162,7 +162,7 @@ class Trainer:
         """Metrics of these rows, without training."""
         raise NotImplementedError(f"{self.name} has no evaluate_on")
 
-    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def extra_state(self) -> State:
         """An algorithm's own state for the checkpoint: tensors by name, and plain JSON values."""
         return {}, {}
 
@@ -223,7 +223,7 @@ class Trainer:
         update.parts, update["learning_rate"] = parts, learning_rate
         return update
 
-    def run_step(self, work: Callable[[], dict[str, Any]]) -> dict[str, float]:
+    def run_step(self, work: Callable[[], Metrics]) -> dict[str, float]:
         """Do `work` as one training step: events, phase times, tokens per second, loggers."""
         return self.run.step(self, work)
 
