@@ -333,3 +333,12 @@ def test_doctor_says_that_other_devices_are_not_tested(monkeypatch):
     assert found["gpu"].detail == (
         "--device mps: torch's own operators, none of strop's kernels; strop is not tested on it"
     )
+
+
+def test_output_that_nobody_reads_any_more_is_no_error():
+    """As in `strop train grpo --help | head`."""
+    command = [sys.executable, "-m", "strop", "train", "grpo", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
