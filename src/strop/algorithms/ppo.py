@@ -57,7 +57,7 @@ class PPO(PolicyGradient):
                 )
         self.world.make_same(self.critic.module)
         self.critic_optim = replace(self.config.optim, learning_rate=self.config.critic_learning_rate)
-        self.critic_optimizer = make_optimizer(self.critic.module.named_parameters(), self.critic_optim)
+        self.critic_optimizer = make_optimizer(self.critic.module, self.critic_optim)
         self._value_losses: list[torch.Tensor] = []  # of the micro-batches of the step
 
     # ---- a step ----

@@ -9,21 +9,24 @@ SCHEDULES = ("constant", "linear", "cosine")
 AUTOCASTS = ("bf16", None)
 SHARDS = ("none", "full")
 QUANTIZED = ("nf4", "int8")
+OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "muon", "sgd", "adafactor")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Config):
-    """AdamW and its schedule.
+    """The optimiser and its schedule.
 
+    optimizer           adamw, adamw8bit, paged_adamw8bit, muon, sgd or adafactor
     learning_rate       the highest learning rate, after the warm-up
     weight_decay        weight decay of matrices; norms and biases have none
-    betas, eps          AdamW's own
+    betas, eps          AdamW's own; sgd and adafactor have none
     max_grad_norm       a larger gradient is scaled down to this norm; 0 is off
     warmup_steps        the learning rate rises linearly over this many steps
     schedule            the learning rate after the warm-up: constant, or linear or cosine down to min_learning_rate
     min_learning_rate   the learning rate at the last step of a linear or cosine schedule
     """
 
+    optimizer: str = "adamw"
     learning_rate: float = 1e-5
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
@@ -35,6 +38,7 @@ class OptimConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice(self.optimizer, "optimizer", OPTIMIZERS)
         for name in ("learning_rate", "weight_decay", "max_grad_norm", "min_learning_rate"):
             check_number(getattr(self, name), name, low=0.0)
         check_number(self.eps, "eps", low=0.0, open_low=True)

@@ -351,16 +351,19 @@ def check_optimizer(
             if isinstance(trainer.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
                 _check_adam(entry, param, bool(options.get("amsgrad")), path, names[id(param)])
             states[param] = {
-                key: _room(value, param, moves_all) if isinstance(value, torch.Tensor) else value
+                key: _room(value, param, moves_all, trainer.optimizer) if isinstance(value, torch.Tensor) else value
                 for key, value in entry.items()
             }
         found.append((group, options, states))
     return found
 
 
-def _room(value: torch.Tensor, param: torch.Tensor, moves_all: object) -> torch.Tensor:
-    """An optimiser's tensor without its numbers: in shards as the parameter is, if it is as large."""
+def _room(value: torch.Tensor, param: torch.Tensor, moves_all: object, optimizer: Any) -> torch.Tensor:
+    """An optimiser's tensor without its numbers: in shards as the parameter is, if it is as large; paged where the
+    optimiser pages."""
     if value.shape == param.shape:
+        if getattr(optimizer, "is_paged", False):  # of bitsandbytes
+            return optimizer.get_state_buffer(param, dtype=value.dtype)
         return torch.zeros_like(param.detach(), dtype=value.dtype)
     return torch.zeros(value.shape, dtype=value.dtype, device=param.device if value.ndim or moves_all else "cpu")
 

@@ -40,6 +40,7 @@ from strop.training.callbacks import Callback
 from strop.training.folder import flat, remove_run
 from strop.training.logging import Logger
 from strop.training.memory import LACKS, raise_explained
+from strop.training.optimizers import named_optimizer
 from strop.training.run import (
     Metrics,
     Phases,
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 MakeOptimizer = Callable[[list[Json]], torch.optim.Optimizer]
-FUSED_ON = ("cuda", "cpu")  # one pass over weights, gradients and moments, in place
 LEAN_TOKENS = 4  # times micro_batch_tokens, where a token takes a fraction of the memory: see `models.layers`
 USERS_PHASES = ("reward",)  # functions of the user's run in them, with all of torch's threads
 DROPOUT_PHASES = ("score", "forward")  # in which the model may draw
@@ -82,7 +82,7 @@ class Trainer:
     config      the algorithm's Config; **options change single fields of it, flat: learning_rate=1e-4
     logger      one logger or several
     callbacks   one object of strop.callbacks or several
-    optimizer   makes an optimiser of parameter groups, in place of AdamW
+    optimizer   a name, as the option of the config has it, or a function that makes an optimiser of parameter groups
     """
 
     Config: ClassVar[type[TrainerConfig]] = TrainerConfig
@@ -101,9 +101,11 @@ class Trainer:
         config: TrainerConfig | None = None,
         logger: Logger | Sequence[Logger] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
-        optimizer: MakeOptimizer | None = None,
+        optimizer: MakeOptimizer | str | None = None,
         **options: Any,
     ):
+        if isinstance(optimizer, str):
+            options["optimizer"], optimizer = optimizer, None
         self.name = type(self).__name__
         self.config = self._make_config(config, options)
         for idle in self.config.without_effect():
@@ -141,7 +143,7 @@ class Trainer:
         self.setup(ref_model)
         if self.config.run.shard == "full":
             self._shard()
-        self.optimizer = make_optimizer(self.module.named_parameters(), self.config.optim, optimizer)
+        self.optimizer = make_optimizer(self.module, self.config.optim, optimizer)
 
     def __repr__(self) -> str:
         """Return one line for a notebook: the algorithm, the model and the step."""
@@ -538,13 +540,14 @@ class Trainer:
 
 
 def make_optimizer(
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimConfig, make: MakeOptimizer | None = None
+    module: torch.nn.Module, config: OptimConfig, make: MakeOptimizer | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW, or what `make` makes of the parameter groups; the schedule sets the learning rate of either.
+    """Return the optimiser that the config names, or what `make` makes of the parameter groups.
 
-    Norms and biases (parameters of fewer than two dimensions) have no weight decay.
+    The schedule sets the learning rate of either. Norms and biases (parameters of fewer than two dimensions) have no weight
+    decay.
     """
-    params = [param for _, param in named_parameters if param.requires_grad]
+    params = [param for param in module.parameters() if param.requires_grad]
     if not params:
         raise ValueError("model must have parameters that require a gradient, found none")
     matrices = [param for param in params if param.ndim >= 2]
@@ -554,16 +557,14 @@ def make_optimizer(
         for group, decay in ((matrices, config.weight_decay), (others, 0.0))
         if group
     ]
-    if make is not None:
-        if not callable(make):
-            raise TypeError(f"optimizer must make one of parameter groups, as torch.optim.SGD does, found {make!r:.60}")
-        optimizer = make(groups)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must return a torch.optim.Optimizer, found {type(optimizer).__name__}")
-        return optimizer
-    fusable = all(param.is_floating_point() and param.device.type in FUSED_ON for param in params)
-    fused = True if fusable else None  # None, not False: torch then chooses the next best
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
+    if make is None:
+        return named_optimizer(module, groups, config)
+    if not callable(make):
+        raise TypeError(f"optimizer must make one of parameter groups, as torch.optim.SGD does, found {make!r:.60}")
+    optimizer = make(groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must return a torch.optim.Optimizer, found {type(optimizer).__name__}")
+    return optimizer
 
 
 def can_skip(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,85 @@
+"""Optimisers by name: torch's, bitsandbytes' of 8 bits, and Muon, which has AdamW for what is no hidden matrix."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from strop._install import missing
+from strop.config import OptimConfig
+
+FUSED_ON = ("cuda", "cpu")  # one pass over weights, gradients and moments, in place
+Groups = list[dict[str, Any]]
+
+
+def named_optimizer(module: torch.nn.Module, groups: Groups, config: OptimConfig) -> torch.optim.Optimizer:
+    """Return the optimiser that `config.optimizer` names, over these groups of the module's parameters."""
+    name, learning_rate = config.optimizer, config.learning_rate
+    adam: dict[str, Any] = {"lr": learning_rate, "betas": config.betas, "eps": config.eps}
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate)
+    if name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=learning_rate)
+    if name in ("adamw8bit", "paged_adamw8bit"):
+        return _adamw_of_8_bits(groups, adam, paged=name == "paged_adamw8bit")
+    adam["fused"] = True if _is_fusable(groups) else None  # None, not False: torch then chooses the next best
+    return Muon(module, groups, learning_rate, adam) if name == "muon" else torch.optim.AdamW(groups, **adam)
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon for hidden matrices and torch.optim.AdamW for the rest: embeddings, head, norms, biases.
+
+    Both have the same learning rate: Muon's steps are scaled to the size that AdamW's have (match_rms_adamw).
+    """
+
+    def __init__(self, module: torch.nn.Module, groups: Groups, learning_rate: float, adam: dict[str, Any]) -> None:
+        hidden = hidden_matrices(module)
+        for_muon = _split(groups, lambda param: id(param) in hidden)
+        for_adam = _split(groups, lambda param: id(param) not in hidden)
+        self.parts: list[torch.optim.Optimizer] = []
+        if for_muon:
+            self.parts.append(torch.optim.Muon(for_muon, lr=learning_rate, adjust_lr_fn="match_rms_adamw"))
+        if for_adam:
+            self.parts.append(torch.optim.AdamW(for_adam, **adam))
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        for part in self.parts:  # the groups are the same dicts; states have one place, which checkpoints read and fill
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+def hidden_matrices(module: torch.nn.Module) -> set[int]:
+    """Return the ids of the matrices between embedding and head; of a model without such modules, as strop's MoE, of those
+    without a side as long as the vocabulary."""
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    tables = [part for part in module.modules() if isinstance(part, torch.nn.Embedding) or part is head]
+    outside = {id(param) for part in tables for param in part.parameters()}
+    vocab_size = None if tables else getattr(getattr(module, "config", None), "vocab_size", None)
+    return {
+        id(param) for param in module.parameters()
+        if param.ndim == 2 and id(param) not in outside and vocab_size not in param.shape
+    }  # fmt: skip
+
+
+def _split(groups: Groups, wanted: Any) -> Groups:
+    parts = [{**group, "params": [param for param in group["params"] if wanted(param)]} for group in groups]
+    return [part for part in parts if part["params"]]
+
+
+def _is_fusable(groups: Sequence[dict[str, Any]]) -> bool:
+    params = [param for group in groups for param in group["params"]]
+    return all(param.is_floating_point() and param.device.type in FUSED_ON for param in params)
+
+
+def _adamw_of_8_bits(groups: Groups, adam: dict[str, Any], *, paged: bool) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW. Parameters of fewer than 4,096 numbers keep moments of 32 bits."""
+    name = "paged_adamw8bit" if paged else "adamw8bit"
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise missing(f'optimizer="{name}"', "bitsandbytes", "quantize") from None
+    if paged and not all(param.is_cuda for group in groups for param in group["params"]):
+        raise ValueError('optimizer must be "adamw8bit" without CUDA, which pages memory, found "paged_adamw8bit"')
+    return (bitsandbytes.optim.PagedAdamW8bit if paged else bitsandbytes.optim.AdamW8bit)(groups, **adam)
