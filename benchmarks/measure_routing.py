@@ -1,6 +1,6 @@
 """How often the training forward of a tiny Mixture-of-Experts model chooses other experts than the rollout, and what it costs.
 
-python tests/algorithms/measure_routing.py [SEED …]
+python benchmarks/measure_routing.py [SEED …]
 
 Models of random weights: 4 layers of width 64, vocabulary 64; Mixtral with 8 experts, 2 of a token, Qwen3-MoE with 16, 4 of
 a token. A rollout in bfloat16 (autocast over float32 weights) is trained on in bfloat16 and in float32. "before": the first
