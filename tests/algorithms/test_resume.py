@@ -174,19 +174,6 @@ def test_lines_after_the_checkpoint_are_dropped(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
-    first = SFT(model=tiny_moe(), save_every=2, callbacks=[SignalAt(4, signal.SIGTERM)], **OPTIONS)
-    first.train(ROWS, num_steps=6, output_dir=tmp_path)
-    newest = tmp_path / "checkpoints" / "step-00000004.safetensors"
-    newest.write_bytes(newest.read_bytes()[:-100])
-    second = SFT(model=tiny_moe(), save_every=2, **OPTIONS)
-    with pytest.warns(UserWarning, match=r"step-00000004.safetensors is cut off.*taking the one before"):
-        second.train(ROWS, num_steps=6, output_dir=tmp_path, resume=True)
-    whole = SFT(model=tiny_moe(), **OPTIONS)
-    whole.train(ROWS, num_steps=6)
-    assert torch.equal(weights_of(second), weights_of(whole))
-
-
 def test_what_a_kill_left_half_written_is_removed(tmp_path):
     SFT(model=tiny_moe(), **OPTIONS).train(ROWS, num_steps=1, output_dir=tmp_path)
     (tmp_path / "checkpoints" / ".step-00000002.safetensors.77.tmp").write_bytes(b"half")
