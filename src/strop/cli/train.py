@@ -273,7 +273,7 @@ def changed_options(job: JobConfig) -> Json:
     return {name: value for name, value in plain.items() if value != default[name]}
 
 
-def _functions(command: str, job: JobConfig, task: Any) -> Json:
+def _functions(command: str, job: JobConfig, task: object) -> Json:
     """Arguments of the trainer beside the model: reward_fn and preference_fn for the algorithms that generate, a critic …"""
     none = () if command in ("grpo", "online-dpo") else ("environment", "tools")
     for name in none if command == "ppo" else (*none, "critic"):
@@ -309,7 +309,7 @@ def _ref_model(job: JobConfig) -> Any:
     return load_model(job.ref_model, dtype=job.dtype, device=job.device)[0]
 
 
-def _callbacks(job: JobConfig, output: Path, eval_rows: Sequence[Any] | None) -> list["Callback"]:
+def _callbacks(job: JobConfig, output: Path, eval_rows: Sequence[object] | None) -> list["Callback"]:
     from strop.callbacks import BestCheckpoint, EarlyStopping
 
     if job.best is None:
