@@ -52,7 +52,7 @@ def trainer_of(kind, seed, autocast, replay):
         with torch.autocast("cpu", torch.bfloat16):
             return sample(*given)
 
-    trainer.complete = in_bf16
+    trainer.complete = in_bf16  # type: ignore[method-assign]
     return trainer
 
 
@@ -66,8 +66,10 @@ def shares(trainer):
     with cast, trainer.policy.routers.recording() as latest:
         trainer.policy.logps(dataclasses.replace(batch, routing_NLk=None))
         own = latest()
-    there = batch.routing_NLk[:, 0, 0] >= 0
-    differs = (own.sort(-1)[0] != batch.routing_NLk.sort(-1)[0]).any(-1)[there]
+    recorded_NLk = batch.routing_NLk
+    assert recorded_NLk is not None, "the sampler records the experts"
+    there = recorded_NLk[:, 0, 0] >= 0
+    differs = (own.sort(-1)[0] != recorded_NLk.sort(-1)[0]).any(-1)[there]
     trainer.sampler.records_routing = trainer.config.replay_routing
     return differs.any(-1).float().mean().item(), differs.float().mean().item()
 

@@ -164,7 +164,7 @@ def test_the_order_stays_that_of_earlier_versions():
 
 def test_phases_count_their_own_seconds(monkeypatch):
     clock = itertools.accumulate([100.0, 0.01, 0.03, 0.0, 0.0])  # by what a look at it has gone on
-    monkeypatch.setattr("strop.training.state.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("strop.training.run.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     phases = Phases()
     with phases.phase("outer"), phases.phase("inner"):
         pass
