@@ -206,18 +206,18 @@ def test_bench_can_be_interrupted(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_of_an_installed_package_says_where_the_benchmarks_are(here, tmp_path, monkeypatch):
+def test_bench_of_an_installed_package_says_where_the_benchmarks_are(strop, tmp_path, monkeypatch):
     """An installed package has no benchmarks beside it; in the folder of a checkout there are some."""
-    monkeypatch.setattr(strop, "__file__", str(tmp_path / "lib" / "site-packages" / "strop" / "__init__.py"))
+    monkeypatch.setattr("strop.__file__", str(tmp_path / "lib" / "site-packages" / "strop" / "__init__.py"))
     monkeypatch.chdir(tmp_path)
-    code, _, error = here("bench", "primitives")
+    code, _, error = strop("bench", "primitives")
     assert code == 1
     assert error == (
         "strop: FileNotFoundError: the benchmarks are not installed with strop; clone its repository and run strop bench in "
         "that folder\n"
     )
     monkeypatch.chdir(ROOT)
-    assert "unknown suite 'nope'" in here("bench", "nope")[2]
+    assert "unknown suite 'nope'" in strop("bench", "nope")[2]
 
 
 def test_bench_of_some_cases_writes_nothing_and_characters_a_terminal_lacks_as_escapes(tmp_path):
@@ -283,7 +283,7 @@ def test_a_flag_of_trl_is_told_what_it_is_here(flag, told, strop):
 
 
 def test_doctor_lists_what_is_used(monkeypatch):
-    """Loggers and GGUF always, bitsandbytes where it is installed, Triton only where torch is built for a GPU."""
+    """Loggers, GGUF and bitsandbytes always, Triton only where torch is built for a GPU."""
     import torch
 
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "1.0")
@@ -291,7 +291,6 @@ def test_doctor_lists_what_is_used(monkeypatch):
     found = {finding.part: finding for finding in doctor.packages(deep=False)}
     assert {"gguf", "tensorboard", "trackio", "wandb", "bitsandbytes"} <= found.keys()
     assert "triton" not in found
-    assert "quantised weights are not supported" in found["bitsandbytes"].detail
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "triton" in {finding.part for finding in doctor.packages(deep=False)}
 
@@ -301,7 +300,7 @@ def test_doctor_lists_what_is_used(monkeypatch):
     monkeypatch.setattr(doctor.metadata, "version", absent)
     found = {finding.part: finding for finding in doctor.packages(deep=False)}
     assert found["wandb"].detail == "not installed; needed for: --log wandb"
-    assert "bitsandbytes" not in found
+    assert found["bitsandbytes"].detail == "not installed; needed for: --quantize nf4"
 
 
 def test_doctor_says_that_other_devices_are_not_tested(monkeypatch):
