@@ -59,7 +59,7 @@ class KTO(Trainer):
         """
         return self.run_step(lambda: self._step(self._trajectories(prompt, completion, label, prompt_mask)))
 
-    def prepared(self, dataset: object, name: str = "dataset") -> Sequence[Any]:
+    def prepared(self, dataset: object, name: str = "dataset") -> Sequence[object]:
         return super().prepared(unpaired_rows(dataset), name)
 
     def check_columns(self, rows: Sequence[Any], name: str) -> None:

@@ -242,7 +242,7 @@ def shown_ids(ids: torch.Tensor, tokenizer: Tokenizer | None) -> Any:
     return tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
 
-def reward_columns(lines: Sequence[Trajectory], tokenizer: Tokenizer | None) -> dict[str, list[Any]]:
+def reward_columns(lines: Sequence[Trajectory], tokenizer: Tokenizer | None) -> dict[str, list[object]]:
     """Return the columns for reward functions, one entry a trajectory.
 
     Ids are copies: a function that changes them in place does not change what is trained on.

@@ -166,7 +166,7 @@ class Phases:
         """For the next step, on the same device."""
         return Phases(self._gpu)
 
-    def _mark(self) -> Any:
+    def _mark(self) -> float | torch.cuda.Event:
         if self._gpu is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

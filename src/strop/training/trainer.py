@@ -350,7 +350,7 @@ class Trainer:
             self, dataset, eval_dataset, num_steps, num_epochs, output, resume, allow_changes, progress
         )
 
-    def prepared(self, dataset: object, name: str = "dataset") -> Sequence[Any]:
+    def prepared(self, dataset: object, name: str = "dataset") -> Sequence[object]:
         """Return a dataset's rows for train() and evaluate(), loaded and checked; they do not do so again.
 
         Up to 1,000 rows are tokenised here. Of more, only the columns are checked here: rows are tokenised in a thread
