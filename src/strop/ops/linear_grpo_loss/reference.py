@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from strop._tensors import Count, GivenHead, RefHead, check_device, check_head, check_shape
-from strop.config.losses import ClipEps
+from strop.config.policy_losses import ClipEps
 from strop.losses import PolicyLoss, PolicyRule
 from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
 from strop.ops.policy import Given, PolicyBatch, check_batch, composed
