@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from strop._checks import check_timeout
-from strop._types import Json, Row
+from strop._types import Json, Row, Tokenizer
 from strop.data.batch import Trajectory
 from strop.data.formats import column_counts
 from strop.data.inputs import RESERVED
@@ -351,7 +351,35 @@ def _first_failing(
     return None
 
 
-# ---- what is shown ----
+# ---- columns, and what is shown ----
+
+
+def reward_columns(lines: Sequence[Trajectory], tokenizer: Tokenizer | None) -> dict[str, list[Any]]:
+    """Return the columns for reward functions, one entry a trajectory.
+
+    Ids are copies: a function that changes them in place does not change what is trained on.
+    """
+    prompt_ids, completion_ids = _copies(lines)
+    prompts, completions = _copies(lines) if tokenizer is None else (prompt_ids, completion_ids)
+    shown = {name: [line.shown[name] for line in lines] for name in (lines[0].shown if lines else ())}
+    if tokenizer is not None and "completions" not in shown:
+        completions = [tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in completion_ids]
+    columns: dict[str, list[Any]] = {
+        "completions": completions, "prompts": prompts, "completion_ids": completion_ids, "prompt_ids": prompt_ids,
+    }  # fmt: skip
+    for name, values in shown.items():
+        columns[name] = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+    names = dict.fromkeys(name for line in lines for name in line.row)
+    return columns | {name: [line.row.get(name) for line in lines] for name in names}
+
+
+def _copies(lines: Sequence[Trajectory]) -> tuple[list[Any], list[Any]]:
+    """Return copies of the ids of prompts and of completions."""
+    if not lines:
+        return [], []
+    lengths = [length for line in lines for length in (line.num_prompt, len(line) - line.num_prompt)]
+    pieces = torch.cat([line.ids_T for line in lines]).split(lengths)
+    return list(pieces[::2]), list(pieces[1::2])
 
 
 def sample_table(rows: Mapping[str, Sequence[object]], **columns: Sequence[Any]) -> list[Json]:

@@ -11,11 +11,11 @@ from strop._checks import check_count
 from strop._types import Array, Json, Row, Texts
 from strop.config import TurnsConfig, unknown_option
 from strop.data.batch import Trajectory
-from strop.data.inputs import as_prompts, as_rows, check_tokenizer, reward_columns
+from strop.data.inputs import as_prompts, as_rows, check_tokenizer
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import environment_rows, make_player
 from strop.models import as_policy, load_model
-from strop.rewards import RewardFunctions, check_timeout
+from strop.rewards import RewardFunctions, check_timeout, reward_columns
 from strop.rollout import Sampler, Sampling
 
 SAMPLING = tuple(Sampling.__dataclass_fields__)

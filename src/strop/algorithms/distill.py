@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from strop._tensors import on_host, widened
 from strop._types import Array, Texts
 from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import DistillConfig
@@ -25,16 +24,16 @@ from strop.config.on_policy import BETAS
 from strop.config.sampling import is_address
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.formats import column_counts
-from strop.data.inputs import fit, reward_columns
+from strop.data.inputs import fit
 from strop.data.tokenize import encode_completion, row_named
 from strop.losses import PolicyRule
 from strop.losses.divergence import divergence
 from strop.models import Policy
 from strop.ops import linear_divergence
-from strop.rewards import sample_table
+from strop.rewards import reward_columns, sample_table
 from strop.rollout.generate import completion_metrics, generate
 from strop.rollout.teacher import ServedTeacher
-from strop.training.state import Mean, Metrics
+from strop.training.run import Mean, Metrics, on_host
 
 
 class Distance(NamedTuple):
@@ -115,7 +114,7 @@ class Distill(OnPolicy):
         num_tokens, sums = sum(line.num_loss_tokens for line in lines), []
         for some in self.eval_batches(lines, [len(line) for line in lines]):
             with self.autocast():
-                sums.append(widened(self.loss_on(some, num_tokens).divergences_n).sum())
+                sums.append(self.loss_on(some, num_tokens).divergences_n.sum(dtype=self.sum_dtype))
         metrics = completion_metrics(self.whole_batch(lines, 0).ends)
         return {"distill/divergence": Mean(sum(on_host(sums)), num_tokens), **metrics}
 
@@ -159,7 +158,7 @@ class Distill(OnPolicy):
         parts = self.micro_batches(lines, lengths)
         update = self.update(functools.partial(self.loss_on, part, num_tokens) for part in parts)
         self.count_tokens(sum(lengths))
-        totals = [widened(part.divergences_n).sum() for part in update.parts]
+        totals = [part.divergences_n.sum(dtype=self.sum_dtype) for part in update.parts]
         return update | ({"distill/divergence": Mean(torch.stack(totals).sum(), here)} if totals else {})
 
     def loss_on(self, lines: Sequence[Trajectory], num_tokens: int) -> Distance:

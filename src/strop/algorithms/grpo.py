@@ -22,7 +22,7 @@ from strop.environments.credit import turn_advantages
 from strop.models import unwrapped
 from strop.models.routing import Routers
 from strop.primitives import compute_batch_group_advantages
-from strop.training.state import Mean, Metrics
+from strop.training.run import Mean, Metrics
 
 
 class GRPO(PolicyGradient):
@@ -85,10 +85,11 @@ class GRPO(PolicyGradient):
         else:
             rewards_B = batch.rewards.total_B
             # in float64, so that float32 rewards give the nearest float32
-            advantages_B = compute_batch_group_advantages(
-                rewards_B.double(), config.group_size, ddof=config.advantage_ddof, eps=config.advantage_eps,
+            found_B = compute_batch_group_advantages(
+                rewards_B.double().numpy(), config.group_size, ddof=config.advantage_ddof, eps=config.advantage_eps,
                 scale=config.advantage_scale,
-            ).to(rewards_B.dtype)  # fmt: skip
+            )  # fmt: skip
+            advantages_B = torch.from_numpy(found_B).to(rewards_B.dtype)
             own_B = advantages_B[batch.first : batch.first + len(lines)]
             advantages_N = own_B.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
         for line, advantages_t in zip(lines, advantages_N.split(lengths), strict=True):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from strop._tensors import on_host, widened, widest
+from strop._tensors import widened
 from strop._types import Array, Json, State, Texts
 from strop.config import KTOConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
@@ -24,7 +24,7 @@ from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, p
 from strop.data.offline import Limits, as_array, as_label, unpaired_rows
 from strop.data.tokenize import LossMask, encode_rows
 from strop.losses import unpaired_loss
-from strop.training.state import Mean, Metrics, Sum
+from strop.training.run import Mean, Metrics, Sum, on_host
 from strop.training.trainer import Trainer
 
 
@@ -44,9 +44,7 @@ class KTO(Trainer):
 
     def setup(self, ref_model: object) -> None:
         self.reference = self.policy.reference(ref_model)
-        self._seen = torch.zeros(
-            2, dtype=widest(self.policy.device), device=self.policy.device
-        )  # bco: sum and number of rewards
+        self._seen = torch.zeros(2, dtype=self.sum_dtype, device=self.policy.device)  # bco: sum and number of rewards
 
     def train_step(
         self, prompt: Texts, completion: Texts, label: object, *, prompt_mask: Array | None = None

@@ -23,18 +23,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from strop import _trl
-from strop._tensors import widened
 from strop._types import Array, Json, State, Texts
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
-from strop.data.inputs import as_prompts, prompts_of_dataset, reward_columns
+from strop.data.inputs import as_prompts, prompts_of_dataset
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import checked_rows, environment_rows, trainers_player
 from strop.losses import PolicyLoss, kl_estimate
-from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, sample_table
+from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, reward_columns, sample_table
 from strop.rollout.generate import ENDED, End, checked_prompts, completion_metrics, ends_of
 from strop.rollout.sampling import Sampling
 from strop.rollout.server_sampler import ServerSampler, make_sampler
-from strop.training.state import Largest, Mean, Metrics
+from strop.training.run import Largest, Mean, Metrics
 from strop.training.trainer import Trainer, Update
 
 
@@ -253,7 +252,8 @@ class PolicyMeter:
 
     NAMES: ClassVar = ("kl", "entropy", "clip_fraction", "ratio/mean")
 
-    def __init__(self) -> None:
+    def __init__(self, sum_dtype: torch.dtype) -> None:
+        self.sum_dtype = sum_dtype
         self._parts: list[tuple[dict[str, torch.Tensor], int, bool]] = []
 
     def add(self, metrics: dict[str, torch.Tensor], num_tokens: int, first: bool) -> None:
@@ -264,7 +264,7 @@ class PolicyMeter:
     def metrics(self) -> Metrics:
         parts = [(values, weight) for values, weight, _ in self._parts]
         known = [name for name in self.NAMES if parts and name in parts[0][0]]
-        found = dict(zip(known, _means(parts, known), strict=True))
+        found = dict(zip(known, self._means(parts, known), strict=True))
         return found | {"ratio/max": _largest(parts)}
 
     def first(self) -> Metrics:
@@ -272,17 +272,17 @@ class PolicyMeter:
         parts = [(values, weight) for values, weight, first in self._parts if first]
         if not parts:
             return {}
-        return {"mismatch_kl": _means(parts, ["approx_kl"])[0], "mismatch_ratio_max": _largest(parts)}
+        return {"mismatch_kl": self._means(parts, ["approx_kl"])[0], "mismatch_ratio_max": _largest(parts)}
+
+    def _means(self, parts: "Parts", names: Sequence[str]) -> list[Mean]:
+        if not names:
+            return []
+        stacked = ((torch.stack([values[name] for name in names]), weight) for values, weight in parts)
+        sums: Any = sum(values_M.to(self.sum_dtype) * weight for values_M, weight in stacked)
+        return [Mean(one, sum(weight for _, weight in parts)) for one in sums.unbind()]
 
 
 Parts = Sequence[tuple[dict[str, torch.Tensor], int]]
-
-
-def _means(parts: Parts, names: Sequence[str]) -> list[Mean]:
-    if not names:
-        return []
-    sums: Any = sum(widened(torch.stack([values[name] for name in names])) * weight for values, weight in parts)
-    return [Mean(one, sum(weight for _, weight in parts)) for one in sums.unbind()]
 
 
 def _largest(parts: Parts) -> Largest:
@@ -333,7 +333,7 @@ class PolicyGradient(OnPolicy):
 
     def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights once for each minibatch; return the means of what the updates measured."""
-        meter, num_tokens_B = PolicyMeter(), self.loss_tokens(batch)
+        meter, num_tokens_B = PolicyMeter(self.sum_dtype), self.loss_tokens(batch)
         updates: list[Update] = []
         for chosen in self.minibatches(len(num_tokens_B)):
             # of this process, and none that counts for nothing
@@ -345,8 +345,9 @@ class PolicyGradient(OnPolicy):
             for part, result in zip(parts, updates[-1].parts, strict=True):
                 meter.add(result.metrics, sum(line.num_loss_tokens for line in part), first=len(updates) == 1)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        drawn_N = widened(joined([line.rollout_logps_t for line in lines if line.rollout_logps_t is not None]))
-        metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn_N.sum().item(), len(drawn_N))}
+        drawn_N = joined([line.rollout_logps_t for line in lines if line.rollout_logps_t is not None])
+        drawn = drawn_N.sum(dtype=self.sum_dtype).item()
+        metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn, len(drawn_N))}
         metrics |= self._mismatch(lines) if self.config.recomputes else meter.first()
         self.count_tokens(sum(map(len, lines)))
         assert batch.rewards is not None
@@ -407,12 +408,12 @@ class PolicyGradient(OnPolicy):
         if not len(sampled_N):
             return {}
         ratios_N, num_tokens = (trained_N - sampled_N).exp(), len(trained_N)
-        found: Metrics = {"mismatch_kl": Mean(widened(kl_estimate(sampled_N, trained_N)).sum(), num_tokens)}
+        found: Metrics = {"mismatch_kl": Mean(kl_estimate(sampled_N, trained_N).sum(dtype=self.sum_dtype), num_tokens)}
         found["mismatch_ratio_max"] = Largest(ratios_N.max())
         importance = [line.importance_t for line in lines if line.importance_t is not None]
         if importance:
             weights_N = torch.cat(importance)
-            found["importance/mean"] = Mean(widened(weights_N).sum(), num_tokens)
+            found["importance/mean"] = Mean(weights_N.sum(dtype=self.sum_dtype), num_tokens)
             found["importance/capped_fraction"] = Mean((weights_N != ratios_N).sum(), num_tokens)
         return found
 

@@ -11,11 +11,11 @@ from strop.algorithms.dpo import DPO, Pair, counts_of
 from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import OnlineDPOConfig
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
-from strop.data.inputs import check_below, reward_columns
+from strop.data.inputs import check_below
 from strop.environments.setup import CONVERSATION_COLUMNS
-from strop.rewards import sample_table
+from strop.rewards import reward_columns, sample_table
 from strop.rollout.generate import completion_metrics
-from strop.training.state import Mean, Metrics
+from strop.training.run import Mean, Metrics
 
 
 class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO takes pairs

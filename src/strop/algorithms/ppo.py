@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from strop._tensors import widened
 from strop._types import Json, State
 from strop.algorithms.on_policy import PolicyGradient, WholeBatch, check_rewarded
 from strop.algorithms.reward_model import ModelReward
@@ -29,9 +28,8 @@ from strop.losses import PolicyLoss
 from strop.models.critic import Critic
 from strop.models.kinds import shares
 from strop.primitives import compute_gae
-from strop.training.optimiser import can_skip, make_optimizer
-from strop.training.state import Metrics, Sum, not_finite
-from strop.training.trainer import Update
+from strop.training.run import Metrics, Sum, not_finite
+from strop.training.trainer import Update, can_skip, make_optimizer
 
 
 class PPO(PolicyGradient):
@@ -112,7 +110,7 @@ class PPO(PolicyGradient):
         self._value_losses, metrics, before = [], self._value_metrics(lines), self.state.updates
         metrics |= super().learn(lines, batch)
         losses, num_updates = self._value_losses or [torch.zeros(())], self.state.updates - before
-        return metrics | {"value/loss": Sum(widened(torch.stack(losses)).sum() / num_updates)}
+        return metrics | {"value/loss": Sum(torch.stack(losses).sum(dtype=self.sum_dtype) / num_updates)}
 
     def _value_metrics(self, lines: Sequence[Trajectory]) -> Metrics:
         """Before the updates: the mean value, and the share of the returns' variance that the values explain."""

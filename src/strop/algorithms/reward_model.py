@@ -17,7 +17,6 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from strop._checks import check_count, check_number, is_conversation
-from strop._tensors import on_host
 from strop._types import Array, Texts, Tokenizer
 from strop.config import RewardModelConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device, split
@@ -26,7 +25,7 @@ from strop.data.offline import Limits, Pair, num_tokens_of, pairs_of_columns, pa
 from strop.data.tokenize import encode_completion, encode_prompt
 from strop.models import load_model
 from strop.models.scorer import Scorer, as_scorer
-from strop.training.state import Metrics, Sum
+from strop.training.run import Metrics, Sum, on_host
 from strop.training.trainer import Trainer
 
 NUM_BINS = 10  # of the calibration error

@@ -146,10 +146,6 @@ def as_prompts(
     columns   further columns for reward functions, each with one entry a prompt
     name      of the batch or dataset in errors
     """
-    if isinstance(prompts, str) or (is_conversation(prompts) and "role" in prompts[0]):
-        raise TypeError(
-            f"prompts must be a batch, found a single {'text' if isinstance(prompts, str) else 'conversation'}"
-        )
     if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer returns
         mask = prompts.get("attention_mask") if mask is None else mask
         prompts = prompts["input_ids"]
@@ -160,12 +156,15 @@ def as_prompts(
             )
         columns = {name: values for name, values in prompts.items() if name not in RESERVED} | dict(columns or {})
         prompts = prompts["prompt"]
-    if (
-        hasattr(prompts, "__len__")
-        and not isinstance(prompts, torch.Tensor)
-        and len(prompts)
-        and _is_one_prompt_of_many(prompts[0])
-    ):
+    first = (
+        prompts[0] if hasattr(prompts, "__len__") and not isinstance(prompts, torch.Tensor) and len(prompts) else None
+    )
+    if isinstance(prompts, str) or (isinstance(first, Mapping) and "role" in first):
+        raise TypeError(
+            f"prompts must be a batch, found a single {'text' if isinstance(prompts, str) else 'conversation'}"
+        )
+    starts_with = first[0] if isinstance(first, (list, tuple)) and first else first
+    if isinstance(first, str) or isinstance(starts_with, Mapping):
         if mask is not None:
             raise ValueError("prompt_mask must be None for prompts that are not ids, found one: texts have no padding")
         found = [_of_row(row, tokenizer, f"{name}[{i}]") for i, row in enumerate(prompts)]
@@ -200,10 +199,6 @@ def check_below(max_length: int | None, prompts: Sequence[Trajectory], name: str
         fit(prompt.ids_T, prompt.ids_T[:0], max_length, None, f"{name}[{i}]")
 
 
-def _is_one_prompt_of_many(first: object) -> bool:
-    return isinstance(first, (str, Mapping)) or is_conversation(first)
-
-
 def _of_row(row: object, tokenizer: Tokenizer | None, name: str) -> Trajectory:
     """Return a text, a conversation, or a row of a dataset as a prompt."""
     columns: Json = {}
@@ -232,39 +227,4 @@ def _of_ids(prompts: Texts, tokenizer: Tokenizer | None, mask: Array | None, pad
 
 
 def _decoded(ids: torch.Tensor, tokenizer: Tokenizer | None) -> dict[str, str]:
-    return {} if tokenizer is None else {"prompts": shown_ids(ids, tokenizer)}
-
-
-def shown_ids(ids: torch.Tensor, tokenizer: Tokenizer | None) -> Any:
-    """Return ids as reward functions see them: text with a tokenizer, else as they are."""
-    if tokenizer is None:
-        return ids
-    return tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-
-
-def reward_columns(lines: Sequence[Trajectory], tokenizer: Tokenizer | None) -> dict[str, list[Any]]:
-    """Return the columns for reward functions, one entry a trajectory.
-
-    Ids are copies: a function that changes them in place does not change what is trained on.
-    """
-    prompt_ids, completion_ids = _copies(lines)
-    prompts, completions = _copies(lines) if tokenizer is None else (prompt_ids, completion_ids)
-    shown = {name: [line.shown[name] for line in lines] for name in (lines[0].shown if lines else ())}
-    if tokenizer is not None and "completions" not in shown:
-        completions = [shown_ids(ids, tokenizer) for ids in completion_ids]
-    columns: dict[str, list[Any]] = {
-        "completions": completions, "prompts": prompts, "completion_ids": completion_ids, "prompt_ids": prompt_ids,
-    }  # fmt: skip
-    for name, values in shown.items():
-        columns[name] = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
-    names = dict.fromkeys(name for line in lines for name in line.row)
-    return columns | {name: [line.row.get(name) for line in lines] for name in names}
-
-
-def _copies(lines: Sequence[Trajectory]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return copies of the ids of prompts and of completions."""
-    if not lines:
-        return [], []
-    lengths = [length for line in lines for length in (line.num_prompt, len(line) - line.num_prompt)]
-    pieces = torch.cat([line.ids_T for line in lines]).split(lengths)
-    return list(pieces[::2]), list(pieces[1::2])
+    return {} if tokenizer is None else {"prompts": tokenizer.decode(ids.tolist(), skip_special_tokens=True)}

@@ -15,8 +15,7 @@ import torch
 from strop._checks import check_choice
 from strop._tensors import check_floats, check_like, in_float
 from strop._types import Context
-from strop.config.losses import KL_ESTIMATORS, PolicyRule
-from strop.config.policy_losses import ClipBounds, Tokens, cut
+from strop.config.policy_losses import KL_ESTIMATORS, ClipBounds, PolicyRule, Tokens, cut
 
 
 @dataclass(frozen=True, kw_only=True)
