@@ -20,6 +20,7 @@ import strop
 from strop._types import Json
 from strop.distributed import class_of
 from strop.models import base_model
+from strop.models.quantized import num_weights
 from strop.rewards import described
 from strop.training import checkpoint
 from strop.training.callbacks import CheckpointCallback, EvaluationCallback
@@ -174,7 +175,7 @@ class RunFolder:
             "model": {
                 "name": str(getattr(getattr(base_model(trainer.module), "config", None), "_name_or_path", "")),
                 "class": class_of(trainer.module).__name__,
-                "num_parameters": sum(param.numel() for param in trainer.module.parameters()),
+                "num_parameters": num_weights(trainer.module),
                 "num_trained": sum(param.numel() for param in trainer.module.parameters() if param.requires_grad),
                 "device": str(trainer.policy.device),
             },

@@ -9,7 +9,6 @@ model is made without memory first and compared with the tensors of the file: wh
 """
 
 import contextlib
-import copy
 import enum
 import importlib.util
 import json
@@ -30,6 +29,7 @@ from strop.distributed import class_of
 from strop.models import base_model, unwrapped
 from strop.models.kinds import is_classifier
 from strop.models.loading import ACCELERATORS, num_devices, without_bars
+from strop.models.quantized import merged_copy
 from strop.training.checkpoint_header import CheckpointError, check_same, is_whole, shown
 
 Tensors = dict[str, torch.Tensor]
@@ -184,7 +184,7 @@ def write_model(model: torch.nn.Module, folder: Path, *, is_copy: bool = False, 
     inner = unwrapped(model)
     if base_model(inner) is not inner and merged:
         # of a copy: merging and taking apart again would change the weights in their last bits
-        inner = (inner if is_copy else copy.deepcopy(inner)).merge_and_unload()
+        inner = inner.merge_and_unload() if is_copy else merged_copy(inner)
     if hasattr(inner, "save_pretrained"):
         with without_bars() if "transformers" in sys.modules else contextlib.nullcontext():
             inner.save_pretrained(folder)

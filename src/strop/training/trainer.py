@@ -117,13 +117,16 @@ class Trainer:
         if isinstance(model, (str, Path)):
             # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
             dtype = None if self.config.lora is not None else torch.float32
-            model, loaded = load_model(model, dtype=dtype, device=device, scores=self.scores, tokenizer=tokenizer)
+            model, loaded = load_model(
+                model, dtype=dtype, device=device, scores=self.scores, tokenizer=tokenizer,
+                quantize=self.config.quantize,
+            )  # fmt: skip
             tokenizer = loaded if tokenizer is None else tokenizer
         read_as: Callable[..., Any] = as_scorer if self.scores else as_policy
         given = read_as(model)
         if device is not None:
             given.to(device)
-        self.policy = read_as(prepared_model(given, self.config.run, self.config.lora), tokenizer)
+        self.policy = read_as(prepared_model(given, self.config.run, self.config.lora, self.config.quantize), tokenizer)
         self.tokenizer = self.policy.tokenizer
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
         check_precision(self.module)
