@@ -302,7 +302,7 @@ def test_a_flag_of_trl_is_told_what_it_is_here(flag, told, monkeypatch, capsys):
 
 
 def test_doctor_lists_what_is_used(monkeypatch):
-    """Loggers and GGUF always, bitsandbytes where it is installed, Triton only where torch is built for a GPU."""
+    """Loggers, GGUF and bitsandbytes always, Triton only where torch is built for a GPU."""
     import torch
 
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "1.0")
@@ -310,7 +310,6 @@ def test_doctor_lists_what_is_used(monkeypatch):
     found = {finding.part: finding for finding in doctor.packages(deep=False)}
     assert {"gguf", "tensorboard", "trackio", "wandb", "bitsandbytes"} <= found.keys()
     assert "triton" not in found
-    assert "quantised weights are not supported" in found["bitsandbytes"].detail
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "triton" in {finding.part for finding in doctor.packages(deep=False)}
 
@@ -320,7 +319,7 @@ def test_doctor_lists_what_is_used(monkeypatch):
     monkeypatch.setattr(doctor.metadata, "version", absent)
     found = {finding.part: finding for finding in doctor.packages(deep=False)}
     assert found["wandb"].detail == "not installed; needed for: --log wandb"
-    assert "bitsandbytes" not in found
+    assert found["bitsandbytes"].detail == "not installed; needed for: --quantize nf4"
 
 
 def test_doctor_says_that_other_devices_are_not_tested(monkeypatch):

@@ -11,14 +11,15 @@ from typing import Any
 from strop.data.streams import Streamed
 
 Prepare = Callable[[Sequence[Any], str], Sequence[Any]]
-PART, NUM_PARTS = 128, 3  # rows that are prepared together, and how many such parts are prepared ahead
+PART = 128  # rows that are prepared together
+NUM_ROWS_AHEAD = 3 * PART  # behind a batch, that are prepared beside its step
 
 
 class PreparedAhead(Sequence[Any]):
     """A dataset's rows as an algorithm's `prepare` returns them, each prepared when it is asked for or shortly before.
 
+    before        the rows as they were, for their digest
     columns       of all rows together: a row that lacks one has None there, whichever rows share a batch
-    digest        of the rows before they are prepared, once it is known
     with_thread   rows named by `take` are prepared in a thread; off where a tokenizer may not be used by two threads
     """
 
@@ -31,7 +32,7 @@ class PreparedAhead(Sequence[Any]):
         with_thread: bool = False,
     ):
         self.rows, self.prepare, self.name = rows, prepare, name
-        self.digest: str | None = None
+        self.before = rows
         self.columns, self.with_thread = dict.fromkeys(columns), with_thread
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: dict[int, tuple[Future[Sequence[Any]], int]] = {}  # row i: the part it is in, its place there
@@ -103,15 +104,3 @@ class PreparedAhead(Sequence[Any]):
     def _place(self, i: int) -> str:
         place = self.rows.place if isinstance(self.rows, Streamed) else None
         return f" ({place(i)})" if place is not None else ""
-
-
-def taken(rows: Sequence[object], indices: Sequence[int], following: Sequence[int] | None = None) -> list[object]:
-    """Return these rows; where they are prepared ahead, begin to prepare `following`."""
-    if isinstance(rows, PreparedAhead):
-        return rows.take(indices, following)
-    return [rows[i] for i in indices]
-
-
-def rows_ahead(batch_size: int) -> int:
-    """Return how many rows behind a batch are prepared ahead: those of two steps at least."""
-    return max(PART * NUM_PARTS, 2 * batch_size)

@@ -14,9 +14,9 @@ NUM_EXAMPLES = 8  # rows of a stream that are hashed beside its files, as they a
 
 
 def digest_rows(rows: Sequence[object]) -> str:
-    """Return a digest of all rows and their order. Rows that carry a `digest` of their own are not read again."""
-    if isinstance(known := getattr(rows, "digest", None), str):
-        return known
+    """Return a digest of all rows and their order; of prepared rows, of those they were made of."""
+    if (before := getattr(rows, "before", None)) is not None:
+        return digest_rows(before)
     found = hashlib.sha256(b"%d" % len(rows))
     files: Sequence[str] = getattr(rows, "files", ())
     for file in files:

@@ -9,7 +9,6 @@ model is made without memory first and compared with the tensors of the file: wh
 """
 
 import contextlib
-import copy
 import enum
 import importlib.util
 import json
@@ -31,6 +30,7 @@ from strop.distributed import class_of
 from strop.models import base_model, unwrapped
 from strop.models.kinds import is_classifier
 from strop.models.loading import ACCELERATORS, num_devices, without_bars
+from strop.models.quantized import merged_copy
 from strop.training.checkpoint_header import CheckpointError, check_same, is_whole, shown
 
 Tensors = dict[str, torch.Tensor]
@@ -187,7 +187,7 @@ def write_model(model: torch.nn.Module, folder: Path, *, is_copy: bool = False, 
     inner = unwrapped(model)
     if base_model(inner) is not inner and merged:
         # of a copy: merging and taking apart again would change the weights in their last bits
-        inner = (inner if is_copy else copy.deepcopy(inner)).merge_and_unload()
+        inner = inner.merge_and_unload() if is_copy else merged_copy(inner)
     if hasattr(inner, "save_pretrained"):
         with without_bars() if "transformers" in sys.modules else contextlib.nullcontext():
             inner.save_pretrained(folder)
@@ -208,7 +208,7 @@ def _moe_config(model: Any) -> Any:
 
 def _moe_from(about: Json, weights: Tensors, path: str | Path, argument: str) -> torch.nn.Module:
     from strop.moe import MoEConfig, MoETransformer
-    from strop.moe.engines import engine_class
+    from strop.moe.engine import engine_class
     from strop.moe.torch import NUMPY_DTYPES, MoEForCausalLM
 
     with _explained(about, path, argument):
