@@ -126,11 +126,12 @@ def job_part(job: JobConfig, options: Row) -> Json:
 
 
 def load_model_and_tokenizer(
-    job: JobConfig, task: object, scores: bool = False
+    job: JobConfig, task: object, scores: bool = False, quantize: str | None = None
 ) -> tuple["nn.Module", Tokenizer | None]:
     """The model on its device, with the tokenizer that is asked for, its own, or the task's.
 
-    scores   a sequence classifier with one label
+    scores     a sequence classifier with one label
+    quantize   as `strop.models.load_model` takes it
     """
     from strop.models import load_model
 
@@ -145,7 +146,7 @@ def load_model_and_tokenizer(
             )
     model, own = load_model(
         job.model, dtype=job.dtype, gguf_file=job.gguf_file, device=job.device, scores=scores, tokenizer=tokenizer,
-        **job.model_options,
+        quantize=quantize, **job.model_options,
     )  # fmt: skip
     return model, tokenizer or own or getattr(task, "tokenizer", None)
 
@@ -161,7 +162,7 @@ def load_tokenizer(job: JobConfig) -> Tokenizer | None:
 # ---- data ----
 
 
-def load_task(job: JobConfig) -> Any:
+def load_task(job: JobConfig) -> object:
     """The task, or an environment that has rows of its own."""
     from strop import tasks
 
@@ -288,7 +289,7 @@ def _kind_of_prompt(row: Row) -> str:
 # ---- functions ----
 
 
-def load_rewards(job: JobConfig, task: object) -> list[Callable[..., Any]]:
+def load_rewards(job: JobConfig, task: object) -> list[Callable[..., object]]:
     """The functions asked for, or the task's."""
     names = [job.reward] if isinstance(job.reward, str) else list(job.reward or ())
     if names:

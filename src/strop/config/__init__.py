@@ -6,10 +6,11 @@ from strop.config.on_policy import DistillConfig, GRPOConfig, OnlineDPOConfig, P
 from strop.config.policy_losses import PolicyRule
 from strop.config.preference_losses import PreferenceRule, UnpairedRule
 from strop.config.sampling import Sampling, ServerConfig, TurnsConfig
-from strop.config.training import LoRAConfig, OptimConfig, RunConfig, TrainerConfig
+from strop.config.training import QUANTIZED, LoRAConfig, OptimConfig, RunConfig, TrainerConfig
 
 __all__ = [
     "IN_TEXT",
+    "QUANTIZED",
     "Config",
     "DPOConfig",
     "DistillConfig",

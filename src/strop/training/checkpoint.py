@@ -53,7 +53,8 @@ def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, o
     """Write the trainer's whole state to `path`, with what the algorithm adds of its own: a file, or of several processes
     a folder.
 
-    base   False leaves out the frozen weights below an adapter, of one process: a checksum says which they are
+    base   False leaves out the frozen weights below an adapter, of one process: a checksum says which they are; quantised
+           ones are always left out
     """
     from strop import __version__
 
@@ -64,6 +65,7 @@ def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, o
     optim_tensors, optim_values = optimizer_state(trainer)
     extra_tensors, extra_values = extra
     rng_tensors, rng_values = get_rng()
+    base = base and trainer.config.quantize is None
     left_out = set() if base or world.size > 1 else base_names(trainer.module)
     weights["model"] = {name: tensor for name, tensor in weights["model"].items() if name not in left_out}
     tensors, aliases = _once({f"{part}/{name}": t for part, own in weights.items() for name, t in own.items()})

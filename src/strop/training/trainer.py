@@ -28,7 +28,7 @@ from strop._tensors import widest
 from strop._types import Json, State
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
-from strop.data.formats import check_rows, prepared
+from strop.data.formats import PreparedRows, check_rows, prepared
 from strop.data.inputs import check_tokenizer
 from strop.data.tokenize import is_thread_safe
 from strop.distributed import world
@@ -117,13 +117,16 @@ class Trainer:
         if isinstance(model, (str, Path)):
             # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
             dtype = None if self.config.lora is not None else torch.float32
-            model, loaded = load_model(model, dtype=dtype, device=device, scores=self.scores, tokenizer=tokenizer)
+            model, loaded = load_model(
+                model, dtype=dtype, device=device, scores=self.scores, tokenizer=tokenizer,
+                quantize=self.config.quantize,
+            )  # fmt: skip
             tokenizer = loaded if tokenizer is None else tokenizer
         read_as: Callable[..., Any] = as_scorer if self.scores else as_policy
         given = read_as(model)
         if device is not None:
             given.to(device)
-        self.policy = read_as(prepared_model(given, self.config.run, self.config.lora), tokenizer)
+        self.policy = read_as(prepared_model(given, self.config.run, self.config.lora, self.config.quantize), tokenizer)
         self.tokenizer = self.policy.tokenizer
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
         check_precision(self.module)
@@ -362,7 +365,7 @@ class Trainer:
             self, dataset, eval_dataset, num_steps, num_epochs, output, resume, allow_changes, progress
         )
 
-    def prepared(self, dataset: object, name: str = "dataset") -> Sequence[Any]:
+    def prepared(self, dataset: object, name: str = "dataset") -> PreparedRows:
         """Return a dataset's rows for train() and evaluate(), loaded and checked; they do not do so again.
 
         Up to 1,000 rows are tokenised here. Of more, only the columns are checked here: rows are tokenised in a thread
