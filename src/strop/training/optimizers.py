@@ -51,16 +51,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def hidden_matrices(module: torch.nn.Module) -> set[int]:
-    """Return the ids of the matrices between embedding and head; of a model without such modules, as strop's MoE, of those
-    without a side as long as the vocabulary."""
-    head = getattr(module, "get_output_embeddings", lambda: None)()
-    tables = [part for part in module.modules() if isinstance(part, torch.nn.Embedding) or part is head]
+    """Return the ids of the matrices between embedding and head."""
+    own = [getattr(module, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
+    tables = [
+        part for part in module.modules() if isinstance(part, torch.nn.Embedding) or any(part is one for one in own)
+    ]
     outside = {id(param) for part in tables for param in part.parameters()}
-    vocab_size = None if tables else getattr(getattr(module, "config", None), "vocab_size", None)
-    return {
-        id(param) for param in module.parameters()
-        if param.ndim == 2 and id(param) not in outside and vocab_size not in param.shape
-    }  # fmt: skip
+    return {id(param) for param in module.parameters() if param.ndim == 2 and id(param) not in outside}
 
 
 def _split(groups: Groups, wanted: Any) -> Groups:
