@@ -1,13 +1,15 @@
 """`exact`: log-probs of rollouts, of scoring and of training are equal bit for bit, through Triton's interpreter.
 
-Bits are asserted because the order of every sum is strop's: a tile's product is NumPy's, of one shape whatever the rows.
+Bits are asserted because the order of every sum is strop's; the order within a tile's product is fixed by `one_order`.
 """
 
 import itertools
 import os
 
 import pytest
+import test_fused_layers
 import torch
+from interpreter import sum_dots_in_one_order
 
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.ppo import PPO
@@ -29,15 +31,14 @@ PROMPTS = [[3, 4, 5], [7]]
 SAMPLING = Sampling(max_new_tokens=3, temperature=0.7)
 
 
-def model_of(kind, dtype=torch.float32, **changes):
-    from transformers import AutoConfig, AutoModelForCausalLM
+@pytest.fixture(autouse=True)
+def one_order(monkeypatch):
+    """A row of a tile's product has the same bits wherever it stands, as on a GPU."""
+    sum_dots_in_one_order(monkeypatch)
 
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SHAPE, **changes}), dtype=dtype)
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.2 * torch.randn_like(param)
-    return model
+
+def model_of(kind, dtype=torch.float32, **changes):
+    return test_fused_layers.model_of(kind, dtype, **{**SHAPE, **changes})
 
 
 def policy_of(kind, dtype=torch.float32, **changes):

@@ -42,13 +42,6 @@ def in_dtype(dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
     return tuple(None if tensor is None else tensor.detach().to(dtype) for tensor in tensors)
 
 
-def on_host(values: Sequence[torch.Tensor]) -> list[float]:
-    """Numbers, each a tensor of one element, as floats: the device is waited for once and not for every one."""
-    if not values:
-        return []
-    return torch.cat([value.detach().reshape(1).to(values[0].device) for value in values]).tolist()
-
-
 # ---- any tensor ----
 
 
@@ -173,6 +166,10 @@ def check_logits_and_ids(logits: torch.Tensor, ids: torch.Tensor, temperature: f
     check_ids(ids, names[1], logits.shape[:-1])
     check_device(ids, names[1], logits, names[0])
     check_temperature(temperature)
+
+
+GivenHead = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # hidden states, weight and bias of an LM head
+RefHead = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # the same of a reference, or None
 
 
 def check_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, prefix: str = "") -> None:

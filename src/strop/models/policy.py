@@ -67,7 +67,7 @@ class Policy:
     `kind` is "moe" (strop's engine), "hf" (Hugging Face, with or without peft) or "plain".
     """
 
-    def __init__(self, model: Any, tokenizer: Tokenizer | None = None):
+    def __init__(self, model: object, tokenizer: Tokenizer | None = None):
         self.model = as_module(model)
         self.tokenizer = tokenizer
         inner = unwrapped(self.model)
@@ -457,7 +457,7 @@ class Policy:
             return
         inner = unwrapped(self.model)
         self._modules = list(inner.modules())
-        lengths = trial.row_lengths(self.config, self.max_length)
+        lengths = self.trial_lengths()
         ids = torch.arange(1, sum(lengths) + 1) % (self.vocab_size or 13)
         lines = [Trajectory.of(row[:1], row[1:]) for row in ids.split(list(lengths))]
         batch = TokenBatch.of(lines, self.device)
@@ -507,6 +507,10 @@ class Policy:
             if self.model is not inner:  # compiled: the part that is called must be, and likewise
                 decoder = self.model.dynamo_ctx(decoder)  # type: ignore[operator]
             self._head = decoder, head
+
+    def trial_lengths(self, room: int = 0) -> tuple[int, int, int]:
+        """Lengths of rows on which a way to read is tried, with room for further tokens."""
+        return trial.row_lengths(self.config, None if self.max_length is None else max(1, self.max_length - room))
 
     def _check_causality_of_rows(self, batch: TokenBatch, padded: Callable[[TokenBatch], torch.Tensor]) -> None:
         try:
@@ -626,7 +630,7 @@ def read_packed(
     modules: Sequence[nn.Module],
     module: nn.Module,
     batch: TokenBatch,
-    part: Callable[[Any], torch.Tensor],
+    part: Callable[[object], torch.Tensor],
     within: Within = contextlib.nullcontext,
 ) -> tuple[torch.Tensor, dict[int, Rule]]:
     """[N, ..] of what the module, one of a model's, gives for the batch as one row; what its layers' attention is."""
@@ -651,7 +655,7 @@ def forward_arguments(model: nn.Module) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
-def _logits(output: Any) -> Any:
+def _logits(output: object) -> Any:
     logits = getattr(output, "logits", None)
     if logits is not None:
         return logits

@@ -12,13 +12,21 @@ import torch
 
 from strop._install import missing
 from strop.config import LoRAConfig, RunConfig
+from strop.models import quantized
 from strop.models.kinds import is_classifier
 from strop.models.policy import Policy
+from strop.models.quantized import quantization_of
 
 
-def prepared_model(policy: Policy, run: RunConfig, lora: LoRAConfig | None) -> Any:
+def prepared_model(policy: Policy, run: RunConfig, lora: LoRAConfig | None, quantize: str | None = None) -> Any:
     """The policy's model with what the config asks of it."""
     model: Any = policy.model
+    if quantize is not None and (found := quantization_of(model)) is None:
+        quantized.quantize(model, quantize)
+    elif quantize is not None and found != quantize:
+        raise ValueError(f"quantize must be {found!r}, as the model is quantised already, found {quantize!r}")
+    if policy.kind != "moe":
+        quantized.check_differentiable(model)
     if lora is not None:
         if policy.kind != "hf":
             raise ValueError(f"lora must be None but for Hugging Face models, found a {type(model).__name__}")
@@ -39,7 +47,7 @@ def prepared_model(policy: Policy, run: RunConfig, lora: LoRAConfig | None) -> A
     return _compiled(model) if run.compile else model
 
 
-def with_lora(model: Any, config: Any, seed: int) -> Any:
+def with_lora(model: torch.nn.Module, config: LoRAConfig, seed: int) -> torch.nn.Module:
     """The model with the adapter of a LoRAConfig on it."""
     try:
         import peft
@@ -49,7 +57,12 @@ def with_lora(model: Any, config: Any, seed: int) -> Any:
         raise ValueError("lora must be None: the model has peft adapters already")
     targets = _targets(model, config.target_modules)
     task = "SEQ_CLS" if is_classifier(model) else "CAUSAL_LM"
-    lora = peft.LoraConfig(r=config.r, lora_alpha=config.alpha, target_modules=targets, task_type=task)
+    lora = peft.LoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft takes any number
+        target_modules=targets,
+        task_type=task,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return peft.get_peft_model(model, lora)

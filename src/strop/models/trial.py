@@ -71,7 +71,7 @@ def looks_ahead(module: nn.Module, logits: Callable[[TokenBatch], torch.Tensor],
     def found(changed: list[int]) -> torch.Tensor:
         return logits(_with_others(batch, {one: first[one] for one in changed}, known))[places].clone()
 
-    with tried(module, batch.device):
+    with tried(module, batch.ids_N.device):
         as_it_is_SV, changed_SV = found([]), found(sequences)
         differs = next((i for i in range(len(places)) if not _is_same(as_it_is_SV[i], changed_SV[i])), None)
         if differs is None:
@@ -188,7 +188,7 @@ def attempted(read: Callable[[], torch.Tensor], wanted_NV: torch.Tensor, what: s
         return f"its forward fails on {what} ({type(error).__name__}: {error})"
 
 
-def fusing(model: Any, rules: dict[int, Rule] | str, read: Read, exact: bool = False) -> Any:
+def fusing(model: torch.nn.Module, rules: dict[int, Rule] | str, read: Read, exact: bool = False) -> Any:
     """The decoder layers in few kernels, or why they stay as they are. exact: see `models.exact`"""
     if isinstance(rules, str):
         return f"it does not read packed sequences: {rules}"

@@ -11,7 +11,6 @@ from strop.models.attention import Unsupported, current, sdpa_without_plans
 from strop.models.kinds import base_model, of_config, unwrapped
 from strop.models.policy import takes_use_cache
 from strop.models.routing import Routers
-from strop.models.trial import row_lengths
 from strop.rollout.sampling import Sampling
 from strop.rollout.slots import CacheShape, Seen
 
@@ -24,8 +23,8 @@ LOGP_ERROR_ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-2}  # absolute; 0.3
 
 def probe(policy: Policy) -> list[torch.Tensor]:
     """A few ragged prompts of ids the model knows, shorter than what it reads."""
-    size, most = policy.vocab_size or 2, policy.max_length
-    _, shorter, longest = row_lengths(policy.config, None if most is None else max(1, most - 2))
+    size = policy.vocab_size or 2
+    _, shorter, longest = policy.trial_lengths(room=2)
     lengths = (longest, shorter, 1)
     return [(torch.arange(length) + 1 + 2 * i) % size for i, length in enumerate(lengths)]
 
@@ -66,7 +65,7 @@ def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:
     return seen
 
 
-def cache_shape(model: Any, seen: Seen) -> CacheShape:
+def cache_shape(model: torch.nn.Module, seen: Seen) -> CacheShape:
     shapes = set(seen.shapes.values())
     if sorted(seen.shapes) != list(range(len(seen.shapes))) or not shapes:
         raise Unsupported("its attention layers do not go through transformers' attention interface")
@@ -82,7 +81,7 @@ def cache_shape(model: Any, seen: Seen) -> CacheShape:
     return CacheShape(len(seen.shapes), num_heads, num_query_heads.pop() // num_heads, key_dim, dtype)
 
 
-def _check_windows(model: Any, seen: Seen) -> None:
+def _check_windows(model: torch.nn.Module, seen: Seen) -> None:
     """Some models have a window in their mask alone, which is not made here; a few tokens do not show it."""
     types = of_config(model.config, "layer_types") or ["sliding_attention"] * len(seen.rules)
     if "chunked_attention" in types:
