@@ -22,6 +22,7 @@ from strop.cli.job import (
     shaped,
 )
 from strop.cli.options import number_option, parse_settings, parse_value
+from strop.data.files import printable
 
 
 def generate(
@@ -149,16 +150,17 @@ def _show(answer: Json, as_json: bool, alone: bool) -> None:
         encoding = codecs.lookup(sys.stdout.encoding or "utf-8").name
         print(json.dumps(answer, ensure_ascii=encoding != "utf-8"))  # with escapes JSON knows
         return
+    shown = printable if sys.stdout.isatty() else str  # a file gets the texts as they are
     if alone and "reward" not in answer:
-        print(answer["completion"])
+        print(shown(answer["completion"]))
         return
     from strop.data.formats import as_text
 
     if "conversation" in answer:
-        print(as_text(answer["conversation"]))
+        print(shown(as_text(answer["conversation"])))
     else:
-        print(f"> {as_text(answer['prompt'])}")
-        print(answer["completion"])
+        print(shown(f"> {as_text(answer['prompt'])}"))
+        print(shown(answer["completion"]))
     if "rewards" in answer:
         of = answer["rewards"]
         print(f"  reward {answer['reward']:.4g}, the best of {len(of)} with mean {sum(of) / len(of):.4g}")

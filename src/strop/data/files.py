@@ -157,6 +157,11 @@ def datasets_package() -> Any:
     return datasets
 
 
+def printable(text: str) -> str:
+    """Return text as it may stand on a terminal: what would steer it is shown by its number."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def one_line(text: str) -> str:
-    """As it may stand in an error: what is not printable by its number."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    """Return text as it may stand in an error: printable, and without line breaks."""
+    return printable(text).replace("\n", "\\n")

@@ -18,7 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.data.formats import as_text, printable
+from strop.data.files import printable
+from strop.data.formats import as_text
 from strop.training.logging import JSONLLogger
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from strop.data.formats import printable
+from strop.data.files import printable
 
 CONSOLE_METRICS = (
     "loss", "reward/mean", "preference/accuracy", "preference/margin", "kl", "entropy_estimate", "completion/length",
