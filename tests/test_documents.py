@@ -77,7 +77,7 @@ def test_data_says_when_a_prompt_is_found_too_long():
     text = " ".join((ROOT / "docs" / "data.md").read_text(encoding="utf-8").split())
     assert "when it is sampled" not in text
     assert "Up to 1,000 rows are tokenised before the first step" in text
-    assert "whether each prompt leaves room for `max_new_tokens`" in text
+    assert "whether the prompt leaves room for `max_new_tokens`" in text
 
 
 def test_no_page_is_lost():

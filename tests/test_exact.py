@@ -1,6 +1,6 @@
 """`exact`: log-probs of rollouts, of scoring and of training are equal bit for bit, through Triton's interpreter.
 
-Bits are asserted because the order of every sum is strop's: a tile's product is NumPy's, of one shape whatever the rows.
+Bits are asserted because the order of every sum is strop's; the order within a tile's product is fixed by `one_order`.
 """
 
 import itertools
@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from interpreter import sum_dots_in_one_order
 
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.ppo import PPO
@@ -27,6 +28,12 @@ SHAPE = {
 }  # fmt: skip
 PROMPTS = [[3, 4, 5], [7]]
 SAMPLING = Sampling(max_new_tokens=3, temperature=0.7)
+
+
+@pytest.fixture(autouse=True)
+def one_order(monkeypatch):
+    """A row of a tile's product has the same bits wherever it stands, as on a GPU."""
+    sum_dots_in_one_order(monkeypatch)
 
 
 def model_of(kind, dtype=torch.float32, **changes):

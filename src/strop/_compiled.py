@@ -76,7 +76,7 @@ def _configure_from_environment() -> list[str]:
 environment_problems = _configure_from_environment()
 
 
-def _entry_point(twin: Callable[..., Any], behind: Callable[..., Any] | None) -> Any:
+def _entry_point(twin: Callable[..., object], behind: Callable[..., object] | None) -> Any:
     assert native is not None
     signature = inspect.signature(twin)
     bare = signature.replace(

@@ -42,13 +42,6 @@ def in_dtype(dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
     return tuple(None if tensor is None else tensor.detach().to(dtype) for tensor in tensors)
 
 
-def on_host(values: Sequence[torch.Tensor]) -> list[float]:
-    """Numbers, each a tensor of one element, as floats: the device is waited for once and not for every one."""
-    if not values:
-        return []
-    return torch.cat([value.detach().reshape(1).to(values[0].device) for value in values]).tolist()
-
-
 # ---- any tensor ----
 
 

@@ -35,7 +35,7 @@ ARGUMENTS = (
     Name("formatting_func", "", "rows brought into one of the formats of data beforehand"),
     Name("compute_metrics", "", "a callback with `on_evaluate`"),
     Name("quantization_config, load_in_4bit, load_in_8bit", "",
-         "none: `load_model(name, dtype=\"bfloat16\")` with `lora` keeps the frozen weights in two bytes each"),
+         "`quantize`, nf4 or int8, with `lora`"),
     Name("data_collator, preprocess_logits_for_metrics, reward_processing_classes, rollout_func", "", "none"),
 )  # fmt: skip
 OPTIONS = (

@@ -104,7 +104,7 @@ class World:
         found = self.together(lambda: [call()] if self.is_first else [])
         return self.gathered(found)[0][0]
 
-    def check_same(self, values: Mapping[str, Any]) -> None:
+    def check_same(self, values: Mapping[str, object]) -> None:
         """Raise, in every process, where one of these is not the same in all; by their names."""
         if self.size == 1:
             return

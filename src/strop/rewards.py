@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from strop._checks import check_timeout
+from strop._types import Json, Row, Tokenizer
 from strop.data.batch import Trajectory
 from strop.data.formats import column_counts
 from strop.data.inputs import RESERVED
@@ -134,7 +135,7 @@ class RewardFunctions:
                     f"give the function another __name__"
                 )
 
-    def check(self, rows: Sequence[Mapping[str, Any]], name: str, besides: Sequence[str] = ()) -> None:
+    def check(self, rows: Sequence[Row], name: str, besides: Sequence[str] = ()) -> None:
         """Raise, before anything is sampled, where a function asks for a column that no row or not every row has.
 
         besides   columns that come from the rollout, beyond a completion's
@@ -160,7 +161,7 @@ class RewardFunctions:
         return [as_reward(value, index, name, rows) for index, value in enumerate(values)]
 
 
-def _as_numbers(weights: Any) -> list[float]:
+def _as_numbers(weights: object) -> list[float]:
     if isinstance(weights, (list, tuple)) and all(isinstance(weight, numbers.Real) for weight in weights):
         return [float(weight) for weight in weights]
     raise TypeError(f"reward_weights must be numbers, one for each function, found {weights!r:.60}")
@@ -179,11 +180,11 @@ class PreferenceFunction:
         self.function, self.timeout, self.find_failing = function, check_timeout(timeout), find_failing
         self.name = unique_names([function])[0]
 
-    def check(self, rows: Sequence[Mapping[str, Any]], name: str, besides: Sequence[str] = ()) -> None:
+    def check(self, rows: Sequence[Row], name: str, besides: Sequence[str] = ()) -> None:
         """As `RewardFunctions.check`."""
         check_columns(self.function, self.name, ("pairs", *besides), rows, name)
 
-    def __call__(self, pairs: Sequence[tuple[Any, Any]], columns: Rows | None = None) -> list[int]:
+    def __call__(self, pairs: Sequence[tuple[object, object]], columns: Rows | None = None) -> list[int]:
         if not pairs:
             return []
         rows = {**(columns or {}), "pairs": pairs}
@@ -200,7 +201,7 @@ class PreferenceFunction:
         return [int(value) for value in values]
 
 
-def _refuse_async(function: Any, argument: str) -> None:
+def _refuse_async(function: object, argument: str) -> None:
     """Raise for an async function: calling one gives a coroutine and no rewards."""
     inner = getattr(function, "func", function)  # functools.partial
     if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__):
@@ -219,7 +220,7 @@ def judged(rows: Rows) -> str:
     return "completions" if "completions" in rows else "pairs"
 
 
-def arguments_for(function: Any, name: str, rows: Rows) -> Arguments:
+def arguments_for(function: object, name: str, rows: Rows) -> Arguments:
     """The columns the function's parameters ask for."""
     what = judged(rows)
     first = list(rows[what])
@@ -242,9 +243,7 @@ def arguments_for(function: Any, name: str, rows: Rows) -> Arguments:
     }
 
 
-def check_columns(
-    function: Any, name: str, judged: Sequence[str], rows: Sequence[Mapping[str, Any]], where: str
-) -> None:
+def check_columns(function: object, name: str, judged: Sequence[str], rows: Sequence[Row], where: str) -> None:
     """The columns a function needs are in every row; one whose parameter has a default may be missing, and is None."""
     counts = column_counts(rows)
     columns = {column: None for column in counts if column not in RESERVED}
@@ -283,7 +282,7 @@ def _unknown_parameter(parameter: str, name: str, rows: Rows, what: str) -> str:
 
 
 def call_checked(
-    function: Any, name: str, given: Arguments, rows: Rows, timeout: float | None, find_failing: bool
+    function: object, name: str, given: Arguments, rows: Rows, timeout: float | None, find_failing: bool
 ) -> Sequence[Any]:
     """What the function returns; its exception or its being late as a RewardError."""
     what = judged(rows)
@@ -334,7 +333,7 @@ def _call(function: Any, given: Arguments, timeout: float | None) -> Any:
 
 
 def _first_failing(
-    function: Any, given: Arguments, num_rows: int, timeout: float | None, patience: float = 5.0
+    function: object, given: Arguments, num_rows: int, timeout: float | None, patience: float = 5.0
 ) -> int | None:
     """The first completion whose function raises for it alone, so that the error can name it."""
     end = time.monotonic() + patience
@@ -352,10 +351,38 @@ def _first_failing(
     return None
 
 
-# ---- what is shown ----
+# ---- columns, and what is shown ----
 
 
-def sample_table(rows: Mapping[str, Sequence[Any]], **columns: Sequence[Any]) -> list[dict[str, Any]]:
+def reward_columns(lines: Sequence[Trajectory], tokenizer: Tokenizer | None) -> dict[str, list[Any]]:
+    """Return the columns for reward functions, one entry a trajectory.
+
+    Ids are copies: a function that changes them in place does not change what is trained on.
+    """
+    prompt_ids, completion_ids = _copies(lines)
+    prompts, completions = _copies(lines) if tokenizer is None else (prompt_ids, completion_ids)
+    shown = {name: [line.shown[name] for line in lines] for name in (lines[0].shown if lines else ())}
+    if tokenizer is not None and "completions" not in shown:
+        completions = [tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in completion_ids]
+    columns: dict[str, list[Any]] = {
+        "completions": completions, "prompts": prompts, "completion_ids": completion_ids, "prompt_ids": prompt_ids,
+    }  # fmt: skip
+    for name, values in shown.items():
+        columns[name] = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+    names = dict.fromkeys(name for line in lines for name in line.row)
+    return columns | {name: [line.row.get(name) for line in lines] for name in names}
+
+
+def _copies(lines: Sequence[Trajectory]) -> tuple[list[Any], list[Any]]:
+    """Return copies of the ids of prompts and of completions."""
+    if not lines:
+        return [], []
+    lengths = [length for line in lines for length in (line.num_prompt, len(line) - line.num_prompt)]
+    pieces = torch.cat([line.ids_T for line in lines]).split(lengths)
+    return list(pieces[::2]), list(pieces[1::2])
+
+
+def sample_table(rows: Mapping[str, Sequence[object]], **columns: Sequence[Any]) -> list[Json]:
     """For `Trainer.samples`: prompt, completion and what else is known of each. Ids as lists, which JSON and tables show.
 
     Of several turns the completion is all that was said behind the prompt, as messages.
@@ -385,7 +412,7 @@ def described(function: Any) -> dict[str, str]:
 # ---- checking ----
 
 
-def as_values(returned: Any, wanted: int, who: str, rows: Rows) -> list[Any]:
+def as_values(returned: object, wanted: int, who: str, rows: Rows) -> list[Any]:
     """A list of one value a row from whatever a function returned."""
     if isinstance(returned, torch.Tensor) or hasattr(returned, "tolist"):
         returned = returned.tolist()
@@ -400,12 +427,12 @@ def as_values(returned: Any, wanted: int, who: str, rows: Rows) -> list[Any]:
     return values
 
 
-def _as_number(value: Any) -> Any:
+def _as_number(value: object) -> Any:
     """0-d tensors and NumPy's numbers as Python's."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
 
 
-def as_reward(value: Any, index: int, name: str, rows: Rows) -> float:
+def as_reward(value: object, index: int, name: str, rows: Rows) -> float:
     value = _as_number(value)
     if not isinstance(value, numbers.Real):
         raise RewardError(f"reward function {name} must return numbers, found {value!r:.60} {where(index, rows)}")
@@ -423,12 +450,12 @@ def where(index: int, rows: Rows) -> str:
     return f"({judged(rows).removesuffix('s')} {index}{shown})"
 
 
-def _shortened(prompt: Any, length: int = 80) -> str:
+def _shortened(prompt: object, length: int = 80) -> str:
     text = repr(prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)
     return text if len(text) <= length else f"{text[: length - 20]} … {text[-16:]}"
 
 
-def unique_names(functions: Sequence[Any]) -> list[str]:
+def unique_names(functions: Sequence[object]) -> list[str]:
     names: list[str] = []
     for function in functions:
         inner = getattr(function, "func", function)  # functools.partial
@@ -445,7 +472,7 @@ class OutOfTime(BaseException):
     """Thrown into a function that is late. No `Exception`, so that a function's own handlers let it through."""
 
 
-def time_limit(work: Callable[[], Any], seconds: float) -> Any:
+def time_limit(work: Callable[[], object], seconds: float) -> Any:
     """work(), or OutOfTime after so many seconds.
 
     In the main thread the alarm signal interrupts it: Python code (an endless loop), waiting (sleep, a socket), regular
@@ -479,7 +506,7 @@ def _alarm(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(before - (time.monotonic() - start), 1e-3), interval)
 
 
-def _in_a_thread(work: Callable[[], Any], seconds: float) -> Any:
+def _in_a_thread(work: Callable[[], object], seconds: float) -> Any:
     result: list[Any] = []
     failure: list[BaseException] = []
 

@@ -11,7 +11,7 @@ from trained_models import Bigram, shifted, tiny_moe, weights_of
 
 from strop.algorithms.dpo import DPO, DPOConfig
 from strop.algorithms.sft import SFT
-from strop.config.losses import WITHOUT_REFERENCE
+from strop.config.preference_losses import WITHOUT_REFERENCE
 from strop.losses import PREFERENCE_LOSS_TYPES
 
 TRL = json.loads(Path(__file__).with_name("trl_dpo_trajectory.json").read_text())

@@ -8,7 +8,7 @@ from steps import advantages, advantages_only, cut, fill, lines_of, loss_on
 from test_grpo import PROMPTS, Table, make_grpo, weights
 from tiny_models import moe
 
-from strop.training.state import told
+from strop.training.run import gather_metrics
 
 
 def make_case(trained_BT, sampled_BT, lengths, **options):
@@ -40,7 +40,7 @@ def test_by_hand():
     grad = grpo.model.logps_BT.grad
     assert [*grad[0].tolist(), grad[1, 0].item()] == pytest.approx(wanted)
 
-    metrics, _ = told(grpo.learn(lines, batch), [], grpo.world)
+    metrics, _ = gather_metrics(grpo.learn(lines, batch), [], grpo.world)
     assert metrics["importance/mean"] == pytest.approx((2 + 1 + 0.5**0.5 + 0.5) / 4)
     assert metrics["importance/capped_fraction"] == 0.25
     assert metrics["mismatch_ratio_max"] == pytest.approx(e)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from yardstick import same
 
-from strop.config.losses import LABEL_SMOOTHED
+from strop.config.preference_losses import LABEL_SMOOTHED
 from strop.losses import PREFERENCE_LOSS_TYPES, PreferenceRule, pair_preference_loss, preference_loss, sequence_logps
 
 every_loss_type = pytest.mark.parametrize("loss_type", PREFERENCE_LOSS_TYPES)

@@ -24,8 +24,8 @@ from strop.rewards import RewardError
 from strop.rollout import Rollout, Sampling, generate
 from strop.rollout.client import Server, ServerConfig, ServerError, Weights
 from strop.rollout.openai_server import OpenAIServer
-from strop.rollout.sampler import Sampler, Served
 from strop.rollout.served_model import ServedModel
+from strop.rollout.server_sampler import Sampler, ServerSampler
 from strop.training.run import Interruption
 
 PROMPTS = [[5, 6, 7], [8, 9], [10] * 9, [11], [12, 13]]
@@ -99,7 +99,7 @@ def start():
 
 def served(model, *running, timeout=20.0, **options):
     config = ServerConfig(rollout_server=tuple(one.url for one in running), server_timeout=timeout, **options)
-    return Served(as_policy(model), config, model.save_pretrained)
+    return ServerSampler(as_policy(model), config, model.save_pretrained)
 
 
 def change(model, by=0.02):
@@ -393,7 +393,7 @@ def test_a_server_that_was_never_started_is_given_up_soon():
     with pytest.warns(UserWarning, match="ConnectionRefusedError"), pytest.raises(
         ServerError, match=r"given up after 0.5 s; is the server started\? One that is loading needs server_start_timeout"
     ):  # fmt: skip
-        Served(as_policy(model), config, model.save_pretrained)(PROMPTS, GREEDY, 1, 0)
+        ServerSampler(as_policy(model), config, model.save_pretrained)(PROMPTS, GREEDY, 1, 0)
     assert time.monotonic() - began < 30
     assert ServerConfig().server_start_timeout == 5.0
 
@@ -402,7 +402,7 @@ def test_a_signal_is_heard_while_every_server_fails():
     """Else a run would finish its step first, and no step ends."""
     model, found = make_model(), []
     config = ServerConfig(rollout_server=f"http://127.0.0.1:{free_port()}", server_start_timeout=4.0)
-    rollouts = Served(as_policy(model), config, model.save_pretrained)
+    rollouts = ServerSampler(as_policy(model), config, model.save_pretrained)
     before = signal.signal(signal.SIGTERM, lambda number, frame: found.append(time.monotonic()))
     timer = threading.Timer(1.5, signal.raise_signal, [signal.SIGTERM])
     try:

@@ -20,7 +20,7 @@ from strop.environments import Environment, Player, Turn
 from strop.models import as_policy
 from strop.rollout import Sampler, Sampling, generate, sampling_logps
 from strop.rollout.client import Server, ServerConfig, ServerError
-from strop.rollout.sampler import Served
+from strop.rollout.server_sampler import ServerSampler
 
 PROMPTS = [[5, 6, 7], [8, 9], [10] * 20, [11], list(range(5, 45))]
 GREEDY = Sampling(max_new_tokens=24, temperature=0.0)
@@ -100,7 +100,7 @@ def vllm(tmp_path_factory):
 
 def served(model, vllm, **options):
     config = ServerConfig(rollout_server=vllm.url, **{"server_timeout": 120.0, **options})
-    return Served(as_policy(model), config, model.save_pretrained)
+    return ServerSampler(as_policy(model), config, model.save_pretrained)
 
 
 def change(model, by=0.02):

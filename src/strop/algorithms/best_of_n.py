@@ -8,13 +8,14 @@ import torch
 from torch.nn.functional import pad
 
 from strop._checks import check_count
+from strop._types import Array, Json, Row, Texts
 from strop.config import TurnsConfig, unknown_option
 from strop.data.batch import Trajectory
-from strop.data.inputs import as_prompts, as_rows, check_tokenizer, reward_columns
+from strop.data.inputs import as_prompts, as_rows, check_tokenizer
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import environment_rows, make_player
 from strop.models import as_policy, load_model
-from strop.rewards import RewardFunctions, check_timeout
+from strop.rewards import RewardFunctions, check_timeout, reward_columns
 from strop.rollout import Sampler, Sampling
 
 SAMPLING = tuple(Sampling.__dataclass_fields__)
@@ -41,8 +42,8 @@ class BestOfN:
         model: Any,
         reward_fn: Any = None,
         n: int = 8,
-        environment: Any = None,
-        tools: Any = None,
+        environment: object = None,
+        tools: object = None,
         turns: Any = None,
         tokenizer: Any = None,
         reward_weights: Any = None,
@@ -99,9 +100,11 @@ class BestOfN:
         """Of each function, and of the environment, the rewards of all samples."""
         self.completion_ids: list[torch.Tensor] = []
         """Of the chosen, the EOS included."""
-        self.conversations: list[list[dict[str, Any]]] = []
+        self.conversations: list[list[Json]] = []
 
-    def generate(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> torch.Tensor | list[str]:
+    def generate(
+        self, prompts: Texts | Row, *, prompt_mask: Array | None = None, **columns: Any
+    ) -> torch.Tensor | list[str]:
         """The best completion of each prompt.
 
         prompts   ids (B, P) or lists of ids: returns (B, P + T), the prompts as given (lists are padded on the left) and
@@ -137,7 +140,7 @@ class BestOfN:
     def _seed(self) -> int:
         return int(torch.randint(2**63 - 1 if self._seeds is None else 2**62, (), generator=self._seeds))
 
-    def _sequences(self, prompts: Any, batch: list[Trajectory]) -> torch.Tensor:
+    def _sequences(self, prompts: Texts | Row, batch: list[Trajectory]) -> torch.Tensor:
         """[B, P + T] the prompts as given and the chosen completions, padded."""
         pad_id = self.policy.pad_id if self.pad_id is None else self.pad_id
         given = as_rows(prompts, "prompts") if isinstance(prompts, torch.Tensor) else [prompt.ids_T for prompt in batch]

@@ -17,23 +17,23 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from strop._tensors import on_host, widened
+from strop._types import Array, Texts
 from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import DistillConfig
 from strop.config.on_policy import BETAS
 from strop.config.sampling import is_address
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.formats import column_counts
-from strop.data.inputs import fit, reward_columns
+from strop.data.inputs import fit
 from strop.data.tokenize import encode_completion, row_named
 from strop.losses import PolicyRule
 from strop.losses.divergence import divergence
 from strop.models import Policy
 from strop.ops import linear_divergence
-from strop.rewards import sample_table
-from strop.rollout import completion_metrics, generate
+from strop.rewards import reward_columns, sample_table
+from strop.rollout.generate import completion_metrics, generate
 from strop.rollout.teacher import ServedTeacher
-from strop.training.state import Mean
+from strop.training.run import Mean, Metrics, on_host
 
 
 class Distance(NamedTuple):
@@ -56,7 +56,7 @@ class Distill(OnPolicy):
     Config = DistillConfig
     config: DistillConfig
 
-    def __init__(self, *, teacher: Any = None, **arguments: Any):
+    def __init__(self, *, teacher: object = None, **arguments: Any):
         if teacher is not None and arguments.get("ref_model") is not None:
             raise ValueError("teacher must be given once, found it and a ref_model, which is the same")
         super().__init__(**(arguments if teacher is None else {**arguments, "ref_model": teacher}))
@@ -89,7 +89,7 @@ class Distill(OnPolicy):
                 )
         self.reference = ServedTeacher(address, config.server)
 
-    def train_step(self, prompts: Any, *, prompt_mask: Any = None) -> dict[str, float]:  # type: ignore[override]
+    def train_step(self, prompts: Texts, *, prompt_mask: Array | None = None) -> dict[str, float]:  # type: ignore[override]
         """One step on a batch of prompts, as `GRPO.train_step` takes them; rows may have a completion."""
         return super().train_step(prompts, prompt_mask=prompt_mask)
 
@@ -105,7 +105,7 @@ class Distill(OnPolicy):
             return prompts
         return [self._with_completion(prompt, f"{name}[{i}]") for i, prompt in enumerate(prompts)]
 
-    def evaluate_on(self, rows: list[Any]) -> dict[str, Any]:
+    def evaluate_on(self, rows: list[Any]) -> Metrics:
         """The divergence on completions as a step has them."""
         lines: list[Trajectory] = []
         with self.sampler.ready():
@@ -114,22 +114,20 @@ class Distill(OnPolicy):
         num_tokens, sums = sum(line.num_loss_tokens for line in lines), []
         for some in self.eval_batches(lines, [len(line) for line in lines]):
             with self.autocast():
-                sums.append(widened(self.loss_on(some, num_tokens).divergences_n).sum())
+                sums.append(self.loss_on(some, num_tokens).divergences_n.sum(dtype=self.sum_dtype))
         metrics = completion_metrics(self.whole_batch(lines, 0).ends)
         return {"distill/divergence": Mean(sum(on_host(sums)), num_tokens), **metrics}
 
     # ---- a step ----
 
-    def sample(
-        self, prompts: Sequence[Trajectory], addresses: Sequence[int]
-    ) -> tuple[list[Trajectory], dict[str, Any]]:
+    def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], Metrics]:
         """Return a completion behind each prompt, the student's own or another, and how many are its own."""
         with self.phase("generate"):
             lines, num_own = self._mixed(prompts, addresses, self.state.step)
         return lines, {"distill/on_policy_fraction": Mean(num_own, len(lines))}
 
     def _mixed(
-        self, prompts: Sequence[Trajectory], addresses: Sequence[int], step: Any
+        self, prompts: Sequence[Trajectory], addresses: Sequence[int], step: object
     ) -> tuple[list[Trajectory], int]:
         config = self.config
         draw = [random.Random(self.seed_of(step, "mix", address)).random() for address in addresses]
@@ -153,14 +151,14 @@ class Distill(OnPolicy):
                             lines[i] = line
         return lines, len(own)
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
+    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights once; return the metrics."""
         here, lengths = sum(line.num_loss_tokens for line in lines), [len(line) for line in lines]
         num_tokens = sum(length for length, *_ in batch.ends)
         parts = self.micro_batches(lines, lengths)
         update = self.update(functools.partial(self.loss_on, part, num_tokens) for part in parts)
         self.count_tokens(sum(lengths))
-        totals = [widened(part.divergences_n).sum() for part in update.parts]
+        totals = [part.divergences_n.sum(dtype=self.sum_dtype) for part in update.parts]
         return update | ({"distill/divergence": Mean(torch.stack(totals).sum(), here)} if totals else {})
 
     def loss_on(self, lines: Sequence[Trajectory], num_tokens: int) -> Distance:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from strop._tensors import on_host, widened
+from strop._tensors import widened
+from strop._types import Array, Texts
 from strop.config import DPOConfig
 from strop.data.batch import TokenBatch, on_device
 from strop.data.offline import Limits, Pair, num_tokens_of, pairs_of_columns, pairs_of_rows
 from strop.losses import PreferenceLoss
 from strop.losses.preference import pairs_loss
-from strop.training.state import Mean, Sum
+from strop.training.run import Mean, Metrics, Sum, on_host
 from strop.training.trainer import Trainer
 
 
@@ -36,13 +37,15 @@ class DPO(Trainer):
     config: DPOConfig
     formats = ("preference",)
 
-    def setup(self, ref_model: Any) -> None:
+    def setup(self, ref_model: object) -> None:
         if self.config.loss.needs_reference:
             self.reference = self.policy.reference(ref_model)
         elif ref_model is not None:
             warnings.warn(f"ref_model has no effect: {self.config.loss.loss_type} has no reference", stacklevel=4)
 
-    def train_step(self, prompt: Any, chosen: Any, rejected: Any, *, prompt_mask: Any = None) -> dict[str, float]:
+    def train_step(
+        self, prompt: Texts, chosen: Texts, rejected: Texts, *, prompt_mask: Array | None = None
+    ) -> dict[str, float]:
         """One training step on B pairs.
 
         prompt             token ids (B, P), lists of ids of unequal lengths, or with a tokenizer texts or conversations
@@ -51,7 +54,7 @@ class DPO(Trainer):
         """
         return self.run_step(lambda: self._step(self._pairs(prompt, chosen, rejected, prompt_mask)))
 
-    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Pair]:
+    def prepare(self, rows: Sequence[object], name: str = "dataset") -> list[Pair]:
         """Return a pair of trajectories for each row."""
         self.check_columns(rows, name)
         return pairs_of_rows(rows, self.tokenizer, self._limits, name)
@@ -63,7 +66,7 @@ class DPO(Trainer):
         mine = self.share(len(rows))
         return self._evaluate(rows[mine.start : mine.stop], counts_of(rows))
 
-    def _evaluate(self, own: list[Pair], counts: tuple[int, int]) -> dict[str, Any]:
+    def _evaluate(self, own: list[Pair], counts: tuple[int, int]) -> Metrics:
         """Of this process's pairs, as their share of a dataset with so many pairs and chosen tokens."""
         results = []
         for pairs in self.eval_batches(own, num_tokens_of(own)):
@@ -130,7 +133,7 @@ class DPO(Trainer):
     def _limits(self) -> Limits:
         return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
 
-    def _pairs(self, prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any) -> list[Pair]:
+    def _pairs(self, prompt: Texts, chosen: Texts, rejected: Texts, prompt_mask: Array | None) -> list[Pair]:
         padding = self.policy.padding(self.config.pad_id)
         return pairs_of_columns(prompt, chosen, rejected, prompt_mask, self.tokenizer, padding, self._limits)
 
@@ -145,7 +148,7 @@ def counts_of(pairs: Sequence[Pair]) -> tuple[int, int]:
     return len(pairs), sum(chosen.num_loss_tokens for chosen, _ in pairs)
 
 
-def _metrics(results: Sequence[PreferenceLoss]) -> dict[str, Any]:
+def _metrics(results: Sequence[PreferenceLoss]) -> Metrics:
     """Means over all pairs of the micro-batches, on the device."""
     if not results:
         return {}

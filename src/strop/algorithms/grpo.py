@@ -22,7 +22,7 @@ from strop.environments.credit import turn_advantages
 from strop.models import unwrapped
 from strop.models.routing import Routers
 from strop.primitives import compute_batch_group_advantages
-from strop.training.state import Mean
+from strop.training.run import Mean, Metrics
 
 
 class GRPO(PolicyGradient):
@@ -39,7 +39,7 @@ class GRPO(PolicyGradient):
     Config = GRPOConfig
     config: GRPOConfig
 
-    def __init__(self, *, reward_fn: Any = None, environment: Any = None, tools: Any = None, **arguments: Any):
+    def __init__(self, *, reward_fn: object = None, environment: object = None, tools: object = None, **arguments: Any):
         check_rewarded("GRPO", arguments, "a reward_fn or an environment", reward_fn, environment)
         super().__init__(reward_fn=reward_fn, environment=environment, tools=tools, **arguments)
         if self.player is not None and self.config.replay_routing:
@@ -48,15 +48,13 @@ class GRPO(PolicyGradient):
         if by_turn and self.config.advantage_scale == "batch" and self.world.size > 1:
             raise ValueError('advantage_scale must be "group" or "none" with credit="turn" in several processes')
 
-    def setup(self, ref_model: Any) -> None:
+    def setup(self, ref_model: object) -> None:
         if self.config.replay_routing and isinstance(self.policy.routers, str):  # asked before weights lie in shards
             name = type(unwrapped(self.policy.model)).__name__
             raise ValueError(f"replay_routing must be False for this {name}: {self.policy.routers}")
         super().setup(ref_model)
 
-    def resample(
-        self, lines: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
-    ) -> dict[str, Any]:
+    def resample(self, lines: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]) -> Metrics:
         """Replace groups whose rewards are all equal in `lines`, as often as wanted; return how many these were at first."""
         size = self.config.group_size
         if not self.config.resample_rounds:
@@ -87,10 +85,11 @@ class GRPO(PolicyGradient):
         else:
             rewards_B = batch.rewards.total_B
             # in float64, so that float32 rewards give the nearest float32
-            advantages_B = compute_batch_group_advantages(
-                rewards_B.double(), config.group_size, ddof=config.advantage_ddof, eps=config.advantage_eps,
+            found_B = compute_batch_group_advantages(
+                rewards_B.double().numpy(), config.group_size, ddof=config.advantage_ddof, eps=config.advantage_eps,
                 scale=config.advantage_scale,
-            ).to(rewards_B.dtype)  # fmt: skip
+            )  # fmt: skip
+            advantages_B = torch.from_numpy(found_B).to(rewards_B.dtype)
             own_B = advantages_B[batch.first : batch.first + len(lines)]
             advantages_N = own_B.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
         for line, advantages_t in zip(lines, advantages_N.split(lengths), strict=True):
@@ -113,7 +112,7 @@ class GRPO(PolicyGradient):
         for line, importance_t in zip(lines, weights_N.split(lengths), strict=True):
             line.importance_t = importance_t
 
-    def metrics_of(self, lines: Sequence[Trajectory]) -> dict[str, Any]:
+    def metrics_of(self, lines: Sequence[Trajectory]) -> Metrics:
         """Return the share of groups without signal, and with replay_routing how often routers would choose otherwise."""
         metrics = {"reward/zero_std_fraction": self._fraction_without_signal(lines)}
         if self.config.replay_routing and isinstance(routers := self.policy.routers, Routers):

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from strop._tensors import on_host, widened, widest
+from strop._tensors import widened
+from strop._types import Array, Json, State, Texts
 from strop.config import KTOConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
 from strop.data.formats import check_rows
@@ -23,7 +24,7 @@ from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, p
 from strop.data.offline import Limits, as_array, as_label, unpaired_rows
 from strop.data.tokenize import LossMask, encode_rows
 from strop.losses import unpaired_loss
-from strop.training.state import Mean, Sum
+from strop.training.run import Mean, Metrics, Sum, on_host
 from strop.training.trainer import Trainer
 
 
@@ -41,13 +42,13 @@ class KTO(Trainer):
     config: KTOConfig
     formats = ("prompt_completion", "preference")
 
-    def setup(self, ref_model: Any) -> None:
+    def setup(self, ref_model: object) -> None:
         self.reference = self.policy.reference(ref_model)
-        self._seen = torch.zeros(
-            2, dtype=widest(self.policy.device), device=self.policy.device
-        )  # bco: sum and number of rewards
+        self._seen = torch.zeros(2, dtype=self.sum_dtype, device=self.policy.device)  # bco: sum and number of rewards
 
-    def train_step(self, prompt: Any, completion: Any, label: Any, *, prompt_mask: Any = None) -> dict[str, float]:
+    def train_step(
+        self, prompt: Texts, completion: Texts, label: object, *, prompt_mask: Array | None = None
+    ) -> dict[str, float]:
         """One training step on B completions with labels.
 
         prompt, completion   token ids (B, P) and (B, C), lists of ids, or with a tokenizer texts or conversations
@@ -56,7 +57,7 @@ class KTO(Trainer):
         """
         return self.run_step(lambda: self._step(self._trajectories(prompt, completion, label, prompt_mask)))
 
-    def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
+    def prepared(self, dataset: object, name: str = "dataset") -> Sequence[Any]:
         return super().prepared(unpaired_rows(dataset), name)
 
     def check_columns(self, rows: Sequence[Any], name: str) -> None:
@@ -90,10 +91,10 @@ class KTO(Trainer):
                 parts.append(self._loss(batch, [own[i] for i in part], part, refs_B, shift, len(rows)))
         return {"loss": Sum(sum(on_host([part[0] for part in parts]))), **_metrics(parts, shift)}
 
-    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def extra_state(self) -> State:
         return {"seen": self._seen}, {}
 
-    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         self._seen.copy_(tensors["seen"])
 
     # ---- inside ----
@@ -173,7 +174,9 @@ class KTO(Trainer):
     def _limits(self) -> Limits:
         return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
 
-    def _trajectories(self, prompt: Any, completion: Any, label: Any, prompt_mask: Any) -> list[Trajectory]:
+    def _trajectories(
+        self, prompt: Texts, completion: Texts, label: Any, prompt_mask: Array | None
+    ) -> list[Trajectory]:
         """Return a trajectory for each row of what `train_step` is given."""
         label = label.tolist() if hasattr(label, "tolist") else label  # of torch or NumPy
         if is_written(prompt, "prompt", prompt_mask):
@@ -188,7 +191,7 @@ class KTO(Trainer):
         ]
 
     def _trajectory(
-        self, prompt: Ids, completion: Ids, label: Any, where: str, limits: Limits, loss_mask: LossMask | None = None
+        self, prompt: Ids, completion: Ids, label: object, where: str, limits: Limits, loss_mask: LossMask | None = None
     ) -> Trajectory:
         """Return the completion behind its prompt, with its label; raise if there is nothing to learn or it does not fit."""
         label = as_label(label, where)
@@ -209,7 +212,7 @@ def _parted(line: Trajectory) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return line.ids_T[:start], line.ids_T[start:], line.loss_mask_T[start:]
 
 
-def _metrics(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], shift: torch.Tensor) -> dict[str, Any]:
+def _metrics(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], shift: torch.Tensor) -> Metrics:
     """Means over the completions of each label, on the device; one that no completion has is left out."""
     if not parts:
         return {"rewards/shift": shift}

@@ -23,16 +23,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from strop import _trl
-from strop._tensors import widened
+from strop._types import Array, Json, State, Texts
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
-from strop.data.inputs import as_prompts, prompts_of_dataset, reward_columns
+from strop.data.inputs import as_prompts, prompts_of_dataset
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import checked_rows, environment_rows, trainers_player
 from strop.losses import PolicyLoss, kl_estimate
-from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, sample_table
-from strop.rollout import ENDED, End, Sampling, checked_prompts, completion_metrics, ends_of
-from strop.rollout.sampler import sampler
-from strop.training.state import Largest, Mean
+from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, reward_columns, sample_table
+from strop.rollout.generate import ENDED, End, checked_prompts, completion_metrics, ends_of
+from strop.rollout.sampling import Sampling
+from strop.rollout.server_sampler import ServerSampler, make_sampler
+from strop.training.run import Largest, Mean, Metrics
 from strop.training.trainer import Trainer, Update
 
 
@@ -58,12 +59,12 @@ class OnPolicy(Trainer):
     first_attempt: ClassVar[tuple[int, ...]] = ()  # in the seed of a step's first rollout, behind the step
 
     def __init__(
-        self, *, reward_fn: Any = None, preference_fn: Any = None, environment: Any = None, tools: Any = None,
+        self, *, reward_fn: object = None, preference_fn: object = None, environment: object = None, tools: object = None,
         **arguments: Any,
     ):  # fmt: skip
         super().__init__(**arguments)
         config = self.config
-        self.sampler = sampler(self, config.server, getattr(config, "replay_routing", False))
+        self.sampler = make_sampler(self, config.server, getattr(config, "replay_routing", False))
         self.rewards: RewardFunctions | EnvironmentRewards | None = None
         self.preference: PreferenceFunction | None = None
         if reward_fn is not None:
@@ -89,7 +90,7 @@ class OnPolicy(Trainer):
 
     # ---- prompts ----
 
-    def train_step(self, prompts: Any, *, prompt_mask: Any = None, **columns: Any) -> dict[str, float]:
+    def train_step(self, prompts: Texts, *, prompt_mask: Array | None = None, **columns: Any) -> dict[str, float]:
         """One step on a batch of prompts: sampling, rewards, updates.
 
         prompts       ids (B, P), lists of ids, texts, conversations, or rows with a "prompt"
@@ -126,10 +127,10 @@ class OnPolicy(Trainer):
 
     # ---- a step ----
 
-    def step_on(self, rows: list[Any]) -> dict[str, Any]:
+    def step_on(self, rows: list[Any]) -> Metrics:
         return self.step(rows if isinstance(rows[0], Trajectory) else self.prepare(rows, "rows"))
 
-    def step(self, prompts: list[Trajectory]) -> dict[str, Any]:
+    def step(self, prompts: list[Trajectory]) -> Metrics:
         """Train on these prompts, of which this process takes its share; return the metrics."""
         mine = self.share(len(prompts))
         with self.sampler.ready():
@@ -142,16 +143,12 @@ class OnPolicy(Trainer):
         self.advantages(lines, batch)
         return metrics | self.learn(lines, batch) | self.metrics_of(lines)
 
-    def sample(
-        self, prompts: Sequence[Trajectory], addresses: Sequence[int]
-    ) -> tuple[list[Trajectory], dict[str, Any]]:
+    def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], Metrics]:
         """Return completions of the prompts, num_samples of each, and metrics. addresses: their places in the batch."""
         lines = self.draw(prompts, addresses)
         return lines, self.resample(lines, prompts, addresses)
 
-    def resample(
-        self, lines: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
-    ) -> dict[str, Any]:
+    def resample(self, lines: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]) -> Metrics:
         """Replace completions that teach nothing in `lines`, and return metrics of that. Here: keep them all."""
         return {}
 
@@ -176,11 +173,11 @@ class OnPolicy(Trainer):
     def advantages(self, lines: Sequence[Trajectory], batch: WholeBatch) -> None:
         """Fill advantages_t."""
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
+    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights; return the metrics."""
         raise NotImplementedError(f"{self.name} has no learn")
 
-    def metrics_of(self, lines: Sequence[Trajectory]) -> dict[str, Any]:
+    def metrics_of(self, lines: Sequence[Trajectory]) -> Metrics:
         """Return an algorithm's own metrics, after the updates."""
         return {}
 
@@ -191,8 +188,8 @@ class OnPolicy(Trainer):
         step, how, attempt = self.state.step, (self.config.sampling, self.num_samples), attempt or self.first_attempt
         with self.phase("generate"), self.autocast():
             lines = self.complete(prompts, *how, self.seed_of(step, *attempt), addresses)
-            is_first = attempt == self.first_attempt
-            if self.config.server.max_staleness and is_first and (rows := self.run.upcoming(self.config.run)):
+            begins = attempt == self.first_attempt and self.config.server.max_staleness
+            if begins and isinstance(self.sampler, ServerSampler) and (rows := self.run.upcoming(self.config.run)):
                 ahead = self.share(len(rows))
                 seed = self.seed_of(step + 1, *attempt)
                 self.sampler.ahead([rows[i].prompt_ids for i in ahead], *how, seed, ahead)
@@ -217,7 +214,7 @@ class OnPolicy(Trainer):
         for start in range(mine.start, mine.start + -(-num_rows // self.world.size), size):
             yield range(start, max(start, min(start + size, mine.stop)))
 
-    def evaluate_on(self, rows: list[Any]) -> dict[str, Any]:
+    def evaluate_on(self, rows: list[Any]) -> Metrics:
         """Rewards of greedy completions, one a prompt."""
         sampling = Sampling(
             max_new_tokens=self.config.sampling.max_new_tokens, temperature=0.0, stop_ids=self.config.sampling.stop_ids
@@ -236,17 +233,17 @@ class OnPolicy(Trainer):
 
     # ---- checkpoints: rollouts that were begun ----
 
-    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def extra_state(self) -> State:
         tensors, values = self.sampler.state()
         return tensors, {**values, "share": [self.world.rank, self.world.size]} if values else {}
 
-    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         own_share = [self.world.rank, self.world.size]
         if values and values.pop("share", [0, 1]) == own_share:  # else begun anew: the prompts are others
             self.sampler.load_state(tensors, values)
 
 
-def _listed(tools: Any) -> list[Any]:
+def _listed(tools: object) -> list[Any]:
     return list(tools) if isinstance(tools, (list, tuple)) else [tools]
 
 
@@ -255,7 +252,8 @@ class PolicyMeter:
 
     NAMES: ClassVar = ("kl", "entropy", "clip_fraction", "ratio/mean")
 
-    def __init__(self) -> None:
+    def __init__(self, sum_dtype: torch.dtype) -> None:
+        self.sum_dtype = sum_dtype
         self._parts: list[tuple[dict[str, torch.Tensor], int, bool]] = []
 
     def add(self, metrics: dict[str, torch.Tensor], num_tokens: int, first: bool) -> None:
@@ -263,28 +261,28 @@ class PolicyMeter:
         if num_tokens:
             self._parts.append((metrics, num_tokens, first))
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         parts = [(values, weight) for values, weight, _ in self._parts]
         known = [name for name in self.NAMES if parts and name in parts[0][0]]
-        found = dict(zip(known, _means(parts, known), strict=True))
+        found = dict(zip(known, self._means(parts, known), strict=True))
         return found | {"ratio/max": _largest(parts)}
 
-    def first(self) -> dict[str, Any]:
+    def first(self) -> Metrics:
         """Return the metrics of the first update alone."""
         parts = [(values, weight) for values, weight, first in self._parts if first]
         if not parts:
             return {}
-        return {"mismatch_kl": _means(parts, ["approx_kl"])[0], "mismatch_ratio_max": _largest(parts)}
+        return {"mismatch_kl": self._means(parts, ["approx_kl"])[0], "mismatch_ratio_max": _largest(parts)}
+
+    def _means(self, parts: "Parts", names: Sequence[str]) -> list[Mean]:
+        if not names:
+            return []
+        stacked = ((torch.stack([values[name] for name in names]), weight) for values, weight in parts)
+        sums: Any = sum(values_M.to(self.sum_dtype) * weight for values_M, weight in stacked)
+        return [Mean(one, sum(weight for _, weight in parts)) for one in sums.unbind()]
 
 
 Parts = Sequence[tuple[dict[str, torch.Tensor], int]]
-
-
-def _means(parts: Parts, names: Sequence[str]) -> list[Mean]:
-    if not names:
-        return []
-    sums: Any = sum(widened(torch.stack([values[name] for name in names])) * weight for values, weight in parts)
-    return [Mean(one, sum(weight for _, weight in parts)) for one in sums.unbind()]
 
 
 def _largest(parts: Parts) -> Largest:
@@ -300,7 +298,7 @@ class PolicyGradient(OnPolicy):
     def num_samples(self) -> int:
         return self.config.group_size
 
-    def setup(self, ref_model: Any) -> None:
+    def setup(self, ref_model: object) -> None:
         if self.config.exact:
             with self.autocast():
                 self.policy.be_exact()
@@ -333,9 +331,9 @@ class PolicyGradient(OnPolicy):
         for part in self.micro_batches(lines, [len(line) for line in lines], lean=lean):
             yield part, TokenBatch.of(part, self.policy.device)
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
+    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights once for each minibatch; return the means of what the updates measured."""
-        meter, num_tokens_B = PolicyMeter(), self.loss_tokens(batch)
+        meter, num_tokens_B = PolicyMeter(self.sum_dtype), self.loss_tokens(batch)
         updates: list[Update] = []
         for chosen in self.minibatches(len(num_tokens_B)):
             # of this process, and none that counts for nothing
@@ -347,8 +345,9 @@ class PolicyGradient(OnPolicy):
             for part, result in zip(parts, updates[-1].parts, strict=True):
                 meter.add(result.metrics, sum(line.num_loss_tokens for line in part), first=len(updates) == 1)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        drawn_N = widened(joined([line.rollout_logps_t for line in lines if line.rollout_logps_t is not None]))
-        metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn_N.sum().item(), len(drawn_N))}
+        drawn_N = joined([line.rollout_logps_t for line in lines if line.rollout_logps_t is not None])
+        drawn = drawn_N.sum(dtype=self.sum_dtype).item()
+        metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn, len(drawn_N))}
         metrics |= self._mismatch(lines) if self.config.recomputes else meter.first()
         self.count_tokens(sum(map(len, lines)))
         assert batch.rewards is not None
@@ -403,18 +402,18 @@ class PolicyGradient(OnPolicy):
                 batch.advantages_n = batch.advantages_n * batch.importance_n
         return batch
 
-    def _mismatch(self, lines: Sequence[Trajectory]) -> dict[str, Any]:
+    def _mismatch(self, lines: Sequence[Trajectory]) -> Metrics:
         """How far the log-probs of sampling are from those of training with the same weights; 0 if they are the same."""
         sampled_N, trained_N = sampled_and_trained(lines)
         if not len(sampled_N):
             return {}
         ratios_N, num_tokens = (trained_N - sampled_N).exp(), len(trained_N)
-        found: dict[str, Any] = {"mismatch_kl": Mean(widened(kl_estimate(sampled_N, trained_N)).sum(), num_tokens)}
+        found: Metrics = {"mismatch_kl": Mean(kl_estimate(sampled_N, trained_N).sum(dtype=self.sum_dtype), num_tokens)}
         found["mismatch_ratio_max"] = Largest(ratios_N.max())
         importance = [line.importance_t for line in lines if line.importance_t is not None]
         if importance:
             weights_N = torch.cat(importance)
-            found["importance/mean"] = Mean(widened(weights_N).sum(), num_tokens)
+            found["importance/mean"] = Mean(weights_N.sum(dtype=self.sum_dtype), num_tokens)
             found["importance/capped_fraction"] = Mean((weights_N != ratios_N).sum(), num_tokens)
         return found
 
@@ -426,7 +425,7 @@ def sampled_and_trained(lines: Sequence[Trajectory]) -> tuple[torch.Tensor, torc
     return on_device(sampled_N, trained_N.device).to(trained_N.dtype), trained_N
 
 
-def check_rewarded(name: str, arguments: Mapping[str, Any], needed: str, *given: Any) -> None:
+def check_rewarded(name: str, arguments: Mapping[str, object], needed: str, *given: object) -> None:
     """Raise where a trainer is given nothing to reward completions by, or gets it under the name TRL has for it."""
     for argument in arguments.keys() & {"reward_funcs", "environment_factory"}:
         raise ValueError(f"{argument!r} is no option of {name}; {_trl.hint(argument)}")

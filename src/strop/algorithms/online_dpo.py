@@ -11,11 +11,11 @@ from strop.algorithms.dpo import DPO, Pair, counts_of
 from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import OnlineDPOConfig
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
-from strop.data.inputs import check_below, reward_columns
+from strop.data.inputs import check_below
 from strop.environments.setup import CONVERSATION_COLUMNS
-from strop.rewards import sample_table
-from strop.rollout import completion_metrics
-from strop.training.state import Mean
+from strop.rewards import reward_columns, sample_table
+from strop.rollout.generate import completion_metrics
+from strop.training.run import Mean, Metrics
 
 
 class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO takes pairs
@@ -35,7 +35,7 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
     config: OnlineDPOConfig
 
     def __init__(
-        self, *, preference_fn: Any = None, reward_fn: Any = None, environment: Any = None, tools: Any = None,
+        self, *, preference_fn: object = None, reward_fn: object = None, environment: object = None, tools: object = None,
         **arguments: Any,
     ):  # fmt: skip
         if preference_fn is not None and reward_fn is not None:
@@ -61,7 +61,7 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
         check_below(self.config.max_length, prompts, name)
         return prompts
 
-    def evaluate_on(self, rows: list[Any]) -> dict[str, Any]:
+    def evaluate_on(self, rows: list[Any]) -> Metrics:
         """DPO's metrics, on pairs sampled from the policy as it is."""
         lines: list[Trajectory] = []
         with self.sampler.ready():
@@ -110,7 +110,7 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
                 line.reward = float(better[i // 2] == i % 2)
             self.samples = sample_table(rows, preferred=[bool(line.reward) for line in lines])
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
+    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights by DPO's loss on the pairs that do not tie; return the metrics."""
         pairs = _ordered(self.cut(lines))
         metrics, counts = _ties(pairs, lines), self._counts_of_all(pairs)
@@ -149,6 +149,6 @@ def _ref_sums(pairs: Sequence[Pair]) -> torch.Tensor:
     return logps_n.new_zeros(len(rows)).index_add(0, on_device(index_n, logps_n.device), logps_n).view(-1, 2)
 
 
-def _ties(pairs: Sequence[Pair], lines: Sequence[Trajectory]) -> dict[str, Any]:
+def _ties(pairs: Sequence[Pair], lines: Sequence[Trajectory]) -> Metrics:
     num_pairs = len(lines) // 2
     return {"preference/tied_fraction": Mean(num_pairs - len(pairs), num_pairs)}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from strop._tensors import widened
+from strop._types import Json, State
 from strop.algorithms.on_policy import PolicyGradient, WholeBatch, check_rewarded
 from strop.algorithms.reward_model import ModelReward
 from strop.config import PPOConfig
@@ -28,9 +28,8 @@ from strop.losses import PolicyLoss
 from strop.models.critic import Critic
 from strop.models.kinds import shares
 from strop.primitives import compute_gae
-from strop.training.optimiser import can_skip, make_optimizer
-from strop.training.state import Sum, not_finite
-from strop.training.trainer import Update
+from strop.training.run import Metrics, Sum, not_finite
+from strop.training.trainer import Update, can_skip, make_optimizer
 
 
 class PPO(PolicyGradient):
@@ -47,7 +46,7 @@ class PPO(PolicyGradient):
     Config = PPOConfig
     config: PPOConfig
 
-    def __init__(self, *, reward_fn: Any = None, critic: Any = None, **arguments: Any):
+    def __init__(self, *, reward_fn: object = None, critic: object = None, **arguments: Any):
         check_rewarded("PPO", arguments, "a reward_fn", reward_fn, arguments.get("environment"))
         super().__init__(reward_fn=reward_fn, **arguments)
         self.critic = Critic(self.policy, critic, self.config.run)
@@ -106,14 +105,14 @@ class PPO(PolicyGradient):
         for line, length, advantages_T, returns_T in zip(lines, lengths, advantages_BT, returns_BT, strict=True):
             line.advantages_t, line.returns_t = advantages_T[:length].to(dtype), returns_T[:length].to(dtype)
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> dict[str, Any]:
+    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update policy and critic; return the metrics."""
         self._value_losses, metrics, before = [], self._value_metrics(lines), self.state.updates
         metrics |= super().learn(lines, batch)
         losses, num_updates = self._value_losses or [torch.zeros(())], self.state.updates - before
-        return metrics | {"value/loss": Sum(widened(torch.stack(losses)).sum() / num_updates)}
+        return metrics | {"value/loss": Sum(torch.stack(losses).sum(dtype=self.sum_dtype) / num_updates)}
 
-    def _value_metrics(self, lines: Sequence[Trajectory]) -> dict[str, Any]:
+    def _value_metrics(self, lines: Sequence[Trajectory]) -> Metrics:
         """Before the updates: the mean value, and the share of the returns' variance that the values explain."""
         values = [value for line in lines if line.values_t is not None for value in line.values_t.tolist()]
         returns = [value for line in lines if line.returns_t is not None for value in line.returns_t.tolist()]
@@ -165,11 +164,11 @@ class PPO(PolicyGradient):
 
     # ---- checkpoints ----
 
-    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def extra_state(self) -> State:
         tensors, values = super().extra_state()
         return tensors | {f"critic/{name}": tensor for name, tensor in self._critic_state().items()}, values
 
-    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         found = {name.removeprefix("critic/"): t for name, t in tensors.items() if name.startswith("critic/")}
         super().load_extra_state({name: t for name, t in tensors.items() if not name.startswith("critic/")}, values)
         weights = {name.removeprefix("model/"): t for name, t in found.items() if name.startswith("model/")}

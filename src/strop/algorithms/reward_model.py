@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from strop._checks import check_count, check_number, is_conversation
-from strop._tensors import on_host
+from strop._types import Array, Texts, Tokenizer
 from strop.config import RewardModelConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device, split
 from strop.data.formats import column_counts
@@ -25,7 +25,7 @@ from strop.data.offline import Limits, Pair, num_tokens_of, pairs_of_columns, pa
 from strop.data.tokenize import encode_completion, encode_prompt
 from strop.models import load_model
 from strop.models.scorer import Scorer, as_scorer
-from strop.training.state import Sum
+from strop.training.run import Metrics, Sum, on_host
 from strop.training.trainer import Trainer
 
 NUM_BINS = 10  # of the calibration error
@@ -54,7 +54,7 @@ class RewardModel(Trainer):
     scores: ClassVar[bool] = True
 
     def train_step(
-        self, prompt: Any, chosen: Any, rejected: Any, margin: Any = None, *, prompt_mask: Any = None
+        self, prompt: Texts, chosen: Texts, rejected: Texts, margin: object = None, *, prompt_mask: Array | None = None
     ) -> dict[str, float]:
         """One training step on B pairs.
 
@@ -131,7 +131,7 @@ class RewardModel(Trainer):
             losses_B = losses_B + self.config.center_coef * (chosen_B + rejected_B).square()
         return PairScores(losses_B.sum() / num_pairs, chosen_B.detach(), rejected_B.detach())
 
-    def _metrics(self, results: Sequence[PairScores]) -> dict[str, Any]:
+    def _metrics(self, results: Sequence[PairScores]) -> Metrics:
         """Over all pairs of the micro-batches. The std takes the mean of all processes, so the rewards go to the host."""
         pairs = [pair for r in results for pair in zip(r.chosen_B.tolist(), r.rejected_B.tolist(), strict=True)]
         pairs_B2 = torch.tensor(self.of_all(pairs), dtype=torch.float64)
@@ -157,7 +157,7 @@ class ModelReward:
 
     __name__ = "reward_model"
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, device: Any = None, num_tokens: int = 16384):
+    def __init__(self, model: Any, tokenizer: Tokenizer | None = None, *, device: Any = None, num_tokens: int = 16384):
         check_count(num_tokens, "num_tokens", low=1)
         if isinstance(model, (str, Path)):
             model, loaded = load_model(model, device=device, scores=True)
@@ -165,7 +165,7 @@ class ModelReward:
         self.policy, self.num_tokens = as_scorer(model, tokenizer), num_tokens
 
     @torch.no_grad()
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+    def __call__(self, prompts: Sequence[object], completions: Sequence[object]) -> list[float]:
         if len(prompts) != len(completions):
             raise ValueError(
                 f"completions must be one for each of the {len(prompts)} prompts, found {len(completions)}"
@@ -181,7 +181,7 @@ class ModelReward:
                 found |= zip(part, self.policy.scores(batch).tolist(), strict=True)
         return [found[i] for i in range(len(lines))]
 
-    def _line(self, prompt: Any, completion: Any) -> Trajectory:
+    def _line(self, prompt: object, completion: object) -> Trajectory:
         """Cut from the left where it is longer than the model reads: its end is what is judged."""
         tokenizer, limit = self.policy.tokenizer, self.policy.max_length
         if is_conversation(prompt) and isinstance(completion, str):

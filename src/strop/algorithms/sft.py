@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from strop._checks import is_conversation
+from strop._types import Array, Texts
 from strop.config import SFTConfig
 from strop.data.batch import TokenBatch, Trajectory
 from strop.data.inputs import Ids, as_dicts, completion_rows, is_written, prompt_rows
@@ -31,7 +32,9 @@ class SFT(Trainer):
     config: SFTConfig
     formats = ("prompt_completion", "language_modeling")
 
-    def train_step(self, prompt: Any, completion: Any = None, *, prompt_mask: Any = None) -> dict[str, float]:
+    def train_step(
+        self, prompt: Texts, completion: Texts | None = None, *, prompt_mask: Array | None = None
+    ) -> dict[str, float]:
         """One training step.
 
         prompt        token ids (B, P), lists of ids of unequal lengths, or with a tokenizer texts or conversations
@@ -81,7 +84,7 @@ class SFT(Trainer):
     def _limits(self) -> Limits:
         return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
 
-    def _trajectories(self, prompt: Any, completion: Any, prompt_mask: Any) -> list[Trajectory]:
+    def _trajectories(self, prompt: Texts, completion: Texts | None, prompt_mask: Array | None) -> list[Trajectory]:
         """Return a trajectory for each row of what `train_step` is given."""
         if is_written(prompt, "prompt", prompt_mask):
             alone = "messages" if is_conversation(prompt[0]) else "text"

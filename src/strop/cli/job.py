@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from strop._checks import check_count
 from strop._types import Json, Row, Tokenizer
+from strop.cli.options import Option, options_of
 from strop.config import Config
 from strop.user_code import load_function
 
@@ -40,10 +41,10 @@ class JobConfig(Config):
     map              rename columns, new=old: prompt=question,answer=label
     chat             put prompts to the model as messages of a user, through its chat template
     template         write the prompt as this text, with {prompt} or other columns in braces
-    reward           file.py:function or package.module:function; several are weighted by --reward-weights; without it the task's
+    reward           file.py:function or package.module:function; may be repeated; without it the task's
     preference       file.py:function for online-dpo, in place of a reward
     environment      file.py:Class for more than one turn; a class with rows and a tokenizer takes the place of a task
-    tools            file.py:function, which the model may call
+    tools            file.py:function, which the model may call; may be repeated
     output           the run folder; without it runs/ALGORITHM-TIME
     resume           continue the run in output
     overwrite        remove the run in output first
@@ -100,6 +101,11 @@ class JobConfig(Config):
 JOB_FIELDS = [field.name for field in dataclasses.fields(JobConfig)]
 
 
+def job_options(*names: str) -> list[Option]:
+    """Return these of the job's options, for a command that needs no others."""
+    return [option for option in options_of(JobConfig, "Model and data") if option.path in names]
+
+
 def job_part(job: JobConfig, options: Row) -> Json:
     """model_options.hidden_dim=64 and the like are put into their dict."""
     found: Json = {}
@@ -119,10 +125,13 @@ def job_part(job: JobConfig, options: Row) -> Json:
 # ---- model ----
 
 
-def load_model_and_tokenizer(job: JobConfig, task: Any, scores: bool = False) -> tuple["nn.Module", Tokenizer | None]:
+def load_model_and_tokenizer(
+    job: JobConfig, task: object, scores: bool = False, quantize: str | None = None
+) -> tuple["nn.Module", Tokenizer | None]:
     """The model on its device, with the tokenizer that is asked for, its own, or the task's.
 
-    scores   a sequence classifier with one label
+    scores     a sequence classifier with one label
+    quantize   as `strop.models.load_model` takes it
     """
     from strop.models import load_model
 
@@ -137,7 +146,7 @@ def load_model_and_tokenizer(job: JobConfig, task: Any, scores: bool = False) ->
             )
     model, own = load_model(
         job.model, dtype=job.dtype, gguf_file=job.gguf_file, device=job.device, scores=scores, tokenizer=tokenizer,
-        **job.model_options,
+        quantize=quantize, **job.model_options,
     )  # fmt: skip
     return model, tokenizer or own or getattr(task, "tokenizer", None)
 
@@ -280,7 +289,7 @@ def _kind_of_prompt(row: Row) -> str:
 # ---- functions ----
 
 
-def load_rewards(job: JobConfig, task: Any) -> list[Callable[..., Any]]:
+def load_rewards(job: JobConfig, task: object) -> list[Callable[..., Any]]:
     """The functions asked for, or the task's."""
     names = [job.reward] if isinstance(job.reward, str) else list(job.reward or ())
     if names:

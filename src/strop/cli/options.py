@@ -201,7 +201,7 @@ def read_config(path: Path) -> Json:
         raise missing("a config file", "PyYAML", "train") from None
 
     class Loader(yaml.SafeLoader):
-        def construct_object(self, node: Any, deep: bool = False) -> Any:
+        def construct_object(self, node: object, deep: bool = False) -> Any:
             try:
                 return super().construct_object(node, deep)
             except (ValueError, KeyError, AttributeError):  # `!!bool x`, or a date in the thirteenth month

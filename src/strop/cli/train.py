@@ -259,7 +259,7 @@ def build(command: str, job: JobConfig, config: TrainerConfig) -> tuple["Trainer
     rows, eval_rows = load_data(job, task), load_eval_data(job, task)
     functions = _functions(command, job, task)
     make = algorithm_class(command)
-    model, tokenizer = load_model_and_tokenizer(job, task, scores=make.scores)
+    model, tokenizer = load_model_and_tokenizer(job, task, make.scores, config.quantize)
     return (
         make(model=model, ref_model=_ref_model(job), tokenizer=tokenizer, config=config, **functions),
         rows,
@@ -273,7 +273,7 @@ def changed_options(job: JobConfig) -> Json:
     return {name: value for name, value in plain.items() if value != default[name]}
 
 
-def _functions(command: str, job: JobConfig, task: Any) -> Json:
+def _functions(command: str, job: JobConfig, task: object) -> Json:
     """Arguments of the trainer beside the model: reward_fn and preference_fn for the algorithms that generate, a critic …"""
     none = () if command in ("grpo", "online-dpo") else ("environment", "tools")
     for name in none if command == "ppo" else (*none, "critic"):
@@ -309,7 +309,7 @@ def _ref_model(job: JobConfig) -> Any:
     return load_model(job.ref_model, dtype=job.dtype, device=job.device)[0]
 
 
-def _callbacks(job: JobConfig, output: Path, eval_rows: Sequence[Any] | None) -> list["Callback"]:
+def _callbacks(job: JobConfig, output: Path, eval_rows: Sequence[object] | None) -> list["Callback"]:
     from strop.callbacks import BestCheckpoint, EarlyStopping
 
     if job.best is None:
@@ -339,9 +339,10 @@ def _loggers(job: JobConfig, config: TrainerConfig, output: Path, quiet: bool) -
 
 def _size(trainer: "Trainer") -> str:
     from strop.distributed import class_of
+    from strop.models.quantized import num_weights
 
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.module.parameters()]
-    count, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
+    count = num_weights(trainer.module)
+    trained = sum(parameter.numel() for parameter in trainer.module.parameters() if parameter.requires_grad)
     share = f", {trained:,} trained ({trained / count:.2%})" if trained < count else ""
     processes = f", in {trainer.world.size} processes" if trainer.world.size > 1 else ""
     return f"{class_of(trainer.module).__name__} of {count:,} parameters{share}{processes}"

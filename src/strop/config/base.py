@@ -12,7 +12,7 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from strop import _trl
@@ -63,6 +63,15 @@ def unknown_option(name: str, known: Iterable[str], of: str = "", config: type |
     near = near or [leaves[leaf] for leaf in difflib.get_close_matches(name, list(leaves), n=1, cutoff=0.6)]
     hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
     return f"{name!r} is no option{of}{hint}"
+
+
+def without_use(rule: object, needed: Sequence[tuple[str, str]], types: Sequence[str]) -> list[str]:
+    """Return a sentence for each option that differs from its default and is of a loss type that is not used."""
+    return [
+        f"{name} has no effect: it is for loss_type={loss_type!r}, found {', '.join(types)}"
+        for name, loss_type in needed
+        if loss_type not in types and getattr(rule, name) != getattr(type(rule), name)
+    ]
 
 
 # ---- configs ----
@@ -238,7 +247,7 @@ def _as_tuple(name: str, values: Iterable[object], kind: type) -> tuple[object, 
     return tuple(_from_text(name, v, kind) if isinstance(v, str) and kind in in_text else v for v in values)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in options_in(value)}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

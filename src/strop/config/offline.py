@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from strop._checks import check_count, check_number
-from strop.config.losses import PreferenceRule, UnpairedRule
+from strop.config.preference_losses import PreferenceRule, UnpairedRule
 from strop.config.training import OptimConfig, TrainerConfig
 
 

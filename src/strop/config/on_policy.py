@@ -4,8 +4,8 @@ import functools
 from dataclasses import dataclass, field, replace
 
 from strop._checks import check_choice, check_count, check_number, check_timeout
-from strop.config.losses import PolicyRule
 from strop.config.offline import DPOConfig
+from strop.config.policy_losses import PolicyRule
 from strop.config.sampling import Sampling, ServerConfig, TurnsConfig
 from strop.config.training import OptimConfig, TrainerConfig
 

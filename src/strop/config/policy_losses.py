@@ -3,6 +3,8 @@
 To add one, write its formula and its derivative here, add an entry to `POLICY_LOSSES`, and write its Triton function in
 `strop.ops.rows.kernels`. Options, operators, metrics, documents and tests read this table.
 
+`PolicyRule` is a loss with its numbers: the value that goes from a config to a kernel.
+
 The formulas use tensors' own methods only, so that options can be checked without importing torch.
 
 r is the ratio π/π_old, A the advantage, σ the logistic function. Shapes: N tokens.
@@ -12,14 +14,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+
+from strop._checks import check_choice, check_count, check_number
+from strop.config.base import without_use
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from strop.config.losses import PolicyRule
-
+KL_ESTIMATORS = ("k1", "k2", "k3")
+IMPORTANCE_LEVELS = ("token", "sequence", "geometric")
+ClipEps = float | tuple[float, float]
+Count = TypeVar("Count")  # a number, or a tensor with one
 FLAT = 60.0  # a log-ratio above which sapo's gate is flat: its ratio stays finite
 
 
@@ -166,3 +173,173 @@ POLICY_LOSSES = {
     "vespo": PolicyLossType(gamma_weight, None, "tokens", None, clips=False),
 }
 POLICY_LOSS_TYPES = tuple(POLICY_LOSSES)
+
+
+# ---- the rule ----
+
+
+def clip_bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipBounds:
+    """The arguments `clip_eps` and `delta` of a loss as bounds of the ratio, checked."""
+    check_choice(loss_type, "loss_type", tuple(POLICY_LOSSES))
+    pair = clip_eps if isinstance(clip_eps, (tuple, list)) else (clip_eps, clip_eps)
+    if len(pair) != 2:
+        raise ValueError(f"clip_eps must be one number or a pair (low, high), found {len(pair)} numbers")
+    for value in pair:
+        check_number(value, "clip_eps", 0, open_low=True, finite=False)
+    high = float(pair[1])
+    if loss_type == "cispo":
+        if high < 1:
+            raise ValueError(
+                f"clip_eps must be a pair (low, high) with high at least 1 for 'cispo', where high is the bound of the "
+                f"ratio itself, such as (0.2, 5.0); found {clip_eps}"
+            )
+        if delta is not None:
+            raise ValueError(f"delta must be None for 'cispo', whose ratio clip_eps bounds already, found {delta}")
+    elif delta is not None:
+        check_number(delta, "delta", finite=False)
+        if not delta >= 1 + high:
+            raise ValueError(f"delta must be at least 1 + clip_eps = {1 + high}, found {delta}")
+    return _bounds(clip_eps, delta, loss_type)
+
+
+def _bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipBounds:
+    low, high = clip_eps if isinstance(clip_eps, (tuple, list)) else (clip_eps, clip_eps)
+    if loss_type == "cispo":
+        return ClipBounds(0.0, float(high), math.inf)
+    return ClipBounds(1 - float(low), 1 + float(high), math.inf if delta is None else float(delta))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRule:
+    """Which policy loss: one value from the config to the kernel, checked when it is made.
+
+    loss_type               grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo or vespo; docs/losses.md has the formulas
+    importance_level        "token": the token's ratio is clipped; "sequence": the geometric mean of its sequence's (GSPO);
+                            "geometric": the tokens' log-ratios are clipped to [−low, high], then their mean is taken (GMPO)
+    clip_eps                ε or (low, high); None is 0.2, for cispo (0.2, 5.0), for the geometric level 0.4. sapo and
+                            vespo clip nothing
+    delta                   upper bound of the ratio where the advantage is negative; None is off
+    beta                    the coefficient of the KL to the reference
+    kl_estimator            how the KL is estimated: k1, k2 or k3
+    entropy_coef            weight of the entropy bonus
+    max_completion_length   what dr_grpo divides by
+    sapo_temperatures       temperatures of sapo's gate, for negative and for positive advantages
+    vespo_gamma             k and λ of vespo's weight φ(w) = w^k·exp(λ − λw), for negative and for positive advantages
+    stale_kl                a sequence with a negative advantage has no policy term where the mean of log(π_old/π) over its
+                            tokens is above this; None keeps all
+
+    In GRPO's config beta and max_completion_length are set by the options kl_coef and max_new_tokens.
+    """
+
+    loss_type: str = "grpo"
+    importance_level: str = "token"
+    clip_eps: float | tuple[float, float] | None = None
+    delta: float | None = None
+    beta: float = field(default=0.0, metadata={"set_by": "kl_coef"})
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    max_completion_length: int | None = field(default=None, metadata={"set_by": "max_new_tokens"})
+    sapo_temperatures: tuple[float, float] = (1.05, 1.0)
+    vespo_gamma: tuple[float, float, float, float] = (3.0, 2.0, 2.0, 3.0)
+    stale_kl: float | None = None
+    row_suffices: ClassVar[bool]  # whether a token's loss needs its own row of logits alone: no sequence, no entropy
+
+    def __post_init__(self) -> None:
+        check_choice(self.importance_level, "importance_level", IMPORTANCE_LEVELS)
+        check_choice(self.kl_estimator, "kl_estimator", KL_ESTIMATORS)
+        check_choice(self.loss_type, "loss_type", tuple(POLICY_LOSSES))
+        for name in ("clip_eps", "sapo_temperatures", "vespo_gamma"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+        for name in ("beta", "entropy_coef"):
+            check_number(getattr(self, name), name, 0)
+        if self.max_completion_length is not None:
+            check_count(self.max_completion_length, "max_completion_length", 1)
+        for name, count, open_low in (("sapo_temperatures", 2, True), ("vespo_gamma", 4, False)):
+            _check_numbers(getattr(self, name), name, count, open_low)
+        if self.stale_kl is not None:
+            check_number(self.stale_kl, "stale_kl", 0)
+        self._check_level()
+        if self.type.clips:
+            clip_bounds(self.clip, self.delta, self.loss_type)  # checks them
+        alone = self.importance_level == "token" and self.type.derivative is not None and self.stale_kl is None
+        object.__setattr__(self, "row_suffices", alone and not self.entropy_coef)
+
+    def _check_level(self) -> None:
+        """What a loss type or an importance level has no use for is not given."""
+        for name, value in (("clip_eps", self.clip_eps), ("delta", self.delta)):
+            if not self.type.clips and value is not None:
+                raise ValueError(f"{name} must be None for {self.loss_type!r}, which clips nothing, found {value}")
+        if self.loss_type == "vespo" and self.importance_level != "token":
+            raise ValueError(
+                f"importance_level must be 'token' for 'vespo', which weighs whole sequences by itself, found "
+                f"{self.importance_level!r}"
+            )
+        if self.importance_level == "geometric":
+            if self.loss_type in ("cispo", "sapo"):
+                raise ValueError(
+                    f"importance_level must be 'token' or 'sequence' for {self.loss_type!r}, found 'geometric'"
+                )
+            if self.delta is not None:
+                raise ValueError(f"delta must be None at the geometric importance_level, found {self.delta}")
+
+    def without_effect(self) -> list[str]:
+        """Return the options that are set and that this loss type has no use for, each with the reason."""
+        needed = (("sapo_temperatures", "sapo"), ("vespo_gamma", "vespo"))
+        return without_use(self, needed, (self.loss_type,))
+
+    @property
+    def clip(self) -> ClipEps:
+        if self.clip_eps is not None:
+            return self.clip_eps
+        if self.loss_type == "cispo":
+            return 0.2, 5.0
+        return 0.4 if self.importance_level == "geometric" else 0.2
+
+    @property
+    def bounds(self) -> ClipBounds:
+        """Of the ratio; for sapo the temperatures of its gate."""
+        if self.loss_type == "sapo":
+            return ClipBounds(*self.sapo_temperatures, math.inf)
+        if self.importance_level == "geometric":
+            low, high = self._pair
+            return ClipBounds(math.exp(-low), math.exp(high), math.inf)
+        return _bounds(self.clip, self.delta, self.loss_type)
+
+    @property
+    def _pair(self) -> tuple[float, float]:
+        return self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
+
+    @property
+    def text(self) -> str:
+        """What a row needs, for operators of torch.ops, which take no objects; `from_text` is the way back."""
+        low, high = self.sapo_temperatures if self.loss_type == "sapo" else self._pair
+        return f"{self.loss_type} {low} {high} {self.delta} {self.beta} {self.kl_estimator}"
+
+    @property
+    def type(self) -> PolicyLossType:
+        """The loss's declaration."""
+        return POLICY_LOSSES[self.loss_type]
+
+    def weight(self, length: int, num_tokens: int, num_sequences: int) -> float:
+        """Return the weight of a token, given its sequence's length and the update's numbers of tokens and sequences."""
+        count, divisor = self.weight_divisors(num_tokens, num_sequences)
+        return 1 / ((count or 1) * (divisor or max(length, 1)))
+
+    def weight_divisors(self, num_tokens: Count, num_sequences: Count) -> tuple[Count, int | None]:
+        """Return what a token's weight is divided by: a count, and a length. A length of None is that of its sequence."""
+        weight = self.type.weight
+        if weight == "tokens":
+            return num_tokens, 1
+        if weight == "max_length":
+            if self.max_completion_length is None:
+                raise ValueError(f"max_completion_length must be given for {self.loss_type!r}, found None")
+            return num_sequences, self.max_completion_length
+        return num_sequences, 1 if weight == "sequences" else None
+
+
+def _check_numbers(values: object, name: str, count: int, open_low: bool) -> None:
+    if not isinstance(values, (tuple, list)) or len(values) != count:
+        raise ValueError(f"{name} must be {count} numbers, found {values!r}")
+    for value in values:
+        check_number(value, name, 0, open_low=open_low)

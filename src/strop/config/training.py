@@ -8,6 +8,7 @@ from strop.config.base import Config
 SCHEDULES = ("constant", "linear", "cosine")
 AUTOCASTS = ("bf16", None)
 SHARDS = ("none", "full")
+QUANTIZED = ("nf4", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +125,25 @@ class LoRAConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Config):
-    """The parts every algorithm has. `lora` is off unless given: lora={"r": 16}."""
+    """The parts every algorithm has. `lora` is off unless given: lora={"r": 16}.
+
+    quantize   with lora: keep the frozen weights of linear layers as 4-bit (nf4) or 8-bit (int8) numbers; None is off
+    """
 
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
     lora: LoRAConfig | None = None
+    quantize: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self.quantize, "quantize", (*QUANTIZED, None))
+        if self.quantize is not None and self.lora is None:
+            raise ValueError(
+                f"quantize must be None without lora, which is what is trained on quantised weights, found {self.quantize!r}"
+            )
+        if self.quantize is not None and self.run.shard == "full":
+            raise ValueError(f"quantize must be None with shard='full', found {self.quantize!r}")
 
     def without_effect(self) -> list[str]:
         """Return a sentence for each option that is set and has no effect beside the others; a trainer warns of them."""

@@ -23,7 +23,12 @@ class PreparedAhead(Sequence[Any]):
     """
 
     def __init__(
-        self, rows: Sequence[Any], prepare: Prepare, name: str, columns: Iterable[str] = (), with_thread: bool = False
+        self,
+        rows: Sequence[object],
+        prepare: Prepare,
+        name: str,
+        columns: Iterable[str] = (),
+        with_thread: bool = False,
     ):
         self.rows, self.prepare, self.name = rows, prepare, name
         self.digest: str | None = None
@@ -100,7 +105,7 @@ class PreparedAhead(Sequence[Any]):
         return f" ({place(i)})" if place is not None else ""
 
 
-def taken(rows: Sequence[Any], indices: Sequence[int], following: Sequence[int] | None = None) -> list[Any]:
+def taken(rows: Sequence[object], indices: Sequence[int], following: Sequence[int] | None = None) -> list[Any]:
     """Return these rows; where they are prepared ahead, begin to prepare `following`."""
     if isinstance(rows, PreparedAhead):
         return rows.take(indices, following)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from strop._types import Array, Row
 from strop.primitives import pack_sequences
 
 Item = TypeVar("Item")
@@ -62,8 +63,8 @@ class Trajectory:
     routing_TLk: torch.Tensor | None = None
     version: int | None = None
     num_prompt: int = 0
-    row: Mapping[str, Any] = field(default_factory=dict)
-    shown: Mapping[str, Any] = field(default_factory=dict)
+    row: Row = field(default_factory=dict)
+    shown: Row = field(default_factory=dict)
     turns: list[RewardedTurn] = field(default_factory=list)
     info: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
@@ -94,13 +95,13 @@ class Trajectory:
         return int(self.loss_mask_T.sum()) if self.rollout_logps_t is None else len(self.rollout_logps_t)
 
     @classmethod
-    def of_prompt(cls, ids: Any, **known: Any) -> "Trajectory":
+    def of_prompt(cls, ids: Array, **known: Any) -> "Trajectory":
         """A prompt, with no completion yet."""
         prompt = as_ids(ids, "prompt_ids")
         return cls(prompt, torch.zeros(len(prompt), dtype=torch.bool), num_prompt=len(prompt), **known)
 
     @classmethod
-    def of(cls, prompt_ids: Any, completion_ids: Any, counts: Any = None, **known: Any) -> "Trajectory":
+    def of(cls, prompt_ids: object, completion_ids: object, counts: object = None, **known: Any) -> "Trajectory":
         """A completion behind its prompt. Of its tokens those count that `counts`, a bool each, says; without it all."""
         prompt, completion = as_ids(prompt_ids, "prompt_ids"), as_ids(completion_ids, "completion_ids")
         ids_T = torch.cat([prompt, completion])
@@ -293,7 +294,7 @@ def on_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.to(device)
 
 
-def as_ids(ids: Any, name: str) -> torch.Tensor:
+def as_ids(ids: object, name: str) -> torch.Tensor:
     """1-D int64 on the CPU from a tensor, an array or a list of token ids."""
     if isinstance(ids, torch.Tensor) and ids.dtype == torch.int64 and ids.ndim == 1 and ids.device.type == "cpu":
         return ids  # as the ids of a rollout are, many times a step

@@ -13,7 +13,7 @@ CHUNK = 1000  # rows that are hashed in one call
 NUM_EXAMPLES = 8  # rows of a stream that are hashed beside its files, as they are after what maps them
 
 
-def digest_rows(rows: Sequence[Any]) -> str:
+def digest_rows(rows: Sequence[object]) -> str:
     """Return a digest of all rows and their order. Rows that carry a `digest` of their own are not read again."""
     if isinstance(known := getattr(rows, "digest", None), str):
         return known
@@ -26,12 +26,12 @@ def digest_rows(rows: Sequence[Any]) -> str:
     return found.hexdigest()
 
 
-def _examples(rows: Sequence[Any]) -> Iterator[bytes]:
+def _examples(rows: Sequence[object]) -> Iterator[bytes]:
     count = min(NUM_EXAMPLES, len(rows))
     yield _as_bytes([_readable(rows, i * len(rows) // count) for i in range(count)])
 
 
-def _readable(rows: Sequence[Any], i: int) -> Any:
+def _readable(rows: Sequence[object], i: int) -> Any:
     """Return the row; None for a broken one, which is named when a step comes to it."""
     try:
         return rows[i]
@@ -39,7 +39,7 @@ def _readable(rows: Sequence[Any], i: int) -> Any:
         return None
 
 
-def _chunks(rows: Sequence[Any]) -> Iterator[bytes]:
+def _chunks(rows: Sequence[object]) -> Iterator[bytes]:
     for start in range(0, len(rows), CHUNK):
         yield _as_bytes([rows[i] for i in range(start, min(start + CHUNK, len(rows)))])
 
@@ -55,7 +55,7 @@ def _arrow(rows: Any) -> Iterator[bytes]:
         yield memoryview(sink.getvalue())  # type: ignore[misc]
 
 
-def _as_bytes(rows: list[Any]) -> bytes:
+def _as_bytes(rows: list[object]) -> bytes:
     try:
         return marshal.dumps(rows, 2)  # version 2: equal values give equal bytes, shared objects or not
     except ValueError:  # a tensor, a class of the user's

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from strop._install import missing
+from strop._types import Json
 
-Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
@@ -20,7 +20,7 @@ class RepeatedKeyError(ValueError):
     """An object of JSON has a key twice."""
 
 
-def read_file(path: str | os.PathLike[str]) -> Sequence[Row]:
+def read_file(path: str | os.PathLike[str]) -> Sequence[Json]:
     """The rows of a file, by the ending of its name; "-" is JSONL on standard input. JSONL where the ending says nothing."""
     suffix = Path(path).suffix.lower()
     if str(path) == "-":
@@ -34,24 +34,24 @@ def read_file(path: str | os.PathLike[str]) -> Sequence[Row]:
     return list(read_jsonl(path))
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Json]:
     """One object per line; empty lines are passed over. A broken line is named."""
     with open(path, "rb") as file:
         yield from _jsonl(file, path)
 
 
-def _jsonl(lines: Iterable[bytes], path: Any) -> Iterator[Row]:
+def _jsonl(lines: Iterable[bytes], path: object) -> Iterator[Json]:
     for number, line in enumerate(lines, 1):
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if line.strip():
             yield jsonl_row(line, f"{path}, line {number}")
 
 
-def jsonl_row(line: bytes, where: str) -> Row:
+def jsonl_row(line: bytes, where: str) -> Json:
     return _row_of(_parse(line.strip(), where, of_line=True), f"{where}:")
 
 
-def checked_lines(path: str | os.PathLike[str]) -> tuple[list[tuple[int, Row]], list[str]]:
+def checked_lines(path: str | os.PathLike[str]) -> tuple[list[tuple[int, Json]], list[str]]:
     """Of a JSONL file the rows with the numbers of their lines, and what is wrong with each of the others."""
     rows, wrong = [], []
     with open(path, "rb") as file:
@@ -64,7 +64,7 @@ def checked_lines(path: str | os.PathLike[str]) -> tuple[list[tuple[int, Row]], 
     return rows, wrong
 
 
-def _object_of(pairs: list[tuple[str, Any]]) -> Row:
+def _object_of(pairs: list[tuple[str, object]]) -> Json:
     """Return the dict of a JSON object; raise if it has a key twice, of which only the last would be kept."""
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -98,7 +98,7 @@ def _parse(data: bytes, where: str, *, of_line: bool = False) -> Any:
     return found
 
 
-def _row_of(row: Any, where: str) -> Row:
+def _row_of(row: object, where: str) -> Json:
     if not isinstance(row, dict):
         hint = "; a JSON array belongs into a file whose name ends in .json" if isinstance(row, list) else ""
         raise ValueError(f"{where} must be an object of columns, found {type(row).__name__}{hint}")
@@ -110,13 +110,13 @@ def _is_array(path: str | os.PathLike[str]) -> bool:
         return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
-def read_array(path: str | os.PathLike[str]) -> list[Row]:
+def read_array(path: str | os.PathLike[str]) -> list[Json]:
     """A file that is one JSON array of objects."""
     found = _parse(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8), str(path))
     return [_row_of(row, f"{path}, entry {i}") for i, row in enumerate(found)]
 
 
-def read_csv(path: str | os.PathLike[str], delimiter: str = ",") -> Iterator[Row]:
+def read_csv(path: str | os.PathLike[str], delimiter: str = ",") -> Iterator[Json]:
     """The first line names the columns; every value is a text, an empty one too."""
     try:
         text = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).decode()

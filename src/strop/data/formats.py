@@ -25,12 +25,11 @@ from typing import Any
 
 from strop import _hub
 from strop._checks import check_choice, is_conversation
+from strop._types import Json, Row
 from strop.data.ahead import Prepare, PreparedAhead
 from strop.data.digest import digest_rows
 from strop.data.files import SUFFIXES, datasets_package, one_line, read_file
 from strop.data.streams import RowFacts, Streamed, is_jsonl, read_files
-
-Row = dict[str, Any]
 
 FORMATS = {
     "language_modeling": '{"text"} or {"messages"}',
@@ -61,12 +60,12 @@ class Prepared(list[Any]):
 
 
 def prepared(
-    dataset: Any,
+    dataset: object,
     prepare: Prepare,
     name: str,
     *,
     any_format: bool = False,
-    check: Callable[[Sequence[Row], str], None] | None = None,
+    check: Callable[[Sequence[Json], str], None] | None = None,
     with_thread: bool = False,
 ) -> Sequence[Any]:
     """Return the dataset's rows as `prepare` returns them; what went through here already stays as it is.
@@ -100,8 +99,8 @@ def prepared(
 
 
 def load_rows(
-    source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0, stream: bool = False
-) -> Sequence[Row]:
+    source: object, *, split: str = "train", limit: int | None = None, seed: int = 0, stream: bool = False
+) -> Sequence[Json]:
     """Rows of a source, checked to be of one known format, of streamed ones the first; see `read_rows`."""
     rows = read_rows(source, split=split, limit=limit, seed=seed, stream=stream)
     check_rows(rows, where=name_of(source))
@@ -109,8 +108,8 @@ def load_rows(
 
 
 def read_rows(
-    source: Any, *, split: str = "train", limit: int | None = None, seed: int = 0, stream: bool = False
-) -> Sequence[Row]:
+    source: object, *, split: str = "train", limit: int | None = None, seed: int = 0, stream: bool = False
+) -> Sequence[Json]:
     """Rows of a source as they are, whatever their columns.
 
     source   a list of dicts; a pandas DataFrame; a file (JSONL, a JSON array, CSV, TSV or Parquet), a pattern of files or a list of them,
@@ -139,7 +138,7 @@ def is_sharegpt(row: Any) -> bool:
     )
 
 
-def sharegpt_messages(row: Mapping[str, Any]) -> Row:
+def sharegpt_messages(row: Json) -> Json:
     """Return a row of ShareGPT's format with `messages`, in its other columns as it was."""
     turns, others = row["conversations"], {name: value for name, value in row.items() if name != "conversations"}
     said = [] if not (system := others.pop("system", None)) else [{"role": "system", "content": system}]
@@ -150,10 +149,10 @@ def sharegpt_messages(row: Mapping[str, Any]) -> Row:
     return {"messages": said, **others}
 
 
-def _with_messages(rows: Any) -> Sequence[Row]:
+def _with_messages(rows: Any) -> Sequence[Json]:
     """Return rows of ShareGPT's format with `messages`."""
 
-    def change(row: Mapping[str, Any], i: int) -> Row:
+    def change(row: Json, i: int) -> Json:
         try:
             return sharegpt_messages(row)
         except (ValueError, KeyError) as error:
@@ -164,12 +163,12 @@ def _with_messages(rows: Any) -> Sequence[Row]:
     return [change(row, i) for i, row in enumerate(rows)]
 
 
-def name_of(source: Any) -> str:
+def name_of(source: object) -> str:
     """A source in an error; nothing for rows in memory."""
     return str(source) if isinstance(source, (str, os.PathLike)) else ""
 
 
-def _read_streamed(source: Any, split: str, limit: int | None, seed: int) -> Streamed:
+def _read_streamed(source: object, split: str, limit: int | None, seed: int) -> Streamed:
     paths = _files_of(source, split)
     if paths and all(is_jsonl(path) for path in paths):
         return read_files(paths, on_disk=True)
@@ -183,7 +182,7 @@ def _read_streamed(source: Any, split: str, limit: int | None, seed: int) -> Str
     return Streamed(len(rows), rows.__getitem__)
 
 
-def _files_of(source: Any, split: str) -> list[str]:
+def _files_of(source: object, split: str) -> list[str]:
     """The files that a path, a pattern, a folder or a list of paths names; none for another source."""
     if isinstance(source, Sequence) and not isinstance(source, str) and source:
         return [str(path) for path in source] if all(isinstance(path, (str, os.PathLike)) for path in source) else []
@@ -197,7 +196,7 @@ def _files_of(source: Any, split: str) -> list[str]:
     return sorted(glob.glob(str(path)))
 
 
-def _read(source: Any, split: str, limit: int | None, seed: int) -> Any:
+def _read(source: object, split: str, limit: int | None, seed: int) -> Any:
     if _is_dataset(source) or isinstance(source, Streamed):
         return source
     if hasattr(source, "to_dict") and hasattr(source, "columns"):
@@ -217,7 +216,7 @@ def _read(source: Any, split: str, limit: int | None, seed: int) -> Any:
     raise TypeError(f"data must be a list of dicts, a path, a task's name or a Dataset, found {type(source).__name__}")
 
 
-def _rows_of_frame(frame: Any) -> list[Row]:
+def _rows_of_frame(frame: Any) -> list[Json]:
     """Return the rows of a pandas DataFrame; what is missing in a row is null, and arrays are lists."""
     present = frame.astype(object).where(frame.notna(), None)
     return [
@@ -244,7 +243,7 @@ def _read_named(name: str, split: str, limit: int | None, seed: int) -> Any:
     return _read_hub(name, split)
 
 
-def _read_all(paths: Sequence[str | os.PathLike[str]]) -> Sequence[Row]:
+def _read_all(paths: Sequence[str | os.PathLike[str]]) -> Sequence[Json]:
     """Return the rows of several files, one file after the other."""
     if all(is_jsonl(path) for path in paths):
         return read_files(paths, on_disk=False)
@@ -266,7 +265,7 @@ def _read_folder(folder: Path, split: str) -> Any:
     return _read_all([file])
 
 
-def _read_task(name: str, split: str, limit: int | None, seed: int) -> list[Row] | None:
+def _read_task(name: str, split: str, limit: int | None, seed: int) -> list[Json] | None:
     """Rows of a built-in task, None where no task has this name."""
     tasks = importlib.import_module("strop.tasks")
 
@@ -296,17 +295,17 @@ def _read_hub(name: str, split: str) -> Any:
         ) from error
 
 
-def _is_dataset(source: Any) -> bool:
+def _is_dataset(source: object) -> bool:
     """A map-style `datasets.Dataset`, without importing the package."""
     return hasattr(source, "column_names") and hasattr(source, "select") and hasattr(source, "__getitem__")
 
 
-def _pick_split(splits: Mapping[str, Any], split: str) -> Any:
+def _pick_split(splits: Mapping[str, object], split: str) -> Any:
     check_choice(split, "split", splits)
     return splits[split]
 
 
-def _checked_dicts(rows: Sequence[Any]) -> list[Row]:
+def _checked_dicts(rows: Sequence[Any]) -> list[Json]:
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise TypeError(f"rows[{i}] must be a dict of columns, found {type(row).__name__}")
@@ -316,7 +315,7 @@ def _checked_dicts(rows: Sequence[Any]) -> list[Row]:
 # ---- which format they are in ----
 
 
-def detect_format(row: Mapping[str, Any], where: str = "the row") -> str:
+def detect_format(row: Row, where: str = "the row") -> str:
     """One of FORMATS, from the columns."""
     columns = {name for name in CONTENT if row.get(name) is not None}
     if {"chosen", "rejected"} <= columns:
@@ -334,7 +333,7 @@ def detect_format(row: Mapping[str, Any], where: str = "the row") -> str:
     raise ValueError(f"{where} is in no known format: {_found(row)}. Formats: {_listed(FORMATS)}{_way_to_map(row)}")
 
 
-def _way_to_map(row: Mapping[str, Any]) -> str:
+def _way_to_map(row: Row) -> str:
     """Return the options that bring rows of Alpaca's kind, and questions with answers, into a known format."""
     if {"instruction", "output"} <= row.keys():
         text = "{instruction}\\n{input}" if "input" in row else "{instruction}"
@@ -344,14 +343,14 @@ def _way_to_map(row: Mapping[str, Any]) -> str:
     return f". Perhaps --map prompt={questions},completion={answers}" if questions and answers else ""
 
 
-def _refuse_null(row: Mapping[str, Any], where: str, names: Sequence[str] = CONTENT) -> None:
+def _refuse_null(row: Row, where: str, names: Sequence[str] = CONTENT) -> None:
     """A column that is there and holds nothing is told apart from one that is not there."""
     for name in names:
         if name in row and row[name] is None:
             raise TypeError(f"{where}[{name!r}] must be a text, a list of messages or token ids, found null")
 
 
-def _found(row: Mapping[str, Any]) -> str:
+def _found(row: Row) -> str:
     shown = [f"{name} (null)" if name in CONTENT and row[name] is None else name for name in row]
     return f"found the columns {one_line(', '.join(shown)) or '(none)'}"
 
@@ -360,7 +359,7 @@ def _listed(formats: Any) -> str:
     return "; ".join(f"{name} {FORMATS[name]}" for name in formats)
 
 
-def as_text(content: Any) -> str:
+def as_text(content: object) -> str:
     """Return text as it is, messages with their roles and tool calls, ids as numbers."""
     if isinstance(content, str):
         return content
@@ -369,7 +368,7 @@ def as_text(content: Any) -> str:
     return " ".join(map(str, content)) if isinstance(content, list) else str(content)
 
 
-def _message_text(message: dict[str, Any]) -> str:
+def _message_text(message: Json) -> str:
     content, calls = message.get("content", ""), message.get("tool_calls")
     if not calls:
         return f"{message.get('role', '?')}: {content}"
@@ -420,16 +419,16 @@ def facts_of(rows: Any, where: str = "") -> RowFacts:
     return facts
 
 
-def is_equal_pair(row: Mapping[str, Any]) -> bool:
+def is_equal_pair(row: Json) -> bool:
     """Return whether the chosen completion of a pair is the rejected one: nothing can be learned from it."""
     return row.get("chosen") is not None and bool(row["chosen"] == row.get("rejected"))
 
 
-def unknown_roles(row: Mapping[str, Any]) -> list[str]:
+def unknown_roles(row: Json) -> list[str]:
     """Return the roles of the row's messages that no common chat template knows, once for each message."""
     messages = (row.get(name) for name in CONTENT)
     found = [one for some in messages if isinstance(some, list) for one in some if isinstance(one, Mapping)]
-    return [message["role"] for message in found if message.get("role") not in ROLES]
+    return [message["role"] for message in found if "role" in message and message["role"] not in ROLES]
 
 
 def warn_of_odd_rows(facts: RowFacts, name: str) -> None:
@@ -458,7 +457,7 @@ def column_counts(rows: Any) -> dict[str, int]:
     return dict(Counter(name for row in rows for name in row))
 
 
-def _rows_to_check(rows: Any) -> Iterable[Row]:
+def _rows_to_check(rows: Any) -> Iterable[Json]:
     """Iterate over the rows a check must look at: of a Dataset all, but only the columns with a format's content."""
     if isinstance(rows, Streamed) and rows.on_disk:
         return [rows[0]]
@@ -480,7 +479,7 @@ def _name(where: str, index: int) -> str:
     return f"{where}: rows[{index}]" if where else f"rows[{index}]"
 
 
-def check_contents(row: Mapping[str, Any], name: str) -> None:
+def check_contents(row: Row, name: str) -> None:
     """Every column of the format holds a text, messages or ids, and those that belong together are of one kind."""
     kinds = {column: _kind(row[column], f"{name}[{column!r}]") for column in CONTENT if row.get(column) is not None}
     pairs = ("prompt", "completion"), ("chosen", "rejected"), ("prompt", "chosen")
@@ -489,7 +488,7 @@ def check_contents(row: Mapping[str, Any], name: str) -> None:
             raise ValueError(f"{name}: {a} is {kinds[a]} but {b} is {kinds[b]}; both must be of one kind")
 
 
-def _kind(value: Any, name: str) -> str:
+def _kind(value: object, name: str) -> str:
     if isinstance(value, str):
         return "text"
     if is_conversation(value):
@@ -503,7 +502,7 @@ def _kind(value: Any, name: str) -> str:
     raise TypeError(f"{name} must be a text, a list of messages or token ids, found {type(value).__name__}")
 
 
-def with_prompt(row: Row) -> Row:
+def with_prompt(row: Json) -> Json:
     """A preference row with its prompt: given, or what chosen and rejected begin with alike."""
     if row.get("prompt") is not None:
         return row

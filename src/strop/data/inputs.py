@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from strop._checks import is_conversation
+from strop._types import Array, Json, Row, Texts, Tokenizer
 from strop.data.batch import Trajectory, as_ids
 from strop.data.formats import check_rows
 from strop.data.tokenize import encode_prompt, row_named
@@ -19,12 +20,12 @@ Padding = tuple[int | None, Sequence[int]]  # the pad id, and those that end a t
 RESERVED = ("prompt", "prompts", "completions", "completion_ids", "prompt_ids")  # what reward functions get from here
 
 
-def check_tokenizer(tokenizer: Any) -> None:
+def check_tokenizer(tokenizer: Tokenizer | None) -> None:
     if isinstance(tokenizer, str) or (tokenizer is not None and not callable(getattr(tokenizer, "encode", None))):
         raise TypeError(f"tokenizer must have encode(text) and decode(ids), found a {type(tokenizer).__name__}")
 
 
-def is_written(rows: Any, name: str, mask: Any = None) -> bool:
+def is_written(rows: object, name: str, mask: Array | None = None) -> bool:
     """Whether these are texts or conversations, which a tokenizer makes ids of. They have no padding to mask."""
     if not isinstance(rows, Sequence) or not len(rows):
         return False
@@ -37,7 +38,7 @@ def is_written(rows: Any, name: str, mask: Any = None) -> bool:
     return True
 
 
-def as_dicts(columns: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def as_dicts(columns: Mapping[str, Texts]) -> list[Json]:
     """Rows of a dataset from its columns, which must be of one length."""
     (first, values), *others = columns.items()
     for name, other in others:
@@ -48,7 +49,7 @@ def as_dicts(columns: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def as_rows(ids: Any, name: str, mask: Any = None) -> list[Ids]:
+def as_rows(ids: object, name: str, mask: Any = None) -> list[Ids]:
     """Rows of a (B, T) tensor or of a list of 1-D ones; with a mask (B, T) only what stands under its ones."""
     if isinstance(ids, np.ndarray):
         ids = torch.as_tensor(ids)
@@ -70,13 +71,13 @@ def as_rows(ids: Any, name: str, mask: Any = None) -> list[Ids]:
     return [row[keep] for row, keep in zip(rows, kept, strict=True)]
 
 
-def prompt_rows(ids: Any, name: str, mask: Any, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
+def prompt_rows(ids: object, name: str, mask: Array | None, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
     """Prompts or whole texts without their padding: what the mask has 0 for, or what equals the pad id at the sides."""
     rows = as_rows(ids, name, mask)
     return rows if mask is not None else [without_padding(row, pad_id, eos_ids) for row in rows]
 
 
-def completion_rows(ids: Any, name: str, num_rows: int, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
+def completion_rows(ids: Array, name: str, num_rows: int, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
     """Completions, one a prompt, each up to its first EOS."""
     rows = as_rows(ids, name)
     if len(rows) != num_rows:
@@ -133,8 +134,8 @@ def as_prompts(
     tokenizer: Any,
     padding: Padding,
     *,
-    mask: Any = None,
-    columns: Mapping[str, Any] | None = None,
+    mask: Array | None = None,
+    columns: Row | None = None,
     name: str = "prompts",
 ) -> list[Trajectory]:
     """Return a batch of prompts as trajectories without completions.
@@ -145,10 +146,6 @@ def as_prompts(
     columns   further columns for reward functions, each with one entry a prompt
     name      of the batch or dataset in errors
     """
-    if isinstance(prompts, str) or (is_conversation(prompts) and "role" in prompts[0]):
-        raise TypeError(
-            f"prompts must be a batch, found a single {'text' if isinstance(prompts, str) else 'conversation'}"
-        )
     if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer returns
         mask = prompts.get("attention_mask") if mask is None else mask
         prompts = prompts["input_ids"]
@@ -159,12 +156,15 @@ def as_prompts(
             )
         columns = {name: values for name, values in prompts.items() if name not in RESERVED} | dict(columns or {})
         prompts = prompts["prompt"]
-    if (
-        hasattr(prompts, "__len__")
-        and not isinstance(prompts, torch.Tensor)
-        and len(prompts)
-        and _is_one_prompt_of_many(prompts[0])
-    ):
+    first = (
+        prompts[0] if hasattr(prompts, "__len__") and not isinstance(prompts, torch.Tensor) and len(prompts) else None
+    )
+    if isinstance(prompts, str) or (isinstance(first, Mapping) and "role" in first):
+        raise TypeError(
+            f"prompts must be a batch, found a single {'text' if isinstance(prompts, str) else 'conversation'}"
+        )
+    starts_with = first[0] if isinstance(first, (list, tuple)) and first else first
+    if isinstance(first, str) or isinstance(starts_with, Mapping):
         if mask is not None:
             raise ValueError("prompt_mask must be None for prompts that are not ids, found one: texts have no padding")
         found = [_of_row(row, tokenizer, f"{name}[{i}]") for i, row in enumerate(prompts)]
@@ -181,7 +181,9 @@ def as_prompts(
     return found
 
 
-def prompts_of_dataset(rows: Sequence[Any], tokenizer: Any, padding: Padding, name: str, what: str) -> list[Trajectory]:
+def prompts_of_dataset(
+    rows: Sequence[object], tokenizer: Tokenizer | None, padding: Padding, name: str, what: str
+) -> list[Trajectory]:
     """Return a dataset's prompts. A column that some rows lack is None there, whichever rows share a batch."""
     check_rows(rows, ["prompt_only"], where=name, what=what)
     prompts = as_prompts(list(rows), tokenizer, padding, name=name)
@@ -197,13 +199,9 @@ def check_below(max_length: int | None, prompts: Sequence[Trajectory], name: str
         fit(prompt.ids_T, prompt.ids_T[:0], max_length, None, f"{name}[{i}]")
 
 
-def _is_one_prompt_of_many(first: Any) -> bool:
-    return isinstance(first, (str, Mapping)) or is_conversation(first)
-
-
-def _of_row(row: Any, tokenizer: Any, name: str) -> Trajectory:
+def _of_row(row: object, tokenizer: Tokenizer | None, name: str) -> Trajectory:
     """Return a text, a conversation, or a row of a dataset as a prompt."""
-    columns: dict[str, Any] = {}
+    columns: Json = {}
     prompt = row
     if isinstance(row, Mapping):
         if "prompt" not in row:
@@ -220,7 +218,7 @@ def _of_row(row: Any, tokenizer: Any, name: str) -> Trajectory:
     return Trajectory.of_prompt(ids, row=columns, shown=_decoded(ids, tokenizer))
 
 
-def _of_ids(prompts: Any, tokenizer: Any, mask: Any, padding: Padding) -> list[Trajectory]:
+def _of_ids(prompts: Texts, tokenizer: Tokenizer | None, mask: Array | None, padding: Padding) -> list[Trajectory]:
     rows = prompt_rows(prompts, "prompts", mask, *padding)
     for index, row in enumerate(rows):
         if not len(row):
@@ -228,40 +226,5 @@ def _of_ids(prompts: Any, tokenizer: Any, mask: Any, padding: Padding) -> list[T
     return [Trajectory.of_prompt(row, shown=_decoded(row, tokenizer)) for row in rows]
 
 
-def _decoded(ids: torch.Tensor, tokenizer: Any) -> dict[str, str]:
-    return {} if tokenizer is None else {"prompts": shown_ids(ids, tokenizer)}
-
-
-def shown_ids(ids: torch.Tensor, tokenizer: Any) -> Any:
-    """Return ids as reward functions see them: text with a tokenizer, else as they are."""
-    if tokenizer is None:
-        return ids
-    return tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-
-
-def reward_columns(lines: Sequence[Trajectory], tokenizer: Any) -> dict[str, list[Any]]:
-    """Return the columns for reward functions, one entry a trajectory.
-
-    Ids are copies: a function that changes them in place does not change what is trained on.
-    """
-    prompt_ids, completion_ids = _copies(lines)
-    prompts, completions = _copies(lines) if tokenizer is None else (prompt_ids, completion_ids)
-    shown = {name: [line.shown[name] for line in lines] for name in (lines[0].shown if lines else ())}
-    if tokenizer is not None and "completions" not in shown:
-        completions = [shown_ids(ids, tokenizer) for ids in completion_ids]
-    columns: dict[str, list[Any]] = {
-        "completions": completions, "prompts": prompts, "completion_ids": completion_ids, "prompt_ids": prompt_ids,
-    }  # fmt: skip
-    for name, values in shown.items():
-        columns[name] = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
-    names = dict.fromkeys(name for line in lines for name in line.row)
-    return columns | {name: [line.row.get(name) for line in lines] for name in names}
-
-
-def _copies(lines: Sequence[Trajectory]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return copies of the ids of prompts and of completions."""
-    if not lines:
-        return [], []
-    lengths = [length for line in lines for length in (line.num_prompt, len(line) - line.num_prompt)]
-    pieces = torch.cat([line.ids_T for line in lines]).split(lengths)
-    return list(pieces[::2]), list(pieces[1::2])
+def _decoded(ids: torch.Tensor, tokenizer: Tokenizer | None) -> dict[str, str]:
+    return {} if tokenizer is None else {"prompts": tokenizer.decode(ids.tolist(), skip_special_tokens=True)}

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from strop._types import Array, Json, Texts, Tokenizer
 from strop.data.ahead import PreparedAhead
 from strop.data.batch import Trajectory
 from strop.data.formats import Prepared, check_rows, detect_format, load_rows, with_prompt
@@ -81,7 +82,13 @@ def pairs_of_rows(rows: Sequence[Any], tokenizer: Any, limits: Limits, name: str
 
 
 def pairs_of_columns(
-    prompt: Any, chosen: Any, rejected: Any, prompt_mask: Any, tokenizer: Any, padding: Padding, limits: Limits
+    prompt: Texts,
+    chosen: Texts,
+    rejected: Texts,
+    prompt_mask: Array | None,
+    tokenizer: Tokenizer | None,
+    padding: Padding,
+    limits: Limits,
 ) -> list[Pair]:
     """Return the pairs of what `train_step` is given: ids, or with a tokenizer texts or conversations."""
     if is_written(prompt, "prompt", prompt_mask):
@@ -94,7 +101,7 @@ def pairs_of_columns(
     return [limits.pair(*ids, f"pair {i}") for i, ids in enumerate(zip(prompts, better, worse, strict=True))]
 
 
-def as_label(label: Any, where: str) -> bool:
+def as_label(label: object, where: str) -> bool:
     """Return KTO's label of a completion as a bool."""
     label = label.item() if isinstance(label, np.generic) else label
     if not isinstance(label, (bool, int)) or label not in (True, False):
@@ -102,14 +109,14 @@ def as_label(label: Any, where: str) -> bool:
     return bool(label)
 
 
-def unpaired_rows(dataset: Any) -> Any:
+def unpaired_rows(dataset: object) -> Any:
     """Return the dataset; one of pairs as labelled completions, twice as many: chosen with true, rejected with false."""
     if isinstance(dataset, (Prepared, PreparedAhead)) or not len(rows := load_rows(dataset)):
         return dataset
     if detect_format(rows[0]) != "preference":
         return rows
 
-    def get(i: int) -> dict[str, Any]:
+    def get(i: int) -> Json:
         name = ("chosen", "rejected")[i % 2]
         row = with_prompt(dict(rows[i // 2]))
         others = {column: value for column, value in row.items() if column not in ("chosen", "rejected")}

@@ -22,7 +22,7 @@ class MarkedTemplate(NamedTuple):
     special_tokens: Mapping[str, str]
     opening: str
 
-    def pieces(self, messages: Sequence[Mapping[str, Any]], first: int) -> list[str] | None:
+    def pieces(self, messages: Sequence[Mapping[str, object]], first: int) -> list[str] | None:
         """Return the text, cut where the assistant's turns begin, from that of messages[first] on; None where the messages
         need more than one rendering, or where a turn does not begin with the template's opening."""
         if not all(_is_plain(message) for message in messages):
@@ -81,7 +81,7 @@ def _compiled(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Mar
 
 
 def _marked(
-    compiled: Any, messages: Sequence[Any], special_tokens: Mapping[str, str], *, add_generation_prompt: bool = False
+    compiled: Any, messages: Sequence[object], special_tokens: Mapping[str, str], *, add_generation_prompt: bool = False
 ) -> str:
     return str(
         compiled.render(
@@ -94,7 +94,7 @@ def _marked(
     )
 
 
-def _is_plain(message: Any) -> bool:
+def _is_plain(message: object) -> bool:
     return type(message) is dict and message.keys() == PLAIN and all(
         type(value) is str and MARK not in value for value in message.values()
     )  # fmt: skip
@@ -131,7 +131,7 @@ def _writes_one_after_another(tree: Any) -> bool:
     return not any(_uses(node, (*stored, "messages")) or list(node.find_all(nodes.Call)) for node in after)
 
 
-def _is_name(node: Any, name: str) -> bool:
+def _is_name(node: object, name: str) -> bool:
     from jinja2 import nodes
 
     return isinstance(node, nodes.Name) and node.name == name

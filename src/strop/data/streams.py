@@ -42,7 +42,7 @@ class Streamed(Sequence[Any]):
     def __init__(
         self,
         num_rows: int,
-        get: Callable[[int], Any],
+        get: Callable[[int], object],
         *,
         on_disk: bool = True,
         place: Callable[[int], str] | None = None,

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from strop._types import Row
+from strop._types import Row, Tokenizer
 from strop.data.one_rendering import marked_template
 
 Message = Row
@@ -28,7 +28,7 @@ def render(messages: Sequence[Message], tokenizer: Any, row: Row | None = None, 
     )
 
 
-def render_prompt(messages: Any, tokenizer: Any, row: Row | None = None) -> str:
+def render_prompt(messages: Any, tokenizer: Tokenizer | None, row: Row | None = None) -> str:
     """The prompt's text: up to where the assistant speaks, or into its last message where that one is begun."""
     if messages and messages[-1]["role"] == "assistant":
         return render(messages, tokenizer, row, continue_final_message=True)
@@ -47,7 +47,7 @@ def following(before: str, whole: str, what: str = "the conversation it opens") 
     )
 
 
-def pieces(messages: Sequence[Message], first: int, tokenizer: Any, row: Row | None = None) -> list[str]:
+def pieces(messages: Sequence[Message], first: int, tokenizer: Tokenizer | None, row: Row | None = None) -> list[str]:
     """Return the conversation's text, cut where the assistant's turns begin, from that of messages[first] on."""
     marked = None if any((row or {}).get(name) for name in OPTIONS) else marked_template(tokenizer)
     if marked is not None and (found := marked.pieces(messages, first)) is not None:
@@ -67,7 +67,9 @@ def pieces(messages: Sequence[Message], first: int, tokenizer: Any, row: Row | N
     return found
 
 
-def between(before: Sequence[Message], new: Sequence[Message], tokenizer: Any, row: Row | None = None) -> str:
+def between(
+    before: Sequence[Message], new: Sequence[Message], tokenizer: Tokenizer | None, row: Row | None = None
+) -> str:
     """What stands between an assistant's words, which answer `before`, and its next turn: the end of its turn, the new
     messages, and the opening of the next. Without new messages only the end of its turn."""
     texts = "".join(str(message) for message in (*before, *new))
@@ -82,7 +84,7 @@ def between(before: Sequence[Message], new: Sequence[Message], tokenizer: Any, r
     return whole.partition(spoken)[2]
 
 
-def check_writes(message: Message, tokenizer: Any, row: Row | None = None) -> None:
+def check_writes(message: Message, tokenizer: Tokenizer | None, row: Row | None = None) -> None:
     """Raise if the template has no words for such a message behind a turn of the assistant's, or leaves it out."""
     why = "is left out"
     try:
@@ -97,7 +99,7 @@ def check_writes(message: Message, tokenizer: Any, row: Row | None = None) -> No
 
 
 def check_append_only(
-    before: Sequence[Message], new: Sequence[Message], tokenizer: Any, row: Row | None = None
+    before: Sequence[Message], new: Sequence[Message], tokenizer: Tokenizer | None, row: Row | None = None
 ) -> None:
     """Raise if earlier turns look otherwise once the conversation goes on: tried with plain words, and with thinking."""
     for says, what in (

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any, NamedTuple, TypeVar
 
 from strop._checks import is_conversation
+from strop._types import Row, Tokenizer
 from strop.data import templates
 from strop.data.formats import CONTENT, detect_format, with_prompt
 
@@ -39,7 +40,7 @@ Steps = Generator[list[Text], list[Ids], Result]
 class Encoder:
     """A tokenizer, and what is asked of it for every row: computed once for all rows of a call."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
 
     @functools.cached_property
@@ -54,7 +55,7 @@ class Encoder:
 # ---- rows ----
 
 
-def encode_prompt(prompt: Any, tokenizer: Any = None, row: Mapping[str, Any] | None = None) -> Ids:
+def encode_prompt(prompt: Any, tokenizer: Any = None, row: Row | None = None) -> Ids:
     """Return the ids of a prompt a model is to go on from: text, messages (with the template's opening of the assistant's
     turn) or ids."""
     return _encode_one(_prompt_steps(prompt, Encoder(tokenizer), row), tokenizer)
@@ -64,7 +65,7 @@ def encode_completion(
     prompt: Any,
     completion: Any,
     tokenizer: Any = None,
-    row: Mapping[str, Any] | None = None,
+    row: Row | None = None,
     assistant_only: bool = True,
 ) -> Line:
     """Return the ids of what follows the prompt, to the end of the turn, and which of them are trained on.
@@ -76,7 +77,7 @@ def encode_completion(
     return _encode_one(_completion_steps(prompt, completion, Encoder(tokenizer), row, assistant_only), tokenizer)
 
 
-def encode_row(row: Mapping[str, Any], tokenizer: Any = None, assistant_only: bool = True) -> tuple[Ids, Ids, LossMask]:
+def encode_row(row: Row, tokenizer: Any = None, assistant_only: bool = True) -> tuple[Ids, Ids, LossMask]:
     """Return (prompt_ids, completion_ids, which of these are trained on) of a row to imitate; of a plain text or of
     `messages` the prompt is empty.
 
@@ -85,26 +86,26 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any = None, assistant_only: bo
     return _encode_one(_row_steps(row, Encoder(tokenizer), assistant_only), tokenizer)
 
 
-def encode_preference(row: Mapping[str, Any], tokenizer: Any = None) -> tuple[Ids, Line, Line]:
+def encode_preference(row: Row, tokenizer: Any = None) -> tuple[Ids, Line, Line]:
     """Return the prompt's ids, and of chosen and rejected the ids and which of them are trained on."""
     return _encode_one(_preference_steps(row, Encoder(tokenizer)), tokenizer)
 
 
-def encode_prompts(rows: Iterable[tuple[Any, Mapping[str, Any] | None]], tokenizer: Any, name: str) -> list[Ids]:
+def encode_prompts(rows: Iterable[tuple[object, Row | None]], tokenizer: Tokenizer, name: str) -> list[Ids]:
     """Return the ids of many prompts, each with the row it is from; errors call them name[0] and so on."""
     encoder = Encoder(tokenizer)
     return encode_all([_prompt_steps(prompt, encoder, row) for prompt, row in rows], tokenizer, name)
 
 
 def encode_rows(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, assistant_only: bool = True
+    rows: Sequence[Row], tokenizer: Tokenizer, name: str, assistant_only: bool = True
 ) -> list[tuple[Ids, Ids, LossMask]]:
     """Return what `encode_row` returns of each row; errors call them name[0] and so on."""
     encoder = Encoder(tokenizer)
     return encode_all([_row_steps(row, encoder, assistant_only) for row in rows], tokenizer, name)
 
 
-def encode_preferences(rows: Sequence[Mapping[str, Any]], tokenizer: Any, name: str) -> list[tuple[Ids, Line, Line]]:
+def encode_preferences(rows: Sequence[Row], tokenizer: Tokenizer, name: str) -> list[tuple[Ids, Line, Line]]:
     """Return what `encode_preference` returns of each row; errors call them name[0] and so on."""
     encoder = Encoder(tokenizer)
     return encode_all([_preference_steps(row, encoder) for row in rows], tokenizer, name)
@@ -113,7 +114,7 @@ def encode_preferences(rows: Sequence[Mapping[str, Any]], tokenizer: Any, name: 
 # ---- one row: yields texts, is sent their ids ----
 
 
-def _prompt_steps(prompt: Any, encoder: Encoder, row: Mapping[str, Any] | None) -> Steps[Ids]:
+def _prompt_steps(prompt: object, encoder: Encoder, row: Row | None) -> Steps[Ids]:
     if isinstance(prompt, str):
         (ids,) = yield [Text(prompt, special_tokens=True)]
     elif is_conversation(prompt):
@@ -124,7 +125,7 @@ def _prompt_steps(prompt: Any, encoder: Encoder, row: Mapping[str, Any] | None) 
 
 
 def _completion_steps(
-    prompt: Any, completion: Any, encoder: Encoder, row: Mapping[str, Any] | None, assistant_only: bool = True
+    prompt: object, completion: object, encoder: Encoder, row: Row | None, assistant_only: bool = True
 ) -> Steps[Line]:
     if isinstance(completion, str):
         (ids,) = yield [Text(completion)]
@@ -136,7 +137,7 @@ def _completion_steps(
 
 
 def _conversation_steps(
-    prompt: Any, completion: Any, encoder: Encoder, row: Mapping[str, Any] | None
+    prompt: Any, completion: Any, encoder: Encoder, row: Row | None
 ) -> Steps[tuple[Ids, Ids, LossMask]]:
     """Return the prompt's ids, and of the completion's messages the ids and which of them are trained on."""
     first, messages = len(prompt), [*prompt, *completion]
@@ -154,7 +155,7 @@ def _conversation_steps(
     return (yield from _turns_steps(before, parts, messages, encoder, row))
 
 
-def _row_steps(row: Mapping[str, Any], encoder: Encoder, assistant_only: bool) -> Steps[tuple[Ids, Ids, LossMask]]:
+def _row_steps(row: Row, encoder: Encoder, assistant_only: bool) -> Steps[tuple[Ids, Ids, LossMask]]:
     kind = detect_format(row)
     if kind == "prompt_completion":
         prompt, completion = row["prompt"], row["completion"]
@@ -176,7 +177,7 @@ def _row_steps(row: Mapping[str, Any], encoder: Encoder, assistant_only: bool) -
     return [], *_all_count(_with_eos(ids, encoder.tokenizer))
 
 
-def _preference_steps(row: Mapping[str, Any], encoder: Encoder) -> Steps[tuple[Ids, Line, Line]]:
+def _preference_steps(row: Row, encoder: Encoder) -> Steps[tuple[Ids, Line, Line]]:
     if (kind := detect_format(row)) != "preference":
         raise ValueError(f"a row to prefer in must be preference, found {kind}")
     row = with_prompt(dict(row))
@@ -187,7 +188,7 @@ def _preference_steps(row: Mapping[str, Any], encoder: Encoder) -> Steps[tuple[I
     return ids, chosen, rejected
 
 
-def _messages_steps(messages: Any, encoder: Encoder, row: Mapping[str, Any], assistant_only: bool) -> Steps[Line]:
+def _messages_steps(messages: Any, encoder: Encoder, row: Row, assistant_only: bool) -> Steps[Line]:
     if not assistant_only:
         (ids,) = yield [Text(templates.render(messages, encoder.tokenizer, row))]
         return _all_count(ids)
@@ -204,7 +205,7 @@ def _check_spoken(parts: Sequence[str], messages: Any, name: str) -> None:
 
 
 def _turns_steps(
-    before: str, parts: Sequence[str], messages: Any, encoder: Encoder, row: Mapping[str, Any] | None
+    before: str, parts: Sequence[str], messages: Any, encoder: Encoder, row: Row | None
 ) -> Steps[tuple[Ids, Ids, LossMask]]:
     """Return the ids of the text `before`, those of the pieces behind it, and which of these are trained on.
 
@@ -247,14 +248,14 @@ def _num_spoken(ids: Ids, said: Ids, alone: str, encoder: Encoder) -> int:
     return same + (same < len(ids) and ids[same] in special)
 
 
-def turn_ends(tokenizer: Any) -> tuple[int, ...]:
+def turn_ends(tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Ids that end a turn: EOS, and the special token the chat template puts behind an assistant's words."""
     text = templates.between([{"role": "user", "content": "?"}], [], tokenizer)
     first = [token for token in encode_text(text, tokenizer)[:1] if token in special_ids(tokenizer)]
     return tuple(dict.fromkeys((*eos_ids(tokenizer), *first)))
 
 
-def special_ids(tokenizer: Any) -> set[int]:
+def special_ids(tokenizer: Tokenizer | None) -> set[int]:
     return {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}
 
 
@@ -262,12 +263,12 @@ def _all_count(ids: Ids) -> Line:
     return ids, [True] * len(ids)
 
 
-def _ends_with(text: str, content: Any) -> bool:
+def _ends_with(text: str, content: object) -> bool:
     """Whether the template put nothing behind the message: no token ends its turn."""
     return isinstance(content, str) and text.rstrip().endswith(content.strip())
 
 
-def needs_tokenizer(row: Mapping[str, Any]) -> bool:
+def needs_tokenizer(row: Row) -> bool:
     """Whether anything of the row to be encoded is text."""
     return any(isinstance(row.get(name), str) or is_conversation(row.get(name)) for name in CONTENT)
 
@@ -285,7 +286,7 @@ def row_named(name: str) -> Iterator[None]:
 # ---- many rows, whose texts are encoded together ----
 
 
-def encode_all(rows: Sequence[Steps[Result]], tokenizer: Any, name: str) -> list[Result]:
+def encode_all(rows: Sequence[Steps[Result]], tokenizer: Tokenizer | None, name: str) -> list[Result]:
     """Return the results of the rows; a row that fails is named as name[its number]."""
     results: dict[int, Result] = {}
     answers: dict[int, list[Ids] | None] = dict.fromkeys(range(len(rows)))
@@ -301,7 +302,7 @@ def encode_all(rows: Sequence[Steps[Result]], tokenizer: Any, name: str) -> list
     return [results[i] for i in range(len(rows))]
 
 
-def _answers(asked: Mapping[int, list[Text]], tokenizer: Any, name: str) -> dict[int, list[Ids] | None]:
+def _answers(asked: Mapping[int, list[Text]], tokenizer: Tokenizer | None, name: str) -> dict[int, list[Ids] | None]:
     """Return the ids of the texts that each row asks for."""
     plain = [one.text for texts in asked.values() for one in texts if not one.special_tokens]
     encode = fast_encoding(tokenizer)
@@ -314,16 +315,16 @@ def _answers(asked: Mapping[int, list[Text]], tokenizer: Any, name: str) -> dict
     }
 
 
-def _encoded(texts: Sequence[Text], tokenizer: Any, name: str) -> list[Ids]:
+def _encoded(texts: Sequence[Text], tokenizer: Tokenizer | None, name: str) -> list[Ids]:
     with row_named(name):
         return [_encode_text(one, tokenizer) for one in texts]
 
 
-def _encode_text(one: Text, tokenizer: Any) -> Ids:
+def _encode_text(one: Text, tokenizer: Tokenizer | None) -> Ids:
     return encode_text(one.text, tokenizer, one.special_tokens)
 
 
-def _encode_one(steps: Steps[Result], tokenizer: Any) -> Result:
+def _encode_one(steps: Steps[Result], tokenizer: Tokenizer | None) -> Result:
     """Return the result of one row."""
     try:
         texts = next(steps)
@@ -333,7 +334,7 @@ def _encode_one(steps: Steps[Result], tokenizer: Any) -> Result:
         return end.value
 
 
-def fast_encoding(tokenizer: Any) -> Callable[[Sequence[str]], list[Ids]] | None:
+def fast_encoding(tokenizer: Tokenizer | None) -> Callable[[Sequence[str]], list[Ids]] | None:
     """Return a function that encodes many texts at once, as encode(text, add_special_tokens=False) does each; None where
     the tokenizer is not known to have one."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
@@ -350,7 +351,7 @@ def fast_encoding(tokenizer: Any) -> Callable[[Sequence[str]], list[Ids]] | None
     return lambda texts: [found.ids for found in encode(list(texts), add_special_tokens=False)]
 
 
-def _is_of_transformers(tokenizer: Any, name: str) -> bool:
+def _is_of_transformers(tokenizer: Tokenizer | None, name: str) -> bool:
     """Return whether the method is the one that all fast tokenizers of transformers share."""
     method = getattr(getattr(tokenizer, name), "__func__", None)
     return getattr(method, "__module__", "") in (
@@ -363,7 +364,7 @@ def _is_of_transformers(tokenizer: Any, name: str) -> bool:
 # ---- ids ----
 
 
-def encode_text(text: str, tokenizer: Any, special_tokens: bool = False) -> Ids:
+def encode_text(text: str, tokenizer: Tokenizer | None, special_tokens: bool = False) -> Ids:
     """Of a text; `special_tokens`: with those a tokenizer puts before a text (BOS), without those it puts behind one."""
     if tokenizer is None:
         raise ValueError(
@@ -382,29 +383,29 @@ def encode_text(text: str, tokenizer: Any, special_tokens: bool = False) -> Ids:
 
 
 @functools.lru_cache(maxsize=64)
-def _takes_special_tokens(encode: Callable[..., Any]) -> bool:
+def _takes_special_tokens(encode: Callable[..., object]) -> bool:
     """Asked of every text; a signature takes longer than the encoding of a short one."""
     return "add_special_tokens" in inspect.signature(encode).parameters
 
 
-def is_thread_safe(tokenizer: Any) -> bool:
+def is_thread_safe(tokenizer: Tokenizer | None) -> bool:
     """Return whether two threads may use the tokenizer at once: known of transformers' fast ones, and where there is none."""
     return tokenizer is None or getattr(tokenizer, "is_fast", False) is True
 
 
-def eos_ids(tokenizer: Any) -> tuple[int, ...]:
+def eos_ids(tokenizer: Tokenizer | None) -> tuple[int, ...]:
     found = getattr(tokenizer, "eos_token_id", None)
     if found is None:
         return ()
     return tuple(found) if isinstance(found, (list, tuple)) else (found,)
 
 
-def _with_eos(ids: Ids, tokenizer: Any) -> Ids:
+def _with_eos(ids: Ids, tokenizer: Tokenizer | None) -> Ids:
     ends = eos_ids(tokenizer)
     return ids if not ends or (ids and ids[-1] in ends) else [*ids, ends[0]]
 
 
-def _as_ids(ids: Any) -> Ids:
+def _as_ids(ids: object) -> Ids:
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
     if isinstance(ids, Mapping) or not hasattr(ids, "__iter__") or not all(isinstance(i, int) for i in ids):

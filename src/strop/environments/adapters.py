@@ -8,10 +8,10 @@ A row's `seed` says which game it is; `rows` makes such rows.
 """
 
 import re
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from strop._install import missing
+from strop._types import Json, Row
 from strop.environments.base import Environment, Turn
 
 
@@ -26,7 +26,7 @@ class Seeded(Environment):
     """Games that differ by their seed: even ones to train on, odd ones held out."""
 
     @classmethod
-    def rows(cls, split: str = "train", limit: int | None = None, *, seed: int = 0) -> list[dict[str, Any]]:
+    def rows(cls, split: str = "train", limit: int | None = None, *, seed: int = 0) -> list[Json]:
         first = 2 * seed + (split == "test")
         return [{"seed": first + 2 * i} for i in range(1000 if limit is None else limit)]
 
@@ -36,10 +36,10 @@ class Gymnasium(Seeded):
 
     game: ClassVar[str]
     actions: ClassVar[dict[str, int]]
-    options: ClassVar[dict[str, Any]] = {}
+    options: ClassVar[Json] = {}
     about: ClassVar[str]
 
-    def reset(self, row: Mapping[str, Any]) -> str:
+    def reset(self, row: Row) -> str:
         self.env = _package("gymnasium").make(self.game, **self.options)
         seen, _ = self.env.reset(seed=row.get("seed"))
         return f"{self.about} Answer with one of: {', '.join(self.actions)}.\n{self.shown(seen)}\n"
@@ -54,7 +54,7 @@ class Gymnasium(Seeded):
             self.env.close()
         return Turn(f"{self.shown(seen)}\n", reward=float(reward), done=done, info={"invalid": 0})
 
-    def shown(self, seen: Any) -> str:
+    def shown(self, seen: object) -> str:
         """What the model reads of the game: its picture in characters, the place of the player in brackets."""
         picture = re.sub(r"\x1b\[4\dm(.)\x1b\[0m", r"[\1]", self.env.render())
         return re.sub(r"\x1b\[\d*m", "", picture).strip()
@@ -86,7 +86,7 @@ def textarena_game(name: str, **options: Any) -> type[Seeded]:
     """The environment of a textarena game for one player. The reward is the game's, at its end."""
 
     class Game(Seeded):
-        def reset(self, row: Mapping[str, Any]) -> str:
+        def reset(self, row: Row) -> str:
             self.env = _package("textarena").make(name, **options)
             self.env.reset(num_players=1, seed=row.get("seed"))
             _, self.seen = self.env.get_observation()

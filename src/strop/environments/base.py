@@ -93,7 +93,7 @@ def _check_messages(messages: object) -> None:
         raise ValueError("it must return a Turn with messages, or one that is done, found neither")
 
 
-def as_environment(environment: Any) -> Any:
+def as_environment(environment: object) -> Any:
     """A class or function that makes an environment, checked; a class that is no Environment may have its methods."""
     if isinstance(environment, type):
         missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]

@@ -1,10 +1,10 @@
 """Rewards of trajectories with environments, and whose merit they are: the trajectory's, or each turn's."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
+from strop._types import Row
 from strop.data.batch import RewardedTurn, Trajectory
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
@@ -32,11 +32,11 @@ class EnvironmentRewards:
                 "reward_fn must not be called as the environment or 'environment': these are names of rewards"
             )
 
-    def check(self, rows: Sequence[Mapping[str, Any]], name: str, besides: Sequence[str] = ()) -> None:
+    def check(self, rows: Sequence[Row], name: str, besides: Sequence[str] = ()) -> None:
         for part in self.parts:
             part.check(rows, name, besides)
 
-    def __call__(self, rows: Mapping[str, Sequence[Any]], lines: Sequence[Trajectory]) -> Rewards:
+    def __call__(self, rows: Mapping[str, Sequence[object]], lines: Sequence[Trajectory]) -> Rewards:
         total_B = torch.tensor([returns_of(line.turns, self.discount)[0] for line in lines], dtype=torch.float32)
         columns = {"environment": total_B}
         for part in self.parts:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from strop._checks import is_conversation
+from strop._types import Json, Row, Tokenizer
 from strop.data import templates
 from strop.data.batch import Trajectory, as_ids
 from strop.data.tokenize import encode_prompt, encode_text, eos_ids, special_ids, turn_ends
@@ -32,8 +33,8 @@ class Chat:
 
     def __init__(
         self,
-        tokenizer: Any,
-        tools: Sequence[Any] | None = None,
+        tokenizer: Tokenizer,
+        tools: Sequence[object] | None = None,
         rewritten_turns: str = "refuse",
         check_ids: Callable[[torch.Tensor, str], None] | None = None,
         stop_ids: Sequence[int] = (),
@@ -48,7 +49,7 @@ class Chat:
         if self.has_template and rewritten_turns == "refuse":
             templates.check_append_only([USER], [RESULT if tools else USER], tokenizer, self.row)
 
-    def begin(self, first: Any, row: Mapping[str, Any] | None = None) -> "Dialogue":
+    def begin(self, first: object, row: Row | None = None) -> "Dialogue":
         """first: messages, a text, which with a chat template is a message of the user's, or token ids
 
         row   of the dataset: its documents and chat_template_kwargs are the template's
@@ -86,12 +87,12 @@ class Dialogue:
     chat: Chat
     first: Any
     ids: list[int]
-    row: Mapping[str, Any]
+    row: Row
     num_prompt: int = 0
     drawn: list[bool] = field(default_factory=list)
     logps: list[torch.Tensor] = field(default_factory=list)
     spans: list[int] = field(default_factory=list)
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[Json] = field(default_factory=list)
     replies: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -113,7 +114,7 @@ class Dialogue:
         self.messages.append({"role": "assistant", "content": said})
         return said
 
-    def hear(self, new: Any, longest: float = math.inf) -> bool:
+    def hear(self, new: object, longest: float = math.inf) -> bool:
         """What the model reads before its next turn: messages, a text, or ids. False: it does not fit, and is left out."""
         messages = _as_messages(new) if is_conversation(new) else [{"role": "user", "content": new}]
         ids = self.chat.checked(self._encoded(messages, new))
@@ -124,7 +125,7 @@ class Dialogue:
         self.messages += messages
         return True
 
-    def _encoded(self, messages: list[dict[str, Any]], new: Any) -> list[int]:
+    def _encoded(self, messages: list[dict[str, object]], new: object) -> list[int]:
         chat = self.chat
         if not self.is_chat:
             if is_conversation(new):
@@ -145,12 +146,12 @@ class Dialogue:
         ids_T, drawn_T = torch.tensor(self.ids), torch.tensor(self.drawn)
         return Trajectory(ids_T, drawn_T, torch.cat(self.logps), finish, num_prompt=self.num_prompt, shown=shown)
 
-    def conversation(self) -> list[Mapping[str, Any]]:
+    def conversation(self) -> list[Row]:
         """Return all of it as messages."""
         return [*(self.first if self.is_chat else [{"role": "user", "content": self.first}]), *self.messages]
 
 
-def _as_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
+def _as_messages(given: Sequence[Any]) -> list[Json]:
     for one in given:
         says = isinstance(one, Mapping) and (isinstance(one.get("content"), (str, list)) or one.get("tool_calls"))
         if not says or not isinstance(one.get("role"), str):

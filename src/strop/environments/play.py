@@ -10,20 +10,22 @@ they are ready. What a row draws depends on the seed, the row and its own tokens
 import concurrent.futures
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from strop._types import Row
 from strop.config import TurnsConfig
 from strop.data.batch import RewardedTurn, Trajectory
 from strop.environments.base import Turn, as_environment, as_turn
 from strop.environments.dialogue import Chat
 from strop.environments.pool import Answer, Late, Pool
 from strop.environments.tools import Tools
-from strop.rollout import Rollout, Sampler, Sampling
 from strop.rollout.cached_rows import CachedRows
+from strop.rollout.generate import Rollout, Sampler
+from strop.rollout.sampling import Sampling
 
 LINGER = 0.005  # seconds to wait for further environments once one has answered: larger batches
 GRACE = 5.0  # seconds beyond a call's timeout in which none answers: then an `async def` holds up the others
@@ -45,7 +47,7 @@ class _Episode:
     failure: str = ""
     finish: str = ""
 
-    def trajectory(self, row: Mapping[str, Any]) -> Trajectory:
+    def trajectory(self, row: Row) -> Trajectory:
         """Return what was played as a trajectory, with its turns, the numbers for metrics, and the environment itself."""
         line: Trajectory = self.dialogue.trajectory(self.finish)
         line.row, line.failure = row, self.failure
@@ -62,7 +64,7 @@ class _Episode:
         return line
 
 
-def _own(environment: Any) -> Any:
+def _own(environment: object) -> Any:
     """Return the object that a user made: for tools the one whose methods they are."""
     held = environment.held if isinstance(environment, Tools) else None
     return environment if held is None else held
@@ -86,7 +88,7 @@ class Player:
         self.pool = Pool(config.environment_workers, config.environment_timeout)
 
     def __call__(
-        self, rows: Sequence[Mapping[str, Any]], sampling: Sampling, num_samples: int, seed: int,
+        self, rows: Sequence[Row], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None = None,
     ) -> Rollout:  # fmt: skip
         """Play num_samples trajectories of each row, next to each other. addresses: of the rows, as `generate` has them."""
@@ -106,7 +108,7 @@ class _Play:
     each   row and address of every trajectory; a turn's random numbers have the address behind it
     """
 
-    def __init__(self, player: Player, each: Sequence[tuple[Mapping[str, Any], int]], sampling: Sampling, seed: int):
+    def __init__(self, player: Player, each: Sequence[tuple[Row, int]], sampling: Sampling, seed: int):
         self.player, self.sampling, self.seed = player, sampling, seed
         self.rows, self.addresses = [row for row, _ in each], [address for _, address in each]
         self.episodes = [_Episode(player.make()) for _ in each]
@@ -140,7 +142,7 @@ class _Play:
 
     # ---- the environment's ----
 
-    def _ask(self, i: int, function: Callable[..., Any], *arguments: Any) -> None:
+    def _ask(self, i: int, function: Callable[..., object], *arguments: object) -> None:
         self.waiting[self.player.pool.submit(function, *arguments)] = i
 
     def _answered(self) -> list[int]:
@@ -199,7 +201,7 @@ class _Play:
         self.ended.add(i)
         self.cached.rows.pop(i, None)
 
-    def _begin(self, i: int, first: Any) -> None:
+    def _begin(self, i: int, first: object) -> None:
         dialogue = self.player.chat.begin(first, self.rows[i])
         if len(dialogue.ids) > self.room:
             raise ValueError(
@@ -219,6 +221,6 @@ class _Play:
         self._end(i, "environment")
 
 
-def _shortened(row: Mapping[str, Any], length: int = 80) -> str:
+def _shortened(row: Row, length: int = 80) -> str:
     text = repr(dict(row))
     return text if len(text) <= length else f"{text[: length - 20]} … {text[-16:]}"

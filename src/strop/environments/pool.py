@@ -44,7 +44,7 @@ class Pool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: asyncio.Semaphore | None = None
 
-    def submit(self, function: Callable[..., Any], *arguments: object) -> Answer:
+    def submit(self, function: Callable[..., object], *arguments: object) -> Answer:
         answer = Answer()
         if is_async(function):
             asyncio.run_coroutine_threadsafe(self._await(answer, function, arguments), self._event_loop())
@@ -71,7 +71,7 @@ class Pool:
                 answer.settle(start, error=error)
             del answer, function, arguments
 
-    def _call(self, function: Callable[..., Any], arguments: tuple[object, ...]) -> Any:
+    def _call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> Any:
         if self.timeout is None:
             return function(*arguments)
         return time_limit(lambda: function(*arguments), self.timeout)

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from strop._types import Row
 from strop.config import TurnsConfig
 from strop.data.batch import Trajectory
 from strop.data.inputs import RESERVED
@@ -58,7 +59,7 @@ def make_player(policy: Any, sampler: Any, environment: Any, tools: Any, turns: 
     return Player(made, sampler, policy, turns)
 
 
-def environment_rows(rows: Any, columns: Mapping[str, Any], name: str) -> list[Trajectory]:
+def environment_rows(rows: Any, columns: Row, name: str) -> list[Trajectory]:
     """Return rows for environments as trajectories without tokens: dicts as they are; a text, a conversation or ids as the column `prompt`."""
     if isinstance(rows, (str, Mapping)) or not hasattr(rows, "__len__"):
         raise TypeError(f"{name} must be a batch of rows, found a {type(rows).__name__}")
@@ -75,7 +76,7 @@ def environment_rows(rows: Any, columns: Mapping[str, Any], name: str) -> list[T
     return [Trajectory.of_prompt([], row=row) for row in found]
 
 
-def checked_rows(rows: Any, name: str, judge: Any) -> list[Trajectory]:
+def checked_rows(rows: object, name: str, judge: Any) -> list[Trajectory]:
     """Return a dataset's rows, which have the columns that `judge`, rewards or a preference, asks for."""
     found = environment_rows(rows, {}, name)
     columns = [line.row for line in found]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strop._checks import is_conversation
-from strop._types import Json, Row
+from strop._types import Json, Row, Tokenizer
 from strop.data import templates
 from strop.environments.base import Environment, Turn
 
@@ -78,7 +78,7 @@ def _calls_in(text: str) -> list[Call]:
             return calls
 
 
-def _call(found: Any) -> Call:
+def _call(found: object) -> Call:
     if isinstance(found, dict) and isinstance(found.get("function"), dict):  # {"type": "function", "function": {…}}
         found = found["function"]
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
@@ -92,7 +92,7 @@ def _call(found: Any) -> Call:
 PARSERS: dict[str, Parser] = {"hermes": parse_hermes, "llama": parse_llama}
 
 
-def parser_of(tokenizer: Any) -> Parser:
+def parser_of(tokenizer: Tokenizer | None) -> Parser:
     """By the chat template: Llama's has no tag for calls; all others write, or are told to write, as Hermes does."""
     template = getattr(tokenizer, "chat_template", None)
     text = template if isinstance(template, str) else json.dumps(template)
@@ -165,7 +165,7 @@ class Tools(Environment):
     def reset(self, row: Row) -> Any:
         return self._first(row, None if self.held is None else self.held.reset(**row))
 
-    def _first(self, row: Row, seen: Any) -> list[Json]:
+    def _first(self, row: Row, seen: object) -> list[Json]:
         """The first messages; `seen` is what the object's own reset returned."""
         if not (seen is None or isinstance(seen, str)):
             raise TypeError(f"it must return a text or None, found {seen!r:.60}")
@@ -209,7 +209,7 @@ class Tools(Environment):
                 return f"{name} of {call.name} must be {other}, found {json.dumps(value):.60}"
         return ""
 
-    def _turn(self, calls: Sequence[Call], results: Sequence[Any]) -> Turn:
+    def _turn(self, calls: Sequence[Call], results: Sequence[object]) -> Turn:
         texts = [as_text(result) for result in results]
         failed = sum(isinstance(text, Failure) for text in texts)
         messages = [
@@ -279,7 +279,7 @@ def _awaited(value: Any) -> Any:
     return asyncio.run(result()) if inspect.isawaitable(value) else value
 
 
-def schema_of(function: Callable[..., Any]) -> Json:
+def schema_of(function: Callable[..., object]) -> Json:
     from transformers.utils import get_json_schema
 
     if not hasattr(function, "__name__"):
@@ -295,7 +295,7 @@ def schema_of(function: Callable[..., Any]) -> Json:
         raise ValueError(f"tool {function.__name__} must have type hints and a docstring with Args: {error}") from None
 
 
-def _shows(tokenizer: Any, tools: Sequence[Any]) -> bool:
+def _shows(tokenizer: Tokenizer | None, tools: Sequence[object]) -> bool:
     """Whether the chat template writes what tools there are."""
     messages = [{"role": "user", "content": "?"}]
     return templates.render(messages, tokenizer, {"tools": list(tools)}) != templates.render(messages, tokenizer)

@@ -1,17 +1,8 @@
 """Policy and preference losses as pure torch functions of log-probs."""
 
-from strop.config.losses import (
-    IMPORTANCE_LEVELS,
-    KL_ESTIMATORS,
-    PREFERENCE_LOSS_TYPES,
-    UNPAIRED_LOSS_TYPES,
-    PolicyRule,
-    PreferenceRule,
-    UnpairedRule,
-    clip_bounds,
-)
 from strop.config.on_policy import ADVANTAGE_SCALES
-from strop.config.policy_losses import POLICY_LOSS_TYPES
+from strop.config.policy_losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, POLICY_LOSS_TYPES, PolicyRule, clip_bounds
+from strop.config.preference_losses import PREFERENCE_LOSS_TYPES, UNPAIRED_LOSS_TYPES, PreferenceRule, UnpairedRule
 from strop.losses.advantages import gae_advantages, group_advantages, rloo_advantages
 from strop.losses.policy import PolicyLoss, policy_loss, policy_metrics, rloo_loss, token_policy_loss, token_weights
 from strop.losses.preference import PreferenceLoss, pair_preference_loss, preference_loss, sequence_logps

@@ -45,8 +45,7 @@ from strop._tensors import (
     check_total,
     in_float,
 )
-from strop.config.losses import ClipEps, PolicyRule
-from strop.config.policy_losses import cut
+from strop.config.policy_losses import ClipEps, PolicyRule, cut
 from strop.losses.rules import NLL, OnPolicyLogRatio, TokenRule, Tokens, kl_of, token_loss, tokens_of
 
 Metrics = dict[str, torch.Tensor]

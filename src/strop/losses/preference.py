@@ -48,7 +48,7 @@ from strop._tensors import (
     check_tensor,
     in_float,
 )
-from strop.config.losses import LENGTH_NORMALISED, PreferenceRule
+from strop.config.preference_losses import LENGTH_NORMALISED, PreferenceRule
 from strop.losses.policy import LossResult, Metrics
 
 

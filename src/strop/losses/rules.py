@@ -14,8 +14,8 @@ import torch
 
 from strop._checks import check_choice
 from strop._tensors import check_floats, check_like, in_float
-from strop.config.losses import KL_ESTIMATORS, PolicyRule
-from strop.config.policy_losses import ClipBounds, Tokens, cut
+from strop._types import Context
+from strop.config.policy_losses import KL_ESTIMATORS, ClipBounds, PolicyRule, Tokens, cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +111,11 @@ class OnPolicyLogRatio(torch.autograd.Function):
         return logps_N.masked_fill(logps_N == logps_N, 0.0)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Context, inputs: object, output: object) -> None:
         """Nothing is needed."""
 
     @staticmethod
-    def backward(ctx: Any, d_log_ratio_N: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Context, d_log_ratio_N: torch.Tensor) -> torch.Tensor:
         return d_log_ratio_N
 
 

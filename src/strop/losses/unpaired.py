@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from strop._tensors import Count, as_divisor, check_floats, check_like, in_float
-from strop.config.losses import UnpairedRule
+from strop.config.preference_losses import UnpairedRule
 
 
 def unpaired_loss(

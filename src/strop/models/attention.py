@@ -285,8 +285,8 @@ def also_again(
     checkpointed = [module for module in modules if "_gradient_checkpointing_func" in vars(module)]
     before = [module._gradient_checkpointing_func for module in checkpointed]
 
-    def again(checkpoint: Callable[..., Any], layer: Callable[..., Any], *arguments: Any) -> Any:
-        def once_more(*arguments: Any) -> Any:
+    def again(checkpoint: Callable[..., object], layer: Callable[..., object], *arguments: object) -> Any:
+        def once_more(*arguments: object) -> Any:
             with within():
                 return layer(*arguments)
 

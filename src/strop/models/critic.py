@@ -5,7 +5,6 @@ Shapes: n tokens that count, H hidden.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ class Critic:
     run     its dropout and gradient_checkpointing are those of a critic of its own too
     """
 
-    def __init__(self, policy: Policy, given: Any, run: RunConfig):
+    def __init__(self, policy: Policy, given: object, run: RunConfig):
         self.scorer: Scorer | None = None
         if given is None:
             width = policy.hidden_size

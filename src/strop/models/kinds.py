@@ -83,16 +83,16 @@ def is_moe(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.MoEForCausalLM)
 
 
-def is_peft(model: object) -> bool:
+def is_peft(model: torch.nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def is_hugging_face(model: object) -> bool:
+def is_hugging_face(model: torch.nn.Module) -> bool:
     wanted = ("config", "generate", "get_output_embeddings", "generation_config")
     return all(hasattr(base_model(model), name) for name in wanted)
 
 
-def is_classifier(model: object) -> bool:
+def is_classifier(model: torch.nn.Module) -> bool:
     """A sequence classifier of transformers."""
     inner = base_model(model)
     return hasattr(inner, "config") and type(inner).__name__.endswith("ForSequenceClassification")

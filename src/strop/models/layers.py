@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from strop._types import Context
 from strop.models import layer_kernels as kernels
 from strop.models.attention import Packed, Rule, current_pass, has_kernel
 from strop.models.exact import Exact
@@ -64,7 +65,7 @@ class Fused:
         """Where a layer computes something else than its own forward does when `read` runs the model; None if nowhere."""
         found: list[str] = []
 
-        def compared(module: nn.Module, forward: Callable[..., Any], x: torch.Tensor, **known: object) -> Any:
+        def compared(module: nn.Module, forward: Callable[..., object], x: torch.Tensor, **known: object) -> Any:
             own = functools.partial(type(module).forward, module)
             wanted, ours = (_with_gradients(module, one, x, known) for one in (own, forward))
             for what, values in wanted.items():
@@ -85,7 +86,7 @@ class Fused:
         return layers | {self.norm: lambda x: LastNorm.apply(x, self.norm.weight, _eps(self.norm))}
 
 
-def fused(model: Any, rules: dict[int, Rule], exact: bool = False) -> Fused | str:
+def fused(model: torch.nn.Module, rules: dict[int, Rule], exact: bool = False) -> Fused | str:
     """The model's layers, or why they are not of the kind. `rules` are what its attention was asked for, by layer."""
     decoder = base_model(model).get_decoder()
     layers, norm = list(getattr(decoder, "layers", [])), getattr(decoder, "norm", None)
@@ -126,7 +127,7 @@ def _projections(layer: Any) -> list[Any]:
     return [attn[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")] + of_mlp
 
 
-def _is_plain(layer: Any) -> bool:
+def _is_plain(layer: object) -> bool:
     """An adapter or a quantised weight is another class."""
     return all(type(one) is nn.Linear for one in _projections(layer))
 
@@ -184,7 +185,7 @@ def _with_gradients(
 def _layer(
     layer: Any,
     rule: Rule,
-    by: Any,
+    by: object,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     **others: object,
@@ -253,7 +254,7 @@ class FusedLayer(torch.autograd.Function):
     """x + attention(norm x), and to that the MLP of its norm."""
 
     @staticmethod
-    def forward(ctx: Any, x, angles, attend, eps, w_1, w_2, w_q, w_k, *projections):
+    def forward(ctx: Context, x, angles, attend, eps, w_1, w_2, w_q, w_k, *projections):
         x_NH, cos, sin = whole(x[0]), *map(whole, angles)
         dtype, heads = _computed_in(x), [one.shape[0] // cos.shape[-1] for one in projections[:3]]
         norms, joined = (w_1, w_2, w_q, w_k), _copied(projections, dtype, attend.pass_.memory)
@@ -266,13 +267,13 @@ class FusedLayer(torch.autograd.Function):
         return y_NH[None]
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor):
+    def backward(ctx: Context, dy: torch.Tensor):
         with torch.no_grad():
             gradients = FusedLayer._gradients(ctx, dy)
         return first_order(*gradients)
 
     @staticmethod
-    def _gradients(ctx: Any, dy: torch.Tensor):
+    def _gradients(ctx: Context, dy: torch.Tensor):
         saved = ctx.saved_tensors  # asked for once: gradient checkpointing gives them once
         kept, projections, saved = saved[: ctx.num_kept], saved[ctx.num_kept :][:10], saved[ctx.num_kept + 10 :]
         x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos, sin, out_NQD, h_NH, w_1, w_2, w_q, w_k = kept
@@ -346,14 +347,14 @@ def _by_sequence(pass_: Packed, rule: Rule, *states: torch.Tensor) -> torch.Tens
 
 class LastNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, eps: float):
+    def forward(ctx: Context, x: torch.Tensor, w: torch.Tensor, eps: float):
         x_NH = whole(x[0])
         _, n_NH, r_N = kernels.norm(x_NH, w, eps, _computed_in(x))
         ctx.save_for_backward(x_NH, w, r_N)
         return n_NH[None]
 
     @staticmethod
-    def backward(ctx: Any, dn: torch.Tensor):
+    def backward(ctx: Context, dn: torch.Tensor):
         x_NH, w, r_N = ctx.saved_tensors
         with torch.no_grad():
             dx_NH = torch.empty_like(x_NH)

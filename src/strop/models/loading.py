@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from strop import _hub, _install, _trl, checksums
+from strop._checks import check_choice
 from strop._types import Json, Tokenizer
-from strop.config import unknown_option
+from strop.config import QUANTIZED, unknown_option
+from strop.models import quantized
 from strop.moe.config import PRESETS
 
 NEW_HEADS = ("score.", "classifier.")  # of a sequence classifier that is made of a causal LM
@@ -38,6 +40,7 @@ def load_model(
     device: torch.device | str | None = None,
     scores: bool = False,
     tokenizer: Tokenizer | None = None,
+    quantize: str | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Tokenizer | None]:
     """(model, its own tokenizer or None) from "moe:tiny", "smollm2", a folder that strop's MoE saved, or a Hugging Face
@@ -48,6 +51,7 @@ def load_model(
     device     see `chosen_device`; strop's MoE computes on the CPU
     scores     load a sequence classifier with one label; a causal LM gets a new head, which is the same each time
     tokenizer  what "moe:NAME", which has none, is to read: sets its vocabulary size and its special tokens
+    quantize   "nf4" or "int8": linear layers become frozen ones of `models.quantized`, on the host, before the model is moved
     options    for `AutoModelForCausalLM.from_pretrained`; for "moe:NAME" fields of MoEConfig, engine and seed
     """
     name = str(name_or_path)
@@ -55,6 +59,9 @@ def load_model(
         dtype = _dtype_named(dtype)
     if name == SMOLLM2:
         name, gguf_file = _smollm2_folder()
+    check_choice(quantize, "quantize", (*QUANTIZED, None))
+    if quantize is not None and (name.startswith("moe:") or _is_strop_folder(Path(name).expanduser())):
+        raise ValueError(f"quantize must be None for strop's MoE {name}, found {quantize!r}")
     if scores and (name.startswith("moe:") or _is_strop_folder(Path(name).expanduser())):
         raise ValueError(f"model must be one of transformers to score sequences, found strop's MoE {name}")
     if name.startswith("moe:"):
@@ -75,7 +82,14 @@ def load_model(
     with _loading, torch.random.fork_rng([], enabled=scores):
         if scores:
             torch.manual_seed(0)  # of the new head
-        return _hugging_face(str(folder) if folder.exists() else name, dtype, gguf_file, place, options, scores)
+        loaded_on = place if quantize is None else torch.device("cpu")
+        model, own = _hugging_face(
+            str(folder) if folder.exists() else name, dtype, gguf_file, loaded_on, options, scores
+        )
+    if quantize is not None:
+        quantized.quantize(model, quantize)
+        model.to(place)
+    return model, own
 
 
 def chosen_device(device: torch.device | str | None) -> torch.device:
@@ -267,9 +281,9 @@ def _hugging_face(
     auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
     options = {"num_labels": 1, **options} if scores else options
     gguf: Json = {} if gguf_file is None else {"gguf_file": gguf_file}
-    for quantised in ("load_in_4bit", "load_in_8bit"):
-        if quantised in options:
-            raise ValueError(f"{quantised} must not be given; {_trl.hint(quantised)}")
+    for name_of_trl in ("load_in_4bit", "load_in_8bit"):
+        if name_of_trl in options:
+            raise ValueError(f"{name_of_trl} must not be given; {_trl.hint(name_of_trl)}")
     options = {"trust_remote_code": False, **options}  # transformers would ask on standard input
     try:
         with _from_hub(name, "model", options), without_bars():

@@ -66,7 +66,7 @@ class Policy:
     `kind` is "moe" (strop's engine), "hf" (Hugging Face, with or without peft) or "plain".
     """
 
-    def __init__(self, model: Any, tokenizer: Tokenizer | None = None):
+    def __init__(self, model: object, tokenizer: Tokenizer | None = None):
         self.model = as_module(model)
         self.tokenizer = tokenizer
         inner = unwrapped(self.model)
@@ -566,7 +566,7 @@ def read_packed(
     modules: Sequence[nn.Module],
     module: nn.Module,
     batch: TokenBatch,
-    part: Callable[[Any], torch.Tensor],
+    part: Callable[[object], torch.Tensor],
     within: Within = contextlib.nullcontext,
 ) -> tuple[torch.Tensor, dict[int, Rule]]:
     """[N, ..] of what the module, one of a model's, gives for the batch as one row; what its layers' attention is."""
@@ -580,7 +580,7 @@ def forward_arguments(model: nn.Module) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
-def _logits(output: Any) -> Any:
+def _logits(output: object) -> Any:
     logits = getattr(output, "logits", None)
     if logits is not None:
         return logits

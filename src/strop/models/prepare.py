@@ -12,13 +12,21 @@ import torch
 
 from strop._install import missing
 from strop.config import LoRAConfig, RunConfig
+from strop.models import quantized
 from strop.models.kinds import is_classifier
 from strop.models.policy import Policy
+from strop.models.quantized import quantization_of
 
 
-def prepared_model(policy: Policy, run: RunConfig, lora: LoRAConfig | None) -> Any:
+def prepared_model(policy: Policy, run: RunConfig, lora: LoRAConfig | None, quantize: str | None = None) -> Any:
     """The policy's model with what the config asks of it."""
     model: Any = policy.model
+    if quantize is not None and (found := quantization_of(model)) is None:
+        quantized.quantize(model, quantize)
+    elif quantize is not None and found != quantize:
+        raise ValueError(f"quantize must be {found!r}, as the model is quantised already, found {quantize!r}")
+    if policy.kind != "moe":
+        quantized.check_differentiable(model)
     if lora is not None:
         if policy.kind != "hf":
             raise ValueError(f"lora must be None but for Hugging Face models, found a {type(model).__name__}")

@@ -64,10 +64,10 @@ class Routers:
         return weights_Nk / weights_Nk.sum(-1, keepdim=True) if self.normalises else weights_Nk
 
     @contextlib.contextmanager
-    def _hooked(self, hook: Callable[[int, Any], Any]) -> Iterator[None]:
+    def _hooked(self, hook: Callable[[int, object], object]) -> Iterator[None]:
         """hook   (layer, what its router gives) → what it is to give instead, or None"""
 
-        def of_layer(layer: int, module: nn.Module, arguments: object, output: Any) -> Any:
+        def of_layer(layer: int, module: nn.Module, arguments: object, output: object) -> Any:
             return hook(layer, output)
 
         handles = [
@@ -166,7 +166,7 @@ def routers_of(model: nn.Module) -> Routers | str:
     return Routers(modules, found[0] is True)
 
 
-def _normalises(router: Any) -> bool | str:
+def _normalises(router: torch.nn.Module) -> bool | str:
     """Whether it divides the weights of the chosen experts by their sum, found on a trial; or what else it does."""
     sizes: list[Any] = [getattr(router, name, None) for name in ("top_k", "num_experts", "hidden_dim")]
     weight = next(router.parameters(), None)

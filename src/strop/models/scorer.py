@@ -7,7 +7,6 @@ Shapes: S sequences, N tokens; H hidden.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +30,7 @@ def as_scorer(model: object, tokenizer: Tokenizer | None = None) -> "Scorer":
 class Scorer(Policy):
     """A `…ForSequenceClassification` of transformers with one label and a head called `score`, with or without peft."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer | None = None):
+    def __init__(self, model: object, tokenizer: Tokenizer | None = None):
         super().__init__(model, tokenizer)
         inner = base_model(unwrapped(self.model))
         if not is_classifier(inner) or inner.config.num_labels != 1 or not hasattr(inner, "score"):

@@ -162,7 +162,7 @@ def packing(read: Read, num_layers: int | None, wanted_NV: torch.Tensor) -> dict
     return f"its logits of packed sequences are not those of its rows (relative error {apart:.1e})"
 
 
-def fusing(model: Any, rules: dict[int, Rule] | str, read: Read, exact: bool = False) -> Any:
+def fusing(model: torch.nn.Module, rules: dict[int, Rule] | str, read: Read, exact: bool = False) -> Any:
     """The decoder layers in few kernels, or why they stay as they are. exact: see `models.exact`"""
     if isinstance(rules, str):
         return f"it does not read packed sequences: {rules}"

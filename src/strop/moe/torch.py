@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from strop._checks import as_count
-from strop._types import Json
+from strop._types import Context, Json
 from strop.moe import _hugging_face, _inputs, weights
 from strop.moe.config import MoEConfig
 from strop.moe.engine import MoEEngine
@@ -42,7 +42,9 @@ class EnginePass(torch.autograd.Function):
     """logits_BTV and the auxiliary loss, differentiable for every parameter."""
 
     @staticmethod
-    def forward(ctx: Any, engine: MoEEngine, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, *params: torch.Tensor):
+    def forward(
+        ctx: Context, engine: MoEEngine, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, *params: torch.Tensor
+    ):
         ctx.set_materialize_grads(False)
         # torch then refuses a backward after an in-place change of a weight, which the engine's backward reads
         ctx.save_for_backward(*params)
@@ -51,7 +53,7 @@ class EnginePass(torch.autograd.Function):
         return torch.from_numpy(ctx.saved.logits_BTV), torch.tensor(ctx.saved.aux_loss, dtype=params[0].dtype)
 
     @staticmethod
-    def backward(ctx: Any, dlogits_BTV: torch.Tensor | None, daux: torch.Tensor | None):
+    def backward(ctx: Context, dlogits_BTV: torch.Tensor | None, daux: torch.Tensor | None):
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph must be False: the engine has first derivatives only")
         _ = ctx.saved_tensors  # reading them is what makes torch check them
@@ -69,7 +71,7 @@ class EngineLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         engine: MoEEngine,
         tokens_BT: np.ndarray,
         counts_BT: np.ndarray,
@@ -84,7 +86,7 @@ class EngineLogps(torch.autograd.Function):
         return tuple(torch.from_numpy(a).to(params[0].dtype) for a in (ctx.saved.logps_BT, ctx.saved.entropy_BT))
 
     @staticmethod
-    def backward(ctx: Any, dlogps_BT: torch.Tensor | None, dentropy_BT: torch.Tensor | None):
+    def backward(ctx: Context, dlogps_BT: torch.Tensor | None, dentropy_BT: torch.Tensor | None):
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph must be False: the engine has first derivatives only")
         _ = ctx.saved_tensors
@@ -98,11 +100,11 @@ class EngineLogps(torch.autograd.Function):
         return *([None] * 5), *(torch.from_numpy(grads[name]) if needed else None for name, needed in wanted)
 
 
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def uncompiled(function: Callable[..., object]) -> Callable[..., Any]:
     """Run as it is under torch.compile, whose tracer would follow the call into NumPy."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return torch.compiler.disable(function)(*args, **kwargs)  # not before: it imports the whole compiler
         return function(*args, **kwargs)
@@ -126,7 +128,7 @@ class Sealed(nn.Module):
             f"{name} {tuple(param.shape)}" for name, param in self._parameters.items() if param is not None
         )
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: Any) -> Any:
         raise TypeError("this part of the model only holds parameters: call the whole model")
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from strop._types import Context
+
 
 def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: a compiled graph calls the function while it is made and keeps the result.
@@ -84,11 +86,11 @@ def first_order(*gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, .
 
 class _NoSecondGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Any) -> Any:
         raise RuntimeError(
             "this backend has no gradient of its gradient; the reference has: with strop.ops.registry.use_backend('torch')"
         )
@@ -114,7 +116,7 @@ class GradientFromForward:
         return list(gradients)
 
 
-def keep_gradients(ctx: Any, name: str, *gradients: torch.Tensor) -> None:
+def keep_gradients(ctx: Context, name: str, *gradients: torch.Tensor) -> None:
     """For `kept_gradients`. A compiled graph keeps tensors only, and decides itself about their memory."""
     if torch.compiler.is_compiling():
         ctx.save_for_backward(*gradients)
@@ -122,7 +124,7 @@ def keep_gradients(ctx: Any, name: str, *gradients: torch.Tensor) -> None:
         ctx.gradient = GradientFromForward(name, *gradients)
 
 
-def kept_gradients(ctx: Any, factor: torch.Tensor, scale_: Callable[..., None]) -> list[torch.Tensor]:
+def kept_gradients(ctx: Context, factor: torch.Tensor, scale_: Callable[..., None]) -> list[torch.Tensor]:
     if torch.compiler.is_compiling():
         return [gradient * factor for gradient in ctx.saved_tensors]
     return ctx.gradient.scaled(factor, scale_)

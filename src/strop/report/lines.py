@@ -4,12 +4,12 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from strop._types import Row
 from strop.training.logging import parse_line
 
 BLOCK = 1 << 20  # bytes read at once: the parts of a block stay in the cache
@@ -113,7 +113,7 @@ class Columns:
         self.tables: dict[tuple[str, ...], Table] = {}
 
     @classmethod
-    def of(cls, rows: Iterable[Mapping[str, Any]]) -> "Columns":
+    def of(cls, rows: Iterable[Row]) -> "Columns":
         """Return the columns of these rows, each with its step."""
         made = cls()
         made.add([json.dumps(row).encode() for row in rows], 1, Path("rows"))
@@ -224,7 +224,7 @@ def _read_each(lines: Sequence[bytes], numbers: Sequence[int], path: Path) -> li
     return [(names, np.array(rows, dtype=float)) for names, rows in found.items()]
 
 
-def is_number(value: Any, or_none: bool = False) -> bool:
+def is_number(value: object, or_none: bool = False) -> bool:
     """True for numbers of a float's size: a whole number may have any number of digits in JSON."""
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < 2**1023

@@ -5,12 +5,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import strop
-from strop._types import Json
+from strop._types import Json, Row
 from strop.report import samples
 from strop.report.alarms import alarms_of
 from strop.report.curves import duration, percent, short, smoothing_window
@@ -59,7 +58,7 @@ def bar_section(
     return Section(title, f'<div class="card">{bars(groups, fraction=fraction)}</div>', under)
 
 
-def sample_section(title: str, rows: Sequence[Mapping[str, Any]], *, under: str = "") -> Section:
+def sample_section(title: str, rows: Sequence[Row], *, under: str = "") -> Section:
     """Completions before and after: {"prompt", "before", "after", "reward_before", "reward_after"}, the last two optional."""
     cards = []
     for row in rows:
@@ -316,7 +315,7 @@ def _in_stretches(series: Mapping[str, Series]) -> tuple[list[int], dict[str, li
     return steps[starts].tolist(), columns
 
 
-def facts(run: Run) -> dict[str, Any]:
+def facts(run: Run) -> Json:
     """What a run was made of, besides its options."""
     header, model = run.header, run.header.get("model")
     rewards = [reward for reward in header.get("rewards") or () if isinstance(reward, dict)]

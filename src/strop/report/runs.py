@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from strop._types import Json
 from strop.report.curves import short
 from strop.report.lines import Columns, LineReader, is_number
 from strop.report.sampled import SampleIndex
@@ -47,9 +47,9 @@ class Run:
 
     name: str
     columns: Columns
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[Json] = field(default_factory=list)
     sampled_steps: list[int] = field(default_factory=list)
-    header: dict[str, Any] = field(default_factory=dict)
+    header: Json = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     hidden: set[str] = field(default_factory=set)
 
@@ -72,7 +72,7 @@ class Run:
         return f"{name} ({described})" if name and described else name or described
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Json:
         return flatten(self.header.get("config") or {})
 
     @property
@@ -99,9 +99,9 @@ class Run:
         return Series(steps[is_good], values[is_good], steps[~is_good])
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Json, prefix: str = "") -> Json:
     """{"optim": {"eps": 1}} as {"optim.eps": 1}"""
-    flat: dict[str, Any] = {}
+    flat: Json = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{key}.")
@@ -202,7 +202,7 @@ def _distinct_names(paths: Sequence[Path]) -> list[str]:
     return [next((end for end in of_path if counts[end] == 1), of_path[-1]) for of_path in ends]
 
 
-def _read_header(path: Path, notes: list[str]) -> dict[str, Any]:
+def _read_header(path: Path, notes: list[str]) -> Json:
     if not path.is_file():
         notes.append(f"there is no {path.name}: algorithm and configuration are unknown")
         return {}

@@ -1,8 +1,8 @@
 """Chooses the samples that the page shows without keeping the others in memory."""
 
 from pathlib import Path
-from typing import Any
 
+from strop._types import Json
 from strop.data.formats import as_text
 from strop.report.lines import LineReader
 from strop.training.logging import parse_line
@@ -28,7 +28,7 @@ class SampleIndex:
                 offset += len(line) + 1
             self._places += found
 
-    def shown(self) -> tuple[list[dict[str, Any]], list[int]]:
+    def shown(self) -> tuple[list[Json], list[int]]:
         """Return the samples to show, and the steps whose samples are all among them.
 
         These are the samples of MAX_STEPS evenly spread steps, and of the first MAX_SAMPLES prompts that were
@@ -48,7 +48,7 @@ class SampleIndex:
         chosen |= {index for index, (*_, step, _) in enumerate(self._places) if step in wanted}
         return self._read(sorted(chosen)), steps
 
-    def _read(self, indices: list[int]) -> list[dict[str, Any]]:
+    def _read(self, indices: list[int]) -> list[Json]:
         if not indices:
             return []
         rows = []

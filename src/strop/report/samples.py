@@ -24,7 +24,7 @@ class Side(NamedTuple):
     scores: Mapping[str, Any] = {}
 
     @classmethod
-    def of(cls, sample: Mapping[str, Any]) -> "Side":
+    def of(cls, sample: Mapping[str, object]) -> "Side":
         scores = {name.removeprefix("reward/"): v for name, v in sample.items() if name.startswith("reward/")}
         return cls(f"step {sample.get('step', '?')}", sample.get("completion", ""), sample.get("reward"), scores)
 
@@ -65,13 +65,13 @@ def by_step(run: Run) -> str:
     return f'<details class="all-samples"><summary>{told}</summary>{controls}{"".join(parts)}</details>'
 
 
-def _ranked(sample: Mapping[str, Any]) -> str:
+def _ranked(sample: Mapping[str, object]) -> str:
     reward = sample.get("reward")
     rank = f' data-reward="{reward}"' if is_number(reward) else ""
     return f"<div{rank}>{card(sample.get('prompt', ''), [Side.of(sample)])}</div>"
 
 
-def card(prompt: Any, sides: Sequence[Side]) -> str:
+def card(prompt: object, sides: Sequence[Side]) -> str:
     drawn = []
     for side in sides:
         others = [s.reward for s in sides if is_number(s.reward) and s.reward != side.reward]
@@ -90,7 +90,7 @@ def card(prompt: Any, sides: Sequence[Side]) -> str:
     return f'<div class="card sample"><pre class="prompt">{escape(_cut(as_text(prompt)))}</pre>{body}</div>'
 
 
-def _content(completion: Any) -> str:
+def _content(completion: object) -> str:
     """A text; of a conversation its turns, with the calls of tools in them."""
     if not (isinstance(completion, list) and completion and all(isinstance(turn, dict) for turn in completion)):
         return _long_text(as_text(completion))

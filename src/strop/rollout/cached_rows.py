@@ -71,7 +71,7 @@ class Extend(Pass):
 
 
 def read_on(
-    engine: Any, prompts: Sequence[torch.Tensor], round_: Any, cached: CachedRows, read: Any, most: int
+    engine: Any, prompts: Sequence[torch.Tensor], round_: Any, cached: CachedRows, read: object, most: int
 ) -> None:
     """Fill the prompts' slots: what is cached is copied, equal new prompts are read once, the rest is read.
 

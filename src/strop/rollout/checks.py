@@ -38,7 +38,7 @@ def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:
     return seen
 
 
-def cache_shape(model: Any, seen: Seen) -> CacheShape:
+def cache_shape(model: torch.nn.Module, seen: Seen) -> CacheShape:
     shapes = set(seen.shapes.values())
     if sorted(seen.shapes) != list(range(len(seen.shapes))) or not shapes:
         raise Unsupported("its attention layers do not go through transformers' attention interface")
@@ -54,7 +54,7 @@ def cache_shape(model: Any, seen: Seen) -> CacheShape:
     return CacheShape(len(seen.shapes), num_heads, num_query_heads.pop() // num_heads, key_dim, dtype)
 
 
-def _check_windows(model: Any, seen: Seen) -> None:
+def _check_windows(model: torch.nn.Module, seen: Seen) -> None:
     """Some models have a window in their mask alone, which is not made here; a few tokens do not show it."""
     types = of_config(model.config, "layer_types") or ["sliding_attention"] * len(seen.rules)
     if "chunked_attention" in types:

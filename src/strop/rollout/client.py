@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from strop._types import Json
 from strop.config import ServerConfig
 from strop.models import Policy
 
@@ -205,25 +206,25 @@ class Server:
         except (KeyError, TypeError, ValueError, IndexError):
             raise ServerError(f"{self.url} must give prompt_logprobs, found {_shown(choice)}") from None
 
-    def complete(self, asked: dict[str, Any]) -> Any:
+    def complete(self, asked: Json) -> Any:
         """Everything is said, since a server takes what is not said from the model's generation_config."""
         told = {"model": self._model, "n": 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
                 "frequency_penalty": 0.0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}  # fmt: skip
         return self.post("/v1/completions", told | asked)
 
-    def completions(self, asked: dict[str, Any], policy: Policy) -> list[Completion]:
+    def completions(self, asked: Json, policy: Policy) -> list[Completion]:
         """Ids and log-probs of each completion; an answer that cannot be one is an error."""
         choices = self._choices(self.complete(asked), asked["n"])
         return [self._checked(choice, asked, policy) for choice in choices]
 
-    def _choices(self, answer: Any, num: int) -> list[Any]:
+    def _choices(self, answer: object, num: int) -> list[Any]:
         choices = _of(answer, "choices")
         if not isinstance(choices, list) or sorted(_of(one, "index", -1) for one in choices) != list(range(num)):
             raise ServerError(f"{self.url} must give {num} choices, found {_shown(answer)}")
         return sorted(choices, key=lambda choice: choice["index"])
 
-    def _checked(self, choice: Any, asked: dict[str, Any], policy: Policy) -> Completion:
-        def wrong(wanted: str, found: Any) -> ServerError:
+    def _checked(self, choice: Any, asked: Json, policy: Policy) -> Completion:
+        def wrong(wanted: str, found: object) -> ServerError:
             return ServerError(f"{self.url} must give {wanted}, found {_shown(found)}")
 
         ids, logps = _of(choice, "token_ids"), _of(_of(choice, "logprobs"), "token_logprobs")
@@ -245,7 +246,7 @@ class Server:
 
     # ---- HTTP ----
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
+    def post(self, path: str, body: Json) -> Any:
         return self._call("POST", path, json.dumps(body))
 
     def _call(self, method: str, path: str, body: str | None = None) -> Any:
@@ -281,12 +282,12 @@ class Server:
         return found
 
 
-def _of(value: Any, key: str, default: Any = None) -> Any:
+def _of(value: object, key: str, default: object = None) -> Any:
     """A key of what should be an object."""
     return value.get(key, default) if isinstance(value, dict) else default
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
     return text if len(text) < 160 else f"{text[:160]}…"
 
@@ -304,7 +305,7 @@ def is_stuck() -> bool:
 class Pending:
     """Requests on their way. Every server has threads that take the next prompt; one that failed goes back to be taken."""
 
-    def __init__(self, servers: list[Server], weights: Weights, requests: list[dict[str, Any]], policy: Policy):
+    def __init__(self, servers: list[Server], weights: Weights, requests: list[dict[str, object]], policy: Policy):
         self._servers, self._requests, self._weights, self._policy = servers, requests, weights, policy
         self._todo = collections.deque(range(len(requests)))
         self._found: dict[int, list[Completion]] = {}

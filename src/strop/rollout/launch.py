@@ -58,7 +58,12 @@ def add_norm(x_NH: torch.Tensor, update_NH: torch.Tensor | None, norm: Any, dtyp
 
 
 def rotate(
-    qkv_NED: torch.Tensor, positions_N: torch.Tensor, table: torch.Tensor, num_key_heads: int, norms: Any, rounds: bool
+    qkv_NED: torch.Tensor,
+    positions_N: torch.Tensor,
+    table: torch.Tensor,
+    num_key_heads: int,
+    norms: object,
+    rounds: bool,
 ) -> None:
     """rounds: to the dtype of qkv between operations, as a model in 16 bits does"""
     N, E, D = qkv_NED.shape
@@ -164,14 +169,14 @@ class KernelDecode(Pass):
         return self._attend((q, k, v), layer, rule, None, {"ROTATE": False, "NORM": False, "ROUND": False})
 
     def attend_unrotated(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule, norms: Any, rounds: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule, norms: object, rounds: bool
     ) -> torch.Tensor:
         """Query and key as the product gave them."""
         how = {"ROTATE": True, "NORM": norms is not None, "ROUND": rounds}
         return self._attend((q, k, v), layer, rule, norms, how)
 
     def _attend(
-        self, qkv: tuple[torch.Tensor, ...], layer: int, rule: Rule, norms: Any, how: dict[str, bool]
+        self, qkv: tuple[torch.Tensor, ...], layer: int, rule: Rule, norms: object, how: dict[str, bool]
     ) -> torch.Tensor:
         q, k, v = qkv
         rows, shape, parts = self.rows, self.shape, self.parts

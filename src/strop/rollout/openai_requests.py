@@ -7,16 +7,15 @@ that names the field.
 import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from strop._types import Json, Row
 from strop.data.tokenize import encode_prompt
 from strop.rollout.sampling import Sampling
 from strop.rollout.sampling_queue import SamplingRequest
 from strop.rollout.served_model import RequestError, ServedModel
-
-Json = dict[str, Any]  # an object of a request or an answer
 
 MAX_CHOICES = 1024  # completions of one request, over all its prompts
 MAX_TOKENS = 1 << 20  # of a completion, where the model does not say how much it reads
@@ -190,7 +189,7 @@ def _request(
     )  # fmt: skip
 
 
-def _check_response_format(found: Any) -> None:
+def _check_response_format(found: object) -> None:
     if found is None or found == {"type": "text"}:
         return
     kind = found.get("type") if isinstance(found, dict) else found
@@ -213,7 +212,7 @@ def _encoded(prompt: str | list[int] | list[Json], served: ServedModel, tools: l
     return ids
 
 
-def _message(found: Any, where: str) -> Json:
+def _message(found: object, where: str) -> Json:
     """Return a message as chat templates take it: its content a text, the arguments of its calls objects."""
     if not isinstance(found, dict) or not isinstance(found.get("role"), str):
         raise RequestError(f"{where} must be an object with a role, found {_shown(found)}")
@@ -307,14 +306,14 @@ def _number(body: Json, name: str, default: float) -> float:
     return float(value)
 
 
-def parse_name(body: Mapping[str, Any], name: str) -> str:
+def parse_name(body: Row, name: str) -> str:
     """Return a field that must be a text."""
     if not isinstance(body.get(name), str) or not body[name]:
         raise RequestError(f"{name} must be a text, found {_shown(body.get(name))}")
     return body[name]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Return a short form of a wrong value for a message."""
     if isinstance(value, int) and value.bit_length() > 200:
         return "a number of more than 60 digits"

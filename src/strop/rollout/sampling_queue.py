@@ -24,8 +24,8 @@ import torch
 from strop._checks import check_count
 from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy
-from strop.rollout import CACHING, ENGINES, checked_prompts
 from strop.rollout.cached_rows import CachedRows
+from strop.rollout.generate import CACHING, ENGINES, checked_prompts
 from strop.rollout.sampling import Sampling, row_bits, sampling_logps, uniforms_from
 
 FIRST_PIECE, LONGEST_PIECE = 4, 16  # tokens of a row's first piece where the caller streams, and of later ones at most
@@ -175,7 +175,7 @@ class SamplingQueue:
             self._changed.notify_all()
         return ticket
 
-    def call(self, function: Callable[[], Any]) -> Any:
+    def call(self, function: Callable[[], object]) -> Any:
         """Call the function in the queue's thread between requests, as for a change of the weights; return its result.
 
         Rows that are being drawn end first. Requests that wait are drawn after it.
@@ -223,7 +223,7 @@ class SamplingQueue:
         for _, future in self._calls:
             _fail(future, RuntimeError("the sampling queue was closed"))
 
-    def _call(self, function: Callable[[], Any], future: concurrent.futures.Future[Any]) -> None:
+    def _call(self, function: Callable[[], object], future: concurrent.futures.Future[object]) -> None:
         self._cached.clear()
         try:
             future.set_result(function())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strop._types import Json
 from strop.models import Policy, load_model, unwrapped
 from strop.models.kinds import adapter_off, is_peft
 from strop.rollout.sampling_queue import SamplingQueue
@@ -31,7 +32,7 @@ class ToolCall:
     """A call of a tool that was read from what the model said."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: Json
 
 
 class ServedModel:
@@ -62,7 +63,7 @@ class ServedModel:
     def close(self) -> None:
         self.queue.close()
 
-    def list_models(self) -> dict[str, Any]:
+    def list_models(self) -> Json:
         """Return the answer to /v1/models."""
         about = {"object": "model", "created": 0, "owned_by": "strop", "max_model_len": self.policy.max_length}
         base = [{"id": self.name, **about, "parent": None}]

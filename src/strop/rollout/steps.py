@@ -109,7 +109,7 @@ class DecodeLayer:
 class FusedLayers:
     """A decoder of such layers, over joined weights. Unsupported, with the reason, where the model is another kind."""
 
-    def __init__(self, model: Any, shape: CacheShape, rules: dict[int, Rule], table: torch.Tensor, on_gpu: bool):
+    def __init__(self, model: object, shape: CacheShape, rules: dict[int, Rule], table: torch.Tensor, on_gpu: bool):
         """table: where the kernels read that the rotation is; without a GPU torch computes all"""
         decoder, head = _parts(model)
         self.dtype, self.num_heads, self.head_dim = shape.dtype, shape.num_heads, shape.head_dim
@@ -251,7 +251,7 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
-def _parts(model: Any) -> tuple[Any, nn.Linear]:
+def _parts(model: object) -> tuple[Any, nn.Linear]:
     found = decoder_and_head(model)
     if isinstance(found, str):
         raise Unsupported(found)
@@ -272,7 +272,7 @@ def _parts(model: Any) -> tuple[Any, nn.Linear]:
     return decoder, head
 
 
-def _expect(module: Any, *wanted: set[str]) -> None:
+def _expect(module: torch.nn.Module, *wanted: set[str]) -> None:
     found = {name for name, _ in module.named_children()}
     if found not in wanted or module._parameters:
         other = ", ".join(sorted(found ^ wanted[0])) or "parameters"
@@ -379,7 +379,7 @@ def converted(model: Any, dtype: torch.dtype | None) -> Copies:
     return copies
 
 
-def _is_converted(module: Any, param: torch.Tensor) -> bool:
+def _is_converted(module: object, param: torch.Tensor) -> bool:
     return isinstance(module, nn.Linear) or (param.ndim >= 2 and not isinstance(module, nn.Embedding))
 
 
@@ -440,6 +440,6 @@ def is_altered(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
-def _scaling(adapted: Any) -> list[float]:
+def _scaling(adapted: object) -> list[float]:
     scaling = getattr(adapted, "scaling", None)
     return [v for v in scaling.values() if isinstance(v, (int, float))] if isinstance(scaling, dict) else []

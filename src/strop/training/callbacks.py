@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop._types import Json
 from strop.data.files import printable
 from strop.data.formats import as_text
 from strop.training.logging import JSONLLogger
@@ -42,11 +43,11 @@ class Callback:
 
     def on_train_end(self, trainer: "Trainer", history: "History") -> None: ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """What a checkpoint keeps of it: plain JSON values."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Take back what `state_dict` gave."""
 
 
@@ -98,7 +99,7 @@ class ProgressBar(Callback):
                 return Text(self._remaining(task.remaining), style="progress.remaining")
 
         class Doing(ProgressColumn):
-            def render(_, task: Any) -> Text:
+            def render(_, task: object) -> Text:
                 return Text(f"{trainer.name} {doing(trainer):<10}")
 
         columns = (
@@ -226,10 +227,10 @@ class BestCheckpoint(Callback):
             self.best = value
             trainer.save(self.folder / f"best{'' if trainer.world.size > 1 else '.safetensors'}", base=False)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {"best": self.best}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         self.best = state["best"]
 
 
@@ -251,7 +252,7 @@ class EvaluationCallback(Callback):
     at_start   also before the first step
     """
 
-    def __init__(self, dataset: Any, every: int, *, at_start: bool = False):
+    def __init__(self, dataset: object, every: int, *, at_start: bool = False):
         _check_every(every)
         self.dataset, self.every, self.at_start = dataset, every, at_start
         self._last_step = -1
@@ -281,10 +282,10 @@ class EvaluationCallback(Callback):
         trainer.fire("on_evaluate", metrics)
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {"last_step": self._last_step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         self._last_step = state["last_step"]
 
 
@@ -330,10 +331,10 @@ class EarlyStopping(Callback):
         if self.num_bad >= self.patience:
             trainer.stop(f"{self.metric} has not improved on {self.best:.6g} for {self.num_bad} {self._looks}")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {"best": self.best, "num_bad": self.num_bad}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         self.best, self.num_bad = state["best"], state["num_bad"]
 
 
@@ -366,7 +367,7 @@ class SampleTable(Callback):
         if sys.stderr.isatty() if self.show is None else self.show:
             self._print(samples[: self.NUM_SHOWN])
 
-    def _print(self, samples: list[dict[str, Any]]) -> None:
+    def _print(self, samples: list[dict[str, object]]) -> None:
         from rich.console import Console
         from rich.table import Column, Table
         from rich.text import Text
@@ -378,7 +379,7 @@ class SampleTable(Callback):
             table.add_row(*(Text(self._cell(sample.get(name, ""))) for name in columns))
         Console(stderr=True).print(table)
 
-    def _cell(self, value: Any) -> str:
+    def _cell(self, value: object) -> str:
         """A text as it may stand on a screen: cut where it is long, and nothing in it that steers a terminal."""
         text = f"{value:.4g}" if isinstance(value, float) else as_text(value)
         if len(text) > self.MOST_CHARACTERS:
@@ -392,6 +393,6 @@ def _spread(samples: list[Any], num_rows: int) -> list[Any]:
     return [samples[i * len(samples) // count] for i in range(count)]
 
 
-def _check_every(every: Any) -> None:
+def _check_every(every: object) -> None:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a whole number of at least 1, found {every!r}")

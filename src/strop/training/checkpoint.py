@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop import checksums
+from strop._types import Json, Tokenizer
 from strop.distributed import ALONE, World, put, whole, world
 from strop.models import base_model
 from strop.training import checkpoint_folder, rebuild
@@ -41,18 +42,19 @@ __all__ = ["FORMAT", "CheckpointError", "Saved", "load", "read", "remove", "save
 
 PARTS = ("model", "optim", "ref", "rng", "extra", "tokenizer")
 HOW = ("fused", "foreach", "capturable")  # options of an optimiser that belong to the device it runs on, not to the run
-Header = dict[str, Any]
+Header = Json
 _sums: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, int]] = weakref.WeakKeyDictionary()  # of `base_sum`
 
 
 # ---- saving ----
 
 
-def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, Any]], base: bool = True) -> None:
+def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, object]], base: bool = True) -> None:
     """Write the trainer's whole state to `path`, with what the algorithm adds of its own: a file, or of several processes
     a folder.
 
-    base   False leaves out the frozen weights below an adapter, of one process: a checksum says which they are
+    base   False leaves out the frozen weights below an adapter, of one process: a checksum says which they are; quantised
+           ones are always left out
     """
     from strop import __version__
 
@@ -63,6 +65,7 @@ def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, A
     optim_tensors, optim_values = optimizer_state(trainer)
     extra_tensors, extra_values = extra
     rng_tensors, rng_values = get_rng()
+    base = base and trainer.config.quantize is None
     left_out = set() if base or world.size > 1 else base_names(trainer.module)
     weights["model"] = {name: tensor for name, tensor in weights["model"].items() if name not in left_out}
     tensors, aliases = _once({f"{part}/{name}": t for part, own in weights.items() for name, t in own.items()})
@@ -122,11 +125,11 @@ def base_sum(model: torch.nn.Module) -> int:
     return kept[1]
 
 
-def optimizer_state(trainer: "Trainer") -> tuple[Tensors, dict[str, Any]]:
+def optimizer_state(trainer: "Trainer") -> tuple[Tensors, Json]:
     """Tensors by parameter and key; numbers, and the groups' options, as JSON."""
     names = {id(param): name for name, param in trainer.module.named_parameters()}
     tensors: Tensors = {}
-    values: dict[str, Any] = {"params": {}, "groups": []}
+    values: Json = {"params": {}, "groups": []}
     for group in trainer.optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         values["groups"].append({key: value for key, value in options.items() if _is_plain(value)})
@@ -163,7 +166,7 @@ class Saved:
     num_processes: int
     fill: Callable[[Tensors], None]
 
-    def rebuilt(self, model: Any, ref_model: Any, tokenizer: Any) -> dict[str, Any]:
+    def rebuilt(self, model: torch.nn.Module, ref_model: object, tokenizer: Tokenizer | None) -> Json:
         """Arguments of the trainer's constructor: what is given, and the rest made from the file."""
         header, path = self.header, self.path
         if self.config.lora is not None:
@@ -290,7 +293,7 @@ def _reference(trainer: "Trainer") -> torch.nn.Module | None:
     return None if trainer.reference is None else trainer.reference.model
 
 
-def _told(path: Any, what: str, take: Any) -> None:
+def _told(path: str | Path, what: str, take: Any) -> None:
     """A user's own class takes its state back; what it cannot take is the file's fault, whatever the error is."""
     try:
         take()
@@ -298,7 +301,7 @@ def _told(path: Any, what: str, take: Any) -> None:
         raise CheckpointError(f"{path}: the state of {what} does not fit: {type(error).__name__}: {error}") from error
 
 
-def _matched(trainer: "Trainer", saved: list[Any], path: Any) -> list[tuple[Any, dict[str, Any]]]:
+def _matched(trainer: "Trainer", saved: list[Any], path: Any) -> list[tuple[Any, Json]]:
     """The trainer's callbacks with the states of their namesakes, each used once."""
     left, found = list(saved), []
     for callback in trainer.run.callbacks:
@@ -322,15 +325,15 @@ def check_weights(own: Tensors, weights: Tensors, path: str | Path, name: str) -
 
 
 def check_optimizer(
-    trainer: "Trainer", tensors: Tensors, values: dict[str, Any], path: str | Path
-) -> list[tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]]:
+    trainer: "Trainer", tensors: Tensors, values: Json, path: str | Path
+) -> list[tuple[Json, Json, dict[Any, Any]]]:
     """For each group of the optimiser: the group, the options it had, the states of its parameters still to be filled."""
     names = {id(param): name for name, param in trainer.module.named_parameters()}
     groups = trainer.optimizer.param_groups
     if len(groups) != len(values["groups"]):
         raise CheckpointError(f"{path} must have {len(groups)} parameter groups, found {len(values['groups'])}")
     known = {names[id(param)] for group in groups for param in group["params"]}
-    by_name: dict[str, dict[str, Any]] = {name: dict(entry) for name, entry in values["params"].items()}
+    by_name: dict[str, Json] = {name: dict(entry) for name, entry in values["params"].items()}
     for key, tensor in tensors.items():
         name, _, leaf = key.rpartition("/")
         if leaf in by_name.setdefault(name, {}):
@@ -355,14 +358,14 @@ def check_optimizer(
     return found
 
 
-def _room(value: torch.Tensor, param: torch.Tensor, moves_all: Any) -> torch.Tensor:
+def _room(value: torch.Tensor, param: torch.Tensor, moves_all: object) -> torch.Tensor:
     """An optimiser's tensor without its numbers: in shards as the parameter is, if it is as large."""
     if value.shape == param.shape:
         return torch.zeros_like(param.detach(), dtype=value.dtype)
     return torch.zeros(value.shape, dtype=value.dtype, device=param.device if value.ndim or moves_all else "cpu")
 
 
-def _checked_options(group: dict[str, Any], options: dict[str, Any], path: Any, where: str) -> dict[str, Any]:
+def _checked_options(group: Json, options: Json, path: str | Path, where: str) -> Json:
     """The options of a group, those of the device left out: plain values, of the types the group itself has."""
     taken = {key: value for key, value in options.items() if key not in HOW}
     for key, value in taken.items():
@@ -387,7 +390,7 @@ def _fits(value: Any, own: Any, below: float) -> bool:
     return is_number(value) and (0 <= value < below or own < 0)
 
 
-def _check_adam(entry: dict[str, Any], param: torch.Tensor, amsgrad: bool, path: Any, name: str) -> None:
+def _check_adam(entry: Json, param: torch.Tensor, amsgrad: bool, path: str | Path, name: str) -> None:
     """Nothing, before the first step; else the count of steps and the moments, each as large as the parameter."""
     wanted = {"exp_avg", "exp_avg_sq", "step"} | ({"max_exp_avg_sq"} if amsgrad else set())
     if not entry:
@@ -483,7 +486,9 @@ def save_pretrained(trainer: "Trainer", folder: str | Path, merged: bool = True)
     world.from_first(lambda: _write_pretrained(module, shards is not None, trainer.tokenizer, Path(folder), merged))
 
 
-def _write_pretrained(module: Any, is_copy: bool, tokenizer: Any, folder: Path, merged: bool) -> None:
+def _write_pretrained(
+    module: torch.nn.Module, is_copy: bool, tokenizer: Tokenizer | None, folder: Path, merged: bool
+) -> None:
     """The checksums are put there first: a folder that a kill left half old and half new does not agree with them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:
@@ -510,7 +515,7 @@ def _under(prefix: str, tensors: Tensors) -> Tensors:
     return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))

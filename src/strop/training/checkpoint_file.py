@@ -223,7 +223,7 @@ def _what_else(start: bytes, size: int, raw: bytes) -> str:
 def loads(text: str) -> Any:
     """JSON as the standard has it: no NaN, no name twice in an object. A ValueError for everything else."""
 
-    def once(pairs: list[tuple[str, Any]]) -> Json:
+    def once(pairs: list[tuple[str, object]]) -> Json:
         found = dict(pairs)
         if len(found) != len(pairs):
             raise ValueError("a name stands twice in an object")

@@ -131,7 +131,7 @@ def check(value: object, schema: Any, path: Path, where: str) -> None:
             check(item, kind, path, f"{where}[{i}]")
 
 
-def _check_object(value: Any, schema: dict[Any, Any], path: Path, where: str) -> None:
+def _check_object(value: object, schema: dict[Any, Any], path: Path, where: str) -> None:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: {where} must be an object, found {shown(value)}")
     inner = "" if where == "the header" else f"{where}."
@@ -167,7 +167,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def check_same(found: object, wanted: object, path: object, where: str) -> None:
+def check_same(found: object, wanted: object, path: str | Path, where: str) -> None:
     """`wanted` is what was made of `found`: nothing was left out, added or turned into another type on the way."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted(found.keys() ^ wanted.keys()):

@@ -10,12 +10,14 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from strop._types import Json
 from strop.distributed import class_of
 from strop.models import base_model
+from strop.models.quantized import num_weights
 from strop.rewards import described
 from strop.training import checkpoint
 from strop.training.callbacks import CheckpointCallback, EvaluationCallback
@@ -104,7 +106,7 @@ class RunFolder:
                 f"allow_changes=True goes on with what is here now"
             )
 
-    def _cut_back(self, step: int, evaluated_until: int) -> list[dict[str, Any]]:
+    def _cut_back(self, step: int, evaluated_until: int) -> list[Json]:
         """Cut metrics and samples back to this step; return the metrics.
 
         evaluated_until   an evaluation after this step is not known to the checkpoint, and will be made again
@@ -113,7 +115,7 @@ class RunFolder:
         until = step if evaluated_until < 0 else evaluated_until
         return drop_after(self.path / "metrics.jsonl", step, until)
 
-    def _warn_of_missing(self, kept: list[dict[str, Any]], step: int, log_every: int) -> None:
+    def _warn_of_missing(self, kept: list[Json], step: int, log_every: int) -> None:
         last = max((entry["step"] for entry in kept if not is_evaluation(entry)), default=0)
         if log_every and last < step - step % log_every:
             found = f"end at step {last}" if last else "have no step"
@@ -142,7 +144,7 @@ class RunFolder:
             "model": {
                 "name": str(getattr(getattr(base_model(trainer.module), "config", None), "_name_or_path", "")),
                 "class": class_of(trainer.module).__name__,
-                "num_parameters": sum(param.numel() for param in trainer.module.parameters()),
+                "num_parameters": num_weights(trainer.module),
                 "num_trained": sum(param.numel() for param in trainer.module.parameters() if param.requires_grad),
                 "device": str(trainer.policy.device),
             },
@@ -214,7 +216,7 @@ class Rescue:
         self.before = state.step, state.updates, state.epoch, state.position
         self.rng = get_rng()
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not isinstance(error, Exception):  # not for Ctrl-C: a second one means at once
             return
         state = self.state
@@ -253,7 +255,7 @@ def _is_same(one: Exception, other: Exception) -> bool:
     return str(one) == str(other) or any(words in str(one) and words in str(other) for words in full)
 
 
-def _read_about(path: Path) -> dict[str, Any]:
+def _read_about(path: Path) -> Json:
     """run.json of a run that goes on."""
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
@@ -273,9 +275,9 @@ def _check_same_run(trainer: "Trainer", saved: "checkpoint.Saved") -> None:
             raise ValueError(f"{name} must be {old!r} as in the run of {saved.path}, found {new!r}")
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Json, prefix: str = "") -> Json:
     """The values of a tree by their dotted names."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for name, value in tree.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return found

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from strop._types import Json
 from strop.data.files import printable
 
 CONSOLE_METRICS = (
@@ -140,7 +141,7 @@ def _absent(error: ImportError, logger: str, package: str) -> ImportError:
     return ImportError(f"{logger} needs {package}, which is installed but cannot be imported: {error}")
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path) -> list[Json]:
     """The lines of a metrics file. A last line without its end, as a kill leaves it, is not one."""
     path = Path(path)
     if not path.exists():
@@ -149,7 +150,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [parse_line(line, path, number) for number, line in enumerate(lines[:-1], 1) if line.strip()]
 
 
-def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
+def parse_line(line: bytes, path: Path, number: int) -> Json:
     """A line of metrics or samples: an object with its step. A ValueError names the file and the line."""
     try:
         row = json.loads(line.decode())
@@ -163,12 +164,12 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def is_evaluation(entry: Mapping[str, Any]) -> bool:
+def is_evaluation(entry: Mapping[str, object]) -> bool:
     """Return whether a line of metrics is of an evaluation, not of a step."""
     return any(name.startswith("eval/") for name in entry)
 
 
-def drop_after(path: str | Path, step: int, evaluations_until: int | None = None) -> list[dict[str, Any]]:
+def drop_after(path: str | Path, step: int, evaluations_until: int | None = None) -> list[Json]:
     """Cut a file of JSON lines back to those up to `step`, and return them: what came after will come again.
 
     evaluations_until   of evaluations those up to this step; None is `step`

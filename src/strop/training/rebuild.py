@@ -9,7 +9,6 @@ model is made without memory first and compared with the tensors of the file: wh
 """
 
 import contextlib
-import copy
 import enum
 import importlib.util
 import json
@@ -25,11 +24,12 @@ from typing import Any
 import torch
 
 from strop._install import missing
-from strop._types import Json, Row
+from strop._types import Json, Row, Tokenizer
 from strop.distributed import class_of
 from strop.models import base_model, unwrapped
 from strop.models.kinds import is_classifier
 from strop.models.loading import ACCELERATORS, num_devices, without_bars
+from strop.models.quantized import merged_copy
 from strop.training.checkpoint_header import CheckpointError, check_same, is_whole, shown
 
 Tensors = dict[str, torch.Tensor]
@@ -85,7 +85,7 @@ def describe(model: torch.nn.Module) -> Json:
     return about
 
 
-def model_from(about: Json, weights: Tensors, path: str | Path, argument: str, lora: Any = None) -> torch.nn.Module:
+def model_from(about: Json, weights: Tensors, path: str | Path, argument: str, lora: object = None) -> torch.nn.Module:
     """The model of a description, its weights still to be loaded, in the dtypes of `weights`.
 
     lora   the trainer's option: its constructor puts the adapter on, so that it is left out here
@@ -184,7 +184,7 @@ def write_model(model: torch.nn.Module, folder: Path, *, is_copy: bool = False, 
     inner = unwrapped(model)
     if base_model(inner) is not inner and merged:
         # of a copy: merging and taking apart again would change the weights in their last bits
-        inner = (inner if is_copy else copy.deepcopy(inner)).merge_and_unload()
+        inner = inner.merge_and_unload() if is_copy else merged_copy(inner)
     if hasattr(inner, "save_pretrained"):
         with without_bars() if "transformers" in sys.modules else contextlib.nullcontext():
             inner.save_pretrained(folder)
@@ -258,7 +258,7 @@ def _check_config(config: Any) -> None:
             raise ValueError(f"its config must have a {name!r:.60} of at most {LONGEST_LIST}, found {shown(value)}")
 
 
-def _moved(model: Any, device: str, path: str | Path) -> Any:
+def _moved(model: torch.nn.Module, device: str, path: str | Path) -> Any:
     """Return the model on the device it was on, or on the first of that kind; on the CPU where there is none."""
     where = torch.device(device)
     if where.type not in ACCELERATORS:
@@ -281,7 +281,7 @@ def check_lora(lora: Any, weights: Tensors, path: str | Path) -> None:
         raise CheckpointError(f"{path} must hold adapters of rank {shown(lora.r)} as config.lora.r says, found {found}")
 
 
-def _with_adapters(model: Any, about: Json, lora: Any) -> Any:
+def _with_adapters(model: torch.nn.Module, about: Json, lora: object) -> Any:
     """The model with the adapter that the trainer's option `lora` makes, or with those of the description."""
     if lora is not None:
         from strop.models.prepare import with_lora
@@ -310,7 +310,7 @@ def _with_adapters(model: Any, about: Json, lora: Any) -> Any:
 # ---- tokenizers ----
 
 
-def tokenizer_kind(tokenizer: Any) -> str | None:
+def tokenizer_kind(tokenizer: Tokenizer | None) -> str | None:
     """None for none; "strop" and "transformers" are made again from their files; else its class, for the error."""
     from strop.tasks import CharTokenizer
 
@@ -391,7 +391,7 @@ def _json_dict(config: Any) -> Json:
     return _plain(config.to_dict())
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """As JSON has it; dtypes by name, enumerations by value, sets as lists; infinity as transformers writes it."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
@@ -408,7 +408,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float)) else str(value)
 
 
-def _with_floats(value: Any) -> Any:
+def _with_floats(value: object) -> Any:
     """A copy of what `_plain` gave, its infinities numbers again."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:

@@ -1,17 +1,21 @@
 """`TrainingRun`: where a training run stands, who is told of it, and train(): the loop around a trainer's steps."""
 
+import contextlib
 import random
 import signal
 import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
 
 from strop._checks import check_count
 from strop._contained import Settings, contained
+from strop._types import Json
 from strop.config import RunConfig
 from strop.data.ahead import rows_ahead, taken
 from strop.data.digest import digest_rows
@@ -22,7 +26,7 @@ from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, 
 from strop.training.folder import Rescue, RunFolder
 from strop.training.memory import LACKS, raise_explained
 from strop.training.sources import Sources, sources_of
-from strop.training.state import History, Sum, TrainState, no_gradient, not_finite, seed_everything, told
+from strop.training.state import History, TrainState, seed_everything
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
@@ -42,13 +46,13 @@ class TrainingRun:
     goes_on       whether the next train() continues: after from_checkpoint, or an interruption
     """
 
-    def __init__(self, loggers: Any = None, callbacks: Any = None, world: World = ALONE):
+    def __init__(self, loggers: object = None, callbacks: object = None, world: World = ALONE):
         self.world = world
         self.loggers, self.callbacks = checked_loggers(loggers), checked_callbacks(callbacks)
         self.state = TrainState()
         self.history = History()
         self.stop_reason: str | None = None
-        self.about: dict[str, Any] = {}
+        self.about: Json = {}
         self.goes_on = False
         self.settings = Settings()  # of torch, for every step
         self.sources: Sources = {}  # of the present train(), as its number of rows
@@ -86,10 +90,12 @@ class TrainingRun:
         self.fire(trainer, "on_step_end", metrics)
         return metrics
 
-    def _on_host(self, metrics: dict[str, Any], trainer: "Trainer") -> dict[str, float]:
+    def _on_host(self, metrics: "Metrics", trainer: "Trainer") -> dict[str, float]:
         """The metrics as numbers, in the one wait for the device that a step has; raises where an update was skipped."""
         phases = trainer.phases
-        metrics, skipped = told({**metrics, "num_tokens": Sum(phases.num_tokens)}, phases.unfit, trainer.world)
+        metrics, skipped = gather_metrics(
+            {**metrics, "num_tokens": Sum(phases.num_tokens)}, phases.unfit, trainer.world
+        )
         if any(skipped):
             self.state.updates -= int(sum(skipped))
             is_zero = phases.wanted_norm is not None and not phases.wanted_norm
@@ -102,7 +108,7 @@ class TrainingRun:
             for logger in self.loggers if self.world.rank == 0 else ():
                 logger.log(timed, step=self.state.step)
 
-    def fire(self, trainer: "Trainer", event: str, *arguments: Any) -> None:
+    def fire(self, trainer: "Trainer", event: str, *arguments: object) -> None:
         for callback in list(self.callbacks):
             with contained():
                 getattr(callback, event)(trainer, *arguments)
@@ -112,8 +118,8 @@ class TrainingRun:
     def train(
         self,
         trainer: "Trainer",
-        dataset: Any,
-        eval_dataset: Any,
+        dataset: object,
+        eval_dataset: object,
         num_steps: int | None,
         num_epochs: int | None,
         output_dir: Path | None,
@@ -183,7 +189,11 @@ class TrainingRun:
             print(f"{name} is at step {state.step} of {state.total_steps}: nothing left to do", file=sys.stderr)
 
     def _steps(
-        self, trainer: "Trainer", rows: Sequence[Any], evaluation: EvaluationCallback | None, folder: RunFolder | None
+        self,
+        trainer: "Trainer",
+        rows: Sequence[object],
+        evaluation: EvaluationCallback | None,
+        folder: RunFolder | None,
     ) -> None:
         history, state = self.history, self.state
         with Interruption(self.world.is_first) as interruption:
@@ -223,7 +233,7 @@ class TrainingRun:
             interruption.signal = next((number for _, number in wishes if number), None)
         return bool(self.stop_reason or interruption.signal)
 
-    def _batches(self, rows: Sequence[Any], config: RunConfig) -> Iterator[list[Any]]:
+    def _batches(self, rows: Sequence[object], config: RunConfig) -> Iterator[list[Any]]:
         """Batches without end, from where the state stands. An epoch's order comes from (seed, epoch) alone."""
         state = self.state
         while True:
@@ -259,7 +269,7 @@ def _own_callbacks(
     return [ProgressBar(show=progress)], after
 
 
-def _without_signal(steps: list[dict[str, Any]]) -> str:
+def _without_signal(steps: list[dict[str, object]]) -> str:
     """Return what is said of a run that cannot have learned anything; nothing of any other run."""
     if not steps:
         return ""
@@ -277,7 +287,7 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> Sequence
     return order
 
 
-def checked_loggers(given: Any) -> list[Any]:
+def checked_loggers(given: object) -> list[Any]:
     """None, one or several as a list."""
     loggers = _as_list(given)
     for logger in loggers:
@@ -286,7 +296,7 @@ def checked_loggers(given: Any) -> list[Any]:
     return loggers
 
 
-def checked_callbacks(given: Any) -> list[Any]:
+def checked_callbacks(given: object) -> list[Any]:
     callbacks = _as_list(given)
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -294,7 +304,7 @@ def checked_callbacks(given: Any) -> list[Any]:
     return callbacks
 
 
-def _as_list(given: Any) -> list[Any]:
+def _as_list(given: object) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
 
 
@@ -317,13 +327,13 @@ class Interruption:
             self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         is_main = bool(self._before)
         self._restore()
         if error is not None and is_lost_process(error) and is_main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which is on its way: first the error is told
 
-    def _remember(self, number: int, frame: Any) -> None:
+    def _remember(self, number: int, frame: object) -> None:
         raise_if_failed()
         self.signal = number
         self._restore()
@@ -337,3 +347,164 @@ class Interruption:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+
+# ---- a step's phases ----
+
+
+class Phases:
+    """Seconds by name of phase; a phase within another counts for the inner one only.
+
+    On a GPU they are read off the GPU's own course, by events in its stream, and nothing is waited for: a phase lasts
+    from the end of the GPU's work before it to the end of its own. Of what the host does meanwhile a phase has only
+    the part that keeps the GPU idle, so that here too the phases add up to the step.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.failed: str | None = None  # the innermost phase an error came from
+        self.num_tokens = 0  # that the step has read
+        self.wanted_norm: torch.Tensor | None = None  # of a gradient that must not be 0
+        self.num_draws = 0  # how often the model drew its dropout
+        self.unfit: list[torch.Tensor] = []  # of its updates: 1 from the one on whose numbers are not finite
+        self._gpu = device if device is not None and device.type == "cuda" else None
+        self._spans: list[tuple[str, str | None, Any, Any]] = []  # name, the phase around it, begin, end
+        self._open: list[str] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds within. Code of the user's within leaves torch's settings alone."""
+        around = self._open[-1] if self._open else None
+        self._open.append(name)
+        begin = self._mark()
+        try:
+            with contained():
+                yield
+        except BaseException:
+            self.failed = self.failed or name
+            raise
+        finally:
+            self._open.pop()
+            self._spans.append((name, around, begin, self._mark()))
+
+    @property
+    def now(self) -> str:
+        """The innermost phase that is going on; nothing between them."""
+        return self._open[-1] if self._open else ""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By name. Waits for the GPU."""
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
+        found: dict[str, float] = {}
+        for name, around, begin, end in self._spans:
+            taken = end - begin if self._gpu is None else begin.elapsed_time(end) / 1e3
+            found[name] = found.get(name, 0.0) + taken
+            if around is not None:
+                found[around] = found.get(around, 0.0) - taken
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """time/<name> of every phase, and on a GPU the most memory so far."""
+        found = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        return found if self._gpu is None else found | {"memory": float(torch.cuda.max_memory_allocated(self._gpu))}
+
+    def note_unfit(self, value: torch.Tensor) -> torch.Tensor:
+        """1 if this value, or one before it in this step, is not finite, else 0; the device is not waited for."""
+        unfit = (~value.isfinite()).float()
+        self.unfit.append(torch.maximum(self.unfit[-1], unfit) if self.unfit else unfit)
+        return self.unfit[-1]
+
+    def anew(self) -> "Phases":
+        """For the next step, on the same device."""
+        return Phases(self._gpu)
+
+    def _mark(self) -> Any:
+        if self._gpu is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._gpu))
+        return event
+
+
+def not_finite(found: "Metrics", step: int) -> FloatingPointError:
+    return FloatingPointError(
+        f"loss {found.get('loss')} and gradient norm {found.get('grad_norm')} must be finite; the weights are those of "
+        f"step {step}, before this update"
+    )
+
+
+def no_gradient(step: int) -> RuntimeError:
+    """Return the error of an update that cannot change anything although it should."""
+    return RuntimeError(
+        "the gradient must not be exactly 0 for all parameters while an advantage is not 0: the model's forward may run "
+        "without gradients (no_grad, detach), or give every token it sampled the probability 1; the weights are those of "
+        f"step {step}, before this update"
+    )
+
+
+# ---- metrics of several processes ----
+
+Metrics: TypeAlias = Json  # by name: numbers, tensors, and the kinds below, which `gather_metrics` makes numbers of
+
+
+class Mean(NamedTuple):
+    """Σ total / Σ number over the processes; left out where the number is 0."""
+
+    total: Any
+    number: float
+
+
+class Sum(NamedTuple):
+    value: Any
+
+
+class Largest(NamedTuple):
+    value: Any
+
+
+KINDS = (Mean, Sum, Largest)
+
+
+def on_host(values: Sequence[torch.Tensor]) -> list[float]:
+    """Return numbers, each a tensor of one element, as floats. The device is waited for once and not for every one."""
+    if not values:
+        return []
+    return torch.cat([value.detach().reshape(1).to(values[0].device) for value in values]).tolist()
+
+
+def gather_metrics(
+    metrics: Mapping[str, object], extra: list[torch.Tensor], world: World
+) -> tuple[dict[str, float], list[float]]:
+    """The metrics of all processes as numbers, and the host's copy of `extra`, in one wait for the device.
+
+    A plain number or tensor is the same in every process already, or what counts where no process has a Mean.
+    """
+    flat = {(name, i): value for name, metric in metrics.items() for i, value in enumerate(_values(metric))}
+    tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
+    values = on_host([*tensors.values(), *extra])
+    flat |= zip(tensors, values, strict=False)
+    here = {
+        name: type(metric)(*(flat[name, i] for i in range(len(metric)))) if isinstance(metric, KINDS) else flat[name, 0]
+        for name, metric in metrics.items()
+    }
+    everywhere = world.gathered(here) if world.size > 1 else [here]
+    names = dict.fromkeys(name for one in everywhere for name in one)
+    found = {name: _combined([one[name] for one in everywhere if name in one]) for name in names}
+    return {name: value for name, value in found.items() if value is not None}, values[len(tensors) :]
+
+
+def _values(metric: object) -> tuple[Any, ...]:
+    return metric if isinstance(metric, KINDS) else (metric,)
+
+
+def _combined(parts: list[Any]) -> Any:
+    parts = [part for part in parts if isinstance(part, KINDS)] or parts
+    if isinstance(parts[0], Largest):
+        return max(part.value for part in parts)
+    if isinstance(parts[0], Sum):
+        return sum(part.value for part in parts)
+    if not isinstance(parts[0], Mean):
+        return parts[0]
+    number = sum(part.number for part in parts)
+    return sum(part.total for part in parts) / number if number else None

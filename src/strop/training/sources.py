@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import strop
 from strop.rewards import described
@@ -27,7 +27,7 @@ def sources_of(trainer: "Trainer", rows: str) -> Sources:
     return found | {"chat template": hashlib.sha256(template.encode()).hexdigest(), "dataset": rows}
 
 
-def changed_sources(before: Mapping[str, Any], now: Sources) -> list[str]:
+def changed_sources(before: Mapping[str, object], now: Sources) -> list[str]:
     """Return the names of the sources that are not what they were; one without a hash then or now is not compared."""
     names = before.keys() | now.keys() if before else set()
     return sorted(
@@ -35,5 +35,5 @@ def changed_sources(before: Mapping[str, Any], now: Sources) -> list[str]:
     )
 
 
-def _is_known(name: str, *all_sources: Mapping[str, Any]) -> bool:
+def _is_known(name: str, *all_sources: Mapping[str, object]) -> bool:
     return all(sources.get(name) != "" for sources in all_sources)

@@ -10,6 +10,7 @@ An algorithm says how rows become a batch and which loss that has:
 
 import contextlib
 import inspect
+import math
 import os
 import random
 import tempfile
@@ -23,7 +24,8 @@ import torch
 from strop import _trl
 from strop._contained import contained
 from strop._install import missing
-from strop._tensors import widened
+from strop._tensors import widest
+from strop._types import Json, State
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import check_rows, prepared
@@ -38,9 +40,18 @@ from strop.training.callbacks import Callback
 from strop.training.folder import flat, remove_run
 from strop.training.logging import Logger
 from strop.training.memory import LACKS, raise_explained
-from strop.training.optimiser import MakeOptimizer, can_skip, learning_rate_at, make_optimizer
-from strop.training.run import TrainingRun, checked_callbacks, checked_loggers
-from strop.training.state import History, Phases, TrainState, no_gradient, not_finite, rng_kept, told
+from strop.training.run import (
+    Metrics,
+    Phases,
+    TrainingRun,
+    checked_callbacks,
+    checked_loggers,
+    gather_metrics,
+    no_gradient,
+    not_finite,
+    on_host,
+)
+from strop.training.state import History, TrainState, rng_kept
 
 if TYPE_CHECKING:
     from strop.moe import MoETransformer
@@ -48,12 +59,14 @@ if TYPE_CHECKING:
     Model = torch.nn.Module | MoETransformer | Policy | str | Path
 
 Row = TypeVar("Row")
+MakeOptimizer = Callable[[list[Json]], torch.optim.Optimizer]
+FUSED_ON = ("cuda", "cpu")  # one pass over weights, gradients and moments, in place
 LEAN_TOKENS = 4  # times micro_batch_tokens, where a token takes a fraction of the memory: see `models.layers`
 USERS_PHASES = ("reward",)  # functions of the user's run in them, with all of torch's threads
 DROPOUT_PHASES = ("score", "forward")  # in which the model may draw
 
 
-class Update(dict[str, Any]):
+class Update(Metrics):
     """The metrics of an optimiser step, numbers or tensors; `parts` is what its loss functions returned, one each."""
 
     parts: list[Any]
@@ -104,20 +117,24 @@ class Trainer:
         if isinstance(model, (str, Path)):
             # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
             dtype = None if self.config.lora is not None else torch.float32
-            model, loaded = load_model(model, dtype=dtype, device=device, scores=self.scores, tokenizer=tokenizer)
+            model, loaded = load_model(
+                model, dtype=dtype, device=device, scores=self.scores, tokenizer=tokenizer,
+                quantize=self.config.quantize,
+            )  # fmt: skip
             tokenizer = loaded if tokenizer is None else tokenizer
         read_as: Callable[..., Any] = as_scorer if self.scores else as_policy
         given = read_as(model)
         if device is not None:
             given.to(device)
-        self.policy = read_as(prepared_model(given, self.config.run, self.config.lora), tokenizer)
+        self.policy = read_as(prepared_model(given, self.config.run, self.config.lora, self.config.quantize), tokenizer)
         self.tokenizer = self.policy.tokenizer
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
         check_precision(self.module)
         self.world.make_same(self.module)
         self.run = TrainingRun(logger, callbacks, self.world)
         self.phases = Phases(self.policy.device)  # of the present step
-        self.samples: list[dict[str, Any]] = []  # of the last step: {"prompt", "completion", "reward", …}
+        self.sum_dtype = widest(self.policy.device)  # of metrics' sums over tokens
+        self.samples: list[Json] = []  # of the last step: {"prompt", "completion", "reward", …}
         self.reference: Any = None
         self.environments: list[Any] = []  # and tools of the user: a resumed run asks whether they are the same
         self.doing = ""  # besides steps: "evaluating", "saving"
@@ -133,7 +150,7 @@ class Trainer:
 
     # ---- for subclasses ----
 
-    def setup(self, ref_model: Any) -> None:
+    def setup(self, ref_model: object) -> None:
         """Called by the constructor when the policy is there: `self.reference = self.policy.reference(ref_model)`, or as
         here none."""
         if ref_model is not None:
@@ -141,7 +158,7 @@ class Trainer:
                 f"ref_model must be None, found a {type(ref_model).__name__}: {self.name} has no reference"
             )
 
-    def prepare(self, rows: Sequence[Any], name: str = "dataset") -> Sequence[Any]:
+    def prepare(self, rows: Sequence[object], name: str = "dataset") -> Sequence[Any]:
         """Return a dataset's rows, checked, in the form `step_on` takes.
 
         train() calls it once with all rows, before step 1. If the class says which `formats` it takes, it is called with
@@ -149,23 +166,23 @@ class Trainer:
         """
         return rows
 
-    def check_columns(self, rows: Sequence[Any], name: str) -> None:
+    def check_columns(self, rows: Sequence[object], name: str) -> None:
         """Raise if a row of the dataset lacks a column or has a wrong value: a quick pass over all rows before step 1."""
         check_rows(rows, self.formats, where=name, what=self.name)
 
-    def step_on(self, rows: list[Any]) -> dict[str, float]:
+    def step_on(self, rows: list[object]) -> dict[str, float]:
         """Train on these rows of the dataset; returns the metrics."""
         raise NotImplementedError(f"{self.name} has no step_on")
 
-    def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
+    def evaluate_on(self, rows: list[object]) -> dict[str, float]:
         """Metrics of these rows, without training."""
         raise NotImplementedError(f"{self.name} has no evaluate_on")
 
-    def extra_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def extra_state(self) -> State:
         """An algorithm's own state for the checkpoint: tensors by name, and plain JSON values."""
         return {}, {}
 
-    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         """Take back what `extra_state` gave."""
 
     def update(self, losses: Iterable[Callable[[], Any]], *, has_signal: bool = False) -> Update:
@@ -209,8 +226,7 @@ class Trainer:
                     self.phases.wanted_norm, unfit = grad_norm, unfit / (grad_norm != 0)  # x/0 is not finite
                 self.optimizer.found_inf = self.phases.note_unfit(unfit)  # type: ignore[attr-defined]
             else:
-                loss_and_norm = torch.stack([widened(value) for value in update.values()])
-                update.update(zip(update, loss_and_norm.tolist(), strict=True))
+                update.update(zip(update, on_host([*update.values()]), strict=True))
                 if not all(abs(value) < float("inf") for value in update.values()):
                     raise not_finite(update, self.state.step)
                 if has_signal and not update["grad_norm"]:
@@ -222,7 +238,7 @@ class Trainer:
         update.parts, update["learning_rate"] = parts, learning_rate
         return update
 
-    def run_step(self, work: Callable[[], dict[str, Any]]) -> dict[str, float]:
+    def run_step(self, work: Callable[[], Metrics]) -> dict[str, float]:
         """Do `work` as one training step: events, phase times, tokens per second, loggers."""
         return self.run.step(self, work)
 
@@ -230,7 +246,7 @@ class Trainer:
     def phase(self, name: str) -> Iterator[None]:
         """Count the seconds within as the metric time/<name>. Code of the user's within leaves torch's settings alone."""
         alone = (self.policy.kind == "moe" or self.policy.device.type == "cuda") and name not in USERS_PHASES
-        with self.phases.phase(name), contained(), one_thread() if alone else contextlib.nullcontext():
+        with self.phases.phase(name), one_thread() if alone else contextlib.nullcontext():
             if self.config.run.dropout and name in DROPOUT_PHASES:
                 with self._own_generator():
                     yield
@@ -246,7 +262,7 @@ class Trainer:
             torch.manual_seed(self.seed_of(self.state.step, "dropout", self.world.rank, self.phases.num_draws))
             yield
 
-    def seed_of(self, *parts: Any) -> int:
+    def seed_of(self, *parts: object) -> int:
         """A seed from the run's, the step and whatever else: a resumed run draws what the other would have."""
         return random.Random("/".join(map(str, (self.config.run.seed, *parts)))).getrandbits(62)
 
@@ -307,9 +323,9 @@ class Trainer:
 
     def train(
         self,
-        dataset: Any,
+        dataset: object,
         *,
-        eval_dataset: Any = None,
+        eval_dataset: object = None,
         num_steps: int | None = None,
         num_epochs: int | None = None,
         output_dir: str | Path | None = None,
@@ -349,7 +365,7 @@ class Trainer:
             self, dataset, eval_dataset, num_steps, num_epochs, output, resume, allow_changes, progress
         )
 
-    def prepared(self, dataset: Any, name: str = "dataset") -> Sequence[Any]:
+    def prepared(self, dataset: object, name: str = "dataset") -> Sequence[Any]:
         """Return a dataset's rows for train() and evaluate(), loaded and checked; they do not do so again.
 
         Up to 1,000 rows are tokenised here. Of more, only the columns are checked here: rows are tokenised in a thread
@@ -364,12 +380,12 @@ class Trainer:
             with_thread=is_thread_safe(self.tokenizer),
         )
 
-    def evaluate(self, dataset: Any) -> dict[str, float]:
+    def evaluate(self, dataset: object) -> dict[str, float]:
         """Metrics of a dataset, as eval/<metric>. Changes neither weights nor random numbers."""
         rows = list(self.prepared(dataset, "eval_dataset"))
         with contained(), self._doing("evaluating"), self.policy.evaluating(), torch.no_grad(), rng_kept():
             try:
-                metrics, _ = told(self.evaluate_on(rows), [], self.world)
+                metrics, _ = gather_metrics(self.evaluate_on(rows), [], self.world)
             except LACKS as error:
                 raise_explained(error, self, "evaluate")
         return {f"eval/{name}": float(value) for name, value in metrics.items()}
@@ -431,7 +447,7 @@ class Trainer:
         return self.run.callbacks
 
     @callbacks.setter
-    def callbacks(self, callbacks: Any) -> None:
+    def callbacks(self, callbacks: object) -> None:
         self.run.callbacks = checked_callbacks(callbacks)
 
     @property
@@ -439,7 +455,7 @@ class Trainer:
         return self.run.loggers
 
     @loggers.setter
-    def loggers(self, loggers: Any) -> None:
+    def loggers(self, loggers: object) -> None:
         self.run.loggers = checked_loggers(loggers)
 
     @property
@@ -455,7 +471,7 @@ class Trainer:
         """Give metrics to every logger. A logger that fails stops the run."""
         self.run.log(metrics)
 
-    def fire(self, event: str, *arguments: Any) -> None:
+    def fire(self, event: str, *arguments: object) -> None:
         """Call every callback's method of this name."""
         self.run.fire(self, event, *arguments)
 
@@ -473,7 +489,7 @@ class Trainer:
         finally:
             self.doing = before
 
-    def _make_config(self, config: Any, options: dict[str, Any]) -> Any:
+    def _make_config(self, config: object, options: Json) -> Any:
         if config is not None and not isinstance(config, self.Config):
             raise TypeError(f"config must be a {self.Config.__name__}, found {type(config).__name__}")
         makers = [cls.__init__ for cls in type(self).__mro__ if cls is not object]  # type: ignore[misc]
@@ -516,3 +532,59 @@ class Trainer:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         return learning_rate
+
+
+# ---- the optimiser and its schedule ----
+
+
+def make_optimizer(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimConfig, make: MakeOptimizer | None = None
+) -> torch.optim.Optimizer:
+    """AdamW, or what `make` makes of the parameter groups; the schedule sets the learning rate of either.
+
+    Norms and biases (parameters of fewer than two dimensions) have no weight decay.
+    """
+    params = [param for _, param in named_parameters if param.requires_grad]
+    if not params:
+        raise ValueError("model must have parameters that require a gradient, found none")
+    matrices = [param for param in params if param.ndim >= 2]
+    others = [param for param in params if param.ndim < 2]
+    groups = [
+        {"params": group, "weight_decay": decay}
+        for group, decay in ((matrices, config.weight_decay), (others, 0.0))
+        if group
+    ]
+    if make is not None:
+        if not callable(make):
+            raise TypeError(f"optimizer must make one of parameter groups, as torch.optim.SGD does, found {make!r:.60}")
+        optimizer = make(groups)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must return a torch.optim.Optimizer, found {type(optimizer).__name__}")
+        return optimizer
+    fusable = all(param.is_floating_point() and param.device.type in FUSED_ON for param in params)
+    fused = True if fusable else None  # None, not False: torch then chooses the next best
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def can_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimiser's kernel leaves everything as it is where `found_inf` on the device is 1, as AMP has it do."""
+    on_gpu = all(param.is_cuda for group in optimizer.param_groups for param in group["params"])
+    return on_gpu and type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
+
+
+def learning_rate_at(step: int, total_steps: int, config: OptimConfig) -> float:
+    """The learning rate of step `step`, counted from 0.
+
+    warm-up:  lr·(step + 1)/warmup_steps
+    then, with p the share of the remaining steps that is done:
+    linear    min + (lr − min)·(1 − p)          cosine    min + (lr − min)·(1 + cos πp)/2
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    if total_steps < 1:
+        raise ValueError(f"num_steps must be given for schedule={config.schedule!r}, which ends there, found 0")
+    done = min((step - config.warmup_steps) / max(total_steps - config.warmup_steps, 1), 1.0)
+    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * left

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from strop._tensors import Count, check_ids_in_range, check_like, check_logits, check_logits_and_ids
-from strop.config.losses import ClipEps
+from strop.config.policy_losses import ClipEps
 from strop.losses import PolicyLoss, PolicyRule
 from strop.ops.logp import logp
 from strop.ops.policy import Given, PolicyBatch, check_batch, composed

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from strop._tensors import Count, check_device, check_head, check_shape
-from strop.config.losses import ClipEps
+from strop.config.policy_losses import ClipEps
 from strop.losses import PolicyLoss, PolicyRule
 from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
 from strop.ops.policy import Given, PolicyBatch, check_batch, composed

@@ -1,6 +1,8 @@
-"""Samplers: in this process, or on servers that receive the weights before each rollout."""
+"""A sampler on servers that receive the weights before each rollout."""
 
 import contextlib
+import copy
+import functools
 import random
 import secrets
 import shutil
@@ -13,31 +15,36 @@ from typing import Any
 
 import torch
 
+from strop._types import Array, Json, State
 from strop.data.batch import TokenBatch, Trajectory, sampled
 from strop.distributed import ALONE, World
 from strop.models import Policy, unwrapped
 from strop.models.kinds import is_peft
-from strop.rollout import Rollout, Sampler, Sampling, checked_prompts
 from strop.rollout.cached_rows import CachedRows
 from strop.rollout.client import Completion, Pending, Server, ServerConfig, ServerError, Weights
+from strop.rollout.generate import Rollout, Sampler, checked_prompts
+from strop.rollout.sampling import Sampling
 
 PROBE_LENGTH = 64
+ROWS = ("prompt_ids", "completion_ids", "logps")  # what a checkpoint has of a rollout that was begun
 
 
-class Served(Sampler):
+class ServerSampler(Sampler):
     """A sampler on servers, with the policy's weights as they are when a rollout is begun.
+
+    A rollout may be begun before it is asked for. It is then known by its seed, and kept until the next such rollout is
+    asked for: a step that failed asks again.
 
     save      writes the model into a folder that servers can read
     updates   how many the weights have had
     """
-
-    FAILURES = (ServerError,)
 
     def __init__(
         self, policy: Policy, config: ServerConfig, save: Callable[[Path], None], updates: Callable[[], int] = int,
         world: World = ALONE,
     ):  # fmt: skip
         super().__init__(policy)
+        self._begun: dict[int, Callable[[], Rollout]] = {}
         if config.sync == "lora" and not is_peft(unwrapped(policy.model)):
             raise ValueError('sync must be "disk" for a model without a peft adapter, found "lora"')
         if policy.vocab_size is None:
@@ -52,17 +59,70 @@ class Served(Sampler):
         assert folder is not None  # the first process has made one
         self._folder, self._number, self._published = Path(folder), 0, -1
 
+    def __call__(
+        self, prompts: Sequence[Array], sampling: Sampling, num_samples: int, seed: int,
+        addresses: Sequence[int] | None = None,
+    ) -> Rollout:  # fmt: skip
+        """Return num_samples completions of each prompt, those that were begun with this seed if there are any."""
+        if seed in self._begun:
+            self._begun = {seed: self._begun[seed]}
+            begun = self._begun[seed]()  # copies, for a step that fails may have filled fields
+            return Rollout(map(copy.copy, begun), begun.seconds, begun.engine)
+        for finish in self._begun.values():  # first: what follows may be with other weights
+            finish()
+        return self._begin(prompts, sampling, num_samples, seed, addresses)()
+
+    def ahead(
+        self, prompts: Sequence[Array], sampling: Sampling, num_samples: int, seed: int,
+        addresses: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Begin the rollout that will be asked for with this seed."""
+        if seed not in self._begun:
+            self._begun[seed] = functools.cache(self._begin(prompts, sampling, num_samples, seed, addresses))
+
+    def state(self) -> State:
+        """Return the rollouts that were begun. Waits for them; one that failed is begun anew by who resumes."""
+        tensors: dict[str, torch.Tensor] = {}
+        values: Json = {}
+        for seed, finish in self._begun.items():
+            with contextlib.suppress(ServerError):
+                rollout = finish()
+                for name in ROWS:
+                    rows = getattr(rollout, name)
+                    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+                    none = torch.zeros(0, dtype=torch.int64)  # of a process without prompts
+                    joined = torch.cat(rows) if rows else none
+                    tensors |= {f"{seed}/{name}": joined, f"{seed}/{name}_lengths": lengths}
+                values[str(seed)] = {"finish_reasons": rollout.finish_reasons, "engine": rollout.engine}
+        return tensors, values
+
+    def load_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
+        for seed, about in values.items():
+            rows = [tensors[f"{seed}/{name}"].split(tensors[f"{seed}/{name}_lengths"].tolist()) for name in ROWS]
+            lines = sampled(*rows)
+            for line, finish in zip(lines, about["finish_reasons"], strict=True):
+                line.finish = finish
+            self._begun[int(seed)] = functools.partial(Rollout, lines, engine=about["engine"])
+
     def next_turn(
-        self, prompts: Sequence[Any], sampling: Sampling, seed: int, addresses: Sequence[int], cached: CachedRows
+        self,
+        prompts: Sequence[Array],
+        sampling: Sampling,
+        seed: int,
+        addresses: Sequence[int],
+        cached: CachedRows,
     ) -> Rollout:
         """Sample one turn of rows that go on later. The servers have caches of their own."""
         return self(prompts, sampling, 1, seed, addresses)
 
     def _begin(
-        self, prompts: Sequence[Any], sampling: Sampling, num_samples: int, seed: int,
+        self, prompts: Sequence[Array], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None,
     ) -> Callable[[], Rollout]:  # fmt: skip
-        """The first process asks the servers for the prompts of all, so that one client brings them the weights."""
+        """Begin a rollout with the weights as they are now and return a function that waits for it.
+
+        The first process asks the servers for the prompts of all, so that one client brings them the weights.
+        """
         ids = checked_prompts(self.policy, prompts, sampling) if len(prompts) else []
         everyones = self.world.gathered((ids, list(addresses or range(len(ids)))))
         weights, start, pending = self._publish(), time.perf_counter(), None
@@ -150,9 +210,9 @@ class Served(Sampler):
             return self.policy.logps(batch).cpu().double()
 
 
-def sampler(trainer: Any, config: ServerConfig, records_routing: bool = False) -> Sampler:
+def make_sampler(trainer: Any, config: ServerConfig, records_routing: bool = False) -> Sampler:
     """Return who samples for a trainer: this process, or the servers its config names."""
     if not config.urls:
         return Sampler(trainer.policy, records_routing)
     assert not records_routing
-    return Served(trainer.policy, config, trainer.save_pretrained, lambda: trainer.state.updates, trainer.world)
+    return ServerSampler(trainer.policy, config, trainer.save_pretrained, lambda: trainer.state.updates, trainer.world)

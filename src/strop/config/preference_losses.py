@@ -1,0 +1,124 @@
+"""Options of losses of pairs and of labelled completions: each rule names a loss and its numbers, and checks them.
+
+The formulas, which need torch, are in `strop.losses`.
+"""
+
+from dataclasses import dataclass
+
+from strop._checks import check_choice, check_number
+from strop.config.base import without_use
+
+WITHOUT_REFERENCE = ("cpo", "simpo", "orpo", "sft")
+LENGTH_NORMALISED = ("ipo", "sigmoid_norm", "simpo", "orpo")
+LABEL_SMOOTHED = ("sigmoid", "robust", "exo_pair", "cpo", "simpo")
+PREFERENCE_LOSS_TYPES = (
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "apo_zero",
+    "apo_down",
+    "sppo_hard",
+    "sigmoid_norm",
+    "bco_pair",
+    "discopop",
+    "cpo",
+    "simpo",
+    "orpo",
+    "sft",
+)
+UNPAIRED_LOSS_TYPES = ("kto", "bco", "apo_zero_unpaired")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceRule:
+    """Which preference loss: one value from the config to the formula, checked when it is made.
+
+    beta              how strongly the policy is held to the reference; for ipo and sppo_hard 1/(2β) is the margin aimed at
+    loss_type         sigmoid, ipo, hinge … (docs/losses.md lists all), or several, which are added: a list or "ipo,sft"
+    loss_weights      one weight for each of several loss types; None is 1 for each
+    label_smoothing   the probability that a label is wrong: from 0 to below ½, for sigmoid, robust, cpo and simpo; above 0
+                      for exo_pair
+    simpo_gamma       the margin simpo aims at
+    discopop_tau      at most 1: how sharply discopop turns from the logistic to the exponential loss
+    """
+
+    beta: float = 0.1
+    loss_type: str | tuple[str, ...] = "sigmoid"
+    loss_weights: tuple[float, ...] | None = None
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.5
+    discopop_tau: float = 0.05
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_type, str) and "," in self.loss_type:
+            object.__setattr__(self, "loss_type", tuple(part.strip() for part in self.loss_type.split(",")))
+        for name in ("loss_type", "loss_weights"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+        if not isinstance(self.loss_type, (str, tuple)):
+            raise TypeError(f"loss_type must be a name or a list of names, found {self.loss_type!r}")
+        if not self.types or len(set(self.types)) < len(self.types):
+            raise ValueError(f"loss_type must name each loss once and at least one, found {self.loss_type!r}")
+        for loss_type in self.types:
+            check_choice(loss_type, "loss_type", PREFERENCE_LOSS_TYPES)
+        if len(self.weights) != len(self.types):
+            raise ValueError(
+                f"loss_weights must have one number for each of {len(self.types)} losses, found {len(self.weights)}"
+            )
+        for weight in self.weights:
+            check_number(weight, "loss_weights", 0)
+        check_number(self.beta, "beta", 0, open_low=True)
+        check_number(self.simpo_gamma, "simpo_gamma", 0)
+        check_number(self.discopop_tau, "discopop_tau", 0, 1, open_low=True)
+        _check_label_smoothing(self.label_smoothing, self.types)
+
+    def without_effect(self) -> list[str]:
+        """Return the options that are set and that these loss types have no use for, each with the reason."""
+        return without_use(self, (("simpo_gamma", "simpo"), ("discopop_tau", "discopop")), self.types)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return (1.0,) * len(self.types) if self.loss_weights is None else self.loss_weights
+
+    @property
+    def needs_reference(self) -> bool:
+        return not set(self.types) <= set(WITHOUT_REFERENCE)
+
+
+def _check_label_smoothing(label_smoothing: float, types: tuple[str, ...]) -> None:
+    check_number(label_smoothing, "label_smoothing", 0, 0.5, open_high=True)
+    if label_smoothing and not set(types) & set(LABEL_SMOOTHED):
+        raise ValueError(
+            f"label_smoothing must be 0 for {types[0]!r}, which has no use for it, found {label_smoothing}"
+        )
+    if not label_smoothing and "exo_pair" in types:
+        raise ValueError("label_smoothing must be above 0 for 'exo_pair', which takes its logarithm, found 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpairedRule:
+    """Which loss of labelled completions: one value from the config to the formula, checked when it is made.
+
+    beta                 how strongly the policy is held to the reference
+    loss_type            kto, bco or apo_zero_unpaired
+    desirable_weight     weight of desirable completions, to balance their number
+    undesirable_weight   weight of undesirable completions
+    """
+
+    beta: float = 0.1
+    loss_type: str = "kto"
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_choice(self.loss_type, "loss_type", UNPAIRED_LOSS_TYPES)
+        check_number(self.beta, "beta", 0, open_low=True)
+        for name in ("desirable_weight", "undesirable_weight"):
+            check_number(getattr(self, name), name, 0)

@@ -1,0 +1,223 @@
+"""Rollouts: prompts and sampling in; trajectories out, with log-probs and why each ended.
+
+    rollout = generate(policy, prompts, Sampling(max_new_tokens=64), num_samples=8, seed=0)
+
+One function for every model. What computes is chosen by the policy's kind: `moe` (strop's own engine), `hf`
+(a cache of slots and CUDA graphs, else transformers' generate) or `plain` (a module that only returns logits).
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from strop._checks import check_count
+from strop._types import Array, Json, State
+from strop.data.batch import Trajectory, as_ids, sampled
+from strop.models import Policy
+from strop.rollout import decoding, native, plain
+from strop.rollout.cached_rows import CachedRows
+from strop.rollout.sampling import Sampling, uniforms
+
+# (policy, prompts, sampling, num_samples, uniforms_BT, eos_ids) → tokens and log-probs of every completion, EOS the last token
+# of one that ended so
+Completions = tuple[list[torch.Tensor], ...]  # and, where asked for, the experts chosen
+ENGINES: dict[str, Callable[..., Completions]] = {
+    "moe": native.complete,
+    "hf": decoding.complete,
+    "plain": plain.complete,
+}
+
+End = tuple[int, str | None, Mapping[str, float]]  # tokens that are trained on, finish reason, and numbers by name
+ENDED = ("eos", "environment")  # finish reasons of what is not truncated
+CACHING = ("hf", "moe")  # engines that cache rows; one that only returns logits has nothing to cache
+
+
+class Rollout(list[Trajectory]):
+    """Completions of prompts, a prompt's samples next to each other, and what belongs to all of them.
+
+    seconds   spent generating
+    engine    what computed, and for a slow way why
+
+    A completion has at least one token, and its EOS where it ended in one. Log-probs are float32 (float64 of a float64
+    model), under the distribution each token was drawn from: temperature, top-k and top-p applied. Greedy: under
+    softmax(logits).
+    """
+
+    def __init__(self, lines: Iterable[Trajectory] = (), seconds: float = 0.0, engine: str = ""):
+        super().__init__(lines)
+        self.seconds, self.engine = seconds, engine
+
+    @property
+    def prompt_ids(self) -> list[torch.Tensor]:
+        return [line.prompt_ids for line in self]
+
+    @property
+    def completion_ids(self) -> list[torch.Tensor]:
+        return [line.completion_ids for line in self]
+
+    @property
+    def logps(self) -> list[torch.Tensor]:
+        return [line.rollout_logps_t for line in self if line.rollout_logps_t is not None]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        return [str(line.finish) for line in self]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated."""
+        return sum(line.num_loss_tokens for line in self)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return completion_metrics(ends_of(self))
+
+
+def ends_of(lines: Sequence[Trajectory]) -> list[End]:
+    """Return what `completion_metrics` needs of each trajectory; it can be sent to other processes."""
+    return [(line.num_loss_tokens, line.finish, line.info) for line in lines]
+
+
+def completion_metrics(ends: Sequence[End]) -> dict[str, float]:
+    """Return the mean length, the share that max_new_tokens cut, and the means of what else is known of completions."""
+    length, cut = sum(length for length, *_ in ends), sum(why == "length" for _, why, _ in ends)
+    found = {"completion/length": length / len(ends), "completion/truncated_fraction": cut / len(ends)}
+    names = dict.fromkeys(name for *_, info in ends for name in info)
+    return found | {name: sum(info.get(name, 0.0) for *_, info in ends) / len(ends) for name in names}
+
+
+def generate(
+    policy: Policy,
+    prompts: Sequence[Array],
+    sampling: Sampling,
+    *,
+    num_samples: int = 1,
+    seed: int | None = None,
+    addresses: Sequence[int] | None = None,
+    ignore_eos: bool = False,
+    cached: CachedRows | None = None,
+    record_routing: bool = False,
+) -> Rollout:
+    """Return num_samples completions of each prompt, with the weights as they are now.
+
+    prompts      rows of token ids of any lengths, at least one token each
+    seed         the same seed gives the same completions; None draws one from torch's generator. The generators of the
+                 caller are as before, but for that one draw.
+    addresses    which of the seed's random numbers each prompt has; None counts them from 0. A prompt draws the same,
+                 whichever prompts are beside it
+    ignore_eos   only sampling.stop_ids end a completion
+    cached       what was read of rows that go on later; with num_samples=1
+    record_routing   of a Mixture-of-Experts model also say which experts were chosen, as `Trajectory.routing_TLk`
+    """
+    # asked only where they look odd: a trainer's never do
+    if type(num_samples) is not int or num_samples < 1:
+        check_count(num_samples, "num_samples", 1)
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
+        check_count(seed, "seed")
+    ids = checked_prompts(policy, prompts, sampling)
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, ()))
+    if record_routing and (isinstance(policy.routers, str) or cached is not None):
+        why = policy.routers if isinstance(policy.routers, str) else "these rows go on later"
+        raise ValueError(f"record_routing must be False: {why}")
+    addresses = range(len(ids)) if addresses is None else addresses
+    if len(addresses) != len(ids):
+        raise ValueError(f"addresses must be one for each of the {len(ids)} prompts, found {len(addresses)}")
+    eos_ids = tuple(dict.fromkeys((*(() if ignore_eos else policy.eos_ids), *sampling.stop_ids)))
+    start = time.perf_counter()
+    # never in inference mode, whose tensors neither a later rollout nor a training step could use
+    with torch.inference_mode(False), torch.no_grad(), policy.evaluating():
+        uniforms_BT = uniforms(seed, addresses, num_samples, sampling.max_new_tokens)
+        further: Json = {"cached": cached} if cached is not None and policy.kind in CACHING else {}
+        further |= {"routers": policy.routers} if record_routing else {}
+        completion_ids, logps, *routing = ENGINES[policy.kind](
+            policy, ids, sampling, num_samples, uniforms_BT, eos_ids, **further
+        )
+    seconds = time.perf_counter() - start
+    _check_not_nan(logps)
+    last = torch.stack([tokens[-1] for tokens in completion_ids]).tolist()
+    lines = sampled([prompt for prompt in ids for _ in range(num_samples)], completion_ids, logps)
+    for line, token in zip(lines, last, strict=True):
+        line.finish = "eos" if token in eos_ids else "length"
+    for line, chosen_TLk in zip(lines, routing[0] if routing else (), strict=bool(routing)):
+        line.routing_TLk = chosen_TLk
+    return Rollout(lines, seconds, decoding.description(policy) if policy.kind == "hf" else policy.kind)
+
+
+def _check_not_nan(logps: Sequence[torch.Tensor]) -> None:
+    """Weights that are NaN give NaN log-probs and tokens that mean nothing."""
+    if torch.cat(list(logps)).isnan().any():
+        index = next(i for i, row in enumerate(logps) if row.isnan().any())
+        raise FloatingPointError(
+            f"log-probs of completion {index} must be numbers, found NaN: are the model's weights?"
+        )
+
+
+def checked_prompts(
+    policy: Policy, prompts: Sequence[Array], sampling: Sampling, name: str = "prompts"
+) -> list[torch.Tensor]:
+    """Prompts as ids that the model can read and complete; an error names `name` and the index."""
+    if len(prompts) == 0:
+        raise ValueError(f"{name} must hold at least one prompt, found none")
+    ids = [as_ids(prompt, f"{name}[{index}]") for index, prompt in enumerate(prompts)]
+    longest = policy.max_length
+    for index, prompt in enumerate(ids):
+        if not len(prompt):
+            raise ValueError(f"{name}[{index}] must hold at least one token, found none")
+        if longest is not None and len(prompt) + sampling.max_new_tokens > longest:
+            raise ValueError(
+                f"{name}[{index}] must have at most {max(longest - sampling.max_new_tokens, 0)} tokens (the model reads "
+                f"{longest}, of which max_new_tokens={sampling.max_new_tokens}), found {len(prompt)}"
+            )
+        policy.check_ids(prompt, f"{name}[{index}]")
+    return ids
+
+
+class Sampler:
+    """`generate` for a trainer: in this process, with the policy as it is when it is asked.
+
+    records_routing   whether rollouts say which experts were chosen
+    """
+
+    def __init__(self, policy: Policy, records_routing: bool = False):
+        self.policy, self.records_routing = policy, records_routing
+        self._whole: Policy | None = None
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Around rollouts: where the weights lie in shards, all processes gather them here and free them afterwards."""
+        with self.policy.whole() as self._whole:
+            yield
+        self._whole = None
+
+    def __call__(
+        self, prompts: Sequence[Array], sampling: Sampling, num_samples: int, seed: int,
+        addresses: Sequence[int] | None = None,
+    ) -> Rollout:  # fmt: skip
+        """Return num_samples completions of each prompt; none of none, where there are fewer prompts than processes."""
+        if not len(prompts):
+            return Rollout()
+        return generate(
+            self._whole or self.policy,
+            prompts,
+            sampling,
+            num_samples=num_samples,
+            seed=seed,
+            addresses=addresses,
+            record_routing=self.records_routing,
+        )
+
+    def next_turn(
+        self, prompts: Sequence[Array], sampling: Sampling, seed: int, addresses: Sequence[int], cached: CachedRows
+    ) -> Rollout:
+        """Sample one turn of rows that go on later."""
+        return generate(self._whole or self.policy, prompts, sampling, seed=seed, addresses=addresses, cached=cached)
+
+    def state(self) -> State:
+        """Return what a checkpoint needs of rollouts that were begun and not yet asked for: here there are none."""
+        return {}, {}
+
+    def load_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
+        """Forget rollouts that servers had begun; their prompts are sampled here."""
