@@ -14,7 +14,7 @@ import os
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -32,17 +32,19 @@ BUCKET = 2**26  # bytes of gradients that are summed in one call
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size`; `local_rank` counts those of this machine, one a GPU."""
+    """This process among `size`; `local_rank` counts those of this machine, one a GPU.
+
+    is_first   whether this process is the one that writes logs, progress and files that are not shared out
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     launched: bool = False
+    is_first: bool = field(init=False)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this process is the one that writes logs, progress and files that are not shared out."""
-        return self.rank == 0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_first", self.rank == 0)
 
     @property
     def device(self) -> torch.device | None:

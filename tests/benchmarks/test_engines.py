@@ -135,7 +135,7 @@ def test_products_of_each_engine_are_the_same_products():
     """What an engine multiplies when it is given pairs: an engine that skipped one would look fast."""
     if "native" not in available_engines():
         pytest.skip("needs the compiled module")
-    from strop.moe import native
+    from benchmarks.contenders import moe_kernels as native
 
     pairs = moe_contenders.record_products(SMALL, *tokens_of(SMALL, (2, 8)))
     seen = []

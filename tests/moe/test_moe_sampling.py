@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.moe import available_engines
-from strop.moe.engines import engine_class
+from strop.moe.engine import engine_class
 from strop.moe.sampling import sample, sampling_logps
 
 LOGITS = np.log(np.array([[0.1, 0.4, 0.2, 0.3]]))
@@ -40,9 +40,7 @@ def test_of_equal_tokens_the_lower_id_stays():
 @pytest.fixture(params=available_engines())
 def engine_sample(request):
     engine = engine_class(request.param)
-    return lambda *args, **settings: engine.sample(
-        object.__new__(engine), *args, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **settings}
-    )
+    return lambda *args, **settings: engine.sample(*args, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **settings})
 
 
 def test_the_uniform_picks_by_cumulative_probability(engine_sample):

@@ -19,7 +19,7 @@ from strop._tensors import widened
 from strop._types import Array, Json, State, Texts
 from strop.config import KTOConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
-from strop.data.formats import check_rows
+from strop.data.formats import PreparedRows, check_rows
 from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
 from strop.data.offline import Limits, as_array, as_label, unpaired_rows
 from strop.data.tokenize import LossMask, encode_rows
@@ -57,7 +57,7 @@ class KTO(Trainer):
         """
         return self.run_step(lambda: self._step(self._trajectories(prompt, completion, label, prompt_mask)))
 
-    def prepared(self, dataset: object, name: str = "dataset") -> Sequence[Any]:
+    def prepared(self, dataset: object, name: str = "dataset") -> PreparedRows:
         return super().prepared(unpaired_rows(dataset), name)
 
     def check_columns(self, rows: Sequence[Any], name: str) -> None:

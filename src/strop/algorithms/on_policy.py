@@ -299,6 +299,7 @@ class PolicyGradient(OnPolicy):
         return self.config.group_size
 
     def setup(self, ref_model: object) -> None:
+        self.rule, self.recomputes = self.config.rule, self.config.recomputes
         if self.config.exact:
             with self.autocast():
                 self.policy.be_exact()
@@ -310,7 +311,7 @@ class PolicyGradient(OnPolicy):
     def score(self, lines: Sequence[Trajectory]) -> None:
         """Fill old_logps_t and ref_logps_t, on the policy's device, which is not waited for."""
         with self.phase("score"), self.autocast(), torch.no_grad():
-            recomputes, reference = self.config.recomputes, self.reference
+            recomputes, reference = self.recomputes, self.reference
             for part, batch in self.scoring_batches(lines) if recomputes or reference is not None else ():
                 if recomputes:
                     logps_n = self.policy.logps(batch, temperature=self.config.sampling.temperature)
@@ -348,7 +349,7 @@ class PolicyGradient(OnPolicy):
         drawn_N = joined([line.rollout_logps_t for line in lines if line.rollout_logps_t is not None])
         drawn = drawn_N.sum(dtype=self.sum_dtype).item()
         metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn, len(drawn_N))}
-        metrics |= self._mismatch(lines) if self.config.recomputes else meter.first()
+        metrics |= self._mismatch(lines) if self.recomputes else meter.first()
         self.count_tokens(sum(map(len, lines)))
         assert batch.rewards is not None
         return metrics | {
@@ -358,7 +359,7 @@ class PolicyGradient(OnPolicy):
 
     def _has_signal(self, lines: Sequence[Trajectory]) -> bool:
         """Return whether the first update on these must have a gradient: an advantage counts, and no ratio is clipped."""
-        fresh = self.config.recomputes or not self.config.server.max_staleness
+        fresh = self.recomputes or not self.config.server.max_staleness
         rows = [line.advantages_t for line in lines if line.advantages_t is not None and line.importance_t is None]
         found = fresh and bool(joined(rows).any())
         return found if self.world.size == 1 else self.world.any(found)
@@ -381,11 +382,11 @@ class PolicyGradient(OnPolicy):
     def weigh(self, lines: Sequence[Trajectory], num_tokens: int, num_sequences: int) -> None:
         """Fill `weight`: the share of each token in the loss of an update on so many tokens and sequences in all."""
         for line in lines:
-            line.weight = self.config.rule.weight(line.num_loss_tokens, num_tokens, num_sequences)
+            line.weight = self.rule.weight(line.num_loss_tokens, num_tokens, num_sequences)
 
     def loss_on(self, lines: Sequence[Trajectory]) -> PolicyLoss:
         """Return the loss of these trajectories, each token with its weight."""
-        return self.policy.loss(self.batch_of(lines), self.config.rule, temperature=self.config.sampling.temperature)
+        return self.policy.loss(self.batch_of(lines), self.rule, temperature=self.config.sampling.temperature)
 
     def batch_of(self, lines: Sequence[Trajectory]) -> TokenBatch:
         """Return the batch of an update, with all that the loss reads."""
@@ -396,7 +397,7 @@ class PolicyGradient(OnPolicy):
         if batch.importance_n is not None:
             assert batch.old_logps_n is not None
             assert batch.advantages_n is not None
-            if self.config.rule.loss_type == "vespo":  # it goes into the product of the sequence's ratios
+            if self.rule.loss_type == "vespo":  # it goes into the product of the sequence's ratios
                 batch.old_logps_n = batch.old_logps_n - batch.importance_n.clamp(min=1e-8).log()
             else:  # the policy's term is linear in the advantage; KL and entropy have none
                 batch.advantages_n = batch.advantages_n * batch.importance_n

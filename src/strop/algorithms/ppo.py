@@ -129,7 +129,7 @@ class PPO(PolicyGradient):
     def _loss_on(self, lines: Sequence[Trajectory]) -> PolicyLoss:
         config, batch = self.config, self.batch_of(lines)
         head = self._head(batch)
-        result = self.policy.loss(batch, config.rule, temperature=config.sampling.temperature, head=head)
+        result = self.policy.loss(batch, self.rule, temperature=config.sampling.temperature, head=head)
         before_n, returns_n = batch.values_n, batch.returns_n
         assert batch.weights_n is not None
         assert before_n is not None

@@ -11,14 +11,15 @@ from typing import Any
 from strop.data.streams import Streamed
 
 Prepare = Callable[[Sequence[Any], str], Sequence[Any]]
-PART, NUM_PARTS = 128, 3  # rows that are prepared together, and how many such parts are prepared ahead
+PART = 128  # rows that are prepared together
+NUM_ROWS_AHEAD = 3 * PART  # behind a batch, that are prepared beside its step
 
 
 class PreparedAhead(Sequence[Any]):
     """A dataset's rows as an algorithm's `prepare` returns them, each prepared when it is asked for or shortly before.
 
+    before        the rows as they were, for their digest
     columns       of all rows together: a row that lacks one has None there, whichever rows share a batch
-    digest        of the rows before they are prepared, once it is known
     with_thread   rows named by `take` are prepared in a thread; off where a tokenizer may not be used by two threads
     """
 
@@ -31,7 +32,7 @@ class PreparedAhead(Sequence[Any]):
         with_thread: bool = False,
     ):
         self.rows, self.prepare, self.name = rows, prepare, name
-        self.digest: str | None = None
+        self.before = rows
         self.columns, self.with_thread = dict.fromkeys(columns), with_thread
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: dict[int, tuple[Future[Sequence[Any]], int]] = {}  # row i: the part it is in, its place there
@@ -43,12 +44,12 @@ class PreparedAhead(Sequence[Any]):
         place = range(len(self))[index]
         return self.take(place) if isinstance(place, range) else self.take([place])[0]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         for start in range(0, len(self), PART):
             end = start + PART
             yield from self.take(range(len(self))[start:end], range(len(self))[end : end + PART])
 
-    def take(self, indices: Sequence[int], following: Sequence[int] | None = None) -> list[Any]:
+    def take(self, indices: Sequence[int], following: Sequence[int] | None = None) -> list[object]:
         """Return these rows prepared; begin to prepare `following`, the rows that are needed next."""
         found = {i: self._ahead[i] for i in indices if i in self._ahead}
         missing = [i for i in indices if i not in found]
@@ -75,10 +76,10 @@ class PreparedAhead(Sequence[Any]):
             future = self._threads.submit(self._prepared, part)
             self._ahead |= {i: (future, place) for place, i in enumerate(part)}
 
-    def _prepared(self, indices: Sequence[int]) -> Sequence[Any]:
+    def _prepared(self, indices: Sequence[int]) -> Sequence[object]:
         return self.prepare([self._row(i) for i in indices], self.name)
 
-    def _prepared_or_named(self, indices: Sequence[int]) -> Sequence[Any]:
+    def _prepared_or_named(self, indices: Sequence[int]) -> Sequence[object]:
         """Return the rows prepared; where that fails, raise with the number that the row has in the dataset."""
         if not indices:
             return []
@@ -94,7 +95,7 @@ class PreparedAhead(Sequence[Any]):
             text = str(error).replace(f"{self.name}[0]", f"{self.name}[{i}]").replace("rows[0]", f"rows[{i}]")
             raise type(error)(text + self._place(i)) from None
 
-    def _row(self, i: int) -> Any:
+    def _row(self, i: int) -> object:
         row = self.rows[i]
         if isinstance(row, Mapping) and len(row) < len(self.columns):
             return {**self.columns, **row}
@@ -103,15 +104,3 @@ class PreparedAhead(Sequence[Any]):
     def _place(self, i: int) -> str:
         place = self.rows.place if isinstance(self.rows, Streamed) else None
         return f" ({place(i)})" if place is not None else ""
-
-
-def taken(rows: Sequence[object], indices: Sequence[int], following: Sequence[int] | None = None) -> list[Any]:
-    """Return these rows; where they are prepared ahead, begin to prepare `following`."""
-    if isinstance(rows, PreparedAhead):
-        return rows.take(indices, following)
-    return [rows[i] for i in indices]
-
-
-def rows_ahead(batch_size: int) -> int:
-    """Return how many rows behind a batch are prepared ahead: those of two steps at least."""
-    return max(PART * NUM_PARTS, 2 * batch_size)

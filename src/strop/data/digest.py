@@ -14,9 +14,9 @@ NUM_EXAMPLES = 8  # rows of a stream that are hashed beside its files, as they a
 
 
 def digest_rows(rows: Sequence[object]) -> str:
-    """Return a digest of all rows and their order. Rows that carry a `digest` of their own are not read again."""
-    if isinstance(known := getattr(rows, "digest", None), str):
-        return known
+    """Return a digest of all rows and their order; of prepared rows, of those they were made of."""
+    if (before := getattr(rows, "before", None)) is not None:
+        return digest_rows(before)
     found = hashlib.sha256(b"%d" % len(rows))
     files: Sequence[str] = getattr(rows, "files", ())
     for file in files:
@@ -31,7 +31,7 @@ def _examples(rows: Sequence[object]) -> Iterator[bytes]:
     yield _as_bytes([_readable(rows, i * len(rows) // count) for i in range(count)])
 
 
-def _readable(rows: Sequence[object], i: int) -> Any:
+def _readable(rows: Sequence[object], i: int) -> object:
     """Return the row; None for a broken one, which is named when a step comes to it."""
     try:
         return rows[i]

@@ -27,7 +27,6 @@ from strop import _hub
 from strop._checks import check_choice, is_conversation
 from strop._types import Json, Row
 from strop.data.ahead import Prepare, PreparedAhead
-from strop.data.digest import digest_rows
 from strop.data.files import SUFFIXES, datasets_package, one_line, read_file
 from strop.data.streams import RowFacts, Streamed, is_jsonl, read_files
 
@@ -53,10 +52,23 @@ CONTENT = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 class Prepared(list[Any]):
     """Rows that went through an algorithm's `prepare` already.
 
-    digest   of the rows as they were before; None for a part of them
+    before   the rows as they were, for their digest; None for a part of them
     """
 
-    digest: str | None = None
+    before: Sequence[Any] | None = None
+
+    def take(self, indices: Sequence[int], following: Sequence[int] | None = None) -> list[Any]:
+        """Return these rows; the others are prepared too."""
+        return [self[i] for i in indices]
+
+
+PreparedRows = Prepared | PreparedAhead
+
+
+class CheckedRows(list[Any]):
+    """A list of rows that remembers what one pass over all of them found."""
+
+    facts: RowFacts | None = None
 
 
 def prepared(
@@ -67,7 +79,7 @@ def prepared(
     any_format: bool = False,
     check: Callable[[Sequence[Json], str], None] | None = None,
     with_thread: bool = False,
-) -> Sequence[Any]:
+) -> PreparedRows:
     """Return the dataset's rows as `prepare` returns them; what went through here already stays as it is.
 
     check         raises if a row's columns are wrong: called with all rows. Where it is given, large datasets are prepared
@@ -82,19 +94,17 @@ def prepared(
     rows = (load_rows if (name_of(dataset) and not any_format) or (check is None and not any_format) else read_rows)(
         dataset
     )
-    digest = digest_rows(rows)
-    found: Prepared | PreparedAhead | None = None
+    before = rows
     if isinstance(rows, Streamed) and rows.on_disk:
-        found = PreparedAhead(rows, prepare, name, with_thread=with_thread)
-    elif check is not None:
-        if isinstance(rows, list):  # which cannot remember what a pass over all rows found
-            rows = Streamed(len(rows), rows.__getitem__, on_disk=False)
+        return PreparedAhead(rows, prepare, name, with_thread=with_thread)
+    if check is not None:
+        rows = CheckedRows(rows) if isinstance(rows, list) else rows
         check(rows, name)
-        warn_of_odd_rows((rows.facts if isinstance(rows, Streamed) else None) or facts_of(rows, name), name)
+        warn_of_odd_rows(getattr(rows, "facts", None) or facts_of(rows, name), name)
         if len(rows) > MOST_AT_ONCE:
-            found = PreparedAhead(rows, prepare, name, list(column_counts(rows)), with_thread)
-    found = Prepared(prepare(rows, name)) if found is None else found
-    found.digest = digest
+            return PreparedAhead(rows, prepare, name, list(column_counts(rows)), with_thread)
+    found = Prepared(prepare(rows, name))
+    found.before = before
     return found
 
 
@@ -225,7 +235,7 @@ def _rows_of_frame(frame: Any) -> list[Json]:
     ]
 
 
-def _read_named(name: str, split: str, limit: int | None, seed: int) -> Any:
+def _read_named(name: str, split: str, limit: int | None, seed: int) -> object:
     path = Path(name).expanduser()
     if name == "-" or path.is_file():
         return _read_all([name if name == "-" else path])
@@ -252,7 +262,7 @@ def _read_all(paths: Sequence[str | os.PathLike[str]]) -> Sequence[Json]:
     return [row for path in paths for row in read_file(path)]
 
 
-def _read_folder(folder: Path, split: str) -> Any:
+def _read_folder(folder: Path, split: str) -> object:
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         found = datasets_package().load_from_disk(str(folder))
         return _pick_split(found, split) if isinstance(found, Mapping) else found
@@ -282,7 +292,7 @@ def _unknown_source(name: str, known: Sequence[str]) -> str:
     return f"no file, folder or task is called {name!r}{hint} Tasks: {', '.join(known)}. A dataset's id has an owner: owner/name"
 
 
-def _read_hub(name: str, split: str) -> Any:
+def _read_hub(name: str, split: str) -> object:
     place, _, config = name.partition(":")
     package = datasets_package()
     try:
@@ -300,7 +310,7 @@ def _is_dataset(source: object) -> bool:
     return hasattr(source, "column_names") and hasattr(source, "select") and hasattr(source, "__getitem__")
 
 
-def _pick_split(splits: Mapping[str, object], split: str) -> Any:
+def _pick_split(splits: Mapping[str, object], split: str) -> object:
     check_choice(split, "split", splits)
     return splits[split]
 
@@ -382,7 +392,7 @@ def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str 
     Rows that stay on the disk are checked when they are read: here only the first.
     what   who wants these formats, for the error ("DPO")
     """
-    facts = rows.facts if isinstance(rows, Streamed) else None
+    facts: RowFacts | None = getattr(rows, "facts", None)
     first = facts.format if facts else detect_format(rows[0], _name(where, 0))
     usable = first if first in wanted else _also(first, wanted)
     if usable is None:
@@ -391,7 +401,7 @@ def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str 
         )
     if facts is None:
         facts = facts_of(rows, where)
-        if isinstance(rows, Streamed) and not rows.on_disk:
+        if isinstance(rows, CheckedRows) or (isinstance(rows, Streamed) and not rows.on_disk):
             rows.facts = facts
     return usable
 
@@ -452,8 +462,8 @@ def column_counts(rows: Any) -> dict[str, int]:
     """Return how many rows have each column."""
     if _is_dataset(rows):  # its columns are the same in all rows
         return dict.fromkeys(rows.column_names, len(rows))
-    if isinstance(rows, Streamed) and rows.facts:
-        return rows.facts.column_counts
+    if facts := getattr(rows, "facts", None):
+        return dict(facts.column_counts)
     return dict(Counter(name for row in rows for name in row))
 
 

@@ -28,13 +28,16 @@ dtype and shape. With `out` they are written over (not added to) those arrays, a
 Shapes: B rows, T columns, V vocabulary.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
+from strop import _compiled
+from strop._checks import check_choice
 from strop.moe.config import MoEConfig
 from strop.moe.optim import adamw_update_all
 from strop.moe.sampling import sample
@@ -164,32 +167,11 @@ class MoEEngine(ABC):
         """The same with one token for every row."""
         return self.prefill(np.ascontiguousarray(tokens_B[:, None]), None, cache)
 
-    def adamw_update_all(
-        self,
-        params: Sequence[np.ndarray],
-        grads: Sequence[np.ndarray],
-        ms: Sequence[np.ndarray],
-        vs: Sequence[np.ndarray],
-        *,
-        weight_decays: Sequence[float],
-        step: int,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        grad_scale: float = 1.0,
-    ) -> None:
-        """`strop.moe.optim.adamw_update_all`; an engine may do it in one pass."""
-        adamw_update_all(
-            params, grads, ms, vs, weight_decays=weight_decays,
-            step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps, grad_scale=grad_scale,
-        )  # fmt: skip
+    adamw_update_all: Callable[..., None] = staticmethod(adamw_update_all)
+    """An engine may update all arrays in one pass."""
 
-    def sample(
-        self, logits_BV: np.ndarray, uniforms_B: np.ndarray, *, temperature: float, top_k: int, top_p: float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """tokens_B and logps_B by the rules of `strop.moe.sampling`, one uniform in [0, 1) a row. An engine may fuse it."""
-        return sample(logits_BV, uniforms_B, temperature=temperature, top_k=top_k, top_p=top_p)
+    sample: Callable[..., tuple[np.ndarray, np.ndarray]] = staticmethod(sample)
+    """An engine may fuse the steps of `strop.moe.sampling.sample`."""
 
     def complete(
         self,
@@ -241,11 +223,53 @@ class MoEEngine(ABC):
             logits = self.decode(tokens, cache)
         return new_BT, logps_BT, lengths_B
 
-    @classmethod
-    def kernels(cls) -> dict[str, Callable[..., Any]]:
-        """Parts of the engine that can run alone, for benchmarks; what it does not offer is absent.
 
-        Each takes float32 arrays, prepares them as the engine has them, and returns a function that does the work:
-        matmul(a, b), softmax(z), rms_norm(x, w), and products([(a, b), …]), which multiplies all pairs.
-        """
-        return {}
+# ---- the engines there are, by name ----
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine is known but cannot run here; the message says why and what to do."""
+
+
+_LOADERS: dict[str, Callable[[], type[MoEEngine]]] = {}
+
+
+def register_engine(name: str, loader: Callable[[], type[MoEEngine]]) -> None:
+    """Make an engine known. `loader` runs at first use; it returns the class or raises EngineUnavailable."""
+    _LOADERS[name] = loader
+
+
+def engine_class(name: str) -> type[MoEEngine]:
+    """Return the class of an engine, which is imported now."""
+    check_choice(name, "engine", _LOADERS)
+    return _LOADERS[name]()
+
+
+def available_engines() -> list[str]:
+    """Return the engines that run here; the numpy one always does."""
+    names = []
+    for name, loader in _LOADERS.items():
+        with contextlib.suppress(EngineUnavailable):
+            loader()
+            names.append(name)
+    return names
+
+
+def _load_numpy() -> type[MoEEngine]:
+    from strop.moe.reference.engine import NumpyEngine
+
+    return NumpyEngine
+
+
+def _load_native() -> type[MoEEngine]:
+    if _compiled.native is None:
+        raise EngineUnavailable(
+            f"engine='native' needs the compiled module, which is {_compiled.native_status}; engine='numpy' runs without"
+        )
+    from strop.moe.native import NativeEngine
+
+    return NativeEngine
+
+
+register_engine("numpy", _load_numpy)
+register_engine("native", _load_native)

@@ -112,7 +112,8 @@ class NativeEngine(MoEEngine):
         cache.lengths_B = cache.lengths_B + _num_tokens(tokens_BT, attention_mask_BT)
         return logits_BV
 
-    def sample(self, logits_BV, uniforms_B, *, temperature, top_k, top_p):
+    @staticmethod
+    def sample(logits_BV, uniforms_B, *, temperature, top_k, top_p):
         tokens_B, logps_B = np.empty(len(logits_BV), np.int64), np.empty(len(logits_BV))
         native.moe_sample(logits_BV, uniforms_B, temperature, top_k, top_p, tokens_B, logps_B)
         return tokens_B, logps_B
@@ -142,7 +143,8 @@ class NativeEngine(MoEEngine):
             cache.lengths_B = cache.lengths_B + _num_tokens(tokens_BT, attention_mask_BT) + lengths_B - 1
         return new_BT, logps_BT, lengths_B
 
-    def adamw_update_all(self, params, grads, ms, vs, *, weight_decays, step, lr, beta1, beta2, eps, grad_scale=1.0):
+    @staticmethod
+    def adamw_update_all(params, grads, ms, vs, *, weight_decays, step, lr, beta1, beta2, eps, grad_scale=1.0):
         update = native.moe_adamw_f32 if params[0].dtype == np.float32 else native.moe_adamw_f64
         update(params, grads, ms, vs, weight_decays, step, lr, beta1, beta2, eps, grad_scale)
 
@@ -154,64 +156,7 @@ class NativeEngine(MoEEngine):
     def _grads(self, out):
         return {name: np.empty_like(array) for name, array in self.params.items()} if out is None else out
 
-    @classmethod
-    def kernels(cls):
-        return {"matmul": _matmul, "softmax": _softmax, "rms_norm": _rms_norm, "products": _products}
-
 
 def _num_tokens(tokens_BT, attention_mask_BT):
     """Of each row, padding not counted; or of all."""
     return tokens_BT.shape[1] if attention_mask_BT is None else attention_mask_BT.sum(1)
-
-
-# ---- parts alone, for benchmarks: the work is prepared as the engine has it, the call is the compiled function -------
-
-
-def _matmul(a, b):
-    c = np.empty((len(a), b.shape[1]), np.float32)
-    run = native.MoEProducts([a], [b], [c]).run
-
-    def call():
-        run()
-        return c
-
-    return call
-
-
-def _softmax(z_V):
-    """The compiled kernel leaves the division to sampling, which needs it for one token; here it is done."""
-    p_V, sums = np.empty(len(z_V) + 16), np.empty(len(z_V) // 64 + 1)
-
-    def call():
-        native.moe_softmax(z_V, p_V, sums)
-        return p_V[: len(z_V)] / sums.sum()
-
-    return call
-
-
-def _rms_norm(x, w_D):
-    """On one panel: tokens are lanes, so a panel is the transpose of 64 rows."""
-    x_DN = np.ascontiguousarray(x.reshape(-1, x.shape[-1]).T)
-    assert x_DN.shape[1] == 64, x.shape
-    y_DN, r_N = np.empty_like(x_DN), np.empty(64, np.float32)
-
-    def call():
-        native.moe_rms_norm(x_DN, w_D, 1e-5, y_DN, r_N)
-        return y_DN.T.reshape(x.shape)
-
-    return call
-
-
-def _products(pairs):
-    """All in one parallel region. Where the right factor is a transposed weight, tokens are lanes: y = W·x in panels."""
-    lefts, rights = [], []
-    for a, b in pairs:
-        matrices = zip(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]), strict=True)
-        for left, right in [(a, b)] if a.ndim == 2 else matrices:
-            if not right.flags.c_contiguous:
-                left, right = right.T, left.T
-                right = np.pad(right, ((0, 0), (0, -right.shape[1] % 16)))
-            lefts.append(left)
-            rights.append(np.ascontiguousarray(right))
-    outs = [np.empty((len(a), b.shape[1]), np.float32) for a, b in zip(lefts, rights, strict=True)]
-    return native.MoEProducts(lefts, rights, outs).run

@@ -27,10 +27,10 @@ import torch
 from torch import nn
 
 from strop._checks import as_count
-from strop._types import Context, Json
+from strop._types import Json
 from strop.moe import _hugging_face, _inputs, weights
 from strop.moe.config import MoEConfig
-from strop.moe.engine import MoEEngine
+from strop.moe.engine import Arrays, MoEEngine, SavedForward, SavedLogps
 from strop.moe.model import MoETransformer
 from strop.moe.sampling import check_temperature
 
@@ -39,65 +39,32 @@ NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 class EnginePass(torch.autograd.Function):
-    """logits_BTV and the auxiliary loss, differentiable for every parameter."""
+    """What an engine computes, differentiable for every parameter.
+
+    run         computes it and saves what its backward needs
+    outputs     the results as tensors
+    gradients   of all parameters by name, from what was saved and the outputs' gradients
+    """
 
     @staticmethod
-    def forward(
-        ctx: Context, engine: MoEEngine, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, *params: torch.Tensor
-    ):
+    def forward(ctx: Any, run: Callable[[], Any], outputs: Any, gradients: Any, *params: torch.Tensor):
         ctx.set_materialize_grads(False)
         # torch then refuses a backward after an in-place change of a weight, which the engine's backward reads
         ctx.save_for_backward(*params)
-        ctx.engine, ctx.batch = engine, (tokens_BT.copy(), mask_BT)  # the caller may reuse its ids before the backward
-        ctx.saved = engine.forward_saved(*ctx.batch)
-        return torch.from_numpy(ctx.saved.logits_BTV), torch.tensor(ctx.saved.aux_loss, dtype=params[0].dtype)
+        ctx.run, ctx.gradients, ctx.saved = run, gradients, run()
+        return outputs(ctx.saved)
 
     @staticmethod
-    def backward(ctx: Context, dlogits_BTV: torch.Tensor | None, daux: torch.Tensor | None):
+    def backward(ctx: Any, *doutputs: torch.Tensor | None):
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph must be False: the engine has first derivatives only")
         _ = ctx.saved_tensors  # reading them is what makes torch check them
         saved, ctx.saved = ctx.saved, None
         if saved is None:  # a retained graph: activations serve one backward, and the weights are still the same
-            saved = ctx.engine.forward_saved(*ctx.batch)
-        dlogits = np.zeros_like(saved.logits_BTV) if dlogits_BTV is None else dlogits_BTV.contiguous().numpy()
-        grads = ctx.engine.backward(saved, dlogits, 0.0 if daux is None else daux.item())
-        wanted = zip(ctx.engine.params, ctx.needs_input_grad[3:], strict=True)
-        return None, None, None, *(torch.from_numpy(grads[name]) if needed else None for name, needed in wanted)
-
-
-class EngineLogps(torch.autograd.Function):
-    """logps_BT and entropy_BT of the tokens that count, differentiable for every parameter."""
-
-    @staticmethod
-    def forward(
-        ctx: Context,
-        engine: MoEEngine,
-        tokens_BT: np.ndarray,
-        counts_BT: np.ndarray,
-        mask_BT: np.ndarray | None,
-        temperature: float,
-        *params: torch.Tensor,
-    ):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*params)  # as in EnginePass
-        ctx.engine, ctx.batch, ctx.temperature = engine, (tokens_BT.copy(), counts_BT, mask_BT), temperature
-        ctx.saved = engine.logps_saved(*ctx.batch, temperature=temperature)
-        return tuple(torch.from_numpy(a).to(params[0].dtype) for a in (ctx.saved.logps_BT, ctx.saved.entropy_BT))
-
-    @staticmethod
-    def backward(ctx: Context, dlogps_BT: torch.Tensor | None, dentropy_BT: torch.Tensor | None):
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph must be False: the engine has first derivatives only")
-        _ = ctx.saved_tensors
-        saved, ctx.saved = ctx.saved, None
-        if saved is None:
-            saved = ctx.engine.logps_saved(*ctx.batch, temperature=ctx.temperature)
-        dlogps = np.zeros_like(saved.logps_BT) if dlogps_BT is None else dlogps_BT.double().numpy()
-        dentropy = None if dentropy_BT is None else dentropy_BT.double().numpy()
-        grads = ctx.engine.logps_backward(saved, dlogps, dentropy)
-        wanted = zip(ctx.engine.params, ctx.needs_input_grad[5:], strict=True)
-        return *([None] * 5), *(torch.from_numpy(grads[name]) if needed else None for name, needed in wanted)
+            saved = ctx.run()
+        grads = ctx.gradients(saved, *doutputs)
+        wanted = zip(grads.values(), ctx.needs_input_grad[3:], strict=True)  # in the parameters' order
+        return None, None, None, *(torch.from_numpy(grad) if needed else None for grad, needed in wanted)
 
 
 def uncompiled(function: Callable[..., object]) -> Callable[..., Any]:
@@ -224,9 +191,12 @@ class MoEForCausalLM(Sealed):
         counts_BT = _inputs.as_counts(completion_mask, tokens_BT, mask_BT, "completion_mask")
         params, engine = self._check_sharing(), self.moe.engine
         if torch.is_grad_enabled() and any(param.requires_grad for param in params):
-            return EngineLogps.apply(engine, tokens_BT, counts_BT, mask_BT, float(temperature), *params)
-        found = engine.logps(tokens_BT, counts_BT, mask_BT, temperature=float(temperature))
-        return torch.from_numpy(found[0]).to(self.dtype), torch.from_numpy(found[1]).to(self.dtype)
+            batch = tokens_BT.copy(), counts_BT, mask_BT  # the caller may reuse its ids before the backward
+            run = functools.partial(engine.logps_saved, *batch, temperature=float(temperature))
+            return EnginePass.apply(run, self._logps_tensors, functools.partial(_logps_gradients, engine), *params)
+        return self._logps_tensors(
+            SavedLogps(*engine.logps(tokens_BT, counts_BT, mask_BT, temperature=float(temperature)), None)
+        )
 
     def generate(
         self,
@@ -391,11 +361,17 @@ class MoEForCausalLM(Sealed):
         """The auxiliary loss comes for nothing with a forward that saves for a backward, and only with one."""
         params, engine = self._check_sharing(), self.moe.engine
         if torch.is_grad_enabled() and any(param.requires_grad for param in params):
-            return EnginePass.apply(engine, tokens_BT, mask_BT, *params)
+            run = functools.partial(engine.forward_saved, tokens_BT.copy(), mask_BT)  # a copy as in `logps`
+            return EnginePass.apply(run, self._logits_tensors, functools.partial(_logits_gradients, engine), *params)
         if not need_aux:
             return torch.from_numpy(engine.forward(tokens_BT, mask_BT)), None
-        saved = engine.forward_saved(tokens_BT, mask_BT)
+        return self._logits_tensors(engine.forward_saved(tokens_BT, mask_BT))
+
+    def _logits_tensors(self, saved: SavedForward) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.from_numpy(saved.logits_BTV), torch.tensor(saved.aux_loss, dtype=self.dtype)
+
+    def _logps_tensors(self, saved: SavedLogps) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.from_numpy(saved.logps_BT).to(self.dtype), torch.from_numpy(saved.entropy_BT).to(self.dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MoEForCausalLM":
         """What `to`, `float`, `double`, `share_memory` … go through: new memory means a new engine over it."""
@@ -416,6 +392,23 @@ class MoEForCausalLM(Sealed):
             param.grad = None if grad is None else fn(grad)
         self._make_engine(self.moe.config, self.moe.engine.name)
         return self
+
+
+# ---- gradients from torch's ----
+
+
+def _logits_gradients(
+    engine: MoEEngine, saved: SavedForward, dlogits: torch.Tensor | None, daux: torch.Tensor | None
+) -> Arrays:
+    dlogits_BTV = np.zeros_like(saved.logits_BTV) if dlogits is None else dlogits.contiguous().numpy()
+    return engine.backward(saved, dlogits_BTV, 0.0 if daux is None else daux.item())
+
+
+def _logps_gradients(
+    engine: MoEEngine, saved: SavedLogps, dlogps: torch.Tensor | None, dentropy: torch.Tensor | None
+) -> Arrays:
+    dlogps_BT = np.zeros_like(saved.logps_BT) if dlogps is None else dlogps.double().numpy()
+    return engine.logps_backward(saved, dlogps_BT, None if dentropy is None else dentropy.double().numpy())
 
 
 # ---- from transformers' arguments ----

@@ -6,10 +6,9 @@ matrices: w1 the gate, w3 the up projection, w2 the way down. Reading accepts bo
 Shapes: E experts, D hidden, F intermediate.
 """
 
-import contextlib
+import functools
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def save(folder: str | Path, config: MoEConfig, params: Arrays) -> None:
     (folder / checksums.FILE).unlink(missing_ok=True)  # of the files that were there
     dtype = params["model.norm.weight"].dtype
     text = json.dumps(to_mixtral(config, dtype), indent=2, sort_keys=True) + "\n"
-    _write_atomically(folder / WEIGHTS, lambda path: save_file(_split_experts(params), path, metadata={"format": "pt"}))
+    _write_atomically(folder / WEIGHTS, lambda path: save_file(_by_disk_name(params), path, metadata={"format": "pt"}))
     _write_atomically(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
 
 
@@ -64,16 +63,19 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[MoEConf
         raise ValueError(  # stored twice it would be one matrix, as some writers have it
             f"lm_head.weight in {folder} must equal model.embed_tokens.weight (tie_word_embeddings is true), found others"
         )
-    shapes = _disk_shapes(config, stored)
-    check_names(stored.keys(), shapes.keys(), str(folder))
-    for name, shape in shapes.items():
-        if stored[name].shape != shape:
-            raise ValueError(f"{name} in {folder} must have the shape {shape}, found {stored[name].shape}")
+    by_disk_name = _by_disk_name_as(stored)
+    sizes_only = {name: np.broadcast_to(np.float32(0), shape) for name, shape in config.parameter_shapes().items()}
+    wanted = by_disk_name(sizes_only)
+    check_names(stored.keys(), wanted.keys(), str(folder))
+    for name, array in wanted.items():
+        if stored[name].shape != array.shape:
+            raise ValueError(f"{name} in {folder} must have the shape {array.shape}, found {stored[name].shape}")
     if dtype is None:
         dtype = np.float64 if all(array.dtype == np.float64 for array in stored.values()) else np.float32
-    params = _join_experts(stored, config)
-    # np.array copies: what came out of the file is read-only
-    return config, {name: np.array(params[name], dtype=dtype, order="C") for name in config.parameter_shapes()}
+    params = {name: np.empty(shape, dtype) for name, shape in config.parameter_shapes().items()}
+    for name, array in by_disk_name(params).items():
+        array[...] = stored[name]
+    return config, params
 
 
 def check_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
@@ -203,57 +205,32 @@ def _refuse_unknown_features(mixtral: Json) -> None:
 # ---- model.safetensors ----
 
 
-def _disk_shapes(config: MoEConfig, stored: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes a file must have, in the style the file's own names show."""
+def _by_disk_name(params: Arrays, layer: str = DISK_LAYER, fused: bool = False) -> Arrays:
+    """Return the parameters by their names in a file, as views; each expert's matrices have names of their own.
+
+    layer   what a file calls the part of a block that has the experts
+    fused   the file has the experts of a layer together, as they are in memory
+    """
+    found: Arrays = {}
+    for name, array in params.items():
+        disk_name = name.replace(".mlp.", layer)
+        stem, _, kind = disk_name.rpartition(".")
+        if fused or ".experts." not in name:
+            found[disk_name] = array
+        elif kind == "gate_up_proj":
+            for e, gate_up_2FD in enumerate(array):
+                found[f"{stem}.{e}.w1.weight"], found[f"{stem}.{e}.w3.weight"] = np.split(gate_up_2FD, 2)
+        else:
+            found |= {f"{stem}.{e}.w2.weight": down_DF for e, down_DF in enumerate(array)}
+    return found
+
+
+def _by_disk_name_as(stored: Iterable[str]) -> Callable[[Arrays], Arrays]:
+    """Return `_by_disk_name` in the style that the names of a file show."""
     stored = list(stored)
     fused = any(name.endswith("experts.gate_up_proj") for name in stored)
     layer = ".mlp." if any(".mlp." in name for name in stored) else DISK_LAYER
-    D, F = config.hidden_dim, config.intermediate_dim
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in config.parameter_shapes().items():
-        name = name.replace(".mlp.", layer)
-        if fused or ".experts." not in name:
-            shapes[name] = shape
-            continue
-        stem, _, kind = name.rpartition(".")
-        for e in range(config.num_experts):
-            if kind == "gate_up_proj":
-                shapes[f"{stem}.{e}.w1.weight"] = shapes[f"{stem}.{e}.w3.weight"] = (F, D)
-            else:
-                shapes[f"{stem}.{e}.w2.weight"] = (D, F)
-    return shapes
-
-
-def _split_experts(params: Arrays) -> Arrays:
-    disk: Arrays = {}
-    for name, array in params.items():
-        disk_name = name.replace(".mlp.", DISK_LAYER)
-        stem = disk_name.rpartition(".")[0]
-        if name.endswith("experts.gate_up_proj"):
-            for e, gate_up_2FD in enumerate(array):
-                gate_FD, up_FD = np.split(gate_up_2FD, 2)
-                disk[f"{stem}.{e}.w1.weight"], disk[f"{stem}.{e}.w3.weight"] = gate_FD, up_FD
-        elif name.endswith("experts.down_proj"):
-            disk.update({f"{stem}.{e}.w2.weight": down_DF for e, down_DF in enumerate(array)})
-        else:
-            disk[disk_name] = array
-    return disk
-
-
-def _join_experts(stored: Arrays, config: MoEConfig) -> Arrays:
-    stored = {name.replace(DISK_LAYER, ".mlp."): array for name, array in stored.items()}
-    params = dict(stored)
-    experts = range(config.num_experts)
-    for name in config.parameter_shapes():
-        stem = name.rpartition(".")[0]
-        if name in stored:
-            continue
-        if name.endswith("experts.gate_up_proj"):
-            pairs = [(stored[f"{stem}.{e}.w1.weight"], stored[f"{stem}.{e}.w3.weight"]) for e in experts]
-            params[name] = np.stack([np.concatenate(pair) for pair in pairs])
-        else:
-            params[name] = np.stack([stored[f"{stem}.{e}.w2.weight"] for e in experts])
-    return params
+    return functools.partial(_by_disk_name, layer=layer, fused=fused)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -301,22 +278,11 @@ def _read_json(file: Path) -> Json:
 
 def _write_atomically(target: Path, write: Callable[[Path], object]) -> None:
     """Write beside the target, bring it to the disk, then rename over it; on an error nothing is left behind."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    partial = Path(name)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         write(partial)
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
-        partial.chmod(0o666 & ~_umask())
         os.replace(partial, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            partial.unlink()
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    finally:
+        partial.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import platform
@@ -9,11 +10,13 @@ import shlex
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+import strop
 from strop._types import Json
 from strop.distributed import class_of
 from strop.models import base_model
@@ -24,8 +27,6 @@ from strop.training.callbacks import CheckpointCallback, EvaluationCallback
 from strop.training.card import write_card
 from strop.training.lock import locked
 from strop.training.logging import JSONLLogger, drop_after, is_evaluation
-from strop.training.sources import Sources, changed_sources
-from strop.training.state import get_rng, set_rng
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
@@ -38,6 +39,10 @@ MAY_CHANGE = (
 
 PACKAGES = ("numpy", "transformers", "peft", "triton", "datasets")  # whose versions run.json has, where they are in use
 FILES = ("metrics.jsonl", "samples.jsonl", "report.html", "checkpoints", "final", "tensorboard")  # besides run.json
+
+
+PACKAGE = Path(strop.__file__).parent
+Sources = dict[str, str]  # by what it is: its hash, or nothing where it has no file
 
 
 class RunFolder:
@@ -89,6 +94,32 @@ class RunFolder:
         if not resume and (self.path / "run.json").exists():  # begun by another process just now
             raise ValueError(f"output_dir must not hold a run, found one in {self.path}")
         checkpoint.remove_unfinished(self.path)
+
+    def note_failure(self, trainer: "Trainer", error: Exception, halfway: bool) -> None:
+        """Add a note to the error of a step: where the run can go on from. Write a checkpoint if the state is a step's.
+
+        halfway   the step may have changed weights
+        """
+        if halfway:
+            error.add_note(self._newest("the step may have changed weights, so it has no checkpoint"))
+            return
+        if trainer.world.size > 1:
+            error.add_note(self._newest("this step has no checkpoint, which all processes would have to write"))
+            return
+        try:
+            path = self.checkpoints.save(trainer)
+        except Exception as second:  # the first error is the one to tell; a full disk's would be the same again
+            why = "" if _is_same(error, second) else f": {second}"
+            error.add_note(self._newest(f"no checkpoint of this step could be written{why}"))
+        else:
+            error.add_note(f"the run up to step {trainer.run.state.step} is in {path}; resume=True goes on from there")
+
+    def _newest(self, why: str) -> str:
+        """Return the reason, and which checkpoint is the newest."""
+        found = checkpoint.all_in(self.path / "checkpoints")
+        if not found:
+            return f"{why}, and there is no earlier one: see save_every"
+        return f"{why}; resume=True goes on from the newest, {found[-1]}"
 
     def shut(self) -> None:
         """Close what `open` opened, whatever became of the run."""
@@ -200,53 +231,33 @@ def remove_run(folder: Path) -> None:
             checkpoint.remove(folder / name)
 
 
-class Rescue:
-    """Around a step: one that fails, by a reward function or a logger say, costs the run nothing that was done before.
+# ---- what a run computes with besides its options: functions of the user, the chat template, the rows; by hashes ----
 
-    A checkpoint is written if the state is that of a whole step: either this one is done, or it has changed no weight
-    and data position and random numbers are put back. The error goes on, with a note of where the checkpoint is: this
-    one, or where the step may have changed weights, or other processes would have to write too, the newest there is.
-    """
 
-    def __init__(self, trainer: "Trainer", folder: RunFolder | None):
-        self.trainer, self.folder, self.state = trainer, folder, trainer.run.state
+def sources_of(trainer: "Trainer", rows: str) -> Sources:
+    """Return the hashes of the trainer's functions, environment, tools and chat template, and the digest of its rows."""
+    found = {}
+    for kind, functions in (("function", trainer.functions), ("environment or tool", trainer.environments)):
+        for about in map(described, functions):
+            own = Path(about.get("file", "")).is_relative_to(PACKAGE)  # another version of strop is no other run
+            found[f"{kind} {about['name']}"] = "" if own else about.get("sha256", "")
+    template = json.dumps(getattr(trainer.tokenizer, "chat_template", None), sort_keys=True, default=str)
+    return found | {"chat template": hashlib.sha256(template.encode()).hexdigest(), "dataset": rows}
 
-    def __enter__(self) -> None:
-        state = self.state
-        self.before = state.step, state.updates, state.epoch, state.position
-        self.rng = get_rng()
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not isinstance(error, Exception):  # not for Ctrl-C: a second one means at once
-            return
-        state = self.state
-        step, updates, epoch, position = self.before
-        halfway = state.step == step and state.updates != updates
-        if state.step == step and not halfway:
-            state.epoch, state.position = epoch, position
-            set_rng(*self.rng)
-        if self.folder is None or not state.step:  # the first step: nothing to go on from
-            return
-        if halfway:
-            error.add_note(self._of_newest("the step may have changed weights, so it has no checkpoint"))
-            return
-        if self.trainer.world.size > 1:
-            error.add_note(self._of_newest("this step has no checkpoint, which all processes would have to write"))
-            return
-        try:
-            path = self.folder.checkpoints.save(self.trainer)
-        except Exception as second:  # the first error is the one to tell; a full disk's would be the same again
-            why = "" if _is_same(error, second) else f": {second}"
-            error.add_note(self._of_newest(f"no checkpoint of this step could be written{why}"))
-        else:
-            error.add_note(f"the run up to step {state.step} is in {path}; resume=True goes on from there")
+def changed_sources(before: Mapping[str, object], now: Sources) -> list[str]:
+    """Return the names of the sources that are not what they were; one without a hash then or now is not compared."""
+    names = before.keys() | now.keys() if before else set()
+    return sorted(
+        name for name in names if before.get(name, "gone") != now.get(name, "gone") and _is_known(name, before, now)
+    )
 
-    def _of_newest(self, why: str) -> str:
-        assert self.folder is not None
-        found = checkpoint.all_in(self.folder.path / "checkpoints")
-        if not found:
-            return f"{why}, and there is no earlier one: see save_every"
-        return f"{why}; resume=True goes on from the newest, {found[-1]}"
+
+def _is_known(name: str, *all_sources: Mapping[str, object]) -> bool:
+    return all(sources.get(name) != "" for sources in all_sources)
+
+
+# ---- small things ----
 
 
 def _is_same(one: Exception, other: Exception) -> bool:

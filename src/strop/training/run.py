@@ -17,16 +17,16 @@ from strop._checks import check_count
 from strop._contained import Settings, contained
 from strop._types import Json
 from strop.config import RunConfig
-from strop.data.ahead import rows_ahead, taken
+from strop.data.ahead import NUM_ROWS_AHEAD
 from strop.data.digest import digest_rows
+from strop.data.formats import PreparedRows
 from strop.distributed import ALONE, World
 from strop.process_failures import is_lost_process, raise_if_failed
 from strop.rollout import client
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
-from strop.training.folder import Rescue, RunFolder
+from strop.training.folder import RunFolder, Sources, sources_of
 from strop.training.memory import LACKS, raise_explained
-from strop.training.sources import Sources, sources_of
-from strop.training.state import History, TrainState, seed_everything
+from strop.training.state import History, TrainState, get_rng, seed_everything, set_rng
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
@@ -57,7 +57,7 @@ class TrainingRun:
         self.settings = Settings()  # of torch, for every step
         self.sources: Sources = {}  # of the present train(), as its number of rows
         self.num_rows = 0
-        self._rows: Sequence[Any] = ()  # of train(), while it runs
+        self._rows: PreparedRows | None = None  # of train(), while it runs
 
     # ---- a step ----
 
@@ -137,9 +137,11 @@ class TrainingRun:
         if config.batch_size > len(rows):
             raise ValueError(f"batch_size must be at most the number of rows, {len(rows)}, found {config.batch_size}")
         eval_rows = None if eval_dataset is None else trainer.prepared(eval_dataset, "eval_dataset")
-        self.num_rows, self.sources = len(rows), sources_of(trainer, digest_rows(rows))
-        self.world.check_same({**self.sources, "eval_dataset": eval_rows and digest_rows(eval_rows)})
         folder = None if output_dir is None else RunFolder(output_dir, config.save_every, config.keep_checkpoints)
+        self.num_rows = len(rows)
+        if folder is not None or self.world.size > 1:
+            self.sources = sources_of(trainer, digest_rows(rows))
+            self.world.check_same({**self.sources, "eval_dataset": eval_rows and digest_rows(eval_rows)})
         self.history, self.stop_reason = History(), None
         loggers, callbacks = self.loggers, self.callbacks
         # without eval_every: at the beginning and at the end
@@ -191,7 +193,7 @@ class TrainingRun:
     def _steps(
         self,
         trainer: "Trainer",
-        rows: Sequence[object],
+        rows: PreparedRows,
         evaluation: EvaluationCallback | None,
         folder: RunFolder | None,
     ) -> None:
@@ -203,9 +205,7 @@ class TrainingRun:
                 self._rows = rows
                 stream = self._batches(rows, trainer.config.run)
                 while state.step < state.total_steps and not self._ends(interruption):
-                    with Rescue(trainer, folder):
-                        batch = next(stream)  # only now: a batch that was taken counts as used in a checkpoint
-                        metrics = self.step(trainer, lambda batch=batch: trainer.step_on(batch))  # type: ignore[misc]
+                    metrics = self._next_step(trainer, stream, folder)
                     history.steps.append({"step": state.step, **metrics})
                 history.interrupted = interruption.signal is not None and state.step < state.total_steps
                 history.signal, history.stop_reason = interruption.signal, self.stop_reason
@@ -214,7 +214,7 @@ class TrainingRun:
                 if evaluation is not None and not history.interrupted:
                     evaluation.evaluate(trainer)
             finally:
-                self._rows = ()
+                self._rows = None
                 self.fire(trainer, "on_train_end", history)
             if folder is not None:
                 history.checkpoint = str(folder.close(trainer, history.interrupted))
@@ -225,6 +225,28 @@ class TrainingRun:
                 f"{trainer.name} interrupted after step {state.step} of {state.total_steps}; {where}", file=sys.stderr
             )
 
+    def _next_step(self, trainer: "Trainer", stream: Iterator[list[Any]], folder: RunFolder | None) -> dict[str, float]:
+        """Do a step on the next batch. One that fails, by a reward function say, costs the run nothing done before.
+
+        A checkpoint is written if the state is that of a whole step: either this one is done, or it has changed no weight
+        and data position and random numbers are put back. The error goes on, with a note of where the checkpoint is: this
+        one, or where the step may have changed weights, or other processes would have to write too, the newest there is.
+        """
+        state, rng = self.state, get_rng()
+        step, updates, epoch, position = state.step, state.updates, state.epoch, state.position
+        try:
+            batch = next(stream)  # only now: a batch that was taken counts as used in a checkpoint
+            return self.step(trainer, lambda: trainer.step_on(batch))
+        except Exception as error:  # not for Ctrl-C: a second one means at once
+            state = self.state
+            halfway = state.step == step and state.updates != updates
+            if state.step == step and not halfway:
+                state.epoch, state.position = epoch, position
+                set_rng(*rng)
+            if folder is not None and state.step:  # after the first step: before it there is nothing to go on from
+                folder.note_failure(trainer, error, halfway)
+            raise
+
     def _ends(self, interruption: "Interruption") -> bool:
         """Whether somebody wants the run to end after this step, in any of the processes."""
         if self.world.size > 1:
@@ -233,14 +255,15 @@ class TrainingRun:
             interruption.signal = next((number for _, number in wishes if number), None)
         return bool(self.stop_reason or interruption.signal)
 
-    def _batches(self, rows: Sequence[object], config: RunConfig) -> Iterator[list[Any]]:
+    def _batches(self, rows: PreparedRows, config: RunConfig) -> Iterator[list[Any]]:
         """Batches without end, from where the state stands. An epoch's order comes from (seed, epoch) alone."""
         state = self.state
         while True:
             order = epoch_order(len(rows), config.seed, state.epoch, config.shuffle)
             while state.position < len(rows):
                 end = state.position + config.batch_size
-                batch = taken(rows, order[state.position : end], order[end : end + rows_ahead(config.batch_size)])
+                following = order[end : end + max(NUM_ROWS_AHEAD, 2 * config.batch_size)]  # those of two steps at least
+                batch = rows.take(order[state.position : end], following)
                 state.position += len(batch)
                 yield batch
             state.epoch, state.position = state.epoch + 1, 0
@@ -248,25 +271,26 @@ class TrainingRun:
     def upcoming(self, config: RunConfig) -> list[Any]:
         """During a step of train(): the rows of the next one; none where there is no next."""
         state, rows = self.state, self._rows
-        if not rows or state.step + 1 >= state.total_steps:
+        if rows is None or state.step + 1 >= state.total_steps:
             return []
         ended = state.position >= len(rows)
         epoch, position = (state.epoch + 1, 0) if ended else (state.epoch, state.position)
         order = epoch_order(len(rows), config.seed, epoch, config.shuffle)
-        return taken(rows, order[position : position + config.batch_size])
+        return rows.take(order[position : position + config.batch_size])
 
 
 def _own_callbacks(
     config: RunConfig, evaluation: EvaluationCallback | None, folder: RunFolder | None, progress: bool | None
 ) -> tuple[list[Callback], list[Callback]]:
     """train()'s own: the bar first, the checkpoint last, when every other callback's state is that of the step's end."""
+    before: list[Callback] = [] if progress is False else [ProgressBar(show=progress)]
     after: list[Callback] = [] if evaluation is None else [evaluation]
-    if config.samples_every:
+    if config.samples_every and (folder is not None or progress is not False):
         path = None if folder is None else folder.path / "samples.jsonl"
         after.append(SampleTable(config.samples_every, 8, path=path, show=progress))
     if folder is not None:
         after.append(folder.checkpoints)
-    return [ProgressBar(show=progress)], after
+    return before, after
 
 
 def _without_signal(steps: list[dict[str, object]]) -> str:
@@ -304,7 +328,7 @@ def checked_callbacks(given: object) -> list[Any]:
     return callbacks
 
 
-def _as_list(given: object) -> list[Any]:
+def _as_list(given: object) -> list[object]:
     return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
 
 

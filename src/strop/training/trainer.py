@@ -28,7 +28,7 @@ from strop._tensors import widest
 from strop._types import Json, State
 from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
 from strop.data.batch import split
-from strop.data.formats import check_rows, prepared
+from strop.data.formats import PreparedRows, check_rows, prepared
 from strop.data.inputs import check_tokenizer
 from strop.data.tokenize import is_thread_safe
 from strop.distributed import world
@@ -365,7 +365,7 @@ class Trainer:
             self, dataset, eval_dataset, num_steps, num_epochs, output, resume, allow_changes, progress
         )
 
-    def prepared(self, dataset: object, name: str = "dataset") -> Sequence[Any]:
+    def prepared(self, dataset: object, name: str = "dataset") -> PreparedRows:
         """Return a dataset's rows for train() and evaluate(), loaded and checked; they do not do so again.
 
         Up to 1,000 rows are tokenised here. Of more, only the columns are checked here: rows are tokenised in a thread

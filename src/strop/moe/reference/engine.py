@@ -10,8 +10,6 @@ from strop.moe.reference.cross_entropy import cross_entropy, cross_entropy_bwd
 from strop.moe.reference.layout import layout_of
 from strop.moe.reference.logps import logps, logps_bwd
 from strop.moe.reference.model import backward, forward, head, hidden_states
-from strop.moe.reference.rms_norm import rms_norm
-from strop.moe.reference.softmax import softmax
 
 
 class NumpyCache(KVCache):
@@ -98,20 +96,6 @@ class NumpyEngine(MoEEngine):
         lengths_B = np.bincount(layout.rows_N)
         cache.lengths_B = cache.lengths_B + lengths_B
         return head(self.params, h_ND[np.cumsum(lengths_B) - 1])[0]
-
-    @classmethod
-    def kernels(cls):
-        return {
-            "matmul": lambda a, b: lambda: a @ b,
-            "softmax": lambda z: lambda: softmax(z),
-            "rms_norm": lambda x, w: lambda: rms_norm(x, w, 1e-5)[0],
-            "products": lambda pairs: lambda: _multiply_all(pairs),
-        }
-
-
-def _multiply_all(pairs):
-    for a, b in pairs:
-        a @ b
 
 
 def _real_tokens(tokens_BT, attention_mask_BT, held_B=None):
