@@ -12,9 +12,9 @@ import typer
 
 import strop
 from strop import _trl, process_failures
+from strop._checks import printable
 from strop._contained import ExitError, exit_message
 from strop.cli import bench, data, demo, doctor, eval, generate, init, report, serve, train
-from strop.data.files import printable
 
 app = typer.Typer(
     name="strop",

@@ -12,10 +12,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from strop._checks import printable
 from strop._types import Json, Row, Tokenizer
 from strop.cli.job import JobConfig, job_options, load_tokenizer, shaped
 from strop.cli.options import number_option, with_options
-from strop.data.files import one_line, printable
+from strop.data.files import one_line
 
 app = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
 PROMPTED = "grpo, ppo, online-dpo, distill"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from strop._checks import printable
 from strop._types import Json, Tokenizer
 from strop.cli.job import (
     JobConfig,
@@ -23,7 +24,6 @@ from strop.cli.job import (
     shaped,
 )
 from strop.cli.options import number_option, parse_settings, parse_value, with_options
-from strop.data.files import printable
 
 if TYPE_CHECKING:
     from strop.algorithms.best_of_n import BestOfN

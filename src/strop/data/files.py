@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from strop._checks import printable
 from strop._install import missing
 from strop._types import Json
 
@@ -156,11 +157,6 @@ def datasets_package() -> ModuleType:
     except ImportError:
         raise missing("this source", "the package datasets", "train") from None
     return datasets
-
-
-def printable(text: str) -> str:
-    """Return text as it may stand on a terminal: what would steer it is shown by its number."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def one_line(text: str) -> str:
