@@ -184,7 +184,7 @@ def test_the_names():
     assert {"beta", "size", "learning_rate", "batch_size", "lora.r"} <= set(names)
 
 
-SHARED = "optim run lora pad_id "
+SHARED = "optim run lora quantize pad_id "
 FIELDS = {
     SFT.Config: SHARED + "max_length assistant_only",
     DPO.Config: SHARED + "max_length loss",
