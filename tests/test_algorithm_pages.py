@@ -30,25 +30,13 @@ from strop.rollout.client import ServerConfig
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs/algorithms"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-CONFIGS = [
-    SFTConfig,
-    DPOConfig,
-    GRPOConfig,
-    KTOConfig,
-    OnlineDPOConfig,
-    PPOConfig,
-    RewardModelConfig,
-    DistillConfig,
-    PolicyRule,
-    PreferenceRule,
-    UnpairedRule,
-    OptimConfig,
-    RunConfig,
-    LoRAConfig,
-    Sampling,
-    ServerConfig,
-    TurnsConfig,
-]
+TABLES = [
+    ("sft.md", SFTConfig), ("dpo.md", DPOConfig), ("grpo.md", GRPOConfig), ("online_dpo.md", OnlineDPOConfig),
+    ("kto.md", KTOConfig), ("reward_model.md", RewardModelConfig), ("ppo.md", PPOConfig), ("distill.md", DistillConfig), ("kto.md", UnpairedRule),
+    ("grpo.md", PolicyRule), ("dpo.md", PreferenceRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
+    ("common.md", Sampling), ("../command_line.md", JobConfig), ("../rollouts.md", ServerConfig),
+    ("../environments.md", TurnsConfig),
+]  # fmt: skip
 
 
 def tables(text, *header):
@@ -83,20 +71,12 @@ def option_table(page, config):
 
 
 @pytest.mark.parametrize(
-    ("page", "config"),
-    [
-        ("sft.md", SFTConfig), ("dpo.md", DPOConfig), ("grpo.md", GRPOConfig), ("online_dpo.md", OnlineDPOConfig),
-        ("kto.md", KTOConfig), ("reward_model.md", RewardModelConfig), ("ppo.md", PPOConfig), ("distill.md", DistillConfig), ("kto.md", UnpairedRule),
-        ("grpo.md", PolicyRule), ("dpo.md", PreferenceRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
-        ("common.md", Sampling), ("../command_line.md", JobConfig), ("../rollouts.md", ServerConfig),
-        ("../environments.md", TurnsConfig),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)  # fmt: skip
+    ("page", "config"), TABLES, ids=lambda value: value if isinstance(value, str) else value.__name__
+)
 def test_option_tables_are_the_configs(page, config):
     table = option_table(page, config)
     assert sorted(table) == sorted(field.name for field in options_in(config))
-    names = {part.__name__: part for part in CONFIGS}
+    names = {part.__name__: part for _, part in TABLES}
     for name, default in table.items():
         assert eval(default, names) == getattr(config(), name), (
             f"{page}: {name} has the default {getattr(config(), name)!r}"
@@ -166,19 +146,7 @@ def documented_metrics(page):
     return {name.replace("<function>", "count") for row in table for name in code(row[0])}
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        step_of_sft,
-        step_of_dpo,
-        step_of_kto,
-        step_of_reward_model,
-        step_of_grpo,
-        step_of_ppo,
-        step_of_distill,
-        step_of_online_dpo,
-    ],
-)
+@pytest.mark.parametrize("step", [made for name, made in globals().items() if name.startswith("step_of_")])
 def test_metric_tables_are_what_a_step_returns(step):
     torch.manual_seed(0)
     own = documented_metrics(f"{step.__name__.removeprefix('step_of_')}.md")

@@ -7,6 +7,7 @@ import random
 import struct
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import tiny_qwen2
@@ -58,15 +59,8 @@ def test_a_config_with_an_infinity(tmp_path):
     """Mamba 2 has one among its numbers, which JSON has not."""
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
-    sizes = {
-        "vocab_size": 20,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "state_size": 4,
-        "num_heads": 4,
-        "head_dim": 8,
-    }
-    sft = SFT(model=Mamba2ForCausalLM(Mamba2Config(**sizes, n_groups=1)))
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "num_heads": 4}
+    sft = SFT(model=Mamba2ForCausalLM(Mamba2Config(**sizes, head_dim=8, n_groups=1)))
     sft.save(tmp_path / "sft.pt")
     again = SFT.from_checkpoint(tmp_path / "sft.pt").module
     assert tuple(again.config.time_step_limit) == tuple(sft.module.config.time_step_limit) == (0.0, float("inf"))
@@ -248,18 +242,33 @@ def test_it_is_one_safetensors_file_and_no_more(saved):
     assert {"exp_avg", "exp_avg_sq", "step"} == {n.rpartition("/")[2] for n in tensors if n.startswith("optim/")}
 
 
-def test_a_failed_write_leaves_the_old_file(saved, monkeypatch):
-    before = saved.read_bytes()
+def half_written(tensors, file, metadata):
+    file.write_bytes(b"half")
+    raise safetensors.SafetensorError("I/O error: No space left on device")
 
-    def broken(*args):
-        raise OSError("no space left on device")
 
-    monkeypatch.setattr(os, "replace", broken)
-    sft = SFT.from_checkpoint(saved)
-    with pytest.raises(OSError, match="no space left"):
-        trained(sft).save(saved)
-    assert saved.read_bytes() == before
-    assert [path.name for path in saved.parent.iterdir()] == ["sft.pt"]
+def no_space(*_):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("function", "broken", "told"),
+    [
+        ("safetensors.torch.save_file", half_written, r"a\.pt could not be written: I/O error: No space left"),
+        ("os.fsync", no_space, r"a\.pt could not be written: .*No space left on device"),
+        ("os.replace", no_space, "No space left on device"),
+    ],
+)
+def test_a_failed_write_is_told_with_the_file_and_leaves_the_old_one(function, broken, told, tmp_path, monkeypatch):
+    """A full disk may say so at the write, only when it is flushed, or when the file is put in its place."""
+    path = tmp_path / "a.pt"
+    checkpoint.write(path, {"x": torch.zeros(2)}, {})
+    before = path.read_bytes()
+    monkeypatch.setattr(function, broken)
+    with pytest.raises(OSError, match=told):
+        checkpoint.write(path, {"x": torch.ones(2)}, {})
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, -1, -1000])
@@ -344,21 +353,3 @@ def test_a_tokenizer_file_may_not_leave_its_folder(saved, tmp_path):
     checkpoint.write(tmp_path / "evil.pt", tensors, {**header, "tokenizer": "transformers"})
     with pytest.raises(CheckpointError, match="must lie in one folder"):
         SFT.from_checkpoint(tmp_path / "evil.pt")
-
-
-def test_a_full_disk_is_told_with_the_file_and_leaves_the_old_one(tmp_path, monkeypatch):
-    import safetensors
-
-    path = tmp_path / "a.pt"
-    checkpoint.write(path, {"x": torch.zeros(2)}, {})
-    before = path.read_bytes()
-
-    def full(tensors, file, metadata):
-        file.write_bytes(b"half")
-        raise safetensors.SafetensorError("I/O error: No space left on device")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(OSError, match=r"a\.pt could not be written: I/O error: No space left"):
-        checkpoint.write(path, {"x": torch.ones(2)}, {})
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]

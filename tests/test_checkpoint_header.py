@@ -13,7 +13,7 @@ from trained_models import shifted, weights_of
 
 from strop.algorithms.sft import SFT
 from strop.callbacks import EarlyStopping
-from strop.training import checkpoint, checkpoint_file
+from strop.training import checkpoint
 from strop.training.checkpoint import CheckpointError
 
 
@@ -256,7 +256,3 @@ def test_frozen_weights_of_the_moe_stay_frozen(tmp_path):
     sft.save(tmp_path / "sft.pt")
     again = SFT.from_checkpoint(tmp_path / "sft.pt")
     assert [name for name, p in again.module.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
-
-
-def test_the_format_number():
-    assert checkpoint.FORMAT == checkpoint_file.FORMAT == 2

@@ -112,22 +112,6 @@ def test_resume_goes_on_from_the_newest_checkpoint_that_is_whole(tmp_path):
     assert torch.equal(weights_of(again), weights_of(whole))
 
 
-def test_a_file_that_cannot_be_flushed_is_no_checkpoint(tmp_path, monkeypatch):
-    """The disk says at fsync that it lost what was written; the old file stays."""
-    path = tmp_path / "a.pt"
-    checkpoint.write(path, {"x": torch.zeros(2)}, {})
-    before = path.read_bytes()
-
-    def broken(descriptor):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(OSError, match=r"a\.pt could not be written: .*Input/output error"):
-        checkpoint.write(path, {"x": torch.ones(2)}, {})
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
 # ---- the folder of a model ----
 
 

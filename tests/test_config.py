@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from strop import DPO, GRPO, KTO, SFT, RewardModel, _trl
+from strop import DPO, GRPO, KTO, PPO, SFT, Distill, RewardModel, _trl
 from strop.config import Config, LoRAConfig, OptimConfig, RunConfig, TrainerConfig, option_names, parse_number
+from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
+from strop.rollout import Sampling
+from strop.rollout.client import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -170,6 +173,34 @@ def test_the_names():
     names = option_names(Whole)
     assert len(names) == len(set(names))
     assert {"beta", "size", "learning_rate", "batch_size", "lora.r"} <= set(names)
+
+
+SHARED = "optim run lora pad_id "
+FIELDS = {
+    SFT.Config: SHARED + "max_length assistant_only",
+    DPO.Config: SHARED + "max_length loss",
+    KTO.Config: SHARED + "max_length loss",
+    RewardModel.Config: SHARED + "max_length center_coef",
+    Distill.Config: SHARED + "divergence beta on_policy off_policy sampling server",
+    PPO.Config: SHARED + "group_size kl_coef gamma lam whiten value_coef value_clip critic_learning_rate inner_epochs "
+    "minibatch_size old_logps exact mask_truncated reward_weights reward_timeout find_failing sampling server loss",
+    GRPO.Config: SHARED + "group_size kl_coef inner_epochs minibatch_size advantage_scale advantage_ddof advantage_eps "
+    "mask_truncated resample_rounds importance_cap importance_mode old_logps replay_routing exact reward_weights "
+    "reward_timeout find_failing sampling server turns loss",
+    PreferenceRule: "beta loss_type loss_weights label_smoothing simpo_gamma discopop_tau",
+    UnpairedRule: "beta loss_type desirable_weight undesirable_weight",
+    PolicyRule: "loss_type importance_level clip_eps delta beta kl_estimator entropy_coef max_completion_length "
+    "sapo_temperatures vespo_gamma stale_kl",
+    ServerConfig: "rollout_server sync sync_folder sync_tolerance max_staleness server_requests server_timeout "
+    "server_start_timeout",
+    Sampling: "max_new_tokens temperature top_k top_p min_p stop_ids",
+}
+
+
+@pytest.mark.parametrize("config", FIELDS, ids=lambda config: config.__name__)
+def test_the_fields_of_every_config(config):
+    """A new option is a decision."""
+    assert {field.name for field in dataclasses.fields(config)} == set(FIELDS[config].split())
 
 
 # ---- names of TRL ----

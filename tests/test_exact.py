@@ -7,6 +7,7 @@ import itertools
 import os
 
 import pytest
+import test_fused_layers
 import torch
 from interpreter import sum_dots_in_one_order
 
@@ -37,14 +38,7 @@ def one_order(monkeypatch):
 
 
 def model_of(kind, dtype=torch.float32, **changes):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SHAPE, **changes}), dtype=dtype)
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.2 * torch.randn_like(param)
-    return model
+    return test_fused_layers.model_of(kind, dtype, **{**SHAPE, **changes})
 
 
 def policy_of(kind, dtype=torch.float32, **changes):

@@ -1,7 +1,11 @@
 """Small models the trainers' tests train."""
 
+import os
+import signal
+
 import torch
 
+from strop.callbacks import Callback
 from strop.moe import MoEConfig, MoETransformer
 
 
@@ -32,3 +36,31 @@ def shifted(model):
 
 def weights_of(trainer):
     return torch.cat([param.detach().flatten() for param in trainer.module.parameters()])
+
+
+class SignalAt(Callback):
+    """Sends this process a signal in the middle of a step."""
+
+    def __init__(self, step, number=signal.SIGTERM):
+        self.step, self.number = step, number
+
+    def on_step_begin(self, trainer):
+        if trainer.state.step == self.step - 1:
+            os.kill(os.getpid(), self.number)
+
+
+def whole_and_resumed(make, rows, folder, num_steps=5, **given):
+    """Train in one go and with a stop after step 3, a checkpoint and another trainer; hold both against each other."""
+    whole, half = make(), make()
+    whole.train(rows, num_steps=num_steps)
+    half.callbacks.append(SignalAt(3))
+    assert half.train(rows, num_steps=num_steps).interrupted
+    half.save(folder / "half.pt")
+    torch.manual_seed(99)
+    resumed = type(half).from_checkpoint(folder / "half.pt", **given)
+    assert (resumed.state.step, resumed.config) == (3, half.config)
+    history = resumed.train(rows, num_steps=num_steps)
+    assert [entry["step"] for entry in history.steps] == list(range(4, num_steps + 1))
+    assert resumed.state.epoch == whole.state.epoch
+    assert torch.equal(weights_of(resumed), weights_of(whole))
+    return whole, resumed

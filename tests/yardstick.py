@@ -36,6 +36,33 @@ def backends(name, dtype=torch.float32):
     return [b for b in registry.backends(name) if not (b in KERNELS and dtype == torch.float64)]
 
 
+def backend_fixture(*names, dtype=torch.float32, fast=False):
+    """Return a fixture that runs a test on each backend the operators have for this dtype; `fast` omits the reference."""
+    params = [b for b in backends(names[0], dtype) if not (fast and b == registry.REFERENCE)]
+
+    @pytest.fixture(params=params)
+    def backend(request):
+        with registry.use_backend(**dict.fromkeys(names, request.param)):
+            yield request.param
+
+    return backend
+
+
+def float64(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def options_of_case(case):
+    """The options of a policy loss that TRL computed, from tests/golden."""
+    options = {name: case[name] for name in ("loss_type", "beta", "max_completion_length")}
+    return options | {"importance_level": case["level"], "clip_eps": (case["eps_low"], case["eps_high"])}
+
+
+def references(ref):
+    """Name hidden states, weight and bias of a reference as the operators on hidden states take them."""
+    return dict(zip(("ref_hidden", "ref_weight", "ref_bias"), ref, strict=True))
+
+
 def cut_off(backend, dtype):
     """Triton's interpreter cuts bfloat16 off where a GPU rounds: one unit of the last place more."""
     return torch.finfo(dtype).eps if backend in KERNELS and dtype == torch.bfloat16 else 0.0

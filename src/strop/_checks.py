@@ -11,7 +11,7 @@ import math
 import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeGuard, cast
+from typing import TYPE_CHECKING, SupportsIndex, TypeGuard, cast
 
 import numpy as np
 
@@ -119,7 +119,7 @@ def is_tensor(value: object) -> "TypeGuard[torch.Tensor]":
     return tensor_class is not None and isinstance(value, tensor_class)
 
 
-def like_input(result: np.ndarray, value: object) -> Any:
+def like_input(result: np.ndarray, value: object) -> object:
     """The result as a tensor, sharing its memory, where the input was one."""
     return sys.modules["torch"].from_numpy(result) if is_tensor(value) else result
 

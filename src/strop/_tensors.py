@@ -168,6 +168,10 @@ def check_logits_and_ids(logits: torch.Tensor, ids: torch.Tensor, temperature: f
     check_temperature(temperature)
 
 
+GivenHead = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # hidden states, weight and bias of an LM head
+RefHead = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # the same of a reference, or None
+
+
 def check_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, prefix: str = "") -> None:
     """An LM head: hidden states [.., H], its weight [V, H] and bias [V]."""
     hidden_name, weight_name, bias_name = (f"{prefix}{name}" for name in ("hidden", "weight", "bias"))

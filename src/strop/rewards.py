@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -472,7 +472,10 @@ class OutOfTime(BaseException):
     """Thrown into a function that is late. No `Exception`, so that a function's own handlers let it through."""
 
 
-def time_limit(work: Callable[[], object], seconds: float) -> Any:
+Result = TypeVar("Result")
+
+
+def time_limit(work: Callable[[], Result], seconds: float) -> Result:
     """work(), or OutOfTime after so many seconds.
 
     In the main thread the alarm signal interrupts it: Python code (an endless loop), waiting (sleep, a socket), regular
@@ -506,8 +509,8 @@ def _alarm(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(before - (time.monotonic() - start), 1e-3), interval)
 
 
-def _in_a_thread(work: Callable[[], object], seconds: float) -> Any:
-    result: list[Any] = []
+def _in_a_thread(work: Callable[[], Result], seconds: float) -> Result:
+    result: list[Result] = []
     failure: list[BaseException] = []
 
     def run() -> None:

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from strop._contained import contained
@@ -30,7 +31,7 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     return found
 
 
-def _module_of_file(path: Path, what: str) -> Any:
+def _module_of_file(path: Path, what: str) -> ModuleType:
     """The module of a file, which may import modules beside it.
 
     Its folder is the first to be looked in while the file is imported, as it is for `python file.py`, and the last
@@ -57,7 +58,7 @@ def _module_of_file(path: Path, what: str) -> Any:
     return module
 
 
-def _module_named(name: str, what: str) -> Any:
+def _module_named(name: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:

@@ -51,13 +51,10 @@ def test_it_is_the_best_of_what_was_sampled():
 
 
 def test_a_tensor_of_prompts_comes_back_as_it_was():
-    prompts = torch.tensor([[0, 1, 2], [4, 5, 6]])
-    output = BestOfN(model=plain(), reward_fn=count_low, n=2, max_new_tokens=128, pad_id=0).generate(prompts)
-    assert output.shape == (2, 3 + 128)
-    assert torch.equal(output[:, :3], prompts)
-    best = BestOfN(model=plain(), reward_fn=count_low, n=2, max_new_tokens=4)
-    output = best.generate({"input_ids": prompts, "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])})
-    assert torch.equal(output[:, :3], prompts)
+    prompts, mask = torch.tensor([[0, 1, 2], [4, 5, 6]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    for given, options in ((prompts, {"pad_id": 0}), ({"input_ids": prompts, "attention_mask": mask}, {})):
+        best = BestOfN(model=plain(), reward_fn=count_low, n=2, max_new_tokens=4, **options)
+        assert torch.equal(best.generate(given)[:, :3], prompts)
 
 
 def test_texts_for_texts():

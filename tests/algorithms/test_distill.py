@@ -1,13 +1,10 @@
 """Distill: its losses by hand and by plain torch, mixing, invariances, resume, learning, and bad input."""
 
-import signal
-
 import pytest
 import torch
-from test_resume import SignalAt
 from tiny_models import read_padded
 from tiny_qwen2 import tiny_qwen2
-from trained_models import Bigram, shifted, tiny_moe, weights_of
+from trained_models import Bigram, shifted, tiny_moe, whole_and_resumed
 
 from strop.algorithms.distill import Distill, DistillConfig
 from strop.config.on_policy import DIVERGENCES
@@ -193,14 +190,7 @@ def test_a_ragged_batch_is_its_rows(divergence):
     "options", [{}, {"on_policy": 0.5}, {"divergence": "sampled"}], ids=["own", "mixed", "sampled"]
 )
 def test_a_run_that_goes_on_is_the_whole_run(options, tmp_path):
-    whole, half = make(**options), make(**options)
-    whole.train(ROWS * 2, num_steps=5)
-    half.callbacks.append(SignalAt(3, signal.SIGTERM))
-    half.train(ROWS * 2, num_steps=5)
-    half.save(tmp_path / "half.pt")
-    resumed = Distill.from_checkpoint(tmp_path / "half.pt")
-    resumed.train(ROWS * 2, num_steps=5)
-    assert torch.equal(weights_of(resumed), weights_of(whole))
+    whole_and_resumed(lambda: make(**options), ROWS * 2, tmp_path)
 
 
 # ---- learning ----
@@ -240,9 +230,3 @@ def test_mistakes(build, error, message):
     with pytest.raises(error) as raised:
         build()
     assert message in str(raised.value)
-
-
-def test_the_fields_of_the_config():
-    assert set(DistillConfig().to_dict()) == {
-        "divergence", "beta", "on_policy", "off_policy", "pad_id", "sampling", "server", "optim", "run", "lora",
-    }  # fmt: skip

@@ -9,7 +9,7 @@ from tiny_models import Letters, llama, read_padded
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, shifted, tiny_moe, weights_of
 
-from strop.algorithms.dpo import DPO, DPOConfig
+from strop.algorithms.dpo import DPO
 from strop.algorithms.sft import SFT
 from strop.config.preference_losses import WITHOUT_REFERENCE
 from strop.losses import PREFERENCE_LOSS_TYPES
@@ -180,12 +180,8 @@ def test_texts_with_a_tokenizer():
         def encode(self, text):
             return [ord(letter) - 95 for letter in text]
 
-    dpo = DPO(
-        model=tiny_moe(vocab_size=30),
-        ref_model=shifted(tiny_moe(vocab_size=30)),
-        tokenizer=Alphabet(),
-        learning_rate=0.0,
-    )
+    model, reference = tiny_moe(vocab_size=30), shifted(tiny_moe(vocab_size=30))
+    dpo = DPO(model=model, ref_model=reference, tokenizer=Alphabet(), learning_rate=0.0)
     written = dpo.train_step(["ab", "c"], ["de", "f"], ["g", "hij"])["loss"]
     ids = dpo.train_step([[2, 3], [4]], [[5, 6, 1], [7, 1]], [[8, 1], [9, 10, 11, 1]])["loss"]
     assert written == pytest.approx(ids, abs=1e-6)
@@ -206,10 +202,7 @@ def test_a_plain_module_has_no_padding_unless_told():
 
 def test_train_and_train_step_are_the_same_step():
     rows = [{"prompt": p.tolist(), "chosen": c.tolist(), "rejected": r.tolist()} for p, c, r in random_pairs(4)]
-    options = {
-        "learning_rate": 0.1,
-        "optimizer": torch.optim.SGD,
-    }  # AdamW makes much of the rounding of a small gradient
+    options = {"learning_rate": 0.1, "optimizer": torch.optim.SGD}  # AdamW makes much of a small gradient's rounding
     loop = DPO(model=tiny_qwen2(), batch_size=4, shuffle=False, **options)
     start = weights_of(loop)
     loop.train(rows, num_steps=2)
@@ -323,14 +316,6 @@ def test_bad_batches(batch, message):
     dpo = DPO(model=tiny_moe())
     with pytest.raises(ValueError, match=message):
         dpo.train_step(*batch)
-
-
-def test_the_fields_of_the_config():
-    names = set(DPOConfig.from_options().to_dict())
-    assert names == {"loss", "max_length", "pad_id", "optim", "run", "lora"}
-    assert set(DPOConfig().to_dict()["loss"]) == {
-        "beta", "loss_type", "loss_weights", "label_smoothing", "simpo_gamma", "discopop_tau",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

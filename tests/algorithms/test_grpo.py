@@ -1,19 +1,16 @@
 """GRPO: TRL's values on a fixed rollout, invariances, the first update on-policy, every option, learning, bad input."""
 
-import dataclasses
 import math
 import warnings
 
 import pytest
 import torch
 from steps import advantages, cut, fill, lines_of, loss_on, step_lines
-from tiny_models import VOCAB, Letters, every_kind, llama, moe, plain
+from tiny_models import VOCAB, Letters, every_kind, llama, moe
 
 from strop.algorithms.grpo import GRPO, GRPOConfig
-from strop.losses import PolicyRule, group_advantages
+from strop.losses import group_advantages
 from strop.rewards import RewardError
-from strop.rollout import Sampling
-from strop.rollout.client import ServerConfig
 
 PROMPTS = [[1, 2, 3], [4], [7, 8, 9, 10, 11], [12, 13]]
 
@@ -68,13 +65,9 @@ def oracle_trainer(case, num_prompt=3):
     lengths = [int(sum(row)) for row in case["mask"]]
     assert all(row == [1] * n + [0] * (len(row) - n) for row, n in zip(case["mask"], lengths, strict=True))
     grpo = make_grpo(
-        Table(logps, num_prompt),
-        kl_coef=case["beta"],
-        loss_type=case["loss_type"],
-        importance_level=case["level"],
-        clip_eps=(case["eps_low"], case["eps_high"]),
-        max_new_tokens=case["max_completion_length"],
-    )
+        Table(logps, num_prompt), kl_coef=case["beta"], loss_type=case["loss_type"], importance_level=case["level"],
+        clip_eps=(case["eps_low"], case["eps_high"]), max_new_tokens=case["max_completion_length"],
+    )  # fmt: skip
     lines = lines_of(lengths, old, num_prompt)
     values = torch.tensor(case["advantages"], dtype=torch.float64)
     fill(lines, old_logps_t=cut(old, lengths), advantages_t=[v.expand(n) for v, n in zip(values, lengths, strict=True)])
@@ -87,8 +80,9 @@ def test_loss_of_a_fixed_rollout_is_trls(golden):
     assert len(golden["grpo"]) == 60
     for case in golden["grpo"]:
         grpo, lines = oracle_trainer(case)
+        parts = sum(loss_on(grpo, [line], lines).loss.item() for line in reversed(lines))
         result = loss_on(grpo, lines)
-        assert result.loss.item() == pytest.approx(case["loss"], abs=1e-9)
+        assert (result.loss.item(), parts) == pytest.approx((case["loss"], case["loss"]), abs=1e-9)
         if case["kl"] is not None:
             assert result.metrics["kl"].item() == pytest.approx(case["kl"], abs=1e-9)
         result.loss.backward()
@@ -96,13 +90,6 @@ def test_loss_of_a_fixed_rollout_is_trls(golden):
         wanted = torch.tensor(case["grad"], dtype=torch.float64)
         torch.testing.assert_close(grpo.model.logps_BT.grad[mask], wanted[mask], rtol=0, atol=1e-9)
         assert grpo.model.logps_BT.grad[~mask].abs().sum() == 0
-
-
-def test_parts_of_a_fixed_rollout_add_up(golden):
-    for case in golden["grpo"][::3]:
-        grpo, lines = oracle_trainer(case)
-        total = sum(loss_on(grpo, [line], lines).loss.item() for line in reversed(lines))
-        assert total == pytest.approx(case["loss"], abs=1e-9)
 
 
 def test_prompt_tokens_never_count(golden):
@@ -194,18 +181,12 @@ def test_on_policy_ratio_is_exactly_one_on_the_native_engine(tokens):
 
 @every_kind
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_on_policy_ratio_is_one(make, temperature):
-    metrics = make_grpo(make(scale=2.0), temperature=temperature).train_step(PROMPTS)
-    assert metrics["mismatch_ratio_max"] == pytest.approx(1.0, abs=1e-5)
-    assert metrics["mismatch_kl"] < 1e-10
-
-
-@every_kind
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_kl_is_zero_at_step_0(make, temperature):
-    """To the last bit on the native engine; elsewhere k3 of the rounding of log-probs, whose square it is."""
+def test_the_ratio_is_1_and_the_kl_0_at_step_0(make, temperature):
+    """The KL to the last bit on the native engine; elsewhere k3 of the rounding of log-probs, whose square it is."""
     grpo = make_grpo(make(scale=2.0), kl_coef=0.1, learning_rate=1e-2, temperature=temperature)
     metrics = grpo.train_step(PROMPTS)
+    assert metrics["mismatch_ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["mismatch_kl"] < 1e-10
     assert metrics["kl"] == metrics["mean_kl"] == pytest.approx(0.0, abs=0.0 if make is moe else 1e-11)
     assert grpo.train_step(PROMPTS)["kl"] > 1e-7
 
@@ -432,6 +413,7 @@ def test_the_same_prompts_in_every_form():
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     forms = [
         (left, {}),
+        (left.numpy(), {}),
         (right, {}),
         (masked, {"prompt_mask": mask}),
         ({"input_ids": masked, "attention_mask": mask}, {}),
@@ -457,12 +439,6 @@ def test_the_same_prompts_in_every_form():
     assert prompts == ["ab"] * 4 + ["defg"] * 4
     assert prompt_ids == [[1, 2]] * 4 + [[4, 5, 6, 7]] * 4
     assert all(isinstance(c, str) and chr(3 + 96) not in c for c in completions)
-
-
-def test_prompts_as_an_array():
-    grpo = make_grpo(moe())
-    grpo.train_step(torch.tensor([[1, 2], [4, 5]]).numpy())
-    assert [sample["prompt"] for sample in grpo.samples[:: grpo.config.group_size]] == [[1, 2], [4, 5]]
 
 
 def test_conversations_and_columns():
@@ -560,29 +536,6 @@ def test_a_bad_reward_stops_the_step_and_leaves_the_weights():
 # ---- configuration ----
 
 
-def test_field_names_are_pinned():
-    """A new option is a decision."""
-    names = {
-        config: [f.name for f in dataclasses.fields(config)]
-        for config in (GRPOConfig, PolicyRule, Sampling, ServerConfig)
-    }
-    assert names[GRPOConfig] == [
-        "optim", "run", "lora", "group_size", "kl_coef", "inner_epochs", "minibatch_size", "advantage_scale",
-        "advantage_ddof", "advantage_eps", "mask_truncated", "resample_rounds", "importance_cap", "importance_mode", "old_logps",
-        "replay_routing", "exact", "reward_weights", "reward_timeout", "find_failing", "pad_id", "sampling", "server",
-        "turns", "loss",
-    ]  # fmt: skip
-    assert names[PolicyRule] == [
-        "loss_type", "importance_level", "clip_eps", "delta", "beta", "kl_estimator", "entropy_coef",
-        "max_completion_length", "sapo_temperatures", "vespo_gamma", "stale_kl",
-    ]  # fmt: skip
-    assert names[ServerConfig] == [
-        "rollout_server", "sync", "sync_folder", "sync_tolerance", "max_staleness", "server_requests", "server_timeout",
-        "server_start_timeout",
-    ]  # fmt: skip
-    assert names[Sampling] == ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_ids"]
-
-
 def test_config_round_trips():
     config = GRPOConfig.from_options(
         {"clip_eps": [0.2, 0.28], "max_new_tokens": 7, "reward_weights": [1, 2], "seed": 3}
@@ -672,15 +625,6 @@ def test_train_on_a_dataset(tmp_path):
     assert len(rewards) == 40
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
     assert (tmp_path / "samples.jsonl").read_text().count("completion") > 0
-
-
-def test_plain_module_steps_as_in_the_specification():
-    model = plain()
-    grpo = GRPO(model=model, ref_model=plain(), reward_fn=count_fives, group_size=4, kl_coef=0.1, learning_rate=1e-4,
-                max_new_tokens=128)  # fmt: skip
-    metrics = grpo.train_step(torch.tensor([[1, 2, 3], [4, 5, 6]]))
-    assert {"loss", "mean_reward", "mean_kl", "tokens_per_second", "grad_norm", "time/generate"} <= set(metrics)
-    assert metrics["completion/length"] == 128
 
 
 def test_a_missing_column_is_found_before_the_first_rollout(monkeypatch):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from test_grpo import weights
 from tiny_models import VOCAB, Letters, every_kind, moe
 
 from strop.algorithms.best_of_n import BestOfN
@@ -23,10 +24,6 @@ def score(x):
 
 def preference_fn(pairs):
     return [0 if score(a) > score(b) else 1 for a, b in pairs]
-
-
-def weights(model):
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
 
 
 @pytest.fixture
@@ -53,6 +50,8 @@ def test_grpo(make, prompt_batch):
         model=model, ref_model=ref, reward_fn=reward_fn, group_size=4, kl_coef=0.1, learning_rate=1e-4, max_new_tokens=128
     )  # fmt: skip
     metrics = grpo.train_step(prompt_batch)
+    assert {"loss", "tokens_per_second", "grad_norm", "time/generate"} <= set(metrics)
+    assert metrics["completion/length"] == 128
     assert 0 < metrics["mean_reward"] < 1
     assert metrics["mean_kl"] == pytest.approx(0, abs=1e-6)
     assert not torch.equal(before, weights(model))
@@ -102,12 +101,9 @@ def test_what_functions_get_are_tensors_of_their_own():
         return lengths
 
     prompts = [[5, 6], [7]]
-    grpo = GRPO(model=moe(eos_token_id=[3, 6]), reward_fn=reward, group_size=2, max_new_tokens=6)
-    honest = GRPO(
-        model=moe(eos_token_id=[3, 6]),
-        reward_fn=lambda completions: [float(len(x)) for x in completions],
-        group_size=2,
-        max_new_tokens=6,
+    grpo, honest = (
+        GRPO(model=moe(eos_token_id=[3, 6]), reward_fn=reward_fn, group_size=2, max_new_tokens=6)
+        for reward_fn in (reward, lambda completions: [float(len(x)) for x in completions])
     )
     assert grpo.train_step(prompts)["loss"] == honest.train_step(prompts)["loss"]
     assert [x.tolist() for x in seen["prompts"]] == [[5, 6], [5, 6], [7], [7]]

@@ -3,16 +3,14 @@
 import itertools
 import json
 import math
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_resume import SignalAt
 from tiny_models import Letters
 from tiny_qwen2 import tiny_qwen2
-from trained_models import Bigram, shifted, tiny_moe, weights_of
+from trained_models import Bigram, shifted, tiny_moe, whole_and_resumed
 
 from strop.algorithms.kto import KTO, KTOConfig
 from strop.losses import UNPAIRED_LOSS_TYPES, UnpairedRule, unpaired_loss
@@ -186,14 +184,7 @@ def test_a_run_that_goes_on_is_the_whole_run(loss_type, tmp_path):
     rows = random_rows(10)
     options = {"batch_size": 4, "learning_rate": 1e-2, "loss_type": loss_type}
     make = lambda: KTO(model=tiny_moe(), ref_model=shifted(tiny_moe()), **options)  # noqa: E731
-    whole, half = make(), make()
-    whole.train(rows, num_steps=6)
-    half.callbacks.append(SignalAt(3, signal.SIGTERM))
-    half.train(rows, num_steps=6)
-    half.save(tmp_path / "half.pt")
-    resumed = KTO.from_checkpoint(tmp_path / "half.pt")
-    resumed.train(rows, num_steps=6)
-    assert torch.equal(weights_of(resumed), weights_of(whole))
+    whole, resumed = whole_and_resumed(make, rows, tmp_path, 6)
     assert torch.equal(resumed._seen, whole._seen)
 
 
@@ -243,8 +234,3 @@ def test_mistakes(make, error, message):
     with pytest.raises(error) as raised:
         make()
     assert message in str(raised.value)
-
-
-def test_the_fields_of_the_config():
-    assert set(KTOConfig().to_dict()) == {"loss", "max_length", "pad_id", "optim", "run", "lora"}
-    assert set(KTOConfig().to_dict()["loss"]) == {"beta", "loss_type", "desirable_weight", "undesirable_weight"}

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from steps import step_lines
+from test_grpo import PROMPTS, weights
 from tiny_models import every_kind, llama, moe, plain
 
 from strop.algorithms.dpo import DPO
@@ -13,8 +14,6 @@ from strop.algorithms.sft import SFT
 from strop.models import as_policy
 from strop.rewards import RewardError
 from strop.rollout import Sampling, generate
-
-PROMPTS = [[1, 2, 3], [4], [7, 8, 9, 10, 11], [12, 13]]
 
 
 def low_tokens(ids):
@@ -29,10 +28,6 @@ def make_online(model, **options):
     if "reward_fn" not in options:
         options.setdefault("preference_fn", prefers_low)
     return OnlineDPO(model=model, **({"max_new_tokens": 6, "max_grad_norm": 0.0} | options))
-
-
-def weights(model):
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
 
 
 @every_kind

@@ -1,16 +1,13 @@
 """PPO: its advantages and losses by hand, invariances, resume with either kind of critic, learning, and bad input."""
 
 import copy
-import math
-import signal
 
 import pytest
 import torch
 from steps import advantages, lines_of, loss_on
 from test_grpo import Table
-from test_resume import SignalAt
 from tiny_qwen2 import tiny_qwen2
-from trained_models import Bigram, shifted, tiny_moe, weights_of
+from trained_models import Bigram, shifted, tiny_moe, weights_of, whole_and_resumed
 
 from strop.algorithms.ppo import PPO, PPOConfig
 from strop.algorithms.reward_model import ModelReward
@@ -207,14 +204,7 @@ def test_ragged_completions_are_their_rows(critic):
 def test_a_run_that_goes_on_is_the_whole_run(critic, tmp_path):
     rows = [{"prompt": p} for p in PROMPTS * 2]
     make = lambda: make_ppo(critic=CRITICS[critic](), critic_learning_rate=1e-2, minibatch_size=2)  # noqa: E731
-    whole, half = make(), make()
-    whole.train(rows, num_steps=5)
-    half.callbacks.append(SignalAt(3, signal.SIGTERM))
-    half.train(rows, num_steps=5)
-    half.save(tmp_path / "half.pt")
-    resumed = PPO.from_checkpoint(tmp_path / "half.pt", reward_fn=low_ids, critic=CRITICS[critic]())
-    resumed.train(rows, num_steps=5)
-    assert torch.equal(weights_of(resumed), weights_of(whole))
+    whole, resumed = whole_and_resumed(make, rows, tmp_path, reward_fn=low_ids, critic=CRITICS[critic]())
     of_critic = [torch.cat([p.flatten() for p in one.critic.module.parameters()]) for one in (resumed, whole)]
     assert torch.equal(*of_critic)
     assert not torch.equal(of_critic[0], torch.cat([p.flatten() for p in make().critic.module.parameters()]))
@@ -325,10 +315,6 @@ def test_mistakes(make, error, message):
     assert message in str(raised.value)
 
 
-def test_the_fields_of_the_config():
-    assert set(PPOConfig().to_dict()) == {
-        "group_size", "kl_coef", "gamma", "lam", "whiten", "value_coef", "value_clip", "critic_learning_rate",
-        "inner_epochs", "minibatch_size", "old_logps", "exact", "mask_truncated", "reward_weights", "reward_timeout",
-        "find_failing", "pad_id", "sampling", "server", "loss", "optim", "run", "lora",
-    }  # fmt: skip
-    assert math.isclose(PPOConfig().rule.beta, 0.0)
+def test_the_rule_has_no_kl_of_its_own():
+    """The reward takes it off every token."""
+    assert PPOConfig().rule.beta == 0.0

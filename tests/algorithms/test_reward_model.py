@@ -3,16 +3,14 @@
 import importlib.util
 import json
 import math
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_resume import SignalAt
 from tiny_models import Letters, read_padded
 from tiny_qwen2 import tiny_qwen2
-from trained_models import Bigram, tiny_moe, weights_of
+from trained_models import Bigram, tiny_moe, whole_and_resumed
 
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.reward_model import ModelReward, RewardModel, RewardModelConfig, calibration_error
@@ -126,14 +124,7 @@ def test_micro_batches_change_nothing():
 def test_a_run_that_goes_on_is_the_whole_run(lora, tmp_path):
     rows = random_rows(10)
     make = lambda: RewardModel(model=classifier(), batch_size=4, learning_rate=1e-2, lora=lora)  # noqa: E731
-    whole, half = make(), make()
-    whole.train(rows, num_steps=6)
-    half.callbacks.append(SignalAt(3, signal.SIGTERM))
-    half.train(rows, num_steps=6)
-    half.save(tmp_path / "half.pt")
-    resumed = RewardModel.from_checkpoint(tmp_path / "half.pt")
-    resumed.train(rows, num_steps=6)
-    assert torch.equal(weights_of(resumed), weights_of(whole))
+    whole_and_resumed(make, rows, tmp_path, 6)
 
 
 def test_a_classifier_goes_in_and_out(tmp_path):
@@ -208,7 +199,3 @@ def test_mistakes(make, error, message):
     with pytest.raises(error) as raised:
         make()
     assert message in str(raised.value)
-
-
-def test_the_fields_of_the_config():
-    assert set(RewardModelConfig().to_dict()) == {"center_coef", "max_length", "pad_id", "optim", "run", "lora"}

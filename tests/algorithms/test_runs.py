@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_resume import FailAt, Failure
 from tiny_qwen2 import tiny_qwen2
 from trained_models import tiny_moe, weights_of
 
@@ -409,18 +410,10 @@ def test_output_is_where_it_was_when_the_run_began(tmp_path, monkeypatch):
 
 
 def test_a_failure_in_the_first_step_offers_nothing_to_go_on_from(tmp_path):
-    class Fails(Callback):
-        def __init__(self, step):
-            self.step = step
-
-        def on_step_begin(self, trainer):
-            if trainer.state.step == self.step:
-                raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken") as failed:
-        sft(callbacks=[Fails(0)]).train(ROWS, num_steps=2, output_dir=tmp_path / "a")
+    with pytest.raises(Failure) as failed:
+        sft(callbacks=[FailAt(1, "begin")]).train(ROWS, num_steps=2, output_dir=tmp_path / "a")
     assert not getattr(failed.value, "__notes__", [])
     assert not list((tmp_path / "a").glob("checkpoints/*"))
-    with pytest.raises(RuntimeError, match="broken") as failed:
-        sft(callbacks=[Fails(1)]).train(ROWS, num_steps=2, output_dir=tmp_path / "b")
+    with pytest.raises(Failure) as failed:
+        sft(callbacks=[FailAt(2, "begin")]).train(ROWS, num_steps=2, output_dir=tmp_path / "b")
     assert "the run up to step 1" in failed.value.__notes__[0]

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import warnings
 from pathlib import Path
 
 import pytest
 
 import strop
 from benchmarks import ROOT
-from strop.cli import doctor, main
+from strop.cli import doctor
 
 # a terminal that knows ASCII alone, and nowhere to keep anything
 BARE_CONTAINER = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "HOME": "/nowhere"}
@@ -32,21 +31,6 @@ def run_doctor(before="", cwd=None, **environment):
     command = [sys.executable, "-c", f"import sys; sys.argv = ['strop', 'doctor']; {before} {DOCTOR}"]
     environment = os.environ | {"COLUMNS": "200"} | environment
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
-
-
-@pytest.fixture
-def here(monkeypatch, capsys):
-    """The exit code of a command and what it printed, in this process."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["strop", *arguments])
-        monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main changes it
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        return ended.value.code or 0, printed.out, printed.err
-
-    return run
 
 
 def test_version_and_help():
@@ -94,17 +78,17 @@ def test_doctor_is_content_here_and_without_the_compiled_module():
     assert "switched off by STROP_NATIVE=0; the primitives run in NumPy" in found.stdout
 
 
-def test_doctor_fails_for_what_is_broken(here, monkeypatch):
+def test_doctor_fails_for_what_is_broken(strop, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(doctor, "OPTIONAL", {})
     monkeypatch.setenv("STROP_BACKEND", "tritno")
-    code, out, _ = here("doctor")
+    code, out, _ = strop("doctor")
     assert code == 1
     assert "STROP_BACKEND asks for 'tritno'; there are triton, torch" in out
     assert "broken: operator grpo_loss" in out
     assert "operator logp" in out.splitlines()[-1]
     monkeypatch.setenv("STROP_BACKEND", "nope=torch")
-    code, out, _ = here("doctor")
+    code, out, _ = strop("doctor")
     assert code == 1
     assert "unknown operator 'nope'" in out
 
@@ -153,7 +137,7 @@ def test_doctor_notices_a_package_that_does_not_import(deep, monkeypatch):
     assert found["transformers"].status == ("broken" if deep else "ok")
 
 
-def test_errors_are_one_line(here):
+def test_errors_are_one_line(strop):
     found = run("bench", "nope")
     assert found.returncode == 1
     assert (
@@ -163,11 +147,11 @@ def test_errors_are_one_line(here):
     )
     assert "Traceback" in run("--debug", "bench", "nope").stderr
     wanted = "strop: ValueError: rounds must be at least 3 for an interval, found 1\n"
-    assert here("bench", "primitives", "--rounds", "1") == (1, "", wanted)
-    code, _, err = here("bench", "primitives", "--only", "zebra")
+    assert strop("bench", "primitives", "--rounds", "1") == (1, "", wanted)
+    code, _, err = strop("bench", "primitives", "--only", "zebra")
     assert code == 1
     assert err.startswith("strop: ValueError: no case of primitives contains 'zebra'")
-    assert here("nope")[0] == 2
+    assert strop("nope")[0] == 2
 
 
 def test_bench_writes_its_result(tmp_path):
@@ -201,8 +185,8 @@ def test_bench_of_curves(tmp_path):
     assert max(map(len, path.read_text().splitlines())) > 80  # on one line
 
 
-def test_bench_does_not_start_what_it_could_not_write(here, tmp_path):
-    code, _, err = here("bench", "primitives", "--output", str(tmp_path))
+def test_bench_does_not_start_what_it_could_not_write(strop, tmp_path):
+    code, _, err = strop("bench", "primitives", "--output", str(tmp_path))
     assert code == 1
     assert err == f"strop: IsADirectoryError: --output must be a file, found the folder {tmp_path}\n"
 
@@ -222,18 +206,18 @@ def test_bench_can_be_interrupted(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_of_an_installed_package_says_where_the_benchmarks_are(here, tmp_path, monkeypatch):
+def test_bench_of_an_installed_package_says_where_the_benchmarks_are(strop, tmp_path, monkeypatch):
     """An installed package has no benchmarks beside it; in the folder of a checkout there are some."""
-    monkeypatch.setattr(strop, "__file__", str(tmp_path / "lib" / "site-packages" / "strop" / "__init__.py"))
+    monkeypatch.setattr("strop.__file__", str(tmp_path / "lib" / "site-packages" / "strop" / "__init__.py"))
     monkeypatch.chdir(tmp_path)
-    code, _, error = here("bench", "primitives")
+    code, _, error = strop("bench", "primitives")
     assert code == 1
     assert error == (
         "strop: FileNotFoundError: the benchmarks are not installed with strop; clone its repository and run strop bench in "
         "that folder\n"
     )
     monkeypatch.chdir(ROOT)
-    assert "unknown suite 'nope'" in here("bench", "nope")[2]
+    assert "unknown suite 'nope'" in strop("bench", "nope")[2]
 
 
 def test_bench_of_some_cases_writes_nothing_and_characters_a_terminal_lacks_as_escapes(tmp_path):
@@ -246,8 +230,8 @@ def test_bench_of_some_cases_writes_nothing_and_characters_a_terminal_lacks_as_e
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_of_some_cases_is_written_where_it_is_told(here, tmp_path):
-    code, *_ = here(
+def test_bench_of_some_cases_is_written_where_it_is_told(strop, tmp_path):
+    code, *_ = strop(
         "bench", "primitives", "--only", "advantages 16", "--rounds", "3", "--output", str(tmp_path / "x.json")
     )
     assert code == 0
@@ -293,12 +277,9 @@ def test_files_are_written_and_read_as_utf8():
         ("--nothing", "--nothing ("),
     ],
 )
-def test_a_flag_of_trl_is_told_what_it_is_here(flag, told, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["strop", "train", "grpo", flag, "4"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+def test_a_flag_of_trl_is_told_what_it_is_here(flag, told, strop):
+    code, _, err = strop("train", "grpo", flag, "4")
+    assert (code, told in err) == (2, True)
 
 
 def test_doctor_lists_what_is_used(monkeypatch):

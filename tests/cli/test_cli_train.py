@@ -25,26 +25,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = ["--model", "moe:tiny", "--set", "model_options.hidden_dim=16", "--set", "model_options.num_layers=1", "--task", "addition",
         "--set", "task_options.digits=1", "--set", "model_options.max_seq_len=16", "--batch-size", "4", "--num-rows", "40"]  # fmt: skip
 GENERATING = ["--max-new-tokens", "3", "--group-size", "2", "--num-eval-rows", "4"]
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def strop(monkeypatch, capsys):
-    """Run a command: its exit code, what it printed, and its errors."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["strop", *map(str, arguments)])
-        monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main changes it
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        return ended.value.code or 0, printed.out, printed.err
-
-    return run
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def metrics(folder):
@@ -57,14 +38,8 @@ def metrics(folder):
 def test_options_are_the_fields_of_the_config():
     config = algorithm_class("grpo").Config
     options = {option.flag: option for option in options_of(config, "GRPO")}
-    assert {
-        "--group-size",
-        "--learning-rate",
-        "--max-new-tokens",
-        "--loss-type",
-        "--lora-r",
-        "--mask-truncated",
-    } <= options.keys()
+    named = "--group-size --learning-rate --max-new-tokens --loss-type --lora-r --mask-truncated"
+    assert set(named.split()) <= options.keys()
     assert options["--learning-rate"].default == config().optim.learning_rate
     assert options["--lora-r"].path == "lora.r"
     assert options["--mask-truncated"].is_switch
@@ -266,26 +241,14 @@ def test_the_best_is_kept_and_a_run_without_progress_ends(strop):
         "--task",
         "addition",
         "--batch-size",
-        4,
+        "4",
         "--learning-rate",
-        0,
+        "0",
         "--eval-every",
-        1,
+        "1",
     ]
-    code, _, err = strop(
-        "train",
-        *options,
-        "--num-eval-rows",
-        4,
-        "--num-steps",
-        9,
-        "--output",
-        "run",
-        "--best",
-        "eval/loss",
-        "--patience",
-        2,
-    )
+    best = ["--num-eval-rows", "4", "--num-steps", "9", "--output", "run", "--best", "eval/loss", "--patience", "2"]
+    code, _, err = strop("train", *options, *best)
     assert code == 0, err
     assert "stopped: eval/loss has not improved on" in err
     assert [row["step"] for row in metrics("run") if "loss" in row] == [1, 2]
@@ -304,9 +267,9 @@ def test_overwrite(strop):
         "--task",
         "addition",
         "--batch-size",
-        4,
+        "4",
         "--num-eval-rows",
-        0,
+        "0",
         "--output",
         "run",
     ]
@@ -559,20 +522,8 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(strop, tmp_path):
         f"    if len(calls) == 2 and os.environ.get('STOP'):\n        os.kill({os.getpid()}, signal.SIGINT)\n"
         "    return [float(len(c)) for c in completions]\n"
     )
-    command = [
-        "train",
-        "grpo",
-        *TINY,
-        *GENERATING,
-        "--num-eval-rows",
-        0,
-        "--reward",
-        "stop.py:stop",
-        "--num-steps",
-        4,
-        "--output",
-        "runs/i",
-    ]
+    more = ["--num-eval-rows", "0", "--reward", "stop.py:stop", "--num-steps", "4", "--output", "runs/i"]
+    command = ["train", "grpo", *TINY, *GENERATING, *more]
     handler = signal.getsignal(signal.SIGINT)
     os.environ["STOP"] = "1"
     try:

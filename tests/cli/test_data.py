@@ -1,28 +1,18 @@
 """strop data check: what it says of rows, how it shows them, what it calls bad."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from strop.cli import main
 from strop.tasks import CharTokenizer
 
 
 @pytest.fixture
-def check(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def check(strop, elsewhere, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
     CharTokenizer("0123456789+= abc").save_pretrained(tmp_path / "tokenizer")
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["strop", "data", "check", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code or 0, capsys.readouterr().out
-
-    return run
+    return lambda *arguments: strop("data", "check", *arguments)[:2]
 
 
 def write(path, rows):
@@ -52,11 +42,9 @@ def test_pairs_texts_and_prompts(check):
     assert "\na⟦bc<eos>⟧\n" in check("texts.jsonl", "--model", "tokenizer")[1]
     write("prompts.jsonl", [{"question": "1+1=", "label": "2"}])
     code, out = check("prompts.jsonl", "--tokenizer", "tokenizer", "--map", "prompt=question")
-    assert (code, "format: prompt_only; for strop train grpo, ppo, online-dpo, distill" in out, "\n1+1=\n" in out) == (
-        0,
-        True,
-        True,
-    )
+    assert code == 0
+    assert "format: prompt_only; for strop train grpo, ppo, online-dpo, distill" in out
+    assert "\n1+1=\n" in out
 
 
 def test_bad_rows_are_named_by_line_and_the_rest_is_read(check):

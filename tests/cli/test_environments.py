@@ -28,20 +28,8 @@ def folder(tmp_path_factory):
     """A run of two steps of examples/guess.yaml."""
     folder = tmp_path_factory.mktemp("guess") / "run"
     config = ROOT / "examples/guess.yaml"
-    words = [
-        "train",
-        "grpo",
-        "--config",
-        config,
-        "--environment",
-        GUESS,
-        "--output",
-        folder,
-        "--num-steps",
-        2,
-        "--quiet",
-    ]
-    assert run(*words, "--eval-every", 2, "--batch-size", 4) == 0
+    few = ["--num-steps", "2", "--eval-every", "2", "--batch-size", "4", "--quiet"]
+    assert run("train", "grpo", "--config", config, "--environment", GUESS, "--output", folder, *few) == 0
     return folder
 
 
@@ -138,11 +126,10 @@ def test_eval_with_tools_and_with_methods_that_are_tools(chatting, capsys):
 
 def test_generate_needs_no_reward(chatting, capsys):
     rows = ["--data", chatting / "rows.jsonl", "--num-rows", 2, "--json"]
-    assert run("generate", "--model", chatting, *rows, "--environment", f"{chatting}/mine.py:Silent") == 0
+    silent = ["generate", "--model", chatting, *rows, "--environment", f"{chatting}/mine.py:Silent"]
+    assert run(*silent) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
-    assert (
-        run("generate", "--model", chatting, *rows, "--environment", f"{chatting}/mine.py:Silent", "--best-of", 2) == 1
-    )
+    assert run(*silent, "--best-of", 2) == 1
     assert "reward_fn must be given: Silent has tools and no get_reward()" in capsys.readouterr().err
 
 

@@ -1,27 +1,13 @@
 """strop eval: a model's rewards with their interval."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from strop.cli import main
 from strop.cli.eval import summary
 
-
-@pytest.fixture
-def strop(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["strop", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        return ended.value.code or 0, printed.out, printed.err
-
-    return run
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def test_intervals_by_hand():

@@ -51,15 +51,8 @@ def test_the_schema_takes_what_strop_takes(command, tmp_path):
 
 def problems(schema, value):
     """What a validator complains about, for the few words of JSON schema that are used."""
-    kinds = {
-        "string": str,
-        "integer": int,
-        "number": (int, float),
-        "boolean": bool,
-        "array": list,
-        "object": dict,
-        "null": type(None),
-    }
+    kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+    kinds["null"] = type(None)
     found = []
     for name, item in value.items():
         about = schema.get("properties", {}).get(name)

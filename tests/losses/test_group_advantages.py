@@ -70,21 +70,13 @@ def test_equal_rewards_are_exactly_zero(scale, value):
 def test_unequal_groups_are_the_groups_alone(scale):
     torch.manual_seed(0)
     rewards, boundaries = torch.randn(11, dtype=torch.float64), [0, 4, 5, 11]
-    for given_as in (
-        boundaries,
-        torch.tensor(boundaries),
-        torch.tensor(boundaries, dtype=torch.int32),
-        tuple(boundaries),
-    ):
+    as_tensor = torch.tensor(boundaries)
+    for given_as in (boundaries, tuple(boundaries), as_tensor, as_tensor.int()):
         found = group_advantages(rewards, group_boundaries=given_as, ddof=1, scale=scale)
         divisor = rewards.std() if scale == "batch" else 1
         for start, end in ((0, 4), (5, 11)):
-            alone = group_advantages(
-                rewards[start:end],
-                samples_per_prompt=end - start,
-                ddof=1,
-                scale="none" if scale == "batch" else scale,
-            )
+            options = {"samples_per_prompt": end - start, "scale": "none" if scale == "batch" else scale}
+            alone = group_advantages(rewards[start:end], ddof=1, **options)
             torch.testing.assert_close(found[start:end], alone / divisor, rtol=1e-12, atol=1e-14)
         assert found[4] == 0
 

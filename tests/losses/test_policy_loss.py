@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from yardstick import RULES, clip_of, same
+from yardstick import RULES, clip_of, float64, options_of_case, same
 
 from strop.losses import (
     IMPORTANCE_LEVELS,
@@ -25,10 +25,6 @@ ATOL = 1e-9
 every_loss_type = pytest.mark.parametrize("loss_type", POLICY_LOSS_TYPES)
 every_rule = pytest.mark.parametrize(("loss_type", "level"), RULES)
 every_surrogate = pytest.mark.parametrize("level", ["token", "sequence"])
-
-
-def float64(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def example(dtype=torch.float64, spread=0.3, seed=0):
@@ -162,18 +158,8 @@ def test_trl_golden_values(golden):
     assert len(golden["grpo"]) == 60
     for case in golden["grpo"]:
         logps = float64(case["logp"]).requires_grad_()
-        found = policy_loss(
-            logps,
-            float64(case["old_logp"]),
-            float64(case["advantages"]),
-            torch.tensor(case["mask"]),
-            loss_type=case["loss_type"],
-            importance_level=case["level"],
-            clip_eps=(case["eps_low"], case["eps_high"]),
-            ref_logps=float64(case["ref_logp"]),
-            beta=case["beta"],
-            max_completion_length=case["max_completion_length"],
-        )
+        given = float64(case["old_logp"]), float64(case["advantages"]), torch.tensor(case["mask"])
+        found = policy_loss(logps, *given, ref_logps=float64(case["ref_logp"]), **options_of_case(case))
         found.loss.backward()
         assert found.loss.item() == pytest.approx(case["loss"], rel=ATOL, abs=ATOL)
         torch.testing.assert_close(logps.grad, float64(case["grad"]), rtol=ATOL, atol=ATOL)

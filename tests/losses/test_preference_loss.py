@@ -6,17 +6,13 @@ import pickle
 
 import pytest
 import torch
-from yardstick import same
+from yardstick import float64, same
 
 from strop.config.preference_losses import LABEL_SMOOTHED
 from strop.losses import PREFERENCE_LOSS_TYPES, PreferenceRule, pair_preference_loss, preference_loss, sequence_logps
 
 every_loss_type = pytest.mark.parametrize("loss_type", PREFERENCE_LOSS_TYPES)
 NAMES = ("policy_chosen", "policy_rejected", "ref_chosen", "ref_rejected", "chosen_lengths", "rejected_lengths")
-
-
-def float64(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def smoothing_of(loss_type):
@@ -87,19 +83,14 @@ def test_trl_golden_values(golden):
     assert len(golden["dpo"]) == 30
     for case in golden["dpo"]:
         mask = torch.tensor(case["completion_mask"])
-        chosen, rejected = sequence_logps(float64(case["logps"]), mask).chunk(2)
-        chosen_lengths, rejected_lengths = mask.sum(-1).chunk(2)
-        found = preference_loss(
-            chosen,
-            rejected,
+        given = (
+            *sequence_logps(float64(case["logps"]), mask).chunk(2),
             float64(case["ref_chosen"]),
             float64(case["ref_rejected"]),
-            loss_type=case["loss_type"],
-            beta=case["beta"],
-            label_smoothing=case["label_smoothing"],
-            chosen_lengths=chosen_lengths,
-            rejected_lengths=rejected_lengths,
         )
+        options = {name: case[name] for name in ("loss_type", "beta", "label_smoothing")}
+        options |= dict(zip(NAMES[4:], mask.sum(-1).chunk(2), strict=True))
+        found = preference_loss(*given, **options)
         assert found.loss.item() == pytest.approx(case["loss"], rel=1e-9, abs=1e-9)
 
 
@@ -201,13 +192,9 @@ def test_permutation_and_micro_batches(loss_type):
     torch.testing.assert_close(permuted.chosen_rewards, whole.chosen_rewards[order], rtol=1e-12, atol=0)
     num_chosen = example()["chosen_lengths"].sum()
     for num_pairs, num_tokens in ((5, num_chosen.item()), (torch.tensor(5), num_chosen)):
+        counts = {"num_pairs": num_pairs, "num_tokens": num_tokens}
         parts = [
-            run(
-                loss_type,
-                num_pairs=num_pairs,
-                num_tokens=num_tokens,
-                **{name: value[rows] for name, value in example().items()},
-            )
+            run(loss_type, **counts, **{name: value[rows] for name, value in example().items()})
             for rows in torch.arange(5).split([2, 1, 2])
         ]
         torch.testing.assert_close(sum(found.loss for found, _ in parts), whole.loss, rtol=1e-12, atol=0)

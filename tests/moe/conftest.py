@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import strop
 from strop import _compiled
 from strop.moe import available_engines
 from strop.moe.engine import engine_class
@@ -15,6 +16,13 @@ def isa(request):
     assert _compiled.native.set_isa(request.param)
     yield request.param
     _compiled.native.set_isa(before)
+
+
+@pytest.fixture
+def restore_threads():
+    before = strop.get_num_threads()
+    yield
+    strop.set_num_threads(before)
 
 
 @pytest.fixture(params=available_engines())

@@ -7,21 +7,9 @@ from strop.moe import MoEConfig, MoETransformer
 
 def small_config(**changes):
     """A model of a few hundred parameters per layer: GQA with two query heads per key/value head, top-2 of 3."""
-    sizes = {
-        "hidden_dim": 8,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 4,
-        "num_experts": 3,
-        "top_k": 2,
-        "intermediate_dim": 6,
-        "vocab_size": 11,
-        "max_seq_len": 24,
-        "rope_base": 100.0,
-        "aux_loss_coef": 0.0,
-    }
-    return MoEConfig(**{**sizes, **changes})
+    attention = {"hidden_dim": 8, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "rope_base": 100.0}
+    experts = {"num_experts": 3, "top_k": 2, "intermediate_dim": 6, "aux_loss_coef": 0.0}
+    return MoEConfig(**{"vocab_size": 11, "max_seq_len": 24, **attention, **experts, **changes})
 
 
 def random_model(config, engine="numpy", *, seed=0, dtype=np.float64, std=0.4):
@@ -55,6 +43,10 @@ def same(found, wanted, engine):
         assert np.array_equal(found, wanted)
     else:
         np.testing.assert_allclose(found, wanted, rtol=0, atol=64 * np.finfo(wanted.dtype).eps * np.abs(wanted).max())
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def log_softmax(z):

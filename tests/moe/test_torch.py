@@ -8,6 +8,8 @@ torch = pytest.importorskip("torch")
 
 from torch_models import IDS, MASK, assert_same_grads, grads, module, same_tensor  # noqa: E402
 
+COMPLETION = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1]])
+
 
 @pytest.fixture
 def model(moe_engine):
@@ -158,38 +160,34 @@ def test_aux_loss_without_gradients(moe_engine):
         assert ce.loss.item() == pytest.approx(want.loss.item() - 0.5 * want.aux_loss.item(), rel=1e-5)
 
 
-def test_a_retained_graph_serves_again(model):
-    loss = model(IDS, MASK, labels=IDS).loss
-    loss.backward(retain_graph=True)
+LOSSES = {
+    "logits": lambda model, ids: model(ids, MASK).logits.square().sum(),
+    "log-probs": lambda model, ids: model.logps(ids, MASK, COMPLETION)[0].sum(),
+}
+
+
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
+def test_the_graph_is_as_torchs_own(model, loss_of):
+    """It serves twice where it is kept, whatever became of the ids; not after a change of weights, and for no second derivative."""
+    ids = IDS.clone()
+    loss_of(model, ids).backward()
     once = grads(model)
+    model.zero_grad()
+    loss = loss_of(model, ids)
+    ids.zero_()
+    loss.backward(retain_graph=True)
+    assert_same_grads(grads(model), once, 1e-6)
     loss.backward()
     assert_same_grads(grads(model), {name: 2 * grad for name, grad in once.items()}, 1e-6)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):  # torch's own
         loss.backward()
-
-
-def test_ids_may_be_reused_before_the_backward(model):
-    model(IDS).logits.square().sum().backward()
-    want = grads(model)
-    model.zero_grad()
-    ids = IDS.clone()
-    loss = model(ids).logits.square().sum()
-    ids.zero_()
-    loss.backward()
-    assert_same_grads(grads(model), want, 1e-6)
-
-
-def test_weights_may_not_change_before_the_backward(model):
-    loss = model(IDS, labels=IDS).loss
+    with pytest.raises(RuntimeError, match="create_graph must be False: the engine has first derivatives only"):
+        torch.autograd.grad(loss_of(model, IDS), model.lm_head.weight, create_graph=True)
+    loss = loss_of(model, IDS)
     with torch.no_grad():
         model.get_parameter("model.norm.weight").add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_no_second_derivative(model):
-    with pytest.raises(RuntimeError, match="create_graph must be False: the engine has first derivatives only"):
-        torch.autograd.grad(model(IDS).logits.sum(), model.lm_head.weight, create_graph=True)
 
 
 def test_under_autocast_and_compile(model):
@@ -203,9 +201,6 @@ def test_under_autocast_and_compile(model):
 
 
 # ---- log-probs ----
-
-
-COMPLETION = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1]])
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -248,23 +243,6 @@ def test_log_probs_without_gradients_save_nothing(model, monkeypatch):
     assert [one.requires_grad for one in found] == [False, False]
     for one, wanted in zip(found, want, strict=True):
         same_tensor(one, wanted, model)
-
-
-def test_the_graph_of_log_probs_is_as_that_of_logits(model):
-    ids = IDS.clone()
-    loss = model.logps(ids, MASK, COMPLETION)[0].sum()
-    ids.zero_()
-    loss.backward(retain_graph=True)
-    once = grads(model)
-    loss.backward()
-    assert_same_grads(grads(model), {name: 2 * grad for name, grad in once.items()}, 1e-6)
-    with pytest.raises(RuntimeError, match="create_graph must be False"):
-        torch.autograd.grad(model.logps(IDS)[0].sum(), model.lm_head.weight, create_graph=True)
-    loss = model.logps(IDS)[0].sum()
-    with torch.no_grad():
-        model.get_parameter("model.norm.weight").add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_log_probs_of_nothing(model):

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from yardstick import clearly_greedy
 
-from strop.moe.weights import to_mixtral
-
 torch = pytest.importorskip("torch")
 
-from torch_models import IDS, assert_same_grads, grads, module, same_tensor  # noqa: E402
+from torch_models import IDS, assert_same_grads, grads, mixtral_of, module, same_tensor  # noqa: E402
 
 from strop.moe.torch import MoEForCausalLM  # noqa: E402
 
@@ -21,18 +19,6 @@ def transformers():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield pytest.importorskip("transformers")
-
-
-def mixtral_of(model, transformers):
-    config = transformers.MixtralConfig(
-        **to_mixtral(model.moe.config), attn_implementation="eager", experts_implementation="eager"
-    )
-    mixtral = transformers.MixtralForCausalLM(config).float().eval()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    if model.moe.config.tie_embeddings:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    mixtral.load_state_dict(state)
-    return mixtral
 
 
 def ragged_batch(config, *, seed=0, shape=(3, 9)):
@@ -48,7 +34,7 @@ def ragged_batch(config, *, seed=0, shape=(3, 9)):
 @pytest.mark.parametrize("changes", [{}, {"aux_loss_coef": 0.5}, {"tie_embeddings": True, "num_kv_heads": 1}])
 def test_logits_loss_and_gradients_are_mixtrals(moe_engine, transformers, changes):
     model = module(moe_engine, std=0.15, vocab_size=40, **changes)
-    mixtral = mixtral_of(model, transformers)
+    mixtral = mixtral_of(model.moe)
     ids, mask, labels = ragged_batch(model.config)
     want, found = mixtral(ids, mask, labels=labels), model(ids, mask, labels=labels)
     assert type(found) is type(want)
@@ -65,7 +51,7 @@ def test_logits_loss_and_gradients_are_mixtrals(moe_engine, transformers, change
 
 def test_other_arguments_mean_what_they_mean_to_mixtral(moe_engine, transformers):
     model = module(moe_engine, std=0.15, vocab_size=40, aux_loss_coef=0.5)
-    mixtral = mixtral_of(model, transformers)
+    mixtral = mixtral_of(model.moe)
     ids, mask, labels = ragged_batch(model.config)
     with torch.no_grad():
         for arguments in (
@@ -88,7 +74,7 @@ def test_other_arguments_mean_what_they_mean_to_mixtral(moe_engine, transformers
 
 def test_adamw_follows_mixtral(moe_engine, transformers):
     model = module(moe_engine, std=0.15, vocab_size=40, aux_loss_coef=0.1)
-    mixtral = mixtral_of(model, transformers)
+    mixtral = mixtral_of(model.moe)
     ids, mask, labels = ragged_batch(model.config)
     curves = []
     for trained in (model, mixtral):
@@ -111,7 +97,7 @@ def test_adamw_follows_mixtral(moe_engine, transformers):
 @pytest.mark.parametrize("eos", [None, 27, [6, 25, 30]])
 def test_greedy_generation_is_mixtrals(moe_engine, transformers, eos):
     model = module(moe_engine, vocab_size=40, max_seq_len=64, seed=3)
-    mixtral = mixtral_of(model, transformers)
+    mixtral = mixtral_of(model.moe)
     num_padded = 0
     for seed in range(4):
         ids, mask, _ = ragged_batch(model.config, seed=seed)
@@ -127,7 +113,7 @@ def test_greedy_generation_is_mixtrals(moe_engine, transformers, eos):
 
 def test_padding_is_inferred_as_transformers_does(moe_engine, transformers):
     model = module(moe_engine, vocab_size=40, max_seq_len=64)
-    mixtral = mixtral_of(model, transformers)
+    mixtral = mixtral_of(model.moe)
     ids, mask, _ = ragged_batch(model.config)
     ids = torch.where(mask.bool(), ids.clamp(min=2), 0)
     for eos, pad in ((1, 0), (0, 0), (None, None), (0, None)):
@@ -164,7 +150,7 @@ def test_checkpoints_go_both_ways(moe_engine, transformers, tmp_path):
 def test_state_dicts_go_both_ways(moe_engine, transformers):
     for tied in (False, True):
         model = module(moe_engine, tie_embeddings=tied)
-        mixtral = mixtral_of(model, transformers)
+        mixtral = mixtral_of(model.moe)
         other = module(moe_engine, seed=1, tie_embeddings=tied)
         other.load_state_dict(mixtral.state_dict())
         same_tensor(other(IDS).logits, model(IDS).logits, model)

@@ -11,17 +11,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+from yardstick import backend_fixture
 
 from strop.ops import chunks, linear_grpo_loss, linear_logp, registry
 from strop.ops.head import IDS_MULTIPLE, CountedTokens, Head, Wanted, cut, sums_in
 
 H = 6
-
-
-@pytest.fixture(params=[b for b in registry.backends("linear_grpo_loss") if b != registry.REFERENCE])
-def fast_backend(request):
-    with registry.use_backend(linear_grpo_loss=request.param):
-        yield request.param
+fast_backend = backend_fixture("linear_grpo_loss", fast=True)
 
 
 @given(total=st.integers(0, 10_000), most=st.integers(0, 5000))
@@ -131,17 +127,8 @@ def test_memory_over_the_gradient(dtype, temperature):
     hidden, weight = (torch.randn(*shape, dtype=dtype).requires_grad_() for shape in ((2, N // 2, H), (V, H)))
     ids, mask = torch.zeros(2, N // 2).long(), torch.ones(2, N // 2)
     with registry.use_backend(linear_grpo_loss="chunked"), MostMemory() as most:
-        linear_grpo_loss(
-            hidden,
-            weight,
-            ids,
-            None,
-            None,
-            mask,
-            advantages=torch.ones(2),
-            temperature=temperature,
-            workspace=workspace,
-        )
+        options = {"advantages": torch.ones(2), "temperature": temperature, "workspace": workspace}
+        linear_grpo_loss(hidden, weight, ids, None, None, mask, **options)
     assert most.bytes <= workspace + hidden.nbytes + weight.numel() * sums_in(dtype).itemsize + 20 * N * 8
 
 

@@ -5,28 +5,25 @@ import math
 
 import pytest
 import torch
-from yardstick import RULES, backends, check, check_gradient, clip_of, cut_off, eager_logps, same
+from yardstick import (
+    RULES,
+    backend_fixture,
+    backends,
+    check,
+    check_gradient,
+    clip_of,
+    cut_off,
+    eager_logps,
+    float64,
+    options_of_case,
+    same,
+)
 
 from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, group_advantages, policy_loss
 from strop.ops import grpo_loss, registry
 
 B, T, V = 4, 3, 13
-
-
-@pytest.fixture(params=registry.backends("grpo_loss"))
-def backend(request):
-    with registry.use_backend(grpo_loss=request.param):
-        yield request.param
-
-
-@pytest.fixture(params=[b for b in registry.backends("grpo_loss") if b != registry.REFERENCE])
-def fast_backend(request):
-    with registry.use_backend(grpo_loss=request.param):
-        yield request.param
-
-
-def float64(values):
-    return torch.tensor(values, dtype=torch.float64)
+backend, fast_backend = backend_fixture("grpo_loss"), backend_fixture("grpo_loss", fast=True)
 
 
 def example(dtype=torch.float32, V=V, seed=0):
@@ -47,6 +44,16 @@ def run(function, inputs, **options):
     found = function(policy, *rest, **options)
     found.loss.backward()
     return found, policy.grad
+
+
+def check_as_reference(inputs, **options):
+    """Hold loss, metrics and gradient of a backend against the reference's and return the backend's."""
+    found, gradient = run(grpo_loss, inputs, **options)
+    expected, expected_gradient = run(grpo_loss.reference, inputs, **options)
+    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.metrics, expected.metrics, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-7, equal_nan=True)
+    return found, gradient
 
 
 # ---- by hand ----
@@ -97,8 +104,7 @@ def test_trl_golden_values(golden):
             found = grpo_loss(
                 logits, None, torch.zeros(logps.shape, dtype=torch.long), float64(case["old_logp"]), None,
                 torch.tensor(case["mask"]), advantages=float64(case["advantages"]), ref_logps=float64(case["ref_logp"]),
-                loss_type=case["loss_type"], importance_level=case["level"], beta=case["beta"],
-                clip_eps=(case["eps_low"], case["eps_high"]), max_completion_length=case["max_completion_length"],
+                **options_of_case(case),
             )  # fmt: skip
         found.loss.backward()
         assert found.loss.item() == pytest.approx(case["loss"], rel=1e-9, abs=1e-9)
@@ -114,8 +120,7 @@ def test_trl_golden_values_in_float32(backend, golden):
         found = grpo_loss(
             logits, None, torch.zeros(logps.shape, dtype=torch.int32), float64(case["old_logp"]), None,
             torch.tensor(case["mask"]), advantages=float64(case["advantages"]), ref_logps=float64(case["ref_logp"]),
-            loss_type=case["loss_type"], importance_level=case["level"], beta=case["beta"],
-            clip_eps=(case["eps_low"], case["eps_high"]), max_completion_length=case["max_completion_length"],
+            **options_of_case(case),
         )  # fmt: skip
         assert found.loss.item() == pytest.approx(case["loss"], rel=1e-5, abs=1e-6)
 
@@ -217,18 +222,13 @@ def test_long_rows(fast_backend, V, in_place):
 )
 def test_every_source_of_advantages(backend, given):
     policy, _, *rest = example()
-    found, gradient = run(grpo_loss, (policy, None, *rest), **given)
-    expected, expected_gradient = run(grpo_loss.reference, (policy, None, *rest), **given)
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-7)
+    check_as_reference((policy, None, *rest), **given)
 
 
 @pytest.mark.parametrize("rewards", [[1, 1, 0, 1], [True, False, True, True], [2.5, 2.5, 2.5, 2.5]])
 def test_rewards_of_any_kind(backend, rewards):
     policy, _, ids, old, _, mask = example()
-    inputs = policy, None, ids, old, torch.tensor(rewards), mask
-    found, expected = (run(f, inputs, samples_per_prompt=2)[0].loss for f in (grpo_loss, grpo_loss.reference))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    check_as_reference((policy, None, ids, old, torch.tensor(rewards), mask), samples_per_prompt=2)
 
 
 def test_log_probs_in_float64_beside_logits_in_float32(backend):
@@ -246,21 +246,13 @@ def test_log_probs_in_float64_beside_logits_in_float32(backend):
 def test_one_sequence_of_advantages(backend):
     """B = 1: the advantage of every token is one number, wherever it lies in memory."""
     policy, _, ids, old, _, mask = example()
-    found, _ = run(grpo_loss, (policy[:1], None, ids[:1], old[:1], None, mask[:1]), advantages=torch.tensor([2.0]))
-    expected, _ = run(
-        grpo_loss.reference, (policy[:1], None, ids[:1], old[:1], None, mask[:1]), advantages=torch.tensor([2.0])
-    )
-    torch.testing.assert_close(found.loss, expected.loss)
+    check_as_reference((policy[:1], None, ids[:1], old[:1], None, mask[:1]), advantages=torch.tensor([2.0]))
 
 
 def test_two_sided_clip(backend):
     policy, _, ids, old, rewards, mask = example()
     inputs = policy, None, ids, old - 1.5, rewards, mask  # ratios about 4.5
-    found, gradient = run(grpo_loss, inputs, samples_per_prompt=2, delta=4.0)
-    expected, expected_gradient = run(grpo_loss.reference, inputs, samples_per_prompt=2, delta=4.0)
-    torch.testing.assert_close(found.loss, expected.loss)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-7)
-    assert found.metrics["clip_fraction_delta"].item() == pytest.approx(expected.metrics["clip_fraction_delta"].item())
+    found, _ = check_as_reference(inputs, samples_per_prompt=2, delta=4.0)
     assert found.metrics["clip_fraction_delta"] > 0
 
 
@@ -330,30 +322,22 @@ def test_layouts(backend):
         torch.testing.assert_close(x.grad, expected_gradient, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("B_", "T_"), [(0, 3), (2, 0), (0, 0)])
+@pytest.mark.parametrize(("B_", "T_"), [(0, 3), (2, 0), (0, 0), (B, T)])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_nothing_at_all(backend, B_, T_, loss_type):
-    inputs = [x[:B_, :T_] if x.ndim > 1 else x[:B_] for x in example()]
+def test_no_token_counts(backend, B_, T_, loss_type):
+    *inputs, mask = example()
+    inputs = [x[:B_, :T_] if x.ndim > 1 else x[:B_] for x in (*inputs, mask * 0)]
     found, gradient = run(grpo_loss, inputs, samples_per_prompt=2, beta=0.1, loss_type=loss_type)
     assert [x.item() for x in found] == [0, 0, 0]
     assert gradient.shape == (B_, T_, V)
-    assert found.metrics["clip_fraction"] == 0
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_no_token_counts(backend, loss_type):
-    *inputs, mask = example()
-    found, gradient = run(grpo_loss, (*inputs, mask * 0), samples_per_prompt=2, beta=0.1, loss_type=loss_type)
-    assert [x.item() for x in found] == [0, 0, 0]
     assert (gradient == 0).all()
+    assert found.metrics["clip_fraction"] == 0
 
 
 def test_a_vocabulary_of_one(backend):
     policy, _, _, _old, rewards, mask = example()
     inputs = policy[..., :1], None, torch.zeros(B, T, dtype=torch.int32), torch.zeros(B, T), rewards, mask
-    found, gradient = run(grpo_loss, inputs, samples_per_prompt=2)
-    torch.testing.assert_close(found.loss, run(grpo_loss.reference, inputs, samples_per_prompt=2)[0].loss)
-    assert (gradient == 0).all()
+    assert (check_as_reference(inputs, samples_per_prompt=2)[1] == 0).all()
 
 
 def test_old_logps_of_the_policy_itself(backend):
@@ -394,10 +378,7 @@ def test_a_reference_that_bans_the_token(backend, beta, kl):
     ref_logps = eager_logps(policy, ids)
     ref_logps[0, 0] = -math.inf
     options = {"samples_per_prompt": 2, "beta": beta, "kl_estimator": kl, "ref_logps": ref_logps}
-    found, gradient = run(grpo_loss, (policy, None, ids, old, rewards, mask), **options)
-    expected, expected_gradient = run(grpo_loss.reference, (policy, None, ids, old, rewards, mask), **options)
-    torch.testing.assert_close(tuple(found), tuple(expected))
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-7, equal_nan=True)
+    found, gradient = check_as_reference((policy, None, ids, old, rewards, mask), **options)
     if not beta:
         assert found.loss.isfinite()
         assert gradient.isfinite().all()
@@ -406,24 +387,18 @@ def test_a_reference_that_bans_the_token(backend, beta, kl):
 def test_a_ratio_that_overflows(backend):
     policy, _, ids, old, _, mask = example()
     for sign in (1.0, -1.0):
-        inputs = policy, None, ids, old - 200, None, mask
-        found, gradient = run(grpo_loss, inputs, advantages=torch.full((B,), sign), delta=5.0)
-        expected, expected_gradient = run(grpo_loss.reference, inputs, advantages=torch.full((B,), sign), delta=5.0)
-        torch.testing.assert_close(found.loss, expected.loss)
-        assert (gradient == 0).all()  # every ratio is cut
-        assert (expected_gradient == 0).all()
+        inputs, options = (
+            (policy, None, ids, old - 200, None, mask),
+            {"advantages": torch.full((B,), sign), "delta": 5.0},
+        )
+        assert (check_as_reference(inputs, **options)[1] == 0).all()  # every ratio is cut
 
 
 def test_banned_tokens(backend):
     policy, _, ids, old, rewards, mask = example()
     ids = ids.clamp(max=V - 4)
     policy[..., -3:] = -math.inf
-    found, gradient = run(grpo_loss, (policy, None, ids, old, rewards, mask), samples_per_prompt=2)
-    expected, expected_gradient = run(
-        grpo_loss.reference, (policy, None, ids, old, rewards, mask), samples_per_prompt=2
-    )
-    torch.testing.assert_close(found.loss, expected.loss)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-7)
+    _, gradient = check_as_reference((policy, None, ids, old, rewards, mask), samples_per_prompt=2)
     assert (gradient[..., -3:] == 0).all()
 
 

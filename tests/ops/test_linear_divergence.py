@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from yardstick import backends, cut_off
+from yardstick import backends, cut_off, float64
 
 from strop.losses.divergence import divergence
 from strop.ops import linear_divergence, registry
@@ -35,9 +35,7 @@ def run(student, teacher, weights, **options):
 def test_trl_golden_values(golden_more):
     for case in golden_more["gkd"]:
         names = ("hidden", "weight", "bias", "teacher_hidden", "teacher_weight", "weights")
-        hidden, weight, bias, teacher_hidden, teacher_weight, weights = (
-            torch.tensor(case[name], dtype=torch.float64) for name in names
-        )
+        hidden, weight, bias, teacher_hidden, teacher_weight, weights = (float64(case[name]) for name in names)
         for name in backends("linear_divergence", torch.float64):
             hidden = hidden.detach().requires_grad_()
             with registry.use_backend(linear_divergence=name):
@@ -48,9 +46,7 @@ def test_trl_golden_values(golden_more):
             found.loss.backward()
             assert found.loss.item() == pytest.approx(case["loss"], rel=1e-12)
             torch.testing.assert_close(found.divergences.tolist(), case["divergences"], rtol=1e-10, atol=1e-12)
-            torch.testing.assert_close(
-                hidden.grad, torch.tensor(case["grad"], dtype=torch.float64), rtol=1e-10, atol=1e-12
-            )
+            torch.testing.assert_close(hidden.grad, float64(case["grad"]), rtol=1e-10, atol=1e-12)
     assert len(golden_more["gkd"]) == 6
 
 
@@ -177,13 +173,8 @@ def test_the_incoming_gradient_scales(backend):
 @every_backend
 def test_mistakes(backend, change, error, message):
     (hidden, weight, _), teacher, weights = problem(torch.float32)
-    given = {
-        "hidden": hidden,
-        "weight": weight,
-        "teacher_hidden": teacher[0],
-        "teacher_weight": teacher[1],
-        "weights": weights,
-    }
+    given = {"hidden": hidden, "weight": weight, "teacher_hidden": teacher[0], "teacher_weight": teacher[1]}
+    given["weights"] = weights
     with registry.use_backend(linear_divergence=backend), pytest.raises(error) as raised:
         linear_divergence(**given | change)
     assert message in str(raised.value)

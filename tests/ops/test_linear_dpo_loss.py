@@ -5,22 +5,13 @@ import math
 
 import pytest
 import torch
-from yardstick import backends, same
+from yardstick import backend_fixture, backends, float64, references, same
 
 from strop.losses import PREFERENCE_LOSS_TYPES, preference_loss, sequence_logps
 from strop.ops import linear_dpo_loss, linear_logp, registry
 
 H, V = 5, 17
-
-
-@pytest.fixture(params=registry.backends("linear_dpo_loss"))
-def backend(request):
-    with registry.use_backend(linear_dpo_loss=request.param):
-        yield request.param
-
-
-def float64(values):
-    return torch.tensor(values, dtype=torch.float64)
+backend = backend_fixture("linear_dpo_loss")
 
 
 def example(dtype=torch.float32, V=V):
@@ -30,10 +21,6 @@ def example(dtype=torch.float32, V=V):
     head, ref = (make(4, 3, H), make(V, H), make(V)), (make(4, 3, H + 1), make(V, H + 1), make(V))
     ids = torch.randint(0, V, (4, 3), generator=generator)
     return head, ids, torch.tensor([[1, 1, 1], [1, 1, 0], [0, 1, 0], [1, 1, 1]]), ref
-
-
-def references(ref):
-    return dict(zip(("ref_hidden", "ref_weight", "ref_bias"), ref, strict=True))
 
 
 def run(function, head, ids, mask, **options):

@@ -6,29 +6,14 @@ import math
 import pytest
 import torch
 from torch.nn.functional import linear, one_hot
-from yardstick import RULES, backends, clip_of, cut_off, same
+from yardstick import RULES, backend_fixture, backends, clip_of, cut_off, float64, options_of_case, references, same
 
 from strop.losses import IMPORTANCE_LEVELS, KL_ESTIMATORS
 from strop.ops import chunks, grpo_loss, linear_grpo_loss, linear_logp, registry
 from strop.ops.head import Head, Wanted, cut
 
 B, T, H, V = 4, 3, 6, 17
-
-
-@pytest.fixture(params=registry.backends("linear_grpo_loss"))
-def backend(request):
-    with registry.use_backend(linear_grpo_loss=request.param):
-        yield request.param
-
-
-@pytest.fixture(params=[b for b in registry.backends("linear_grpo_loss") if b != registry.REFERENCE])
-def fast_backend(request):
-    with registry.use_backend(linear_grpo_loss=request.param):
-        yield request.param
-
-
-def float64(values):
-    return torch.tensor(values, dtype=torch.float64)
+backend, fast_backend = backend_fixture("linear_grpo_loss"), backend_fixture("linear_grpo_loss", fast=True)
 
 
 def example(dtype=torch.float32, V=V, seed=0):
@@ -49,10 +34,6 @@ def run(function, head, rest, frozen=False, **options):
     found = function(*leaves[:2], *rest, bias=leaves[2], **options)
     found.loss.backward()
     return found, [None if x is None else x.grad for x in leaves]
-
-
-def references(ref):
-    return dict(zip(("ref_hidden", "ref_weight", "ref_bias"), ref, strict=True))
 
 
 def test_is_grpo_loss_of_the_product(backend):
@@ -77,9 +58,7 @@ def test_trl_golden_values(golden):
             found = linear_grpo_loss(
                 hidden, torch.eye(2, dtype=torch.float64), torch.zeros(logps.shape, dtype=torch.long),
                 float64(case["old_logp"]), None, torch.tensor(case["mask"]), advantages=float64(case["advantages"]),
-                ref_logps=float64(case["ref_logp"]), loss_type=case["loss_type"], importance_level=case["level"],
-                beta=case["beta"], clip_eps=(case["eps_low"], case["eps_high"]),
-                max_completion_length=case["max_completion_length"], workspace=200,
+                ref_logps=float64(case["ref_logp"]), workspace=200, **options_of_case(case),
             )  # fmt: skip
         found.loss.backward()
         assert found.loss.item() == pytest.approx(case["loss"], rel=1e-9, abs=1e-9)
@@ -106,9 +85,7 @@ def test_gradients(name, workspace):
                 )
 
 
-OPTIONS = {
-    *((*rule, *rest) for rule, *rest in zip(RULES, itertools.cycle(KL_ESTIMATORS), itertools.cycle("hl0hlh0"))),
-}  # fmt: skip
+OPTIONS = {(*rule, *rest) for rule, *rest in zip(RULES, itertools.cycle(KL_ESTIMATORS), itertools.cycle("hl0hlh0"))}
 
 
 @pytest.mark.parametrize(("loss_type", "level", "kl", "reference"), sorted(OPTIONS))
@@ -365,9 +342,8 @@ def test_gradients_of_a_tied_weight_are_added_in_place(dtype, workspace):
     ids, mask = torch.arange(26).view(2, 13), torch.ones(2, 13)
     hidden = torch.nn.functional.embedding(ids, tied)
     with registry.use_backend(linear_grpo_loss="chunked"):
-        loss = linear_grpo_loss(
-            hidden, tied, ids, None, None, mask, advantages=torch.ones(2), workspace=workspace
-        ).loss  # fmt: skip
+        options = {"advantages": torch.ones(2), "workspace": workspace}
+        loss = linear_grpo_loss(hidden, tied, ids, None, None, mask, **options).loss
     with torch.autograd.profiler.profile(record_shapes=True) as happened:
         loss.backward()
     sums = [event.name for event in happened.function_events if event.input_shapes[:2] == [list(tied.shape)] * 2]
@@ -394,18 +370,11 @@ def test_a_banned_token_that_was_taken(backend, dtype, loss_type, workspace):
         torch.testing.assert_close(leaf.grad.float(), exact, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("B_", "T_"), [(0, 3), (2, 0)])
-def test_nothing_at_all(backend, B_, T_):
-    (hidden, weight, bias), rest, _ = example()
-    rest = [x[:B_, :T_] if x.ndim > 1 else x[:B_] for x in rest]
+@pytest.mark.parametrize(("B_", "T_"), [(0, 3), (2, 0), (B, T)])
+def test_no_token_counts(backend, B_, T_):
+    (hidden, weight, bias), (*rest, mask), _ = example()
+    rest = [x[:B_, :T_] if x.ndim > 1 else x[:B_] for x in (*rest, mask * 0)]
     found, gradients = run(linear_grpo_loss, (hidden[:B_, :T_], weight, bias), rest, samples_per_prompt=2)
-    assert [x.item() for x in found] == [0, 0, 0]
-    assert [g.abs().sum().item() for g in gradients] == [0, 0, 0]
-
-
-def test_no_token_counts(backend):
-    head, (*rest, mask), _ = example()
-    found, gradients = run(linear_grpo_loss, head, (*rest, mask * 0), samples_per_prompt=2)
     assert [x.item() for x in found] == [0, 0, 0]
     assert [g.abs().sum().item() for g in gradients] == [0, 0, 0]
 

@@ -5,24 +5,13 @@ import math
 import pytest
 import torch
 from torch.nn.functional import linear
-from yardstick import backends, check, cut_off, eager_logps, same
+from yardstick import backend_fixture, backends, check, cut_off, eager_logps, float64, same
 
 from strop.ops import chunks, linear_logp, logp, registry
 from strop.ops.head import CountedTokens
 
 H, V = 6, 21
-
-
-@pytest.fixture(params=registry.backends("linear_logp"))
-def backend(request):
-    with registry.use_backend(linear_logp=request.param):
-        yield request.param
-
-
-@pytest.fixture(params=[b for b in registry.backends("linear_logp") if b != registry.REFERENCE])
-def fast_backend(request):
-    with registry.use_backend(linear_logp=request.param):
-        yield request.param
+backend, fast_backend = backend_fixture("linear_logp"), backend_fixture("linear_logp", fast=True)
 
 
 @pytest.fixture(params=["chunked", "triton"])
@@ -72,7 +61,7 @@ def test_gradients(name, workspace):
 def test_trl_golden_values(golden):
     """Hidden states that are the logits, and a head that is the identity."""
     for case in golden["logp"]:
-        logits = torch.tensor(case["logits"], dtype=torch.float64)
+        logits = float64(case["logits"])
         head = torch.eye(logits.shape[-1], dtype=torch.float64)
         for name in backends("linear_logp", torch.float64):
             with registry.use_backend(linear_logp=name):
@@ -80,10 +69,8 @@ def test_trl_golden_values(golden):
                 found, entropy = linear_logp(
                     logits, head, ids, temperature=case["temperature"], entropy=True, workspace=500
                 )
-            torch.testing.assert_close(found, torch.tensor(case["logp"], dtype=torch.float64), rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(
-                entropy, torch.tensor(case["entropy"], dtype=torch.float64), rtol=1e-9, atol=1e-9
-            )
+            torch.testing.assert_close(found, float64(case["logp"]), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(entropy, float64(case["entropy"]), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -252,17 +239,12 @@ def test_masked_garbage_changes_nothing(backend):
         same(other, results[0])
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_no_tokens(backend, shape):
-    _, weight, bias, _, _ = example()
-    found, gradients = run(linear_logp, torch.zeros(*shape, H), weight, bias, torch.zeros(shape, dtype=torch.long))
-    assert found[0].shape == shape
-    assert [g.abs().sum().item() for g in gradients] == [0, 0, 0]
-
-
-def test_no_token_counts(backend):
+@pytest.mark.parametrize(("B", "T"), [(0, 3), (2, 0), (2, 3)])
+def test_no_token_counts(backend, B, T):
     hidden, weight, bias, ids, mask = example()
-    found, gradients = run(linear_logp, hidden, weight, bias, ids, completion_mask=mask * 0, entropy=True)
+    options = {"completion_mask": 0 * mask[:B, :T], "entropy": True}
+    found, gradients = run(linear_logp, hidden[:B, :T], weight, bias, ids[:B, :T], **options)
+    assert found[0].shape == (B, T)
     assert [x.abs().sum().item() for x in (*found, *gradients)] == [0] * 5
 
 

@@ -4,16 +4,12 @@ import math
 
 import pytest
 import torch
-from yardstick import backends, check, check_gradient, cut_off, eager_logps, same
+from yardstick import backend_fixture, backends, check, check_gradient, cut_off, eager_logps, same
 
 from strop.losses import kl_estimate
 from strop.ops import ratio_kl, registry
 
-
-@pytest.fixture(params=registry.backends("ratio_kl"))
-def backend(request):
-    with registry.use_backend(ratio_kl=request.param):
-        yield request.param
+backend = backend_fixture("ratio_kl")
 
 
 def example(dtype=torch.float32, V=11, seed=0):

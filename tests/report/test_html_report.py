@@ -270,6 +270,7 @@ def test_many_sampled_steps_stay_few(tmp_path):
 )
 def test_alarms(changes, alarm, tmp_path):
     assert alarms_of(load_run(make_run(tmp_path / "calm"))) == []
+    assert alarms_of(load_run(make_run(tmp_path / "short", num_steps=4, mismatch_kl=9.0))) == []
     run = make_run(tmp_path / "run", **changes)
     ((title, numbers, advice),) = alarms_of(load_run(run))
     assert title == alarm
@@ -277,10 +278,6 @@ def test_alarms(changes, alarm, tmp_path):
     text = build_report([run])
     assert parse(text).headings(2)[0] == "Alarms"
     assert advice in "".join(parse(text).texts)
-
-
-def test_a_run_of_few_steps_fires_nothing(tmp_path):
-    assert alarms_of(load_run(make_run(tmp_path / "run", num_steps=4, mismatch_kl=9.0))) == []
 
 
 def test_what_a_run_was_made_of_is_shown(tmp_path):
@@ -403,12 +400,8 @@ def test_extra_sections_and_a_headline(tmp_path):
     samples = sample_section(
         "Pairs", [{"prompt": "1+1=", "before": "3", "after": "2", "reward_before": 0, "reward_after": 1}]
     )
-    text = build_report(
-        [make_run(tmp_path / "run")],
-        extra_sections=[bars, samples],
-        headline=[Tile("Accuracy", "100 %", "25 %")],
-        title="Demo",
-    )
+    headline = [Tile("Accuracy", "100 %", "25 %")]
+    text = build_report([make_run(tmp_path / "run")], extra_sections=[bars, samples], headline=headline, title="Demo")
     page = parse(text)
     assert page.headings(1) == ["Demo"]
     assert page.headings(2)[:2] == ["Held out", "Pairs"]

@@ -159,7 +159,15 @@ def test_draws_do_not_depend_on_how_requests_are_spread(start):
 def test_no_more_requests_than_allowed(start):
     model = make_model()
     running = start(model)
-    running.spoil = lambda *_: time.sleep(0.02)
+    together = threading.Barrier(
+        3, timeout=60
+    )  # which three pass at a time: so many there are, however slow the machine
+
+    def wait(path, body):
+        if path == "/v1/completions" and "prompt_logprobs" not in body:
+            together.wait()
+
+    running.spoil = wait
     served(model, running, server_requests=3)(PROMPTS * 3, GREEDY, 1, 0)
     assert running.most == 3
 
@@ -376,7 +384,7 @@ def test_a_server_that_is_gone_is_an_error_that_names_it_and_why(start):
         ServerError, match=rf"{running.url} does not answer .*ConnectionRefusedError.*; given up after 0.5 s"
     ):  # fmt: skip
         client(PROMPTS, GREEDY, 1, 0)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def free_port():

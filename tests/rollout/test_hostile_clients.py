@@ -417,11 +417,7 @@ def test_other_machines_need_a_key(served):
 def test_calls_of_tools_that_cannot_be_read_stay_text():
     """The parser never raises, whatever a model says."""
     parse = parser_of(hugging_face())
-    for text in (
-        "<tool_call>",
-        "<tool_call>{</tool_call>",
-        "<tool_call>" + "[" * 100_000 + "</tool_call>",
-        "</tool_call>",
-    ):
+    deep = "[" * 100_000
+    for text in ("<tool_call>", "<tool_call>{</tool_call>", f"<tool_call>{deep}</tool_call>", "</tool_call>"):
         assert all(call.error for call in parse(text))
     assert ToolCall("f", {}).name == "f"

@@ -175,7 +175,7 @@ class Distill(OnPolicy):
         return self.policy.reading(lambda: self._divergence(batch, theirs))
 
     @torch.no_grad()
-    def _reference_states(self, reference: Policy, batch: TokenBatch) -> Any:
+    def _reference_states(self, reference: Policy, batch: TokenBatch) -> object:
         """Return the teacher's hidden states and head, or where there are none its logits, on the student's device."""
         found: Any = reference.hidden(batch.to(reference.device))
         if found is None:

@@ -162,7 +162,7 @@ def load_tokenizer(job: JobConfig) -> Tokenizer | None:
 # ---- data ----
 
 
-def load_task(job: JobConfig) -> Any:
+def load_task(job: JobConfig) -> object:
     """The task, or an environment that has rows of its own."""
     from strop import tasks
 
@@ -289,7 +289,7 @@ def _kind_of_prompt(row: Row) -> str:
 # ---- functions ----
 
 
-def load_rewards(job: JobConfig, task: object) -> list[Callable[..., Any]]:
+def load_rewards(job: JobConfig, task: object) -> list[Callable[..., object]]:
     """The functions asked for, or the task's."""
     names = [job.reward] if isinstance(job.reward, str) else list(job.reward or ())
     if names:

@@ -166,7 +166,7 @@ def parse_value(text: str) -> object:
     return text
 
 
-def number_option(help: str = "", *, low: float = 0, high: float = math.inf, whole: bool = True) -> Any:
+def number_option(help: str = "", *, low: float = 0, high: float = math.inf, whole: bool = True) -> object:
     """An option of typer whose numbers are read by the rule of the configs; typer's own are read as Python reads them."""
 
     def parse(text: str | int | float) -> int | float:
@@ -201,7 +201,7 @@ def read_config(path: Path) -> Json:
         raise missing("a config file", "PyYAML", "train") from None
 
     class Loader(yaml.SafeLoader):
-        def construct_object(self, node: object, deep: bool = False) -> Any:
+        def construct_object(self, node: object, deep: bool = False) -> object:
             try:
                 return super().construct_object(node, deep)
             except (ValueError, KeyError, AttributeError):  # `!!bool x`, or a date in the thirteenth month
@@ -211,7 +211,7 @@ def read_config(path: Path) -> Json:
                 told = f"{node.value!r:.60} is no {kind}"
                 raise yaml.constructor.ConstructorError(None, None, told, node.start_mark) from None
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[object, object]:
             if not isinstance(node, yaml.MappingNode):
                 return super().construct_mapping(node, deep)
             own = [key for key, _ in node.value if not key.tag.endswith(":merge")]  # of `<<: *defaults` what is not own

@@ -253,7 +253,9 @@ def _peak_memory(device: "torch.device") -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def build(command: str, job: JobConfig, config: TrainerConfig) -> tuple["Trainer", Sequence[Any], Sequence[Any] | None]:
+def build(
+    command: str, job: JobConfig, config: TrainerConfig
+) -> tuple["Trainer", Sequence[object], Sequence[object] | None]:
     """The trainer, its rows, and the held-out ones."""
     task = load_task(job)
     rows, eval_rows = load_data(job, task), load_eval_data(job, task)

@@ -118,7 +118,7 @@ class Config:
 # ---- the tree of names ----
 
 
-def options_in(config: "DataclassInstance | type[DataclassInstance]") -> list[dataclasses.Field[Any]]:
+def options_in(config: "DataclassInstance | type[DataclassInstance]") -> list[dataclasses.Field[object]]:
     """The fields that are options; one with "set_by" in its metadata is set by another option."""
     return [field for field in dataclasses.fields(config) if "set_by" not in field.metadata]
 
@@ -155,7 +155,7 @@ def part_of(config: type, name: str) -> type | None:
 
 
 @functools.cache
-def hints_of(config: type) -> dict[str, Any]:
+def hints_of(config: type) -> dict[str, object]:
     """Return the type of each field."""
     return typing.get_type_hints(config)
 

@@ -44,12 +44,12 @@ class PreparedAhead(Sequence[Any]):
         place = range(len(self))[index]
         return self.take(place) if isinstance(place, range) else self.take([place])[0]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         for start in range(0, len(self), PART):
             end = start + PART
             yield from self.take(range(len(self))[start:end], range(len(self))[end : end + PART])
 
-    def take(self, indices: Sequence[int], following: Sequence[int] | None = None) -> list[Any]:
+    def take(self, indices: Sequence[int], following: Sequence[int] | None = None) -> list[object]:
         """Return these rows prepared; begin to prepare `following`, the rows that are needed next."""
         found = {i: self._ahead[i] for i in indices if i in self._ahead}
         missing = [i for i in indices if i not in found]
@@ -76,10 +76,10 @@ class PreparedAhead(Sequence[Any]):
             future = self._threads.submit(self._prepared, part)
             self._ahead |= {i: (future, place) for place, i in enumerate(part)}
 
-    def _prepared(self, indices: Sequence[int]) -> Sequence[Any]:
+    def _prepared(self, indices: Sequence[int]) -> Sequence[object]:
         return self.prepare([self._row(i) for i in indices], self.name)
 
-    def _prepared_or_named(self, indices: Sequence[int]) -> Sequence[Any]:
+    def _prepared_or_named(self, indices: Sequence[int]) -> Sequence[object]:
         """Return the rows prepared; where that fails, raise with the number that the row has in the dataset."""
         if not indices:
             return []
@@ -95,7 +95,7 @@ class PreparedAhead(Sequence[Any]):
             text = str(error).replace(f"{self.name}[0]", f"{self.name}[{i}]").replace("rows[0]", f"rows[{i}]")
             raise type(error)(text + self._place(i)) from None
 
-    def _row(self, i: int) -> Any:
+    def _row(self, i: int) -> object:
         row = self.rows[i]
         if isinstance(row, Mapping) and len(row) < len(self.columns):
             return {**self.columns, **row}

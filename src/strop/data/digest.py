@@ -31,7 +31,7 @@ def _examples(rows: Sequence[object]) -> Iterator[bytes]:
     yield _as_bytes([_readable(rows, i * len(rows) // count) for i in range(count)])
 
 
-def _readable(rows: Sequence[object], i: int) -> Any:
+def _readable(rows: Sequence[object], i: int) -> object:
     """Return the row; None for a broken one, which is named when a step comes to it."""
     try:
         return rows[i]

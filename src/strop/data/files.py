@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from strop._install import missing
@@ -149,7 +150,7 @@ def read_parquet(path: str | os.PathLike[str]) -> Any:
         ) from None
 
 
-def datasets_package() -> Any:
+def datasets_package() -> ModuleType:
     try:
         import datasets
     except ImportError:

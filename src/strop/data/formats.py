@@ -235,7 +235,7 @@ def _rows_of_frame(frame: Any) -> list[Json]:
     ]
 
 
-def _read_named(name: str, split: str, limit: int | None, seed: int) -> Any:
+def _read_named(name: str, split: str, limit: int | None, seed: int) -> object:
     path = Path(name).expanduser()
     if name == "-" or path.is_file():
         return _read_all([name if name == "-" else path])
@@ -262,7 +262,7 @@ def _read_all(paths: Sequence[str | os.PathLike[str]]) -> Sequence[Json]:
     return [row for path in paths for row in read_file(path)]
 
 
-def _read_folder(folder: Path, split: str) -> Any:
+def _read_folder(folder: Path, split: str) -> object:
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         found = datasets_package().load_from_disk(str(folder))
         return _pick_split(found, split) if isinstance(found, Mapping) else found
@@ -292,7 +292,7 @@ def _unknown_source(name: str, known: Sequence[str]) -> str:
     return f"no file, folder or task is called {name!r}{hint} Tasks: {', '.join(known)}. A dataset's id has an owner: owner/name"
 
 
-def _read_hub(name: str, split: str) -> Any:
+def _read_hub(name: str, split: str) -> object:
     place, _, config = name.partition(":")
     package = datasets_package()
     try:
@@ -310,7 +310,7 @@ def _is_dataset(source: object) -> bool:
     return hasattr(source, "column_names") and hasattr(source, "select") and hasattr(source, "__getitem__")
 
 
-def _pick_split(splits: Mapping[str, object], split: str) -> Any:
+def _pick_split(splits: Mapping[str, object], split: str) -> object:
     check_choice(split, "split", splits)
     return splits[split]
 

@@ -97,14 +97,14 @@ def read_lines(path: str | os.PathLike[str], *, on_disk: bool) -> Streamed:
             at += len(line)
     size = at
 
-    def from_disk(i: int) -> Any:
+    def from_disk(i: int) -> object:
         with open(path, "rb") as file:  # each time: a process that is forked must not share a position in the file
             if os.fstat(file.fileno()).st_size != size:
                 raise ValueError(f"{path} must stay as it is while it is streamed, found that it has changed")
             file.seek(begins[i])
             return jsonl_row(file.readline(), f"{path}, row {i}")
 
-    def from_memory(i: int) -> Any:
+    def from_memory(i: int) -> object:
         end = data.find(b"\n", begins[i])
         line = data[begins[i] :] if end < 0 else data[begins[i] : end]
         try:

@@ -8,6 +8,7 @@ A row's `seed` chooses the game; `rows` makes such rows.
 """
 
 import re
+from types import ModuleType
 from typing import Any, ClassVar
 
 from strop._install import missing
@@ -15,7 +16,7 @@ from strop._types import Json, Row
 from strop.environments.base import Environment, Turn
 
 
-def _package(name: str) -> Any:
+def _package(name: str) -> ModuleType:
     try:
         return __import__(name)
     except ImportError as error:

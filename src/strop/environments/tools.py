@@ -143,7 +143,7 @@ class ToolBox:
         held = self.factory()
         return make(self, {function.__name__: function for function in methods_of(held)}, held)
 
-    def own_reward(self) -> Callable[..., list[Any]]:
+    def own_reward(self) -> Callable[..., list[object]]:
         """Return a reward function that asks each trajectory's object for its `get_reward()`."""
 
         def own(environments: Sequence[Any]) -> list[Any]:
@@ -185,7 +185,7 @@ class Tools(Environment):
         calls = self.box.parser(reply)
         return self._turn(calls, [self._result(call) for call in calls])
 
-    def _result(self, call: Call) -> Any:
+    def _result(self, call: Call) -> object:
         """Call the function; return its result or a Failure."""
         error = call.error or self._refused(call)
         if error:
@@ -265,14 +265,14 @@ def _is_a(value: object, name: str) -> bool:
     return isinstance(value, KINDS.get(name, object)) and (name == "boolean" or not isinstance(value, bool))
 
 
-def methods_of(held: object) -> list[Callable[..., Any]]:
+def methods_of(held: object) -> list[Callable[..., object]]:
     """Return the public methods except `reset` and `get_reward`. Properties are not evaluated."""
     named = [name for name, _ in inspect.getmembers(type(held), inspect.isfunction)]
     names = [name for name in named if not name.startswith("_") and name not in ("reset", "get_reward")]
     return [method for name in names if inspect.ismethod(method := getattr(held, name))]
 
 
-def _awaited(value: Any) -> Any:
+def _awaited(value: Any) -> object:
     async def result() -> Any:
         return await value
 

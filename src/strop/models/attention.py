@@ -112,7 +112,7 @@ class Packed(Pass):
         limits, options = self._for_flash(rule)
         return torch.ops.aten._flash_attention_backward(d_out, *states, *limits, rng_state, unused, **options)
 
-    def _for_flash(self, rule: Rule) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _for_flash(self, rule: Rule) -> tuple[tuple[object, ...], dict[str, object]]:
         longest = max(self.lengths)
         window = {"window_size_left": rule.window - 1, "window_size_right": 0} if rule.window else {}
         return (self.cu_seqlens, self.cu_seqlens, longest, longest, 0.0, True), {"scale": rule.scaling, **window}
@@ -286,7 +286,7 @@ def also_again(
     before = [module._gradient_checkpointing_func for module in checkpointed]
 
     def again(checkpoint: Callable[..., object], layer: Callable[..., object], *arguments: object) -> Any:
-        def once_more(*arguments: object) -> Any:
+        def once_more(*arguments: object) -> object:
             with within():
                 return layer(*arguments)
 

@@ -383,7 +383,7 @@ def _copied(projections: Sequence[Any], dtype: torch.dtype, memory: dict[Any, An
     return joined
 
 
-def _joined(projections: Sequence[Any], dtype: torch.dtype) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+def _joined(projections: Sequence[Any], dtype: torch.dtype) -> tuple[list[torch.Tensor], tuple[object, ...]]:
     """Memory for each of the projections, and the same as joined matrices."""
     q, k, v, *biases, o, gate, up, down = projections
     memory = [

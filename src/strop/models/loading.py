@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -337,7 +338,7 @@ def _forget_quantization(model: nn.Module) -> None:
         del model.config.quantization_config
 
 
-def _transformers() -> Any:
+def _transformers() -> ModuleType:
     try:
         import transformers
     except ModuleNotFoundError as error:

@@ -47,7 +47,7 @@ def prepared_model(policy: Policy, run: RunConfig, lora: LoRAConfig | None, quan
     return _compiled(model) if run.compile else model
 
 
-def with_lora(model: Any, config: Any, seed: int) -> Any:
+def with_lora(model: torch.nn.Module, config: LoRAConfig, seed: int) -> torch.nn.Module:
     """The model with the adapter of a LoRAConfig on it."""
     try:
         import peft
@@ -57,7 +57,12 @@ def with_lora(model: Any, config: Any, seed: int) -> Any:
         raise ValueError("lora must be None: the model has peft adapters already")
     targets = _targets(model, config.target_modules)
     task = "SEQ_CLS" if is_classifier(model) else "CAUSAL_LM"
-    lora = peft.LoraConfig(r=config.r, lora_alpha=config.alpha, target_modules=targets, task_type=task)
+    lora = peft.LoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft takes any number
+        target_modules=targets,
+        task_type=task,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return peft.get_peft_model(model, lora)

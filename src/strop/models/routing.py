@@ -67,7 +67,7 @@ class Routers:
     def _hooked(self, hook: Callable[[int, object], object]) -> Iterator[None]:
         """hook   (layer, what its router gives) → what it is to give instead, or None"""
 
-        def of_layer(layer: int, module: nn.Module, arguments: object, output: object) -> Any:
+        def of_layer(layer: int, module: nn.Module, arguments: object, output: object) -> object:
             return hook(layer, output)
 
         handles = [

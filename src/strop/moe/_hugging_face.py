@@ -34,7 +34,7 @@ class PlainOutput(dict[str, Any]):
     def __getitem__(self, key: str | int) -> Any:
         return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
 
-    def to_tuple(self) -> tuple[Any, ...]:
+    def to_tuple(self) -> tuple[object, ...]:
         return tuple(self.values())
 
 

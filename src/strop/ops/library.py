@@ -5,14 +5,17 @@ They compute and know no gradient; the functions in `strop.ops` join a forward t
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, NoReturn, TypeVar
 
 import torch
 
 from strop._types import Context
 
+Function = TypeVar("Function", bound=Callable[..., object])
+Result = TypeVar("Result")
 
-def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+
+def constant_when_compiled(function: Function) -> Function:
     """Decorator: a compiled graph calls the function while it is made and keeps the result.
 
     As `torch.compiler.assume_constant_result`, which would import the compiler: a second of every `import strop.ops`.
@@ -24,19 +27,19 @@ def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 _LIBRARY = torch.library.Library("strop", "FRAGMENT")
 
 
-class LibraryOp:
+class LibraryOp(Generic[Result]):
     """Called with plain tensors it is the function itself; in a graph being made, or on the meta device, it is
     `torch.ops.strop.<name>`.
 
     The way through torch's dispatcher and back into Python would take as long as launching a kernel.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Result]) -> None:
         self.function = function
         self.op = getattr(torch.ops.strop, name).default
 
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args) if is_plain(args[0]) else self.op(*args)
+    def __call__(self, tensor: torch.Tensor, *more: object) -> Result:
+        return self.function(tensor, *more) if is_plain(tensor) else self.op(tensor, *more)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -47,10 +50,10 @@ def is_plain(tensor: torch.Tensor) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def library_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], LibraryOp]:
+def library_op(schema: str, fake: Callable[..., object]) -> Callable[[Callable[..., Result]], LibraryOp[Result]]:
     """Decorator: define `torch.ops.strop.<name of the schema>` as this function; `fake` gives the shapes of its results."""
 
-    def define(function: Callable[..., Any]) -> LibraryOp:
+    def define(function: Callable[..., Result]) -> LibraryOp[Result]:
         name = schema.partition("(")[0]
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -90,7 +93,7 @@ class _NoSecondGradient(torch.autograd.Function):
         return gradient.view_as(gradient)
 
     @staticmethod
-    def backward(ctx: Context, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor) -> NoReturn:
         raise RuntimeError(
             "this backend has no gradient of its gradient; the reference has: with strop.ops.registry.use_backend('torch')"
         )

@@ -74,7 +74,7 @@ def check_batch(
     completion_mask: torch.Tensor,
     rule: PolicyRule,
     given: Given,
-    ref: Any,
+    ref: torch.Tensor | None,
     ref_name: str,
 ) -> PolicyBatch:
     """Everything the two operators ask of arguments other than logits or hidden states and ids."""
@@ -107,11 +107,13 @@ def _check_rewards(rewards: torch.Tensor | None, given: Given, ids: torch.Tensor
     return rewards
 
 
-def composed(batch: PolicyBatch, ref_logps_BT: torch.Tensor | None, score: Callable[[bool], Any]) -> PolicyLoss:
+Score = Callable[[bool], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+
+
+def composed(batch: PolicyBatch, ref_logps_BT: torch.Tensor | None, score: Score) -> PolicyLoss:
     """The loss from log-probs; score(entropy) gives those, and the entropies where they are wanted."""
-    rule, given, entropy = batch.rule, batch.given, batch.rule.entropy_coef != 0
-    scores = score(entropy)
-    logps_BT, entropy_BT = scores if entropy else (scores, None)
+    rule, given, scores = batch.rule, batch.given, score(batch.rule.entropy_coef != 0)
+    logps_BT, entropy_BT = scores if isinstance(scores, tuple) else (scores, None)
     result = rows_loss(
         rule, logps_BT, batch.old_logps_BT, batch.advantages(), batch.mask_BT, ref_logps=ref_logps_BT,
         entropy=entropy_BT, num_tokens=given.num_tokens, num_sequences=given.num_sequences,

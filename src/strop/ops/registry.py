@@ -33,6 +33,7 @@ REFERENCE = "torch"
 _DECIDING = ("logits", "policy_logits", "hidden")  # an operator's first argument
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
+Function = Callable[..., Any]  # takes what its operator takes and returns what that returns
 Usable = Callable[..., "bool | str"]
 """Called with the operator's own arguments: true where the backend can take them, else the reason why not."""
 
@@ -56,7 +57,7 @@ def only_by_name(*args: object, **kwargs: object) -> str:
 @dataclass(frozen=True)
 class Backend:
     name: str
-    function: Callable[..., Any]
+    function: Function
     when: Usable
     by_name: Usable  # what it can take when asked for by name
 
@@ -83,14 +84,14 @@ FORCED: ContextVar[dict[str | None, str]] = ContextVar("strop_forced_backends", 
 class Op:
     """An operator: call it as the function it was made from."""
 
-    def __init__(self, reference: Callable[..., Any]) -> None:
+    def __init__(self, reference: Function) -> None:
         self.name = reference.__name__
         self.signature = inspect.signature(reference)
         self.reference = reference
         self._backends = {REFERENCE: Backend(REFERENCE, reference, always, always)}
         functools.update_wrapper(self, reference)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         try:
             return self._choose(args, kwargs).function(*args, **kwargs)
         except TypeError:
@@ -109,14 +110,14 @@ class Op:
 
     def backend(
         self, name: str, *, when: Usable = always, by_name: Usable | None = None, replace: bool = False
-    ) -> Callable[[Callable[..., Any]], Any]:
+    ) -> Callable[[Function], Function]:
         """Decorator: register a function as this operator's backend `name`, usable where `when` says so.
 
         by_name   what it can take when asked for by name, where that is more than what it is chosen for
         The function has the operator's parameters; it may gather those that are keyword-only in **options.
         """
 
-        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        def add(function: Function) -> Function:
             if name == REFERENCE:
                 raise ValueError(f"the reference {name!r} of {self.name} is what others are tested against and stays")
             if name in self._backends and not replace:
@@ -190,7 +191,7 @@ def _bare(signature: inspect.Signature, positional_only: bool = False) -> str:
     return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
 
 
-def op(reference: Callable[..., Any]) -> Op:
+def op(reference: Function) -> Op:
     """Decorator: make a torch function an operator, itself being the reference."""
     if reference.__name__ in _ops:
         raise ValueError(f"an operator {reference.__name__!r} exists already")
@@ -198,9 +199,7 @@ def op(reference: Callable[..., Any]) -> Op:
     return made
 
 
-def register(
-    name: str, backend: str, function: Callable[..., Any], *, when: Usable = always, replace: bool = False
-) -> None:
+def register(name: str, backend: str, function: Function, *, when: Usable = always, replace: bool = False) -> None:
     """Add a backend to an existing operator: `register("logp", "mine", my_logp, when=on_my_device)`."""
     get_op(name).backend(backend, when=when, replace=replace)(function)
     REGISTERED_BY_USER.add(name)

@@ -160,7 +160,7 @@ class Server:
         self._told_to("/v1/load_lora_adapter", again, lora_name=weights.name, lora_path=str(weights.folder))
         self._model = weights.name
 
-    def _told_to(self, path: str, fine: int | None = None, **body: Any) -> Any:
+    def _told_to(self, path: str, fine: int | None = None, **body: Any) -> object:
         """A request that changes the server. An error it answers with is final, but for `fine`, which is none."""
         try:
             return self.post(path, body)
@@ -246,7 +246,7 @@ class Server:
 
     # ---- HTTP ----
 
-    def post(self, path: str, body: Json) -> Any:
+    def post(self, path: str, body: Json) -> object:
         return self._call("POST", path, json.dumps(body))
 
     def _call(self, method: str, path: str, body: str | None = None) -> Any:

@@ -435,9 +435,10 @@ class Engine:
         """As `launch.pick`, in torch."""
         tokens_N, logps_N = draw(logits_NV, round_.uniforms_BT[rows.row_N, rows.step_N], sampling)
         going_N = rows.finished_N == 0
-        at = rows.row_N[going_N], rows.step_N[going_N]
-        round_.tokens_BT[at] = tokens_N[going_N]
-        round_.logps_BT[at] = logps_N[going_N].to(round_.logps_BT.dtype)
+        found = rows.row_N, rows.step_N, tokens_N, logps_N.to(round_.logps_BT.dtype)
+        row_n, step_n, tokens_n, logps_n = found if going_N.all() else (one[going_N] for one in found)
+        round_.tokens_BT[row_n, step_n] = tokens_n
+        round_.logps_BT[row_n, step_n] = logps_n
         goes_on_N = going_N & ~torch.isin(tokens_N, round_.eos) & (rows.step_N + 1 < round_.tokens_BT.shape[1])
         rows.token_N.copy_(tokens_N)
         rows.finished_N.copy_(~goes_on_N)

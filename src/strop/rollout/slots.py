@@ -162,7 +162,7 @@ class Decode(Pass):
         return (rows.suffix_start_N + rows.step_N).long(), i_T, position_N1, slots_NT.masked_fill_(~mask_NT, 0), mask_NT
 
 
-def slot_cache() -> Any:
+def slot_cache() -> object:
     """What a model takes for its cache: it hands keys and values on to `attention`, which keeps them."""
     from transformers import Cache
 

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -233,7 +234,7 @@ def heads(qkv_NE: torch.Tensor, K: int, D: int, num_tokens: int = 1) -> tuple[to
     return heads_PETD[:, : -2 * K], heads_PETD[:, -2 * K : -K], heads_PETD[:, -K:]
 
 
-def _kernels() -> Any:
+def _kernels() -> ModuleType:
     from strop.rollout import launch  # Triton, which is there with a GPU
 
     return launch

@@ -6,7 +6,7 @@ GRPO(model=model, tokenizer=tokenizer, reward_fn=task.reward).train(task.rows("t
 
 import difflib
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
 
 from strop._checks import as_count, check_choice
 from strop._install import missing
@@ -68,7 +68,7 @@ def _row(entry: Row) -> Json:
     return {"prompt": entry["question"], "answer": entry["answer"], "completion": entry["answer"], "entry": entry}
 
 
-def _package() -> tuple[Any, list[str]]:
+def _package() -> tuple[ModuleType, list[str]]:
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS

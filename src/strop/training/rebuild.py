@@ -25,6 +25,7 @@ import torch
 
 from strop._install import missing
 from strop._types import Json, Row, Tokenizer
+from strop.config import LoRAConfig
 from strop.distributed import class_of
 from strop.models import base_model, unwrapped
 from strop.models.kinds import is_classifier
@@ -85,7 +86,9 @@ def describe(model: torch.nn.Module) -> Json:
     return about
 
 
-def model_from(about: Json, weights: Tensors, path: str | Path, argument: str, lora: object = None) -> torch.nn.Module:
+def model_from(
+    about: Json, weights: Tensors, path: str | Path, argument: str, lora: LoRAConfig | None = None
+) -> torch.nn.Module:
     """The model of a description, its weights still to be loaded, in the dtypes of `weights`.
 
     lora   the trainer's option: its constructor puts the adapter on, so that it is left out here
@@ -273,7 +276,7 @@ def _moved(model: torch.nn.Module, device: str, path: str | Path) -> Any:
 # ---- adapters ----
 
 
-def check_lora(lora: Any, weights: Tensors, path: str | Path) -> None:
+def check_lora(lora: LoRAConfig, weights: Tensors, path: str | Path) -> None:
     """The trainer makes the adapter of its option `lora`: the file must hold its weights, of that rank."""
     ranks = {weight.shape[:1] for name, weight in weights.items() if ".lora_A." in name or ".lora_embedding_A." in name}
     if ranks != {(lora.r,)}:
@@ -281,7 +284,7 @@ def check_lora(lora: Any, weights: Tensors, path: str | Path) -> None:
         raise CheckpointError(f"{path} must hold adapters of rank {shown(lora.r)} as config.lora.r says, found {found}")
 
 
-def _with_adapters(model: torch.nn.Module, about: Json, lora: object) -> Any:
+def _with_adapters(model: torch.nn.Module, about: Json, lora: LoRAConfig | None) -> Any:
     """The model with the adapter that the trainer's option `lora` makes, or with those of the description."""
     if lora is not None:
         from strop.models.prepare import with_lora

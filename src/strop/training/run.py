@@ -328,7 +328,7 @@ def checked_callbacks(given: object) -> list[Any]:
     return callbacks
 
 
-def _as_list(given: object) -> list[Any]:
+def _as_list(given: object) -> list[object]:
     return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
 
 

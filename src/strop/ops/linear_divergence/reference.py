@@ -3,12 +3,13 @@
 Shapes: n tokens, H hidden of the student, G of the teacher, V the vocabulary.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from strop._checks import check_number
 from strop._tensors import (
+    GivenHead,
     check_device,
     check_floats,
     check_head,
@@ -72,7 +73,7 @@ def _log_probs(
 
 
 def check_linear_divergence(
-    head: Any, teacher: Any, weights: torch.Tensor, beta: float, temperature: float, workspace: int | None
+    head: GivenHead, teacher: GivenHead, weights: torch.Tensor, beta: float, temperature: float, workspace: int | None
 ) -> None:
     """Everything the operator asks of its arguments."""
     hidden, weight, _ = head

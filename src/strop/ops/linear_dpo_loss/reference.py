@@ -4,12 +4,12 @@ Shapes: B pairs, T tokens, H hidden, V the vocabulary. Row i of the first half i
 of the second half its rejected one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from strop._tensors import Count, check_device, check_floats, check_head, check_tensor
+from strop._tensors import Count, GivenHead, RefHead, check_device, check_floats, check_head, check_tensor
 from strop.losses import PreferenceLoss, PreferenceRule, sequence_logps
 from strop.losses.preference import pairs_loss
 from strop.ops.linear_grpo_loss.reference import check_reference
@@ -58,8 +58,8 @@ def linear_dpo_loss(
 
 def composed(
     linear_logp_of: Callable[..., torch.Tensor],
-    head: Any,
-    ref: Any,
+    head: GivenHead,
+    ref: RefHead,
     ids: torch.Tensor,
     completion_mask: torch.Tensor,
     ref_logps: torch.Tensor | None,
@@ -84,12 +84,12 @@ def composed(
 
 def _check(
     rule: PreferenceRule,
-    head: Any,
-    ref: Any,
+    head: GivenHead,
+    ref: RefHead,
     ids: torch.Tensor,
     completion_mask: torch.Tensor,
     ref_logps: torch.Tensor | None,
-    score_options: Any,
+    score_options: Mapping[str, Any],
 ) -> torch.Tensor:
     hidden, weight, bias = head
     check_head(hidden, weight, bias)

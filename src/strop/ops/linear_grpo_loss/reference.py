@@ -4,11 +4,10 @@ Shapes: B sequences, T completion tokens, H hidden, V the vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from strop._tensors import Count, check_device, check_head, check_shape
+from strop._tensors import Count, GivenHead, RefHead, check_device, check_head, check_shape
 from strop.config.policy_losses import ClipEps
 from strop.losses import PolicyLoss, PolicyRule
 from strop.ops.linear_logp.reference import check_linear_logp, linear_logp
@@ -76,8 +75,8 @@ def linear_grpo_loss(
 
 
 def check_linear_grpo_loss(
-    head: Any,
-    ref: Any,
+    head: GivenHead,
+    ref: RefHead,
     action_ids: torch.Tensor,
     old_logps: torch.Tensor | None,
     rewards: torch.Tensor | None,
@@ -105,14 +104,14 @@ def check_linear_grpo_loss(
     return check_batch(action_ids, old_logps, rewards, completion_mask, rule, given, ref[0], "ref_hidden")
 
 
-def check_reference(head: Any, ref: Any) -> None:
+def check_reference(head: GivenHead, ref: RefHead) -> None:
     """The reference's hidden states and head: all or nothing, the same tokens and vocabulary as the policy's."""
     hidden, weight, _ = head
     ref_hidden, ref_weight, ref_bias = ref
     if (ref_hidden is None) != (ref_weight is None):
         found = "ref_weight" if ref_hidden is None else "ref_hidden"
         raise ValueError(f"ref_hidden and ref_weight must be given together, found only {found}")
-    if ref_hidden is None:
+    if ref_hidden is None or ref_weight is None:
         if ref_bias is not None:
             raise ValueError("ref_bias must come with ref_hidden and ref_weight, found it alone")
         return
@@ -125,7 +124,7 @@ def check_reference(head: Any, ref: Any) -> None:
 def ref_logps_of(
     linear_logp_of: Callable[..., torch.Tensor],
     batch: PolicyBatch,
-    ref: Any,
+    ref: RefHead,
     action_ids: torch.Tensor,
     workspace: int | None,
 ) -> torch.Tensor | None:
@@ -140,14 +139,14 @@ def ref_logps_of(
 
 
 def composed_from_hidden(
-    linear_logp_of: Callable[..., torch.Tensor], batch: PolicyBatch, head: Any, ref: Any, action_ids: torch.Tensor,
+    linear_logp_of: Callable[..., torch.Tensor], batch: PolicyBatch, head: GivenHead, ref: RefHead, action_ids: torch.Tensor,
     workspace: int | None,
 ) -> PolicyLoss:  # fmt: skip
     """By log-probs; linear_logp_of: one backend of `linear_logp`."""
     hidden, weight, bias = head
     ref_logps = ref_logps_of(linear_logp_of, batch, ref, action_ids, workspace)
 
-    def score(entropy: bool) -> Any:
+    def score(entropy: bool) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return linear_logp_of(
             hidden, weight, action_ids, bias=bias, temperature=batch.given.temperature,
             completion_mask=batch.mask_BT, entropy=entropy, workspace=workspace,

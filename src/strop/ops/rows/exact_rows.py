@@ -4,8 +4,6 @@ bit for bit. The same functions as in `strop.ops.rows.triton_rows`.
 Rows must begin on multiples of 16 bytes (`Head.row`): where one begins otherwise, other elements are summed together.
 """
 
-from typing import Any
-
 import torch
 
 from strop.losses.rules import TokenRule, token_terms
@@ -33,12 +31,10 @@ def logps(
     """As of `triton_rows`, of whole rows. Entropies are a visit of their own."""
     given = logits, ids_N, mask_N, temperature
     assert block is None or block[:2] == (0, logits.shape[-1]), "of whole rows"
-    entropies_N: Any = None
-    if entropy:
-        _, _, entropies_N = triton_rows.logps(*given, True)
-        if into is not None:
-            into[2].copy_(entropies_N)
-    rest: Any = None if into is None else (*into[:2], None)
+    entropies_N = triton_rows.logps(*given, True)[2] if entropy else None
+    if entropies_N is not None and into is not None:
+        into[2].copy_(entropies_N)
+    rest = None if into is None else (*into[:2], None)
     return *triton_rows.logps(*given, False, rest)[:2], entropies_N
 
 

@@ -48,7 +48,7 @@ class Launcher:
     aligned   pointers are taken to lie on multiples of 16 bytes where they do; where one does not, it is another kernel
     """
 
-    def __init__(self, function: Callable[..., Any], aligned: bool = False) -> None:
+    def __init__(self, function: Callable[..., None], aligned: bool = False) -> None:
         parameters = inspect.signature(function).parameters
         names = list(parameters)
         pointers = [name for name in names if name.endswith("_ptr")]
@@ -59,9 +59,9 @@ class Launcher:
         self.jitted = triton.jit(do_not_specialize=numbers, do_not_specialize_on_alignment=pointers)(function)
         self.aligned: Any = triton.jit(do_not_specialize=numbers)(function) if aligned else None
         self.interpreted = not isinstance(self.jitted, triton.JITFunction)
-        self._compiled: dict[Any, Any] = {}
+        self._compiled: dict[tuple[object, ...], Any] = {}
 
-    def __call__(self, programs: int, *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+    def __call__(self, programs: int, *arguments: Any, num_warps: int = 4, **constants: object) -> None:
         device = arguments[0].device.index
         if not self.interpreted and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):  # Triton launches on the current device, wherever the tensors are

@@ -4,7 +4,7 @@ Shapes: `[.., V]` logits with any leading dimensions; N their number of rows.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -136,7 +136,7 @@ def logps(
     mask_N: torch.Tensor | None,
     temperature: float,
     entropy: bool,
-    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
     block: tuple[int, int, int] | None = None,
     in_place: bool = False,
     way_back: bool = True,
@@ -273,7 +273,7 @@ def policy_terms(
     return PolicyTerms(logps_N, terms_3N, out, factors_N)
 
 
-def _kernel_of(rule: TokenRule) -> Any:
+def _kernel_of(rule: TokenRule) -> object:
     """Return the Triton function with the rule's formula and its derivative."""
     if isinstance(rule, NLL):
         return kernels.negative_logp

@@ -1,6 +1,6 @@
 """How often the training forward of a tiny Mixture-of-Experts model chooses other experts than the rollout, and what it costs.
 
-python tests/algorithms/measure_routing.py [SEED …]
+python benchmarks/measure_routing.py [SEED …]
 
 Models of random weights: 4 layers of width 64, vocabulary 64; Mixtral with 8 experts, 2 of a token, Qwen3-MoE with 16, 4 of
 a token. A rollout in bfloat16 (autocast over float32 weights) is trained on in bfloat16 and in float32. "before": the first
@@ -52,7 +52,7 @@ def trainer_of(kind, seed, autocast, replay):
         with torch.autocast("cpu", torch.bfloat16):
             return sample(*given)
 
-    trainer.complete = in_bf16
+    trainer.complete = in_bf16  # type: ignore[method-assign]
     return trainer
 
 
@@ -66,8 +66,10 @@ def shares(trainer):
     with cast, trainer.policy.routers.recording() as latest:
         trainer.policy.logps(dataclasses.replace(batch, routing_NLk=None))
         own = latest()
-    there = batch.routing_NLk[:, 0, 0] >= 0
-    differs = (own.sort(-1)[0] != batch.routing_NLk.sort(-1)[0]).any(-1)[there]
+    recorded_NLk = batch.routing_NLk
+    assert recorded_NLk is not None, "the sampler records the experts"
+    there = recorded_NLk[:, 0, 0] >= 0
+    differs = (own.sort(-1)[0] != recorded_NLk.sort(-1)[0]).any(-1)[there]
     trainer.sampler.records_routing = trainer.config.replay_routing
     return differs.any(-1).float().mean().item(), differs.float().mean().item()
 
