@@ -6,7 +6,7 @@ SANITIZED := build/sanitize
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/*) $(wildcard native/*/*)
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test test-portable test-learning test-sizes test-gpu test-vllm bench bench-gpu docs docs-site lint check sanitize sanitize-threads dist clean
+.PHONY: help demo test test-portable test-learning test-sizes test-architectures test-gpu test-vllm bench bench-gpu docs docs-site lint check sanitize sanitize-threads dist clean
 
 help:
 	@echo "make demo       set up and run the demonstration"
@@ -14,6 +14,7 @@ help:
 	@echo "make check      everything CI runs: lint, types, tests, other environments, sanitizer, documents, distribution"
 	@echo "make test-portable   the tests on other CPUs, threads, locales, without a home folder: an hour on 2 cores"
 	@echo "make test-sizes   tokenizers, files, runs and vocabularies of real sizes, with bounds on time and memory: minutes"
+	@echo "make test-architectures   tiny models of every causal type of transformers: right or refused; minutes"
 	@echo "make test-learning   a model learns a game from nothing, with three seeds: five minutes on 2 cores"
 	@echo "make lint       style and types            make docs       tables and figures from benchmarks/results"
 	@echo "make docs-site  the documentation as a site, in build/site: dead links are errors"
@@ -63,6 +64,10 @@ test-portable: $(INSTALLED)
 
 test-sizes: $(INSTALLED)
 	$(BIN)/python -m pytest tests/sizes -m "sizes or not sizes"
+
+# Some types alone: TYPES="phi3 llama4_text".
+test-architectures: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/architectures/survey.py --jobs $(PYTEST_JOBS) --json build/architectures.json $(TYPES)
 
 test-learning: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(PYTEST_JOBS) -m learning

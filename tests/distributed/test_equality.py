@@ -15,7 +15,7 @@ from work import CASES, WHOLE, main
 APART = {"moe": 1e-5, "float32": 1e-5}
 REPLICAS = [f"none/{name}" for name in CASES]
 # of four: every loss of GRPO, with shards where these matter
-IN_SHARDS = (
+IN_SHARDS = [
     "sft-tied",
     "dpo",
     "grpo-bnpo",
@@ -25,7 +25,7 @@ IN_SHARDS = (
     "online-ties",
     "ppo",
     "distill",
-)
+]
 LOSSES = ("grpo", "grpo-dr", "grpo-batch", "grpo-luspo", "grpo-cispo", "grpo-sapo", "grpo-vespo", "grpo-geometric")
 # such a loss is computed of what a model gives, in shards or not
 UNSHARDED = (*WHOLE, *(name for name in LOSSES if name not in ("grpo", "grpo-batch")), "kto-bco", "kto-apo")

@@ -44,25 +44,10 @@ def start(config, output, *flags, **environment):
 
 def start_command(config, output, *flags):
     """Start it as a user does, by the command torchrun, with Python processes that import everything."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *preloaded.TORCHRUN,
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "strop",
-    ]
-    arguments = ["train", "grpo", "--config", config, "--output", output, *flags]
-    environment = os.environ | preloaded.ONE_THREAD
-    return subprocess.Popen(
-        [*map(str, command), *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *preloaded.TORCHRUN, "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "strop", "train", "grpo", "--config", str(config), "--output", str(output), *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=os.environ | preloaded.ONE_THREAD, text=True, **pipes)
 
 
 def ended(process, seconds=120):

@@ -43,14 +43,8 @@ def double(make=qwen2, **changes):
 
 
 def grpo(model=double, **options):
-    options = {
-        "reward_fn": reward,
-        "group_size": 3,
-        "max_new_tokens": 6,
-        "learning_rate": 3e-3,
-        "kl_coef": 0.05,
-    } | options
-    options = {"micro_batch_tokens": 40, "old_logps": "rollout"} | options
+    known = {"reward_fn": reward, "group_size": 3, "max_new_tokens": 6, "learning_rate": 3e-3, "kl_coef": 0.05}
+    options = {"micro_batch_tokens": 40, "old_logps": "rollout", **known, **options}
     return lambda **more: (GRPO(model=model(), **options, **more), [{"prompts": batch} for batch in BATCHES])
 
 

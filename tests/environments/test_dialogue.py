@@ -149,9 +149,8 @@ def test_what_does_not_fit_is_not_heard():
 
 
 def test_tools_stand_in_the_prompt():
-    add = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
     for name in ("qwen", "llama"):
-        assert '"description": "Adds."' in tokenizer(name).decode(Chat(tokenizer(name), [add]).begin([USER]).ids)
+        assert '"description": "Adds."' in tokenizer(name).decode(Chat(tokenizer(name), [ADD]).begin([USER]).ids)
 
 
 def test_a_rows_own_options_are_the_templates_in_every_turn():

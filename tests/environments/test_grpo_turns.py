@@ -10,7 +10,6 @@ from tiny_models import PlainModel, llama, moe
 from trained_models import tiny_moe, weights_of
 
 from strop import GRPO
-from strop.config import TurnsConfig
 from strop.data.batch import RewardedTurn, Trajectory
 from strop.environments.base import Environment, Turn
 from strop.environments.credit import returns_of, turn_advantages
@@ -399,13 +398,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
 def test_wrong_options(options, match):
     with pytest.raises(ValueError, match=match):
         grpo(moe(eos_token_id=3), **({"environment": Echo} | options))
-
-
-def test_field_names_are_pinned():
-    assert list(TurnsConfig.__dataclass_fields__) == [
-        "max_turns", "max_tokens", "turn_discount", "credit", "environment_workers", "environment_timeout", "on_error",
-        "error_reward", "rewritten_turns",
-    ]  # fmt: skip
 
 
 def test_the_engine_in_numpy_plays_too():

@@ -159,11 +159,11 @@ def hangs():
         (lambda: Turn("b", reward=float("nan")), "finite reward, found nan"),
         (lambda: Turn("b", reward="1"), "finite reward, found '1'"),
         (lambda: Turn("b", done=None), "done is True or False, found None"),
-        (lambda: Turn(""), "with messages, or one that is done, found neither"),
+        (lambda: Turn(""), "that has messages or is done, found neither"),
         (lambda: Turn([{"role": "user", "content": "b"}]), "messages must be a str as the first were"),
         (lambda: Turn("b", info={"x": "y"}), "info has finite numbers, found x 'y'"),
         (lambda: Turn("b", info={"x": float("inf")}), "info has finite numbers, found x inf"),
-        (lambda: Turn("b", info={"seconds": 1}), "info has other names than metrics have, found 'seconds'"),
+        (lambda: Turn("b", info={"seconds": 1}), "info does not use the reserved name 'seconds'"),
         (lambda: Turn("b", info=[1]), r"info is a dict of numbers, found \[1\]"),
         (lambda: Turn(3), "messages are a list, a text or ids, found 3"),
         (lambda: Turn({"role": "user", "content": "b"}), "messages are a list, a text or ids, found {'role'"),
@@ -228,10 +228,9 @@ def test_seconds_are_those_in_the_environment():
             return super().next_turn(*given)
 
     policy = as_policy(moe(eos_token_id=list(range(30))), LettersOnly())
+    start = time.monotonic()
     found = Player(SlowAsync, Slow(policy), policy, TurnsConfig())(ROWS, SAMPLING, 2, 0)
-    assert (
-        0.001 < found.metrics["environment/seconds"] < 0.15
-    )  # four calls of up to 0.03; with the model's, 0.3 and more
+    assert 0.001 < found.metrics["environment/seconds"] < time.monotonic() - start - 0.3  # three turns of the model's
 
 
 def test_a_reset_that_fails_always_stops():
@@ -264,7 +263,7 @@ def test_one_that_hangs_is_left(kind):
         EnvironmentFailure, match=r"step must return within environment_timeout=0.2 seconds, found it still"
     ):
         play(environment, tokenizer=LettersOnly(), environment_timeout=0.2)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 40
     found = play(environment, tokenizer=LettersOnly(), environment_timeout=0.2, on_error="end")
     assert found.metrics["environment/failed_fraction"] == pytest.approx(1 / 3)
 
@@ -302,13 +301,14 @@ def test_an_async_one_that_never_awaits_or_exits_does_not_stop_the_others(on_err
 
 
 def test_so_many_run_at_the_same_time():
-    running, most = [], []
+    running, most, together = [], [], threading.Barrier(2, timeout=60)
 
     class Counting(Echo):
         def step(self, reply):
             running.append(1)
             most.append(len(running))
-            time.sleep(0.005)
+            if not self.heard:
+                together.wait()  # for another, however slow the machine
             running.pop()
             return super().step(reply)
 

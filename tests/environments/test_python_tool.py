@@ -251,7 +251,7 @@ def test_a_protection_that_is_gone_stops_the_tool(python, monkeypatch):
     if "calls" not in sandbox.available():
         pytest.skip("this kernel has no filter of system calls")
     with pytest.raises(
-        RuntimeError, match=r"the code was not run: the protection that this machine had is gone .calls: "
+        RuntimeError, match=r"the code was not run: the protection that this machine had before is missing now .calls: "
     ):
         python("print(1)")
 
@@ -259,9 +259,9 @@ def test_a_protection_that_is_gone_stops_the_tool(python, monkeypatch):
 def test_what_is_not_protected_is_said(monkeypatch):
     monkeypatch.setattr(sandbox, "layers", lambda: {"folder": "Operation not permitted", "files": "", "calls": ""})
     assert sandbox.unprotected() == (
-        "the folder's size is looked at every 20 ms, not limited by the kernel (Operation not permitted)"
+        "the folder's size is checked every 20 ms, not limited by the kernel (Operation not permitted)"
     )
-    with pytest.warns(UserWarning, match="the folder's size is looked at every 20 ms"):
+    with pytest.warns(UserWarning, match="the folder's size is checked every 20 ms"):
         tool = python_tool(seconds=20)
     assert tool("print(1)") == "1"
 

@@ -3,25 +3,19 @@
 import time
 
 import pytest
+import torch
+from measure import without_waiting
+from tiny_models import VOCAB, llama, qwen2
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-pytest.importorskip("transformers")
+from strop.algorithms.best_of_n import BestOfN
+from strop.algorithms.dpo import DPO
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.online_dpo import OnlineDPO
+from strop.algorithms.sft import SFT
+from strop.data.batch import TokenBatch, Trajectory
+from strop.models import as_policy
+from strop.rollout import Sampling, generate
 
-from measure import without_waiting  # noqa: E402 (after the skip)
-from tiny_models import VOCAB, llama, qwen2  # noqa: E402
-
-from strop.algorithms.best_of_n import BestOfN  # noqa: E402
-from strop.algorithms.dpo import DPO  # noqa: E402
-from strop.algorithms.grpo import GRPO  # noqa: E402
-from strop.algorithms.online_dpo import OnlineDPO  # noqa: E402
-from strop.algorithms.sft import SFT  # noqa: E402
-from strop.data.batch import TokenBatch, Trajectory  # noqa: E402
-from strop.models import as_policy  # noqa: E402
-from strop.rollout import Sampling, generate  # noqa: E402
-
-pytestmark = pytest.mark.gpu
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12]]
 
 

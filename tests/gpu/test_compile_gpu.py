@@ -1,14 +1,11 @@
 """A model and an operator compiled whole by inductor on a GPU: the values and gradients of eager."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
+from strop.ops import grpo_loss, linear_grpo_loss, linear_logp, logp
 
-from strop.ops import grpo_loss, linear_grpo_loss, linear_logp, logp  # noqa: E402 (after the skip)
-
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 B, T, H, V = 4, 8, 64, 1003
 

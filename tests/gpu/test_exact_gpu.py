@@ -4,20 +4,15 @@ python -m pytest tests/gpu/test_exact_gpu.py
 """
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-pytest.importorskip("transformers")
+from strop.algorithms.grpo import GRPO
+from strop.data.batch import TokenBatch
+from strop.models import Policy
+from strop.models.attention import Packed, Rule
+from strop.rollout import Sampling, generate
+from strop.rollout.cached_rows import CachedRows
 
-from strop.algorithms.grpo import GRPO  # noqa: E402 (after the skip)
-from strop.data.batch import TokenBatch  # noqa: E402
-from strop.models import Policy  # noqa: E402
-from strop.models.attention import Packed, Rule  # noqa: E402
-from strop.rollout import Sampling, generate  # noqa: E402
-from strop.rollout.cached_rows import CachedRows  # noqa: E402
-
-pytestmark = pytest.mark.gpu
 SHAPES = {  # of layers as they are in these models; few of them, and a smaller vocabulary, which is no multiple of 8
     "llama": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
     "qwen2": {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2},

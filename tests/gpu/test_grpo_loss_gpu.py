@@ -3,17 +3,11 @@
 import math
 
 import pytest
+import torch
+from measure import MiB, peak_bytes, without_waiting
+from yardstick import RULES, check, check_gradient, clip_of, eager_logps, same
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-
-from measure import MiB, peak_bytes, without_waiting  # noqa: E402 (after the skip)
-from yardstick import RULES, check, check_gradient, clip_of, eager_logps, same  # noqa: E402
-
-from strop.ops import grpo_loss, registry  # noqa: E402
-
-pytestmark = pytest.mark.gpu
+from strop.ops import grpo_loss, registry
 
 
 def example(dtype=torch.bfloat16, B=4, T=12, V=8003):

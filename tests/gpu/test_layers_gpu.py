@@ -3,20 +3,15 @@
 import copy
 
 import pytest
+import torch
+from measure import peak_bytes
+from test_fused_layers import apart, model_of
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from measure import peak_bytes  # noqa: E402 (after the skip)
-from test_fused_layers import apart, model_of  # noqa: E402
-
-from benchmarks.contenders.step_profile import waits  # noqa: E402
-from strop.algorithms.grpo import GRPO  # noqa: E402
-from strop.data.batch import TokenBatch, Trajectory  # noqa: E402
-from strop.losses import PolicyLoss  # noqa: E402
-from strop.models import Policy  # noqa: E402
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+from benchmarks.contenders.step_profile import waits
+from strop.algorithms.grpo import GRPO
+from strop.data.batch import TokenBatch, Trajectory
+from strop.losses import PolicyLoss
+from strop.models import Policy
 
 
 def batch_of(lengths, device="cuda"):

@@ -1,18 +1,13 @@
 """The operators on hidden states on a GPU: as exact as eager torch, and never the logits in memory."""
 
 import pytest
+import torch
+from measure import MiB, peak_bytes
+from torch.nn.functional import linear
+from yardstick import eager_logps
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
+from strop.ops import linear_dpo_loss, linear_grpo_loss, linear_logp, registry
 
-from measure import MiB, peak_bytes  # noqa: E402 (after the skip)
-from torch.nn.functional import linear  # noqa: E402
-from yardstick import eager_logps  # noqa: E402
-
-from strop.ops import linear_dpo_loss, linear_grpo_loss, linear_logp, registry  # noqa: E402
-
-pytestmark = pytest.mark.gpu
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 

@@ -1,17 +1,12 @@
 """logp and ratio_kl on a GPU: as exact as eager torch, at real sizes, and what differs there by contract."""
 
 import pytest
+import torch
+from measure import MiB, peak_bytes, without_waiting
+from yardstick import check, check_gradient, eager_logps, same
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
+from strop.ops import logp, ratio_kl, registry
 
-from measure import MiB, peak_bytes, without_waiting  # noqa: E402 (after the skip)
-from yardstick import check, check_gradient, eager_logps, same  # noqa: E402
-
-from strop.ops import logp, ratio_kl, registry  # noqa: E402
-
-pytestmark = pytest.mark.gpu
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 

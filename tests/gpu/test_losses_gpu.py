@@ -3,15 +3,11 @@
 import math
 
 import pytest
+import torch
+from measure import without_waiting
+from yardstick import RULES, clip_of
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-
-from measure import without_waiting  # noqa: E402 (after the skip)
-from yardstick import RULES, clip_of  # noqa: E402
-
-from strop.losses import (  # noqa: E402
+from strop.losses import (
     ADVANTAGE_SCALES,
     PREFERENCE_LOSS_TYPES,
     group_advantages,
@@ -21,8 +17,6 @@ from strop.losses import (  # noqa: E402
     rloo_advantages,
     rloo_loss,
 )
-
-pytestmark = pytest.mark.gpu
 
 
 def example():

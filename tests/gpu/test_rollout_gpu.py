@@ -3,23 +3,19 @@
 import math
 
 import pytest
+import torch
+from yardstick import check_logps
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-pytest.importorskip("transformers")
-
-from strop.algorithms.grpo import GRPO  # noqa: E402 (after the skip)
-from strop.models import as_policy  # noqa: E402
-from strop.rollout import Sampling, generate, sampling_logps  # noqa: E402
-from strop.rollout.decoding import (  # noqa: E402
+from strop.algorithms.grpo import GRPO
+from strop.models import as_policy
+from strop.rollout import Sampling, generate, sampling_logps
+from strop.rollout.decoding import (
     BUCKETS,
     MAX_SAMPLINGS,
     Engine,
     engine_of,
 )
 
-pytestmark = pytest.mark.gpu
 PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10, 11, 12], [4, 4]]
 SIZES = {
     "vocab_size": 8003, "hidden_size": 120, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -123,13 +119,7 @@ def test_logps_are_those_of_a_fresh_forward(dtype, error):
     lengths = [len(c) for c in found.completion_ids]
     assert min(lengths) < 10
     assert max(lengths) > 40
-    for (prompt, completion), logps in zip(
-        zip(found.prompt_ids, found.completion_ids, strict=True), found.logps, strict=True
-    ):
-        with torch.no_grad():
-            logits = model(torch.cat([prompt, completion])[None].cuda()).logits[0, len(prompt) - 1 : -1].float()
-        wanted = logits.log_softmax(-1).gather(-1, completion[:, None].cuda())[:, 0].cpu()
-        torch.testing.assert_close(logps, wanted, rtol=error, atol=error)
+    check_logps(model, found, error)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -141,14 +131,7 @@ def test_the_next_rollout_computes_with_the_new_weights(autocast):
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             found = generate(policy, PROMPTS, sampling)
             assert found.engine == "hf, fused layers, cuda graphs"
-            for (prompt, completion), logps in zip(
-                zip(found.prompt_ids, found.completion_ids, strict=True), found.logps, strict=True
-            ):
-                with torch.no_grad():
-                    logits = policy.model(torch.cat([prompt, completion])[None].cuda()).logits[0, len(prompt) - 1 : -1]
-                wanted = logits.float().log_softmax(-1).gather(-1, completion[:, None].cuda())[:, 0].cpu()
-                error = 0.1 if autocast else 1e-4
-                torch.testing.assert_close(logps, wanted, rtol=error, atol=error)
+            check_logps(policy.model, found, 0.1 if autocast else 1e-4)
         tokens = [c.tolist() for c in found.completion_ids]
         assert tokens not in before
         before.append(tokens)
@@ -242,12 +225,7 @@ def test_adapters_are_added_for_the_rollout_alone(dtype):
         texts.append([c.tolist() for c in found.completion_ids])
         for name, param in model.named_parameters():
             assert torch.equal(param, before[name]), name
-        error = 1e-4 if dtype == torch.float32 else 0.2
-        for prompt, completion, logps in zip(found.prompt_ids, found.completion_ids, found.logps, strict=True):
-            with torch.no_grad():
-                logits = model(torch.cat([prompt, completion])[None].cuda()).logits[0, len(prompt) - 1 : -1].float()
-            wanted = logits.log_softmax(-1).gather(-1, completion[:, None].cuda())[:, 0].cpu()
-            torch.testing.assert_close(logps, wanted, rtol=error, atol=error)
+        check_logps(model, found, 1e-4 if dtype == torch.float32 else 0.2)
     assert texts[0] != texts[1] != texts[2]
 
 

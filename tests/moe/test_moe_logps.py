@@ -321,8 +321,9 @@ def test_neither_batch_nor_sharing_nor_threads_change_a_bit(config, dtype, isa, 
 
 
 @NATIVE
-def test_what_rows_have_in_common_is_computed_once():
+def test_what_rows_have_in_common_is_computed_once(restore_threads):
     """Sixteen completions of one prompt take little more memory than one: their prompt is there once."""
+    strop.set_num_threads(2)  # each has memory of its own
     config = MoEConfig(max_seq_len=300)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, (16, 260))

@@ -1,6 +1,7 @@
 """`MoETransformer`: initial weights, generation, refused input."""
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -31,11 +32,8 @@ def test_initial_weights():
             assert (param == 1).all()
         else:
             assert 0.015 < param.std() < 0.025
-    again, other, double = (
-        initial_params(config, 42),
-        initial_params(config, 43),
-        initial_params(config, 42, np.float64),
-    )
+    again, other = (initial_params(config, seed) for seed in (42, 43))
+    double = initial_params(config, 42, np.float64)
     assert np.array_equal(params["lm_head.weight"], again["lm_head.weight"])
     assert not np.array_equal(params["lm_head.weight"], other["lm_head.weight"])
     assert np.array_equal(params["lm_head.weight"], double["lm_head.weight"].astype(np.float32))
@@ -242,18 +240,13 @@ def test_refused_input(model, call, error, message):
 
 def test_refused_parameters():
     config = small_config()
-    params = initial_params(config, 0)
+    params, turned = initial_params(config, 0), np.zeros((8, 11), np.float32)
     wrong = {
         "params lacks tensor 'lm_head.weight'": {n: p for n, p in params.items() if n != "lm_head.weight"},
         "params has the unknown tensor 'x'": {**params, "x": np.ones(1)},
-        r"params\['lm_head.weight'\] must have the shape \(11, 8\), found \(8, 11\)": {
-            **params,
-            "lm_head.weight": np.zeros((8, 11), np.float32),
-        },
-        r"params\['lm_head.weight'\] must be C-contiguous": {
-            **params,
-            "lm_head.weight": np.zeros((8, 11), np.float32).T,
-        },
+        r"params\['lm_head.weight'\] must have the shape \(11, 8\), found \(8, 11\)": params
+        | {"lm_head.weight": turned},
+        r"params\['lm_head.weight'\] must be C-contiguous": params | {"lm_head.weight": turned.T},
     }
     for message, given in wrong.items():
         with pytest.raises(ValueError, match=message):
@@ -289,7 +282,8 @@ def test_a_fresh_process_is_light(moe_engine):
         "peak = [line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')][0]; "
         "print('torch' in sys.modules, 'rich' in sys.modules, int(peak) // 1024)"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each has memory of its own
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=one_thread)
     torch_loaded, rich_loaded, megabytes = result.stdout.split()
     assert (torch_loaded, rich_loaded) == ("False", "False")
     assert int(megabytes) < 80

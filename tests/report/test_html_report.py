@@ -308,7 +308,7 @@ def test_values_that_are_no_numbers_are_marked_and_leave_a_gap(tmp_path):
     folder = make_run(tmp_path / "run", kl=lambda step: math.nan if 20 <= step < 25 else 0.1, entropy=None)
     text = build_report([folder])
     assert text.count('class="broken"') == 5 + 60
-    assert "× 5 values of run are no finite numbers" in text
+    assert "× 5 values of run are not finite" in text
     assert "no finite value" in text
     chart = text[text.index("<h3>KL to the reference") :]
     assert len(polylines(chart[: chart.index("</svg>")])) == 2

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from tiny_models import llama, qwen2
-from yardstick import clearly_greedy
+from yardstick import check_logps, clearly_greedy
 
 from strop.models import as_policy, attention
 from strop.rollout import Sampling, generate
@@ -105,12 +105,10 @@ def test_rows_that_end_leave_and_the_others_go_on():
     found = generate(policy, PROMPTS, sampling, num_samples=8, seed=2)
     lengths = [len(c) for c in found.completion_ids]
     assert min(lengths) < ASK_EVERY < 2 * ASK_EVERY < max(lengths)
-    for index, (prompt, completion) in enumerate(zip(found.prompt_ids, found.completion_ids, strict=True)):
-        logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-        wanted = logits.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
-        torch.testing.assert_close(found.logps[index], wanted.detach(), rtol=1e-5, atol=1e-5)
+    check_logps(model, found, 1e-5)
+    for completion, reason in zip(found.completion_ids, found.finish_reasons, strict=True):
         ended = int(completion[-1]) in model.generation_config.eos_token_id
-        assert ended == (found.finish_reasons[index] == "eos")
+        assert ended == (reason == "eos")
         assert ended or len(completion) == 40
 
 
@@ -120,10 +118,8 @@ def test_several_rounds_are_one(monkeypatch):
     whole = generate(policy, PROMPTS, sampling, num_samples=3, seed=4)
     monkeypatch.setattr("strop.rollout.decoding.BUCKETS", (1, 2, 4, 5))
     parts = generate(policy, PROMPTS, sampling, num_samples=3, seed=4)
-    pairs = zip(whole.completion_ids, parts.completion_ids, strict=True)
-    assert (
-        sum(a.tolist() != b.tolist() for a, b in pairs) <= 1
-    )  # a number on the border of two tokens may fall to either
+    # a number on the border of two tokens may fall to either
+    assert sum(not torch.equal(a, b) for a, b in zip(whole.completion_ids, parts.completion_ids, strict=True)) <= 1
 
 
 def test_prompts_read_in_several_parts_are_one(monkeypatch):
@@ -297,20 +293,15 @@ def test_the_next_rollout_computes_with_the_new_weights():
     assert wanted != [c.tolist() for c in first.completion_ids]
 
 
-def test_weights_that_moved_make_a_new_engine():
+@pytest.mark.parametrize("what", ["weight", "buffer"])
+def test_what_moved_makes_a_new_engine(what):
     policy = as_policy(model_of("llama"))
     engine = engine_of(policy)
-    policy.model.lm_head.weight.data = policy.model.lm_head.weight.data.clone().flip(0)
-    assert engine_of(policy) is not engine
-    found = generate(policy, PROMPTS, GREEDY)
-    assert found.completion_ids[0].tolist() == generated_alone(policy.model, PROMPTS[0], GREEDY)
-
-
-def test_a_buffer_that_moved_makes_a_new_engine():
-    policy = as_policy(model_of("llama"))
-    engine = engine_of(policy)
-    rotation = next(module for module in policy.model.modules() if "inv_freq" in module._buffers)
-    rotation.inv_freq = rotation.inv_freq * 0.5
+    if what == "weight":
+        policy.model.lm_head.weight.data = policy.model.lm_head.weight.data.clone().flip(0)
+    else:
+        rotation = next(module for module in policy.model.modules() if "inv_freq" in module._buffers)
+        rotation.inv_freq = rotation.inv_freq * 0.5
     assert engine_of(policy) is not engine
     found = generate(policy, PROMPTS, GREEDY)
     assert found.completion_ids[0].tolist() == generated_alone(policy.model, PROMPTS[0], GREEDY)
@@ -325,13 +316,7 @@ def test_autocast_reads_16_bit_copies_made_anew_for_each_rollout():
                 param.add_(change * torch.randn(param.shape, generator=torch.Generator().manual_seed(0)))
         with torch.autocast("cpu", torch.bfloat16):
             found = generate(policy, PROMPTS, Sampling(max_new_tokens=8), num_samples=4, seed=0)
-            for (prompt, completion), logps in zip(
-                zip(found.prompt_ids, found.completion_ids, strict=True), found.logps, strict=True
-            ):
-                with torch.no_grad():
-                    logits = policy.model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-                wanted = logits.float().log_softmax(-1).gather(-1, completion[:, None])[:, 0]
-                torch.testing.assert_close(logps, wanted, rtol=0.05, atol=0.1)  # logits up to 10 in 8 bits
+            check_logps(policy.model, found, rtol=0.05, atol=0.1)  # logits up to 10 in 8 bits
     assert before == [(param.data_ptr(), param.dtype) for param in policy.model.parameters()]
 
 
@@ -380,12 +365,7 @@ def test_adapters_are_added_to_copies_alone(options, fused, autocast):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             found = generate(policy, PROMPTS, Sampling(max_new_tokens=8), num_samples=2, seed=0)
             assert ("fused layers" in found.engine) == fused
-            for prompt, completion, logps in zip(found.prompt_ids, found.completion_ids, found.logps, strict=True):
-                with torch.no_grad():
-                    logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-                wanted = logits.float().log_softmax(-1).gather(-1, completion[:, None])[:, 0]
-                error = 0.1 if autocast else 1e-4
-                torch.testing.assert_close(logps, wanted, rtol=error, atol=error)
+            check_logps(model, found, 0.1 if autocast else 1e-4)
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -503,11 +483,9 @@ def test_completions_do_not_depend_on_how_many_are_decoded_together(monkeypatch)
     for slots in (200, 40, 20):  # 4, 1 and 1 rows at a time; prompts in one round, and in several
         monkeypatch.setattr(Engine, "_num_slots", lambda engine, slots=slots: slots)
         some = generate(policy, PROMPTS, sampling, num_samples=8, seed=2)
-        assert (
-            sum(a.tolist() != b.tolist() for a, b in zip(whole.completion_ids, some.completion_ids, strict=True)) <= 1
-        )
-        for a, b in zip(whole.completion_ids, some.completion_ids, strict=True):
-            assert a[0] == b[0]
+        pairs = list(zip(whole.completion_ids, some.completion_ids, strict=True))
+        assert sum(not torch.equal(a, b) for a, b in pairs) <= 1
+        assert all(a[0] == b[0] for a, b in pairs)
 
 
 def test_rounds_of_prompts_that_do_not_fit_together(monkeypatch):

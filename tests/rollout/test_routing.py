@@ -13,7 +13,7 @@ from strop.data.batch import TokenBatch
 from strop.models import as_policy
 from strop.models.routing import NONE, Routers, routers_of
 from strop.rollout import Sampling, generate
-from strop.rollout.checks import PROBE
+from strop.rollout.checks import probe
 from strop.rollout.decoding import Engine, engine_of
 
 PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10, 11, 12], [4, 4]]
@@ -146,7 +146,7 @@ def test_recording_changes_no_completion():
 def test_the_trial_of_the_engine_does_not_judge_choices():
     """A step, which reads one token of each of three rows, chooses other experts than the forward that it is compared with."""
     policy = as_policy(model_of("mixtral"))
-    with other_experts(policy.model, most=len(PROBE)):
+    with other_experts(policy.model, most=len(probe(policy))):
         engine = engine_of(policy)
     assert isinstance(engine, Engine), engine
 

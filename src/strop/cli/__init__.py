@@ -12,6 +12,7 @@ import typer
 
 import strop
 from strop import _trl, process_failures
+from strop._checks import printable
 from strop._contained import ExitError, exit_message
 from strop.cli import bench, data, demo, doctor, eval, generate, init, report, serve, train
 
@@ -58,13 +59,14 @@ def _escaped(error: UnicodeError) -> tuple[bytes, int]:
     ), error.end
 
 
+def _print_error(text: str) -> None:
+    """Print an error, which may quote a row or a reward. Bytes of a file's name stay as they are."""
+    print("".join(c if "\udc80" <= c <= "\udcff" else printable(c) for c in text), file=sys.stderr)
+
+
 def _show(error: Exception) -> None:
-    print(
-        process_failures.format_error(error)
-        .replace("resume=True", "--resume")
-        .replace("allow_changes=True", "--allow-changes"),
-        file=sys.stderr,
-    )
+    text = process_failures.format_error(error)
+    _print_error(text.replace("resume=True", "--resume").replace("allow_changes=True", "--allow-changes"))
 
 
 def _show_usage_error(error: Any) -> None:
@@ -72,9 +74,7 @@ def _show_usage_error(error: Any) -> None:
         error.show()
     else:
         path = getattr(getattr(error, "ctx", None), "command_path", "strop")
-        print(
-            f"strop: {_hint_for_trl(error, path) or error.format_message()} ({path} --help lists all)", file=sys.stderr
-        )
+        _print_error(f"strop: {_hint_for_trl(error, path) or error.format_message()} ({path} --help lists all)")
 
 
 def _hint_for_trl(error: Exception, path: str) -> str | None:
@@ -98,7 +98,7 @@ def main() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of transformers and datasets are for terminals
     if not debug:
-        warnings.formatwarning = lambda message, *_, **__: f"strop: warning: {message}\n"
+        warnings.formatwarning = lambda message, *_, **__: f"strop: warning: {printable(str(message))}\n"
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _join_others(debug)

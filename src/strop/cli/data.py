@@ -12,9 +12,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from strop._checks import printable
 from strop._types import Json, Row, Tokenizer
 from strop.cli.job import JobConfig, job_options, load_tokenizer, shaped
 from strop.cli.options import number_option, with_options
+from strop.data.files import one_line
 
 app = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
 PROMPTED = "grpo, ppo, online-dpo, distill"
@@ -153,19 +155,19 @@ def _tell(console: Console, rows: Sequence[tuple[str, Any]], kinds: Counter[str]
     if len(kinds) > 1:
         console.print("All rows of one training must be of one format.", style="bold red")
     listed = [f"{name}" if count == len(rows) else f"{name} (in {count:,})" for name, count in columns.items()]
-    console.print(f"columns: {', '.join(listed) or 'none'}", markup=False)
+    console.print(f"columns: {one_line(', '.join(listed)) or 'none'}", markup=False)
     for column in EMPTY:
         if empty := [where for where, row in rows if row.get(column) == ""]:
             more = f" and {len(empty) - 3:,} more" if len(empty) > 3 else ""
             console.print(f"empty {column}: {', '.join(empty[:3])}{more}", style="yellow")
     for told, places in _oddities(rows).items():
         more = f" and {len(places) - 3:,} more" if len(places) > 3 else ""
-        console.print(f"{told}: {', '.join(places[:3])}{more}", style="yellow", markup=False)
+        console.print(f"{one_line(told)}: {', '.join(places[:3])}{more}", style="yellow", markup=False)
     if wrong:
         console.print(f"{len(wrong):,} bad:", style="bold red")
         shown = _grouped(wrong)
         for told in shown[:MOST_TOLD]:
-            console.print(f"  {told}", markup=False)
+            console.print(f"  {one_line(told)}", markup=False)
         if len(shown) > MOST_TOLD:
             console.print(f"  … and {len(shown) - MOST_TOLD:,} more")
     if not kinds and rows:
@@ -214,7 +216,7 @@ def _drawn(row: Row, lines: list[Spans] | None, tokenizer: Tokenizer | None, on_
     if lines is None or tokenizer is None:
         from strop.data.formats import as_text
 
-        return Text(_cut("\n".join(f"{name}: {as_text(value)}" for name, value in row.items())))
+        return Text(printable(_cut("\n".join(f"{name}: {as_text(value)}" for name, value in row.items()))))
     drawn = Text()
     for number, line in enumerate(lines):
         drawn.append(f"{('chosen', 'rejected')[number]}: " if len(lines) == 2 else "")
@@ -226,8 +228,7 @@ def _drawn(row: Row, lines: list[Spans] | None, tokenizer: Tokenizer | None, on_
 
 def _pieces(line: Spans, tokenizer: Tokenizer, on_terminal: bool) -> Iterator[Text]:
     for counted, ids in line:
-        text = _cut(tokenizer.decode(ids, skip_special_tokens=False))
-        text = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+        text = printable(_cut(tokenizer.decode(ids, skip_special_tokens=False)))
         yield Text(text if on_terminal or not counted else f"⟦{text}⟧", style="underline" if counted else "dim")
 
 

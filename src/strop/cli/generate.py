@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from strop._checks import printable
 from strop._types import Json, Tokenizer
 from strop.cli.job import (
     JobConfig,
@@ -162,16 +163,17 @@ def _show(answer: Json, as_json: bool, alone: bool) -> None:
         encoding = codecs.lookup(sys.stdout.encoding or "utf-8").name
         print(json.dumps(answer, ensure_ascii=encoding != "utf-8"))  # with escapes JSON knows
         return
+    shown = printable if sys.stdout.isatty() else str  # a file gets the texts as they are
     if alone and "reward" not in answer:
-        print(answer["completion"])
+        print(shown(answer["completion"]))
         return
     from strop.data.formats import as_text
 
     if "conversation" in answer:
-        print(as_text(answer["conversation"]))
+        print(shown(as_text(answer["conversation"])))
     else:
-        print(f"> {as_text(answer['prompt'])}")
-        print(answer["completion"])
+        print(shown(f"> {as_text(answer['prompt'])}"))
+        print(shown(answer["completion"]))
     if "rewards" in answer:
         of = answer["rewards"]
         print(f"  reward {answer['reward']:.4g}, the best of {len(of)} with mean {sum(of) / len(of):.4g}")

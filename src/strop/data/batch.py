@@ -9,6 +9,7 @@ Shapes: N tokens of S trajectories, n of them that count; rows of T tokens where
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -273,6 +274,25 @@ class TokenBatch:
         ids_ST = self.ids_N.new_full((len(self) * longest,), pad_id).index_copy(0, index_N, self.ids_N)
         mask_ST = torch.zeros_like(ids_ST, dtype=torch.bool).index_fill(0, index_N, True)
         return PaddedRows(ids_ST.view(len(self), longest), mask_ST.view(len(self), longest), index_N)
+
+    def only(self, sequences: Sequence[int]) -> tuple["TokenBatch", torch.Tensor]:
+        """Return these trajectories as a batch for a forward, without fields of the loss, and which of the n tokens
+        are theirs."""
+        starts, firsts = ([0, *accumulate(sizes)] for sizes in (self.lengths, self.num_loss_tokens_S))
+        lengths, counts = [self.lengths[s] for s in sequences], [self.num_loss_tokens_S[s] for s in sequences]
+        tokens_M = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in sequences])
+        theirs_m = torch.cat([torch.arange(firsts[s], firsts[s + 1]) for s in sequences])
+        ends = [0, *accumulate(lengths)]
+        shifts = torch.tensor([new - starts[s] for new, s in zip(ends, sequences, strict=False)])
+        sequence_m = torch.arange(len(sequences)).repeat_interleave(torch.tensor(counts))
+        moved = on_device(torch.cat([tokens_M, theirs_m, shifts[sequence_m], sequence_m]), self.device)
+        tokens_M, theirs_m, shifts_m, sequence_m = moved.split([len(tokens_M), *[len(theirs_m)] * 3])
+        batch = TokenBatch(
+            self.ids_N[tokens_M], self.positions_N[tokens_M], on_device(torch.tensor(ends, dtype=torch.int32), self.device),
+            lengths, self.places_n[theirs_m] + shifts_m, self.targets_n[theirs_m], sequence_m, counts,
+            routing_NLk=None if self.routing_NLk is None else self.routing_NLk[tokens_M],
+        )  # fmt: skip
+        return batch, theirs_m
 
     def sums(self, values_n: torch.Tensor) -> torch.Tensor:
         """[S] the sum over each trajectory's tokens that count."""

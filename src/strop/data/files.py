@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from strop._checks import printable
 from strop._install import missing
 from strop._types import Json
 
@@ -159,5 +160,5 @@ def datasets_package() -> ModuleType:
 
 
 def one_line(text: str) -> str:
-    """As it may stand in an error: what is not printable by its number."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    """Return text as it may stand in an error: printable, and without line breaks."""
+    return printable(text).replace("\n", "\\n")

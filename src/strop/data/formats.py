@@ -386,11 +386,6 @@ def _message_text(message: Json) -> str:
     return f"{message.get('role', '?')}: {content or ''} {called}".replace("  ", " ")
 
 
-def printable(text: str) -> str:
-    """Return text as it may stand on a terminal: what would steer it is shown by its number."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
 def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str = "", what: str = "") -> str:
     """Return the one format, among those wanted, that every row has; raise and name the row if one has not.
 

@@ -1,10 +1,10 @@
-"""Games of other packages as environments: gymnasium's small ones as text, and textarena's for one player.
+"""Environments from other packages: small games of gymnasium as text, and games of textarena for one player.
 
     pip install -c constraints.txt '.[games]'             # in a checkout of strop
     GRPO(model=model, tokenizer=tokenizer, environment=FrozenLake, max_turns=20)
     GRPO(model=model, tokenizer=tokenizer, environment=textarena_game("GuessTheNumber-v0"))
 
-A row's `seed` says which game it is; `rows` makes such rows.
+A row's `seed` chooses the game; `rows` makes such rows.
 """
 
 import re
@@ -24,7 +24,7 @@ def _package(name: str) -> ModuleType:
 
 
 class Seeded(Environment):
-    """Games that differ by their seed: even ones to train on, odd ones held out."""
+    """A game whose instances differ by their seed. Even seeds are for training, odd ones are held out."""
 
     @classmethod
     def rows(cls, split: str = "train", limit: int | None = None, *, seed: int = 0) -> list[Json]:
@@ -33,7 +33,7 @@ class Seeded(Environment):
 
 
 class Gymnasium(Seeded):
-    """A game of gymnasium in words; a subclass names it. A reply's last word among `actions` is taken."""
+    """A game of gymnasium as text; a subclass names it. The last word of a reply that is in `actions` is the action."""
 
     game: ClassVar[str]
     actions: ClassVar[dict[str, int]]
@@ -56,7 +56,7 @@ class Gymnasium(Seeded):
         return Turn(f"{self.shown(seen)}\n", reward=float(reward), done=done, info={"invalid": 0})
 
     def shown(self, seen: object) -> str:
-        """What the model reads of the game: its picture in characters, the place of the player in brackets."""
+        """Return the game as the model reads it: a picture in characters, with the player in brackets."""
         picture = re.sub(r"\x1b\[4\dm(.)\x1b\[0m", r"[\1]", self.env.render())
         return re.sub(r"\x1b\[\d*m", "", picture).strip()
 
@@ -84,7 +84,7 @@ class Blackjack(Gymnasium):
 
 
 def textarena_game(name: str, **options: Any) -> type[Seeded]:
-    """The environment of a textarena game for one player. The reward is the game's, at its end."""
+    """Return an environment of a textarena game for one player. The reward is the game's and comes at its end."""
 
     class Game(Seeded):
         def reset(self, row: Row) -> str:

@@ -1,4 +1,4 @@
-"""What an environment is: a partner of the model for more than one turn."""
+"""`Environment`, the model's partner in conversations of several turns, and `Turn`, its answer."""
 
 import inspect
 import math
@@ -14,13 +14,13 @@ from strop._types import Row
 
 @dataclass
 class Turn:
-    """What an environment answers to a reply.
+    """An environment's answer to a reply.
 
-    messages   what the model reads next: messages, a text (with a chat template a message of the user's, without one a
-               text as it is), or without a tokenizer token ids
-    reward     of this reply
+    messages   what the model reads next: messages, a text, or without a tokenizer token ids. With a chat template a text
+               becomes a user message.
+    reward     the reward of this reply
     done       the trajectory ends here; the messages are not read
-    info       numbers, which are added up over a trajectory and whose means are metrics: environment/NAME
+    info       numbers, summed over a trajectory; their means are the metrics environment/NAME
     """
 
     messages: Any = ()
@@ -30,7 +30,7 @@ class Turn:
 
 
 class Environment:
-    """One object for each trajectory. Both methods may be `async def`.
+    """A partner of the model: one object for each trajectory. Both methods may be `async def`.
 
     class GuessANumber(Environment):
         def reset(self, row):
@@ -40,11 +40,11 @@ class Environment:
             right = reply.strip() == str(self.secret)
             return Turn("higher" if reply < str(self.secret) else "lower", reward=float(right), done=right)
 
-    It may also have what a task has, for `strop train --environment`: `rows(split, limit)` and a `tokenizer`.
+    For `strop train --environment` it may also have `rows(split, limit)` and a `tokenizer`, as tasks do.
 
-    tools            schemas for the chat template; None has none
+    tools            schemas for the chat template; None: no tools
     special_tokens   whether replies show special tokens as text
-    stop_ids         token ids that end a turn, besides EOS and the chat template's own
+    stop_ids         token ids that end a turn, besides EOS and those of the chat template
     """
 
     tools: ClassVar[Any] = None
@@ -52,7 +52,7 @@ class Environment:
     stop_ids: ClassVar[tuple[int, ...]] = ()
 
     def reset(self, row: Row) -> Any:
-        """Begin with a row of the dataset; what the model reads first, as in `Turn.messages`. Here: the row's prompt."""
+        """Begin with a row of the dataset; return what the model reads first, as in `Turn.messages`: here the prompt."""
         if row.get("prompt") is None:
             raise ValueError(
                 f"the row must have a prompt for {type(self).__name__}, which has no reset of its own, found the columns "
@@ -61,12 +61,12 @@ class Environment:
         return row["prompt"]
 
     def step(self, reply: Any) -> Any:
-        """Answer what the model said: a text, without a tokenizer its token ids. Called once for every turn."""
+        """Answer the model's reply: a text, or without a tokenizer token ids. Called once for every turn."""
         raise NotImplementedError(f"{type(self).__name__} has no step(reply)")
 
 
 def as_turn(answer: object) -> Turn:
-    """What a step returned, checked: nothing is made up where it is wrong."""
+    """Check what a step returned, and return it with plain Python numbers."""
     if not isinstance(answer, Turn):
         raise TypeError(f"it must return a Turn, found {answer!r:.60}")
     if not isinstance(answer.done, (bool, np.bool_)):
@@ -78,7 +78,7 @@ def as_turn(answer: object) -> Turn:
         raise TypeError(f"it must return a Turn whose info is a dict of numbers, found {answer.info!r:.60}")
     for name, value in answer.info.items():
         if name in ("seconds", "failed_fraction"):
-            raise ValueError(f"it must return a Turn whose info has other names than metrics have, found {name!r}")
+            raise ValueError(f"it must return a Turn whose info does not use the reserved name {name!r}")
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise TypeError(f"it must return a Turn whose info has finite numbers, found {name} {value!r:.60}")
     if not answer.done:
@@ -90,11 +90,11 @@ def _check_messages(messages: object) -> None:
     if isinstance(messages, Mapping) or not (messages is None or hasattr(messages, "__len__")):
         raise TypeError(f"it must return a Turn whose messages are a list, a text or ids, found {messages!r:.60}")
     if messages is None or len(messages) == 0:
-        raise ValueError("it must return a Turn with messages, or one that is done, found neither")
+        raise ValueError("it must return a Turn that has messages or is done, found neither")
 
 
 def as_environment(environment: object) -> Any:
-    """A class or function that makes an environment, checked; a class that is no Environment may have its methods."""
+    """Check that this is a class with the methods of an environment, or a function that makes one; return it."""
     if isinstance(environment, type):
         missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
         if missing:

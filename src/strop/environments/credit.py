@@ -1,4 +1,4 @@
-"""Rewards of trajectories with environments, and whose merit they are: the trajectory's, or each turn's."""
+"""Rewards from environments, and advantages of whole trajectories or of each turn (`credit`)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,9 +13,9 @@ from strop.rewards import RewardFunctions, Rewards
 
 
 class EnvironmentRewards:
-    """The discounted rewards of the environments, the column `environment`, and those of reward functions besides.
+    """Adds the discounted rewards of environments, the column `environment`, to those of reward functions.
 
-    An object whose methods are tools has no rewards of turns: its own `get_reward` is a function besides.
+    An object whose methods are tools gives no reward for a turn; its `get_reward` is one more reward function.
     """
 
     def __init__(self, besides: RewardFunctions | None, player: Player):
@@ -46,7 +46,7 @@ class EnvironmentRewards:
 
 
 def returns_of(turns: Sequence[RewardedTurn], discount: float) -> list[float]:
-    """Return for each turn the reward from it on, G_t = r_t + γ·G_(t+1)."""
+    """Return the discounted reward from each turn on, G_t = r_t + γ·G_(t+1)."""
     found: list[float] = []
     for turn in reversed(turns):
         found.append(turn.reward + discount * (found[-1] if found else 0.0))
@@ -56,10 +56,10 @@ def returns_of(turns: Sequence[RewardedTurn], discount: float) -> list[float]:
 def turn_advantages(
     lines: Sequence[Trajectory], group_size: int, discount: float, *, scale: str, ddof: int, eps: float
 ) -> list[torch.Tensor]:
-    """Return for every drawn token the advantage of its turn: the reward from it on, compared with the group's same turn.
+    """Return the advantage of every sampled token: its turn's discounted reward compared with that turn in the group.
 
-    What reward functions gave, the rest of a trajectory's reward, comes at the last turn. A turn that nobody else reached
-    has nothing to be compared with: 0. scale="batch" divides by the std of all turns.
+    Rewards of reward functions count at the last turn. A turn that no other trajectory of the group reached has
+    advantage 0. scale="batch" divides by the standard deviation over all turns.
     """
     returns: list[list[float]] = []
     for line in lines:

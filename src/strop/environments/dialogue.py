@@ -1,6 +1,6 @@
-"""A conversation as token ids that only grow: what the model drew stays as drawn, what others say is encoded once.
+"""A conversation as token ids that are only appended: sampled ids stay as they are, other messages are encoded once.
 
-chat = Chat(tokenizer)                      # tries the chat template: refused, with the reason, where turns are rewritten
+chat = Chat(tokenizer)                      # tests the chat template; one that rewrites earlier turns is refused
 dialogue = chat.begin(first_messages)
 dialogue.draw(ids, logps)                   # a turn of the model
 dialogue.hear(messages)                     # what follows it, with the template's own markers
@@ -26,9 +26,9 @@ RESULT = {"role": "tool", "name": "f", "content": "7315"}
 class Chat:
     """How a tokenizer writes conversations; `tools` are schemas for its template.
 
-    rewritten_turns   "refuse" templates that rewrite earlier turns, or "keep" turns as they were drawn
-    check_ids         raises where the model has no such token
-    stop_ids          ids at which the model stops; those of special tokens end a turn as the template's own does
+    rewritten_turns   "refuse" templates that rewrite earlier turns, or "keep" turns as they were sampled
+    check_ids         a function that raises if the model lacks a token
+    stop_ids          ids at which the model stops; special tokens among them end a turn, as the template's own end does
     """
 
     def __init__(
@@ -50,9 +50,10 @@ class Chat:
             templates.check_append_only([USER], [RESULT if tools else USER], tokenizer, self.row)
 
     def begin(self, first: object, row: Row | None = None) -> "Dialogue":
-        """first: messages, a text, which with a chat template is a message of the user's, or token ids
+        """Start a dialogue.
 
-        row   of the dataset: its documents and chat_template_kwargs are the template's
+        first   messages, a text (a user message if there is a chat template), or token ids
+        row     a row of the dataset, whose documents and chat_template_kwargs go to the template
         """
         if isinstance(first, str) and self.has_template:
             first = [{"role": "user", "content": first}]
@@ -69,7 +70,7 @@ class Chat:
         return ids
 
     def text(self, ids: Sequence[int], special_tokens: bool = False) -> Any:
-        """What the model said, without the token that ends its turn; without a tokenizer the ids."""
+        """Return the model's reply as text, without the token that ends its turn; without a tokenizer the ids."""
         said = list(ids[:-1] if ids and ids[-1] in self.stops else ids)
         if self.tokenizer is None:
             return said
@@ -78,10 +79,16 @@ class Chat:
 
 @dataclass
 class Dialogue:
-    """first     what it began with; `messages` are those that followed, where it is a chat, else texts or ids
-    row          tools, and what else the chat template is given
-    ids, drawn   all tokens, and which of them the model drew; `logps` are of these
-    spans        how many it drew in each turn; `replies` are what that says
+    """A conversation and its tokens.
+
+    first      what it began with: messages, a text or ids
+    messages   the messages that followed
+    row        what the chat template is given besides messages, such as tools
+    ids        all tokens
+    drawn      which of them the model sampled
+    logps      log-probs of the sampled tokens
+    spans      how many tokens the model sampled in each turn
+    replies    these turns as text
     """
 
     chat: Chat
@@ -104,7 +111,7 @@ class Dialogue:
         return is_conversation(self.first)
 
     def draw(self, ids: Sequence[int], logps: torch.Tensor, special_tokens: bool = False) -> Any:
-        """The model's turn; what it said."""
+        """Append a turn of the model; return its reply."""
         self.ids += ids
         self.drawn += [True] * len(ids)
         self.spans.append(len(ids))
@@ -115,7 +122,7 @@ class Dialogue:
         return said
 
     def hear(self, new: object, longest: float = math.inf) -> bool:
-        """What the model reads before its next turn: messages, a text, or ids. False: it does not fit, and is left out."""
+        """Append what the model reads before its next turn: messages, a text, or ids. False, and nothing, if too long."""
         messages = _as_messages(new) if is_conversation(new) else [{"role": "user", "content": new}]
         ids = self.chat.checked(self._encoded(messages, new))
         if len(self.ids) + len(ids) > longest:
@@ -134,11 +141,11 @@ class Dialogue:
         if not isinstance(messages[0]["content"], str) and not is_conversation(new):
             raise TypeError(f"messages must be messages or a text as the first were, found {new!r:.60}")
         ids = encode_text(templates.between(self.first, messages, chat.tokenizer, self.row), chat.tokenizer)
-        last = self.ids[-1]  # if the model ended its turn itself, the template's end of it is there already
+        last = self.ids[-1]  # if the model ended its turn, the end that the template writes is there already
         return ids[1:] if last in chat.stops and (ids[0] == last or ids[0] in chat.ends) else ids
 
     def trajectory(self, finish: str) -> Trajectory:
-        """Return all of it as one trajectory, with what reward functions are shown of it."""
+        """Return the whole dialogue as a trajectory, with the columns for reward functions."""
         shown = {
             "prompts": self.first, "completions": self.replies[-1], "conversations": self.conversation(),
             "replies": self.messages,
@@ -147,7 +154,7 @@ class Dialogue:
         return Trajectory(ids_T, drawn_T, torch.cat(self.logps), finish, num_prompt=self.num_prompt, shown=shown)
 
     def conversation(self) -> list[Row]:
-        """Return all of it as messages."""
+        """Return the whole dialogue as messages."""
         return [*(self.first if self.is_chat else [{"role": "user", "content": self.first}]), *self.messages]
 
 

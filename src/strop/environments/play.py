@@ -1,10 +1,10 @@
-"""Rollouts across turns: the model and its environments speak in turn until each trajectory ends.
+"""Rollouts of several turns: the model and the environments alternate until each trajectory ends.
 
     player = Player(GuessANumber, sampler, policy, TurnsConfig(max_turns=8))
     lines = player(rows, sampling, num_samples=8, seed=0)            # a Rollout: a list of trajectories
 
-Rows whose environment has answered draw their next turn together. The others are waited for by nobody: they join when
-they are ready. What a row draws depends on the seed, the row and its own tokens, not on who is drawn with it.
+Rows whose environment has answered sample their next turn together. They do not wait for the others, which join a later
+batch. What a row samples depends on the seed, the row and its own tokens, not on the other rows of its batch.
 """
 
 import concurrent.futures
@@ -27,17 +27,17 @@ from strop.rollout.cached_rows import CachedRows
 from strop.rollout.generate import Rollout, Sampler
 from strop.rollout.sampling import Sampling
 
-LINGER = 0.005  # seconds to wait for further environments once one has answered: larger batches
-GRACE = 5.0  # seconds beyond a call's timeout in which none answers: then an `async def` holds up the others
+LINGER = 0.005  # seconds to wait for more environments after one has answered, for larger batches
+GRACE = 5.0  # seconds beyond a call's timeout; if none has answered by then, an `async def` blocks the event loop
 
 
 class EnvironmentFailure(ValueError):
-    """An environment raised, was late, or gave nothing that can be trained on."""
+    """An environment raised, was late, or returned something that cannot be used."""
 
 
 @dataclass
 class _Episode:
-    """A trajectory that is being played. rewards has an entry a turn."""
+    """A trajectory that is being played; `rewards` has one entry per turn."""
 
     environment: Any
     dialogue: Any = None
@@ -48,7 +48,7 @@ class _Episode:
     finish: str = ""
 
     def trajectory(self, row: Row) -> Trajectory:
-        """Return what was played as a trajectory, with its turns, the numbers for metrics, and the environment itself."""
+        """Return the trajectory, with its turns, numbers for metrics, and the environment for reward functions."""
         line: Trajectory = self.dialogue.trajectory(self.finish)
         line.row, line.failure = row, self.failure
         line.turns = [RewardedTurn(*one) for one in zip(self.dialogue.spans, self.rewards, strict=True)]
@@ -65,7 +65,7 @@ class _Episode:
 
 
 def _own(environment: object) -> Any:
-    """Return the object that a user made: for tools the one whose methods they are."""
+    """Return the user's object: the environment, or the object whose methods are the tools."""
     held = environment.held if isinstance(environment, Tools) else None
     return environment if held is None else held
 
@@ -74,14 +74,14 @@ class Player:
     """Plays environments with a policy.
 
     environment   a class, or a function that makes an environment for each trajectory
-    sampler       draws the turns: here, or by servers
+    sampler       samples the turns, in this process or on servers
     """
 
     def __init__(self, environment: Any, sampler: Sampler, policy: Any, config: TurnsConfig):
         self.make = as_environment(environment)
         self.name = getattr(environment, "__name__", type(environment).__name__)
         self.sampler, self.policy, self.config = sampler, policy, config
-        known = environment if hasattr(environment, "tools") else environment()  # of a function: of what it makes
+        known = environment if hasattr(environment, "tools") else environment()  # a function: look at what it makes
         tools = getattr(known, "tools", None)
         self.chat = Chat(policy.tokenizer, tools, config.rewritten_turns, policy.check_ids, policy.eos_ids)
         self.ends = (*getattr(known, "stop_ids", ()), *self.chat.ends)
@@ -91,7 +91,7 @@ class Player:
         self, rows: Sequence[Row], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None = None,
     ) -> Rollout:  # fmt: skip
-        """Play num_samples trajectories of each row, next to each other. addresses: of the rows, as `generate` has them."""
+        """Play num_samples trajectories of each row, next to each other. addresses: see `generate`."""
         start = time.perf_counter()
         ends = tuple(dict.fromkeys((*sampling.stop_ids, *self.ends)))
         each = [(row, address << 40 | sample << 16) for row, address in zip(rows, addresses or range(len(rows)), strict=True)
@@ -103,9 +103,9 @@ class Player:
 
 
 class _Play:
-    """One call of a player: B trajectories, each in the pool, ready to draw, or ended.
+    """One call of a player: B trajectories, each waiting for its environment, ready to sample, or ended.
 
-    each   row and address of every trajectory; a turn's random numbers have the address behind it
+    each   row and address of every trajectory; turn t takes its random numbers from address + t
     """
 
     def __init__(self, player: Player, each: Sequence[tuple[Row, int]], sampling: Sampling, seed: int):
@@ -116,7 +116,7 @@ class _Play:
         self.waiting: dict[Answer, int] = {}
         self.engine, self.cached = "", CachedRows()
         limits = (limit for limit in (player.policy.max_length, player.config.max_tokens) if limit is not None)
-        self.room = max(min(limits, default=math.inf) - sampling.max_new_tokens, 0)  # for all before a turn
+        self.room = max(min(limits, default=math.inf) - sampling.max_new_tokens, 0)  # the most tokens before a turn
 
     def run(self) -> None:
         for i, (row, episode) in enumerate(zip(self.rows, self.episodes, strict=True)):
@@ -146,7 +146,7 @@ class _Play:
         self.waiting[self.player.pool.submit(function, *arguments)] = i
 
     def _answered(self) -> list[int]:
-        """Trajectories whose environment has answered; waits for at least one."""
+        """Return the trajectories whose environment has answered. Waits for at least one."""
         found: list[int] = []
         limit = self.player.config.environment_timeout
         patience = None if limit is None else limit + GRACE
@@ -166,7 +166,7 @@ class _Play:
         return found
 
     def _hear(self, i: int, future: Answer) -> None:
-        """What came back, or why nothing did."""
+        """Take an environment's answer, or its failure."""
         method = "reset" if self.episodes[i].dialogue is None else "step"
         who = f"{self.player.name}.{method}"
         error = future.exception() if future.done() else Late()
@@ -211,7 +211,7 @@ class _Play:
         self.episodes[i].dialogue = dialogue
 
     def _fail(self, i: int, error: BaseException, what: str) -> None:
-        """Stop the run, or end the trajectory with the reward that was asked for."""
+        """Raise, or with on_error="end" end the trajectory with error_reward."""
         episode, config = self.episodes[i], self.player.config
         if config.on_error == "raise" or episode.dialogue is None:
             turn = 0 if episode.dialogue is None else len(episode.dialogue.spans)

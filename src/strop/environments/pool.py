@@ -1,4 +1,4 @@
-"""Calls of environments beside generation: some threads for plain methods, an event loop for `async def`."""
+"""Call environments while the model samples: threads for plain methods, an event loop for `async def`."""
 
 import asyncio
 import concurrent.futures
@@ -13,11 +13,11 @@ from strop.rewards import OutOfTime, time_limit
 
 
 class Late(Exception):
-    """A call took longer than its time."""
+    """A call exceeded its time limit."""
 
 
 class Answer(concurrent.futures.Future[Any]):
-    """What a call returned or raised, and how long it ran."""
+    """The future of a call, and how many seconds it ran."""
 
     seconds = 0.0
 
@@ -30,11 +30,10 @@ class Answer(concurrent.futures.Future[Any]):
 
 
 class Pool:
-    """At most `size` calls at the same time, each for at most `timeout` seconds. Threads end with the program.
+    """Runs at most `size` calls at the same time, each for at most `timeout` seconds. Threads end with the program.
 
-    A plain method that is late is stopped where Python code runs; where it waits in C it is left behind, as
-    `strop.rewards.time_limit` says. An `async def` that is late is cancelled; one that never awaits holds up all others,
-    which `forget_loop` leaves behind.
+    A plain method that is late is stopped if Python code runs, and abandoned if it waits in C (`strop.rewards.time_limit`).
+    An `async def` that is late is cancelled. One that never awaits blocks all others; `forget_loop` abandons them.
     """
 
     def __init__(self, size: int, timeout: float | None = None):
@@ -56,7 +55,7 @@ class Pool:
         return answer
 
     def forget_loop(self) -> None:
-        """What runs in the event loop is left behind; further calls get a new one."""
+        """Abandon the event loop and what runs in it; further calls get a new one."""
         self._loop = self._free = None
 
     def _work(self) -> None:

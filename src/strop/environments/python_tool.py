@@ -1,12 +1,12 @@
-"""A tool that runs Python: a process of its own with limits on time, memory, files, processes and the network.
+"""A tool that runs Python code in a process of its own, with limits on time, memory, files, processes and network.
 
     GRPO(model=model, tokenizer=tokenizer, tools=[python_tool(seconds=5)], reward_fn=reward_fn)
 
 On Linux the kernel refuses writing outside the tool's folder, starting or reaching other processes, and the network
-(`strop.environments.sandbox`). Elsewhere, and where a container forbids that, Python itself refuses what an honest program
-may do by mistake, a warning says so once, and `strop doctor` shows it. In neither case is this a place for programs of
-somebody who means harm: they can read what you can read, and a kernel has faults. Run these in a container or a virtual
-machine without a network (gVisor, Firecracker), and call that from a tool.
+(`strop.environments.sandbox`). Elsewhere, and in containers that forbid these limits, only Python refuses such calls, which
+stops mistakes; a warning says so once, and `strop doctor` shows it. Neither protects against malicious programs: they can
+read what you can read, and kernels have bugs. Run such programs in a container or a virtual machine without a network
+(gVisor, Firecracker), and call that from a tool.
 """
 
 import os
@@ -22,11 +22,11 @@ from strop.environments import sandbox
 from strop.environments.sandbox_child import NOT_PROTECTED
 
 LONGEST = 4000  # characters of an answer
-LOOK_EVERY = 0.02  # seconds between two looks at a folder whose size the kernel does not limit
+LOOK_EVERY = 0.02  # seconds between two checks of a folder whose size the kernel does not limit
 
 
 def python_tool(seconds: float = 5.0, megabytes: int = 512) -> Callable[[str], str]:
-    """Return the function `python(code)` with these limits: its answer is what the code prints, or its error's last line."""
+    """Return a function `python(code)` with these limits. It returns what the code prints, or raises with its last line."""
     check_number(seconds, "seconds", 0, open_low=True)
     check_count(megabytes, "megabytes", low=64)
     layers = sandbox.available()
@@ -56,7 +56,9 @@ def python_tool(seconds: float = 5.0, megabytes: int = 512) -> Callable[[str], s
         if size >= sandbox.LARGEST:
             raise RuntimeError("the code must print less than 1 MB, found more")
         if process.returncode == NOT_PROTECTED:
-            raise RuntimeError(f"the code was not run: the protection that this machine had is gone ({said})")
+            raise RuntimeError(
+                f"the code was not run: the protection that this machine had before is missing now ({said})"
+            )
         if process.returncode < 0:
             raise RuntimeError(f"the code was stopped by signal {-process.returncode}: too much time or memory")
         if process.returncode:
@@ -76,7 +78,7 @@ def _wait(process: subprocess.Popen[bytes], code: str, seconds: float, folder: P
         except subprocess.TimeoutExpired:
             if time.monotonic() >= end:
                 raise TimeoutError(f"the code must end within {seconds:g} seconds, found it still running") from None
-            given = None  # subprocess keeps what it has not written yet
+            given = None  # subprocess keeps what is not written yet
         else:
             break
         if folder is not None:

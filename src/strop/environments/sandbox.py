@@ -1,10 +1,10 @@
-"""What the kernel refuses the process of `python_tool`: which layers there are here, and the filter of system calls.
+"""How the kernel confines the process of `python_tool`: the layers of protection, and the filter of system calls.
 
-    folder   a file system of limited size in the place of the tool's folder (a user and a mount namespace)
-    files    Landlock: writing in the folder only, running no program, reaching no other process
+    folder   the tool's folder is a file system of limited size (a user and a mount namespace)
+    files    Landlock: write in the folder only, run no program, reach no other process
     calls    seccomp: no capabilities, and only the system calls of CALLS
 
-A layer that this kernel or container does not allow is left out, and `unprotected` says what that means.
+Layers that this kernel or container does not allow are left out; `unprotected` says what is then not protected.
 """
 
 import functools
@@ -20,12 +20,12 @@ LARGEST = 1 << 20  # bytes of a file, and of all that is printed
 TOTAL = 32 << 20  # bytes of all files of the folder
 
 WITHOUT = {
-    "folder": "the folder's size is looked at every 20 ms, not limited by the kernel",
+    "folder": "the folder's size is checked every 20 ms, not limited by the kernel",
     "files": "C code, such as SQLite's, can write wherever you can, and other processes can be read",
     "calls": "the network, other processes and their priorities are refused in Python only",
 }
 
-# name of a system call: its numbers on x86_64 and on aarch64, where None is a call that there is not
+# system call: its numbers on x86_64 and on aarch64; None: the machine has no such call
 CALLS = {
     "read": (0, 63), "write": (1, 64), "open": (2, None), "close": (3, 57), "stat": (4, None), "fstat": (5, 80),
     "lstat": (6, None), "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215),
@@ -55,7 +55,7 @@ CALLS = {
     "membarrier": (324, 283), "copy_file_range": (326, 285), "statx": (332, 291), "rseq": (334, 293),
     "faccessat2": (439, 439),
 }  # fmt: skip
-# allowed with some arguments only; clone3 is answered as by an older kernel, since its arguments cannot be seen
+# allowed with some arguments only; clone3 "does not exist", since a filter cannot see its arguments
 CLONE, CLONE3, PRLIMIT, IOCTL = (56, 220), (435, 435), (302, 261), (16, 29)
 THREAD = 0x10000  # of clone: a thread of this process
 REQUESTS = (
@@ -70,7 +70,7 @@ MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # as seccomp
 
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 ALLOW, KILL, NOT_PERMITTED, NO_SUCH_CALL = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
-NUMBER, MACHINE, ARGUMENTS = 0, 4, 16  # where they lie in what a filter sees; an argument has two halves of 4 bytes
+NUMBER, MACHINE, ARGUMENTS = 0, 4, 16  # offsets in the data of a filter; an argument has two halves of 4 bytes
 
 
 def call_filter(machine: str) -> bytes:
@@ -81,7 +81,7 @@ def call_filter(machine: str) -> bytes:
         program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
     program += [(EQUAL, 0, 1, CLONE3[place]), (RETURN, 0, 0, NO_SUCH_CALL)]
     threads = [(LOAD, 0, 0, ARGUMENTS), (ANY_BIT, 0, 1, THREAD), (RETURN, 0, 0, ALLOW)]
-    own_limits = []  # of this process, and only read: no process, no new limit
+    own_limits = []  # prlimit may only read the limits of this process: no process id, no new limit
     for half in (ARGUMENTS, ARGUMENTS + 16, ARGUMENTS + 20):
         own_limits += [(LOAD, 0, 0, half), (EQUAL, 1, 0, 0), (RETURN, 0, 0, NOT_PERMITTED)]
     own_limits.append((RETURN, 0, 0, ALLOW))
@@ -105,7 +105,7 @@ def command(folder: str, layers: str, seconds: int, megabytes: int) -> list[str]
 
 @functools.cache
 def layers() -> dict[str, str]:
-    """Return each layer with the reason why it is not available here, or "" where it is. Tried once, in a process."""
+    """Return each layer with the reason why it is not available here, "" if it is. Tried once, in a process."""
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         return dict.fromkeys(WITHOUT, f"not on {platform.system()} {platform.machine()}")
     with tempfile.TemporaryDirectory() as folder:
@@ -123,5 +123,5 @@ def available() -> str:
 
 
 def unprotected() -> str:
-    """Say what the kernel does not protect here; "" where it protects all."""
+    """Return what the kernel does not protect here; "" if nothing."""
     return "; ".join(f"{WITHOUT[name]} ({reason})" for name, reason in layers().items() if reason)

@@ -1,4 +1,4 @@
-"""Make the player of a trainer's environment or tools, and check its rows, which need no prompt."""
+"""Make the `Player` of a trainer's environment or tools, and check its rows, which need no prompt."""
 
 import dataclasses
 import warnings
@@ -13,7 +13,7 @@ from strop.environments.play import Player
 from strop.environments.tools import ToolBox
 from strop.user_code import load_function
 
-CONVERSATION_COLUMNS = ("conversations", "replies", "environments")  # what reward functions get beside one turn's
+CONVERSATION_COLUMNS = ("conversations", "replies", "environments")  # further columns for reward functions
 
 
 def trainers_player(trainer: Any, environment: Any, tools: Any) -> Player | None:
@@ -60,7 +60,7 @@ def make_player(policy: Any, sampler: Any, environment: Any, tools: Any, turns: 
 
 
 def environment_rows(rows: Any, columns: Row, name: str) -> list[Trajectory]:
-    """Return rows for environments as trajectories without tokens: dicts as they are; a text, a conversation or ids as the column `prompt`."""
+    """Return trajectories without tokens, one per row. A row that is no dict becomes the column `prompt`."""
     if isinstance(rows, (str, Mapping)) or not hasattr(rows, "__len__"):
         raise TypeError(f"{name} must be a batch of rows, found a {type(rows).__name__}")
     if not len(rows):
@@ -77,7 +77,7 @@ def environment_rows(rows: Any, columns: Row, name: str) -> list[Trajectory]:
 
 
 def checked_rows(rows: object, name: str, judge: Any) -> list[Trajectory]:
-    """Return a dataset's rows, which have the columns that `judge`, rewards or a preference, asks for."""
+    """Return a dataset's rows after a check that they have the columns of the rewards or the preference (`judge`)."""
     found = environment_rows(rows, {}, name)
     columns = [line.row for line in found]
     judge.check(

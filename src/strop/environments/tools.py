@@ -1,4 +1,4 @@
-"""Tools: Python functions the model may call. Calls are read from what it says; results are what it reads next.
+"""Tools: Python functions the model may call. Calls are parsed from its reply; results are what it reads next.
 
     def search(query: str) -> str:
         '''Search the archive.
@@ -9,8 +9,8 @@
 
     GRPO(model=model, tokenizer=tokenizer, tools=[search], reward_fn=reward_fn, max_turns=4)
 
-A trajectory ends when the model says something without a call. A call that cannot be read, of an unknown function or with
-wrong arguments, and one whose function raises, is answered with the error.
+A trajectory ends with a reply without a call. The model reads an error if its call cannot be parsed, names an unknown
+function, has wrong arguments, or if the function raises.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass
 class Call:
-    """What the model asked for; `error` says why it could not be read."""
+    """A call that the model made; `error` says why it could not be parsed."""
 
     name: str = ""
     arguments: Json = field(default_factory=dict)
@@ -48,7 +48,7 @@ Parser = Callable[[str], list[Call]]
 
 
 def parse_hermes(reply: str) -> list[Call]:
-    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, as Hermes, Qwen and SmolLM3 write; SmolLM2 a list of them."""
+    """Parse <tool_call>{"name": …, "arguments": {…}}</tool_call>, as Hermes, Qwen and SmolLM3 write it; SmolLM2 writes a list."""
     calls = []
     for part in reply.split("<tool_call>")[1:]:
         text, end, _ = part.partition("</tool_call>")
@@ -57,14 +57,14 @@ def parse_hermes(reply: str) -> list[Call]:
 
 
 def parse_llama(reply: str) -> list[Call]:
-    """{"name": …, "parameters": {…}} and nothing else, as Llama 3 writes, behind <|python_tag|> or not; several with ;"""
+    """Parse {"name": …, "parameters": {…}} alone, as Llama 3 writes it, with or without <|python_tag|>; ; separates calls."""
     text = reply.replace("<|python_tag|>", "").strip()
     looks = re.match(r'\{\s*"(name|type|function)"', text)
     return _calls_in(text) if looks else []
 
 
 def _calls_in(text: str) -> list[Call]:
-    """One call, a list of them, or several with semicolons between."""
+    """Parse one call, a list of calls, or calls with semicolons between them."""
     calls: list[Call] = []
     rest = text.strip()
     while True:
@@ -93,7 +93,7 @@ PARSERS: dict[str, Parser] = {"hermes": parse_hermes, "llama": parse_llama}
 
 
 def parser_of(tokenizer: Tokenizer | None) -> Parser:
-    """By the chat template: Llama's has no tag for calls; all others write, or are told to write, as Hermes does."""
+    """Choose by the chat template: Llama's has no tag for calls; all others write calls as Hermes does, or are told to."""
     template = getattr(tokenizer, "chat_template", None)
     text = template if isinstance(template, str) else json.dumps(template)
     is_llama = "<tool_call>" not in text and "<|start_header_id|>" in text
@@ -104,13 +104,13 @@ def parser_of(tokenizer: Tokenizer | None) -> Parser:
 
 
 class ToolBox:
-    """Makes an environment of functions for each trajectory.
+    """Makes, for each trajectory, an environment whose tools are these functions.
 
-    functions   typed, with a docstring that describes their arguments (Google style), as transformers'
-                `get_json_schema` reads them; some may be `async def`. Or a class, or a function that makes an object,
-                whose public methods are the tools: one object a trajectory, with `reset(**row)`, and if it likes
-                `get_reward()` (TRL's environment_factory)
-    parser      reads calls from a reply; None chooses by the chat template
+    functions   functions with type hints and a docstring that describes their arguments (Google style, as transformers'
+                `get_json_schema` reads it); some may be `async def`. Or a class, or a function that makes an object, with
+                `reset(**row)` and maybe `get_reward()` (TRL's environment_factory): each trajectory gets an object, whose
+                other public methods are the tools
+    parser      parses calls from a reply; None chooses by the chat template
     """
 
     special_tokens = True
@@ -144,7 +144,7 @@ class ToolBox:
         return make(self, {function.__name__: function for function in methods_of(held)}, held)
 
     def own_reward(self) -> Callable[..., list[object]]:
-        """The reward function of objects that say themselves what their trajectories are worth."""
+        """Return a reward function that asks each trajectory's object for its `get_reward()`."""
 
         def own(environments: Sequence[Any]) -> list[Any]:
             return [_awaited(held.get_reward()) for held in environments]
@@ -154,7 +154,7 @@ class ToolBox:
 
 
 class Tools(Environment):
-    """Functions the model may call. `held` is the object whose methods they are, if they are an object's."""
+    """An environment of functions that the model may call. `held` is the object whose methods they are, if any."""
 
     special_tokens = True
 
@@ -166,7 +166,7 @@ class Tools(Environment):
         return self._first(row, None if self.held is None else self.held.reset(**row))
 
     def _first(self, row: Row, seen: object) -> list[Json]:
-        """The first messages; `seen` is what the object's own reset returned."""
+        """Return the first messages; `seen` is what the object's own reset returned."""
         if not (seen is None or isinstance(seen, str)):
             raise TypeError(f"it must return a text or None, found {seen!r:.60}")
         if seen is None and self.held is not None and row.get("prompt") is None:
@@ -186,7 +186,7 @@ class Tools(Environment):
         return self._turn(calls, [self._result(call) for call in calls])
 
     def _result(self, call: Call) -> object:
-        """What the function returns, or a Failure."""
+        """Call the function; return its result or a Failure."""
         error = call.error or self._refused(call)
         if error:
             return Failure(error)
@@ -220,7 +220,7 @@ class Tools(Environment):
 
 
 class AsyncTools(Tools):
-    """The same where some functions are `async def`. Plain ones hold up the event loop that all trajectories share."""
+    """Tools of which some are `async def`. Plain ones block the event loop that all trajectories share."""
 
     async def reset(self, row: Row) -> Any:
         seen = None if self.held is None else self.held.reset(**row)
@@ -238,11 +238,11 @@ class AsyncTools(Tools):
 
 
 class Failure(str):
-    """Why a call gave nothing."""
+    """Why a call has no result."""
 
 
 def as_text(result: object) -> str:
-    """What a function returned as the model reads it, JSON where it is no text; a Failure where it cannot be written."""
+    """Return a result as the model reads it: a text, else JSON. A Failure if it cannot be written as JSON."""
     if isinstance(result, str):
         return result
     try:
@@ -252,7 +252,7 @@ def as_text(result: object) -> str:
 
 
 def _wanted_instead(value: object, schema: Row) -> str:
-    """What the schema wants where a value is something else."""
+    """Return what the schema wants instead of this value; "" if the value fits."""
     if value is None and schema.get("nullable"):
         return ""
     names = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", [])
@@ -266,7 +266,7 @@ def _is_a(value: object, name: str) -> bool:
 
 
 def methods_of(held: object) -> list[Callable[..., object]]:
-    """Public methods but `reset` and `get_reward`; properties are not asked."""
+    """Return the public methods except `reset` and `get_reward`. Properties are not evaluated."""
     named = [name for name, _ in inspect.getmembers(type(held), inspect.isfunction)]
     names = [name for name in named if not name.startswith("_") and name not in ("reset", "get_reward")]
     return [method for name in names if inspect.ismethod(method := getattr(held, name))]
@@ -291,18 +291,20 @@ def schema_of(function: Callable[..., object]) -> Json:
             raise TypeError(f"tool {function.__name__} must take arguments by their names, found {parameter}")
     try:
         return get_json_schema(function)
-    except Exception as error:  # DocstringParsingException, TypeHintParsingException: its own words say what is missing
+    except (
+        Exception
+    ) as error:  # DocstringParsingException, TypeHintParsingException: their messages say what is missing
         raise ValueError(f"tool {function.__name__} must have type hints and a docstring with Args: {error}") from None
 
 
 def _shows(tokenizer: Tokenizer | None, tools: Sequence[object]) -> bool:
-    """Whether the chat template writes what tools there are."""
+    """Return whether the chat template writes the tools."""
     messages = [{"role": "user", "content": "?"}]
     return templates.render(messages, tokenizer, {"tools": list(tools)}) != templates.render(messages, tokenizer)
 
 
 def _description(tools: Sequence[Any]) -> str:
-    """For templates that do not tell the model of tools."""
+    """Return a description of the tools, for templates that do not write them."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (
         f"You may call these functions:\n<tools>\n{listed}\n</tools>\n"

@@ -9,6 +9,7 @@ Shapes: N tokens of S sequences, n of them that count; T tokens of a padded row;
 
 import contextlib
 import copy
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -75,11 +76,13 @@ class Policy:
         self._head: tuple[nn.Module, nn.Linear] | None = None
         self._tried = False
         self._known_ids: int | Literal["untried"] | None = "untried"
-        self._causality_checked = self.kind != "plain"
+        self._causality_checked = self.kind == "moe"
         self.no_hidden_because: str | None = None
         """Why `hidden` is None, once it was asked for."""
         self.no_packing_because: str | None = None
         """Why batches are read as padded rows, once one was read."""
+        self.no_padding_because: str | None = None
+        """Why only rows of one length are read together, where padded ones would have other numbers."""
         self.no_fusing_because: str | None = None
         """Why the decoder layers compute in their own way and not in that of `models.layers`, once a batch was read."""
         self.exact = False
@@ -312,12 +315,16 @@ class Policy:
             FORCED.get() or REGISTERED_BY_USER & TRAINING_OPERATORS or os.environ.get("STROP_BACKEND")
         )
 
-    def check_causality(self, batch: TokenBatch) -> None:
-        """Once, of a plain module, on the first batch that can tell."""
+    def check_causality(self, batch: TokenBatch, logits: Callable[[TokenBatch], torch.Tensor] | None = None) -> None:
+        """Raise a ValueError if a token's logits depend on later ones. Asked once: of a plain module of the first batch
+        that can tell, of a Hugging Face model in its trial.
+
+        logits   what gives them; None is the way in which the policy reads
+        """
         if self._causality_checked:
             return
         inner = unwrapped(self.model)
-        ahead = trial.looks_ahead(inner, lambda one: self._at_places(inner, one, _logits), batch)
+        ahead = trial.looks_ahead(inner, logits or (lambda one: self._at_places(inner, one, _logits)), batch)
         if ahead:
             raise ValueError(
                 f"model must be causal, found that the logits {type(inner).__name__} gives for a token change with that "
@@ -334,6 +341,26 @@ class Policy:
 
     def _at_places(self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any]) -> torch.Tensor:
         """[n, ..] of what the module gives, at the tokens that predict one that counts."""
+        groups = self._groups(batch)
+        if len(groups) < 2:
+            return self._at_places_together(module, batch, part)
+        read, theirs = [], []
+        for sequences in groups:
+            some, theirs_m = batch.only(sequences)
+            read.append(self._at_places_together(module, some, part))
+            theirs.append(theirs_m)
+        return torch.cat(read).index_select(0, torch.cat(theirs).argsort())
+
+    def _groups(self, batch: TokenBatch) -> list[list[int]]:
+        """The sequences that can be read together without changing each other's numbers."""
+        if self.packs or self.no_padding_because is None:
+            return []
+        groups: dict[int, list[int]] = {}
+        for sequence, length in enumerate(batch.lengths[: len(batch.num_loss_tokens_S)]):
+            groups.setdefault(length, []).append(sequence)
+        return list(groups.values())
+
+    def _at_places_together(self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any]) -> torch.Tensor:
         if self.packs:
             within = contextlib.nullcontext if self._fused is None else self._fused.used
             with self._routed(batch.routing_NLk, within) as within:
@@ -369,8 +396,9 @@ class Policy:
         Hugging Face models get no mask: nothing that counts sees padding on the right, and attention stays on its causal
         fast path.
         """
-        known: Json = {"use_cache": False} if self.kind == "hf" else {"attention_mask": rows.mask_ST}
-        known = {name: value for name, value in known.items() if name in self._arguments}
+        known: Json = {"attention_mask": rows.mask_ST} if "attention_mask" in self._arguments else {}
+        if self.kind == "hf":
+            known = {"use_cache": False} if takes_use_cache(base_model(unwrapped(module))) else {}
         try:
             return module(rows.ids_ST, **known)
         except IndexError as error:
@@ -392,6 +420,11 @@ class Policy:
         return self._call_rows(unwrapped(self.model), rows)
 
     # ---- how the model is read: tried once ----
+
+    def check_reading(self) -> None:
+        """Raise a ValueError, with the reason, if the model is one whose numbers would be wrong."""
+        if not self._tried:
+            self._try()
 
     @property
     def packs(self) -> bool:
@@ -416,7 +449,7 @@ class Policy:
         return self.packs and self.no_hidden_because is None
 
     def _try(self) -> None:
-        """On two short sequences: whether hidden states times the head are the logits, and whether the model keeps
+        """On three short sequences: whether hidden states times the head are the logits, and whether the model keeps
         sequences apart. Only its numbers tell what a forward does."""
         self._tried = True
         self.no_hidden_because = self.no_packing_because = self.no_fusing_because = f"it is a {self.kind!r} model"
@@ -424,22 +457,42 @@ class Policy:
             return
         inner = unwrapped(self.model)
         self._modules = list(inner.modules())
-        ids = torch.arange(1, 13) % (self.vocab_size or 13)
-        batch = TokenBatch.of([Trajectory.of(ids[:1], ids[1:5]), Trajectory.of(ids[5:6], ids[6:])], self.device)
+        lengths = self.trial_lengths()
+        ids = torch.arange(1, sum(lengths) + 1) % (self.vocab_size or 13)
+        lines = [Trajectory.of(row[:1], row[1:]) for row in ids.split(list(lengths))]
+        batch = TokenBatch.of(lines, self.device)
+
+        def padded(one: TokenBatch, module: Any = inner, part: Callable[[Any], torch.Tensor] = _logits) -> torch.Tensor:
+            rows = one.padded(self.pad_id)
+            return part(self._call_rows(module, rows)).flatten(0, 1).index_select(0, rows.index_N)
+
+        def read() -> tuple[torch.Tensor, dict[int, Rule]]:
+            return read_packed(self._modules, inner, batch, _logits)
+
         with trial.tried(inner, self.device):
-            rows = batch.padded(self.pad_id)
-            wanted_NV = self._call_rows(inner, rows).logits.flatten(0, 1).index_select(0, rows.index_N)
+            alone = [TokenBatch.of([line], self.device) for line in lines]
+            wanted_NV = torch.cat([padded(one) for one in alone])
+            self._check_causality_of_rows(batch, padded)
             found = trial.decoder_and_head(inner)
             if not isinstance(found, str):
-                states_NH = last_hidden_state(self._call_rows(found[0], rows)).flatten(0, 1)
-                if not trial.gives_logits(found[1], states_NH.index_select(0, rows.index_N), wanted_NV):
-                    found = "its logits are not its hidden states times the head's weight"
-
-            def read() -> tuple[torch.Tensor, dict[int, Rule]]:
-                return read_packed(self._modules, inner, batch, _logits)
-
+                decoder, head = found
+                try:
+                    states_NH = torch.cat([padded(one, decoder, last_hidden_state) for one in alone])
+                    if not trial.gives_logits(head, states_NH, wanted_NV):
+                        found = "its logits are not its hidden states times the head's weight"
+                except Exception as error:  # whatever a foreign forward raises, it is not to be read so
+                    found = f"its decoder fails apart from its head ({type(error).__name__}: {error})"
             rules = self._no_packing() or trial.packing(read, of_config(self.config, "num_hidden_layers"), wanted_NV)
             self.no_packing_because = rules if isinstance(rules, str) else None
+            if self.no_packing_because is not None:
+                self.no_padding_because = trial.attempted(lambda: padded(batch), wanted_NV, "padded rows")
+            if self.no_padding_because is not None:
+                together = TokenBatch.of([lines[-1], lines[-1]], self.device)
+                wanted_MV = wanted_NV[-lengths[-1] :].repeat(2, 1)
+                why = trial.attempted(lambda: padded(together), wanted_MV, "rows of one length")
+                if why is not None:
+                    self._tried = False
+                    raise ValueError(f"model must read rows beside each other, found a {type(inner).__name__}: {why}")
             fused = trial.fusing(inner, rules, read, self.exact)
         self.no_fusing_because = fused if isinstance(fused, str) else None
         self._fused = None if isinstance(fused, str) else fused
@@ -454,6 +507,17 @@ class Policy:
             if self.model is not inner:  # compiled: the part that is called must be, and likewise
                 decoder = self.model.dynamo_ctx(decoder)  # type: ignore[operator]
             self._head = decoder, head
+
+    def trial_lengths(self, room: int = 0) -> tuple[int, int, int]:
+        """Lengths of rows on which a way to read is tried, with room for further tokens."""
+        return trial.row_lengths(self.config, None if self.max_length is None else max(1, self.max_length - room))
+
+    def _check_causality_of_rows(self, batch: TokenBatch, padded: Callable[[TokenBatch], torch.Tensor]) -> None:
+        try:
+            self.check_causality(batch, lambda one: padded(one)[one.places_n])
+        except ValueError:
+            self._tried = False  # so that every later call says the same
+            raise
 
     def _no_packing(self) -> str | None:
         """Why it is not even tried."""
@@ -574,6 +638,17 @@ def read_packed(
     with reading(modules, pass_, within):
         output = module(input_ids=batch.ids_N[None], position_ids=batch.positions_N[None], use_cache=False)
     return part(output)[0], pass_.rules
+
+
+def takes_use_cache(model: nn.Module) -> bool:
+    """Whether the forward takes `use_cache`, by name or with whatever it hands on."""
+    return _takes_use_cache(type(model).forward)
+
+
+@functools.cache
+def _takes_use_cache(forward: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(forward).parameters
+    return "use_cache" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def forward_arguments(model: nn.Module) -> set[str]:

@@ -5,6 +5,7 @@ N tokens of S sequences, n of them that count; T tokens of a row; V vocabulary.
 
 import contextlib
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,10 @@ from strop.ops.registry import on_gpu, on_gpu_or_interpreted
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "logit_soft_cap")
 
 # relative errors of logits that two ways of attention make in these dtypes; another function is far beyond
-ALIKE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+ALIKE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+SPAN = re.compile(r"window|chunk|block_size")  # in names of a config's fields: how far a token sees
+LONGEST_SPAN = 256  # of those that a trial's rows exceed
 
 TRIED = (1, 0, 1)  # ids that every vocabulary has, and that are no positions and no kinds of tokens
 
@@ -67,7 +71,7 @@ def looks_ahead(module: nn.Module, logits: Callable[[TokenBatch], torch.Tensor],
     def found(changed: list[int]) -> torch.Tensor:
         return logits(_with_others(batch, {one: first[one] for one in changed}, known))[places].clone()
 
-    with tried(module, batch.device):
+    with tried(module, batch.ids_N.device):
         as_it_is_SV, changed_SV = found([]), found(sequences)
         differs = next((i for i in range(len(places)) if not _is_same(as_it_is_SV[i], changed_SV[i])), None)
         if differs is None:
@@ -106,6 +110,15 @@ def tried(module: nn.Module, device: torch.device) -> Iterator[None]:
         # torch says it once in a process, of the first product in the thread of backwards, and then does what is needed
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
         yield
+
+
+def row_lengths(config: Any, longest: int | None) -> tuple[int, int, int]:
+    """Return the lengths of a trial's rows: two of three exceed every window, chunk and block of up to 256 tokens."""
+    fields = vars(config.get_text_config() if hasattr(config, "get_text_config") else config)
+    spans = [size for name, size in fields.items() if type(size) is int and size <= LONGEST_SPAN and SPAN.search(name)]
+    longest = longest or LONGEST_SPAN + 5
+    span = max([2, *spans])
+    return min(3, longest), min(span + 3, longest), min(span + 5, longest)
 
 
 # ---- how a Hugging Face model can be read ----
@@ -156,10 +169,23 @@ def packing(read: Read, num_layers: int | None, wanted_NV: torch.Tensor) -> dict
     # one that did not attend here has mixed the sequences
     if (missing := (num_layers or 0) - len(rules)) > 0:
         return f"{missing} of its layers do not attend through transformers' interface"
-    apart = (found_NV.double() - wanted_NV.double()).norm() / wanted_NV.double().norm()
+    return differs(found_NV, wanted_NV, "packed sequences") or rules
+
+
+def differs(found_NV: torch.Tensor, wanted_NV: torch.Tensor, what: str) -> str | None:
+    """How the logits of the rows read in this way differ from those of each row alone; None where they do not."""
+    apart = (found_NV.double() - wanted_NV.double()).norm() / wanted_NV.double().norm().clamp_min(1e-30)
     if apart <= ALIKE[wanted_NV.dtype]:
-        return rules
-    return f"its logits of packed sequences are not those of its rows (relative error {apart:.1e})"
+        return None
+    return f"its logits of {what} are not those of its rows (relative error {apart:.1e})"
+
+
+def attempted(read: Callable[[], torch.Tensor], wanted_NV: torch.Tensor, what: str) -> str | None:
+    """The same of what `read` gives; an exception means that it cannot be read so."""
+    try:
+        return differs(read(), wanted_NV, what)
+    except Exception as error:  # whatever a foreign forward raises
+        return f"its forward fails on {what} ({type(error).__name__}: {error})"
 
 
 def fusing(model: torch.nn.Module, rules: dict[int, Rule] | str, read: Read, exact: bool = False) -> Any:

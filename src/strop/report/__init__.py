@@ -41,13 +41,13 @@ def build_report(
     lead: str | None = None,
     version: str | None = None,
 ) -> str:
-    """The page as text.
+    """Return the page as text.
 
     runs             run folders or loaded runs, overlaid in every chart
     extra_sections   put between the summary and the curves
     headline         numbers at the top in place of the run's own
     title, lead      the heading, and the line below it
-    version          of a page that a server keeps up to date, see `strop.report.watch`
+    version          set for a page that a server keeps up to date (`strop.report.watch`)
     """
     found = _as_runs(runs)
     shown = page.drawn(found)
@@ -65,7 +65,7 @@ def build_report(
 
 
 def write_report(runs: Iterable[Run | str | Path], path: str | Path, **options: object) -> Path:
-    """The page as a file; build_report's options."""
+    """Write the page to a file and return its path. `options` are those of build_report."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"the report must be a file, found the folder {path}")
@@ -76,7 +76,7 @@ def write_report(runs: Iterable[Run | str | Path], path: str | Path, **options: 
 
 
 def draw_figure(runs: Iterable[Run | str | Path], path: str | Path, **options: object) -> Path:
-    """The main curves as an image (needs matplotlib)."""
+    """Draw the main curves as an image and return its path (needs matplotlib)."""
     from strop.report import figure
 
     return figure.draw(_as_runs(runs), Path(path), **options)  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def _as_runs(runs: Iterable[Run | str | Path]) -> list[Run]:
 
 
 def _hide_doubles(run: Run) -> None:
-    """Hide metrics that are there under another name too, and the only reward function's beside the mean of rewards."""
+    """Hide metrics that repeat another one: old names, and a single reward function that equals the mean reward."""
     names = set(run.names)
     for other, name in ALSO_CALLED.items():
         if {other, name} <= names and _are_equal(run.series(other), run.series(name)):

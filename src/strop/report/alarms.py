@@ -1,4 +1,4 @@
-"""Alarms: what in a run's curves asks for a look, with one line of advice each."""
+"""Alarms: signs of trouble in a run's curves, each with a line of advice."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,11 @@ FEWEST_STEPS = 5
 
 @dataclass(frozen=True)
 class Alarm:
-    """metrics: the first of them that the run has is looked at; fires(first, last) on the means of its first and last tenth."""
+    """A sign of trouble.
+
+    metrics   the first of these that the run has is looked at
+    fires     takes the means of the first and of the last tenth of its values
+    """
 
     title: str
     metrics: tuple[str, ...]
@@ -22,24 +26,24 @@ class Alarm:
 
 ALARMS = (
     Alarm("The KL to the reference runs away", ("kl",), lambda first, last: last > max(0.5, 5 * first),
-          "Lower the learning rate or raise kl_coef; look at samples of the last steps for what the reward lets pass."),
+          "Lower the learning rate or raise kl_coef; look in the last samples for text that only games the reward."),
     Alarm("The entropy collapses", ("entropy", "entropy_estimate"), lambda first, last: first > 0.05 and last < 0.2 * first,
-          "The policy writes ever the same: lower the learning rate, raise entropy_coef or temperature, or stop earlier."),
+          "The policy always writes the same: lower the learning rate, raise entropy_coef or temperature, or stop earlier."),
     Alarm("Most groups have no signal", ("reward/zero_std_fraction",), lambda _, last: last > 0.8,
           "All completions of a prompt get the same reward: take harder or easier prompts, a larger group_size, "
           "or resample_rounds.", fraction=True),
     Alarm("Sampling and training disagree", ("mismatch_kl",), lambda _, last: last > 0.05,
           "The rollout computes other log-probs than training: use one dtype for both, old_logps=recompute or importance_cap."),
     Alarm("Most completions are cut off", ("completion/truncated_fraction",), lambda _, last: last > 0.5,
-          "They end at max_new_tokens: raise it, shorten what is asked for, or leave them out with mask_truncated.",
+          "They reach max_new_tokens: raise it, ask for shorter answers, or leave them out of the loss with mask_truncated.",
           fraction=True),
     Alarm("The held-out loss rises", ("eval/loss",), lambda first, last: last > 1.1 * first > 0,
-          "The model learns its data by heart: fewer epochs, a lower learning rate, more data, or EarlyStopping."),
+          "The model overfits: train for fewer epochs, a lower learning rate, more data, or EarlyStopping."),
 )  # fmt: skip
 
 
 def alarms_of(run: Run) -> list[tuple[str, str, str]]:
-    """(what, the numbers, advice) of every alarm that a run fires."""
+    """Return title, numbers and advice of every alarm that fires for a run."""
     found = []
     for alarm in ALARMS:
         name = next((metric for metric in alarm.metrics if len(run.series(metric)) >= _fewest(metric)), None)

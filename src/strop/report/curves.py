@@ -1,4 +1,4 @@
-"""What is done to numbers before they are drawn: smoothing, thinning out, axes."""
+"""Prepare numbers for a chart: smoothing, thinning out, axes, labels."""
 
 import math
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ SMOOTH_FROM = 20  # shorter curves are drawn as they are
 
 
 def smoothing_window(num_values: int) -> int:
-    """Odd number of values a smoothed one is the mean of; 1 is no smoothing."""
+    """Return how many values a smoothed value averages, an odd number; 1 is no smoothing."""
     return 1 if num_values < SMOOTH_FROM else 2 * (num_values // 30) + 3
 
 
 def smooth(values: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
-    """Moving mean of a centred window; at the ends of what is there of it."""
+    """Return the moving mean over a centred window, which is shorter at the two ends."""
     sums, n, half = np.concatenate([[0.0], np.cumsum(values)]), len(values), window // 2
     starts, ends = np.maximum(np.arange(n) - half, 0), np.minimum(np.arange(n) + half + 1, n)
     return (sums[ends] - sums[starts]) / (ends - starts)
@@ -28,7 +28,7 @@ def smooth(values: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
 def thin(
     steps: Sequence[int] | np.ndarray, values: Sequence[float] | np.ndarray, most: int = MAX_POINTS
 ) -> tuple[list[int], list[float]]:
-    """At most so many points: of each stretch its lowest and its highest, in their order, so no spike is lost."""
+    """Return at most `most` points: the lowest and the highest value of each stretch, so that no spike is lost."""
     steps, values = np.asarray(steps), np.asarray(values)
     if len(steps) > most:
         num_bins = max(most // 2 - 1, 1)
@@ -43,7 +43,7 @@ def thin(
 def thin_evenly(
     steps: Sequence[int] | np.ndarray, values: Sequence[float] | np.ndarray, most: int = MAX_POINTS
 ) -> tuple[list[int], list[float]]:
-    """Every n-th point and the last: for curves that are smooth."""
+    """Return every n-th point and the last one, for curves that are smooth."""
     steps, values = np.asarray(steps), np.asarray(values)
     if len(steps) > most:
         kept = sorted({round(i * (len(steps) - 1) / (most - 1)) for i in range(most)})
@@ -53,7 +53,7 @@ def thin_evenly(
 
 @dataclass(frozen=True)
 class Axis:
-    """low and high of the scale, and where its ticks are. A logarithmic one holds exponents."""
+    """The ends of a scale and its ticks. On a logarithmic scale the ends are exponents of 10."""
 
     low: float
     high: float
@@ -61,13 +61,13 @@ class Axis:
     logarithmic: bool = False
 
     def place(self, value: float) -> float:
-        """From 0 at the low end to 1 at the high one."""
+        """Return where a value stands, from 0 at the low end to 1 at the high end."""
         value = math.log10(value) if self.logarithmic else value
         return (value - self.low) / (self.high - self.low)
 
 
 def linear_axis(low: float, high: float, num_ticks: int = 5, *, whole: bool = False) -> Axis:
-    """Round ticks; the scale ends at them."""
+    """Return a scale with round ticks, which begins and ends at a tick."""
     if high <= low:
         pad = abs(low) * 0.1 or 0.5
         low, high = low - pad, high + pad
@@ -89,11 +89,11 @@ def log_axis(low: float, high: float) -> Axis:
 def value_axis(
     values: Sequence[float] | np.ndarray, *, from_zero: bool = False, fraction: bool = False, ratio: bool = False
 ) -> Axis:
-    """The scale of a metric.
+    """Return the scale of a metric.
 
-    Fractions have the whole of 0 to 1, unless all of them are small. Ratios have 1 on their scale, which is logarithmic
-    from a factor of LOG_RATIO on. Others start at 0 where that costs less than half the height; where single values
-    stand twentyfold above nearly all the others the scale is logarithmic, and the chart says so.
+    A fraction's scale is 0 to 1, unless all values are small. A ratio's scale includes 1, and is logarithmic if the values
+    span more than a factor of LOG_RATIO. Other scales start at 0 if that takes less than half of the height. They are
+    logarithmic, and the chart says so, if single values are more than 20 times nearly all others.
     """
     values = np.asarray(values, dtype=float)
     low, high = float(values.min()), float(values.max())
@@ -118,13 +118,13 @@ def value_axis(
 
 
 def _nice_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, at least the rough one."""
+    """Return the smallest of 1, 2, 2.5 and 5 times a power of ten that is not below `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * (1 - 1e-9))
 
 
 def short(value: float | None) -> str:
-    """A number in few characters: 0.0123, 1,234, 12.3k, 1.2e−5."""
+    """Return a number in few characters: 0.0123, 1,234, 12.3k, 1.2e−5."""
     if value is None or not math.isfinite(value):
         return "–" if value is None else "not finite"
     size = abs(value)
@@ -148,7 +148,7 @@ def percent(value: float, decimals: int = 1) -> str:
 
 
 def tick_label(value: float, axis: Axis, fraction: bool = False) -> str:
-    """As short as tells it from its neighbours."""
+    """Return a tick's label with just enough digits to tell it from its neighbours."""
     if fraction and axis.high <= 1:
         return percent(value, 0 if axis.ticks[1] - axis.ticks[0] >= 0.01 else 1)
     if axis.logarithmic or len(axis.ticks) < 2:

@@ -1,4 +1,4 @@
-"""The report's main curves as an image, for a README."""
+"""Draw a report's main curves as an image, for a README."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +26,9 @@ def draw(
     dpi: int = 150,
     metadata: dict[str, str] | None = None,
 ) -> Path:
-    """One panel per metric, and before them one of bars: (title, {"greedy": {"before": 0.4, "after": 0.97}}).
+    """Draw one panel per metric, after a panel of bars: (title, {"greedy": {"before": 0.4, "after": 0.97}}).
 
-    metadata   texts kept in a PNG
+    metadata   texts stored in a PNG
     """
     try:
         import matplotlib

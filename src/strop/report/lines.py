@@ -1,4 +1,4 @@
-"""Reads files of JSON lines that grow, each line once; the numbers of a metrics file as arrays."""
+"""Read growing files of JSON lines, each line once; hold the numbers of a metrics file as arrays."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from strop._types import Row
 from strop.training.logging import parse_line
 
 BLOCK = 1 << 20  # bytes read at once: the parts of a block stay in the cache
-SEEN = 64  # bytes before the place reached, compared to notice a file that was written anew
+SEEN = 64  # the last bytes read, compared at the next read to notice a file that was written anew
 JOIN_BELOW = 4096  # rows: smaller blocks of a table are put together
 BLANKS = bytes.maketrans(b":,{}\n", b"     ")
 
@@ -32,7 +32,7 @@ class LineReader:
         self._mid_line = False  # the last line that was read had no newline yet
 
     def was_replaced(self) -> bool:
-        """True if the file is another one than before, or shorter, or other in the last bytes that were read."""
+        """Return whether the file was replaced: it is another file, is shorter, or its last bytes read have changed."""
         if not self.path.is_file():
             return self.offset > 0
         about = self.path.stat()
@@ -43,7 +43,7 @@ class LineReader:
             return file.read(len(self._seen)) != self._seen
 
     def blocks(self) -> Iterator[tuple[int, int, list[bytes]]]:
-        """Yield (number of the first line, where it begins, lines without their ends)."""
+        """Yield blocks of new lines: (number of the first line, its offset, the lines without line ends)."""
         if not self.path.is_file():
             return
         with self.path.open("rb") as file:
@@ -77,7 +77,7 @@ class LineReader:
 
 
 class Table:
-    """The rows of all lines with the same names. Blocks are float64 [rows, 1 + names]; column 0 is the line's number."""
+    """All lines that have the same metrics. Blocks are float64 [rows, 1 + metrics]; column 0 is the line's number."""
 
     def __init__(self, names: Sequence[str]):
         self.names = list(names)
@@ -107,7 +107,7 @@ class Table:
 
 
 class Columns:
-    """Every number of a metrics file: one table for each set of names. None is not a number; texts are left out."""
+    """Every number of a metrics file: one table for each set of metrics. null becomes NaN; texts are left out."""
 
     def __init__(self) -> None:
         self.tables: dict[tuple[str, ...], Table] = {}
@@ -129,7 +129,7 @@ class Columns:
         return [table for table in self.tables.values() if name in table.names]
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps in ascending order and their values; of several lines for one step the last counts."""
+        """Return steps in ascending order and their values. If several lines have one step, the last counts."""
         tables = self.having(name)
         if not tables:
             return np.empty(0, np.int64), np.empty(0)
@@ -143,12 +143,12 @@ class Columns:
         return steps, values
 
     def rename(self, old: str, new: str) -> None:
-        """Give a metric another name; one that has this name already is left out there."""
+        """Rename a metric. In tables that have a metric of the new name, that one is dropped."""
         for table in self.having(old):
             table.names = ["" if name == new else new if name == old else name for name in table.names]
 
     def add(self, lines: Sequence[bytes], first: int, path: Path) -> None:
-        """Add these lines, the first of which has this number; nothing is added where one of them is broken."""
+        """Add lines; `first` is the number of the first one. If one of them is broken, nothing is added."""
         alike: dict[int, list[int]] = {}
         for i, line in enumerate(lines):
             if line.strip():
@@ -165,7 +165,7 @@ class Columns:
             self.tables.setdefault(names, Table(names)).add(rows)
 
     def condensed(self, most: int) -> "Columns":
-        """A copy whose tables have at most so many rows: means of neighbouring rows, at the last of their steps."""
+        """Return a copy whose tables have at most `most` rows: means of neighbouring rows, at the last of their steps."""
         made = Columns()
         for key, table in self.tables.items():
             rows = np.concatenate(table.blocks)
@@ -184,7 +184,7 @@ class Columns:
 
 
 def _read_alike(lines: Sequence[bytes]) -> tuple[tuple[str, ...], np.ndarray] | None:
-    """Return names and numbers of lines with the same names and finite numbers only, faster than JSON; else None.
+    """Return names and numbers of lines, faster than JSON does. None unless all have the same names and finite numbers.
 
     Split at the quotes, the lines are {, name, `: number, `, name, `: number}⏎{` and so on. The values without the
     characters of numbers must leave the same punctuation for each line.
@@ -216,7 +216,7 @@ def _read_alike(lines: Sequence[bytes]) -> tuple[tuple[str, ...], np.ndarray] | 
 
 
 def _read_each(lines: Sequence[bytes], numbers: Sequence[int], path: Path) -> list[tuple[tuple[str, ...], np.ndarray]]:
-    """Return names and numbers of lines read as JSON; a ValueError names the first broken line."""
+    """Read lines as JSON; return their names and numbers. A ValueError names the first broken line."""
     found: dict[tuple[str, ...], list[list[float]]] = {}
     for line, number in zip(lines, numbers, strict=True):
         row = {k: math.nan if v is None else v for k, v in parse_line(line, path, number).items() if is_number(v, True)}
@@ -225,7 +225,7 @@ def _read_each(lines: Sequence[bytes], numbers: Sequence[int], path: Path) -> li
 
 
 def is_number(value: object, or_none: bool = False) -> bool:
-    """True for numbers of a float's size: a whole number may have any number of digits in JSON."""
+    """Return whether a value is a number that fits a float: whole numbers in JSON may have any number of digits."""
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < 2**1023
     return isinstance(value, float) or (or_none and value is None)

@@ -1,4 +1,4 @@
-"""What the metrics are called on the page, in which unit, and how they are drawn."""
+"""Titles, units and chart settings of the metrics."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,12 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Metric:
-    """rank orders the charts; `by_algorithm`: the number means something else in each algorithm; `ratio`: 1 is no change."""
+    """How a metric is shown.
+
+    rank           orders the charts
+    by_algorithm   the number means something else in each algorithm
+    ratio          1 is no change
+    """
 
     title: str
     unit: str = ""
@@ -62,13 +67,13 @@ METRICS = {
     "tokens_per_second": Metric("Throughput", "tokens per second", "optimiser", 30, from_zero=True, in_summary=True),
     "memory": Metric("GPU memory", "peak, GiB", "optimiser", 31, from_zero=True, smoothed=False, scale=2.0**-30),
 }
-# not among a run's main numbers where the other is there: a policy gradient's loss hovers about 0, an estimate is a substitute
+# not a main number of runs that have the other one: a policy gradient's loss stays near 0, an estimate is a substitute
 SECOND_TO = {"loss": "reward/mean", "eval/loss": "reward/mean", "entropy_estimate": "entropy"}
-ALSO_CALLED = {"mean_reward": "reward/mean", "mean_kl": "kl"}  # the words train_step returns beside
+ALSO_CALLED = {"mean_reward": "reward/mean", "mean_kl": "kl"}  # second names in what train_step returns
 
 
 def describe(name: str) -> Metric:
-    """Known metrics by name; `eval/…` is the metric on held-out data; anything else under its own name."""
+    """Return how a metric is shown. `eval/…` is the metric on held-out data; an unknown one keeps its name as title."""
     if name.startswith("eval/"):
         inner = describe(name.removeprefix("eval/"))
         unit = "" if "batch" in inner.unit else inner.unit

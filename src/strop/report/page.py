@@ -1,4 +1,4 @@
-"""The page: a summary, curves, phase times, samples before and after, the configuration. One HTML file that asks for nothing."""
+"""The report's page: summary, curves, phase times, samples, configuration. One HTML file that loads nothing else."""
 
 import json
 import math
@@ -30,7 +30,7 @@ MAX_OPTIONS = 12  # columns of the options that differ between very many runs
 
 @dataclass(frozen=True)
 class Tile:
-    """A number at the top: `before` → `value`, in the reader's words and units."""
+    """A number at the top of the page: `before` → `value`."""
 
     label: str
     value: str
@@ -40,7 +40,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. `body` is HTML, made by the functions below or by hand; `charts` are drawn after it."""
+    """A part of the page: `body` is HTML; `charts` are drawn after it."""
 
     title: str
     body: str = ""
@@ -54,12 +54,15 @@ class Section:
 def bar_section(
     title: str, groups: Mapping[str, Mapping[str, float]], *, under: str = "", fraction: bool = True
 ) -> Section:
-    """Bars side by side: {"greedy": {"before": 0.41, "after": 0.97}, "best of 8": {…}}."""
+    """Return a section of bars side by side: {"greedy": {"before": 0.41, "after": 0.97}, "best of 8": {…}}."""
     return Section(title, f'<div class="card">{bars(groups, fraction=fraction)}</div>', under)
 
 
 def sample_section(title: str, rows: Sequence[Row], *, under: str = "") -> Section:
-    """Completions before and after: {"prompt", "before", "after", "reward_before", "reward_after"}, the last two optional."""
+    """Return a section of completions before and after.
+
+    rows   dicts with prompt, before, after, and if known reward_before and reward_after
+    """
     cards = []
     for row in rows:
         sides = [samples.Side(name, row[name], row.get(f"reward_{name}")) for name in ("before", "after")]
@@ -68,7 +71,7 @@ def sample_section(title: str, rows: Sequence[Row], *, under: str = "") -> Secti
 
 
 def samples_sections(runs: Sequence[Run]) -> list[Section]:
-    """The samples of each run that is drawn; of several runs each folded."""
+    """Return the section of samples, if there are any; several runs are folded."""
     found: list[tuple[str, str]] = []
     for run in runs:
         if run.samples:
@@ -92,7 +95,7 @@ def render(
     lead: str,
     version: str | None = None,
 ) -> str:
-    """The page; with a version it asks the server it came from for a newer one."""
+    """Return the page. With a version, it asks its server for newer versions of itself."""
     policy = POLICY if version is None else f"{POLICY}; connect-src 'self'"
     of = "" if version is None else f' data-version="{escape(version)}"'
     live = "" if version is None else '<p class="live" role="status">Following the run.</p>'
@@ -122,7 +125,7 @@ def render(
 
 
 def _first_few(items: Sequence[str], what: str) -> str:
-    """List items; of very many the first MAX_LISTED, and how many are left out."""
+    """Join list items: at most MAX_LISTED, then how many are left out."""
     more = f"<li>and {len(items) - MAX_LISTED:,} more {what}</li>" if len(items) > MAX_LISTED else ""
     return "".join(items[:MAX_LISTED]) + more
 
@@ -163,7 +166,7 @@ def _chart_card(chart: Chart, data: list[Json]) -> str:
 
 
 def drawn(runs: Sequence[Run]) -> Sequence[Run]:
-    """The runs whose curves are drawn: all, or the best half of MAX_DRAWN and the others evenly from the next to the worst."""
+    """Return the runs whose curves are drawn: all, or MAX_DRAWN, half of them the best and half spread over the others."""
     if len(runs) <= MAX_DRAWN:
         return runs
     half = MAX_DRAWN // 2
@@ -172,7 +175,7 @@ def drawn(runs: Sequence[Run]) -> Sequence[Run]:
 
 
 def rank(runs: Sequence[Run]) -> list[Run]:
-    """The best run first, by the end of the first main metric; runs without it last, in their order."""
+    """Sort runs by the final value of the first main metric, the best first. Runs without that metric come last."""
     names = main_names(runs, 1)
     if not names:
         return list(runs)
@@ -183,7 +186,7 @@ def rank(runs: Sequence[Run]) -> list[Run]:
 
 
 def _options_table(runs: Sequence[Run]) -> str:
-    """One row for each of very many runs, one column for each option in which they differ."""
+    """Return a table of very many runs: a row per run, a column per option that differs."""
     configs = [run.config for run in runs]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     cells = {key: [json.dumps(c[key], ensure_ascii=False) if key in c else "–" for c in configs] for key in keys}
@@ -213,13 +216,13 @@ def curve_sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def _group(name: str, metric: Metric, runs: Sequence[Run]) -> str:
-    """The metric's section. The completions of a run that samples none are those of its data: no policy moved them."""
+    """Return the metric's section. Lengths of completions say nothing of the policy if the run samples none."""
     samples_none = all(not SAMPLING_METRICS & set(run.names) for run in runs if name in run.names)
     return "optimiser" if name.endswith("completion/length") and samples_none else metric.group
 
 
 def _charts_of(name: str, metric: Metric, runs: Sequence[Run]) -> list[Chart]:
-    """One chart for all runs; where the number means something else in each algorithm, one for each of these."""
+    """Return one chart for all runs, or one per algorithm if the metric means something else in each."""
     found = [(i, run, run.series(name)) for i, run in enumerate(runs) if name in run.names]
     found = [(i, run, series) for i, run, series in found if len(series) or len(series.broken_steps)]
     algorithms = list(dict.fromkeys(run.algorithm for _, run, _ in found)) if metric.by_algorithm else [None]
@@ -267,7 +270,7 @@ def time_section(runs: Sequence[Run]) -> Section | None:
 
 
 def _phases_of(run: Run, names: Sequence[str]) -> dict[str, Series]:
-    """Seconds by phase, and what of the whole step is in none of them."""
+    """Return the seconds of each phase, and as `other` what remains of the whole step."""
     series = {name.removeprefix("time/"): run.series(name) for name in names}
     whole = run.series(WHOLE_STEP)
     if len(whole):
@@ -277,7 +280,7 @@ def _phases_of(run: Run, names: Sequence[str]) -> dict[str, Series]:
 
 
 def _at(steps: np.ndarray, series: Series) -> np.ndarray:
-    """The values at these steps, 0 where the series has none."""
+    """Return the values at these steps, 0 at steps that the series lacks."""
     if not len(series):
         return np.zeros(len(steps))
     index = np.minimum(np.searchsorted(series.steps, steps), len(series) - 1)
@@ -305,7 +308,7 @@ def _over_the_run(title: str, series: Mapping[str, Series]) -> str:
 
 
 def _in_stretches(series: Mapping[str, Series]) -> tuple[list[int], dict[str, list[float]]]:
-    """Means over as many stretches of steps as there is room for bars."""
+    """Return first steps and means of up to MAX_BARS stretches of steps."""
     first, *others = (s.steps for s in series.values())
     is_same = all(np.array_equal(first, other) for other in others)
     steps = first if is_same else np.unique(np.concatenate([first, *others]))
@@ -316,7 +319,7 @@ def _in_stretches(series: Mapping[str, Series]) -> tuple[list[int], dict[str, li
 
 
 def facts(run: Run) -> Json:
-    """What a run was made of, besides its options."""
+    """Return what is known of a run besides its options: model, data, rewards, command."""
     header, model = run.header, run.header.get("model")
     rewards = [reward for reward in header.get("rewards") or () if isinstance(reward, dict)]
     found = {
@@ -375,7 +378,7 @@ def written(value: float, metric: Metric) -> str:
 
 
 def summary_tiles(run: Run, most: int = 6) -> list[Tile]:
-    """The run's main numbers, as they were and as they are."""
+    """Return a run's main numbers, at its start and at its end."""
     tiles = [Tile("Steps", f"{run.num_steps:,}", detail=duration(run.seconds) if run.seconds else "")]
     for name in sorted(run.names, key=lambda n: describe(n).rank):
         metric, series = describe(name), run.series(name)
@@ -395,18 +398,18 @@ def summary_tiles(run: Run, most: int = 6) -> list[Tile]:
 
 
 def _is_main(name: str, run: Run) -> bool:
-    """Whether the number says how a run went."""
+    """Return whether a metric says how a run went."""
     return describe(name).in_summary and SECOND_TO.get(name) not in run.names
 
 
 def main_names(runs: Sequence[Run], most: int = 6) -> list[str]:
-    """The numbers that say how these runs went, the most important first."""
+    """Return the metrics that say how these runs went, the most important first."""
     found = dict.fromkeys(name for run in runs for name in run.names if _is_main(name, run) and len(run.series(name)))
     return sorted(found, key=lambda n: describe(n).rank)[:most]
 
 
 def summary_table(runs: Sequence[Run]) -> str:
-    """Several runs: one row each, which is a card on a narrow screen."""
+    """Return a table with a row per run; on a narrow screen each row is a card."""
     names, shown = main_names(runs), {id(run): i for i, run in enumerate(drawn(runs))}
     runs = rank(runs) if len(runs) > MAX_DRAWN else runs
     columns = ["run", "algorithm", "steps", "time", *(describe(n).title for n in names)]

@@ -1,4 +1,4 @@
-"""Run folders: what `train(output_dir=…)` leaves behind, read with forgiveness for a run that is still going on or was killed."""
+"""Read run folders, which `train(output_dir=…)` writes, also those of runs that go on or were killed."""
 
 import json
 import warnings
@@ -12,15 +12,15 @@ import numpy as np
 from strop._types import Json
 from strop.report.curves import short
 from strop.report.lines import Columns, LineReader, is_number
-from strop.report.sampled import SampleIndex
+from strop.report.sample_index import SampleIndex
 
 HEADER, METRICS, SAMPLES = "run.json", "metrics.jsonl", "samples.jsonl"
-MANY_RUNS, CONDENSED_ROWS = 40, 1000  # of so many runs each is kept in so many rows
+MANY_RUNS, CONDENSED_ROWS = 40, 1000  # of more than MANY_RUNS each is reduced to CONDENSED_ROWS rows
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one run, as arrays. Values are finite; the steps where they were not stand apart."""
+    """One metric of one run. Values are finite; `broken_steps` are the steps at which they were not."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -30,7 +30,7 @@ class Series:
         return len(self.steps)
 
     def ends(self) -> tuple[float, float]:
-        """Mean of the first and of the last tenth of the values."""
+        """Return the means of the first and of the last tenth of the values."""
         n = max(1, len(self) // 10)
         return float(self.values[:n].mean()), float(self.values[-n:].mean())
 
@@ -39,9 +39,9 @@ class Series:
 class Run:
     """A run's folder in memory.
 
-    samples         those that the page shows
-    sampled_steps   the steps whose samples are all among them
-    notes           what was wrong with the folder
+    samples         the samples that the page shows
+    sampled_steps   steps all of whose samples are in `samples`
+    notes           problems found in the folder
     hidden          metrics that are not drawn
     """
 
@@ -111,7 +111,7 @@ def flatten(tree: Json, prefix: str = "") -> Json:
 
 
 class NothingLogged(ValueError):
-    """A run folder without a single step, as a run leaves it that was killed in its first."""
+    """The run folder has no step yet, as after a kill in the first step."""
 
 
 def is_run(folder: Path) -> bool:
@@ -119,7 +119,7 @@ def is_run(folder: Path) -> bool:
 
 
 class RunReader:
-    """Reads one run folder; read again, only what was added to its files since."""
+    """Reads one run folder. A second `read` reads only what was added to its files."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -196,7 +196,7 @@ def _condensed(run: Run) -> Run:
 
 
 def _distinct_names(paths: Sequence[Path]) -> list[str]:
-    """The last part of each path, with as many before it as it takes for that one."""
+    """Return a name for each path: its last parts, as few as make it unique."""
     ends = [["/".join(path.parts[-depth:]) for depth in range(1, len(path.parts) + 1)] for path in paths]
     counts = Counter(end for of_path in ends for end in of_path)
     return [next((end for end in of_path if counts[end] == 1), of_path[-1]) for of_path in ends]

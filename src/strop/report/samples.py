@@ -1,4 +1,4 @@
-"""Samples on the page: early beside late, and those of every sampled step, best or worst first."""
+"""Samples as HTML: early beside late ones, and all samples of each step, which can be sorted by reward."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ from strop.data.formats import as_text
 from strop.report.curves import short
 from strop.report.lines import is_number
 from strop.report.runs import Run
-from strop.report.sampled import MAX_SAMPLES
+from strop.report.sample_index import MAX_SAMPLES
 from strop.report.svg import escape
 
 FEW_SAMPLES, MAX_SHOWN, MAX_LINES, MAX_KEPT = 4, 700, 12, 20_000
 
 
 class Side(NamedTuple):
-    """A completion: when it was drawn, its reward, and of several reward functions each one's score."""
+    """A completion: when it was drawn, its reward, and the score of each reward function."""
 
     when: str
     completion: Any
@@ -30,7 +30,10 @@ class Side(NamedTuple):
 
 
 def of_run(run: Run) -> tuple[str, str]:
-    """(HTML, what it shows): the same prompt early and late where there is one, else the first sampled step beside the last."""
+    """Return HTML and a line that says what it shows.
+
+    It shows prompts that were sampled early and late, or without such prompts the first sampled step beside the last.
+    """
     by_prompt: dict[str, list[Json]] = {}
     for sample in run.samples:
         by_prompt.setdefault(as_text(sample.get("prompt", "")), []).append(sample)
@@ -49,7 +52,7 @@ def of_run(run: Run) -> tuple[str, str]:
 
 
 def by_step(run: Run) -> str:
-    """Every sampled step, one shown at a time, in the order asked for; without the page's script all of them."""
+    """Return the samples of every step. The page's script shows one step at a time, in the order that is chosen."""
     steps = run.sampled_steps
     parts = []
     for step in steps:
@@ -91,7 +94,7 @@ def card(prompt: object, sides: Sequence[Side]) -> str:
 
 
 def _content(completion: object) -> str:
-    """A text; of a conversation its turns, with the calls of tools in them."""
+    """Return a text, or the turns of a conversation with their tool calls, as HTML."""
     if not (isinstance(completion, list) and completion and all(isinstance(turn, dict) for turn in completion)):
         return _long_text(as_text(completion))
     turns = []
@@ -105,7 +108,7 @@ def _content(completion: object) -> str:
 
 
 def _pick(samples: Sequence[Json]) -> list[Json]:
-    """One of each prompt first, then more, up to a few."""
+    """Return a few samples: one of each prompt first, then more."""
     firsts = {as_text(s.get("prompt", "")): s for s in reversed(samples)}
     chosen = [*reversed(firsts.values())][:MAX_SAMPLES]
     others = [s for s in samples if not any(s is c for c in chosen)]

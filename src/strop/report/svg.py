@@ -1,4 +1,4 @@
-"""Charts as inline SVG. Colours are the page's CSS variables, so that light and dark follow the reader's setting."""
+"""Charts as inline SVG. Colours are CSS variables of the page, which has a light and a dark theme."""
 
 import bisect
 import html
@@ -27,19 +27,19 @@ WIDTH, HEIGHT = 420, 236
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 36
 NUM_COLOURS = 8
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-MAX_RAW = 8  # curves of a chart: of more only the smoothed ones are drawn, and the chart says so
+MAX_RAW = 8  # curves of a chart: if there are more, only smoothed curves are drawn, and the chart says so
 FEWEST_POINTS = 80  # of a curve among very many
 
 
 def colour(index: int) -> str:
-    """The class of a curve or bar; runs and phases past the eighth begin anew."""
+    """Return the CSS class of a curve or bar. After the eighth the colours repeat."""
     return f"c{index % NUM_COLOURS}"
 
 
 def escape(text: object) -> str:
-    """Text for HTML: markup is shown, control characters as their symbols, halves of surrogate pairs as �.
+    """Return text for HTML: markup is escaped, control characters become symbols, halves of surrogate pairs �.
 
-    Marks that turn the direction of a line, and would show a text as another, are shown by their numbers.
+    Characters that turn the direction of a line, and could disguise a text, are shown by their numbers.
     """
     shown = str(text).encode("utf-8", "replace").decode("utf-8")
     return html.escape(UNSEEN.sub(_symbol, shown))
@@ -52,7 +52,7 @@ def _symbol(found: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart. `colour` picks the page's colour; `broken_steps` are marked on the axis."""
+    """One line of a chart. `colour` is an index for `colour()`; `broken_steps` are marked on the axis."""
 
     label: str
     steps: Sequence[int] | np.ndarray
@@ -63,7 +63,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """A line chart: several curves over the step. `fraction`: values from 0 to 1, in per cent; `ratio`: 1 is no change."""
+    """A line chart: several curves over the step.
+
+    fraction   values are from 0 to 1 and shown in per cent
+    ratio      1 is no change
+    """
 
     title: str
     curves: Sequence[Curve]
@@ -80,7 +84,7 @@ class Chart:
 
 
 def line_chart(chart: Chart) -> tuple[str, Json]:
-    """The SVG, and what the page's script needs to show values under the pointer."""
+    """Return the SVG, and the data with which the page's script shows values under the pointer."""
     values = np.concatenate([np.asarray(curve.values, dtype=float) for curve in chart.curves])
     ends = [
         s
@@ -109,7 +113,7 @@ def line_chart(chart: Chart) -> tuple[str, Json]:
 
 
 def step_axis(steps: Sequence[int]) -> Axis:
-    """From the first to the last step exactly: the ticks are round, the ends need not be."""
+    """Return an axis from the first to the last step. Ticks are round numbers; the ends need not be."""
     low, high = (min(steps), max(steps)) if steps else (0, 1)
     if low == high:
         return Axis(low - 1, high + 1, [low])
@@ -128,11 +132,11 @@ def _y(axis: Axis, value: float) -> float:
 
 
 def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis, most: int) -> tuple[str, Json]:
-    """Raw values thin behind, the smoothed curve before them, a cross on the axis for each value that is no number."""
+    """Draw thin raw values, the smoothed curve over them, and a cross on the axis for each value that is not finite."""
     window = smoothing_window(len(curve.values)) if chart.smoothed else 1
     crosses = "".join(_cross(_x(x_axis, s)) for s in thin_evenly(curve.broken_steps, curve.broken_steps, 60)[0])
     if len(curve.broken_steps):
-        chart.notes.append(f"× {len(curve.broken_steps)} values of {curve.label} are no finite numbers")
+        chart.notes.append(f"× {len(curve.broken_steps)} values of {curve.label} are not finite")
     lines = []
     main = curve.values
     if window > 1:
@@ -156,7 +160,7 @@ def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis, most: int) ->
 
 
 def _polylines(points: tuple[list[int], list[float]], curve: Curve, axes: tuple[Axis, Axis], kind: str) -> str:
-    """A line that has a gap where values are no numbers."""
+    """Draw a line with gaps at values that are not finite."""
     broken = np.sort(np.asarray(curve.broken_steps, dtype=np.int64)).tolist()
     pieces: dict[int, list[str]] = {}
     for s, v in zip(*points, strict=True):
@@ -190,7 +194,7 @@ def _frame(x_ticks: Sequence[tuple[float, str]], y_axis: Axis, x_label: str, fra
 
 
 def _spoken(chart: Chart) -> str:
-    """The chart in words, for those who do not see it."""
+    """Return the chart in words, for screen readers."""
     said = []
     for curve in chart.curves:
         if len(curve.values):
@@ -203,7 +207,7 @@ def _spoken(chart: Chart) -> str:
 
 
 def stacked_bars(steps: Sequence[int], phases: Mapping[str, Sequence[float]]) -> str:
-    """Seconds of each phase, one bar per stretch of steps, side by side."""
+    """Draw the seconds of each phase as stacked bars, one bar per stretch of steps."""
     totals = [sum(column) for column in zip(*phases.values(), strict=True)]
     y_axis = linear_axis(0, max(totals) or 1)
     width = (WIDTH - LEFT - RIGHT) / max(len(steps), 4)
@@ -223,7 +227,7 @@ def stacked_bars(steps: Sequence[int], phases: Mapping[str, Sequence[float]]) ->
 
 
 def share_bar(phases: Mapping[str, float]) -> str:
-    """One bar in the shares of its parts; HTML, as wide as there is room."""
+    """Return one horizontal bar, as HTML, divided by the share of each phase."""
     total = sum(phases.values()) or 1.0
     cells = []
     for index, (name, seconds) in enumerate(phases.items()):
@@ -237,7 +241,7 @@ def share_bar(phases: Mapping[str, float]) -> str:
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], *, fraction: bool = True, unit: str = "") -> str:
-    """Groups of horizontal bars from 0, each with its value at the end: {"greedy": {"before": 0.4, "after": 0.9}}."""
+    """Return groups of horizontal bars, each with its value at the end: {"greedy": {"before": 0.4, "after": 0.9}}."""
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     most = 1.0 if fraction else max((v for group in groups.values() for v in group.values()), default=1.0) or 1.0
     rows = []

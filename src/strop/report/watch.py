@@ -1,4 +1,4 @@
-"""`strop report RUN --watch`: the page on localhost, which follows a run as it goes on."""
+"""`strop report RUN --watch`: serve the page on localhost and update it while the run goes on."""
 
 import hashlib
 import threading
@@ -18,7 +18,7 @@ WAITING = (
 
 
 def version_of(folders: Sequence[Path]) -> str:
-    """Another text whenever a file of the runs has changed; runs in a folder of runs too."""
+    """Return a text that differs whenever a file of the runs has changed."""
     places = [place for folder in folders for place in (folder, *sorted(folder.glob("*/")))]
     files = [place / name for place in places for name in (HEADER, METRICS, SAMPLES)]
     stats = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if file.exists() and (stat := file.stat())]
@@ -26,16 +26,16 @@ def version_of(folders: Sequence[Path]) -> str:
 
 
 def problem_page(error: Exception) -> str:
-    """The page shown where the runs cannot be read or drawn."""
+    """Return the page that is shown if the runs cannot be read or drawn."""
     told = escape(f"The report cannot be made: {error if isinstance(error, (ValueError, OSError)) else repr(error)}")
     again = "This page looks again every two seconds."
     return f'{HEAD}</head><body><p class="problem">{told}</p><p>{again}</p></body></html>'
 
 
 class Watch(ThreadingHTTPServer):
-    """Serves `page(version)` as /, and as /version what tells the page that there is something new.
+    """Serves `page(version)` at /, and the present version at /version, by which the page sees that it is old.
 
-    A page is made once for each version, by one thread at a time: what `page` keeps between calls is safe.
+    A page is made once for each version, by one thread at a time, so `page` may keep state between calls.
     """
 
     daemon_threads = True
@@ -49,7 +49,7 @@ class Watch(ThreadingHTTPServer):
     def answer(self) -> tuple[int, str]:
         """Return the status and the text of the page as the files are now."""
         with self._lock:
-            version = version_of(self.folders)  # before the page: what comes in between is seen as new
+            version = version_of(self.folders)  # before the page is made: what is written meanwhile counts as new
             if self._made[0] != version:
                 self._made = (version, *self._make(version))
             return self._made[1:]
@@ -74,7 +74,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        if host not in OWN_NAMES:  # a page of elsewhere whose name leads here
+        if host not in OWN_NAMES:  # another site whose name was made to point here (DNS rebinding)
             self.send_error(403, "only as localhost")
         elif self.path == "/version":
             self._send(200, version_of(self.server.folders), "text/plain")
@@ -93,4 +93,4 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing on the terminal for every look."""
+        """Print nothing for a request."""

@@ -1,28 +1,55 @@
 """Whether a model can be run by the engine, and by fused layers: what its forward hands to attention, and its numbers."""
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from strop.models import Policy
 from strop.models.attention import Unsupported, current, sdpa_without_plans
-from strop.models.kinds import of_config
+from strop.models.kinds import base_model, of_config, unwrapped
+from strop.models.policy import takes_use_cache
 from strop.models.routing import Routers
 from strop.rollout.sampling import Sampling
 from strop.rollout.slots import CacheShape, Seen
 
-PROBE = ([1, 2, 3, 4, 5], [3, 1], [2])
 ERROR_ALLOWED = {
     torch.float64: 1e-6,
     torch.float32: 1e-3,
 }  # relative; 0.1 in 16 bits
+LOGP_ERROR_ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-2}  # absolute; 0.3 in 16 bits
 
 
 def probe(policy: Policy) -> list[torch.Tensor]:
     """A few ragged prompts of ids the model knows, shorter than what it reads."""
-    size, longest = policy.vocab_size or 2, (policy.max_length or len(PROBE[0]) + 1) - 1
-    return [torch.tensor([i % size for i in prompt[:longest]]) for prompt in PROBE]
+    size = policy.vocab_size or 2
+    _, shorter, longest = policy.trial_lengths(room=2)
+    lengths = (longest, shorter, 1)
+    return [(torch.arange(length) + 1 + 2 * i) % size for i, length in enumerate(lengths)]
+
+
+def check_completions(complete: Callable[..., Sequence[Sequence[torch.Tensor]]], policy: Policy) -> None:
+    """Raise `Unsupported` if the log-probs of greedy completions of the probe are not those of the model's own forward."""
+    prompts, model = probe(policy), base_model(unwrapped(policy.model))
+    room = 6 if policy.max_length is None else policy.max_length - max(map(len, prompts)) + 1
+    sampling = Sampling(max_new_tokens=max(1, min(6, room)), temperature=0.0)
+    uniforms_BT = torch.zeros(len(prompts), sampling.max_new_tokens)
+    with torch.no_grad():
+        try:
+            tokens, logps = complete(policy, prompts, sampling, 1, uniforms_BT, ())
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a foreign model raises, this is no way for it
+            raise Unsupported(f"it fails ({type(error).__name__}: {error})") from error
+        for prompt, new, found in zip(prompts, tokens, logps, strict=True):
+            for i, token in enumerate(new):
+                ids = torch.cat([prompt, new[:i]]).to(policy.device)
+                more = {"use_cache": False} if takes_use_cache(model) else {}
+                logps_V = model(input_ids=ids[None], **more).logits[0, -1].double().log_softmax(-1)
+                apart = abs(logps_V[token] - found[i]).item()
+                if not apart <= LOGP_ERROR_ALLOWED.get(model.dtype, 0.3):
+                    raise Unsupported(f"its log-probs are not those of the model's forward (off by {apart:.1e})")
 
 
 def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:

@@ -25,7 +25,7 @@ import torch
 from strop.models import Policy, base_model, unwrapped
 from strop.models.attention import Pass, Unsupported
 from strop.models.routing import Routers
-from strop.rollout import checks, transformers_generate
+from strop.rollout import checks, plain, transformers_generate
 from strop.rollout.cached_rows import CachedRows, read_on, store
 from strop.rollout.recording import Record, step_memory
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
@@ -501,6 +501,22 @@ def _get_ready(device: torch.device) -> Callable[[], None]:
 
 # ---- the engine of a policy ----
 
+
+@dataclass(frozen=True)
+class Fallback:
+    """A slower way for a model that the engine cannot run, and why it takes it."""
+
+    name: str
+    complete: Callable[..., tuple[list[torch.Tensor], ...]]
+    why: str
+
+
+FALLBACKS = {  # the fastest first; each is tried on ragged prompts before it is trusted
+    "transformers' generate": transformers_generate.complete,
+    "transformers' generate, prompts of one length together": transformers_generate.complete_by_length,
+    "a forward of the whole row for each token": plain.complete,
+}
+
 _turn = threading.RLock()
 """Held during a rollout: it changes the model's attention, and a graph being captured bears no other thread's work beside it."""
 
@@ -521,34 +537,50 @@ def complete(
             return engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids, cached, routers)
         if routers is not None:
             raise ValueError(
-                f"replay_routing must be False: rollouts of this {type(policy.model).__name__} go through transformers' "
-                f"generate, where the experts chosen are not recorded: {engine}"
+                f"replay_routing must be False: rollouts of this {type(policy.model).__name__} go through "
+                f"{engine.name}, where the experts chosen are not recorded: {engine.why}"
             )
-        return transformers_generate.complete(policy, prompts, sampling, num_samples, uniforms_BT, eos_ids)
+        return engine.complete(policy, prompts, sampling, num_samples, uniforms_BT, eos_ids)
 
 
-def engine_of(policy: Policy) -> Engine | str:
-    """The engine over the weights where they are now, or why the model has none; told once, as a warning."""
+def engine_of(policy: Policy) -> Engine | Fallback:
+    """The engine over the weights where they are now, or what takes its place and why; told once, as a warning."""
     now = signature(policy.model)
     if policy.rollout_engine is None or policy.rollout_engine[0] != now:
         policy.rollout_engine = None  # first, for its memory
-        engine: Engine | str
+        engine: Engine | Fallback
+        policy.check_reading()
         try:
             engine = Engine(policy)
         except Unsupported as error:
             if policy.exact:
                 found = type(policy.model).__name__
                 raise ValueError(f"exact must be False for this {found}, found True: in a rollout {error}") from None
-            engine = str(error)
+            engine = _fallback(policy, str(error))
             warnings.warn(
-                f"rollouts of this {type(policy.model).__name__} go through transformers' generate, which is slower: {error}",
+                f"rollouts of this {type(policy.model).__name__} go through {engine.name}, which is slower: {engine.why}",
                 stacklevel=2,
             )
         policy.rollout_engine = now, engine
     return policy.rollout_engine[1]
 
 
+def _fallback(policy: Policy, why: str) -> Fallback:
+    """The fastest way whose log-probs are those of the model's own forward. ValueError where there is none."""
+    for name, complete_ in FALLBACKS.items():
+        try:
+            with policy.evaluating():
+                checks.check_completions(complete_, policy)
+        except Unsupported as error:
+            why += f"; by {name}: {error}"
+        else:
+            return Fallback(name, complete_, why)
+    raise ValueError(f"model must be one that a rollout can run, found a {type(policy.model).__name__}: {why}")
+
+
 def description(policy: Policy) -> str:
     """What the latest rollout of this model ran on."""
-    _, engine = policy.rollout_engine or (None, "none yet")
-    return f"hf, {engine.name}" if isinstance(engine, Engine) else f"hf, transformers' generate: {engine}"
+    _, engine = policy.rollout_engine or (None, None)
+    if isinstance(engine, Fallback):
+        return f"hf, {engine.name}: {engine.why}"
+    return f"hf, {'none yet' if engine is None else engine.name}"

@@ -41,4 +41,13 @@ def complete(
 def _last_logits(policy: Policy, sequences: list[tuple[torch.Tensor, list[int]]]) -> torch.Tensor:
     batch = TokenBatch.of([Trajectory.of(prompt, new) for prompt, new in sequences], policy.device)
     policy.check_causality(batch)
-    return policy.logits(replace(batch, places_n=batch.cu_seqlens[1:].long() - 1))
+    last_S = batch.cu_seqlens[1:].long() - 1
+    return policy.logits(
+        replace(
+            batch,
+            places_n=last_S,
+            targets_n=batch.ids_N[last_S],
+            sequence_n=torch.arange(len(batch), device=batch.device),
+            num_loss_tokens_S=[1] * len(batch),
+        )
+    )

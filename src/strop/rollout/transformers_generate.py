@@ -48,6 +48,28 @@ def complete(
     return tokens, [row[:length].clone() for row, length in zip(logps_BT, lengths, strict=True)]
 
 
+def complete_by_length(
+    policy: Policy,
+    prompts: list[torch.Tensor],
+    sampling: Sampling,
+    num_samples: int,
+    uniforms_BT: torch.Tensor,
+    eos_ids: tuple[int, ...],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """`complete` without padding, for models whose numbers it changes: prompts of one length together."""
+    by_length: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt), []).append(index)
+    rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for indices in by_length.values():
+        places = [index * num_samples + sample for index in indices for sample in range(num_samples)]
+        some = [prompts[index] for index in indices]
+        found = complete(policy, some, sampling, num_samples, uniforms_BT[places], eos_ids)
+        rows |= zip(places, zip(*found, strict=True), strict=True)
+    tokens, logps = zip(*(rows[place] for place in range(len(rows))), strict=True)
+    return list(tokens), list(logps)
+
+
 class Draws:
     """A logits processor that draws each row's token by its own random number, and leaves generate only that one.
 

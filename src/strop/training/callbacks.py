@@ -18,8 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop._checks import printable
 from strop._types import Json
-from strop.data.formats import as_text, printable
+from strop.data.formats import as_text
 from strop.training.logging import JSONLLogger
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from strop._checks import printable
 from strop._types import Json
-from strop.data.formats import printable
 
 CONSOLE_METRICS = (
     "loss", "reward/mean", "preference/accuracy", "preference/margin", "kl", "entropy_estimate", "completion/length",

@@ -1,4 +1,4 @@
-"""Chooses the samples that the page shows without keeping the others in memory."""
+"""Choose the samples that the page shows, without keeping the others in memory."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ MAX_SAMPLES, MAX_STEPS = 6, 40
 
 
 class SampleIndex:
-    """Where each sample of a growing file is: its place, length, step and prompt, the last as a hash."""
+    """An index of the samples in a growing file: line, offset, length, step and a hash of the prompt of each."""
 
     def __init__(self, path: Path):
         self.reader = LineReader(path)
@@ -31,8 +31,8 @@ class SampleIndex:
     def shown(self) -> tuple[list[Json], list[int]]:
         """Return the samples to show, and the steps whose samples are all among them.
 
-        These are the samples of MAX_STEPS evenly spread steps, and of the first MAX_SAMPLES prompts that were
-        sampled at several steps the first sample and the last.
+        Shown are all samples of up to MAX_STEPS evenly spread steps. Shown too are the first and the last sample of
+        each of the first MAX_SAMPLES prompts that were sampled at several steps.
         """
         steps = list(dict.fromkeys(step for *_, step, _ in self._places))
         if len(steps) > MAX_STEPS:
