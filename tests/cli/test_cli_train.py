@@ -51,7 +51,7 @@ def test_help_of_fields_is_read_from_the_docstring():
     told = described(JobConfig)
     assert told["eval_split"] == "which split of a task or dataset is held out"
     optim = described(OptimConfig)
-    assert optim["betas"] == optim["eps"] == "AdamW's own"
+    assert optim["betas"] == optim["eps"] == "AdamW's own; sgd and adafactor have none"
     assert told["reward"].startswith("file.py:function or package.module:function;")
     assert set(told) == set(JobConfig.__dataclass_fields__)
 
@@ -676,17 +676,17 @@ def test_help_lists_the_algorithms_without_torch(strop):
 def test_out_of_memory_is_one_line_that_says_what_to_lower(strop, monkeypatch):
     import torch
 
-    from strop import rollout
+    from strop.rollout.generate import Sampler
 
-    generate, calls = rollout.generate, []
+    sample, calls = Sampler.__call__, []
 
     def hungry(*arguments, **options):
         calls.append(1)
         if len(calls) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity")
-        return generate(*arguments, **options)
+        return sample(*arguments, **options)
 
-    monkeypatch.setattr(rollout, "generate", hungry)
+    monkeypatch.setattr(Sampler, "__call__", hungry)
     command = ["train", "grpo", *TINY, "--max-new-tokens", "3", "--group-size", "2", "--num-steps", "4",
                "--num-eval-rows", "0", "--output", "run"]  # fmt: skip
     code, _, err = strop(*command, "--quiet")

@@ -6,7 +6,7 @@ import pytest
 import strop
 from strop import _compiled
 from strop.moe import available_engines
-from strop.moe.engine import engine_class
+from strop.moe.engines import engine_class
 
 
 @pytest.fixture(params=_compiled.native.available_isas() if _compiled.native else [])

@@ -6,8 +6,8 @@ from moe_models import log_softmax, random_batch, random_model, same, small_conf
 
 from strop import _compiled
 from strop.moe import EngineUnavailable, MoEConfig, MoETransformer, available_engines
-from strop.moe import engine as engine_module
-from strop.moe.engine import engine_class
+from strop.moe import engines as engine_module
+from strop.moe.engines import engine_class
 
 CONFIGS = {
     "gqa": {"aux_loss_coef": 0.3},

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.moe import available_engines
-from strop.moe.engine import engine_class
+from strop.moe.engines import engine_class
 from strop.moe.sampling import sample, sampling_logps
 
 LOGITS = np.log(np.array([[0.1, 0.4, 0.2, 0.3]]))

@@ -1,7 +1,7 @@
 """A Mixture-of-Experts transformer from scratch: NumPy only, every gradient by hand, equal to transformers' Mixtral."""
 
 from strop.moe.config import MoEConfig
-from strop.moe.engine import EngineUnavailable, available_engines, register_engine
+from strop.moe.engines import EngineUnavailable, available_engines, register_engine
 from strop.moe.model import Generation, MoETransformer
 from strop.moe.optim import AdamW
 from strop.moe.train import fit

@@ -28,7 +28,6 @@ dtype and shape. With `out` they are written over (not added to) those arrays, a
 Shapes: B rows, T columns, V vocabulary.
 """
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,8 +35,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from strop import _compiled
-from strop._checks import check_choice
 from strop.moe.config import MoEConfig
 from strop.moe.optim import adamw_update_all
 from strop.moe.sampling import sample
@@ -222,54 +219,3 @@ class MoEEngine(ABC):
                 active, tokens, cache = active[going], tokens[going], cache.select_rows(going)
             logits = self.decode(tokens, cache)
         return new_BT, logps_BT, lengths_B
-
-
-# ---- the engines there are, by name ----
-
-
-class EngineUnavailable(RuntimeError):
-    """The engine is known but cannot run here; the message says why and what to do."""
-
-
-_LOADERS: dict[str, Callable[[], type[MoEEngine]]] = {}
-
-
-def register_engine(name: str, loader: Callable[[], type[MoEEngine]]) -> None:
-    """Make an engine known. `loader` runs at first use; it returns the class or raises EngineUnavailable."""
-    _LOADERS[name] = loader
-
-
-def engine_class(name: str) -> type[MoEEngine]:
-    """Return the class of an engine, which is imported now."""
-    check_choice(name, "engine", _LOADERS)
-    return _LOADERS[name]()
-
-
-def available_engines() -> list[str]:
-    """Return the engines that run here; the numpy one always does."""
-    names = []
-    for name, loader in _LOADERS.items():
-        with contextlib.suppress(EngineUnavailable):
-            loader()
-            names.append(name)
-    return names
-
-
-def _load_numpy() -> type[MoEEngine]:
-    from strop.moe.reference.engine import NumpyEngine
-
-    return NumpyEngine
-
-
-def _load_native() -> type[MoEEngine]:
-    if _compiled.native is None:
-        raise EngineUnavailable(
-            f"engine='native' needs the compiled module, which is {_compiled.native_status}; engine='numpy' runs without"
-        )
-    from strop.moe.native import NativeEngine
-
-    return NativeEngine
-
-
-register_engine("numpy", _load_numpy)
-register_engine("native", _load_native)

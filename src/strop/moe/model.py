@@ -15,7 +15,8 @@ from strop._checks import as_count
 from strop._types import Array
 from strop.moe import _inputs, weights
 from strop.moe.config import MoEConfig
-from strop.moe.engine import Arrays, KVCache, engine_class
+from strop.moe.engine import Arrays, KVCache
+from strop.moe.engines import engine_class
 from strop.moe.sampling import check_sampling, check_temperature
 
 INIT_STD = 0.02  # Mixtral's

@@ -208,7 +208,7 @@ def _moe_config(model: Any) -> Any:
 
 def _moe_from(about: Json, weights: Tensors, path: str | Path, argument: str) -> torch.nn.Module:
     from strop.moe import MoEConfig, MoETransformer
-    from strop.moe.engine import engine_class
+    from strop.moe.engines import engine_class
     from strop.moe.torch import NUMPY_DTYPES, MoEForCausalLM
 
     with _explained(about, path, argument):
