@@ -115,6 +115,19 @@ def test_layers_of_another_kind_stay_as_they_are_and_say_why(interpreted):
     assert "the output of its GraniteDecoderLayer is another (relative error" in reason(granite)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("olmo2", {}), ("granite", {"residual_multiplier": 1.0}), ("llama", {"hidden_act": "relu"})]
+)
+def test_training_and_rollouts_recognise_the_same_layers(kind, changes, interpreted):
+    from strop.rollout.decoding import engine_of
+
+    policy = Policy(model_of(kind, **changes))
+    reason = engine_of(policy).why_own
+    assert policy.packs
+    assert policy.no_fusing_because == reason
+    assert (reason is None) == (kind == "granite")
+
+
 def test_only_a_gpu_has_them():
     policy = Policy(model_of("llama"))
     assert policy.packs

@@ -21,18 +21,23 @@ from torch.nn.functional import linear
 
 from strop._types import Context
 from strop.models import layer_kernels as kernels
-from strop.models.attention import Packed, Rule, current_pass, has_kernel
+from strop.models.attention import Packed, Rule, Unsupported, current_pass, has_kernel
+from strop.models.decoder_layers import (
+    ALLOWED,
+    activation_of,
+    check_layer,
+    eps_of,
+    has_hooks,
+    norms_of,
+    projections_of,
+    relative_error,
+    rms_norm_of,
+)
 from strop.models.exact import Exact
 from strop.models.kinds import base_model
 from strop.ops.exact import whole
 from strop.ops.head import product
 from strop.ops.library import first_order
-
-# names of the modules that make up a layer and its parts
-LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-HEAD_NORMS = {"q_norm", "k_norm"}
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 @dataclass
@@ -54,14 +59,14 @@ class Fused:
     def used(self) -> Iterator[None]:
         """Within, the layers compute so, unless somebody listens to a part that is not called then, or it drops out."""
         drops = any(getattr(layer.self_attn, "attention_dropout", 0.0) for layer in self.layers)
-        as_they_are = drops or any(map(_has_hooks, self.parts))
+        as_they_are = drops or any(map(has_hooks, self.parts))
         if as_they_are and self.by is Exact:
             found = "attention with dropout" if drops else "hooks on parts of its layers"
             raise ValueError(f"exact must be False for a model with {found}, which fused layers leave out, found True")
         with _replaced({} if as_they_are else self._forwards()):
             yield
 
-    def differs(self, read: Callable[[], object], alike: dict[torch.dtype, float]) -> str | None:
+    def differs(self, read: Callable[[], object]) -> str | None:
         """Where a layer computes something else than its own forward does when `read` runs the model; None if nowhere."""
         found: list[str] = []
 
@@ -69,9 +74,8 @@ class Fused:
             own = functools.partial(type(module).forward, module)
             wanted, ours = (_with_gradients(module, one, x, known) for one in (own, forward))
             for what, values in wanted.items():
-                apart = float((ours[what].double() - values.double()).norm() / values.double().norm())
-                if not apart <= alike[_computed_in(x)]:
-                    found.append(f"the {what} of its {type(module).__name__} is another (relative error {apart:.1e})")
+                if not (error := relative_error(ours[what], values)) <= ALLOWED[_computed_in(x)].training:
+                    found.append(f"the {what} of its {type(module).__name__} is another (relative error {error:.1e})")
             return wanted["output"]
 
         with _replaced({module: functools.partial(compared, module, f) for module, f in self._forwards().items()}):
@@ -83,69 +87,44 @@ class Fused:
             layer: functools.partial(_layer, layer, rule, self.by)
             for layer, rule in zip(self.layers, self.rules, strict=True)
         }
-        return layers | {self.norm: lambda x: LastNorm.apply(x, self.norm.weight, _eps(self.norm))}
+        return layers | {self.norm: lambda x: LastNorm.apply(x, self.norm.weight, eps_of(self.norm))}
 
 
-def fused(model: torch.nn.Module, rules: dict[int, Rule], exact: bool = False) -> Fused | str:
-    """The model's layers, or why they are not of the kind. `rules` are what its attention was asked for, by layer."""
+def fused(model: torch.nn.Module, rules: dict[int, Rule], exact: bool = False) -> Fused:
+    """Return the model's layers; Unsupported, with the reason, where they are of another kind.
+
+    rules   what attention was asked for, by layer
+    """
     decoder = base_model(model).get_decoder()
     layers, norm = list(getattr(decoder, "layers", [])), getattr(decoder, "norm", None)
-    if not layers:
-        return f"its {type(decoder).__name__} has no 'layers'"
-    if why := next(filter(None, map(_unlike, layers)), None) or _no_norm(norm):
-        return why
+    if not layers or norm is None:
+        raise Unsupported(f"its {type(decoder).__name__} has no 'layers' or no 'norm'")
+    for layer in layers:
+        check_layer(layer)
+        _check_trainable(layer)
+    rms_norm_of(norm)
     parts = [part for layer in layers for part in layer.modules() if part is not layer]
     return Fused(layers, [rules[layer.self_attn.layer_idx] for layer in layers], norm, parts, Exact if exact else Fast)
 
 
-def _unlike(layer: Any) -> str | None:
-    """Why the layer is not of the kind, judged by its parts."""
-    if "forward" in vars(layer):
-        return f"the forward of its {type(layer).__name__} has been replaced"
-    for name, wanted in (("", LAYER), ("self_attn", ATTENTION), ("mlp", MLP)):
-        part = layer.get_submodule(name)
-        if odd := (dict(part.named_children()).keys() - HEAD_NORMS) ^ wanted:
-            return f"its {type(part).__name__} has other parts: {', '.join(sorted(odd))}"
-    attn, mlp = layer.self_attn, layer.mlp
-    if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
-        return f"its activation is {type(mlp.act_fn).__name__}"
+def _check_trainable(layer: Any) -> None:
+    """Raise Unsupported if the kernels of this file do not compute such a layer, although rollouts do."""
+    if activation_of(layer.mlp.act_fn) != "silu":
+        raise Unsupported(f"its activation is {type(layer.mlp.act_fn).__name__}")
     if not _is_plain(layer):
-        return "its projections are more than products"
-    if any(one.bias is not None for one in _projections(layer)[3:]):
-        return "its products have biases in other places than before attention"
-    if any(size % 8 for one in _projections(layer) for size in one.weight.shape):
-        return "its sizes are no multiples of 8"
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [getattr(attn, name) for name in HEAD_NORMS if hasattr(attn, name)]
-    return next(filter(None, map(_no_norm, norms)), None)
-
-
-def _projections(layer: Any) -> list[Any]:
-    parts = layer._modules  # and not as attributes: of a module these are looked up in Python, one by one
-    attn, mlp = parts["self_attn"]._modules, parts["mlp"]._modules
-    of_mlp = [mlp[name] for name in ("gate_proj", "up_proj", "down_proj")]
-    return [attn[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")] + of_mlp
+        raise Unsupported("its projections are more than products")
+    projections = projections_of(layer)
+    if any(one.bias is not None for one in projections[3:]):
+        raise Unsupported("its products have biases in other places than before attention")
+    if any(size % 8 for one in projections for size in one.weight.shape):
+        raise Unsupported("its sizes are no multiples of 8")
+    if any(rms_norm_of(norm).offset for norm in norms_of(layer)):
+        raise Unsupported("its norms add an offset to their weights")
 
 
 def _is_plain(layer: object) -> bool:
-    """An adapter or a quantised weight is another class."""
-    return all(type(one) is nn.Linear for one in _projections(layer))
-
-
-def _no_norm(norm: nn.Module | None) -> str | None:
-    if norm is None or _eps(norm) is None or set(dict(norm.named_parameters())) != {"weight"}:
-        return f"its norm is a {type(norm).__name__}"
-    return None
-
-
-def _eps(norm: nn.Module | None) -> float | None:
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    """Return whether all projections are plain products: an adapter or a quantised weight is another class."""
+    return all(type(one) is nn.Linear for one in projections_of(layer))
 
 
 @contextlib.contextmanager
@@ -168,7 +147,7 @@ def _with_gradients(
     module: nn.Module, forward: Callable[..., Any], x: torch.Tensor, known: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """The output, and for a given gradient of it those of the input and of the norms' weights."""
-    parts: list[Any] = [part for part in module.modules() if _eps(part) is not None]
+    parts: list[Any] = [part for part in module.modules() if eps_of(part) is not None]
     norms = [part.weight for part in parts if part.weight.requires_grad]
     with torch.enable_grad():
         x = x.detach().requires_grad_()
@@ -196,11 +175,11 @@ def _layer(
                 "exact must be False for a model with adapters, whose sums in training are others, found True"
             )
         return type(layer).forward(layer, hidden_states, position_embeddings=position_embeddings, **others)
-    parts, (q, k, v, *rest) = layer._modules, [one._parameters for one in _projections(layer)]
+    parts, (q, k, v, *rest) = layer._modules, [one._parameters for one in projections_of(layer)]
     attn = parts["self_attn"]._modules
     norms = parts["input_layernorm"], parts["post_attention_layernorm"], attn.get("q_norm"), attn.get("k_norm")
     return FusedLayer.apply(
-        hidden_states, position_embeddings, Attention(current_pass(), rule, by), [_eps(norm) for norm in norms],
+        hidden_states, position_embeddings, Attention(current_pass(), rule, by), [eps_of(norm) for norm in norms],
         *(None if norm is None else norm._parameters["weight"] for norm in norms), q["weight"], k["weight"], v["weight"],
         q["bias"], k["bias"], v["bias"], *(one["weight"] for one in rest),
     )  # fmt: skip

@@ -16,14 +16,12 @@ from torch.nn.functional import linear
 
 from strop.data.batch import TokenBatch
 from strop.models.attention import Rule, Unsupported
+from strop.models.decoder_layers import ALLOWED, relative_error
 from strop.models.kinds import base_model, evaluating, is_peft, of_config
 from strop.ops.registry import on_gpu, on_gpu_or_interpreted
 
 # config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "logit_soft_cap")
-
-# relative errors of logits that two ways of attention make in these dtypes; another function is far beyond
-ALIKE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 SPAN = re.compile(r"window|chunk|block_size")  # in names of a config's fields: how far a token sees
 LONGEST_SPAN = 256  # of those that a trial's rows exceed
@@ -174,10 +172,10 @@ def packing(read: Read, num_layers: int | None, wanted_NV: torch.Tensor) -> dict
 
 def differs(found_NV: torch.Tensor, wanted_NV: torch.Tensor, what: str) -> str | None:
     """How the logits of the rows read in this way differ from those of each row alone; None where they do not."""
-    apart = (found_NV.double() - wanted_NV.double()).norm() / wanted_NV.double().norm().clamp_min(1e-30)
-    if apart <= ALIKE[wanted_NV.dtype]:
+    error = relative_error(found_NV, wanted_NV)
+    if error <= ALLOWED[wanted_NV.dtype].training:
         return None
-    return f"its logits of {what} are not those of its rows (relative error {apart:.1e})"
+    return f"its logits of {what} are not those of its rows (relative error {error:.1e})"
 
 
 def attempted(read: Callable[[], torch.Tensor], wanted_NV: torch.Tensor, what: str) -> str | None:
@@ -198,6 +196,8 @@ def fusing(model: torch.nn.Module, rules: dict[int, Rule] | str, read: Read, exa
 
     try:
         found = fused(model, rules, exact)
-        return found if isinstance(found, str) else found.differs(read, ALIKE) or found
+        return found.differs(read) or found
+    except Unsupported as error:
+        return str(error)
     except Exception as error:  # as above
         return f"its layers fail in that way ({type(error).__name__}: {error})"

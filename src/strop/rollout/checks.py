@@ -8,17 +8,12 @@ import torch
 
 from strop.models import Policy
 from strop.models.attention import Unsupported, current, sdpa_without_plans
+from strop.models.decoder_layers import ALLOWED, relative_error
 from strop.models.kinds import base_model, of_config, unwrapped
 from strop.models.policy import takes_use_cache
 from strop.models.routing import Routers
 from strop.rollout.sampling import Sampling
 from strop.rollout.slots import CacheShape, Seen
-
-ERROR_ALLOWED = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-3,
-}  # relative; 0.1 in 16 bits
-LOGP_ERROR_ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-2}  # absolute; 0.3 in 16 bits
 
 
 def probe(policy: Policy) -> list[torch.Tensor]:
@@ -48,7 +43,7 @@ def check_completions(complete: Callable[..., Sequence[Sequence[torch.Tensor]]],
                 more = {"use_cache": False} if takes_use_cache(model) else {}
                 logps_V = model(input_ids=ids[None], **more).logits[0, -1].double().log_softmax(-1)
                 apart = abs(logps_V[token] - found[i]).item()
-                if not apart <= LOGP_ERROR_ALLOWED.get(model.dtype, 0.3):
+                if not apart <= ALLOWED[model.dtype].logps:
                     raise Unsupported(f"its log-probs are not those of the model's forward (off by {apart:.1e})")
 
 
@@ -96,13 +91,9 @@ def check_states(found: Seen, wanted: Seen) -> None:
     """The same queries, keys and values in every layer: logits alone hardly show a rotation in a model not yet trained."""
     if found.shapes != wanted.shapes:
         raise Unsupported("its layers are of another shape")
-    errors = [
-        (a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30)
-        for layer in wanted.states
-        for a, b in zip(found.states[layer], wanted.states[layer], strict=True)
-    ]
-    dtype = next(iter(wanted.states.values()))[0].dtype
-    if not (error := torch.stack(errors).max().item()) <= ERROR_ALLOWED.get(dtype, 0.1):
+    pairs = [(a, b) for layer in wanted.states for a, b in zip(found.states[layer], wanted.states[layer], strict=True)]
+    error = max(relative_error(a, b) for a, b in pairs)
+    if not error <= ALLOWED[pairs[0][1].dtype].decoding:
         raise Unsupported(f"its layers compute something else (relative error {error:.1e})")
 
 
@@ -137,8 +128,8 @@ def check_against_forward(engine: Any, policy: Policy) -> None:
         with torch.no_grad(), sdpa_without_plans(), experts:
             wanted_TV = engine.model(input_ids=read[None], use_cache=False).logits[0, -2:].float()
         found_TV = torch.stack([one[i] for one in found])
-        error = ((found_TV - wanted_TV).norm() / wanted_TV.norm()).item()
-        if error > ERROR_ALLOWED.get(engine.shape.dtype, 0.1):
+        error = relative_error(found_TV, wanted_TV)
+        if not error <= ALLOWED[engine.shape.dtype].decoding:
             raise Unsupported(
                 f"its logits with a cache of slots are not those of its forward (relative error {error:.1e})"
             )

@@ -16,22 +16,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import gelu, linear, rms_norm, silu
+from torch.nn.functional import linear, rms_norm
 
 from strop._types import Json
 from strop.models.attention import Pass, Rule, Unsupported, attending, current, current_pass, sdpa_without_plans
+from strop.models.decoder_layers import (
+    ACTIVATIONS,
+    RMSNorm,
+    activation_of,
+    check_layer,
+    check_parts,
+    norms_of,
+    projections_of,
+    rms_norm_of,
+)
 from strop.models.trial import decoder_and_head
 from strop.rollout import slots
 from strop.rollout.slots import CacheShape
 
 Product = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # B, A and the scaling of B·A
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": silu,
-    "gelu": gelu,
-    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
-}
 
 
 def read(layers: Any, pass_: Pass, *given: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -87,22 +91,13 @@ class OwnLayers:
 
 
 @dataclass
-class Norm:
-    """y = x / rms(x) · (weight + offset)"""
-
-    weight: torch.Tensor
-    eps: float
-    offset: int
-
-
-@dataclass
 class DecodeLayer:
-    attention_norm: Norm
+    attention_norm: RMSNorm
     qkv: Product
-    head_norms: tuple[Norm, Norm] | None  # of q and of k
+    head_norms: tuple[RMSNorm, ...] | None  # of q and of k
     rule: Rule
     out: Product
-    mlp_norm: Norm
+    mlp_norm: RMSNorm
     gate_up: Product
     down: Product
 
@@ -118,20 +113,18 @@ class FusedLayers:
         self.kernels = _kernels() if on_gpu else None
         self.embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
         self.layers = [self._layer(layer, rules[index]) for index, layer in enumerate(decoder.layers)]
-        self.activation = _same_activation(decoder.layers[0].mlp.act_fn)
-        self.norm = _norm(decoder.norm)
+        self.activation = activation_of(decoder.layers[0].mlp.act_fn)
+        self.norm = rms_norm_of(decoder.norm)
         self.head = self.copies.joined([head], self.dtype)
         self.rotation_TCD = torch.empty(0, 2, shape.head_dim)  # cos and sin of every position
 
     def _layer(self, layer: Any, rule: Rule) -> DecodeLayer:
-        attention, mlp, joined = layer.self_attn, layer.mlp, self.copies.joined
-        qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj], self.dtype)
-        norms = (_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
+        q, k, v, o, gate, up, down = projections_of(layer)
+        attention_norm, mlp_norm, *head_norms = map(rms_norm_of, norms_of(layer))
+        qkv, out, gate_up, down = (self.copies.joined(one, self.dtype) for one in ([q, k, v], [o], [gate, up], [down]))
         return DecodeLayer(
-            _norm(layer.input_layernorm), qkv, norms, replace(rule, dropout=0.0), joined([attention.o_proj], self.dtype),
-            _norm(layer.post_attention_layernorm), joined([mlp.gate_proj, mlp.up_proj], self.dtype),
-            joined([mlp.down_proj], self.dtype),
-        )  # fmt: skip
+            attention_norm, qkv, tuple(head_norms) or None, replace(rule, dropout=0.0), out, mlp_norm, gate_up, down
+        )
 
     def refresh(self, num_positions: int) -> None:
         """Weights as they are now, and the rotation of so many positions, by the model's own module."""
@@ -186,7 +179,7 @@ class FusedLayers:
     # ---- between the products ----
 
     def _add_norm(
-        self, x_NH: torch.Tensor, update_NH: torch.Tensor | None, norm: Norm
+        self, x_NH: torch.Tensor, update_NH: torch.Tensor | None, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x + update, and its norm. The kernel writes the sum over x."""
         if self.kernels:
@@ -240,16 +233,12 @@ def _kernels() -> ModuleType:
     return launch
 
 
-def rms_norm_(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+def rms_norm_(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     weight = norm.weight + norm.offset if norm.offset else norm.weight
     return rms_norm(x, weight.shape, weight.to(x.dtype), norm.eps)
 
 
 # ---- whether a model is of this kind: its parts here, its numbers in checks.py ----
-
-LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 def _parts(model: object) -> tuple[Any, nn.Linear]:
@@ -258,11 +247,9 @@ def _parts(model: object) -> tuple[Any, nn.Linear]:
         raise Unsupported(found)
     decoder: Any = found[0]
     head = found[1]
-    _expect(decoder, {"embed_tokens", "layers", "norm", "rotary_emb"})
+    check_parts(decoder, {"embed_tokens", "layers", "norm", "rotary_emb"})
     for layer in decoder.layers:
-        _expect(layer, LAYER)
-        _expect(layer.self_attn, ATTENTION, ATTENTION | {"q_norm", "k_norm"})
-        _expect(layer.mlp, MLP)
+        check_layer(layer)
     bypassed = [model, decoder, head, *decoder.norm.modules(), *decoder.layers.modules(), decoder.rotary_emb]
     if not isinstance(decoder.embed_tokens, nn.Embedding):
         raise Unsupported(f"its embedding is a {type(decoder.embed_tokens).__name__}")
@@ -271,37 +258,6 @@ def _parts(model: object) -> tuple[Any, nn.Linear]:
     if getattr(decoder.rotary_emb, "rope_type", "default") in ("dynamic", "longrope"):
         raise Unsupported("its rotation depends on the longest row")
     return decoder, head
-
-
-def _expect(module: torch.nn.Module, *wanted: set[str]) -> None:
-    found = {name for name, _ in module.named_children()}
-    if found not in wanted or module._parameters:
-        other = ", ".join(sorted(found ^ wanted[0])) or "parameters"
-        raise Unsupported(f"its {type(module).__name__} is of another kind ({other})")
-
-
-def _norm(module: Any) -> Norm:
-    """Its weight, eps and offset; RMSNorm of ones is weight + offset."""
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(eps, float) or set(module._parameters) != {"weight"}:
-        raise Unsupported(f"its {type(module).__name__} is no RMSNorm")
-    weight = module.weight.detach()
-    with torch.no_grad():
-        found = module(torch.ones_like(weight))
-    for offset in (0, 1):
-        if torch.allclose(found.float(), weight.float() + offset, rtol=1e-2, atol=1e-2):
-            return Norm(weight, eps, offset)
-    raise Unsupported(f"its {type(module).__name__} is no RMSNorm")
-
-
-def _same_activation(function: Any) -> str:
-    x = torch.linspace(-4, 4, 33)
-    with torch.no_grad():
-        found = function(x)
-    for name, known in ACTIVATIONS.items():
-        if torch.allclose(found, known(x), rtol=1e-5, atol=1e-6):
-            return name
-    raise Unsupported(f"its activation is {type(function).__name__}")
 
 
 # ---- weights that are not the model's own: in 16 bits, several as one, adapters added; its parameters are never changed ----
