@@ -61,10 +61,10 @@ class Rewards:
     columns: dict[str, torch.Tensor]
 
     @classmethod
-    def of(cls, lines: Sequence[Trajectory], names: Sequence[str]) -> "Rewards":
+    def of(cls, trajectories: Sequence[Trajectory], names: Sequence[str]) -> "Rewards":
         """Return the rewards that these trajectories have, by functions with these names."""
-        columns = {name: torch.tensor([line.rewards[name] for line in lines]).float() for name in names}
-        return cls(torch.tensor([line.reward for line in lines]).float(), columns)
+        columns = {name: torch.tensor([one.rewards[name] for one in trajectories]).float() for name in names}
+        return cls(torch.tensor([one.reward for one in trajectories]).float(), columns)
 
     @classmethod
     def joined(cls, parts: Sequence["Rewards"], names: Sequence[str]) -> "Rewards":
@@ -73,11 +73,11 @@ class Rewards:
         columns = {name: torch.cat([none, *(part.columns[name] for part in parts)]) for name in names}
         return cls(torch.cat([none, *(part.total_B for part in parts)]), columns)
 
-    def fill(self, lines: Sequence[Trajectory]) -> None:
+    def fill(self, trajectories: Sequence[Trajectory]) -> None:
         """Fill `rewards` and `reward` of the trajectories."""
         columns = {name: column_B.tolist() for name, column_B in self.columns.items()}
-        for i, (line, total) in enumerate(zip(lines, self.total_B.tolist(), strict=True)):
-            line.rewards, line.reward = {name: values[i] for name, values in columns.items()}, total
+        for i, (trajectory, total) in enumerate(zip(trajectories, self.total_B.tolist(), strict=True)):
+            trajectory.rewards, trajectory.reward = {name: values[i] for name, values in columns.items()}, total
 
     def over(self, world: World) -> "Rewards":
         """Return the rewards of all processes."""
@@ -143,7 +143,7 @@ class RewardFunctions:
         for function, called in zip(self.functions, self.names, strict=True):
             check_columns(function, called, ("completions", "completion_ids", *besides), rows, name)
 
-    def __call__(self, rows: Rows, lines: Sequence[Trajectory] = ()) -> Rewards:
+    def __call__(self, rows: Rows, trajectories: Sequence[Trajectory] = ()) -> Rewards:
         total_B = torch.zeros(len(rows["completions"]), dtype=torch.float64)
         columns = {}
         if not len(total_B):  # a process without prompts asks nobody
@@ -354,14 +354,15 @@ def _first_failing(
 # ---- columns, and what is shown ----
 
 
-def reward_columns(lines: Sequence[Trajectory], tokenizer: Tokenizer | None) -> dict[str, list[Any]]:
+def reward_columns(trajectories: Sequence[Trajectory], tokenizer: Tokenizer | None) -> dict[str, list[Any]]:
     """Return the columns for reward functions, one entry a trajectory.
 
     Ids are copies: a function that changes them in place does not change what is trained on.
     """
-    prompt_ids, completion_ids = _copies(lines)
-    prompts, completions = _copies(lines) if tokenizer is None else (prompt_ids, completion_ids)
-    shown = {name: [line.shown[name] for line in lines] for name in (lines[0].shown if lines else ())}
+    prompt_ids, completion_ids = _copies(trajectories)
+    prompts, completions = _copies(trajectories) if tokenizer is None else (prompt_ids, completion_ids)
+    names = trajectories[0].shown if trajectories else ()
+    shown = {name: [one.shown[name] for one in trajectories] for name in names}
     if tokenizer is not None and "completions" not in shown:
         completions = [tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in completion_ids]
     columns: dict[str, list[Any]] = {
@@ -369,16 +370,16 @@ def reward_columns(lines: Sequence[Trajectory], tokenizer: Tokenizer | None) -> 
     }  # fmt: skip
     for name, values in shown.items():
         columns[name] = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
-    names = dict.fromkeys(name for line in lines for name in line.row)
-    return columns | {name: [line.row.get(name) for line in lines] for name in names}
+    names = dict.fromkeys(name for one in trajectories for name in one.row)
+    return columns | {name: [one.row.get(name) for one in trajectories] for name in names}
 
 
-def _copies(lines: Sequence[Trajectory]) -> tuple[list[Any], list[Any]]:
+def _copies(trajectories: Sequence[Trajectory]) -> tuple[list[Any], list[Any]]:
     """Return copies of the ids of prompts and of completions."""
-    if not lines:
+    if not trajectories:
         return [], []
-    lengths = [length for line in lines for length in (line.num_prompt, len(line) - line.num_prompt)]
-    pieces = torch.cat([line.ids_T for line in lines]).split(lengths)
+    lengths = [length for one in trajectories for length in (one.num_prompt, len(one) - one.num_prompt)]
+    pieces = torch.cat([one.ids_T for one in trajectories]).split(lengths)
     return list(pieces[::2]), list(pieces[1::2])
 
 

@@ -118,19 +118,19 @@ class BestOfN:
         seed = self._seed()
         if self.player is not None:
             batch = environment_rows(prompts, columns, "prompts")
-            lines: list[Trajectory] = self.player([prompt.row for prompt in batch], self.sampling, self.n, seed)
+            trajectories: list[Trajectory] = self.player([prompt.row for prompt in batch], self.sampling, self.n, seed)
         else:
             padding = self.policy.padding(self.pad_id)
             batch = as_prompts(prompts, self.policy.tokenizer, padding, mask=prompt_mask, columns=columns)
-            lines = self.sampler([prompt.ids_T for prompt in batch], self.sampling, self.n, seed)
-            for i, line in enumerate(lines):
-                line.row, line.shown = batch[i // self.n].row, batch[i // self.n].shown
-        given = reward_columns(lines, self.policy.tokenizer)
-        scored = self.score(given, lines)
+            trajectories = self.sampler([prompt.ids_T for prompt in batch], self.sampling, self.n, seed)
+            for i, trajectory in enumerate(trajectories):
+                trajectory.row, trajectory.shown = batch[i // self.n].row, batch[i // self.n].shown
+        given = reward_columns(trajectories, self.policy.tokenizer)
+        scored = self.score(given, trajectories)
         self.all_rewards, self.columns = scored.total_B.view(-1, self.n), scored.columns
         self.rewards, best_B = self.all_rewards.max(1)
         chosen = [row * self.n + index for row, index in enumerate(best_B.tolist())]
-        self.completion_ids = [lines[i].completion_ids for i in chosen]
+        self.completion_ids = [trajectories[i].completion_ids for i in chosen]
         if self.player is not None:
             self.conversations = [given["conversations"][i] for i in chosen]
         elif self.policy.tokenizer is None or _are_ids(prompts):

@@ -107,15 +107,15 @@ class Distill(OnPolicy):
 
     def evaluate_on(self, rows: list[Any]) -> Metrics:
         """The divergence on completions as a step has them."""
-        lines: list[Trajectory] = []
+        trajectories: list[Trajectory] = []
         with self.sampler.ready():
             for part in self.parts_of_all(len(rows), self.config.run.batch_size):
-                lines += self._mixed([rows[i] for i in part], part, "evaluation")[0]
-        num_tokens, sums = sum(line.num_loss_tokens for line in lines), []
-        for some in self.eval_batches(lines, [len(line) for line in lines]):
+                trajectories += self._mixed([rows[i] for i in part], part, "evaluation")[0]
+        num_tokens, sums = sum(one.num_loss_tokens for one in trajectories), []
+        for some in self.eval_batches(trajectories, [len(one) for one in trajectories]):
             with self.autocast():
                 sums.append(self.loss_on(some, num_tokens).divergences_n.sum(dtype=self.sum_dtype))
-        metrics = completion_metrics(self.whole_batch(lines, 0).ends)
+        metrics = completion_metrics(self.whole_batch(trajectories, 0).ends)
         return {"distill/divergence": Mean(sum(on_host(sums)), num_tokens), **metrics}
 
     # ---- a step ----
@@ -123,8 +123,8 @@ class Distill(OnPolicy):
     def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], Metrics]:
         """Return a completion behind each prompt, the student's own or another, and how many are its own."""
         with self.phase("generate"):
-            lines, num_own = self._mixed(prompts, addresses, self.state.step)
-        return lines, {"distill/on_policy_fraction": Mean(num_own, len(lines))}
+            trajectories, num_own = self._mixed(prompts, addresses, self.state.step)
+        return trajectories, {"distill/on_policy_fraction": Mean(num_own, len(trajectories))}
 
     def _mixed(
         self, prompts: Sequence[Trajectory], addresses: Sequence[int], step: object
@@ -133,44 +133,44 @@ class Distill(OnPolicy):
         draw = [random.Random(self.seed_of(step, "mix", address)).random() for address in addresses]
         own = [i for i, share in enumerate(draw) if share < config.on_policy]
         others = [i for i, share in enumerate(draw) if share >= config.on_policy]
-        lines = list(prompts)  # with the dataset's completions, where they have them
+        trajectories = list(prompts)  # with the dataset's completions, where they have them
         with self.autocast():
             if config.on_policy > 0:  # in all processes, also in one that has no row: they may share a server
                 places = [addresses[i] for i in own]
                 found = self.complete([prompts[i] for i in own], config.sampling, 1, self.seed_of(step), places)
                 self.samples = sample_table(reward_columns(found, self.policy.tokenizer))
-                for i, line in zip(own, found, strict=True):
-                    lines[i] = line
+                for i, trajectory in zip(own, found, strict=True):
+                    trajectories[i] = trajectory
             if config.on_policy < 1 and config.off_policy == "teacher":
                 places, ids = [addresses[i] for i in others], [prompts[i].prompt_ids for i in others]
                 with self.reference.policy.whole() as reference:
                     if others:
                         seed = self.seed_of(step, "teacher")
                         found = generate(reference, ids, config.sampling, seed=seed, addresses=places)
-                        for i, line in zip(others, found, strict=True):
-                            lines[i] = line
-        return lines, len(own)
+                        for i, trajectory in zip(others, found, strict=True):
+                            trajectories[i] = trajectory
+        return trajectories, len(own)
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
+    def learn(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights once; return the metrics."""
-        here, lengths = sum(line.num_loss_tokens for line in lines), [len(line) for line in lines]
+        here, lengths = sum(one.num_loss_tokens for one in trajectories), [len(one) for one in trajectories]
         num_tokens = sum(length for length, *_ in batch.ends)
-        parts = self.micro_batches(lines, lengths)
+        parts = self.micro_batches(trajectories, lengths)
         update = self.update(functools.partial(self.loss_on, part, num_tokens) for part in parts)
         self.count_tokens(sum(lengths))
         totals = [part.divergences_n.sum(dtype=self.sum_dtype) for part in update.parts]
         return update | ({"distill/divergence": Mean(torch.stack(totals).sum(), here)} if totals else {})
 
-    def loss_on(self, lines: Sequence[Trajectory], num_tokens: int) -> Distance:
+    def loss_on(self, trajectories: Sequence[Trajectory], num_tokens: int) -> Distance:
         """Return the loss of these trajectories, as their share of a batch with so many tokens."""
-        weights = [1 / max(num_tokens, 1)] * len(lines)
-        batch = TokenBatch.of(lines, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
+        weights = [1 / max(num_tokens, 1)] * len(trajectories)
+        batch = TokenBatch.of(trajectories, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
         reference = self.reference.policy
-        longest, most = max(map(len, lines), default=0), None if reference is None else reference.max_length
+        longest, most = max(map(len, trajectories), default=0), None if reference is None else reference.max_length
         if most is not None and longest > most:
             raise ValueError(f"teacher must read rows of {longest} tokens, found one that reads {most}")
         if self.config.divergence == "sampled":
-            return self._sampled(batch, lines)
+            return self._sampled(batch, trajectories)
         theirs = reference.reading(lambda: self._reference_states(reference, batch))
         return self.policy.reading(lambda: self._divergence(batch, theirs))
 
@@ -200,10 +200,10 @@ class Distill(OnPolicy):
         found_n = divergence(logps_nV, teacher_nV, beta)
         return Distance((weights_n * found_n).sum(), found_n.detach())
 
-    def _sampled(self, batch: TokenBatch, lines: Sequence[Trajectory]) -> Distance:
+    def _sampled(self, batch: TokenBatch, trajectories: Sequence[Trajectory]) -> Distance:
         """A policy gradient, each token with its own advantage."""
         temperature = self.config.sampling.temperature
-        old_n = joined([line.rollout_logps_t for line in lines if line.rollout_logps_t is not None])
+        old_n = joined([one.rollout_logps_t for one in trajectories if one.rollout_logps_t is not None])
         batch.old_logps_n = on_device(old_n.to(self.policy.loss_dtype), batch.device)
         teacher_n = self.reference.logps(batch, temperature=temperature).to(batch.old_logps_n.dtype)
         batch.advantages_n = teacher_n - batch.old_logps_n

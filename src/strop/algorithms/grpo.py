@@ -54,31 +54,33 @@ class GRPO(PolicyGradient):
             raise ValueError(f"replay_routing must be False for this {name}: {self.policy.routers}")
         super().setup(ref_model)
 
-    def resample(self, lines: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]) -> Metrics:
-        """Replace groups whose rewards are all equal in `lines`, as often as wanted; return how many these were at first."""
+    def resample(
+        self, trajectories: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
+    ) -> Metrics:
+        """Replace groups whose rewards are all equal, as often as wanted; return how many these were at first."""
         size = self.config.group_size
         if not self.config.resample_rounds:
             return {}
-        self.reward(lines)
-        metrics = {"reward/resampled_fraction": self._fraction_without_signal(lines)}
+        self.reward(trajectories)
+        metrics = {"reward/resampled_fraction": self._fraction_without_signal(trajectories)}
         for attempt in range(1, self.config.resample_rounds + 1):
-            again = without_signal(lines, size).nonzero().flatten().tolist()
+            again = without_signal(trajectories, size).nonzero().flatten().tolist()
             if not self.of_all(again):  # all processes go on while one has to: they may share a server
                 break
             new = self.draw([prompts[i] for i in again], [addresses[i] for i in again], attempt)
             self.reward(new)
             for number, group in enumerate(again):
-                lines[group * size : (group + 1) * size] = new[number * size : (number + 1) * size]
+                trajectories[group * size : (group + 1) * size] = new[number * size : (number + 1) * size]
         return metrics
 
-    def advantages(self, lines: Sequence[Trajectory], batch: WholeBatch) -> None:
+    def advantages(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> None:
         """Fill advantages_t, and importance_t with importance_cap."""
         config = self.config
         assert batch.rewards is not None
-        lengths = [length for length, *_ in batch.ends[batch.first : batch.first + len(lines)]]
+        lengths = [length for length, *_ in batch.ends[batch.first : batch.first + len(trajectories)]]
         if config.turns.credit == "turn" and self.player is not None:
             found = turn_advantages(
-                lines, config.group_size, config.turns.turn_discount, scale=config.advantage_scale,
+                trajectories, config.group_size, config.turns.turn_discount, scale=config.advantage_scale,
                 ddof=config.advantage_ddof, eps=config.advantage_eps,
             )  # fmt: skip
             advantages_N = joined(found)
@@ -90,42 +92,42 @@ class GRPO(PolicyGradient):
                 scale=config.advantage_scale,
             )  # fmt: skip
             advantages_B = torch.from_numpy(found_B).to(rewards_B.dtype)
-            own_B = advantages_B[batch.first : batch.first + len(lines)]
+            own_B = advantages_B[batch.first : batch.first + len(trajectories)]
             advantages_N = own_B.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-        for line, advantages_t in zip(lines, advantages_N.split(lengths), strict=True):
-            line.advantages_t = advantages_t
+        for trajectory, advantages_t in zip(trajectories, advantages_N.split(lengths), strict=True):
+            trajectory.advantages_t = advantages_t
         if config.replay_routing and isinstance(routers := self.policy.routers, Routers):
             routers.counts.clear()  # of other forwards than the updates'
         if config.importance_cap is not None:
-            self._weigh_by_importance(lines, lengths, config.importance_cap)
+            self._weigh_by_importance(trajectories, lengths, config.importance_cap)
 
     def _weigh_by_importance(
-        self, lines: Sequence[Trajectory], lengths: list[int], cap: float | tuple[float, float]
+        self, trajectories: Sequence[Trajectory], lengths: list[int], cap: float | tuple[float, float]
     ) -> None:
         """Fill importance_t: π_old/π_rollout, truncated to the bounds or masked outside of them."""
         low, high = cap if isinstance(cap, (tuple, list)) else (0.0, cap)
-        sampled_N, trained_N = sampled_and_trained(lines)
+        sampled_N, trained_N = sampled_and_trained(trajectories)
         ratios_N = (trained_N - sampled_N).exp()
         weights_N = ratios_N.clamp(low, high)
         if self.config.importance_mode == "mask":
             weights_N = ratios_N.masked_fill(weights_N != ratios_N, 0.0)
-        for line, importance_t in zip(lines, weights_N.split(lengths), strict=True):
-            line.importance_t = importance_t
+        for trajectory, importance_t in zip(trajectories, weights_N.split(lengths), strict=True):
+            trajectory.importance_t = importance_t
 
-    def metrics_of(self, lines: Sequence[Trajectory]) -> Metrics:
+    def metrics_of(self, trajectories: Sequence[Trajectory]) -> Metrics:
         """Return the share of groups without signal, and with replay_routing how often routers would choose otherwise."""
-        metrics = {"reward/zero_std_fraction": self._fraction_without_signal(lines)}
+        metrics = {"reward/zero_std_fraction": self._fraction_without_signal(trajectories)}
         if self.config.replay_routing and isinstance(routers := self.policy.routers, Routers):
             counts_2: Any = torch.stack(routers.counts).sum(0) if routers.counts else (0, 0)
             metrics["routing/changed_fraction"] = Mean(*counts_2)
         return metrics
 
-    def _fraction_without_signal(self, lines: Sequence[Trajectory]) -> Mean:
-        without_P = without_signal(lines, self.config.group_size)
+    def _fraction_without_signal(self, trajectories: Sequence[Trajectory]) -> Mean:
+        without_P = without_signal(trajectories, self.config.group_size)
         return Mean(int(without_P.sum()), len(without_P))
 
 
-def without_signal(lines: Sequence[Trajectory], group_size: int) -> torch.Tensor:
+def without_signal(trajectories: Sequence[Trajectory], group_size: int) -> torch.Tensor:
     """[P] whether all rewards of a group are equal, so that its advantages are 0."""
-    groups_PG = torch.tensor([line.reward for line in lines]).view(-1, group_size)
+    groups_PG = torch.tensor([one.reward for one in trajectories]).view(-1, group_size)
     return (groups_PG == groups_PG[:, :1]).all(1)

@@ -99,35 +99,35 @@ class KTO(Trainer):
 
     # ---- inside ----
 
-    def _step(self, lines: list[Trajectory]) -> dict[str, float]:
-        mine = self.share(len(lines))
-        own = lines[mine.start : mine.stop]
+    def _step(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        mine = self.share(len(trajectories))
+        own = trajectories[mine.start : mine.stop]
         batches = self._batches(own, self.micro_batches)
         with self.phase("score"):
             refs_B = self._scored(batches, self.reference)
-            shift = self._shift(lines, mine, batches, refs_B, learns=True)
+            shift = self._shift(trajectories, mine, batches, refs_B, learns=True)
         update = self.update(
-            functools.partial(self._loss, batch, [own[i] for i in part], part, refs_B, shift, len(lines))
+            functools.partial(self._loss, batch, [own[i] for i in part], part, refs_B, shift, len(trajectories))
             for part, batch in batches
         )
         self.count_tokens(sum(map(len, own)))
         return update | _metrics(update.parts, shift)
 
     def _shift(
-        self, lines: Sequence[Trajectory], mine: range, batches: Sequence[tuple[list[int], TokenBatch]],
+        self, trajectories: Sequence[Trajectory], mine: range, batches: Sequence[tuple[list[int], TokenBatch]],
         refs_B: torch.Tensor, learns: bool,
     ) -> torch.Tensor:  # fmt: skip
         """What rewards are compared with, 0-d, in all processes the same.
 
-        lines      of the whole batch; `mine` are this process's, as are batches and refs_B
+        trajectories      of the whole batch; `mine` are this process's, as are batches and refs_B
         learns     these rows count for bco's mean
         """
         rule = self.config.loss
-        if rule.loss_type == "kto" and len(lines) > 1:  # of one row, such as an epoch's last, there is no other pair
-            mismatched = self._mismatched(lines)
+        if rule.loss_type == "kto" and len(trajectories) > 1:  # of one row there is no other pair
+            mismatched = self._mismatched(trajectories)
             others = self._batches(mismatched[mine.start : mine.stop], self.eval_batches)
             ratios_B = self._scored(others, self.policy) - self._scored(others, self.reference)
-            return rule.beta * (self.world.summed(ratios_B.sum()) / len(lines)).clamp(min=0)
+            return rule.beta * (self.world.summed(ratios_B.sum()) / len(trajectories)).clamp(min=0)
         if rule.loss_type == "bco":
             if learns:
                 rewards_B = widened(rule.beta * (self._scored(batches, self.policy) - refs_B))
@@ -135,24 +135,24 @@ class KTO(Trainer):
             return (self._seen[0] / self._seen[1].clamp(min=1)).to(refs_B.dtype)
         return refs_B.new_zeros(())
 
-    def _mismatched(self, lines: Sequence[Trajectory]) -> list[Trajectory]:
-        """Each prompt with the completion of the line before."""
+    def _mismatched(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Each prompt with the completion of the trajectory before."""
         context = self.policy.max_length
         limit = context if self.config.max_length is None else self.config.max_length
         found = []
-        for i, line in enumerate(lines):
-            (prompt, _, _), (_, other, counts) = _parted(line), _parted(lines[i - 1])
+        for i, trajectory in enumerate(trajectories):
+            (prompt, _, _), (_, other, counts) = _parted(trajectory), _parted(trajectories[i - 1])
             found.append(Trajectory.of(prompt, fit(prompt, other, limit, context, f"row {i}"), counts))
         return found
 
-    def _batches(self, lines: Sequence[Trajectory], cut: Any) -> list[tuple[list[int], TokenBatch]]:
-        """Micro-batches: which of the lines, and their tokens."""
-        parts = cut(range(len(lines)), [len(line) for line in lines])
-        return [(part, TokenBatch.of([lines[i] for i in part], self.policy.device)) for part in parts]
+    def _batches(self, trajectories: Sequence[Trajectory], cut: Any) -> list[tuple[list[int], TokenBatch]]:
+        """Micro-batches: which of the trajectories, and their tokens."""
+        parts = cut(range(len(trajectories)), [len(one) for one in trajectories])
+        return [(part, TokenBatch.of([trajectories[i] for i in part], self.policy.device)) for part in parts]
 
     @torch.no_grad()
     def _scored(self, batches: Sequence[tuple[list[int], TokenBatch]], scorer: Any) -> torch.Tensor:
-        """[B] log-probs of the lines, in their order."""
+        """[B] log-probs of the trajectories, in their order."""
         with self.autocast():
             found = [batch.sums(scorer.logps(batch)) for _, batch in batches]
         if not found:  # a process without rows
@@ -161,11 +161,12 @@ class KTO(Trainer):
         return torch.cat(found)[on_device(order, found[0].device)]
 
     def _loss(
-        self, batch: TokenBatch, lines: Sequence[Trajectory], part: list[int], refs_B: torch.Tensor, shift: torch.Tensor,
+        self, batch: TokenBatch, trajectories: Sequence[Trajectory], part: list[int], refs_B: torch.Tensor,
+        shift: torch.Tensor,
         num_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Return the loss of these trajectories, this process's `part`, as their share of num_rows; their rewards and labels."""
-        labels = on_device(torch.tensor([line.row["label"] for line in lines]).bool(), batch.device)
+        labels = on_device(torch.tensor([one.row["label"] for one in trajectories]).bool(), batch.device)
         refs = refs_B[on_device(torch.tensor(part).long(), refs_B.device)]
         logps = batch.sums(self.policy.logps(batch))
         return *unpaired_loss(self.config.loss, logps, refs, labels, shift, num_rows), labels
@@ -200,16 +201,16 @@ class KTO(Trainer):
                 raise ValueError(f"{where}: {name} must have at least one token, found none")
         for ids in (prompt, completion):
             limits.check(ids, where)
-        line = limits.trajectory(prompt, completion, where, loss_mask, row={"label": label})
-        if not line.num_loss_tokens:
+        trajectory = limits.trajectory(prompt, completion, where, loss_mask, row={"label": label})
+        if not trajectory.num_loss_tokens:
             raise ValueError(f"{where}: a token of the completion must count, found none within max_length")
-        return line
+        return trajectory
 
 
-def _parted(line: Trajectory) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _parted(trajectory: Trajectory) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The prompt, the completion, which begins with a token that counts, and which of the completion's count."""
-    start = int(line.loss_mask_T.nonzero()[0])
-    return line.ids_T[:start], line.ids_T[start:], line.loss_mask_T[start:]
+    start = int(trajectory.loss_mask_T.nonzero()[0])
+    return trajectory.ids_T[:start], trajectory.ids_T[start:], trajectory.loss_mask_T[start:]
 
 
 def _metrics(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], shift: torch.Tensor) -> Metrics:

@@ -134,50 +134,52 @@ class OnPolicy(Trainer):
         """Train on these prompts, of which this process takes its share; return the metrics."""
         mine = self.share(len(prompts))
         with self.sampler.ready():
-            lines, metrics = self.sample(prompts[mine.start : mine.stop], mine)
-        self.score(lines)
-        self.reward(lines)
-        batch = self.whole_batch(lines, mine.start * self.num_samples)
+            trajectories, metrics = self.sample(prompts[mine.start : mine.stop], mine)
+        self.score(trajectories)
+        self.reward(trajectories)
+        batch = self.whole_batch(trajectories, mine.start * self.num_samples)
         metrics |= {} if batch.rewards is None else batch.rewards.metrics
         metrics |= completion_metrics(batch.ends)
-        self.advantages(lines, batch)
-        return metrics | self.learn(lines, batch) | self.metrics_of(lines)
+        self.advantages(trajectories, batch)
+        return metrics | self.learn(trajectories, batch) | self.metrics_of(trajectories)
 
     def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], Metrics]:
         """Return completions of the prompts, num_samples of each, and metrics. addresses: their places in the batch."""
-        lines = self.draw(prompts, addresses)
-        return lines, self.resample(lines, prompts, addresses)
+        trajectories = self.draw(prompts, addresses)
+        return trajectories, self.resample(trajectories, prompts, addresses)
 
-    def resample(self, lines: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]) -> Metrics:
-        """Replace completions that teach nothing in `lines`, and return metrics of that. Here: keep them all."""
+    def resample(
+        self, trajectories: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
+    ) -> Metrics:
+        """Replace completions that teach nothing, and return metrics of that. Here: keep them all."""
         return {}
 
-    def score(self, lines: Sequence[Trajectory]) -> None:
+    def score(self, trajectories: Sequence[Trajectory]) -> None:
         """Fill old_logps_t, ref_logps_t or what else the algorithm's loss reads. The device is not waited for."""
 
-    def reward(self, lines: Sequence[Trajectory]) -> None:
+    def reward(self, trajectories: Sequence[Trajectory]) -> None:
         """Fill `rewards` and `reward` of trajectories that have none, and `self.samples`."""
         if self.rewards is None:
             return
         with self.phase("reward"):
-            columns = reward_columns(lines, self.policy.tokenizer)
-            if not all(line.rewards for line in lines):
-                self.rewards(columns, lines).fill(lines)
-            self.samples = sample_table(columns, **Rewards.of(lines, self.rewards.names).shown)
+            columns = reward_columns(trajectories, self.policy.tokenizer)
+            if not all(one.rewards for one in trajectories):
+                self.rewards(columns, trajectories).fill(trajectories)
+            self.samples = sample_table(columns, **Rewards.of(trajectories, self.rewards.names).shown)
 
-    def whole_batch(self, lines: Sequence[Trajectory], first: int) -> WholeBatch:
+    def whole_batch(self, trajectories: Sequence[Trajectory], first: int) -> WholeBatch:
         """Return what all processes have to know of each other's completions."""
-        rewards = None if self.rewards is None else Rewards.of(lines, self.rewards.names).over(self.world)
-        return WholeBatch(self.of_all(ends_of(lines)), rewards, first)
+        rewards = None if self.rewards is None else Rewards.of(trajectories, self.rewards.names).over(self.world)
+        return WholeBatch(self.of_all(ends_of(trajectories)), rewards, first)
 
-    def advantages(self, lines: Sequence[Trajectory], batch: WholeBatch) -> None:
+    def advantages(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> None:
         """Fill advantages_t."""
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
+    def learn(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights; return the metrics."""
         raise NotImplementedError(f"{self.name} has no learn")
 
-    def metrics_of(self, lines: Sequence[Trajectory]) -> Metrics:
+    def metrics_of(self, trajectories: Sequence[Trajectory]) -> Metrics:
         """Return an algorithm's own metrics, after the updates."""
         return {}
 
@@ -187,13 +189,13 @@ class OnPolicy(Trainer):
         """Return a step's rollout; and with max_staleness let servers begin the next step's."""
         step, how, attempt = self.state.step, (self.config.sampling, self.num_samples), attempt or self.first_attempt
         with self.phase("generate"), self.autocast():
-            lines = self.complete(prompts, *how, self.seed_of(step, *attempt), addresses)
+            trajectories = self.complete(prompts, *how, self.seed_of(step, *attempt), addresses)
             begins = attempt == self.first_attempt and self.config.server.max_staleness
             if begins and isinstance(self.sampler, ServerSampler) and (rows := self.run.upcoming(self.config.run)):
                 ahead = self.share(len(rows))
                 seed = self.seed_of(step + 1, *attempt)
                 self.sampler.ahead([rows[i].prompt_ids for i in ahead], *how, seed, ahead)
-            return lines
+            return trajectories
 
     def complete(
         self, prompts: Sequence[Trajectory], sampling: Sampling, num_samples: int, seed: int,
@@ -202,11 +204,11 @@ class OnPolicy(Trainer):
         """Return num_samples completions of each prompt, or conversations with its environment."""
         if self.player is not None:
             return self.player([prompt.row for prompt in prompts], sampling, num_samples, seed, addresses)
-        lines = self.sampler([prompt.prompt_ids for prompt in prompts], sampling, num_samples, seed, addresses)
-        for i, line in enumerate(lines):
+        trajectories = self.sampler([prompt.prompt_ids for prompt in prompts], sampling, num_samples, seed, addresses)
+        for i, trajectory in enumerate(trajectories):
             prompt = prompts[i // num_samples]
-            line.row, line.shown = prompt.row, prompt.shown
-        return lines
+            trajectory.row, trajectory.shown = prompt.row, prompt.shown
+        return trajectories
 
     def parts_of_all(self, num_rows: int, size: int) -> Iterator[range]:
         """This process's rows of a dataset in parts, as many as in every other process: they may share a server."""
@@ -219,15 +221,15 @@ class OnPolicy(Trainer):
         sampling = Sampling(
             max_new_tokens=self.config.sampling.max_new_tokens, temperature=0.0, stop_ids=self.config.sampling.stop_ids
         )
-        lines: list[Trajectory] = []
+        trajectories: list[Trajectory] = []
         assert self.rewards is not None
         with self.sampler.ready():
             for part in self.parts_of_all(len(rows), self.config.run.batch_size * self.num_samples):
                 with self.autocast():
                     found = self.complete([rows[i] for i in part], sampling, 1, 0)
                 self.rewards(reward_columns(found, self.policy.tokenizer), found).fill(found)
-                lines += found
-        batch = self.whole_batch(lines, 0)
+                trajectories += found
+        batch = self.whole_batch(trajectories, 0)
         assert batch.rewards is not None
         return batch.rewards.metrics | completion_metrics(batch.ends)
 
@@ -308,59 +310,60 @@ class PolicyGradient(OnPolicy):
         elif ref_model is not None:
             warnings.warn("ref_model has no effect: kl_coef is 0", stacklevel=5)
 
-    def score(self, lines: Sequence[Trajectory]) -> None:
+    def score(self, trajectories: Sequence[Trajectory]) -> None:
         """Fill old_logps_t and ref_logps_t, on the policy's device, which is not waited for."""
         with self.phase("score"), self.autocast(), torch.no_grad():
             recomputes, reference = self.recomputes, self.reference
-            for part, batch in self.scoring_batches(lines) if recomputes or reference is not None else ():
+            for part, batch in self.scoring_batches(trajectories) if recomputes or reference is not None else ():
                 if recomputes:
                     logps_n = self.policy.logps(batch, temperature=self.config.sampling.temperature)
-                    for line, logps_t in zip(part, batch.split(logps_n), strict=True):
-                        line.old_logps_t = logps_t
+                    for trajectory, logps_t in zip(part, batch.split(logps_n), strict=True):
+                        trajectory.old_logps_t = logps_t
                 if reference is not None:
                     logps_n = reference.logps(batch, temperature=self.config.sampling.temperature)
-                    for line, logps_t in zip(part, batch.split(logps_n), strict=True):
-                        line.ref_logps_t = logps_t
+                    for trajectory, logps_t in zip(part, batch.split(logps_n), strict=True):
+                        trajectory.ref_logps_t = logps_t
             if not recomputes:
-                for line in lines:
-                    line.old_logps_t = line.rollout_logps_t
+                for trajectory in trajectories:
+                    trajectory.old_logps_t = trajectory.rollout_logps_t
 
-    def scoring_batches(self, lines: Sequence[Trajectory]) -> Iterator[tuple[list[Trajectory], TokenBatch]]:
+    def scoring_batches(self, trajectories: Sequence[Trajectory]) -> Iterator[tuple[list[Trajectory], TokenBatch]]:
         """Micro-batches and their tokens. Without activations to keep they may be larger than an update's."""
         scorers = [self.policy, *([] if self.reference is None else [self.reference.policy])]
         lean = all(scorer.scores_leanly for scorer in scorers)
-        for part in self.micro_batches(lines, [len(line) for line in lines], lean=lean):
+        for part in self.micro_batches(trajectories, [len(one) for one in trajectories], lean=lean):
             yield part, TokenBatch.of(part, self.policy.device)
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
+    def learn(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights once for each minibatch; return the means of what the updates measured."""
         meter, num_tokens_B = PolicyMeter(self.sum_dtype), self.loss_tokens(batch)
         updates: list[Update] = []
         for chosen in self.minibatches(len(num_tokens_B)):
             # of this process, and none that counts for nothing
-            own = [lines[i - batch.first] for i in chosen if 0 <= i - batch.first < len(lines) and num_tokens_B[i]]
+            here = [(i - batch.first, num_tokens_B[i]) for i in chosen]
+            own = [trajectories[i] for i, counts in here if counts and 0 <= i < len(trajectories)]
             self.weigh(own, sum(num_tokens_B[i] for i in chosen), len(chosen))
-            parts = self.micro_batches(own, [len(line) for line in own])
+            parts = self.micro_batches(own, [len(one) for one in own])
             losses = (functools.partial(self.loss_on, part) for part in parts)
             updates.append(self.update(losses, has_signal=not updates and self._has_signal(own)))
             for part, result in zip(parts, updates[-1].parts, strict=True):
-                meter.add(result.metrics, sum(line.num_loss_tokens for line in part), first=len(updates) == 1)
+                meter.add(result.metrics, sum(one.num_loss_tokens for one in part), first=len(updates) == 1)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        drawn_N = joined([line.rollout_logps_t for line in lines if line.rollout_logps_t is not None])
+        drawn_N = joined([one.rollout_logps_t for one in trajectories if one.rollout_logps_t is not None])
         drawn = drawn_N.sum(dtype=self.sum_dtype).item()
         metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn, len(drawn_N))}
-        metrics |= self._mismatch(lines) if self.recomputes else meter.first()
-        self.count_tokens(sum(map(len, lines)))
+        metrics |= self._mismatch(trajectories) if self.recomputes else meter.first()
+        self.count_tokens(sum(map(len, trajectories)))
         assert batch.rewards is not None
         return metrics | {
             "mean_reward": batch.rewards.total_B.double().mean().item(),
             "mean_kl": metrics.get("kl", 0.0),
         }
 
-    def _has_signal(self, lines: Sequence[Trajectory]) -> bool:
+    def _has_signal(self, trajectories: Sequence[Trajectory]) -> bool:
         """Return whether the first update on these must have a gradient: an advantage counts, and no ratio is clipped."""
         fresh = self.recomputes or not self.config.server.max_staleness
-        rows = [line.advantages_t for line in lines if line.advantages_t is not None and line.importance_t is None]
+        rows = [one.advantages_t for one in trajectories if one.advantages_t is not None and one.importance_t is None]
         found = fresh and bool(joined(rows).any())
         return found if self.world.size == 1 else self.world.any(found)
 
@@ -379,19 +382,20 @@ class PolicyGradient(OnPolicy):
             for start in range(0, num_completions, size):
                 yield order[start : start + size]
 
-    def weigh(self, lines: Sequence[Trajectory], num_tokens: int, num_sequences: int) -> None:
+    def weigh(self, trajectories: Sequence[Trajectory], num_tokens: int, num_sequences: int) -> None:
         """Fill `weight`: the share of each token in the loss of an update on so many tokens and sequences in all."""
-        for line in lines:
-            line.weight = self.rule.weight(line.num_loss_tokens, num_tokens, num_sequences)
+        for trajectory in trajectories:
+            trajectory.weight = self.rule.weight(trajectory.num_loss_tokens, num_tokens, num_sequences)
 
-    def loss_on(self, lines: Sequence[Trajectory]) -> PolicyLoss:
+    def loss_on(self, trajectories: Sequence[Trajectory]) -> PolicyLoss:
         """Return the loss of these trajectories, each token with its weight."""
-        return self.policy.loss(self.batch_of(lines), self.rule, temperature=self.config.sampling.temperature)
+        return self.policy.loss(self.batch_of(trajectories), self.rule, temperature=self.config.sampling.temperature)
 
-    def batch_of(self, lines: Sequence[Trajectory]) -> TokenBatch:
+    def batch_of(self, trajectories: Sequence[Trajectory]) -> TokenBatch:
         """Return the batch of an update, with all that the loss reads."""
         batch = TokenBatch.of(
-            lines, self.policy.device, weights=[line.weight for line in lines], dtype=self.policy.loss_dtype,
+            trajectories, self.policy.device, dtype=self.policy.loss_dtype,
+            weights=[one.weight for one in trajectories],
             fields=("old_logps", "ref_logps", "values", "returns", "advantages", "importance"),
         )  # fmt: skip
         if batch.importance_n is not None:
@@ -403,15 +407,15 @@ class PolicyGradient(OnPolicy):
                 batch.advantages_n = batch.advantages_n * batch.importance_n
         return batch
 
-    def _mismatch(self, lines: Sequence[Trajectory]) -> Metrics:
+    def _mismatch(self, trajectories: Sequence[Trajectory]) -> Metrics:
         """How far the log-probs of sampling are from those of training with the same weights; 0 if they are the same."""
-        sampled_N, trained_N = sampled_and_trained(lines)
+        sampled_N, trained_N = sampled_and_trained(trajectories)
         if not len(sampled_N):
             return {}
         ratios_N, num_tokens = (trained_N - sampled_N).exp(), len(trained_N)
         found: Metrics = {"mismatch_kl": Mean(kl_estimate(sampled_N, trained_N).sum(dtype=self.sum_dtype), num_tokens)}
         found["mismatch_ratio_max"] = Largest(ratios_N.max())
-        importance = [line.importance_t for line in lines if line.importance_t is not None]
+        importance = [one.importance_t for one in trajectories if one.importance_t is not None]
         if importance:
             weights_N = torch.cat(importance)
             found["importance/mean"] = Mean(weights_N.sum(dtype=self.sum_dtype), num_tokens)
@@ -419,10 +423,10 @@ class PolicyGradient(OnPolicy):
         return found
 
 
-def sampled_and_trained(lines: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
+def sampled_and_trained(trajectories: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
     """[N] and [N] log-probs of every token, of sampling and of the training forward with the same weights."""
-    trained_N = joined([line.old_logps_t for line in lines if line.old_logps_t is not None])
-    sampled_N = joined([line.rollout_logps_t for line in lines if line.rollout_logps_t is not None])
+    trained_N = joined([one.old_logps_t for one in trajectories if one.old_logps_t is not None])
+    sampled_N = joined([one.rollout_logps_t for one in trajectories if one.rollout_logps_t is not None])
     return on_device(sampled_N, trained_N.device).to(trained_N.dtype), trained_N
 
 

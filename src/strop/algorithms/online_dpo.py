@@ -63,42 +63,42 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
 
     def evaluate_on(self, rows: list[Any]) -> Metrics:
         """DPO's metrics, on pairs sampled from the policy as it is."""
-        lines: list[Trajectory] = []
+        trajectories: list[Trajectory] = []
         with self.sampler.ready():
             for part in self.parts_of_all(len(rows), self.config.run.batch_size):
                 with self.phase("generate"), self.autocast():
                     how = self.config.sampling, 2, self.seed_of("evaluation")
-                    lines += self.complete([rows[i] for i in part], *how, part)
+                    trajectories += self.complete([rows[i] for i in part], *how, part)
         samples = self.samples
-        self.reward(lines)
+        self.reward(trajectories)
         self.samples = samples  # of the last step
-        batch, pairs = self.whole_batch(lines, 0), _ordered(self.cut(lines))
+        batch, pairs = self.whole_batch(trajectories, 0), _ordered(self.cut(trajectories))
         metrics = {} if batch.rewards is None else batch.rewards.metrics
-        metrics |= completion_metrics(batch.ends) | _ties(pairs, lines)
+        metrics |= completion_metrics(batch.ends) | _ties(pairs, trajectories)
         counts = self._counts_of_all(pairs)
         return metrics | (self._evaluate(pairs, counts) if counts[0] else {})
 
     # ---- a step ----
 
-    def score(self, lines: Sequence[Trajectory]) -> None:
+    def score(self, trajectories: Sequence[Trajectory]) -> None:
         """Fill ref_logps_t, also of pairs that will tie: on a GPU while the host judges. The device is not waited for."""
         if self.reference is None:
             return
-        pairs = list(zip(lines[::2], lines[1::2], strict=True))
+        pairs = list(zip(trajectories[::2], trajectories[1::2], strict=True))
         with self.phase("score"), self.autocast(), torch.no_grad():
             for part in self.micro_batches(pairs, [len(first) + len(second) for first, second in pairs]):
-                some = [line for pair in part for line in pair]
+                some = [one for pair in part for one in pair]
                 batch = TokenBatch.of(self.cut(some), self.policy.device)
-                for line, logps_t in zip(some, batch.split(self.reference.logps(batch)), strict=True):
-                    line.ref_logps_t = logps_t
+                for trajectory, logps_t in zip(some, batch.split(self.reference.logps(batch)), strict=True):
+                    trajectory.ref_logps_t = logps_t
 
-    def reward(self, lines: Sequence[Trajectory]) -> None:
+    def reward(self, trajectories: Sequence[Trajectory]) -> None:
         """Fill `reward`, 1 for what preference_fn prefers, or as reward functions say; and `self.samples`."""
         if self.preference is None:
-            super().reward(lines)
+            super().reward(trajectories)
             return
         with self.phase("reward"):
-            rows = reward_columns(lines, self.policy.tokenizer)
+            rows = reward_columns(trajectories, self.policy.tokenizer)
             columns = {
                 name: list(zip(values[::2], values[1::2], strict=True)) if name in CONVERSATION_COLUMNS else values[::2]
                 for name, values in rows.items()
@@ -106,24 +106,24 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
             }
             completions = rows["completions"]
             better = self.preference(list(zip(completions[::2], completions[1::2], strict=True)), columns)
-            for i, line in enumerate(lines):
-                line.reward = float(better[i // 2] == i % 2)
-            self.samples = sample_table(rows, preferred=[bool(line.reward) for line in lines])
+            for i, trajectory in enumerate(trajectories):
+                trajectory.reward = float(better[i // 2] == i % 2)
+            self.samples = sample_table(rows, preferred=[bool(one.reward) for one in trajectories])
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
+    def learn(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights by DPO's loss on the pairs that do not tie; return the metrics."""
-        pairs = _ordered(self.cut(lines))
-        metrics, counts = _ties(pairs, lines), self._counts_of_all(pairs)
+        pairs = _ordered(self.cut(trajectories))
+        metrics, counts = _ties(pairs, trajectories), self._counts_of_all(pairs)
         if not counts[0]:  # every pair a tie: nothing to learn from
             return metrics | {"loss": 0.0}
         return metrics | self._learn(pairs, counts, None if self.reference is None else _ref_sums(pairs))
 
-    def cut(self, lines: Sequence[Trajectory]) -> list[Trajectory]:
+    def cut(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the trajectories as they are learned from: cut where max_length is, but for conversations."""
         most = None if self.player is not None else self.config.max_length
         if most is None:
-            return list(lines)
-        return [line if len(line) <= most else _first_tokens(line, most) for line in lines]
+            return list(trajectories)
+        return [one if len(one) <= most else _first_tokens(one, most) for one in trajectories]
 
     def _counts_of_all(self, pairs: list[Pair]) -> tuple[int, int]:
         """Pairs and chosen tokens of all processes."""
@@ -131,24 +131,24 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
         return num_pairs, num_tokens
 
 
-def _first_tokens(line: Trajectory, most: int) -> Trajectory:
-    return replace(line, ids_T=line.ids_T[:most], loss_mask_T=line.loss_mask_T[:most], rollout_logps_t=None)
+def _first_tokens(whole: Trajectory, most: int) -> Trajectory:
+    return replace(whole, ids_T=whole.ids_T[:most], loss_mask_T=whole.loss_mask_T[:most], rollout_logps_t=None)
 
 
-def _ordered(lines: Sequence[Trajectory]) -> list[Pair]:
+def _ordered(trajectories: Sequence[Trajectory]) -> list[Pair]:
     """Return (chosen, rejected) of each two that are not equally good."""
-    pairs = zip(lines[::2], lines[1::2], strict=True)
+    pairs = zip(trajectories[::2], trajectories[1::2], strict=True)
     return [(a, b) if a.reward > b.reward else (b, a) for a, b in pairs if a.reward != b.reward]
 
 
 def _ref_sums(pairs: Sequence[Pair]) -> torch.Tensor:
     """[P, 2] the reference's log-probs of each pair's completions."""
-    rows = [line.ref_logps_t for pair in pairs for line in pair if line.ref_logps_t is not None]
+    rows = [one.ref_logps_t for pair in pairs for one in pair if one.ref_logps_t is not None]
     logps_n = joined(rows)
     index_n = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.int64))
     return logps_n.new_zeros(len(rows)).index_add(0, on_device(index_n, logps_n.device), logps_n).view(-1, 2)
 
 
-def _ties(pairs: Sequence[Pair], lines: Sequence[Trajectory]) -> Metrics:
-    num_pairs = len(lines) // 2
+def _ties(pairs: Sequence[Pair], trajectories: Sequence[Trajectory]) -> Metrics:
+    num_pairs = len(trajectories) // 2
     return {"preference/tied_fraction": Mean(num_pairs - len(pairs), num_pairs)}

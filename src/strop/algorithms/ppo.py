@@ -62,14 +62,14 @@ class PPO(PolicyGradient):
 
     # ---- a step ----
 
-    def score(self, lines: Sequence[Trajectory]) -> None:
+    def score(self, trajectories: Sequence[Trajectory]) -> None:
         """Fill old_logps_t, ref_logps_t and values_t."""
-        super().score(lines)
+        super().score(trajectories)
         with self.phase("score"), self.autocast(), torch.no_grad():
-            for part, batch in self.scoring_batches(lines):
+            for part, batch in self.scoring_batches(trajectories):
                 values_n = self.policy.reading(functools.partial(self._values, batch)).to(self.policy.loss_dtype)
-                for line, values_t in zip(part, batch.split(values_n), strict=True):
-                    line.values_t = values_t
+                for trajectory, values_t in zip(part, batch.split(values_n), strict=True):
+                    trajectory.values_t = values_t
 
     def _values(self, batch: TokenBatch) -> torch.Tensor:
         return self.critic.values(batch, self._head(batch))
@@ -78,56 +78,57 @@ class PPO(PolicyGradient):
         """The policy's hidden states, where the critic reads them."""
         return self.policy.hidden(batch) if self.critic.scorer is None else None
 
-    def advantages(self, lines: Sequence[Trajectory], batch: WholeBatch) -> None:
+    def advantages(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> None:
         """Fill advantages_t and returns_t, on the host, where the rewards are."""
-        config, lengths = self.config, [line.num_loss_tokens for line in lines]
-        values_BT = _padded([line.values_t for line in lines])
+        config, lengths = self.config, [one.num_loss_tokens for one in trajectories]
+        values_BT = _padded([one.values_t for one in trajectories])
         rewards_BT = torch.zeros_like(values_BT)
         if self.reference is not None:
             old_BT, ref_BT = (
-                _padded([getattr(line, name) for line in lines]) for name in ("old_logps_t", "ref_logps_t")
+                _padded([getattr(one, name) for one in trajectories]) for name in ("old_logps_t", "ref_logps_t")
             )
             rewards_BT -= config.kl_coef * (old_BT - ref_BT)
         last_B = [length - 1 for length in lengths]
-        rewards_BT[range(len(lines)), last_B] += torch.tensor([line.reward for line in lines]).double()
+        rewards_BT[range(len(trajectories)), last_B] += torch.tensor([one.reward for one in trajectories]).double()
         mask_BT = torch.arange(values_BT.shape[1]) < torch.tensor(lengths).long()[:, None]
         advantages_BT = compute_gae(rewards_BT, values_BT, gamma=config.gamma, lam=config.lam, mask=mask_BT)
         returns_BT = advantages_BT + values_BT
         if config.whiten:  # by mean and std over the tokens of all processes
             num_tokens_B = self.loss_tokens(batch)
-            own_B = torch.tensor(num_tokens_B[batch.first : batch.first + len(lines)]).bool()
+            own_B = torch.tensor(num_tokens_B[batch.first : batch.first + len(trajectories)]).bool()
             counted_N = advantages_BT[mask_BT & own_B[:, None]]
             number = max(sum(num_tokens_B), 1)
             mean = self.world.total(counted_N.sum().item()) / number
             squares = self.world.total((counted_N - mean).square().sum().item())
             advantages_BT = (advantages_BT - mean) / ((squares / number) ** 0.5 + 1e-8)
         dtype = self.policy.loss_dtype
-        for line, length, advantages_T, returns_T in zip(lines, lengths, advantages_BT, returns_BT, strict=True):
-            line.advantages_t, line.returns_t = advantages_T[:length].to(dtype), returns_T[:length].to(dtype)
+        for i, (trajectory, length) in enumerate(zip(trajectories, lengths, strict=True)):
+            trajectory.advantages_t = advantages_BT[i, :length].to(dtype)
+            trajectory.returns_t = returns_BT[i, :length].to(dtype)
 
-    def learn(self, lines: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
+    def learn(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update policy and critic; return the metrics."""
-        self._value_losses, metrics, before = [], self._value_metrics(lines), self.state.updates
-        metrics |= super().learn(lines, batch)
+        self._value_losses, metrics, before = [], self._value_metrics(trajectories), self.state.updates
+        metrics |= super().learn(trajectories, batch)
         losses, num_updates = self._value_losses or [torch.zeros(())], self.state.updates - before
         return metrics | {"value/loss": Sum(torch.stack(losses).sum(dtype=self.sum_dtype) / num_updates)}
 
-    def _value_metrics(self, lines: Sequence[Trajectory]) -> Metrics:
+    def _value_metrics(self, trajectories: Sequence[Trajectory]) -> Metrics:
         """Before the updates: the mean value, and the share of the returns' variance that the values explain."""
-        values = [value for line in lines if line.values_t is not None for value in line.values_t.tolist()]
-        returns = [value for line in lines if line.returns_t is not None for value in line.returns_t.tolist()]
+        values = [value for one in trajectories if one.values_t is not None for value in one.values_t.tolist()]
+        returns = [value for one in trajectories if one.returns_t is not None for value in one.returns_t.tolist()]
         pairs_N2 = torch.tensor(self.of_all(list(zip(values, returns, strict=True))), dtype=torch.float64)
         values_N, returns_N = pairs_N2.unbind(1)
         spread, left = returns_N.var(correction=0), (returns_N - values_N).var(correction=0)
         explained = 0.0 if spread == 0 else 1 - (left / spread).item()
         return {"value/mean": values_N.mean().item(), "value/explained_variance": explained}
 
-    def loss_on(self, lines: Sequence[Trajectory]) -> PolicyLoss:
+    def loss_on(self, trajectories: Sequence[Trajectory]) -> PolicyLoss:
         """Return the loss of these trajectories, each token with its weight, with the critic's."""
-        return self.policy.reading(functools.partial(self._loss_on, lines))
+        return self.policy.reading(functools.partial(self._loss_on, trajectories))
 
-    def _loss_on(self, lines: Sequence[Trajectory]) -> PolicyLoss:
-        config, batch = self.config, self.batch_of(lines)
+    def _loss_on(self, trajectories: Sequence[Trajectory]) -> PolicyLoss:
+        config, batch = self.config, self.batch_of(trajectories)
         head = self._head(batch)
         result = self.policy.loss(batch, self.rule, temperature=config.sampling.temperature, head=head)
         before_n, returns_n = batch.values_n, batch.returns_n

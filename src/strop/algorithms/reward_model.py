@@ -5,7 +5,7 @@
 the mean over pairs. The model is a sequence classifier of transformers with one label, before and after; r is its number for
 prompt and completion, EOS included. `ModelReward` makes a reward function of one.
 
-B pairs, 2B lines: the chosen ones, then the rejected ones.
+B pairs, 2B trajectories: the chosen ones, then the rejected ones.
 """
 
 import functools
@@ -120,8 +120,9 @@ class RewardModel(Trainer):
         return update | self._metrics(update.parts)
 
     def _pair_scores(self, pairs: Sequence[Pair], num_pairs: int) -> PairScores:
-        lines = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
-        scores_2B = self.policy.scores(TokenBatch.of(lines, self.policy.device))[: len(lines)]  # of no line: none
+        trajectories = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
+        batch = TokenBatch.of(trajectories, self.policy.device)
+        scores_2B = self.policy.scores(batch)[: len(trajectories)]  # of none: none
         chosen_B, rejected_B = scores_2B.view(2, -1)
         margin_B = on_device(
             torch.tensor([chosen.row["margin"] for chosen, _ in pairs], dtype=chosen_B.dtype), chosen_B.device
@@ -170,18 +171,19 @@ class ModelReward:
             raise ValueError(
                 f"completions must be one for each of the {len(prompts)} prompts, found {len(completions)}"
             )
-        lines = [self._line(*both) for both in zip(prompts, completions, strict=True)]
-        for i, line in enumerate(lines):
-            self.policy.check_ids(line.ids_T, f"prompt and completion {i}")
-        parts = split(range(len(lines)), [len(line) for line in lines], 0, self.num_tokens, padded=self.policy.pads)
+        trajectories = [self._trajectory(*both) for both in zip(prompts, completions, strict=True)]
+        for i, trajectory in enumerate(trajectories):
+            self.policy.check_ids(trajectory.ids_T, f"prompt and completion {i}")
+        lengths = [len(one) for one in trajectories]
+        parts = split(range(len(trajectories)), lengths, 0, self.num_tokens, padded=self.policy.pads)
         found: dict[int, float] = {}
         with self.policy.evaluating():
             for part in parts:
-                batch = TokenBatch.of([lines[i] for i in part], self.policy.device)
+                batch = TokenBatch.of([trajectories[i] for i in part], self.policy.device)
                 found |= zip(part, self.policy.scores(batch).tolist(), strict=True)
-        return [found[i] for i in range(len(lines))]
+        return [found[i] for i in range(len(trajectories))]
 
-    def _line(self, prompt: object, completion: object) -> Trajectory:
+    def _trajectory(self, prompt: object, completion: object) -> Trajectory:
         """Cut from the left where it is longer than the model reads: its end is what is judged."""
         tokenizer, limit = self.policy.tokenizer, self.policy.max_length
         if is_conversation(prompt) and isinstance(completion, str):

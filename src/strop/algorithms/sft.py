@@ -66,19 +66,19 @@ class SFT(Trainer):
 
     # ---- inside ----
 
-    def _step(self, lines: list[Trajectory]) -> dict[str, float]:
-        num_tokens, mine = sum(line.num_loss_tokens for line in lines), self.share(len(lines))
-        own = lines[mine.start : mine.stop]
-        lengths = [len(line) for line in own]
+    def _step(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        num_tokens, mine = sum(one.num_loss_tokens for one in trajectories), self.share(len(trajectories))
+        own = trajectories[mine.start : mine.stop]
+        lengths = [len(one) for one in own]
         batches = [self._batch(part, num_tokens) for part in self.micro_batches(own, lengths)]
         update = self.update(functools.partial(self.policy.loss, batch, NLL()) for batch in batches)
         self.count_tokens(sum(lengths))
-        return update | {"completion/length": num_tokens / len(lines)}
+        return update | {"completion/length": num_tokens / len(trajectories)}
 
-    def _batch(self, lines: Sequence[Trajectory], num_tokens: int) -> TokenBatch:
+    def _batch(self, trajectories: Sequence[Trajectory], num_tokens: int) -> TokenBatch:
         """Return a part of a batch that trains on so many tokens: the losses of its parts add up, however it is cut."""
-        weights = [NLL().weight(line.num_loss_tokens, num_tokens, 0) for line in lines]
-        return TokenBatch.of(lines, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
+        weights = [NLL().weight(one.num_loss_tokens, num_tokens, 0) for one in trajectories]
+        return TokenBatch.of(trajectories, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
 
     @property
     def _limits(self) -> Limits:

@@ -1,4 +1,4 @@
-"""What everything is trained on: `Trajectory`, a line of tokens, and `TokenBatch`, several of them one after the other.
+"""What everything is trained on: `Trajectory`, a sequence of tokens, and `TokenBatch`, several of them joined.
 
 A trajectory says of every token whether it counts: whether the policy drew it, or in SFT the assistant wrote it. A batch
 knows before anything reaches the device which hidden state predicts which token that counts, so no device ever searches
@@ -202,7 +202,7 @@ class TokenBatch:
         counts_N = torch.cat([one.loss_mask_T for one in trajectories])
         ends_S = torch.tensor(lengths).cumsum(0)
         cu_seqlens = torch.cat([ends_S.new_zeros(1), ends_S])
-        counts_N[cu_seqlens[:-1]] = False  # nothing predicts the first token of a line
+        counts_N[cu_seqlens[:-1]] = False  # nothing predicts the first token of a sequence
         sequence_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         positions_N = torch.arange(len(ids_N)) - cu_seqlens[sequence_N]
         counted_n = counts_N.nonzero()[:, 0]

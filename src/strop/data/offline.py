@@ -58,13 +58,13 @@ class Limits:
         if not len(prompt):
             raise ValueError(f"{where}: the prompt must have at least one token, found none")
         self.check(prompt, f"{where}: the prompt")
-        lines = []
+        trajectories = []
         for name, completion, loss_mask in zip(("chosen", "rejected"), (chosen, rejected), loss_masks, strict=True):
             if not len(completion):
                 raise ValueError(f"{where}: {name} must have at least one token, found none")
             self.check(completion, f"{where}: {name}")
-            lines.append(self.trajectory(prompt, completion, f"{where}, {name}", loss_mask))
-        return lines[0], lines[1]
+            trajectories.append(self.trajectory(prompt, completion, f"{where}, {name}", loss_mask))
+        return trajectories[0], trajectories[1]
 
 
 def as_array(ids: Sequence[int]) -> Any:

@@ -162,14 +162,14 @@ def _row_steps(row: Row, encoder: Encoder, assistant_only: bool) -> Steps[tuple[
         if is_conversation(prompt) and is_conversation(completion):
             prompt_ids, ids, loss_mask = yield from _conversation_steps(prompt, completion, encoder, row)
             return prompt_ids, ids, loss_mask if assistant_only else [True] * len(ids)
-        line = yield from _completion_steps(prompt, completion, encoder, row, assistant_only)
+        counted = yield from _completion_steps(prompt, completion, encoder, row, assistant_only)
         prompt_ids = yield from _prompt_steps(prompt, encoder, row)
-        return prompt_ids, *line
+        return prompt_ids, *counted
     if kind != "language_modeling":
         raise ValueError(f"a row to imitate must be language_modeling or prompt_completion, found {kind}")
     if (messages := row.get("messages")) is not None:
-        line = yield from _messages_steps(messages, encoder, row, assistant_only)
-        return [], *line
+        counted = yield from _messages_steps(messages, encoder, row, assistant_only)
+        return [], *counted
     text = row["text"]
     if not isinstance(text, str):
         return [], *_all_count(_as_ids(text))

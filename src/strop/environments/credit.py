@@ -36,8 +36,8 @@ class EnvironmentRewards:
         for part in self.parts:
             part.check(rows, name, besides)
 
-    def __call__(self, rows: Mapping[str, Sequence[object]], lines: Sequence[Trajectory]) -> Rewards:
-        total_B = torch.tensor([returns_of(line.turns, self.discount)[0] for line in lines], dtype=torch.float32)
+    def __call__(self, rows: Mapping[str, Sequence[object]], trajectories: Sequence[Trajectory]) -> Rewards:
+        total_B = torch.tensor([returns_of(one.turns, self.discount)[0] for one in trajectories], dtype=torch.float32)
         columns = {"environment": total_B}
         for part in self.parts:
             rewards = part(rows)
@@ -54,7 +54,7 @@ def returns_of(turns: Sequence[RewardedTurn], discount: float) -> list[float]:
 
 
 def turn_advantages(
-    lines: Sequence[Trajectory], group_size: int, discount: float, *, scale: str, ddof: int, eps: float
+    trajectories: Sequence[Trajectory], group_size: int, discount: float, *, scale: str, ddof: int, eps: float
 ) -> list[torch.Tensor]:
     """Return the advantage of every sampled token: its turn's discounted reward compared with that turn in the group.
 
@@ -62,12 +62,12 @@ def turn_advantages(
     advantage 0. scale="batch" divides by the standard deviation over all turns.
     """
     returns: list[list[float]] = []
-    for line in lines:
-        own = returns_of(line.turns, discount)
-        late, last = line.reward - own[0], len(own) - 1  # late: what the functions gave
+    for trajectory in trajectories:
+        own = returns_of(trajectory.turns, discount)
+        late, last = trajectory.reward - own[0], len(own) - 1  # late: what the functions gave
         returns.append([value + discount ** (last - t) * late for t, value in enumerate(own)])
     advantages = [[0.0] * len(values) for values in returns]
-    for first in range(0, len(lines), group_size):
+    for first in range(0, len(trajectories), group_size):
         group = range(first, first + group_size)
         for turn in range(max(len(returns[i]) for i in group)):
             there = [i for i in group if turn < len(returns[i])]
@@ -77,8 +77,8 @@ def turn_advantages(
         spread = torch.tensor([value for values in returns for value in values]).double().std(correction=ddof).item()
         advantages = [[value / (spread + eps) for value in values] for values in advantages]
     return [
-        torch.tensor(values).repeat_interleave(torch.tensor([turn.num_tokens for turn in line.turns]))
-        for line, values in zip(lines, advantages, strict=True)
+        torch.tensor(values).repeat_interleave(torch.tensor([turn.num_tokens for turn in trajectory.turns]))
+        for trajectory, values in zip(trajectories, advantages, strict=True)
     ]
 
 

@@ -1,7 +1,7 @@
 """Rollouts of several turns: the model and the environments alternate until each trajectory ends.
 
     player = Player(GuessANumber, sampler, policy, TurnsConfig(max_turns=8))
-    lines = player(rows, sampling, num_samples=8, seed=0)            # a Rollout: a list of trajectories
+    trajectories = player(rows, sampling, num_samples=8, seed=0)            # a Rollout: a list of trajectories
 
 Rows whose environment has answered sample their next turn together. They do not wait for the others, which join a later
 batch. What a row samples depends on the seed, the row and its own tokens, not on the other rows of its batch.
@@ -49,19 +49,19 @@ class _Episode:
 
     def trajectory(self, row: Row) -> Trajectory:
         """Return the trajectory, with its turns, numbers for metrics, and the environment for reward functions."""
-        line: Trajectory = self.dialogue.trajectory(self.finish)
-        line.row, line.failure = row, self.failure
-        line.turns = [RewardedTurn(*one) for one in zip(self.dialogue.spans, self.rewards, strict=True)]
-        line.shown = {**line.shown, "environments": _own(self.environment)}
-        line.info = {
-            "turns/mean": len(line.turns),
+        trajectory: Trajectory = self.dialogue.trajectory(self.finish)
+        trajectory.row, trajectory.failure = row, self.failure
+        trajectory.turns = [RewardedTurn(*one) for one in zip(self.dialogue.spans, self.rewards, strict=True)]
+        trajectory.shown = {**trajectory.shown, "environments": _own(self.environment)}
+        trajectory.info = {
+            "turns/mean": len(trajectory.turns),
             "turns/truncated_fraction": float(self.finish == "turns"),
-            "turns/given_tokens": len(line) - line.num_prompt - line.num_loss_tokens,
+            "turns/given_tokens": len(trajectory) - trajectory.num_prompt - trajectory.num_loss_tokens,
             "environment/seconds": self.seconds,
             "environment/failed_fraction": float(bool(self.failure)),
             **{f"environment/{name}": value for name, value in self.info.items()},
         }
-        return line
+        return trajectory
 
 
 def _own(environment: object) -> Any:
@@ -98,8 +98,8 @@ class Player:
                 for sample in range(num_samples)]  # fmt: skip
         play = _Play(self, each, replace(sampling, stop_ids=ends), seed)
         play.run()
-        lines = [episode.trajectory(row) for episode, (row, _) in zip(play.episodes, each, strict=True)]
-        return Rollout(lines, time.perf_counter() - start, play.engine)
+        trajectories = [episode.trajectory(row) for episode, (row, _) in zip(play.episodes, each, strict=True)]
+        return Rollout(trajectories, time.perf_counter() - start, play.engine)
 
 
 class _Play:
@@ -133,11 +133,11 @@ class _Play:
         addresses = [self.addresses[i] + len(self.episodes[i].dialogue.spans) for i in ready]
         drawn = self.player.sampler.next_turn(prompts, self.sampling, self.seed, addresses, self.cached.of(ready))
         self.engine = drawn.engine
-        for i, line in zip(ready, drawn, strict=True):
-            episode, ids = self.episodes[i], line.completion_ids.tolist()
+        for i, trajectory in zip(ready, drawn, strict=True):
+            episode, ids = self.episodes[i], trajectory.completion_ids.tolist()
             special_tokens = getattr(episode.environment, "special_tokens", False)
-            reply = episode.dialogue.draw(ids, line.rollout_logps_t, special_tokens)
-            episode.finish = "length" if line.finish == "length" else ""
+            reply = episode.dialogue.draw(ids, trajectory.rollout_logps_t, special_tokens)
+            episode.finish = "length" if trajectory.finish == "length" else ""
             self._ask(i, episode.environment.step, reply)
 
     # ---- the environment's ----

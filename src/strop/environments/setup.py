@@ -79,7 +79,7 @@ def environment_rows(rows: Any, columns: Row, name: str) -> list[Trajectory]:
 def checked_rows(rows: object, name: str, judge: Any) -> list[Trajectory]:
     """Return a dataset's rows after a check that they have the columns of the rewards or the preference (`judge`)."""
     found = environment_rows(rows, {}, name)
-    columns = [line.row for line in found]
+    columns = [one.row for one in found]
     judge.check(
         columns, name, (*CONVERSATION_COLUMNS, *(["prompt"] if any("prompt" in row for row in columns) else []))
     )

@@ -459,8 +459,8 @@ class Policy:
         self._modules = list(inner.modules())
         lengths = self.trial_lengths()
         ids = torch.arange(1, sum(lengths) + 1) % (self.vocab_size or 13)
-        lines = [Trajectory.of(row[:1], row[1:]) for row in ids.split(list(lengths))]
-        batch = TokenBatch.of(lines, self.device)
+        trajectories = [Trajectory.of(row[:1], row[1:]) for row in ids.split(list(lengths))]
+        batch = TokenBatch.of(trajectories, self.device)
 
         def padded(one: TokenBatch, module: Any = inner, part: Callable[[Any], torch.Tensor] = _logits) -> torch.Tensor:
             rows = one.padded(self.pad_id)
@@ -470,7 +470,7 @@ class Policy:
             return read_packed(self._modules, inner, batch, _logits)
 
         with trial.tried(inner, self.device):
-            alone = [TokenBatch.of([line], self.device) for line in lines]
+            alone = [TokenBatch.of([one], self.device) for one in trajectories]
             wanted_NV = torch.cat([padded(one) for one in alone])
             self._check_causality_of_rows(batch, padded)
             found = trial.decoder_and_head(inner)
@@ -487,7 +487,7 @@ class Policy:
             if self.no_packing_because is not None:
                 self.no_padding_because = trial.attempted(lambda: padded(batch), wanted_NV, "padded rows")
             if self.no_padding_because is not None:
-                together = TokenBatch.of([lines[-1], lines[-1]], self.device)
+                together = TokenBatch.of([trajectories[-1], trajectories[-1]], self.device)
                 wanted_MV = wanted_NV[-lengths[-1] :].repeat(2, 1)
                 why = trial.attempted(lambda: padded(together), wanted_MV, "rows of one length")
                 if why is not None:

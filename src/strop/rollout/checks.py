@@ -118,7 +118,7 @@ def check_against_forward(engine: Any, policy: Policy) -> None:
                 found.append(logits_NV[: len(prompts)].float())
                 engine._draw(logits_NV, rows, round_, sampling)
     chosen = (
-        None if round_.record is None else round_.record.lines(prompts, round_.prefix_starts, [2] * len(prompts), 1)
+        None if round_.record is None else round_.record.of_rows(prompts, round_.prefix_starts, [2] * len(prompts), 1)
     )
     for i, prompt in enumerate(prompts):
         read = torch.cat([prompt, round_.tokens_BT[i, :1].cpu()]).to(engine.device)

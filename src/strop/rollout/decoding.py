@@ -192,7 +192,7 @@ class Engine:
                 lengths_B = completion_lengths(tokens_BT, eos_ids)
                 if round_.record is not None:
                     lengths = lengths_B.tolist()
-                    routing += round_.record.lines(prompts[first:end], round_.prefix_starts, lengths, num_samples)
+                    routing += round_.record.of_rows(prompts[first:end], round_.prefix_starts, lengths, num_samples)
                 if cached is not None and lanes == end - first and round_.kv.shape[2] < self._num_slots() // 3:
                     store(prompts[first:end], lengths_B.tolist(), round_, cached.part(first, end), T)
                 del round_  # before the next one's cache

@@ -45,39 +45,39 @@ class Rollout(list[Trajectory]):
     softmax(logits).
     """
 
-    def __init__(self, lines: Iterable[Trajectory] = (), seconds: float = 0.0, engine: str = ""):
-        super().__init__(lines)
+    def __init__(self, trajectories: Iterable[Trajectory] = (), seconds: float = 0.0, engine: str = ""):
+        super().__init__(trajectories)
         self.seconds, self.engine = seconds, engine
 
     @property
     def prompt_ids(self) -> list[torch.Tensor]:
-        return [line.prompt_ids for line in self]
+        return [one.prompt_ids for one in self]
 
     @property
     def completion_ids(self) -> list[torch.Tensor]:
-        return [line.completion_ids for line in self]
+        return [one.completion_ids for one in self]
 
     @property
     def logps(self) -> list[torch.Tensor]:
-        return [line.rollout_logps_t for line in self if line.rollout_logps_t is not None]
+        return [one.rollout_logps_t for one in self if one.rollout_logps_t is not None]
 
     @property
     def finish_reasons(self) -> list[str]:
-        return [str(line.finish) for line in self]
+        return [str(one.finish) for one in self]
 
     @property
     def num_tokens(self) -> int:
         """Tokens generated."""
-        return sum(line.num_loss_tokens for line in self)
+        return sum(one.num_loss_tokens for one in self)
 
     @property
     def metrics(self) -> dict[str, float]:
         return completion_metrics(ends_of(self))
 
 
-def ends_of(lines: Sequence[Trajectory]) -> list[End]:
+def ends_of(trajectories: Sequence[Trajectory]) -> list[End]:
     """Return what `completion_metrics` needs of each trajectory; it can be sent to other processes."""
-    return [(line.num_loss_tokens, line.finish, line.info) for line in lines]
+    return [(one.num_loss_tokens, one.finish, one.info) for one in trajectories]
 
 
 def completion_metrics(ends: Sequence[End]) -> dict[str, float]:
@@ -138,12 +138,12 @@ def generate(
     seconds = time.perf_counter() - start
     _check_not_nan(logps)
     last = torch.stack([tokens[-1] for tokens in completion_ids]).tolist()
-    lines = sampled([prompt for prompt in ids for _ in range(num_samples)], completion_ids, logps)
-    for line, token in zip(lines, last, strict=True):
-        line.finish = "eos" if token in eos_ids else "length"
-    for line, chosen_TLk in zip(lines, routing[0] if routing else (), strict=bool(routing)):
-        line.routing_TLk = chosen_TLk
-    return Rollout(lines, seconds, decoding.description(policy) if policy.kind == "hf" else policy.kind)
+    trajectories = sampled([prompt for prompt in ids for _ in range(num_samples)], completion_ids, logps)
+    for trajectory, token in zip(trajectories, last, strict=True):
+        trajectory.finish = "eos" if token in eos_ids else "length"
+    for trajectory, chosen_TLk in zip(trajectories, routing[0] if routing else (), strict=bool(routing)):
+        trajectory.routing_TLk = chosen_TLk
+    return Rollout(trajectories, seconds, decoding.description(policy) if policy.kind == "hf" else policy.kind)
 
 
 def _check_not_nan(logps: Sequence[torch.Tensor]) -> None:

@@ -53,7 +53,7 @@ class Record:
         yield
         self.drawn_BTLk[row_N, step_N] = self.step_NLk[: len(rows)]
 
-    def lines(
+    def of_rows(
         self, prompts: Sequence[torch.Tensor], starts: Sequence[int], lengths: Sequence[int], num_samples: int
     ) -> list[torch.Tensor]:
         """[prompt and completion, L, k] of every row. starts: of the prompts' slots; lengths: of the completions"""

@@ -345,8 +345,8 @@ class SamplingQueue:
             return
         ids, size = row.completion.ids, max(1, LOGITS_AT_ONCE // (policy.vocab_size or 1 << 18))
         for first in range(0, len(ids), size):
-            line = Trajectory.of(request.prompt + ids[:first], ids[first : first + size])
-            logits_nV = policy.logits(TokenBatch.of([line], policy.device))
+            trajectory = Trajectory.of(request.prompt + ids[:first], ids[first : first + size])
+            logits_nV = policy.logits(TokenBatch.of([trajectory], policy.device))
             logps_nV = sampling_logps(logits_nV.float(), request.sampling)
             top = logps_nV.topk(min(request.num_top, logps_nV.shape[-1]), dim=-1)
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)

@@ -99,10 +99,10 @@ class ServerSampler(Sampler):
     def load_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         for seed, about in values.items():
             rows = [tensors[f"{seed}/{name}"].split(tensors[f"{seed}/{name}_lengths"].tolist()) for name in ROWS]
-            lines = sampled(*rows)
-            for line, finish in zip(lines, about["finish_reasons"], strict=True):
-                line.finish = finish
-            self._begun[int(seed)] = functools.partial(Rollout, lines, engine=about["engine"])
+            trajectories = sampled(*rows)
+            for trajectory, finish in zip(trajectories, about["finish_reasons"], strict=True):
+                trajectory.finish = finish
+            self._begun[int(seed)] = functools.partial(Rollout, trajectories, engine=about["engine"])
 
     def next_turn(
         self,
@@ -143,11 +143,11 @@ class ServerSampler(Sampler):
         def finish() -> Rollout:
             pairs = [pair for pair in self._take(pending, counts) for _ in range(num_copies)]
             prompt_ids = [prompt for prompt in ids for _ in range(num_samples)]
-            lines = sampled(prompt_ids, [tokens for tokens, _ in pairs], [logps for _, logps in pairs])
-            for line in lines:
-                line.finish = "eos" if line.ids_T[-1].item() in ends else "length"
+            trajectories = sampled(prompt_ids, [tokens for tokens, _ in pairs], [logps for _, logps in pairs])
+            for trajectory in trajectories:
+                trajectory.finish = "eos" if trajectory.ids_T[-1].item() in ends else "length"
             urls = ", ".join(server.url for server in self.servers)
-            return Rollout(lines, time.perf_counter() - start, f"server {urls}")
+            return Rollout(trajectories, time.perf_counter() - start, f"server {urls}")
 
         return finish
 

@@ -21,14 +21,14 @@ class ServedTeacher:
     def logps(self, batch: TokenBatch, *, temperature: float = 1.0) -> torch.Tensor:
         """Return [n], the log-probs of the loss tokens. A server that fails is asked again until it is given up."""
         assert temperature == 1, "servers give log-probs at temperature 1"
-        lines = [ids.tolist() for ids in batch.ids_N.split(batch.lengths)]
-        with concurrent.futures.ThreadPoolExecutor(min(len(lines), self.config.server_requests)) as threads:
-            rows = list(threads.map(self._asked, lines, batch.num_loss_tokens_S))
+        sequences = [ids.tolist() for ids in batch.ids_N.split(batch.lengths)]
+        with concurrent.futures.ThreadPoolExecutor(min(len(sequences), self.config.server_requests)) as threads:
+            rows = list(threads.map(self._asked, sequences, batch.num_loss_tokens_S))
         logps_N = torch.tensor(list(itertools.chain(*rows)), dtype=torch.float64)
         return on_device(logps_N, batch.device).index_select(0, batch.places_n + 1)
 
     def _asked(self, ids: list[int], num_loss_tokens: int) -> list[float]:
-        """Return a number for every token, 0 for the first. A line without loss tokens is not sent."""
+        """Return a number for every token, 0 for the first. A sequence without loss tokens is not sent."""
         if not num_loss_tokens:
             return [0.0] * len(ids)
         start, wait = time.monotonic(), 0.1
