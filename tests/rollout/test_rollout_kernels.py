@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from strop.models.attention import Rule
+from strop.models.decoder_layers import ACTIVATIONS, RMSNorm
 from strop.rollout import Sampling, sampling_logps
 from strop.rollout.sampling import draw
 from strop.rollout.slots import CacheShape, Decode, Rows
-from strop.rollout.steps import ACTIVATIONS, Norm
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels on a CPU need TRITON_INTERPRET=1"
@@ -114,7 +114,7 @@ def test_draw_kernel_leaves_rows_that_ended_and_ends_rows_for_their_length():
 
 
 def norm_of(size, offset=0, seed=0):
-    return Norm(torch.randn(size, generator=torch.Generator().manual_seed(seed)), 1e-5, offset)
+    return RMSNorm(torch.randn(size, generator=torch.Generator().manual_seed(seed)), 1e-5, offset)
 
 
 @pytest.mark.parametrize("H", [1, 64, 65, 120])

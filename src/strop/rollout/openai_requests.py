@@ -8,7 +8,7 @@ import json
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from strop._types import Json, Row
@@ -30,6 +30,7 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {  # fields that are taken with t
 class OpenAIRequest:
     """A request of completions, checked.
 
+    messages   of a chat, as they went into the template; None for a text or ids
     echo_ids   also send token ids (`return_token_ids`)
     tools      the tools the model was shown; None where there are none
     """
@@ -49,6 +50,7 @@ class OpenAIRequest:
     stream: bool
     stream_usage: bool
     tools: list[Json] | None
+    messages: list[Json] | None = None
 
     def sampling_requests(self, served: ServedModel) -> list[SamplingRequest]:
         """Return a request to the queue for each prompt."""
@@ -126,7 +128,8 @@ def parse_chat_request(body: Json, served: ServedModel) -> OpenAIRequest:
         raise RequestError(f"top_logprobs must be 0 without logprobs, found {num_top}")
     if not isinstance(body.get("logprobs") or False, bool):
         raise RequestError(f"logprobs must be true or false, found {_shown(body['logprobs'])}")
-    return _request(body, served, [ids], chat=True, max_tokens=max_tokens, num_top=num_top, tools=tools)
+    asked = _request(body, served, [ids], chat=True, max_tokens=max_tokens, num_top=num_top, tools=tools)
+    return replace(asked, messages=messages)
 
 
 def _request(

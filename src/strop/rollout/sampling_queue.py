@@ -42,6 +42,7 @@ class QueueFull(RuntimeError):
 class SamplingRequest:
     """What a caller asks for: num_samples completions of one prompt.
 
+    address        which of the seed's random numbers it has, as in `generate`
     model          the name that the queue's `use_model` knows, such as an adapter's; None is its default
     ends           says of a completion's ids whether it is to end here, such as at a stop text
     prompt_logps   also return the log-probs of the prompt's tokens
@@ -53,6 +54,7 @@ class SamplingRequest:
     sampling: Sampling
     num_samples: int = 1
     seed: int = 0
+    address: int = 0
     ignore_eos: bool = False
     model: str | None = None
     ends: Callable[[list[int]], bool] | None = None
@@ -97,7 +99,7 @@ class Ticket:
         self.completions = [SampledCompletion() for _ in range(request.num_samples)]
         self.prompt_logps: list[float] = []
         self.num_waiting = self.num_left = request.num_samples
-        self.row_bits_B = row_bits(request.seed, [0], request.num_samples)
+        self.row_bits_B = row_bits(request.seed, [request.address], request.num_samples)
 
     def result(self, timeout: float | None = None) -> list[SampledCompletion]:
         """Wait for the completions."""

@@ -43,6 +43,7 @@ class ServedModel:
                    temporary files, where a trainer on this machine writes them
     max_batch      rows that are decoded together; None chooses by the device
     parse_calls    reads calls of tools from a reply; None refuses requests with tools
+    queue          draws completions; None makes a `SamplingQueue`
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class ServedModel:
         sync_folder: str | Path | None = None,
         max_batch: int | None = None,
         parse_calls: Callable[[str], list[ToolCall]] | None = None,
+        queue: Any = None,
     ):
         self.policy, self.name, self.parse_calls = policy, name, parse_calls
         self.sync_folder = Path(sync_folder or tempfile.gettempdir()).resolve()
         self.adapters: list[str] = []
-        self.queue = SamplingQueue(policy, max_batch, self.use)
+        self.queue = queue or SamplingQueue(policy, max_batch, self.use)
         self._loading = threading.Lock()
 
     def close(self) -> None:
