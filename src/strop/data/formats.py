@@ -442,7 +442,7 @@ def _content_of(names: Sequence[str], wanted: str) -> Sequence[str]:
         return ()
 
 
-def _is_usual(row: Row, content: Sequence[str]) -> bool:
+def _is_usual(row: Json, content: Sequence[str]) -> bool:
     """Return whether nothing is odd about the row: texts alone, or messages of known roles alone, and no equal pair.
 
     Nearly all rows are; for the others, right or wrong, `facts_of` looks closer, which takes several times as long.
