@@ -41,7 +41,6 @@ ONCE = [
     "rollout/test_decoding.py::test_a_compiled_model_has_compiled_steps",
     "test_models.py::test_compiled_model_has_the_same_log_probs",
     "algorithms/test_resume.py::test_ten_kills",
-    "ops/test_registry.py::test_environment_in_a_fresh_process",
     "cli/test_cli.py::test_bench_of_curves",
     "cli/test_cli.py::test_bench_can_be_interrupted",
     "cli/test_cli.py::test_doctor_imports_torch_and_no_other_package",
