@@ -14,6 +14,7 @@ NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # for unshare
 NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 38, 22, 2  # for prctl
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock's calls, on every architecture
 MAX_FILES, MAX_NODES = 32, 1000  # open at once; in the folder
+FILE_EVENTS = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "shutil.")
 
 
 def protect(layers, total, folder, call_filter):
@@ -86,6 +87,8 @@ def refuser(folder, kernel_checks_files):
         "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.lchown", "os.link", "os.symlink", "os.truncate", "os.utime",
         "os.setxattr", "os.removexattr", "os.chflags", "shutil.", "signal.pthread_kill",
     )  # fmt: skip
+    if kernel_checks_files:  # these work in the folder, as `tempfile` needs, and nowhere else
+        refused = tuple(name for name in refused if name not in FILE_EVENTS)
     absolute, real_path, own = os.path.isabs, os.path.realpath, f"/proc/{os.getpid()}/"
     write_flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -117,6 +120,7 @@ def refuser(folder, kernel_checks_files):
 
 def remove_functions():
     """Replace functions that raise no audit event by ones that refuse."""
+    import _posixsubprocess
     import posix
     import signal
 
@@ -130,14 +134,10 @@ def remove_functions():
         "mkfifo", "mknod", "setpriority", "nice", "sched_setscheduler", "sched_setparam", "sched_setaffinity", "pidfd_open",
         "memfd_create", "unshare", "setns", "chroot", "setuid", "setgid",
     )  # fmt: skip
-    for module in (os, posix):
-        for name in names:
-            if hasattr(module, name):
-                setattr(module, name, refusing(f"os.{name}"))
-    for name in ("pidfd_send_signal",):
-        if hasattr(signal, name):
-            setattr(signal, name, refusing(f"signal.{name}"))
-    resource.prlimit = refusing("resource.prlimit")
+    others = ((signal, "pidfd_send_signal"), (_posixsubprocess, "fork_exec"), (resource, "prlimit"))
+    for module, name in (*((os, name) for name in names), *((posix, name) for name in names), *others):
+        if hasattr(module, name):
+            setattr(module, name, refusing(f"{'os' if module is posix else module.__name__}.{name}"))
 
 
 def describe(error):
