@@ -27,14 +27,15 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {  # fields that are taken with t
     "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "bad_words": ([],),
     "modalities": (["text"],),
 }  # fmt: skip
-READ = frozenset(
-    "model prompt messages tools tool_choice n seed max_tokens max_completion_tokens temperature top_p top_k min_p stop "
-    "stop_token_ids ignore_eos logprobs top_logprobs prompt_logprobs return_token_ids stream stream_options response_format "
-    "chat_template_kwargs add_generation_prompt continue_final_message".split()
-)
-WITHOUT_EFFECT = frozenset(  # these change no token of an answer
-    "user metadata store service_tier safety_identifier prompt_cache_key request_id priority cache_salt".split()
-)
+READ = {
+    "model", "prompt", "messages", "tools", "tool_choice", "n", "seed", "max_tokens", "max_completion_tokens", "temperature",
+    "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "prompt_logprobs",
+    "return_token_ids", "stream", "stream_options", "response_format", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message",
+}  # fmt: skip
+WITHOUT_EFFECT = {  # these change no token of an answer
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "priority", "cache_salt",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
