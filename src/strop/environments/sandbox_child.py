@@ -14,7 +14,6 @@ NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # for unshare
 NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 38, 22, 2  # for prctl
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock's calls, on every architecture
 MAX_FILES, MAX_NODES = 32, 1000  # open at once; in the folder
-FILE_EVENTS = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "shutil.")
 
 
 def protect(layers, total, folder, call_filter):
@@ -82,13 +81,13 @@ def protect(layers, total, folder, call_filter):
 
 def refuser(folder, kernel_checks_files):
     """Return an audit hook that refuses in plain words; it cannot be taken away again."""
-    refused = (
-        "socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.kill", "ctypes.", "pty.", "os.remove",
-        "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.lchown", "os.link", "os.symlink", "os.truncate", "os.utime",
-        "os.setxattr", "os.removexattr", "os.chflags", "shutil.", "signal.pthread_kill",
+    refused: tuple[str, ...] = (
+        "socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.kill", "ctypes.", "pty.", "os.chmod",
+        "os.chown", "os.lchown", "os.link", "os.symlink", "os.truncate", "os.utime", "os.setxattr", "os.removexattr", "os.chflags",
+        "signal.pthread_kill",
     )  # fmt: skip
-    if kernel_checks_files:  # these work in the folder, as `tempfile` needs, and nowhere else
-        refused = tuple(name for name in refused if name not in FILE_EVENTS)
+    if not kernel_checks_files:  # else these work in the folder, as `tempfile` needs, and nowhere else
+        refused += ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "shutil.")
     absolute, real_path, own = os.path.isabs, os.path.realpath, f"/proc/{os.getpid()}/"
     write_flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
