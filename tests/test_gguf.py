@@ -1,5 +1,7 @@
 """GGUF files: what is read from one is ordinary weights, and what is written to one is read back as it was."""
 
+import copy
+
 import pytest
 import torch
 from chat_templates import TEMPLATES, of_bytes
@@ -25,7 +27,7 @@ def tokenizer_of(kind):
     from tokenizers import Regex, pre_tokenizers
 
     template, special, eos, _ = TEMPLATES["smollm2" if kind == "llama" else "qwen"]
-    tokenizer = of_bytes(template, tuple(special), eos)
+    tokenizer = copy.deepcopy(of_bytes(template, tuple(special), eos))  # of_bytes keeps what it makes
     if kind != "llama":
         rule = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
