@@ -75,7 +75,7 @@ def test_tab_completion_knows_the_options():
     assert "--batch-size" not in found.stdout
 
 
-def test_doctor_is_content_here_and_without_the_compiled_module():
+def test_doctor_passes_with_and_without_the_compiled_module():
     assert run("doctor").returncode == 0
     found = run_doctor(STROP_NATIVE="0")
     assert found.returncode == 0
@@ -173,7 +173,7 @@ def test_nothing_in_an_error_or_a_warning_steers_the_terminal(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [("train", "grpo", "--help"), ("doctor", "--help")])
-def test_a_reader_that_leaves_is_no_error(arguments):
+def test_a_closed_pipe_is_no_error(arguments):
     """`strop … | head -1`: what is still to be printed goes nowhere, and nothing is said of it."""
     read, write = os.pipe()
     os.close(read)
@@ -293,7 +293,7 @@ def test_files_are_written_and_read_as_utf8():
         ("--nothing", "--nothing ("),
     ],
 )
-def test_a_flag_of_trl_is_told_what_it_is_here(flag, told, strop):
+def test_flags_of_trl_get_a_hint(flag, told, strop):
     code, _, err = strop("train", "grpo", flag, "4")
     assert (code, told in err) == (2, True)
 
