@@ -10,8 +10,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import preloaded
 import pytest
+from preloaded import strop as run
 
 import strop
 from benchmarks import ROOT
@@ -22,13 +22,6 @@ BARE_CONTAINER = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", 
 # what the package itself is, without a look at the others: those take many times as long to import
 ALONE = "import sys; sys.modules['torch'] = None; sys.argv = ['strop', 'doctor'];"
 DOCTOR = "from strop.cli import doctor, main; doctor.OPTIONAL.clear(); doctor.operators = lambda: []; main()"
-
-
-def run(*args):
-    """Run a command in a process of its own that has imported everything already."""
-    process = preloaded.start("strop.cli:main", *args)
-    out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(args, process.returncode, out, err)
 
 
 def run_doctor(before="", cwd=None, **environment):
