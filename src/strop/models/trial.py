@@ -24,6 +24,7 @@ from strop.ops.registry import on_gpu, on_gpu_or_interpreted
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "logit_soft_cap")
 
 SPAN = re.compile(r"window|chunk|block_size")  # in names of a config's fields: how far a token sees
+LONG_SPAN = re.compile(r"window|chunk|block_size|floor_scale")  # the same, of those that a trial shortens
 LONGEST_SPAN = 256  # of those that a trial's rows exceed
 
 TRIED = (1, 0, 1)  # ids that every vocabulary has, and that are no positions and no kinds of tokens
@@ -119,6 +120,30 @@ def row_lengths(config: Any, longest: int | None) -> tuple[int, int, int]:
     return min(3, longest), min(span + 3, longest), min(span + 5, longest)
 
 
+@contextlib.contextmanager
+def shortened(model: nn.Module) -> Iterator[bool]:
+    """Within, windows, chunks and blocks of more than 256 tokens are a few tokens long, in configs and modules; afterwards
+    they are as before. Gives whether there are any: then short rows show what happens beyond them."""
+    config = getattr(base_model(model), "config", None)
+    configs = [config, *(getattr(config, name, None) for name in getattr(type(config), "sub_configs", ()))]
+    owners: list[Any] = [one for one in configs if one is not None] + list(model.modules())
+    holders = {id(vars(owner)): vars(owner) for owner in owners}
+    long: list[tuple[Any, str, int]] = [
+        (fields, name, size)
+        for fields in holders.values()
+        for name, size in fields.items()
+        if type(size) is int and size > LONGEST_SPAN and LONG_SPAN.search(name)
+    ]
+    short = {size: 4 + 3 * i for i, size in enumerate(sorted({size for *_, size in long}))}
+    try:
+        for fields, name, size in long:
+            fields[name] = short[size]
+        yield bool(long)
+    finally:
+        for fields, name, size in long:
+            fields[name] = size
+
+
 # ---- how a Hugging Face model can be read ----
 
 
@@ -151,22 +176,22 @@ def gives_logits(head: nn.Linear, states_NH: torch.Tensor, wanted_NV: torch.Tens
     return bool((wanted_NV.float() - found_NV.float()).abs().max() <= 8 * eps * wanted_NV.float().abs().max())
 
 
-Read = Callable[
-    [], tuple[torch.Tensor, dict[int, Rule]]
-]  # logits of packed sequences, and what each layer asked of attention
+Read = Callable[[dict[int, Rule] | None], tuple[torch.Tensor, dict[int, Rule]]]
+"""Rules of attention, or None to learn them, → logits of packed sequences, and what each layer asked of attention."""
 
 
 def packing(read: Read, num_layers: int | None, wanted_NV: torch.Tensor) -> dict[int, Rule] | str:
     """What each layer asks of attention, or why the model cannot read packed sequences."""
     try:
-        found_NV, rules = read()
+        _, rules = read(None)
+        # one that did not attend here has mixed the sequences
+        if (missing := (num_layers or 0) - len(rules)) > 0:
+            return f"{missing} of its layers do not attend through transformers' interface"
+        found_NV, _ = read(rules)
     except Unsupported as error:
         return str(error)
     except Exception as error:  # whatever a foreign forward raises, it is not to be read so
         return f"its forward fails on packed sequences ({type(error).__name__}: {error})"
-    # one that did not attend here has mixed the sequences
-    if (missing := (num_layers or 0) - len(rules)) > 0:
-        return f"{missing} of its layers do not attend through transformers' interface"
     return differs(found_NV, wanted_NV, "packed sequences") or rules
 
 
@@ -186,10 +211,8 @@ def attempted(read: Callable[[], torch.Tensor], wanted_NV: torch.Tensor, what: s
         return f"its forward fails on {what} ({type(error).__name__}: {error})"
 
 
-def fusing(model: torch.nn.Module, rules: dict[int, Rule] | str, read: Read, exact: bool = False) -> Any:
+def fusing(model: torch.nn.Module, rules: dict[int, Rule], read: Callable[[], object], exact: bool = False) -> Any:
     """The decoder layers in few kernels, or why they stay as they are. exact: see `models.exact`"""
-    if isinstance(rules, str):
-        return f"it does not read packed sequences: {rules}"
     if (reason := (on_gpu_or_interpreted if exact else on_gpu)(next(model.parameters()))) is not True:
         return reason
     from strop.models.layers import fused  # imports Triton

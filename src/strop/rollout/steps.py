@@ -50,6 +50,7 @@ class OwnLayers:
     def __init__(self, model: Any, device: torch.device, autocast: torch.dtype | None, compiled: bool):
         self.model, self.device, self.autocast = model, device, autocast
         self.copies: Copies | None = None
+        self.rules: dict[int, Rule] | None = None  # of attention, once the layers have shown them
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache = slots.slot_cache()
         self._compiled: Any = torch.compile(self._forward) if compiled else None
@@ -81,7 +82,7 @@ class OwnLayers:
         cast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
         copies = contextlib.nullcontext() if self.copies is None else self.copies.in_place()
         try:
-            with torch.no_grad(), cast, attending(self.model), copies, sdpa_without_plans():
+            with torch.no_grad(), cast, attending(self.model, None, self.rules), copies, sdpa_without_plans():
                 yield
         finally:
             self.model._compiled_call_impl = compiled
@@ -384,8 +385,8 @@ def signature(model: nn.Module) -> Any:
                              _scaling(module)))  # fmt: skip
         if is_altered(module):
             altered.append(index)
-        for one in (*module._parameters.values(), *module._buffers.values()):
-            if one is not None:
+        for name, one in (*module._parameters.items(), *module._buffers.items()):
+            if one is not None and not name.endswith("inv_freq"):  # some rotations make a new one in every forward
                 tensors.append((one.data_ptr(), one.dtype, one.shape))
                 devices.add(one.device)
     kinds = sorted({device.type for device in devices} - {"meta"})  # of which torch knows no autocast
