@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
 NAME = "strop"  # of this attention among transformers' implementations
 
@@ -39,6 +39,7 @@ class Rule:
 
     dropout   of the weights, in training
     chunk     a token sees those of its own chunk of a sequence only, each so many tokens long; 0 is none
+    sinks     [H]: scores of a key without a value, which every query sees; None: there is none
     """
 
     scaling: float
@@ -46,6 +47,7 @@ class Rule:
     softcap: float = 0.0
     dropout: float = 0.0
     chunk: int = 0
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -132,13 +134,14 @@ class Packed(Pass):
 
 
 def has_kernel(q: torch.Tensor, rule: Rule) -> bool:
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not rule.softcap
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not rule.softcap and rule.sinks is None
 
 
 def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
     """Causal attention of right-padded rows."""
     T = q.shape[2]
-    if not rule.softcap and all(not size or size >= T for size in (rule.window, rule.chunk)):
+    bounded = any(size and size < T for size in (rule.window, rule.chunk))
+    if not rule.softcap and rule.sinks is None and not bounded:
         out = scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=True, dropout_p=rule.dropout
         )
@@ -153,6 +156,11 @@ def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: R
 
 
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Rule) -> torch.Tensor:
+    if rule.sinks is not None:  # a key of zeros and a value of zeros, with the sink for its mask
+        k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
+        P, H, T = q.shape[:3]
+        bias = q.new_zeros(()).masked_fill(~mask, -torch.inf).expand(P, H, T, -1)
+        mask = torch.cat([bias, rule.sinks.to(q.dtype)[:, None, None].expand(P, -1, T, 1)], -1)
     if not rule.softcap:
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=True, dropout_p=rule.dropout
@@ -215,6 +223,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    s_aux: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     """The signature of transformers' attention functions."""
@@ -225,6 +234,8 @@ def attention(
         raise Unsupported("it makes an attention mask of its own")
     if getattr(module, "is_causal", True) is not True:
         raise Unsupported("its attention is not causal")
+    if softcap and s_aux is not None:
+        raise Unsupported("its attention has both a softcap and sinks")
     span = attention_mask or Span(sliding_window or 0)
     rule = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -232,6 +243,7 @@ def attention(
         softcap or 0.0,
         float(dropout),
         span.chunk,
+        s_aux,
     )
     attend = _attend_opaque if torch.compiler.is_compiling() else _attend
     return attend(query, key, value, module.layer_idx, *rule), None
@@ -247,10 +259,11 @@ def _attend(
     softcap: float,
     dropout: float,
     chunk: int,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    rule, (rules, are_known) = Rule(scaling, window, softcap, dropout, chunk), _rules.get()
+    rule, (rules, are_known) = Rule(scaling, window, softcap, dropout, chunk, sinks), _rules.get()
     if are_known:
-        rule = replace(rules[layer], dropout=dropout)
+        rule = replace(rules[layer], dropout=dropout, sinks=sinks)
     elif rules.setdefault(layer, rule) != rule:
         raise Unsupported("one of its layers attends in two ways")
     return current_pass().attend(query, key, value, layer, rule)
@@ -262,8 +275,8 @@ _attend_opaque = torch.library.custom_op("strop::attend", _attend, mutates_args=
 
 @_attend_opaque.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rule: object) -> torch.Tensor:
-    rows, heads, tokens, dim = query.shape
-    return value.new_empty(rows, tokens, heads, dim)
+    rows, heads, tokens, _ = query.shape
+    return value.new_empty(rows, tokens, heads, value.shape[-1])
 
 
 # ---- which keys a query sees ----
