@@ -20,8 +20,7 @@ from strop.models.attention import (
     current,
     seen_by,
 )
-from strop.models.lengths import rotations, sides
-from strop.models.trial import shortened
+from strop.models.trial import rotations, shortened, sides
 from strop.rollout import Sampling, generate
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

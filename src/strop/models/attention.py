@@ -293,7 +293,6 @@ class Span:
     chunk: int = 0
 
 
-@torch.compiler.disable
 def seen_by(*_: object, mask_function: Callable[..., object], **others: object) -> Span | None:
     """Return what the mask says that transformers would make of this function of indices; None: all tokens before.
 

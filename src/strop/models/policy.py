@@ -42,7 +42,6 @@ from strop.models.kinds import (
     shares,
     unwrapped,
 )
-from strop.models.lengths import Sides, rotations, sides
 from strop.models.loading import check_moe_device, chosen_device, load_model
 from strop.models.routing import NONE, Routers, Within, find_routers, replaying
 from strop.ops import linear, linear_logp, linear_token_loss, logp
@@ -88,7 +87,7 @@ class Policy:
         """Why the decoder layers compute in their own way and not in that of `models.layers`, once a batch was read."""
         self.exact = False
         """See `be_exact`."""
-        self.sides: Sides | None = None
+        self.sides: trial.Sides | None = None
         """Which rows are read together, where the longest of a call changes the others' numbers."""
         self._rules: dict[int, Rule] = {}
         self._fused: Any = None
@@ -509,10 +508,10 @@ class Policy:
         """
         inner = unwrapped(self.model)
         self._modules = list(inner.modules())
-        with rotations(inner) as calls:
+        with trial.rotations(inner) as calls:
             rows = self._trial_rows(module, part)
         with contextlib.suppress(Exception):  # of a rotation by other arguments nothing can be told
-            self.sides = sides(calls, self.config)
+            self.sides = trial.sides(calls, self.config)
         if self.sides is not None:  # now all of one side
             rows = self._trial_rows(module, part)
         self.no_packing_because, self.no_padding_because = self._try_together(module, part, rows)

@@ -1,4 +1,4 @@
-"""Rollouts of models whose numbers depend on the longest row of a call: no call has rows of two sides (`models/lengths.py`).
+"""Rollouts of models whose numbers depend on the longest row of a call: no call has rows of two sides (`models/trial.py`).
 
 A row that reaches a boundary goes on beyond it with all of its tokens read again, as transformers' `generate` does for
 Phi-3. The token at which a cache would be of the side before is drawn from a forward of the whole row.
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from strop.models import Policy
-from strop.models.lengths import Sides
+from strop.models.trial import Sides
 from strop.rollout import plain
 from strop.rollout.sampling import Sampling
 

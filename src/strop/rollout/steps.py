@@ -30,7 +30,7 @@ from strop.models.decoder_layers import (
     projections_of,
     rms_norm_of,
 )
-from strop.models.trial import decoder_and_head
+from strop.models.trial import Sides, decoder_and_head
 from strop.rollout import slots
 from strop.rollout.slots import CacheShape
 
@@ -373,11 +373,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def signature(model: nn.Module) -> Any:
+def signature(model: nn.Module, sides: Sides | None = None) -> Any:
     """Changes when an engine made before cannot be used any more: weights or buffers elsewhere, other adapters or another
     scaling of theirs, which a graph has as a number, other autocast, hooks.
     """
     adapters, altered, tensors, devices = [], [], [], set()
+    renewed = set() if sides is None else {id(one.module) for one in sides.rotations}  # buffers, in every forward
     module: Any
     for index, module in enumerate(model.modules()):
         if hasattr(module, "merged_adapters") and hasattr(module, "active_adapters"):
@@ -385,8 +386,9 @@ def signature(model: nn.Module) -> Any:
                              _scaling(module)))  # fmt: skip
         if is_altered(module):
             altered.append(index)
-        for name, one in (*module._parameters.items(), *module._buffers.items()):
-            if one is not None and not name.endswith("inv_freq"):  # some rotations make a new one in every forward
+        buffers = () if id(module) in renewed else module._buffers.values()
+        for one in (*module._parameters.values(), *buffers):
+            if one is not None:
                 tensors.append((one.data_ptr(), one.dtype, one.shape))
                 devices.add(one.device)
     kinds = sorted({device.type for device in devices} - {"meta"})  # of which torch knows no autocast
