@@ -58,7 +58,7 @@ def test_every_stage_is_told_and_quiet_without_a_terminal(finished):
     assert done.stdout.splitlines()[-1].endswith(f"Report: {folder / 'report.html'}")
 
 
-def test_what_is_trained_on_is_not_what_is_held_out(finished):
+def test_training_and_held_out_rows_are_disjoint(finished):
     folder, _ = finished
     train, test = lines_of(folder / "data" / "train.jsonl"), lines_of(folder / "data" / "test.jsonl")
     assert (len(train), len(test)) == (10_000, 500)
@@ -97,7 +97,7 @@ def test_the_report_holds_itself_and_says_it(finished):
         assert f"{100 * about[name]['greedy']:.1f}\u00a0%" in page
 
 
-def test_again_replaces_its_own_things_only(tmp_path):
+def test_a_second_demo_replaces_only_its_own_files(tmp_path):
     about = {"seed": 0}
     demo.claim_folder(tmp_path / "new", about)
     (tmp_path / "new" / "report.html").write_text("old")

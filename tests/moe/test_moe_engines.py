@@ -32,20 +32,6 @@ def float64_twin(model):
     return MoETransformer(model.config, "numpy", params={n: p.astype(np.float64) for n, p in model.params.items()})
 
 
-@pytest.mark.parametrize("padding", [None, "left", "mixed"])
-def test_float32_against_the_float64_reference(model, padding):
-    tokens, targets, mask, attention_mask = random_batch(model.config, (4, 9), padding=padding)
-    twin = float64_twin(model)
-    close(model.forward(tokens, attention_mask), twin.forward(tokens, attention_mask))
-    loss, grads = model.loss_and_grads(tokens, targets, mask, attention_mask=attention_mask)
-    want_loss, want_grads = twin.loss_and_grads(tokens, targets, mask, attention_mask=attention_mask)
-    assert loss == pytest.approx(want_loss, rel=1e-5)
-    assert list(grads) == list(want_grads)
-    for name, want in want_grads.items():
-        assert grads[name].dtype == np.float32
-        close(grads[name], want, 1e-4)
-
-
 def test_padding_anywhere_equals_the_row_without_it(model):
     rng = np.random.default_rng(0)
     tokens, _, _, attention_mask = random_batch(model.config, (5, 10), padding="mixed")
@@ -125,16 +111,18 @@ def test_weights_changed_in_place_are_seen(model):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_broken_weight_shows(moe_engine, bad):
-    """In the logits and the loss, whichever tensor holds it: the router's choice must not hide it."""
+def test_nan_and_inf_weights_reach_every_output(moe_engine, bad):
+    """In logits, loss and log-probs, whichever tensor holds it: the router's choice must not hide it."""
     config = small_config()
     tokens, targets, *_ = random_batch(config)
+    counts = np.arange(tokens.shape[1]) > np.zeros((len(tokens), 1))
     for name in config.parameter_shapes():
         model = random_model(config, moe_engine, dtype=np.float32)
         model.params[name][...] = bad
         with np.errstate(all="ignore"):
             assert not np.isfinite(model.forward(tokens)).any(), name
             assert not np.isfinite(model.loss_and_grads(tokens, targets)[0]), name
+            assert not np.isfinite(model.engine.logps(tokens, counts)[0][counts]).any(), name
 
 
 def test_results_belong_to_the_caller(model):
@@ -189,7 +177,7 @@ def test_cache_rows_can_be_dropped_and_repeated(model):
     close(model.engine.decode(tokens[rows, 5], chosen), want[rows, 5])
 
 
-def test_a_cache_goes_on_with_several_tokens_and_in_another_room(model):
+def test_a_cache_takes_several_tokens_and_rows_of_other_caches(model):
     """Rows of different lengths, right-padded, behind what two caches of other capacities hold of them."""
     tokens, _, _, _ = random_batch(model.config, (3, 9))
     want = model.forward(tokens)
@@ -237,10 +225,6 @@ def test_a_cache_that_does_not_fit_is_refused(model, rows, capacity, options, ma
 # ---- the registry ----
 
 
-def test_numpy_always_runs():
-    assert "numpy" in available_engines()
-
-
 def test_unknown_engine_lists_the_known_ones():
     with pytest.raises(ValueError, match="engine must be one of 'numpy', 'native', found 'cuda'"):
         MoETransformer(MoEConfig(), "cuda")
@@ -256,7 +240,7 @@ def test_native_without_the_compiled_module_says_why(monkeypatch):
     assert "native" not in available_engines()
 
 
-def test_an_engine_plugs_in(monkeypatch):
+def test_another_engine_can_be_registered(monkeypatch):
     class Doubling(engine_class("numpy")):
         name = "doubling"
         dtypes = (np.float32,)

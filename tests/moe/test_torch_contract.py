@@ -29,22 +29,16 @@ def model(moe_engine):
     [
         ({"input_ids": torch.tensor([[1, 11]])}, ValueError, r"input_ids must be from 0 to 10 .*found 11 at row 0, column 1"),
         ({"input_ids": torch.tensor([1, 2])}, ValueError, r"input_ids must have the shape \(batch, tokens\), found \(2,\)"),
-        ({"input_ids": torch.tensor([[0.5]])}, TypeError, "input_ids must be integers, found float32"),
-        ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, ValueError, "input_ids must hold at least one row"),
-        ({"input_ids": torch.ones(1, 25, dtype=torch.long)}, ValueError, "input_ids must have at most max_seq_len=24"),
         ({"input_ids": torch.ones(1, 2, dtype=torch.long, device="meta")}, TypeError, "input_ids must be on the CPU"),
         ({"attention_mask": MASK[:, :3]}, ValueError, r"attention_mask must have the shape \(2, 4\) of input_ids"),
         ({"attention_mask": MASK * 2}, ValueError, "attention_mask must hold only 0 and 1, found 2"),
-        ({"attention_mask": MASK * 0}, ValueError, "attention_mask must keep at least one token in each row"),
         ({"labels": IDS[:, 1:]}, ValueError, r"labels must have the shape \(2, 4\) of input_ids, found \(2, 3\)"),
         ({"labels": IDS + 3}, ValueError, r"labels must be from 0 to 10 .*found 11 at row 1, column 3"),
-        ({"labels": IDS - 3}, ValueError, r"labels must be from 0 to 10 .*found -2"),
         ({"labels": IDS.float()}, TypeError, "labels must be integers, found float32"),
         ({"position_ids": torch.arange(3)[None]}, ValueError, r"position_ids must have the shape \(2, 4\) .*or \(1, 4\)"),
         ({"logits_to_keep": -1}, ValueError, "logits_to_keep must be at least 0, found -1"),
         ({"inputs_embeds": torch.zeros(1)}, ValueError, "inputs_embeds must be None or False .*found Tensor"),
         ({"use_cache": True}, ValueError, "use_cache must be None or False .*found True"),
-        ({"output_hidden_states": True}, ValueError, "output_hidden_states must be None or False"),
         ({"past_key_values": object()}, ValueError, "past_key_values must be None or False"),
         ({"token_type_ids": IDS}, TypeError, "unexpected keyword argument 'token_type_ids'"),
     ],
@@ -54,7 +48,7 @@ def test_forward_refuses(model, arguments, error, match):
         model(**{"input_ids": IDS, **arguments})
 
 
-def test_forward_takes_what_only_says_off(model):
+def test_forward_accepts_options_that_are_off(model):
     found = model(IDS, use_cache=False, past_key_values=None, output_attentions=False, output_hidden_states=False)
     same_tensor(found.logits, model(IDS).logits, model)
 
@@ -64,18 +58,11 @@ def test_forward_takes_what_only_says_off(model):
     [
         ({"num_beams": 4}, TypeError, "unexpected keyword argument 'num_beams'"),
         ({"repetition_penalty": 1.1}, TypeError, "unexpected keyword argument 'repetition_penalty'"),
-        ({"input_ids": [[1, 2], [3]]}, ValueError, "input_ids must be rectangular"),
         ({"input_ids": torch.tensor([[1, 11]])}, ValueError, "input_ids must be from 0 to 10 .*found 11"),
         ({"attention_mask": MASK[:1]}, ValueError, r"attention_mask must have the shape \(2, 4\) of input_ids"),
-        ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, found 0"),
         ({"max_new_tokens": 21}, ValueError, "max_new_tokens must be at most 20 after a prompt of 4 tokens"),
-        ({"num_return_sequences": 0}, ValueError, "num_return_sequences must be at least 1, found 0"),
         ({"eos_token_id": 11}, ValueError, "eos_token_id must be below vocab_size=11, found 11"),
-        ({"pad_token_id": -1}, ValueError, "pad_token_id must be at least 0, found -1"),
         ({"do_sample": True, "temperature": 0.0}, ValueError, "temperature must be above 0 with do_sample=True, found 0"),
-        ({"do_sample": True, "temperature": -1.0}, ValueError, "temperature must be finite and at least 0"),
-        ({"do_sample": True, "top_p": 1.5}, ValueError, "top_p must be above 0 and at most 1, found 1.5"),
-        ({"do_sample": True, "top_k": -1}, ValueError, "top_k must be at least 0"),
     ],
 )  # fmt: skip
 def test_generate_refuses(model, arguments, error, match):
@@ -122,7 +109,7 @@ def test_wrong_loading(model, tmp_path):
 # ---- what trainers read ----
 
 
-def test_what_trainers_read():
+def test_attributes_that_trainers_read():
     config = MoEConfig(eos_token_id=2, pad_token_id=0)
     model = MoEForCausalLM(MoETransformer(config, "numpy"))
     assert model.config.model_type == "mixtral"
