@@ -9,16 +9,8 @@ from pathlib import Path
 import pytest
 
 from strop import DPO, GRPO, KTO, PPO, SFT, Distill, RewardModel, _trl
-from strop.config import (
-    Config,
-    LoRAConfig,
-    OptimConfig,
-    RunConfig,
-    TrainerConfig,
-    TurnsConfig,
-    option_names,
-    parse_number,
-)
+from strop.config import Config, LoRAConfig, OptimConfig, RunConfig, TrainerConfig, TurnsConfig
+from strop.config.base import option_names, parse_number
 from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
 from strop.rollout import Sampling
 from strop.rollout.client import ServerConfig

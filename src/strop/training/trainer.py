@@ -26,7 +26,8 @@ from strop._contained import contained
 from strop._install import missing
 from strop._tensors import widest
 from strop._types import Json, State
-from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
+from strop.config import OptimConfig, TrainerConfig
+from strop.config.base import option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import PreparedRows, check_rows, prepared
 from strop.data.inputs import check_tokenizer
