@@ -16,7 +16,7 @@ import torch
 
 from strop._tensors import computed_in, in_dtype, sums_in
 from strop.losses import PolicyLoss
-from strop.losses.policy import policy_loss_of
+from strop.losses.policy import computed_loss
 from strop.losses.rules import TokenRule
 from strop.ops.chunks import (
     linear_logp_backward,
@@ -27,7 +27,7 @@ from strop.ops.chunks import (
     whole_rows_fit,
 )
 from strop.ops.head import Head, Wanted
-from strop.ops.library import first_order, is_plain, keep_gradients, kept_gradients
+from strop.ops.library import first_order, is_plain, with_gradients
 from strop.ops.rows import implementation
 
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -146,11 +146,8 @@ def token_loss(
         sums_in(computed_in(head.hidden_NH)), weights_N, old_logps_N, ref_logps_N, advantages_N
     )
     tensors = ids_N, None, old_N, ref_N, weights_N if advantages_N is None else advantages_N, weights_N
-    total, policy_and_kl, logps_N = loss_terms(
-        head, tensors, temperature, rule, rows=rows, workspace=workspace, name="linear_token_loss"
-    )
-    policy, kl = policy_and_kl.unbind()
-    return policy_loss_of(rule, total, policy, kl, logps_N, old_N, advantages_N, ref_N)
+    results = loss_terms(head, tensors, temperature, rule, rows=rows, workspace=workspace, name="linear_token_loss")
+    return computed_loss(rule, results, old_N, advantages_N, ref_N)
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]
@@ -158,44 +155,23 @@ Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Te
 
 def loss_terms(
     head: LMHead, tensors: Tensors, temperature: float, rule: TokenRule, *, rows: str, workspace: int | None, name: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Return the loss, the policy's and the KL's parts [2], and log-probs [N].
 
     tensors   ids, mask, old log-probs, reference log-probs, advantages, weights: [N] or None
     name      the operator's name, for errors
     """
-    wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in head]
-    settings = rows, workspace, computed_in(head.hidden_NH)
-    return _LinearTokenLoss.apply(*head, tensors, temperature, rule, settings, wanted, name)
+    settings = tensors, temperature, rule, rows, workspace, computed_in(head.hidden_NH)
+    return with_gradients(_terms_and_gradients, head, settings, rows=rows, name=name)
 
 
-class _LinearTokenLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_NH, weight, bias, tensors, temperature, rule, settings, wanted, name):
-        rows, workspace, dtype = settings
-        ids_N, mask_N, old_N, ref_N, advantages_N, weights_N = tensors
-        if is_plain(hidden_NH):
-            total, policy_and_kl, logps_N, gradients = linear_policy_terms(
-                hidden_NH, Head.of(dtype, weight, bias, rows == "exact"), ids_N, mask_N, old_N, ref_N,
-                advantages_N, weights_N, temperature, rule, implementation(rows),
-                workspace, Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
-            )  # fmt: skip
-            if wanted[2]:
-                gradients = gradients._replace(bias_V=gradients.bias_V.to(bias.dtype))
-        else:  # a graph that is being compiled: its operators take text in place of objects
-            total, policy_and_kl, logps_N, *gradients = linear_policy_loss(
-                hidden_NH, weight, bias, *tensors, temperature, rule.text, *settings, wanted
-            )
-        ctx.wanted, ctx.rows = wanted, rows
-        if any(wanted):
-            keep_gradients(ctx, name, *gradients)
-        ctx.mark_non_differentiable(policy_and_kl, logps_N)
-        ctx.set_materialize_grads(False)  # no zeros for those
-        return total, policy_and_kl, logps_N
-
-    @staticmethod
-    def backward(ctx, d_total, _policy_and_kl, _logps):
-        with torch.no_grad():
-            gradients = kept_gradients(ctx, d_total, lambda *given: implementation(ctx.rows).scale_(*given))
-        found = (g if w else None for g, w in zip(gradients, ctx.wanted, strict=True))
-        return first_order(*found, None, None, None, None, None, None)
+def _terms_and_gradients(hidden_NH, weight, bias, tensors, temperature, rule, rows, workspace, dtype, wanted):
+    if not is_plain(hidden_NH):  # a graph that is being compiled: its operators take text in place of objects
+        found = linear_policy_loss(
+            hidden_NH, weight, bias, *tensors, temperature, rule.text, rows, workspace, dtype, wanted
+        )
+        return found[:3], found[3:]
+    head = Head.of(dtype, weight, bias, rows == "exact")
+    given = *tensors, temperature, rule, implementation(rows), workspace, Wanted.of(wanted, weight.dtype)
+    *results, gradients = linear_policy_terms(hidden_NH, head, *given)
+    return results, gradients if bias is None else gradients._replace(bias_V=gradients.bias_V.to(bias.dtype))
