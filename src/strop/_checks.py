@@ -94,13 +94,17 @@ def check_timeout(timeout: object, name: str = "timeout") -> float | None:
 def check_choice(value: object, name: str, choices: Iterable[str | None]) -> None:
     """Raise unless `value` is one of the choices; a misspelt one gets the nearest."""
     known = list(choices)
-    if (value is None or isinstance(value, str)) and value in known:
-        return
+    if (value is not None and not isinstance(value, str)) or value not in known:
+        hint = did_you_mean(value, known)
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, found {value!r}{hint}")
+
+
+def did_you_mean(name: object, known: Iterable[str | None], form: str = "; {}", cutoff: float = 0.6) -> str:
+    """Return a hint at the known name that is most like this one; "" if none is."""
     import difflib
 
-    near = difflib.get_close_matches(str(value), [c for c in known if c is not None], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, found {value!r}{hint}")
+    near = difflib.get_close_matches(str(name), [one for one in known if one is not None], n=1, cutoff=cutoff)
+    return form.format(f"did you mean {near[0]!r}?") if near else ""
 
 
 # ---- arrays, CPU tensors and lists ----

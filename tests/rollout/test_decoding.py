@@ -32,6 +32,10 @@ ARCHITECTURES = {
                "final_logit_softcapping": 3.0},
     "gemma3_text": {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16},
     "granite": {"tie_word_embeddings": True}, "olmo2": {}, "cohere": {},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "rope_parameters": None},
+    "deepseek_v3": {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+                    "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+                    "first_k_dense_replace": 1, "moe_intermediate_size": 16},
 }  # fmt: skip
 FUSED = {"llama", "qwen2", "qwen3", "mistral", "gemma", "granite"}
 
@@ -138,8 +142,6 @@ def test_prompts_read_in_several_parts_are_one(monkeypatch):
     ("kind", "changes", "reason"),
     [
         ("bloom", {"n_layer": 2, "n_head": 4}, "attention interface"),
-        ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, "s_aux"),
-        ("deepseek_v3", {"num_key_value_heads": 4}, "different sizes"),
         ("phimoe", {"sliding_window": 5, "num_local_experts": 4}, "not told of its window"),
         ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3, "num_experts": 4,
                        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}, "not told of its window"),
@@ -373,7 +375,7 @@ def test_adapters_are_added_to_copies_alone(options, fused, autocast):
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma", "gemma2", "mixtral"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_the_engine_with_kernels_equals_generate(kind, monkeypatch):
     model = model_of(kind, eos_token_id=9, num_hidden_layers=2)
     policy = as_policy(model)

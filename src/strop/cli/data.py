@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from strop._checks import printable
+from strop._checks import is_conversation, printable
 from strop._types import Json, Row, Tokenizer
 from strop.cli.job import JobConfig, job_options, load_tokenizer, shaped
 from strop.cli.options import number_option, with_options
@@ -71,6 +71,8 @@ def check(
     _tell(console, rows, kinds, wrong)
     if spans:
         _tell_lengths(console, list(spans.values()))
+        if any(is_conversation(row.get(name)) for _, row in rows for name in ("prompt", "messages", "chosen")):
+            _tell_opening(console, encoder)
     for where, row in rows[:show]:
         if encoder is None or where in spans:
             console.print(f"\n{where}:", style="bold")
@@ -172,6 +174,18 @@ def _tell(console: Console, rows: Sequence[tuple[str, Any]], kinds: Counter[str]
             console.print(f"  … and {len(shown) - MOST_TOLD:,} more")
     if not kinds and rows:
         console.print("Columns get other names with --map, such as --map prompt=question,completion=answer.")
+
+
+def _tell_opening(console: Console, tokenizer: Tokenizer | None) -> None:
+    from strop.data.templates import opened_beyond
+
+    if opening := opened_beyond(tokenizer):
+        console.print(
+            f"the chat template opens {opening!r} for a model that generates: so GRPO and environments read it; SFT, DPO and "
+            f"KTO train on conversations as the template writes them",
+            style="yellow",
+            markup=False,
+        )
 
 
 def _oddities(rows: Sequence[tuple[str, Any]]) -> dict[str, list[str]]:

@@ -9,21 +9,61 @@ are those of the config it is in, so an algorithm may have its own learning rate
 import dataclasses
 import difflib
 import functools
+import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from strop import _trl
-from strop._checks import as_float
+from strop._checks import as_float, check_choice, check_count, check_number
 from strop._types import Json
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-
+Value = TypeVar("Value")
 IN_TEXT = "in plain decimal digits, without spaces or underscores"
+
+
+# ---- fields that say what they may hold ----
+
+
+def count(default: Value, low: int = 0, **metadata: str) -> Value:
+    """Return a field that holds whole numbers of at least `low`."""
+    return _checked(default, lambda value, name: check_count(value, name, low), metadata)
+
+
+def number(
+    default: Value,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+    **metadata: str,
+) -> Value:
+    """Return a field that holds numbers within these bounds."""
+    bounds = {"open_low": open_low, "open_high": open_high}
+    return _checked(default, lambda value, name: check_number(value, name, low, high, **bounds), metadata)
+
+
+def choice(default: Value, choices: Sequence[str | None]) -> Value:
+    """Return a field that holds one of the choices."""
+    return _checked(default, lambda value, name: check_choice(value, name, choices), {})
+
+
+def _checked(default: Value, check: Callable[[object, str], None], metadata: Mapping[str, str]) -> Value:
+    return dataclasses.field(default=default, metadata={**metadata, "check": check})
+
+
+def check_fields(config: "DataclassInstance") -> None:
+    """Raise if a field holds what it must not. None is right where the field's type allows it."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if "check" in field.metadata and not (value is None and _allows_none(type(config), field.name)):
+            field.metadata["check"](value, field.name)
 
 
 # ---- names and numbers in text ----
@@ -82,7 +122,7 @@ class Config:
     """What every config can do."""
 
     def __post_init__(self) -> None:
-        """Every field is of its kind; what it may be beyond that, the configs below say."""
+        """Raise if a field is of another kind than its type, or holds what it must not."""
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             part = part_of(type(self), name)
@@ -92,6 +132,7 @@ class Config:
                 raise TypeError(
                     f"{name} must be a {part.__name__}, found {value!r:.60}; {type(self).__name__}.from_options takes dicts"
                 )
+        check_fields(self)
 
     @classmethod
     def from_options(cls, options: Mapping[str, object] | None = None, **more: object) -> Self:

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
-from strop._checks import check_choice, check_count, check_number
-from strop.config.base import without_use
+from strop._checks import check_choice, check_number
+from strop.config.base import check_fields, choice, count, number, without_use
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,10 +189,10 @@ def clip_bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipB
     high = float(pair[1])
     if loss_type == "cispo":
         if high < 1:
-            raise ValueError(
-                f"clip_eps must be a pair (low, high) with high at least 1 for 'cispo', where high is the bound of the "
-                f"ratio itself, such as (0.2, 5.0); found {clip_eps}"
+            wanted = (
+                "a pair (low, high) with high at least 1 for 'cispo', the bound of the ratio itself, such as (0.2, 5.0)"
             )
+            raise ValueError(f"clip_eps must be {wanted}, found {clip_eps}")
         if delta is not None:
             raise ValueError(f"delta must be None for 'cispo', whose ratio clip_eps bounds already, found {delta}")
     elif delta is not None:
@@ -231,34 +231,30 @@ class PolicyRule:
     In GRPO's config beta and max_completion_length are set by the options kl_coef and max_new_tokens.
     """
 
-    loss_type: str = "grpo"
-    importance_level: str = "token"
+    loss_type: str = choice("grpo", POLICY_LOSS_TYPES)
+    importance_level: str = choice("token", IMPORTANCE_LEVELS)
     clip_eps: float | tuple[float, float] | None = None
     delta: float | None = None
-    beta: float = field(default=0.0, metadata={"set_by": "kl_coef"})
-    kl_estimator: str = "k3"
-    entropy_coef: float = 0.0
-    max_completion_length: int | None = field(default=None, metadata={"set_by": "max_new_tokens"})
+    beta: float = number(0.0, 0, set_by="kl_coef")
+    kl_estimator: str = choice("k3", KL_ESTIMATORS)
+    entropy_coef: float = number(0.0, 0)
+    max_completion_length: int | None = count(None, 1, set_by="max_new_tokens")
     sapo_temperatures: tuple[float, float] = (1.05, 1.0)
     vespo_gamma: tuple[float, float, float, float] = (3.0, 2.0, 2.0, 3.0)
-    stale_kl: float | None = None
+    stale_kl: float | None = number(None, 0)
     row_suffices: ClassVar[bool]  # whether a token's loss needs its own row of logits alone: no sequence, no entropy
 
     def __post_init__(self) -> None:
-        check_choice(self.importance_level, "importance_level", IMPORTANCE_LEVELS)
-        check_choice(self.kl_estimator, "kl_estimator", KL_ESTIMATORS)
-        check_choice(self.loss_type, "loss_type", tuple(POLICY_LOSSES))
+        check_fields(self)
         for name in ("clip_eps", "sapo_temperatures", "vespo_gamma"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
-        for name in ("beta", "entropy_coef"):
-            check_number(getattr(self, name), name, 0)
-        if self.max_completion_length is not None:
-            check_count(self.max_completion_length, "max_completion_length", 1)
-        for name, count, open_low in (("sapo_temperatures", 2, True), ("vespo_gamma", 4, False)):
-            _check_numbers(getattr(self, name), name, count, open_low)
-        if self.stale_kl is not None:
-            check_number(self.stale_kl, "stale_kl", 0)
+        for name, size, open_low in (("sapo_temperatures", 2, True), ("vespo_gamma", 4, False)):
+            values = getattr(self, name)
+            if not isinstance(values, (tuple, list)) or len(values) != size:
+                raise ValueError(f"{name} must be {size} numbers, found {values!r}")
+            for value in values:
+                check_number(value, name, 0, open_low=open_low)
         self._check_level()
         if self.type.clips:
             clip_bounds(self.clip, self.delta, self.loss_type)  # checks them
@@ -271,15 +267,12 @@ class PolicyRule:
             if not self.type.clips and value is not None:
                 raise ValueError(f"{name} must be None for {self.loss_type!r}, which clips nothing, found {value}")
         if self.loss_type == "vespo" and self.importance_level != "token":
-            raise ValueError(
-                f"importance_level must be 'token' for 'vespo', which weighs whole sequences by itself, found "
-                f"{self.importance_level!r}"
-            )
+            found = f"found {self.importance_level!r}"
+            raise ValueError(f"importance_level must be 'token' for 'vespo', which weighs whole sequences, {found}")
         if self.importance_level == "geometric":
             if self.loss_type in ("cispo", "sapo"):
-                raise ValueError(
-                    f"importance_level must be 'token' or 'sequence' for {self.loss_type!r}, found 'geometric'"
-                )
+                wanted = f"'token' or 'sequence' for {self.loss_type!r}"
+                raise ValueError(f"importance_level must be {wanted}, found 'geometric'")
             if self.delta is not None:
                 raise ValueError(f"delta must be None at the geometric importance_level, found {self.delta}")
 
@@ -336,10 +329,3 @@ class PolicyRule:
                 raise ValueError(f"max_completion_length must be given for {self.loss_type!r}, found None")
             return num_sequences, self.max_completion_length
         return num_sequences, 1 if weight == "sequences" else None
-
-
-def _check_numbers(values: object, name: str, count: int, open_low: bool) -> None:
-    if not isinstance(values, (tuple, list)) or len(values) != count:
-        raise ValueError(f"{name} must be {count} numbers, found {values!r}")
-    for value in values:
-        check_number(value, name, 0, open_low=open_low)

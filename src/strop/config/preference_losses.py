@@ -6,7 +6,7 @@ The formulas, which need torch, are in `strop.losses`.
 from dataclasses import dataclass
 
 from strop._checks import check_choice, check_number
-from strop.config.base import without_use
+from strop.config.base import check_fields, choice, number, without_use
 
 WITHOUT_REFERENCE = ("cpo", "simpo", "orpo", "sft")
 LENGTH_NORMALISED = ("ipo", "sigmoid_norm", "simpo", "orpo")
@@ -45,14 +45,15 @@ class PreferenceRule:
     discopop_tau      at most 1: how sharply discopop turns from the logistic to the exponential loss
     """
 
-    beta: float = 0.1
+    beta: float = number(0.1, 0, open_low=True)
     loss_type: str | tuple[str, ...] = "sigmoid"
     loss_weights: tuple[float, ...] | None = None
-    label_smoothing: float = 0.0
-    simpo_gamma: float = 0.5
-    discopop_tau: float = 0.05
+    label_smoothing: float = number(0.0, 0, 0.5, open_high=True)
+    simpo_gamma: float = number(0.5, 0)
+    discopop_tau: float = number(0.05, 0, 1, open_low=True)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if isinstance(self.loss_type, str) and "," in self.loss_type:
             object.__setattr__(self, "loss_type", tuple(part.strip() for part in self.loss_type.split(",")))
         for name in ("loss_type", "loss_weights"):
@@ -70,10 +71,11 @@ class PreferenceRule:
             )
         for weight in self.weights:
             check_number(weight, "loss_weights", 0)
-        check_number(self.beta, "beta", 0, open_low=True)
-        check_number(self.simpo_gamma, "simpo_gamma", 0)
-        check_number(self.discopop_tau, "discopop_tau", 0, 1, open_low=True)
-        _check_label_smoothing(self.label_smoothing, self.types)
+        if self.label_smoothing and not set(self.types) & set(LABEL_SMOOTHED):
+            found = f"found {self.label_smoothing}"
+            raise ValueError(f"label_smoothing must be 0 for {self.types[0]!r}, which has no use for it, {found}")
+        if not self.label_smoothing and "exo_pair" in self.types:
+            raise ValueError("label_smoothing must be above 0 for 'exo_pair', which takes its logarithm, found 0")
 
     def without_effect(self) -> list[str]:
         """Return the options that are set and that these loss types have no use for, each with the reason."""
@@ -92,16 +94,6 @@ class PreferenceRule:
         return not set(self.types) <= set(WITHOUT_REFERENCE)
 
 
-def _check_label_smoothing(label_smoothing: float, types: tuple[str, ...]) -> None:
-    check_number(label_smoothing, "label_smoothing", 0, 0.5, open_high=True)
-    if label_smoothing and not set(types) & set(LABEL_SMOOTHED):
-        raise ValueError(
-            f"label_smoothing must be 0 for {types[0]!r}, which has no use for it, found {label_smoothing}"
-        )
-    if not label_smoothing and "exo_pair" in types:
-        raise ValueError("label_smoothing must be above 0 for 'exo_pair', which takes its logarithm, found 0")
-
-
 @dataclass(frozen=True, kw_only=True)
 class UnpairedRule:
     """Which loss of labelled completions: one value from the config to the formula, checked when it is made.
@@ -112,13 +104,10 @@ class UnpairedRule:
     undesirable_weight   weight of undesirable completions
     """
 
-    beta: float = 0.1
-    loss_type: str = "kto"
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: float = number(0.1, 0, open_low=True)
+    loss_type: str = choice("kto", UNPAIRED_LOSS_TYPES)
+    desirable_weight: float = number(1.0, 0)
+    undesirable_weight: float = number(1.0, 0)
 
     def __post_init__(self) -> None:
-        check_choice(self.loss_type, "loss_type", UNPAIRED_LOSS_TYPES)
-        check_number(self.beta, "beta", 0, open_low=True)
-        for name in ("desirable_weight", "undesirable_weight"):
-            check_number(getattr(self, name), name, 0)
+        check_fields(self)

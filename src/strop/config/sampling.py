@@ -4,13 +4,8 @@ import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strop._checks import COLDEST, check_choice, check_count, check_number
-from strop.config.base import Config
-
-SYNCS = ("disk", "lora")
-ON_ERROR = ("raise", "end")
-CREDIT = ("trajectory", "turn")
-REWRITTEN = ("refuse", "keep")
+from strop._checks import COLDEST, check_count
+from strop.config.base import Config, check_fields, choice, count, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,23 +20,18 @@ class Sampling:
     stop_ids         token ids that end a completion, besides the model's and the tokenizer's EOS
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    max_new_tokens: int = count(128, low=1)
+    temperature: float = number(1.0, 0)
+    top_k: int = count(0)
+    top_p: float = number(1.0, 0, 1, open_low=True)
+    min_p: float = number(0.0, 0, 1)
     stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_count(self.max_new_tokens, "max_new_tokens", low=1)
-        check_number(self.temperature, "temperature", low=0.0)
+        check_fields(self)
         if 0 < self.temperature < COLDEST:
-            raise ValueError(
-                f"temperature must be 0, which is greedy, or at least {COLDEST:.2g}, found {self.temperature}"
-            )
-        check_count(self.top_k, "top_k")
-        check_number(self.top_p, "top_p", low=0.0, high=1.0, open_low=True)
-        check_number(self.min_p, "min_p", low=0.0, high=1.0)
+            wanted = f"0, which is greedy, or at least {COLDEST:.2g}"
+            raise ValueError(f"temperature must be {wanted}, found {self.temperature}")
         if not isinstance(self.stop_ids, Sequence) or isinstance(self.stop_ids, str):
             raise TypeError(f"stop_ids must be token ids, found {type(self.stop_ids).__name__}")
         for one in self.stop_ids:
@@ -72,29 +62,23 @@ class ServerConfig(Config):
     """
 
     rollout_server: str | tuple[str, ...] | None = None
-    sync: str = "disk"
+    sync: str = choice("disk", ("disk", "lora"))
     sync_folder: str | None = None
-    sync_tolerance: float = 0.3
-    max_staleness: int = 0
-    server_requests: int = 32
-    server_timeout: float = 300.0
-    server_start_timeout: float = 5.0
+    sync_tolerance: float = number(0.3, 0, open_low=True)
+    max_staleness: int = count(0)
+    server_requests: int = count(32, low=1)
+    server_timeout: float = number(300.0, 0, open_low=True)
+    server_start_timeout: float = number(5.0, 0, open_low=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for url in self.urls:
             if not is_address(url):
                 raise ValueError(f"rollout_server must be like http://127.0.0.1:8000, found {url!r}")
-        check_choice(self.sync, "sync", SYNCS)
-        check_number(self.sync_tolerance, "sync_tolerance", low=0.0, open_low=True)
-        check_count(self.max_staleness, "max_staleness")
         if self.max_staleness > 1:
             raise ValueError(f"max_staleness must be 0 or 1, found {self.max_staleness}")
         if self.max_staleness and not self.urls:
             raise ValueError("max_staleness must be 0 without a rollout_server, found 1")
-        check_count(self.server_requests, "server_requests", low=1)
-        check_number(self.server_timeout, "server_timeout", low=0.0, open_low=True)
-        check_number(self.server_start_timeout, "server_start_timeout", low=0.0, open_low=True)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -127,26 +111,12 @@ class TurnsConfig(Config):
     rewritten_turns       chat templates that rewrite earlier turns: "refuse" them, or "keep" the turns as they were drawn
     """
 
-    max_turns: int = 8
-    max_tokens: int | None = None
-    turn_discount: float = 1.0
-    credit: str = "trajectory"
-    environment_workers: int = 16
-    environment_timeout: float | None = None
-    on_error: str = "raise"
-    error_reward: float = 0.0
-    rewritten_turns: str = "refuse"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self.max_turns, "max_turns", low=1)
-        if self.max_tokens is not None:
-            check_count(self.max_tokens, "max_tokens", low=2)
-        check_number(self.turn_discount, "turn_discount", low=0.0, high=1.0)
-        check_choice(self.credit, "credit", CREDIT)
-        check_count(self.environment_workers, "environment_workers", low=1)
-        if self.environment_timeout is not None:
-            check_number(self.environment_timeout, "environment_timeout", 0, open_low=True)
-        check_choice(self.on_error, "on_error", ON_ERROR)
-        check_number(self.error_reward, "error_reward")
-        check_choice(self.rewritten_turns, "rewritten_turns", REWRITTEN)
+    max_turns: int = count(8, low=1)
+    max_tokens: int | None = count(None, low=2)
+    turn_discount: float = number(1.0, 0, 1)
+    credit: str = choice("trajectory", ("trajectory", "turn"))
+    environment_workers: int = count(16, low=1)
+    environment_timeout: float | None = number(None, 0, open_low=True)
+    on_error: str = choice("raise", ("raise", "end"))
+    error_reward: float = number(0.0)
+    rewritten_turns: str = choice("refuse", ("refuse", "keep"))

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from strop._checks import check_choice, check_count, check_number
-from strop.config.base import Config
+from strop._checks import check_number
+from strop.config.base import Config, choice, count, number
 
-SCHEDULES = ("constant", "linear", "cosine")
-AUTOCASTS = ("bf16", None)
-SHARDS = ("none", "full")
 QUANTIZED = ("nf4", "int8")
 OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "muon", "sgd", "adafactor")
 
@@ -26,22 +23,18 @@ class OptimConfig(Config):
     min_learning_rate   the learning rate at the last step of a linear or cosine schedule
     """
 
-    optimizer: str = "adamw"
-    learning_rate: float = 1e-5
-    weight_decay: float = 0.0
+    optimizer: str = choice("adamw", OPTIMIZERS)
+    learning_rate: float = number(1e-5, 0)
+    weight_decay: float = number(0.0, 0)
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    warmup_steps: int = 0
-    schedule: str = "constant"
-    min_learning_rate: float = 0.0
+    eps: float = number(1e-8, 0, open_low=True)
+    max_grad_norm: float = number(1.0, 0)
+    warmup_steps: int = count(0)
+    schedule: str = choice("constant", ("constant", "linear", "cosine"))
+    min_learning_rate: float = number(0.0, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self.optimizer, "optimizer", OPTIMIZERS)
-        for name in ("learning_rate", "weight_decay", "max_grad_norm", "min_learning_rate"):
-            check_number(getattr(self, name), name, low=0.0)
-        check_number(self.eps, "eps", low=0.0, open_low=True)
         if not isinstance(self.betas, (tuple, list)):
             raise TypeError(f"betas must be two numbers, found {self.betas!r}")
         if len(self.betas) != 2:
@@ -49,8 +42,6 @@ class OptimConfig(Config):
         for beta in self.betas:
             check_number(beta, "betas", 0, 1, open_high=True)
         object.__setattr__(self, "betas", tuple(map(float, self.betas)))  # torch refuses (0.9, 0)
-        check_count(self.warmup_steps, "warmup_steps")
-        check_choice(self.schedule, "schedule", SCHEDULES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,33 +68,23 @@ class RunConfig(Config):
     samples_every           show samples on a terminal and write them to the run folder every so many steps
     """
 
-    batch_size: int = 8
-    micro_batch_size: int = 0
-    micro_batch_tokens: int = 6144
-    num_steps: int = 0
-    num_epochs: int = 1
-    seed: int = 0
+    batch_size: int = count(8, low=1)
+    micro_batch_size: int = count(0)
+    micro_batch_tokens: int = count(6144)
+    num_steps: int = count(0)
+    num_epochs: int = count(1)
+    seed: int = count(0)
     shuffle: bool = True
-    autocast: str | None = None
-    shard: str = "none"
+    autocast: str | None = choice(None, ("bf16", None))
+    shard: str = choice("none", ("none", "full"))
     gradient_checkpointing: bool = False
     compile: bool = False
     dropout: bool = False
-    log_every: int = 1
-    eval_every: int = 0
-    save_every: int = 0
-    keep_checkpoints: int = 2
-    samples_every: int = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self.batch_size, "batch_size", low=1)
-        for name in ("micro_batch_size", "micro_batch_tokens", "num_steps", "log_every", "eval_every", "save_every"):
-            check_count(getattr(self, name), name)
-        for name in ("num_epochs", "seed", "keep_checkpoints", "samples_every"):
-            check_count(getattr(self, name), name)
-        check_choice(self.autocast, "autocast", AUTOCASTS)
-        check_choice(self.shard, "shard", SHARDS)
+    log_every: int = count(1)
+    eval_every: int = count(0)
+    save_every: int = count(0)
+    keep_checkpoints: int = count(2)
+    samples_every: int = count(10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +97,10 @@ class LoRAConfig(Config):
     merge            write the whole model, with the adapters merged in, to final/ besides final/adapter
     """
 
-    r: int = 16
-    alpha: float = 32.0
+    r: int = count(16, low=1)
+    alpha: float = number(32.0, 0, open_low=True)
     target_modules: str | tuple[str, ...] = "all-linear"
     merge: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self.r, "r", low=1)
-        check_number(self.alpha, "alpha", low=0.0, open_low=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +113,10 @@ class TrainerConfig(Config):
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
     lora: LoRAConfig | None = None
-    quantize: str | None = None
+    quantize: str | None = choice(None, (*QUANTIZED, None))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self.quantize, "quantize", (*QUANTIZED, None))
         if self.quantize is not None and self.lora is None:
             raise ValueError(
                 f"quantize must be None without lora, which is what is trained on quantised weights, found {self.quantize!r}"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
 NAME = "strop"  # of this attention among transformers' implementations
 
@@ -37,12 +37,14 @@ class Rule:
     """How scores become weights: softmax(softcap(q·k·scaling)) within the last `window` tokens; 0 is none.
 
     dropout   of the weights, in training
+    sinks     [H]: scores of a key without a value, which every query sees; None: there is none
     """
 
     scaling: float
     window: int = 0
     softcap: float = 0.0
     dropout: float = 0.0
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -119,13 +121,13 @@ class Packed(Pass):
 
 
 def has_kernel(q: torch.Tensor, rule: Rule) -> bool:
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not rule.softcap
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not rule.softcap and rule.sinks is None
 
 
 def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
     """Causal attention of right-padded rows."""
     T = q.shape[2]
-    if not rule.softcap and (not rule.window or rule.window >= T):
+    if not rule.softcap and rule.sinks is None and (not rule.window or rule.window >= T):
         out = scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=True, dropout_p=rule.dropout
         )
@@ -138,6 +140,11 @@ def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: R
 
 
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Rule) -> torch.Tensor:
+    if rule.sinks is not None:  # a key of zeros and a value of zeros, with the sink for its mask
+        k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
+        P, H, T = q.shape[:3]
+        bias = q.new_zeros(()).masked_fill(~mask, -torch.inf).expand(P, H, T, -1)
+        mask = torch.cat([bias, rule.sinks.to(q.dtype)[:, None, None].expand(P, -1, T, 1)], -1)
     if not rule.softcap:
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=True, dropout_p=rule.dropout
@@ -200,6 +207,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    s_aux: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     """The signature of transformers' attention functions."""
@@ -210,11 +218,14 @@ def attention(
         raise Unsupported("it makes an attention mask of its own")
     if getattr(module, "is_causal", True) is not True:
         raise Unsupported("its attention is not causal")
+    if softcap and s_aux is not None:
+        raise Unsupported("its attention has both a softcap and sinks")
     rule = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window or 0,
         softcap or 0.0,
         float(dropout),
+        s_aux,
     )
     attend = _attend_opaque if torch.compiler.is_compiling() else _attend
     return attend(query, key, value, module.layer_idx, *rule), None
@@ -229,8 +240,9 @@ def _attend(
     window: int,
     softcap: float,
     dropout: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    return current_pass().attend(query, key, value, layer, Rule(scaling, window, softcap, dropout))
+    return current_pass().attend(query, key, value, layer, Rule(scaling, window, softcap, dropout, sinks))
 
 
 _attend_opaque = torch.library.custom_op("strop::attend", _attend, mutates_args=())
@@ -239,8 +251,8 @@ _attend_opaque = torch.library.custom_op("strop::attend", _attend, mutates_args=
 
 @_attend_opaque.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rule: object) -> torch.Tensor:
-    rows, heads, tokens, dim = query.shape
-    return value.new_empty(rows, tokens, heads, dim)
+    rows, heads, tokens, _ = query.shape
+    return value.new_empty(rows, tokens, heads, value.shape[-1])
 
 
 @contextlib.contextmanager

@@ -67,13 +67,11 @@ def cache_shape(model: torch.nn.Module, seen: Seen) -> CacheShape:
     if len(shapes) > 1:
         raise Unsupported("its layers have keys of different shapes")
     num_heads, key_dim, value_dim, dtype = shapes.pop()
-    if key_dim != value_dim:
-        raise Unsupported("its keys and values have different sizes")
     _check_windows(model, seen)
     num_query_heads = {q.shape[1] for q, _, _ in seen.states.values()}
     if len(num_query_heads) > 1:
         raise Unsupported("its layers have different numbers of heads")
-    return CacheShape(len(seen.shapes), num_heads, num_query_heads.pop() // num_heads, key_dim, dtype)
+    return CacheShape(len(seen.shapes), num_heads, num_query_heads.pop() // num_heads, max(key_dim, value_dim), dtype)
 
 
 def _check_windows(model: torch.nn.Module, seen: Seen) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton
+from torch.nn.functional import pad
 
 from strop.models.attention import Pass, Rule
 from strop.rollout import kernels
@@ -166,7 +167,11 @@ class KernelDecode(Pass):
     run: Callable[..., object] = launch
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
-        return self._attend((q, k, v), layer, rule, None, {"ROTATE": False, "NORM": False, "ROUND": False})
+        size, wanted = v.shape[3], self.shape.head_dim  # zeros behind a smaller key or value change nothing
+        qkv = tuple(
+            states if states.shape[3] == wanted else pad(states, (0, wanted - states.shape[3])) for states in (q, k, v)
+        )
+        return self._attend(qkv, layer, rule, None, {"ROTATE": False, "NORM": False, "ROUND": False})[..., :size]
 
     def attend_unrotated(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule, norms: object, rounds: bool
@@ -183,6 +188,8 @@ class KernelDecode(Pass):
         N, H, _, D = q.shape
         shares = parts.of_prompt > 0 and not rule.window
         splits = parts.own if shares else parts.splits
+        if rule.sinks is not None:  # they need the sums of the weights, which are kept of parts
+            splits = max(2, splits)
         num_parts = splits + (parts.of_prompt if shares else 0)
         out_NTHD = torch.empty(N, 1, H, D, dtype=shape.dtype, device=q.device)
         num_partial = N * H * num_parts if num_parts > 1 else 0
@@ -215,6 +222,11 @@ class KernelDecode(Pass):
                 kernels.join_kernel, (N * H,), partial, stats, out_NTHD, num_parts, D=D, BLOCK_P=2 * MAX_SPLITS,
                 BLOCK_D=block_d, num_warps=1,
             )  # fmt: skip
+        if rule.sinks is not None:  # exp(sum) of the scores without the sink, as a share of that with it
+            score, weight = stats.view(N, H, num_parts, 2).unbind(-1)
+            logsumexp_NH = (score + weight.log()).logsumexp(-1)
+            share_NH = (logsumexp_NH - rule.sinks.float()).sigmoid()
+            return (out_NTHD * share_NH[:, None, :, None]).to(shape.dtype)
         return out_NTHD
 
 

@@ -23,7 +23,7 @@ from strop.models.attention import Packed, Pass, Rule, Unsupported, attention_of
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one slot holds: `num_heads` of keys, with `per_head` query heads each."""
+    """What one slot holds: `num_heads` of keys, with `per_head` query heads each. head_dim: of a key or a value, the larger"""
 
     num_layers: int
     num_heads: int
@@ -101,6 +101,11 @@ class Seen(Pass):
         return attention_of_rows(q, k, v, rule)
 
 
+def sides(kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of one layer's slots [2, S, K, D] those of keys and of values, as large as these are, and these."""
+    return [(side[..., : states.shape[-1]], states) for side, states in zip(kv, (k, v), strict=True)]
+
+
 @dataclass
 class Prefill(Pass):
     """Prompts, right-padded, read into their slots.
@@ -116,10 +121,10 @@ class Prefill(Pass):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         q, k, v = in_one_dtype(q, k, v)
-        both = torch.stack((k, v)).transpose(2, 3).flatten(1, 2)
-        self.kv[layer].index_copy_(1, self.slots_M, both[:, self.tokens_M])
+        for side, states in sides(self.kv[layer], k, v):
+            side.index_copy_(0, self.slots_M, states.transpose(1, 2).flatten(0, 1)[self.tokens_M])
         P, T, D = q.shape[0], q.shape[2], q.shape[3]
-        if self.cu_seqlens is None or D % 8 or D > 256:
+        if self.cu_seqlens is None or D % 8 or D > 256 or v.shape[3] != D:
             return attention_of_rows(q, k, v, rule)
         q, k, v = (states.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for states in (q, k, v))
         return Packed([T] * P, self.cu_seqlens).attend(q, k, v, layer, rule).unflatten(1, (P, T))[0]
@@ -140,7 +145,7 @@ class Decode(Pass):
         q, k, v = in_one_dtype(q, k, v)
         new_N, i_T, position_N1, slots_NT, mask_NT = self._slots
         read = []
-        for side, states in zip(self.kv[layer], (k, v), strict=True):
+        for side, states in sides(self.kv[layer], k, v):
             side.index_copy_(0, new_N, states[:, :, 0])
             found = side.index_select(0, slots_NT.view(-1)).view(*slots_NT.shape, *side.shape[1:])
             read.append(found.transpose(1, 2))

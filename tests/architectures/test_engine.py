@@ -1,0 +1,71 @@
+"""Today's architectures in the rollout engine: every way of a rollout against the model's own forward of each row."""
+
+import pytest
+import torch
+from tiny_types import VOCAB, model_of, text_of
+
+from strop.models import as_policy
+from strop.rollout import Sampling, generate
+from strop.rollout.cached_rows import CachedRows
+from strop.rollout.decoding import Engine, engine_of
+
+# what a setting is there for: attention sinks, latent attention
+FAMILIES = {"gpt_oss": {}, "deepseek_v3": {}}
+PROMPTS = [[3, 4, 5], [9], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [6, 6, 20, 21]]
+families = pytest.mark.parametrize("kind", FAMILIES)
+
+
+def policy_of(kind, eos_ids=()):
+    """A tiny model with a window of 9 tokens and chunks of 11, where its type has them; in float64."""
+    model = model_of(kind, FAMILIES[kind])
+    model.generation_config.eos_token_id = list(eos_ids) or None
+    text_of(model.config).eos_token_id = None
+    return as_policy(model)
+
+
+def check_rows(policy, rollout, greedy=False):
+    """Hold every log-prob against a forward of the row alone; of a greedy rollout the tokens are its likeliest."""
+    assert "its own layers" in rollout.engine
+    for prompt, completion, logps in zip(rollout.prompt_ids, rollout.completion_ids, rollout.logps, strict=True):
+        with torch.no_grad():
+            ids = torch.cat([prompt, completion])[None]
+            logps_TV = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        torch.testing.assert_close(logps.double(), logps_TV.gather(1, completion[:, None])[:, 0], rtol=0, atol=2e-5)
+        if greedy:
+            assert logps_TV.argmax(1).tolist() == completion.tolist()
+
+
+@families
+def test_greedy_rollouts_of_ragged_prompts(kind):
+    policy = policy_of(kind)
+    assert isinstance(engine_of(policy), Engine)
+    check_rows(policy, generate(policy, PROMPTS, Sampling(max_new_tokens=24, temperature=0)), greedy=True)
+
+
+@families
+def test_samples_of_a_prompt_and_rows_that_take_the_places_of_others(kind, monkeypatch):
+    """16 rows, 5 at a time; a third of the ids ends a row."""
+    policy = policy_of(kind, eos_ids=range(0, VOCAB, 6))
+    monkeypatch.setattr("strop.rollout.decoding.BUCKETS", (1, 2, 4, 5))
+    found = generate(policy, PROMPTS, Sampling(max_new_tokens=20), num_samples=4, seed=3)
+    assert len({len(one) for one in found.completion_ids}) > 3
+    check_rows(policy, found)
+    monkeypatch.undo()
+    together = generate(policy, PROMPTS, Sampling(max_new_tokens=20), num_samples=4, seed=3)
+    same = [torch.equal(a, b) for a, b in zip(found.completion_ids, together.completion_ids, strict=True)]
+    assert sum(same) >= 15  # of 16: a number on the border of two tokens may fall to either
+
+
+@families
+def test_several_turns_read_only_what_is_new(kind):
+    """Conversations of unequal lengths go on, not all of them; between turns they hear unequal numbers of tokens."""
+    policy = policy_of(kind, eos_ids=range(0, VOCAB, 6))
+    cached, sampling = CachedRows(), Sampling(max_new_tokens=7)
+    rows = dict(enumerate(torch.tensor(prompt) for prompt in PROMPTS))
+    for turn, going in enumerate(([0, 1, 2, 3], [0, 2, 3], [3, 1, 0])):
+        found = generate(policy, [rows[i] for i in going], sampling, seed=turn, cached=cached.of(going))
+        check_rows(policy, found)
+        for i, completion in zip(going, found.completion_ids, strict=True):
+            heard = torch.arange(20 + i, 20 + i + 1 + (5 * turn + 3 * i) % 9)
+            rows[i] = torch.cat([rows[i], completion, heard])
+    assert sorted(cached.rows) == [0, 1, 2, 3]
