@@ -207,7 +207,7 @@ def computed_loss(
         per_sequence = len(logps_N) // max(len(advantages), 1)
         advantages_N = advantages[:, None].expand(-1, per_sequence).reshape(-1)
         logps, old, of_tokens, ref = (
-            None if values_N is None else _active(values_N.to(logps_N.dtype), mask_N)
+            values_N if values_N is None or mask_N is None else values_N.masked_fill(~mask_N, 0.0)
             for values_N in (logps_N, old_N, advantages_N, ref_N)
         )
         assert logps is not None
@@ -456,9 +456,9 @@ def _check_tokens(logps: torch.Tensor, completion_mask: torch.Tensor | None) -> 
     return as_completion_mask(completion_mask, logps, "logps")
 
 
-def _active(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _active(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Return the values, 0 where the mask is 0, before any arithmetic: what stands there may be NaN, and 0·NaN is NaN."""
-    return in_float(values) if mask is None else in_float(values).masked_fill(~mask, 0.0)
+    return in_float(values_BT).masked_fill(~mask_BT, 0.0)
 
 
 def _like_tokens(values: torch.Tensor, logps: torch.Tensor, tokens: Tokens, name: str) -> torch.Tensor:

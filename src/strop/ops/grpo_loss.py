@@ -16,7 +16,8 @@ from strop._tensors import Count, check_ids_in_range, check_like, check_logits, 
 from strop.losses import PolicyLoss, PolicyRule
 from strop.losses.policy import computed_loss
 from strop.losses.rules import from_text
-from strop.ops.library import library_op, note_overwritten, with_gradients
+from strop.ops.library import library_op, note_overwritten
+from strop.ops.linear import with_gradients
 from strop.ops.logp import logp_kernels, logp_torch
 from strop.ops.policy import PolicyBatch, coefficients, composed
 from strop.ops.registry import op_with_backends

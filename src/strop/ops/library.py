@@ -4,13 +4,12 @@ They compute and know no gradient; the functions in `strop.ops` join a forward t
 `torch.library.Library` and not its decorator, which costs four times as much per call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, NoReturn, TypeVar
 
 import torch
 
 from strop._types import Context
-from strop.ops.rows import implementation
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Result = TypeVar("Result")
@@ -98,55 +97,3 @@ class _NoSecondGradient(torch.autograd.Function):
         raise RuntimeError(
             "this backend has no gradient of its gradient; the reference has: with strop.ops.registry.use_backend('torch')"
         )
-
-
-# ---- functions that make their gradients in the forward ----
-
-
-Run = Callable[..., tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor | None]]]
-
-
-def with_gradients(
-    run: Run, inputs: Sequence[torch.Tensor | None], settings: tuple[object, ...], *, rows: str, name: str
-) -> tuple[torch.Tensor, ...]:
-    """Return the results of `run(*inputs, *settings, wanted)`, of which the first is differentiable in the inputs.
-
-    run    returns the results, and the gradients of the first; `wanted` says for which inputs
-    rows   the row functions that scale the gradients where the incoming one is not 1
-    name   the operator's name, for errors
-    """
-    wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in inputs]
-    return _WithGradients.apply(run, settings, wanted, rows, name, *inputs)
-
-
-class _WithGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, run, settings, wanted, rows, name, *inputs):
-        results, gradients = run(*inputs, *settings, wanted)
-        ctx.wanted, ctx.rows, ctx.name, ctx.gradients = wanted, rows, name, None
-        if any(wanted):
-            if torch.compiler.is_compiling():  # a graph keeps tensors only, and decides itself about their memory
-                ctx.save_for_backward(*gradients)
-            else:
-                ctx.gradients = gradients
-        ctx.mark_non_differentiable(*results[1:])
-        ctx.set_materialize_grads(False)  # no zeros for those
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx, d_first, *_):
-        if torch.compiler.is_compiling():
-            gradients = [gradient * d_first for gradient in ctx.saved_tensors]
-        elif ctx.gradients is None:
-            raise RuntimeError(
-                f"backward of {ctx.name} can run once: its gradient was made in the forward and has been handed out; "
-                "call it again for another backward"
-            )
-        else:
-            gradients, ctx.gradients = ctx.gradients, None
-            if d_first.device.type != "cpu" or d_first != 1:  # to look at a GPU's would be to wait for it
-                with torch.no_grad():
-                    for gradient in gradients:
-                        implementation(ctx.rows).scale_(gradient, d_first)
-        found = (gradient if wanted else None for gradient, wanted in zip(gradients, ctx.wanted, strict=True))
-        return first_order(None, None, None, None, None, *found)

@@ -10,6 +10,7 @@ Shapes: N tokens, H hidden, V vocabulary.
 """
 
 import importlib.util
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from strop.ops.chunks import (
     whole_rows_fit,
 )
 from strop.ops.head import Head, Wanted
-from strop.ops.library import first_order, is_plain, with_gradients
+from strop.ops.library import first_order, is_plain
 from strop.ops.rows import implementation
 
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -175,3 +176,55 @@ def _terms_and_gradients(hidden_NH, weight, bias, tensors, temperature, rule, ro
     given = *tensors, temperature, rule, implementation(rows), workspace, Wanted.of(wanted, weight.dtype)
     *results, gradients = linear_policy_terms(hidden_NH, head, *given)
     return results, gradients if bias is None else gradients._replace(bias_V=gradients.bias_V.to(bias.dtype))
+
+
+# ---- functions that make their gradients in the forward ----
+
+
+Run = Callable[..., tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor | None]]]
+
+
+def with_gradients(
+    run: Run, inputs: Sequence[torch.Tensor | None], settings: tuple[object, ...], *, rows: str, name: str
+) -> tuple[torch.Tensor, ...]:
+    """Return the results of `run(*inputs, *settings, wanted)`, of which the first is differentiable in the inputs.
+
+    run    returns the results, and the gradients of the first; `wanted` says for which inputs
+    rows   the row functions that scale the gradients where the incoming one is not 1
+    name   the operator's name, for errors
+    """
+    wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in inputs]
+    return _WithGradients.apply(run, settings, wanted, rows, name, *inputs)
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run, settings, wanted, rows, name, *inputs):
+        results, gradients = run(*inputs, *settings, wanted)
+        ctx.wanted, ctx.rows, ctx.name, ctx.gradients = wanted, rows, name, None
+        if any(wanted):
+            if torch.compiler.is_compiling():  # a graph keeps tensors only, and decides itself about their memory
+                ctx.save_for_backward(*gradients)
+            else:
+                ctx.gradients = gradients
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)  # no zeros for those
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, d_first, *_):
+        if torch.compiler.is_compiling():
+            gradients = [gradient * d_first for gradient in ctx.saved_tensors]
+        elif ctx.gradients is None:
+            raise RuntimeError(
+                f"backward of {ctx.name} can run once: its gradient was made in the forward and has been handed out; "
+                "call it again for another backward"
+            )
+        else:
+            gradients, ctx.gradients = ctx.gradients, None
+            if d_first.device.type != "cpu" or d_first != 1:  # to look at a GPU's would be to wait for it
+                with torch.no_grad():
+                    for gradient in gradients:
+                        implementation(ctx.rows).scale_(gradient, d_first)
+        found = (gradient if wanted else None for gradient, wanted in zip(gradients, ctx.wanted, strict=True))
+        return first_order(None, None, None, None, None, *found)

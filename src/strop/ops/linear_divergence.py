@@ -37,8 +37,8 @@ from strop.ops.head import (
     no_view,
     product,
 )
-from strop.ops.library import library_op, with_gradients
-from strop.ops.linear import LMHead
+from strop.ops.library import library_op
+from strop.ops.linear import LMHead, with_gradients
 from strop.ops.linear_logp import BY_ROWS
 from strop.ops.registry import op_with_backends
 from strop.ops.rows import implementation
