@@ -1,6 +1,5 @@
 """`strop train sft|dpo|kto|reward|grpo|ppo|distill|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
-import importlib
 import os
 import sys
 import time
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+import strop
 from strop import config as configs
 from strop._install import missing
 from strop._types import Json, Row
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
     from strop.training.trainer import Trainer
 
 ALGORITHMS = {
-    # command: module, class, what it does
-    "sft": ("sft", "SFT", "Imitate given completions."),
-    "dpo": ("dpo", "DPO", "Learn from pairs which of two completions is the better one."),
-    "kto": ("kto", "KTO", "Learn from single completions that are labelled desirable or not."),
-    "reward": ("reward_model", "RewardModel", "Learn from pairs a number for completions, to be used as a reward."),
-    "grpo": ("grpo", "GRPO", "Reinforcement learning from rewards compared within a group."),
-    "ppo": ("ppo", "PPO", "Reinforcement learning with a critic."),
-    "distill": ("distill", "Distill", "Learn a teacher's distribution (--ref-model) on what the model itself writes."),
-    "online-dpo": ("online_dpo", "OnlineDPO", "DPO on pairs that the model makes and a reward or preference judges."),
+    # command: class, what it does
+    "sft": ("SFT", "Imitate given completions."),
+    "dpo": ("DPO", "Learn from pairs which of two completions is the better one."),
+    "kto": ("KTO", "Learn from single completions that are labelled desirable or not."),
+    "reward": ("RewardModel", "Learn from pairs a number for completions, to be used as a reward."),
+    "grpo": ("GRPO", "Reinforcement learning from rewards compared within a group."),
+    "ppo": ("PPO", "Reinforcement learning with a critic."),
+    "distill": ("Distill", "Learn a teacher's distribution (--ref-model) on what the model itself writes."),
+    "online-dpo": ("OnlineDPO", "DPO on pairs that the model makes and a reward or preference judges."),
 }
 ARGUMENTS = {  # beside the model, of the algorithms that sample
-    "grpo": ("reward", "environment", "tools"),
+    "grpo": ("environment", "tools"),
     "ppo": ("reward", "critic"),
-    "online-dpo": ("reward", "preference", "environment", "tools"),
+    "online-dpo": ("preference", "environment", "tools"),
 }
 ConfigT = TypeVar("ConfigT", bound=Config)
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -67,15 +67,14 @@ app = typer.Typer(
 
 def config_class(command: str) -> type[TrainerConfig]:
     """Return the config of a command's algorithm."""
-    found: type[TrainerConfig] = getattr(configs, f"{ALGORITHMS[command][1]}Config")
+    found: type[TrainerConfig] = getattr(configs, f"{ALGORITHMS[command][0]}Config")
     return found
 
 
 def algorithm_class(command: str) -> Any:
     """Import and return a command's algorithm."""
-    module, name, _ = ALGORITHMS[command]
     try:
-        return getattr(importlib.import_module(f"strop.algorithms.{module}"), name)
+        return getattr(strop, ALGORITHMS[command][0])
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise
@@ -140,7 +139,7 @@ def _command(command: str) -> Callable[..., None]:
     return with_options(train, options_for(command))
 
 
-for name, (_, _, about) in ALGORITHMS.items():
+for name, (_, about) in ALGORITHMS.items():
     app.command(name, help=f"{about} Options come from --config, then from the command line.", short_help=about)(
         _command(name)
     )
