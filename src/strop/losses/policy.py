@@ -30,7 +30,7 @@ Shapes: B sequences, T tokens; N tokens of all of them.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self, Unpack
 
 import torch
 
@@ -46,7 +46,7 @@ from strop._tensors import (
     in_float,
 )
 from strop.config.policy_losses import ClipEps, PolicyRule, cut
-from strop.losses.rules import NLL, OnPolicyLogRatio, TokenRule, Tokens, kl_of, token_loss, tokens_of
+from strop.losses.rules import NLL, OnPolicyLogRatio, PolicyOptions, TokenRule, Tokens, kl_of, token_loss, tokens_of
 
 Metrics = dict[str, torch.Tensor]
 
@@ -105,7 +105,7 @@ def policy_loss(
     entropy: torch.Tensor | None = None,
     num_tokens: Count | None = None,
     num_sequences: Count | None = None,
-    **rule_options: Any,
+    **rule_options: Unpack[PolicyOptions],
 ) -> PolicyLoss:
     """Return the loss of a batch, or of a micro-batch as its share of one.
 
@@ -223,7 +223,7 @@ def token_policy_loss(
     advantages: torch.Tensor,
     *,
     completion_mask: torch.Tensor | None = None,
-    **rule_options: Any,
+    **rule_options: Unpack[PolicyOptions],
 ) -> torch.Tensor:
     """The loss of every token, [B, T], before weights; arguments as in `policy_loss`.
 
@@ -332,7 +332,7 @@ def policy_metrics(
     *,
     ref_logps: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
-    **rule_options: Any,
+    **rule_options: Unpack[PolicyOptions],
 ) -> Metrics:
     """What to watch in training, 0-d tensors without gradient; arguments as in `policy_loss`.
 

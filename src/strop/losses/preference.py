@@ -31,7 +31,7 @@ Shapes: B pairs, T tokens.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -50,6 +50,17 @@ from strop._tensors import (
 )
 from strop.config.preference_losses import LENGTH_NORMALISED, PreferenceRule
 from strop.losses.policy import LossResult, Metrics
+
+
+class PreferenceOptions(TypedDict, total=False):
+    """The fields of `PreferenceRule`, for functions that take them as keyword arguments."""
+
+    beta: float
+    loss_type: str | tuple[str, ...]
+    loss_weights: tuple[float, ...] | None
+    label_smoothing: float
+    simpo_gamma: float
+    discopop_tau: float
 
 
 class _Pair(NamedTuple):
@@ -196,7 +207,7 @@ def preference_loss(
     rejected_lengths: torch.Tensor | None = None,
     num_pairs: Count | None = None,
     num_tokens: Count | None = None,
-    **rule_options: Any,
+    **rule_options: Unpack[PreferenceOptions],
 ) -> PreferenceLoss:
     """Return the mean of `pair_preference_loss` over the pairs, with rewards and metrics.
 
@@ -239,7 +250,7 @@ def pair_preference_loss(
     *,
     chosen_lengths: torch.Tensor | None = None,
     rejected_lengths: torch.Tensor | None = None,
-    **rule_options: Any,
+    **rule_options: Unpack[PreferenceOptions],
 ) -> torch.Tensor:
     """Return the loss of every pair, [B].
 

@@ -8,14 +8,14 @@ Shapes: B sequences, T completion tokens, V the vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from strop._tensors import Count, check_ids_in_range, check_like, check_logits, check_logits_and_ids
 from strop.losses import PolicyLoss, PolicyRule
 from strop.losses.policy import computed_loss
-from strop.losses.rules import from_text
+from strop.losses.rules import PolicyOptions, from_text
 from strop.ops.library import library_op, note_overwritten
 from strop.ops.linear import with_gradients
 from strop.ops.logp import logp_kernels, logp_torch
@@ -43,7 +43,7 @@ def grpo_loss(
     num_sequences: Count | None = None,
     in_place: bool = False,
     validate: bool = False,
-    **rule_options: Any,
+    **rule_options: Unpack[PolicyOptions],
 ) -> PolicyLoss:
     """loss, policy_loss, kl = grpo_loss(…): group-normalised rewards, clipped surrogate, β·KL, any policy loss.
 

@@ -6,13 +6,13 @@ Shapes: B pairs, T tokens, H hidden, V the vocabulary. Row i of the first half i
 of the second half its rejected one.
 """
 
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from strop._tensors import Count, check_device, check_floats, check_head, check_linear_logp, check_tensor
 from strop.losses import PreferenceLoss, PreferenceRule, sequence_logps
-from strop.losses.preference import pairs_loss
+from strop.losses.preference import PreferenceOptions, pairs_loss
 from strop.ops.linear import LMHead
 from strop.ops.linear_grpo_loss import check_reference
 from strop.ops.linear_logp import BY_ROWS, head_logps
@@ -37,7 +37,7 @@ def linear_dpo_loss(
     num_tokens: Count | None = None,
     workspace: int | None = None,
     validate: bool = False,
-    **rule_options: Any,
+    **rule_options: Unpack[PreferenceOptions],
 ) -> PreferenceLoss:
     """loss, chosen_rewards, rejected_rewards = linear_dpo_loss(…), without ever holding [N, V] (but in the reference).
 

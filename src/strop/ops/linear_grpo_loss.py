@@ -4,7 +4,7 @@ Shapes: B sequences, T completion tokens, H hidden, V the vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 
@@ -19,6 +19,7 @@ from strop._tensors import (
 )
 from strop.losses import PolicyLoss, PolicyRule
 from strop.losses.policy import computed_loss
+from strop.losses.rules import PolicyOptions
 from strop.ops.linear import LMHead, loss_terms
 from strop.ops.linear_logp import BY_ROWS, head_logps
 from strop.ops.policy import PolicyBatch, coefficients, composed, token_coefficients
@@ -48,7 +49,7 @@ def linear_grpo_loss(
     num_sequences: Count | None = None,
     workspace: int | None = None,
     validate: bool = False,
-    **rule_options: Any,
+    **rule_options: Unpack[PolicyOptions],
 ) -> PolicyLoss:
     """`grpo_loss` of hidden @ weightᵀ + bias without memory for [N, V] beside the gradients'; the reference alone holds it.
 
