@@ -2,10 +2,7 @@
 
 import concurrent.futures
 import copy
-import os
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -172,14 +169,3 @@ def test_settings_that_mean_nothing(double, monkeypatch, setting):
     monkeypatch.setenv("STROP_BACKEND", setting)
     with pytest.raises(ValueError, match=r"STROP_BACKEND must be a backend or op=backend"):
         double(3)
-
-
-def test_environment_in_a_fresh_process():
-    program = (
-        "import torch, strop.ops as o; print(o.logp(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)).tolist())"
-    )
-    run = lambda value: subprocess.run(  # noqa: E731
-        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"STROP_BACKEND": value}
-    )
-    assert run("torch").returncode == 0
-    assert "STROP_BACKEND asks for backend 'tritno'; logp has torch" in run("tritno").stderr

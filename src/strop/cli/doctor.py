@@ -27,6 +27,7 @@ OPTIONAL = {
     "datasets": "Hugging Face data sets",
     "gguf": "models in GGUF files, such as smollm2",
     "bitsandbytes": "--quantize nf4",
+    "uvicorn": "strop serve",
     "tensorboard": "--log tensorboard",
     "trackio": "--log trackio",
     "wandb": "--log wandb",
