@@ -93,6 +93,23 @@ def test_doctor_fails_for_what_is_broken(strop, monkeypatch):
     assert "unknown operator 'nope'" in out
 
 
+def test_doctor_says_how_a_model_is_read_and_why_not_faster(strop, tmp_path, monkeypatch):
+    from transformers import BertConfig, BertLMHeadModel, BloomConfig, BloomForCausalLM
+
+    monkeypatch.setenv("COLUMNS", "400")
+    sizes = {"vocab_size": 30, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    BloomForCausalLM(BloomConfig(**sizes)).save_pretrained(tmp_path / "bloom")
+    code, out, _ = strop("doctor", "--model", tmp_path / "bloom")
+    assert code == 0
+    assert "padded: its forward takes no position_ids" in out
+    assert "transformers' generate" in out
+    BertLMHeadModel(BertConfig(**sizes, intermediate_size=16)).save_pretrained(tmp_path / "bert")
+    code, out, _ = strop("doctor", "--model", tmp_path / "bert")
+    assert code == 1
+    assert "model must be causal" in out
+    assert "broken: model" in out
+
+
 def test_doctor_reports_a_wrong_setting():
     if doctor._compiled.native is None:
         pytest.skip("needs the compiled module")

@@ -54,17 +54,16 @@ def jsonl_row(line: bytes, where: str) -> Json:
     return row if type(row) is dict else _row_of(row, f"{where}:")
 
 
-def checked_lines(path: str | os.PathLike[str]) -> tuple[list[tuple[int, Json]], list[str]]:
-    """Of a JSONL file the rows with the numbers of their lines, and what is wrong with each of the others."""
-    rows, wrong = [], []
+def checked_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, Json | ValueError]]:
+    """Yield the number of every line of a JSONL file with its row, or with what is wrong with it."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             data = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            try:
-                rows += [(number, row) for row in _jsonl([data], path)]
-            except ValueError as error:
-                wrong.append(str(error).replace(f"{path}, line 1", f"line {number}", 1))
-    return rows, wrong
+            if data.strip():
+                try:
+                    yield number, jsonl_row(data, f"line {number}")
+                except ValueError as error:
+                    yield number, error
 
 
 def _object_of(pairs: list[tuple[str, object]]) -> Json:
