@@ -10,7 +10,7 @@ import contextlib
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,7 +25,14 @@ NAME = "strop"  # of this attention among transformers' implementations
 
 
 class Pass(ABC):
-    """One forward of the model within a rollout, as `attention` sees it: it reads and writes kv."""
+    """One forward of the model within a rollout, as `attention` sees it: it reads and writes kv.
+
+    places   of the layers with keys among those; None: all have some
+    states   of its rows, for layers that have such: see `strop.rollout.slots`
+    """
+
+    places: Mapping[int, int] | None = None
+    states: Any = None
 
     @abstractmethod
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: "Rule") -> torch.Tensor:
@@ -242,7 +249,9 @@ def _attend(
     dropout: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    return current_pass().attend(query, key, value, layer, Rule(scaling, window, softcap, dropout, sinks))
+    pass_ = current_pass()
+    place = layer if pass_.places is None else pass_.places[layer]
+    return pass_.attend(query, key, value, place, Rule(scaling, window, softcap, dropout, sinks))
 
 
 _attend_opaque = torch.library.custom_op("strop::attend", _attend, mutates_args=())
