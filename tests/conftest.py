@@ -22,6 +22,13 @@ from strop import _compiled
 if os.environ.get("TRITON_INTERPRET") == "1":
     hasten()
 
+# an editable install is imported before PYTHONPATH: in a second checkout it would be the first one that is tested
+TESTED, CHECKOUT = Path(strop.__file__).resolve().parent, Path(__file__).resolve().parents[1]
+if TESTED.parent.name == "src" and TESTED != CHECKOUT / "src" / "strop":
+    pytest.exit(
+        f"these tests are of {CHECKOUT}, but strop is imported from {TESTED}; use PYTHONPATH=src python -m pytest", 4
+    )
+
 
 def pytest_addoption(parser):
     parser.addoption("--reverse", action="store_true", help="files, and the tests in each, from the last to the first")

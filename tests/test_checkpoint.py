@@ -274,7 +274,7 @@ def test_a_failed_write_is_told_with_the_file_and_leaves_the_old_one(function, b
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, -1, -1000])
 def test_a_cut_file(saved, keep):
     saved.write_bytes(saved.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=r"sft\.pt is (cut off|no safetensors file)"):
+    with pytest.raises(CheckpointError, match=r"sft\.pt is cut off, damaged or no safetensors file"):
         SFT.from_checkpoint(saved)
 
 
@@ -291,7 +291,7 @@ def test_a_header_whose_length_begins_as_a_pickle_or_a_zip_does(saved, tmp_path,
     assert start[0] == first
     assert SFT.from_checkpoint(path).state.step == 2
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(CheckpointError, match="cut off within its header"):
+    with pytest.raises(CheckpointError, match="is cut off, damaged or no safetensors file"):
         SFT.from_checkpoint(path)
 
 

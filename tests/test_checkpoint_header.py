@@ -60,12 +60,12 @@ BAD_HEADERS = [
     ("optim.groups", [], "must have 2 parameter groups, found 0"),
     ("optim.groups", 5, "optim.groups must be a list, found 5"),
     ("optim.params", {"nothing": {}}, "has optimiser state of 'nothing', which is not trained here"),
-    ("rng.python", [3, [], None], r"rng.python\[1\] must be a list of 625, found a list of 0"),
-    ("rng.numpy", ["MT19937", 700, 0, 0.0], r"rng.numpy\[1\] must be a place from 0 to 624, found 700"),
-    ("rng.numpy", ["PCG64", 1, 0, 0.0], r"rng.numpy\[0\] must be 'MT19937', found 'PCG64'"),
+    ("rng.python", [3, [], None], "rng must hold states that the generators take: ValueError: state vector is the wrong size"),
+    ("rng.numpy", ["MT19937", 700, 0, 0.0], "rng.python and rng.numpy must be states of these generators"),
+    ("rng.numpy", ["PCG64", 1, 0, 0.0], "rng must hold states that the generators take: ValueError: set_state can only be used with legacy MT19937"),
     ("callbacks", [["EarlyStopping", {"best": "x", "num_bad": 0}]], "the state of EarlyStopping.best must be a number or null"),
     ("callbacks", [["EarlyStopping", {}]], "the state of EarlyStopping must have 'best', found none"),
-    ("callbacks", [5], r"callbacks\[0\] must be a list of 2, found 5"),
+    ("callbacks", [5], r"callbacks\[0\] must be the name of a class and an object, found 5"),
     ("extra", [], r"extra must be an object, found a list of 0"),
     ("ref", {"kind": "x"}, "ref.kind must be one of"),
     ("more", 1, "the header must have no 'more', found one"),
@@ -131,7 +131,7 @@ def test_weights_are_of_floats(dtype, tmp_path):
     header, tensors = checkpoint.read(path)
     name = next(name for name in tensors if name.startswith("model/"))
     checkpoint.write(path, {**tensors, name: tensors[name].to(dtype)}, header)
-    refused(path, f"must hold '{name.removeprefix('model/')}' of model as torch.float32, found {dtype}")
+    refused(path, f"must hold '{name.removeprefix('model/')}' of model as .* torch.float32, found .* {dtype}")
 
 
 def test_an_option_the_optimiser_gets_later(moe_file):
@@ -145,18 +145,18 @@ def test_an_option_the_optimiser_gets_later(moe_file):
 @pytest.mark.parametrize(
     ("name", "new", "match"),
     [
-        ("optim/lm_head.weight/exp_avg", None, "must hold the tensors exp_avg, exp_avg_sq, step of 'lm_head.weight'"),
-        ("optim/lm_head.weight/other", torch.ones(2), "must hold the tensors exp_avg, exp_avg_sq, step"),
-        ("optim/lm_head.weight/exp_avg", torch.ones(2), r"must hold 'exp_avg' of 'lm_head.weight' as \[20, 16\] .*found \[2\]"),
+        ("optim/lm_head.weight/exp_avg", None, "found 'exp_avg' only in the optimiser's state of 'lm_head.weight'"),
+        ("optim/lm_head.weight/other", torch.ones(2), "of the optimiser's state of 'lm_head.weight', found 'other' only in the checkpoint"),
+        ("optim/lm_head.weight/exp_avg", torch.ones(2), r"must hold 'exp_avg' of .* 'lm_head.weight' as \[20, 16\] .*found \[2\]"),
         ("optim/lm_head.weight/step", torch.tensor(float("nan")), "finite count of steps"),
         ("optim/lm_head.weight/step", torch.tensor(3), "must hold 'step'"),
         ("model/lm_head.weight", None, "found 'lm_head.weight' only in model"),
-        ("model/lm_head.weight", torch.ones(20, 16).double(), "must hold 'lm_head.weight' of model as torch.float32"),
+        ("model/lm_head.weight", torch.ones(20, 16).double(), "must hold 'lm_head.weight' of model as .* torch.float32, found .* torch.float64"),
         ("rng/torch", None, "rng must hold the states of torch, numpy"),
-        ("rng/torch", torch.ones(5056, dtype=torch.uint8), "rng/torch must be a state of torch's generator"),
-        ("rng/torch", torch.ones(7, dtype=torch.uint8), "rng/torch must be a state of torch's generator"),
-        ("rng/numpy", torch.full((624,), -1), "rng/numpy must hold 624 words of 32 bits"),
-        ("rng/numpy", torch.ones(3, dtype=torch.int64), "rng/numpy must hold 624 words"),
+        ("rng/torch", torch.ones(5056, dtype=torch.uint8), "rng must hold states that the generators take: RuntimeError"),
+        ("rng/torch", torch.ones(7, dtype=torch.uint8), "rng must hold states that the generators take: RuntimeError"),
+        ("rng/numpy", torch.full((624,), -1), "rng/numpy must be a state of numpy's generator"),
+        ("rng/numpy", torch.ones(3, dtype=torch.int64), "rng must hold states that the generators take: IndexError"),
         ("rng/cuda/0", torch.ones(3), "rng/cuda/0 must be bytes"),
         ("other/x", torch.ones(3), "must hold tensors of model, optim, .*found 'other/x'"),
     ],
@@ -173,7 +173,7 @@ def test_the_text_of_a_header(moe_file):
     path, header, tensors = moe_file
     text = json.dumps(header)
     for bad, match in (
-        (text.replace('"step": 1', '"step": NaN'), "NaN is no number of JSON"),
+        (text.replace('"step": 1', '"step": NaN'), "state.step must be a whole number from 0 to 2⁵³, found nan"),
         (
             text.replace('"seconds": ', '"seconds": 1e999, "old": '),
             "state.seconds must be a number of at least 0, found inf",
@@ -199,7 +199,7 @@ def test_shapes_that_no_tensor_has(shape, moe_file):
     index["extra/x"] = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
     text = json.dumps(index).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-    refused(path, "is no safetensors file")
+    refused(path, "damaged or no safetensors file")
 
 
 def test_two_places_of_one_tensor(moe_file):
@@ -227,7 +227,7 @@ def test_a_refused_checkpoint_changes_nothing(moe_file):
     sft.train_step([[5, 6]], [[7, 1]])
     before = weights_of(sft).clone(), copy.deepcopy(sft.optimizer.state_dict()), copy.deepcopy(sft.state)
     random_state = torch.get_rng_state()
-    with pytest.raises(CheckpointError, match="rng/numpy"):
+    with pytest.raises(CheckpointError, match="rng must hold"):
         checkpoint.Saved(path, header, tensors, sft.config, 1, pytest.fail).put(sft)
     assert torch.equal(weights_of(sft), before[0])
     assert sft.state == before[2]

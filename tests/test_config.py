@@ -280,5 +280,18 @@ def test_what_the_table_names_is_there():
 
 def test_the_page_has_the_tables():
     page = (ROOT / "docs" / "coming_from_trl.md").read_text(encoding="utf-8")
-    for table in _trl.tables():
-        assert table in page
+    arguments = [(quoted(row.trl), row.here) for row in _trl.ARGUMENTS]
+    assert markdown(("TRL", "strop"), arguments) in page
+    options = [
+        (quoted(row.trl) + (f" ({', '.join(row.of)})" if row.of else ""), row.default, row.here, row.default_here)
+        for row in _trl.OPTIONS
+    ]
+    assert markdown(("TRL", "default", "strop", "default"), options) in page
+
+
+def markdown(head, rows):
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows))
+
+
+def quoted(names):
+    return re.sub(r"\w+", lambda found: f"`{found[0]}`", names)

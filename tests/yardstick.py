@@ -115,6 +115,19 @@ def check_gradient(found, exact, eager, ids, what="gradient", *, coefficient=1.0
     check(found[~target], exact[~target], eager[~target], f"{what} off the target", allowance=allowance, scale=scale)
 
 
+def check_sums(found, exact, eager, what="result", *, allowance=0.0, least=0.0):
+    """|found − exact| at most twice |eager − exact|, relative to the largest: each element is a sum with cancellation.
+
+    least   the size of the terms, where it may be more than that of the sums
+    """
+    assert found.shape == exact.shape, f"{what}: shape {list(found.shape)} and not {list(exact.shape)}"
+    if not exact.numel():
+        return
+    error, eager_error = ((x.detach().double() - exact).abs().max().item() for x in (found, eager))
+    most = 2 * eager_error + (1e-6 + allowance) * max(exact.abs().max().item(), least)
+    assert error <= most, f"{what}: an error of {error:.3g}, allowed {most:.3g}, eager {eager_error:.3g}"
+
+
 def same(found, expected, *, scale=0.0):
     """Two ways to one result, through a BLAS or torch's kernels: equal but for the rounding of its largest number.
 

@@ -222,6 +222,25 @@ def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
         dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
+Shard = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # where it begins, its shape and dtype
+
+
+def shards_in(folder: Path) -> dict[str, list[Shard]]:
+    """Return the shards of every tensor in the folder, in their order, as its files say: nothing of it is checked."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+    about = dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
+    found: dict[str, list[Shard]] = {}
+    for name, tensor in cast(dict[str, TensorStorageMetadata], about.state_dict_metadata).items():
+        dtypes = [about.storage_data[MetadataIndex(name, part.offsets)].dtype for part in tensor.chunks]
+        places = [(tuple(part.offsets), tuple(part.sizes)) for part in tensor.chunks]
+        found[name] = sorted(
+            ((*place, dtype) for place, dtype in zip(places, dtypes, strict=True)), key=lambda s: s[:2]
+        )
+    return found
+
+
 @contextlib.contextmanager
 def _as_oserror(folder: Path, what: str) -> Iterator[None]:
     from torch.distributed.checkpoint.api import CheckpointException

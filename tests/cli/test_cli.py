@@ -313,7 +313,7 @@ def test_doctor_lists_what_is_used(monkeypatch):
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "1.0")
     monkeypatch.setattr(torch.version, "cuda", None)
     found = {finding.part: finding for finding in doctor.packages(deep=False)}
-    assert {"gguf", "tensorboard", "trackio", "wandb", "bitsandbytes"} <= found.keys()
+    assert {"gguf", "tensorboard", "trackio", "wandb", "bitsandbytes", "uvicorn"} <= found.keys()
     assert "triton" not in found
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "triton" in {finding.part for finding in doctor.packages(deep=False)}

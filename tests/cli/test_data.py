@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_tokenizers import hugging_face
 
 from strop.tasks import CharTokenizer
 
@@ -33,6 +34,21 @@ def test_rows_are_shown_as_the_model_sees_them(check):
     assert "tokens, all: 6 to 6, median 6, 12 together" in lines
     assert "tokens, that count: 2 to 2, median 2, 4 together" in lines
     assert lines[lines.index("line 2:") + 1] == "2+2=⟦4<eos>⟧"
+
+
+def test_what_a_chat_template_opens_for_generation_alone_is_told(check, tmp_path):
+    template = (
+        "{% for m in messages %}{{ 'a=' if m.role == 'assistant' }}{{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}a=abc{% endif %}"
+    )
+    hugging_face(template=template).save_pretrained(tmp_path / "thinking")
+    messages = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "x"}]
+    write("rows.jsonl", [{"messages": messages}])
+    code, out = check("rows.jsonl", "--tokenizer", "thinking")
+    assert code == 0
+    assert "the chat template opens 'abc' for a model that generates" in out
+    write("rows.jsonl", [{"prompt": "b", "completion": "a"}])
+    assert "for a model that generates" not in check("rows.jsonl", "--tokenizer", "thinking")[1]
 
 
 def test_nothing_in_rows_steers_the_terminal(check):

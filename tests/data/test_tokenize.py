@@ -5,7 +5,6 @@ import pytest
 from tiny_tokenizers import Letters, hugging_face
 
 from strop.data.tokenize import (
-    encode_completion,
     encode_preference,
     encode_prompt,
     encode_row,
@@ -41,8 +40,8 @@ def test_the_boundary_is_tokenised_once(tokenizer):
 
 
 def test_eos_is_not_doubled(tokenizer):
-    assert words(tokenizer, encode_completion("a", "b<eos>", tokenizer)[0]) == ["b", "<eos>"]
-    assert words(tokenizer, encode_completion("a", "", tokenizer)[0]) == ["<eos>"]
+    for completion, written in (("b<eos>", ["b", "<eos>"]), ("", ["<eos>"])):
+        assert words(tokenizer, encode_row({"prompt": "a", "completion": completion}, tokenizer)[1]) == written
 
 
 def test_a_tokenizer_that_wraps_texts_gives_its_bos_to_the_prompt_alone():
@@ -87,15 +86,13 @@ def test_an_answer_begun_in_the_prompt_is_gone_on_with(tokenizer):
 
 
 def test_several_turns_behind_the_boundary(tokenizer):
-    completion, counts = encode_completion([USER], [ANSWER, USER, ANSWER], tokenizer)
+    row = {"prompt": [USER], "completion": [ANSWER, USER, ANSWER]}
+    _, completion, counts = encode_row(row, tokenizer)
     assert words(tokenizer, completion) == [
         "ab", ".", "<eos>", "\n", "<|user|>", "h", "i", "?", "<eos>", "\n", "<|assistant|>", "ab", ".", "<eos>",
     ]  # fmt: skip
     assert counts == [True] * 3 + [False] * 8 + [True] * 3
-    assert encode_completion([USER], [ANSWER, USER, ANSWER], tokenizer, assistant_only=False) == (
-        completion,
-        [True] * 14,
-    )
+    assert encode_row(row, tokenizer, assistant_only=False)[1:] == (completion, [True] * 14)
 
 
 def test_preferences_with_and_without_a_prompt(tokenizer):
@@ -120,9 +117,41 @@ def test_ids_pass_through():
 
 
 def test_a_template_that_rewrites_the_prompt_is_an_error():
-    thinking = "{{ messages[0]['content'] }}{% if add_generation_prompt %}!think{% else %}!{{ messages[1]['content'] }}{% endif %}"
-    with pytest.raises(ValueError, match=r"after 'hi\?!' the prompt has 'think', the conversation 'ab\.'"):
-        encode_completion([USER], [ANSWER], hugging_face(template=thinking))
+    shouting = "{% for m in messages %}{{ m.content.upper() if messages|length > 1 else m.content }}{% endfor %}:"
+    with pytest.raises(ValueError, match=r"after '' the prompt has 'hi\?:', the conversation 'HI\?AB"):
+        encode_row({"prompt": [USER], "completion": [ANSWER]}, hugging_face(template=shouting))
+
+
+THINKING = (
+    "{% for m in messages %}{{ '<|assistant|>' if m.role == 'assistant' }}{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>xt{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "trained"), [("ab", ["ab", "<eos>"]), ("xa", ["x", "a", "<eos>"]), ("xta", ["a", "<eos>"])]
+)
+def test_where_a_prompt_opens_more_than_the_conversation_has_the_turn_is_found_in_the_conversation(answer, trained):
+    tokenizer = hugging_face(template=THINKING)
+    said = {"role": "assistant", "content": answer}
+    prompt, completion, _ = encode_row({"prompt": [USER], "completion": [said]}, tokenizer)
+    assert words(tokenizer, completion) == trained
+    assert words(tokenizer, prompt)[:5] == ["h", "i", "?", "<eos>", "<|assistant|>"]
+    assert words(tokenizer, encode_prompt([USER], tokenizer))[-2:] == ["x", "t"]  # what a model reads that generates
+
+
+def test_chosen_and_rejected_share_the_shorter_of_two_prompts():
+    """One of them begins as the prompt opens it, the other does not."""
+    tokenizer = hugging_face(template=THINKING)
+    row = {"prompt": [USER]} | {
+        name: [{"role": "assistant", "content": answer}] for name, answer in (("chosen", "xta"), ("rejected", "b"))
+    }
+    prompt, (chosen, counts), (rejected, others) = encode_preference(row, tokenizer)
+    assert words(tokenizer, prompt)[-1] == "<|assistant|>"
+    assert words(tokenizer, chosen) == ["x", "t", "a", "<eos>"]
+    assert counts == [False, False, True, True]
+    assert words(tokenizer, rejected) == ["b", "<eos>"]
+    assert others == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -216,12 +216,12 @@ REFUSED = {
     ),
     "a negative row": (
         lambda p: change_shard(p, 0, lambda t: None, lambda about: about[HEAD].update(saved_offsets=[-1, 0])),
-        "where its shards begin",
+        f"all rows of '{HEAD}' once",
     ),
-    "no offsets": (lambda p: change_shard(p, 0, lambda t: None, dict.clear), "at which row"),
+    "no offsets": (lambda p: change_shard(p, 0, lambda t: None, dict.clear), "where its shards begin"),
     "a column": (
         lambda p: change_shard(p, 0, lambda t: None, lambda about: about[HEAD].update(saved_offsets=[0, 1])),
-        "at which row",
+        f"all rows of '{HEAD}' once",
     ),
     "too few rows": (lambda p: change_shard(p, 1, cut(HEAD)), "must hold 'lm_head.weight' of model as"),
     "another dtype": (

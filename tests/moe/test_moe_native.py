@@ -224,18 +224,6 @@ def test_rows_that_go_on_have_the_bits_of_rows_read_anew(config, dtype, max_new_
             known[row] = cache, at
 
 
-def test_step_by_step_from_the_first_token(isa):
-    config = CONFIGS["tiny"]
-    model = native_model(config)
-    tokens = np.random.default_rng(6).integers(0, config.vocab_size, (2, 40))
-    wanted = model.forward(tokens)
-    cache = model.engine.new_cache(2, 40)
-    logits = model.engine.prefill(tokens[:, :1].copy(), None, cache)
-    assert same_bits(logits, wanted[:, 0].copy())
-    for column in range(1, 40):
-        assert same_bits(model.engine.decode(tokens[:, column].copy(), cache), wanted[:, column].copy())
-
-
 def test_what_stands_after_a_query_cannot_reach_it(isa):
     """Even a later token that overflows leaves earlier ones as they are."""
     config = CONFIGS["tiny"]

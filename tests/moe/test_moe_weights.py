@@ -58,21 +58,18 @@ def test_float64_stays(tmp_path):
     assert MoETransformer.load(tmp_path, "numpy", dtype=np.float32).dtype == np.float32
 
 
-def test_missing_tensor(folder):
-    change_tensors(folder, lambda tensors: tensors.pop(EXPERT))
-    with pytest.raises(ValueError, match=f"lacks tensor '{EXPERT}'$"):
-        load(folder)
-
-
-def test_extra_tensor(folder):
-    change_tensors(folder, lambda tensors: tensors.update({"model.layers.2.surprise": np.ones(3)}))
-    with pytest.raises(ValueError, match=r"has the unknown tensor 'model.layers.2.surprise'$"):
-        load(folder)
-
-
-def test_misshaped_tensor(folder):
-    change_tensors(folder, lambda tensors: tensors.update({EXPERT: np.ones((8, 6), np.float32)}))
-    with pytest.raises(ValueError, match=rf"{EXPERT} in .* must have the shape \(6, 8\), found \(8, 6\)"):
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda t: t.pop(EXPERT), ValueError, f"lacks tensor '{EXPERT}'$"),
+        (lambda t: t.update({"model.layers.2.surprise": np.ones(3)}), ValueError, "has the unknown tensor 'model.layers.2.surprise'$"),
+        (lambda t: t.update({EXPERT: np.ones((8, 6), np.float32)}), ValueError, rf"{EXPERT} in .* must have the shape \(6, 8\), found \(8, 6\)"),
+        (lambda t: t.update({EXPERT: np.ones((6, 8), np.int64)}), TypeError, f"{EXPERT} in .* must be BF16, F16, F32 or F64, found I64"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused(folder, change, error, message):
+    change_tensors(folder, change)
+    with pytest.raises(error, match=message):
         load(folder)
 
 
@@ -88,12 +85,6 @@ def test_a_tied_head_of_its_own_is_refused(tmp_path):
     change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": np.ones((11, 8), np.float32)}))
     with pytest.raises(ValueError, match=r"lm_head.weight in .* must equal model.embed_tokens.weight .*, found others"):
         load(tmp_path)
-
-
-def test_integer_tensor(folder):
-    change_tensors(folder, lambda tensors: tensors.update({EXPERT: np.ones((6, 8), np.int64)}))
-    with pytest.raises(TypeError, match=f"{EXPERT} in .* must be BF16, F16, F32 or F64, found I64"):
-        load(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 300, -1])
@@ -132,22 +123,25 @@ def test_config_that_strop_cannot_run(folder, changes, message):
         load(folder)
 
 
-def test_a_window_longer_than_any_row_does_nothing(folder):
-    change_config(folder, sliding_window=24)
-    assert load(folder).config.max_seq_len == 24
+OLDER = {  # as Mixtral's first checkpoints have it: rope_theta at the top, no head_dim, no keys of strop
+    "rope_parameters": "gone", "rope_theta": 500.0, "strop_rope_base": "gone", "strop_rope_alpha": "gone",
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": None,
+}  # fmt: skip
 
 
-def test_older_configs(folder):
-    """rope_theta at the top, no head_dim, no strop keys: as Mixtral's first checkpoints have it."""
-    change_config(folder, rope_parameters="gone", rope_theta=500.0, strop_rope_base="gone", strop_rope_alpha="gone",
-                  num_attention_heads=2, num_key_value_heads=1, head_dim=None)  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        (OLDER, {"rope_base": 500.0, "rope_alpha": 1.0, "head_dim": 4}),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 500.0}}, {"rope_theta": 500.0}),  # as in transformers
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}, {"rope_theta": 777.0}),
+        ({"sliding_window": 24}, {"max_seq_len": 24}),  # longer than any row
+    ],
+)
+def test_settings_of_other_programs(folder, changes, wanted):
+    change_config(folder, **changes)
     config = weights.from_mixtral(json.loads((folder / "config.json").read_text()))
-    assert (config.rope_base, config.rope_alpha, config.head_dim) == (500.0, 1.0, 4)
-
-
-def test_the_older_name_of_the_rope_settings_wins_as_in_transformers(folder):
-    change_config(folder, rope_scaling={"rope_type": "default", "rope_theta": 500.0})
-    assert load(folder).config.rope_theta == 500.0
+    assert {name: getattr(config, name) for name in wanted} == wanted
 
 
 def test_what_a_config_leaves_out_is_mixtrals_default(folder):
@@ -157,11 +151,6 @@ def test_what_a_config_leaves_out_is_mixtrals_default(folder):
     found = weights.from_mixtral(config)
     assert (found.num_kv_heads, found.bos_token_id, found.eos_token_id) == (8, 1, 2)
     assert (found.rope_theta, found.rms_norm_eps) == (1e6, 1e-5)
-
-
-def test_changed_theta_wins_over_our_keys(folder):
-    change_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 777.0})
-    assert load(folder).config.rope_theta == 777.0
 
 
 def test_missing_files(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""`linear_divergence`: TRL's GKD loss, finite differences, every backend against the reference, chunks, odd rows, bad input."""
+"""linear_divergence: TRL's GKD loss, by hand, every backend against the reference, banned tokens."""
 
 import math
 
@@ -134,47 +134,3 @@ def test_tokens_that_neither_has(backend, beta):
     torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients[0], wanted_gradients[0], rtol=1e-4, atol=1e-5)
     assert (gradients[2][~kept] == 0).all()
-
-
-@every_backend
-def test_no_tokens(backend):
-    student, teacher, weights = problem(torch.float32)
-    empty = [student[0].detach()[:0].requires_grad_(), *student[1:]]
-    with registry.use_backend(linear_divergence=backend):
-        found, gradients = run(empty, [teacher[0][:0], *teacher[1:]], weights[:0])
-    assert found.loss == 0
-    assert all((gradient == 0).all() for gradient in gradients)
-
-
-@every_backend
-def test_the_incoming_gradient_scales(backend):
-    student, teacher, weights = problem(torch.float32)
-    with registry.use_backend(linear_divergence=backend):
-        _, gradients = run(student, teacher, weights)
-        hidden, weight, bias = student
-        loss = linear_divergence(hidden, weight, *teacher[:2], weights, bias=bias, teacher_bias=teacher[2]).loss
-        tripled = torch.autograd.grad(3 * loss, student)
-    torch.testing.assert_close(tripled, tuple(3 * gradient for gradient in gradients), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"hidden": torch.zeros(2, N, H)}, ValueError, "hidden must have shape [n, H], found [2, 11, 6]"),
-        ({"teacher_hidden": torch.zeros(3, G)}, ValueError, "teacher_hidden must have shape [11, 5], found [3, 5]"),
-        ({"teacher_weight": torch.zeros(30, G)}, ValueError, "teacher_weight must have the vocabulary of weight, 37 tokens, found 30"),
-        ({"teacher_weight": torch.zeros(V, 3)}, ValueError, "teacher_weight must have shape [V, 5], found [37, 3]"),
-        ({"weights": torch.zeros(3)}, ValueError, "weights must have shape [11], found [3]"),
-        ({"beta": 1.5}, ValueError, "beta must be at least 0 and at most 1, found 1.5"),
-        ({"temperature": 0.0}, ValueError, "temperature must be finite and above 0"),
-        ({"workspace": 0}, ValueError, "workspace must be at least 1, found 0"),
-    ],
-)  # fmt: skip
-@every_backend
-def test_mistakes(backend, change, error, message):
-    (hidden, weight, _), teacher, weights = problem(torch.float32)
-    given = {"hidden": hidden, "weight": weight, "teacher_hidden": teacher[0], "teacher_weight": teacher[1]}
-    given["weights"] = weights
-    with registry.use_backend(linear_divergence=backend), pytest.raises(error) as raised:
-        linear_divergence(**given | change)
-    assert message in str(raised.value)

@@ -91,16 +91,6 @@ def test_is_linear_grpo_loss_of_the_tokens_that_count(backend):
         torch.testing.assert_close(found.metrics[name], value, rtol=1e-5, atol=1e-6)
 
 
-@every_backend
-def test_no_tokens(backend):
-    (hidden, weight, bias), ids, weights, _ = problem(torch.float32)
-    with registry.use_backend(linear_token_loss=backend):
-        result = linear_token_loss(hidden[:0], weight, ids[:0], weights[:0], rule=NLL(), bias=bias)
-    assert result.loss == 0
-    result.loss.backward()
-    assert weight.grad.abs().sum() == 0
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import threading
 import urllib.error
@@ -29,7 +30,7 @@ from strop.report.curves import (
 from strop.report.metrics import METRICS
 from strop.report.page import summary_tiles
 from strop.report.svg import Chart, Curve, line_chart, step_axis
-from strop.report.watch import Watch, version_of
+from strop.report.watch import Answers, Watch, version_of
 
 
 def make_run(folder, num_steps=60, algorithm="grpo", header=True, tail="", **changes):
@@ -524,6 +525,15 @@ def test_the_server_gives_nothing_else(path, host, code, watched):
     with pytest.raises(urllib.error.HTTPError, match=str(code)) as caught:
         get(watched[1].address + path, host)
     caught.value.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT"])
+def test_a_connection_that_asks_nothing_is_closed(sent, watched, monkeypatch):
+    assert Answers.timeout == 30
+    monkeypatch.setattr(Answers, "timeout", 0.2)
+    with socket.create_connection(watched[1].server_address, timeout=20) as client:
+        client.sendall(sent)
+        assert client.recv(100) == b""
 
 
 def test_a_run_that_has_not_begun_is_waited_for(watched):

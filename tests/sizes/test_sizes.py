@@ -53,7 +53,7 @@ def test_a_tokenizer_in_a_folder_opens_in_seconds(tmp_path, num_tokens, most):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "seconds"), [(20_000, 0.5), pytest.param(1_000_000, 15.0, marks=sizes)], ids=["20k", "1M"]
+    ("num_rows", "seconds"), [(20_000, 0.25), pytest.param(1_000_000, 5.0, marks=sizes)], ids=["20k", "1M"]
 )
 def test_rows_of_a_file_take_the_memory_of_the_file(tmp_path, num_rows, seconds):
     write_rows(path := tmp_path / "rows.jsonl", num_rows, prompt)
@@ -84,14 +84,14 @@ ALGORITHMS = {
 
 @sizes
 @pytest.mark.parametrize("kind", ALGORITHMS)
-def test_the_first_of_200_000_rows_is_trained_on_within_five_seconds(folder, tokenizer, kind):
+def test_the_first_of_a_million_rows_is_trained_on_within_five_seconds(folder, tokenizer, kind):
     row_of, options = ALGORITHMS[kind]
-    write_rows(path := folder / f"{kind}.jsonl", 200_000, row_of)
+    write_rows(path := folder / f"{kind}.jsonl", 1_000_000, row_of)
     write_rows(folder / "few.jsonl", 8, row_of)
     prepare = PREPARE.format(kind=kind, options=options)
     taken, megabytes = measured(prepare, f"trainer.train('{kind}.jsonl', progress=False)", folder)
     assert taken <= 5.0
-    assert megabytes <= 2 * path.stat().st_size / 1e6 + 250  # a step alone takes some
+    assert megabytes <= 1.2 * path.stat().st_size / 1e6 + 150  # a step alone takes some
 
 
 def test_chats_are_prepared_3000_a_second_on_a_core(tokenizer):

@@ -25,7 +25,7 @@ from strop.config.sampling import is_address
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.formats import column_counts
 from strop.data.inputs import fit
-from strop.data.tokenize import encode_completion, row_named
+from strop.data.tokenize import encode_row, row_named
 from strop.losses import PolicyRule
 from strop.losses.divergence import divergence
 from strop.models import Policy
@@ -217,10 +217,12 @@ class Distill(OnPolicy):
             raise ValueError(f"{where} must have a completion where on_policy is below 1, found none")
         shown = prompt.shown.get("prompts", prompt.ids_T)
         with row_named(where):
-            found, counts = encode_completion(shown, completion, self.policy.tokenizer, prompt.row)
-        ids = torch.tensor(found).long()
+            shown_ids, found, counts = encode_row({**prompt.row, "prompt": shown}, self.policy.tokenizer)
+        ids, read_T = torch.tensor(found).long(), prompt.ids_T
+        if shown_ids[-len(read_T) :] != read_T.tolist():  # a template that opens more for a model to go on from
+            read_T = torch.tensor(shown_ids).long()
         if not len(ids):
             raise ValueError(f"{where}: the completion must have at least one token, found none")
         self.policy.check_ids(ids, where)
-        ids = fit(prompt.ids_T, ids, None, self.policy.max_length, where)
-        return Trajectory.of(prompt.ids_T, ids, counts, row=prompt.row, shown=prompt.shown)
+        ids = fit(read_T, ids, None, self.policy.max_length, where)
+        return Trajectory.of(read_T, ids, counts, row=prompt.row, shown=prompt.shown)

@@ -22,7 +22,7 @@ from strop.config import RewardModelConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device, split
 from strop.data.formats import column_counts
 from strop.data.offline import Limits, Pair, num_tokens_of, pairs_of_columns, pairs_of_rows
-from strop.data.tokenize import encode_completion, encode_prompt
+from strop.data.tokenize import encode_row
 from strop.models import load_model
 from strop.models.scorer import Scorer, as_scorer
 from strop.training.run import Metrics, Sum, on_host
@@ -188,7 +188,8 @@ class ModelReward:
         tokenizer, limit = self.policy.tokenizer, self.policy.max_length
         if is_conversation(prompt) and isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
-        ids = encode_prompt(prompt, tokenizer) + encode_completion(prompt, completion, tokenizer)[0]
+        prompt_ids, completion_ids, _ = encode_row({"prompt": prompt, "completion": completion}, tokenizer)
+        ids = prompt_ids + completion_ids
         return Trajectory.of([], ids if limit is None else ids[-limit:])
 
 

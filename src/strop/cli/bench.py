@@ -8,19 +8,14 @@ from typing import Annotated
 import typer
 
 import strop
-from strop.cli.options import number_option
+from strop.cli.options import number_option, option
 
 
 def bench(
     suite: Annotated[str, typer.Argument(help="A suite of benchmarks/suites, such as primitives, losses or step.")],
-    output: Annotated[Path | None, typer.Option(help="Where the JSON goes; by default benchmarks/results.")] = None,
+    output: Annotated[Path | None, option("Where the JSON goes; by default benchmarks/results.")] = None,
     rounds: Annotated[int, number_option("Interleaved rounds; each gives one sample per contender.")] = 21,
-    only: Annotated[
-        str,
-        typer.Option(
-            help="Only the cases whose name contains this; nothing is written then, unless --output says where."
-        ),
-    ] = "",
+    only: Annotated[str, option("Only cases whose name contains this; written only if --output is given.")] = "",
 ) -> None:
     """Measure a suite, print its table, write its JSON with all samples. Needs a checkout of strop's repository."""
     sys.path.insert(0, str(find_checkout()))

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from strop._checks import printable
+from strop._checks import is_conversation, printable
 from strop._types import Json, Row, Tokenizer
 from strop.cli.job import JobConfig, job_options, load_tokenizer, shaped
-from strop.cli.options import number_option, with_options
+from strop.cli.options import number_option, option, with_options
 from strop.data.files import one_line
 
 app = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
@@ -26,7 +26,7 @@ TAKEN_BY = {
     "preference": f"dpo, reward, {PROMPTED}",
     "prompt_only": PROMPTED,
 }
-MOST_TOLD, MOST_CHARACTERS = 20, 1500
+MOST_TOLD, MOST_CHARACTERS = 20, 1500  # lines about bad rows, characters of a row
 EMPTY = ("prompt", "completion", "chosen", "rejected", "text")  # such a text is no error, but is rarely meant
 NUMBERED = re.compile(r"\b(?:row|line) \d+")
 Spans = list[tuple[bool, list[int]]]  # whether they count, ids
@@ -38,14 +38,11 @@ def _app() -> None:
 
 
 def check(
-    source: Annotated[
-        str, typer.Argument(help="Files, a folder, - or a dataset's name, as strop train --data takes them.")
-    ],
+    source: Annotated[str, typer.Argument(help="Files, a folder, - or a dataset's name, as for strop train --data.")],
     tokenizer: Annotated[
-        str | None,
-        typer.Option("--tokenizer", "--model", help="A folder or name: rows are shown as that model sees them."),
+        str | None, option("A folder or name: rows are shown as that model sees them.", "--tokenizer", "--model")
     ] = None,
-    split: Annotated[str, typer.Option(help="Which split of a dataset or folder.")] = "train",
+    split: Annotated[str, option("Which split of a dataset or folder.")] = "train",
     show: Annotated[int, number_option("How many rows are shown.")] = 3,
     *,
     given: Json,
@@ -54,13 +51,16 @@ def check(
 
     Exits with 1 if there are bad ones.
     """
+    from strop.data.formats import check_contents, detect_format
+
     job = JobConfig(split=split, tokenizer=tokenizer).changed(given)
     rows, wrong = _read(source, job)
     encoder = load_tokenizer(job)
     kinds, spans = Counter[str](), {}
     for where, row in rows:
         try:
-            kind = _checked(row, where)
+            kind = detect_format(row, where)
+            check_contents(row, where)
             if encoder is not None:
                 spans[where] = spans_of(row, encoder)
             kinds[kind] += 1
@@ -71,6 +71,8 @@ def check(
     _tell(console, rows, kinds, wrong)
     if spans:
         _tell_lengths(console, list(spans.values()))
+        if any(is_conversation(row.get(name)) for _, row in rows for name in ("prompt", "messages", "chosen")):
+            _tell_opening(console, encoder)
     for where, row in rows[:show]:
         if encoder is None or where in spans:
             console.print(f"\n{where}:", style="bold")
@@ -83,7 +85,7 @@ app.command("check")(with_options(check, job_options("map", "template", "chat"))
 
 
 def _read(source: str, job: JobConfig) -> tuple[list[tuple[str, Json]], list[str]]:
-    """(its line or number, row) of every row that can be read and shaped; what is wrong with the others."""
+    """Return every row that can be read and shaped, with its line or number; and what is wrong with the others."""
     from strop.data.files import checked_lines
     from strop.data.formats import is_sharegpt, read_rows, sharegpt_messages
 
@@ -104,17 +106,8 @@ def _read(source: str, job: JobConfig) -> tuple[list[tuple[str, Json]], list[str
     return found, wrong
 
 
-def _checked(row: Row, where: str) -> str:
-    """The format of a row whose contents are right."""
-    from strop.data.formats import check_contents, detect_format
-
-    kind = detect_format(row, where)
-    check_contents(row, where)
-    return kind
-
-
 def spans_of(row: Row, tokenizer: Tokenizer | None) -> list[Spans]:
-    """The lines of tokens a row becomes, each in spans that count or do not: one, or of a pair two."""
+    """Return the lines of tokens a row becomes (two of a pair), each in spans that count or do not."""
     from strop.data.formats import detect_format
     from strop.data.tokenize import encode_preference, encode_prompt, encode_row
 
@@ -129,7 +122,7 @@ def spans_of(row: Row, tokenizer: Tokenizer | None) -> list[Spans]:
 
 
 def _line(line: object) -> tuple[Sequence[int], Sequence[bool] | None]:
-    """Ids and which of them count; ids alone all count."""
+    """Return ids and which of them count; None: all."""
     return line if isinstance(line, tuple) else (line, None)
 
 
@@ -156,10 +149,6 @@ def _tell(console: Console, rows: Sequence[tuple[str, Any]], kinds: Counter[str]
         console.print("All rows of one training must be of one format.", style="bold red")
     listed = [f"{name}" if count == len(rows) else f"{name} (in {count:,})" for name, count in columns.items()]
     console.print(f"columns: {one_line(', '.join(listed)) or 'none'}", markup=False)
-    for column in EMPTY:
-        if empty := [where for where, row in rows if row.get(column) == ""]:
-            more = f" and {len(empty) - 3:,} more" if len(empty) > 3 else ""
-            console.print(f"empty {column}: {', '.join(empty[:3])}{more}", style="yellow")
     for told, places in _oddities(rows).items():
         more = f" and {len(places) - 3:,} more" if len(places) > 3 else ""
         console.print(f"{one_line(told)}: {', '.join(places[:3])}{more}", style="yellow", markup=False)
@@ -174,11 +163,24 @@ def _tell(console: Console, rows: Sequence[tuple[str, Any]], kinds: Counter[str]
         console.print("Columns get other names with --map, such as --map prompt=question,completion=answer.")
 
 
+def _tell_opening(console: Console, tokenizer: Tokenizer | None) -> None:
+    from strop.data.templates import opened_beyond
+
+    if opening := opened_beyond(tokenizer):
+        console.print(
+            f"the chat template opens {opening!r} for a model that generates: so GRPO and environments read it; SFT, DPO and "
+            f"KTO train on conversations as the template writes them",
+            style="yellow",
+            markup=False,
+        )
+
+
 def _oddities(rows: Sequence[tuple[str, Any]]) -> dict[str, list[str]]:
     """Return what is no error but hardly meant, and the places of the rows that have it."""
     from strop.data.formats import is_equal_pair, odd_role, unknown_roles
 
-    found: dict[str, list[str]] = {}
+    empty = {f"empty {column}": [where for where, row in rows if row.get(column) == ""] for column in EMPTY}
+    found = {told: places for told, places in empty.items() if places}
     for where, row in rows:
         with contextlib.suppress(TypeError, KeyError):  # messages that are none: named among the bad rows
             told = ["chosen and rejected are the same"] if is_equal_pair(row) else []
@@ -188,7 +190,7 @@ def _oddities(rows: Sequence[tuple[str, Any]]) -> dict[str, list[str]]:
 
 
 def _grouped(wrong: Sequence[str]) -> list[str]:
-    """What is wrong, said once where many rows in a row have the same: with the first and the last of them."""
+    """Return what is wrong; once for neighbouring rows that have the same, with the first and the last of them."""
     found = []
     for _, group in groupby(wrong, key=lambda told: NUMBERED.sub("", told, count=1)):
         same = list(group)
@@ -212,7 +214,7 @@ def _tell_lengths(console: Console, found: Sequence[list[Spans]]) -> None:
 
 
 def _drawn(row: Row, lines: list[Spans] | None, tokenizer: Tokenizer | None, on_terminal: bool) -> Text:
-    """A row as a model sees it: what counts underlined, or in ⟦ ⟧ where nothing can be; without a tokenizer its columns."""
+    """Return a row as a model sees it: what counts underlined, or else in ⟦ ⟧; without a tokenizer its columns."""
     if lines is None or tokenizer is None:
         from strop.data.formats import as_text
 

@@ -4,6 +4,7 @@ Everything is made here and now: the problems, the model, the report. Labels are
 sees prompts and whether an answer of its own was right. Held-out problems are never trained on by either.
 """
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -25,7 +26,7 @@ from strop import tasks
 from strop._install import missing
 from strop._types import Json
 from strop.callbacks import Callback
-from strop.cli.options import number_option
+from strop.cli.options import number_option, option
 
 if TYPE_CHECKING:
     from strop.algorithms.best_of_n import BestOfN
@@ -63,16 +64,17 @@ class Interrupted(Exception):
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="Where everything goes; what an earlier demo left there is replaced.")] = Path("runs/demo"),
+    output: Annotated[Path, option("Where everything goes; what an earlier demo left there is replaced.")] = Path("runs/demo"),
     seed: Annotated[int, number_option("Of the problems, the weights and the sampling.")] = 0,
     steps: Annotated[int, number_option("Steps of GRPO.", low=1)] = 400,
     sft_steps: Annotated[int, number_option("The most supervised steps.", low=1)] = 200,
-    figure: Annotated[Path | None, typer.Option(help="Also draw the main curves as an image (needs matplotlib).")] = None,
+    figure: Annotated[Path | None, option("Also draw the main curves as an image (needs matplotlib).")] = None,
 ) -> None:  # fmt: skip
     """Train a small model to sort digits, supervised and then with GRPO, and write a report. No GPU, no download, less than a minute."""
     console = Console(highlight=False)
     check_folder(output)
-    _check_torch()
+    if importlib.util.find_spec("torch") is None:
+        raise missing("strop demo", "torch", "train")
     claim_folder(output, {"seed": seed, "steps": steps, "sft_steps": sft_steps, "strop": strop.__version__})
     try:
         from strop.models import one_thread  # not before torch is known to be there
@@ -84,15 +86,8 @@ def demo(
         raise typer.Exit(130) from None
 
 
-def _check_torch() -> None:
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise missing("strop demo", "torch", "train") from None
-
-
 def check_folder(folder: Path) -> None:
-    """Another's things are not touched: a folder without the mark must be empty."""
+    """Raise unless the folder is empty or has the mark: nothing else is ever removed."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"--output must be a folder, found the file {folder}")
     if folder.exists() and not (folder / MARK).is_file() and any(folder.iterdir()):
@@ -100,7 +95,7 @@ def check_folder(folder: Path) -> None:
 
 
 def claim_folder(folder: Path, about: Json) -> None:
-    """The folder with the mark in it, and nothing that an earlier demo left."""
+    """Make the folder with the mark in it; remove what an earlier demo left."""
     for name in OWN:
         path = folder / name
         if path.is_dir() and not path.is_symlink():
@@ -116,7 +111,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 class StopWhenMediocre(Callback):
-    """Ends the supervised stage. It looks at training problems: the held-out ones decide nothing."""
+    """Ends the supervised stage, by its score on training problems: the held-out ones decide nothing."""
 
     def __init__(self, task: tasks.Task, rows: list[dict[str, str]], every: int = 5):
         self.task, self.rows, self.every = task, rows, every
@@ -129,22 +124,23 @@ class StopWhenMediocre(Callback):
 
 
 def answer(model: object, task: tasks.Task, rows: list[dict[str, str]], **options: Any) -> tuple["BestOfN", list[str]]:
-    """BestOfN, which keeps the rewards, and the best answer to each problem."""
+    """Return a BestOfN, which keeps the rewards, and its best answer to each problem."""
     from strop.algorithms.best_of_n import BestOfN
 
-    best = BestOfN(
-        model=model,
-        tokenizer=task.tokenizer,
-        reward_fn=task.reward,
-        max_new_tokens=task.max_new_tokens,
-        seed=0,
-        **options,
-    )
+    best = BestOfN(model=model, seed=0, **options_of(task), **options)
     return best, list(best.generate(rows))
 
 
+def options_of(task: tasks.Task) -> Json:
+    """Return the task's options of an algorithm that samples."""
+    return {"tokenizer": task.tokenizer, "reward_fn": task.reward, "max_new_tokens": task.max_new_tokens}
+
+
 class Demo:
-    """The stages, in order, each with its lines on the console and its seconds."""
+    """The stages, in order, each with its lines on the console and its seconds.
+
+    scores   before and after GRPO
+    """
 
     def __init__(self, console: Console, folder: Path, seed: int, steps: int, sft_steps: int):
         self.console, self.folder = console, folder
@@ -154,6 +150,7 @@ class Demo:
         self.train: list[dict[str, str]] = []
         self.test: list[dict[str, str]] = []
         self.sft_ended = ""
+        self.scores: list[HeldOutScores] = []
 
     def run(self, figure: Path | None) -> None:
         title = f"[bold]strop {strop.__version__}[/]   a model learns to sort {LENGTH} digits   seed {self.seed}"
@@ -163,14 +160,14 @@ class Demo:
         with self.stage("Supervised"):
             model = self.make_model()
             self.supervise(model)
-            before = self.score(model)
-            self.say(f"solves [bold]{before.greedy:.1%}[/] of the held-out problems")
+            self.score(model)
+            self.say(f"solves [bold]{self.scores[0].greedy:.1%}[/] of the held-out problems")
         with self.stage("GRPO"):
             self.reinforce(model)
         with self.stage("Comparison"):
-            after = self.score(model)
-        self.write_results(before, after, figure)
-        self.console.print(self.table(before, after))
+            self.score(model)
+        self.write_results(figure)
+        self.console.print(self.table())
         total = sum(self.seconds.values())
         self.console.print(f"{total:.0f} seconds. Report: [bold]{self.folder / 'report.html'}[/]", soft_wrap=True)
 
@@ -202,13 +199,8 @@ class Demo:
         from strop.moe.torch import MoEForCausalLM
 
         tokenizer = self.task.tokenizer
-        config = MoEConfig.preset(
-            "tiny",
-            vocab_size=len(tokenizer),
-            max_seq_len=32,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        config = MoEConfig.preset("tiny", vocab_size=len(tokenizer), max_seq_len=32, **ids)
         model = MoEForCausalLM(MoETransformer(config, seed=self.seed))
         sizes = f"{model.num_parameters():,} parameters, {config.num_experts} experts, {config.top_k} active"
         self.say(f"a Mixture-of-Experts transformer, random weights: {sizes}")
@@ -231,14 +223,7 @@ class Demo:
 
         group = f"{GRPO_OPTIONS['batch_size']} prompts × {GRPO_OPTIONS['group_size']} answers"
         self.say(f"{self.steps} steps of {group}; the only teacher: was it right?")
-        grpo = GRPO(
-            model=model,
-            tokenizer=self.task.tokenizer,
-            reward_fn=self.task.reward,
-            max_new_tokens=self.task.max_new_tokens,
-            seed=self.seed,
-            **GRPO_OPTIONS,
-        )
+        grpo = GRPO(model=model, seed=self.seed, **options_of(self.task), **GRPO_OPTIONS)
         prompts = [{name: row[name] for name in ("prompt", "answer")} for row in self.train]  # no completion to imitate
         history = grpo.train(
             prompts, eval_dataset=self.test, num_steps=self.steps, output_dir=self.folder / "grpo", progress=_bar()
@@ -251,57 +236,48 @@ class Demo:
         if history.interrupted:
             raise Interrupted(f"Interrupted in {stage} after step {history.steps[-1]['step'] if history.steps else 0}")
 
-    def score(self, model: "MoEForCausalLM") -> HeldOutScores:
+    def score(self, model: "MoEForCausalLM") -> None:
+        """Add the scores of the model as it is now."""
         greedy, answers = answer(model, self.task, self.test, n=1, temperature=0.0)
         several, _ = answer(model, self.task, self.test, n=SAMPLES)
-        return HeldOutScores(
-            greedy=greedy.rewards.mean().item(),
-            sampled=several.all_rewards.mean().item(),
-            best_of=several.rewards.mean().item(),
-            answers=answers[:NUM_SHOWN],
-            rewards=greedy.rewards[:NUM_SHOWN].tolist(),
+        first, sampled, best = (one.mean().item() for one in (greedy.rewards, several.all_rewards, several.rewards))
+        self.scores.append(
+            HeldOutScores(first, sampled, best, answers[:NUM_SHOWN], greedy.rewards[:NUM_SHOWN].tolist())
         )
 
     # ---- what is shown ----
 
-    def table(self, before: HeldOutScores, after: HeldOutScores) -> Table:
+    def comparison(self) -> dict[str, dict[str, float]]:
+        """Return the share solved after each stage, for each way of answering."""
+        names, stages = (
+            {"greedy": "greedy", "sampled": "sampled", f"best of {SAMPLES}": "best_of"},
+            ("after SFT", "after GRPO"),
+        )
+        return {
+            shown: {stage: getattr(scores, name) for stage, scores in zip(stages, self.scores, strict=True)}
+            for shown, name in names.items()
+        }
+
+    def table(self) -> Table:
         table = Table(title=f"{NUM_TEST} held-out problems solved", title_justify="left")
         for name in ("", "after SFT", "after GRPO"):
             table.add_column(name, justify="right" if name else "left")
-        for name, shares in comparison(before, after).items():
+        for name, shares in self.comparison().items():
             was, now = shares.values()
             table.add_row(name, f"{was:.1%}", Text(f"{now:.1%}", style="bold"))
         return table
 
-    def write_results(self, before: HeldOutScores, after: HeldOutScores, figure: Path | None) -> None:
+    def write_results(self, figure: Path | None) -> None:
         from strop.cli import demo_report
 
-        results = demo_report.Results(
-            folder=self.folder,
-            rows=self.test[:NUM_SHOWN],
-            before=before,
-            after=after,
-            comparison=comparison(before, after),
-            sft_ended=self.sft_ended,
-            seconds=self.seconds,
-        )
-        demo_report.write(results)
-        if figure is not None:
-            demo_report.draw(results, figure)
+        demo_report.write(self, figure)
         about = json.loads((self.folder / MARK).read_text(encoding="utf-8"))
         task = {"digits": LENGTH, "num_held_out": NUM_TEST, "best_of": SAMPLES}
-        found = {"task": task, "before": asdict(before), "after": asdict(after), "seconds": self.seconds}
+        before, after = map(asdict, self.scores)
+        found = {"task": task, "before": before, "after": after, "seconds": self.seconds}
         write_json(self.folder / MARK, {**about, "finished": True, **found})
 
 
-def comparison(before: HeldOutScores, after: HeldOutScores) -> dict[str, dict[str, float]]:
-    """By way of answering, the share solved after each stage."""
-    names = {"greedy": "greedy", "sampled": "sampled", f"best of {SAMPLES}": "best_of"}
-    return {
-        shown: {"after SFT": getattr(before, name), "after GRPO": getattr(after, name)} for shown, name in names.items()
-    }
-
-
 def _bar() -> bool:
-    """A progress bar on a terminal; elsewhere nothing, since the demo tells its stages itself."""
+    """Return whether to show progress bars: on a terminal only, since the demo names its stages itself."""
     return sys.stderr.isatty()

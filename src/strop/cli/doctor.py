@@ -14,6 +14,7 @@ from rich.table import Table
 
 import strop
 from strop import _compiled
+from strop.cli.options import option
 
 if TYPE_CHECKING:
     from strop.ops.registry import Op
@@ -26,15 +27,14 @@ OPTIONAL = {
     "datasets": "Hugging Face data sets",
     "gguf": "models in GGUF files, such as smollm2",
     "bitsandbytes": "--quantize nf4",
+    "uvicorn": "strop serve",
     "tensorboard": "--log tensorboard",
     "trackio": "--log trackio",
     "wandb": "--log wandb",
     "scipy": "benchmarks",
     "matplotlib": "plots",
 }
-UNASKED = {  # listed where they are installed
-    "rlox": "a peer in the benchmarks",
-}
+UNASKED = {"rlox": "a peer in the benchmarks"}  # listed where they are installed
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def compiled_module() -> Finding:
 
 
 def _self_check() -> str | None:
-    """The name of a compiled primitive that does not agree with NumPy."""
+    """Return the name of a compiled primitive that does not agree with NumPy; None if all do."""
     from strop.primitives import advantages, kl
 
     p, q = np.linspace(-5, 0, 64).reshape(2, 32), np.linspace(0, -5, 64).reshape(2, 32)
@@ -81,7 +81,7 @@ def _self_check() -> str | None:
 
 
 def python_tool() -> Finding:
-    """What the kernel does not protect when `python_tool` runs a program."""
+    """Say what the kernel does not protect when `python_tool` runs a program."""
     try:
         from strop.environments import sandbox
     except ImportError:
@@ -92,7 +92,7 @@ def python_tool() -> Finding:
 
 
 def packages(deep: bool) -> Iterator[Finding]:
-    """Installed or not; `deep`: whether each can be imported, which takes many seconds. torch is, for the operators."""
+    """Yield what is installed; `deep`: import each too, which takes many seconds. torch always is, for the operators."""
     for name, purpose in {**OPTIONAL, **UNASKED}.items():
         if name == "triton" and _is_cpu_build():
             continue
@@ -102,20 +102,16 @@ def packages(deep: bool) -> Iterator[Finding]:
             if name in OPTIONAL:
                 yield Finding(name, "absent", f"not installed; needed for: {purpose}")
             continue
-        if name in UNASKED:
-            yield Finding(name, "ok", f"{version}; {purpose}")
-            continue
         try:
-            if deep or name == "torch":
+            if (deep and name in OPTIONAL) or name == "torch":
                 importlib.import_module(name)
+            yield Finding(name, "ok", f"{version}; {purpose}" if name in UNASKED else version)
         except Exception as error:
             yield Finding(name, "broken", f"{version} is installed but does not import: {error}")
-            continue
-        yield Finding(name, "ok", version)
 
 
 def _is_cpu_build() -> bool:
-    """Whether torch is there and built for no GPU that Triton compiles for."""
+    """Return whether torch is there and built for no GPU that Triton compiles for."""
     try:
         import torch
     except ImportError:
@@ -139,12 +135,8 @@ def operators() -> Iterator[Finding]:
         told = "torch's own operators, none of strop's kernels; strop is not tested on it"
         yield Finding("gpu", "ok", f"--device {other}: {told}")
     else:
-        built = (
-            f"torch is built for CUDA {torch.version.cuda}, but sees no device"
-            if torch.version.cuda
-            else "torch is a CPU build"
-        )
-        yield Finding("gpu", "absent", built)
+        sees_none = f"torch is built for CUDA {torch.version.cuda}, but sees no device"
+        yield Finding("gpu", "absent", sees_none if torch.version.cuda else "torch is a CPU build")
     for name in registry.ops():
         yield _operator(registry.get_op(name))
 
@@ -161,9 +153,7 @@ def _operator(op: "Op") -> Finding:
 
 
 def doctor(
-    deep: Annotated[
-        bool, typer.Option(help="Also import every package, which finds broken ones and takes longer.")
-    ] = False,
+    deep: Annotated[bool, option("Also import every package: slower, and finds broken ones.")] = False,
 ) -> None:
     """Show what is installed and active. Exits with 1 when something is broken, not when it is merely absent."""
     table = Table("part", "status", "detail", title="strop doctor")

@@ -11,22 +11,20 @@ import typer
 from strop._types import Json
 from strop.cli.generate import ABOUT_MODEL, OF_JOB, MaxNewTokens, MaxTurns, Settings, make_job, make_sampler
 from strop.cli.job import DEFAULT_EVAL_ROWS, job_options, load_data, load_rewards, load_task
-from strop.cli.options import number_option, with_options
+from strop.cli.options import number_option, option, with_options
 
 
 def evaluate(
     model: Annotated[str, typer.Argument(help=ABOUT_MODEL)],
-    num_rows: Annotated[
-        int | None, number_option("How many problems; by default 200, or all where there are fewer.", low=2)
-    ] = None,
-    split: Annotated[str, typer.Option(help="Which split of a task or dataset.")] = "test",
+    num_rows: Annotated[int | None, number_option("How many problems; by default 200, or all.", low=2)] = None,
+    split: Annotated[str, option("Which split of a task or dataset.")] = "test",
     max_turns: MaxTurns = 8,
     max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[float, number_option("0 is greedy.", whole=False)] = 0.0,
     batch_size: Annotated[int, number_option("Prompts sampled together.", low=1)] = 64,
     seed: Annotated[int, number_option()] = 0,
     settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, option("One JSON object.", "--json")] = False,
     *,
     given: Json,
 ) -> None:

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from strop._checks import printable
 from strop._types import Json, Tokenizer
 from strop.cli.job import (
@@ -23,7 +21,7 @@ from strop.cli.job import (
     load_tools,
     shaped,
 )
-from strop.cli.options import number_option, parse_settings, parse_value, with_options
+from strop.cli.options import number_option, option, parse_settings, parse_value, with_options
 
 if TYPE_CHECKING:
     from strop.algorithms.best_of_n import BestOfN
@@ -32,29 +30,25 @@ ABOUT_MODEL = "A folder, a Hugging Face name, or smollm2 (of the package llm-smo
 OF_JOB = ("task", "data", "reward", "environment", "tools", "chat", "tokenizer", "dtype", "device")
 MaxTurns = Annotated[int, number_option("The most turns of the model, with an environment or tools.", low=1)]
 MaxNewTokens = Annotated[int | None, number_option("By default 128, or what the model has room for.", low=1)]
-Settings = Annotated[list[str] | None, typer.Option("--set", help="task_options.digits=3, model_options.…=…")]
+Settings = Annotated[list[str] | None, option("task_options.digits=3, model_options.…=…", "--set")]
 
 
 def generate(
-    model: Annotated[str, typer.Option(help=ABOUT_MODEL)],
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt; may be repeated; - reads lines from standard input.")
-    ] = None,
+    model: Annotated[str, option(ABOUT_MODEL)],
+    prompt: Annotated[list[str] | None, option("A prompt; may be repeated; - reads lines from standard input.")] = None,
     num_rows: Annotated[int, number_option("How many prompts of a task or data.", low=1)] = 8,
     best_of: Annotated[int, number_option("Sample so many and keep the one with the highest reward.", low=1)] = 1,
-    reward_weights: Annotated[str | None, typer.Option(help="Weights of several rewards: 1,0.5")] = None,
+    reward_weights: Annotated[str | None, option("Weights of several rewards: 1,0.5")] = None,
     max_turns: MaxTurns = 8,
     max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[
-        float | None, number_option("0 is greedy; by default that, and 1 for --best-of.", whole=False)
+        float | None, number_option("0 is greedy, the default but for --best-of.", whole=False)
     ] = None,
     top_k: Annotated[int, number_option("Sample only from the k most probable tokens; 0 is all.")] = 0,
-    top_p: Annotated[
-        float, number_option("Sample only from tokens whose probabilities add up to this.", high=1, whole=False)
-    ] = 1.0,
+    top_p: Annotated[float, number_option("Sample only from so much of the probability.", high=1, whole=False)] = 1.0,
     seed: Annotated[int, number_option()] = 0,
     settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    as_json: Annotated[bool, option("One JSON object per line.", "--json")] = False,
     *,
     given: Json,
 ) -> None:
@@ -107,7 +101,7 @@ def make_sampler(
 
 
 def _rows(job: JobConfig, task: object, prompts: Sequence[str] | None) -> list[Json]:
-    """The prompts of the command line, of standard input, of the data or of the task."""
+    """Return the prompts of the command line, of standard input, of the data or of the task."""
     if prompts:
         if job.data is not None:
             raise ValueError("give --prompt or --data, found both")
@@ -121,19 +115,19 @@ def _rows(job: JobConfig, task: object, prompts: Sequence[str] | None) -> list[J
 
 
 def _lines_of_stdin() -> list[str]:
-    """UTF-8, as files are, whatever the terminal's encoding."""
+    """Return the lines, read as UTF-8 whatever the terminal's encoding."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8")
     return [line.rstrip("\n") for line in sys.stdin]
 
 
 def _no_reward(completions: Sequence[str]) -> list[float]:
-    """One sample each, and nothing to choose by."""
+    """Return the same for all: there is one sample each, and nothing to choose."""
     return [0.0] * len(completions)
 
 
 def _room_of(model: object, tokenizer: Tokenizer, rows: list[Json], max_turns: int, most: int = 128) -> int:
-    """Tokens the model can still read behind the longest prompt; of several turns, and what it reads, an equal part."""
+    """Return how many tokens fit behind the longest prompt; of several turns, and what is read between, an equal part."""
     from strop.data.tokenize import encode_prompt
     from strop.models import as_policy
 

@@ -1,5 +1,6 @@
 """`strop init ALGORITHM`"""
 
+import copy
 import json
 import textwrap
 import typing
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from strop._checks import check_choice
 from strop._types import Json
-from strop.cli.options import Option
+from strop.cli.options import Option, option
 from strop.cli.train import ALGORITHMS, options_for
 
 # what is worth changing, in the order it is thought about; "name: value" is given, the rest is commented out
@@ -34,12 +35,8 @@ GIVEN_TOO = {"distill": {"ref_model": "HuggingFaceTB/SmolLM2-360M-Instruct"}}  #
 
 def init(
     algorithm: Annotated[str, typer.Argument(help=f"{', '.join(ALGORITHMS)}.")],
-    output: Annotated[
-        Path | None, typer.Option(help="The file; by default ALGORITHM.yaml; - is standard output.")
-    ] = None,
-    schema: Annotated[
-        bool, typer.Option(help="Also ALGORITHM.schema.json beside it: editors complete and check the file by it.")
-    ] = False,
+    output: Annotated[Path | None, option("The file; by default ALGORITHM.yaml; - is standard output.")] = None,
+    schema: Annotated[bool, option("Also write ALGORITHM.schema.json, by which editors complete the file.")] = False,
 ) -> None:
     """Write a commented config file with what is worth changing, for strop train ALGORITHM --config FILE."""
     check_choice(algorithm, "algorithm", tuple(ALGORITHMS))
@@ -50,34 +47,31 @@ def init(
         return
     path = output or Path(f"{algorithm}.yaml")
     beside = path.with_name(f"{algorithm}.schema.json")
-    for file in (path, beside) if schema else (path,):
+    texts = {path: config_text(algorithm, beside.name if schema else None)}
+    if schema:
+        texts[beside] = json.dumps(json_schema(algorithm), indent=1) + "\n"
+    for file in texts:
         if file.exists():
             raise FileExistsError(f"{file} is there already: --output names another file")
-    path.write_text(config_text(algorithm, beside.name if schema else None), encoding="utf-8")
-    if schema:
-        beside.write_text(json.dumps(json_schema(algorithm), indent=1) + "\n", encoding="utf-8")
+    for file, text in texts.items():
+        file.write_text(text, encoding="utf-8")
     Console(stderr=True).print(f"strop train {algorithm} --config {path}", highlight=False)
     print(path)
 
 
 def config_text(algorithm: str, schema: str | None = None) -> str:
-    """The file: options with what they are and their defaults."""
-    options = {option.path: option for option in options_for(algorithm)}
-    lines = [
-        f"# {ALGORITHMS[algorithm][2]}",
-        f"# A commented-out option shows its default. All options: strop train {algorithm} -h",
-        "",
-    ]
-    if schema is not None:
-        lines.insert(0, f"# yaml-language-server: $schema={schema}")
+    """Return the file's text: options with what they are and their defaults."""
+    options = {one.path: one for one in options_for(algorithm)}
+    lines = [] if schema is None else [f"# yaml-language-server: $schema={schema}"]
+    lines += [f"# {ALGORITHMS[algorithm][1]}"]
+    lines += [f"# A commented-out option shows its default. All options: strop train {algorithm} -h", ""]
     given = GIVEN | GIVEN_TOO.get(algorithm, {})
     for name in dict.fromkeys((*WORTH[algorithm], *SHARED)):
         if name not in options:
             continue
-        option, part, leaf = options[name], *name.rpartition(".")[::2]
-        if option.help:
-            lines += textwrap.wrap(option.help, 110, initial_indent="# ", subsequent_indent="# ")
-        value = given.get(name, option.default)
+        part, _, leaf = name.rpartition(".")
+        lines += textwrap.wrap(options[name].help, 110, initial_indent="# ", subsequent_indent="# ")
+        value = given.get(name, options[name].default)
         line = f"{part}: {{{leaf}: {_yaml(value)}}}" if part else f"{leaf}: {_yaml(value)}"
         lines += [line if name in given else f"# {line}", ""]
     return "\n".join(lines)
@@ -95,23 +89,15 @@ JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", t
 
 
 def json_schema(command: str) -> Json:
-    """The JSON schema of a config file: options flat, or within their part."""
-    properties: Json = {
-        "model_options": {"type": "object", "description": "more about the model"},
-        "task_options": {"type": "object", "description": "how hard the task is"},
-    }
-    for option in options_for(command):
-        part, _, leaf = option.path.rpartition(".")
-        about = _schema_of(option)
-        if part:
-            inner = properties.setdefault(
-                part, {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
-            )
-            inner["properties"][leaf] = about
-        else:
-            properties[option.path] = about
-    for part in ("optim", "run", "sampling", "server", "loss"):
-        properties.setdefault(part, {"type": "object", "description": "its options stand flat, or in here"})
+    """Return the JSON schema of a config file: options flat, or within their part."""
+    described = dict.fromkeys(("optim", "run", "sampling", "server", "loss"), "its options stand flat, or in here")
+    described |= {"model_options": "more about the model", "task_options": "how hard the task is"}
+    properties: Json = {name: {"type": "object", "description": text} for name, text in described.items()}
+    empty = {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
+    for one in options_for(command):
+        part, _, leaf = one.path.rpartition(".")
+        inner = properties.setdefault(part, copy.deepcopy(empty))["properties"] if part else properties
+        inner[leaf] = _schema_of(one)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"strop train {command}",
@@ -121,13 +107,7 @@ def json_schema(command: str) -> Json:
     }
 
 
-def _schema_of(option: Option) -> Json:
-    found: list[str] = []
-    for kind in option.kinds:
-        found.append("array" if typing.get_origin(kind) is tuple else JSON_TYPES[kind])
-    about: Json = {"type": found[0] if len(found) == 1 else found}
-    if option.help:
-        about["description"] = option.help
-    if option.default not in (None, "", ()):
-        about["default"] = option.default
-    return about
+def _schema_of(one: Option) -> Json:
+    found = ["array" if typing.get_origin(kind) is tuple else JSON_TYPES[kind] for kind in one.kinds]
+    about = {"type": found[0] if len(found) == 1 else found, "description": one.help, "default": one.default}
+    return {name: value for name, value in about.items() if value not in (None, "", ())}

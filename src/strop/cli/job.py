@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 DEFAULT_EVAL_ROWS = 200
+Files = str | tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,11 @@ class JobConfig(Config):
                 check_count(getattr(self, name), name, low=low)
 
 
+def listed(given: str | tuple[str, ...] | None) -> list[str]:
+    """Return the texts of an option that takes one or several."""
+    return [given] if isinstance(given, str) else list(given or ())
+
+
 JOB_FIELDS = [field.name for field in dataclasses.fields(JobConfig)]
 
 
@@ -128,7 +134,7 @@ def job_part(job: JobConfig, options: Row) -> Json:
 def load_model_and_tokenizer(
     job: JobConfig, task: object, scores: bool = False, quantize: str | None = None
 ) -> tuple["nn.Module", Tokenizer | None]:
-    """The model on its device, with the tokenizer that is asked for, its own, or the task's.
+    """Return the model on its device, and the tokenizer that is asked for, its own, or the task's.
 
     scores     a sequence classifier with one label
     quantize   as `strop.models.load_model` takes it
@@ -141,9 +147,7 @@ def load_model_and_tokenizer(
     if job.model.startswith("moe:"):
         tokenizer = tokenizer or getattr(task, "tokenizer", None)
         if tokenizer is None:
-            raise ValueError(
-                f"{job.model} is new and has no tokenizer: give one with --tokenizer or a --task that has one"
-            )
+            raise ValueError(f"{job.model} is new and has no tokenizer: give one with --tokenizer or a --task")
     model, own = load_model(
         job.model, dtype=job.dtype, gguf_file=job.gguf_file, device=job.device, scores=scores, tokenizer=tokenizer,
         quantize=quantize, **job.model_options,
@@ -163,17 +167,17 @@ def load_tokenizer(job: JobConfig) -> Tokenizer | None:
 
 
 def load_task(job: JobConfig) -> object:
-    """The task, or an environment that has rows of its own."""
+    """Return the task, or an environment that has rows of its own; None without either."""
     from strop import tasks
 
-    if job.task is None:
-        environment = load_environment(job)
-        if hasattr(environment, "rows"):
-            return environment
-        if job.task_options:
-            raise ValueError("task_options need a task, found none")
-        return None
-    return tasks.load_task(job.task, **job.task_options)
+    if job.task is not None:
+        return tasks.load_task(job.task, **job.task_options)
+    environment = load_environment(job)
+    if hasattr(environment, "rows"):
+        return environment
+    if job.task_options:
+        raise ValueError("task_options need a task, found none")
+    return None
 
 
 def load_data(job: JobConfig, task: Any) -> Sequence[Json]:
@@ -186,17 +190,14 @@ def load_data(job: JobConfig, task: Any) -> Sequence[Json]:
     return shaped(task.rows(job.split, job.num_rows), job)
 
 
-def _read(
-    data: str | tuple[str, ...], job: JobConfig, split: str, limit: int | None, stream: bool = False
-) -> Sequence[Json]:
+def _read(data: Files, job: JobConfig, split: str, limit: int | None, stream: bool = False) -> Sequence[Json]:
     from strop.data.formats import check_rows, name_of, read_rows
     from strop.distributed import world
 
     def read() -> Sequence[Json]:
         return read_rows(data, split=split, limit=limit, stream=stream)
 
-    of_stdin = "-" in ((data,) if isinstance(data, str) else data)  # which all processes have together
-    rows = shaped(world().from_first(read) if of_stdin else read(), job)
+    rows = shaped(world().from_first(read) if "-" in listed(data) else read(), job)  # all processes share stdin
     if job.environment is None:  # which takes any columns
         check_rows(rows, where=name_of(data))
     return rows
@@ -217,7 +218,7 @@ def load_eval_data(job: JobConfig, task: Any) -> Sequence[Json] | None:
 
 
 def shaped(rows: Sequence[Json], job: JobConfig) -> Sequence[Json]:
-    """Columns by their new names; prompts through the template and as messages of a user, completions as answers to them."""
+    """Return rows with renamed columns, prompts through the template and as a user's messages, completions as answers."""
     from strop.data.streams import Streamed
 
     names = _parse_map(job.map)
@@ -231,15 +232,13 @@ def shaped(rows: Sequence[Json], job: JobConfig) -> Sequence[Json]:
 
 
 def _parse_map(given: str | tuple[str, ...] | None) -> dict[str, str]:
-    """prompt=question,answer=label: the new name of a column, and the one it has."""
-    pairs = [pair for text in ([given] if isinstance(given, str) else given or ()) for pair in text.split(",")]
+    """Return the new names of columns with those they have, from prompt=question,answer=label."""
     found: dict[str, str] = {}
-    for pair in pairs:
+    for pair in ",".join(listed(given)).split(",") if given else ():
         new, equals, old = (part.strip() for part in pair.partition("="))
         if not (new and equals and old) or new in found:
-            raise ValueError(
-                f"map must be new=old, each new name once, as prompt=question,answer=label; found {pair!r}"
-            )
+            wanted = "new=old, each new name once, as prompt=question,answer=label"
+            raise ValueError(f"map must be {wanted}; found {pair!r}")
         found[new] = old
     return found
 
@@ -250,26 +249,20 @@ def _renamed(row: Json, names: Mapping[str, str], index: int) -> Json:
             raise ValueError(f"map: rows[{index}] has no column {old!r}, found {', '.join(row)}")
         if new in row and new not in names.values() and new != old:
             raise ValueError(f"map: rows[{index}] has a column {new!r} already; map it to another name too")
-    return {name: value for name, value in row.items() if name not in names.values()} | {
-        new: row[old] for new, old in names.items()
-    }
+    others = {name: value for name, value in row.items() if name not in names.values()}
+    return others | {new: row[old] for new, old in names.items()}
 
 
 def _shaped_row(row: Json, job: JobConfig, index: int) -> Json:
-    if (
-        not isinstance(row.get("prompt"), str)
-        and (job.template is None or "prompt" in row)
-        and (job.template or job.chat)
-    ):
-        option = "chat" if job.template is None else "template"
+    option = "chat" if job.template is None else "template"
+    if not isinstance(row.get("prompt"), str) and ("prompt" in row if job.template else job.chat):
         raise ValueError(f"{option} needs a text in rows[{index}]['prompt'], found {_kind_of_prompt(row)}")
     if job.template is not None:
         try:
             row["prompt"] = job.template.format(**row)
         except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(
-                f"template {job.template!r} must use the columns {', '.join(row)}, found {error}"
-            ) from None
+            columns = ", ".join(row)
+            raise ValueError(f"template {job.template!r} must use the columns {columns}, found {error}") from None
     if job.chat:
         for column in ("prompt", "completion", "chosen", "rejected"):
             if isinstance(row.get(column), str):
@@ -290,15 +283,14 @@ def _kind_of_prompt(row: Row) -> str:
 
 
 def load_rewards(job: JobConfig, task: object) -> list[Callable[..., object]]:
-    """The functions asked for, or the task's."""
-    names = [job.reward] if isinstance(job.reward, str) else list(job.reward or ())
-    if names:
+    """Return the functions asked for, or the task's."""
+    if names := listed(job.reward):
         return [_model_reward(name, job) or load_function(name, "reward") for name in names]
     return [task.reward] if hasattr(task, "reward") else []
 
 
 def _model_reward(name: str, job: JobConfig) -> Any:
-    """Of model:FOLDER, a reward model; None for any other name."""
+    """Return the reward model of model:FOLDER; None for any other name."""
     if not name.startswith("model:"):
         return None
     from strop.algorithms.reward_model import ModelReward
@@ -307,10 +299,9 @@ def _model_reward(name: str, job: JobConfig) -> Any:
 
 
 def load_environment(job: JobConfig) -> Any:
-    """The class; None without one."""
+    """Return the environment's class; None without one."""
     return None if job.environment is None else load_function(job.environment, "environment")
 
 
 def load_tools(job: JobConfig) -> list[Callable[..., Any]] | None:
-    names = [job.tools] if isinstance(job.tools, str) else list(job.tools or ())
-    return [load_function(name, "tools") for name in names] or None
+    return [load_function(name, "tools") for name in listed(job.tools)] or None

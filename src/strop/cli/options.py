@@ -30,7 +30,7 @@ PANELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One field of a config: `path` addresses it ("lora.r"), `flag` is what it is called on the command line."""
+    """One field of a config: `path` addresses it ("lora.r"), `flag` is its name on the command line."""
 
     path: str
     flag: str
@@ -57,7 +57,7 @@ class Option:
         return str in self.kinds and any(typing.get_origin(kind) is tuple for kind in self.kinds)
 
     def parse(self, value: object) -> object:
-        """The command line's text as the field wants it: a text stays one, whatever it looks like."""
+        """Return the command line's text as the field wants it: a text stays one, whatever it looks like."""
         if isinstance(value, list):
             return tuple(value) if len(value) > 1 else value[0]
         if not isinstance(value, str):
@@ -68,7 +68,7 @@ class Option:
 
 
 def options_of(config: type, panel: str, prefix: str = "", base: object = None) -> list[Option]:
-    """Every field but dicts, which --set is for; then those of nested parts. Names are those of the file, with dashes."""
+    """Return the options of every field but dicts, which --set is for; then those of nested parts."""
     found, nested, told = [], [], described(config)
     base = config() if base is None else base
     for field in options_in(config):
@@ -84,7 +84,7 @@ def options_of(config: type, panel: str, prefix: str = "", base: object = None) 
 
 
 def described(config: type) -> dict[str, str]:
-    """What a config's docstring says of each field: lines of `name, other_name   what it is`, and those below them."""
+    """Return what a config's docstring says of each field, in lines of `name, other_name   what it is`."""
     found: dict[str, str] = {}
     names: list[str] = []
     for cls in reversed(config.__mro__):
@@ -101,7 +101,7 @@ def described(config: type) -> dict[str, str]:
 
 
 def with_options(function: Callable[..., None], options: Sequence[Option]) -> Callable[..., None]:
-    """`function(own parameters, given)` as a command that has these options too; `given` are those the user gave."""
+    """Return `function(own parameters, given)` as a command with these options; `given` are those the user gave."""
     own = [p for p in inspect.signature(function).parameters.values() if p.name != "given"]
     by_parameter = {option.parameter: option for option in options}
 
@@ -118,7 +118,7 @@ def with_options(function: Callable[..., None], options: Sequence[Option]) -> Ca
 
 
 def _parameter(option: Option) -> inspect.Parameter:
-    """None is "not given": a config file or the config itself decides then."""
+    """Return the parameter of an option. None is "not given": a config file or the config itself decides then."""
     flag = f"{option.flag}/--no-{option.flag.removeprefix('--')}" if option.is_switch else option.flag
     default = "" if option.default in (None, "", ()) else f"[{_shown(option)}]"
     about = typer.Option(
@@ -142,16 +142,13 @@ def _shown(option: Option) -> str:
 
 
 def _metavar(option: Option) -> str:
-    if str in option.kinds:
-        return "text"
-    names = [getattr(typing.get_origin(k) or k, "__name__", str(k)) for k in option.kinds if k is not type(None)]
-    return "|".join(dict.fromkeys({"tuple": "a,b,…"}.get(n, n) for n in names))
+    kinds = [typing.get_origin(kind) or kind for kind in option.kinds if kind is not type(None)]
+    return "text" if str in kinds else "|".join(dict.fromkeys("a,b,…" if k is tuple else k.__name__ for k in kinds))
 
 
 def parse_value(text: str) -> object:
-    """none, true, false, numbers, lists (a,b or JSON), else the text itself."""
-    word = text.strip()
-    named = {"none": None, "null": None, "true": True, "false": False}
+    """Return the value in a text: none, true, false, a number, a list (a,b or JSON), else the text itself."""
+    word, named = text.strip(), {"none": None, "null": None, "true": True, "false": False}
     if word.lower() in named:
         return named[word.lower()]
     if (number := parse_number(text)) is not None:
@@ -166,8 +163,13 @@ def parse_value(text: str) -> object:
     return text
 
 
+def option(help: str, *flags: str, **more: Any) -> Any:
+    """Return an option of typer with this help."""
+    return typer.Option(*flags, help=help, **more)
+
+
 def number_option(help: str = "", *, low: float = 0, high: float = math.inf, whole: bool = True) -> object:
-    """An option of typer whose numbers are read by the rule of the configs; typer's own are read as Python reads them."""
+    """Return an option of typer whose numbers are read by the configs' rule, not as Python reads them."""
 
     def parse(text: str | int | float) -> int | float:
         found = parse_number(text) if isinstance(text, str) else text  # else a default
@@ -180,7 +182,7 @@ def number_option(help: str = "", *, low: float = 0, high: float = math.inf, who
 
 
 def parse_settings(settings: Sequence[str], options: Sequence[Option] = ()) -> Json:
-    """["optim.eps=1e-6", …] of --set; values are read as the option of that name wants them."""
+    """Return the options of --set, such as "optim.eps=1e-6", each read as the option of that name wants it."""
     by_name = {option.path.rpartition(".")[2]: option for option in options}
     found: Json = {}
     for setting in settings:
@@ -194,7 +196,7 @@ def parse_settings(settings: Sequence[str], options: Sequence[Option] = ()) -> J
 
 
 def read_config(path: Path) -> Json:
-    """A YAML (or JSON) file of options. A key that stands twice is an error, not the last one's turn."""
+    """Return the options of a YAML (or JSON) file. A key that stands twice is an error."""
     try:
         import yaml
     except ImportError:
@@ -222,7 +224,7 @@ def read_config(path: Path) -> Json:
             return super().construct_mapping(node, deep)
 
         def number(self, node: Any) -> Any:
-            """By our rule: YAML's takes 1_000, 0x10, the octal 010 and 1:30, which is 90."""
+            """Read by our rule: YAML's takes 1_000, 0x10, the octal 010 and 1:30, which is 90."""
             found = parse_number(node.value)
             if found is None and self.resolve(yaml.ScalarNode, node.value, (True, False)) != node.tag:
                 raise ValueError  # not what it looks like, but what `!!int` claims it is
@@ -238,9 +240,10 @@ def read_config(path: Path) -> Json:
         raise ValueError(f"{path} must be UTF-8 text: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        told = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise ValueError(f"{path}{where}: not YAML: {told}") from None
+        where = f"{path}, line {mark.line + 1}" if mark else path
+        raise ValueError(
+            f"{where}: not YAML: {' '.join(str(getattr(error, 'problem', None) or error).split())}"
+        ) from None
     except RecursionError:
         raise ValueError(f"{path}: not YAML that can be read: it is nested too deeply") from None
     if not isinstance(found, Mapping):

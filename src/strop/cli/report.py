@@ -5,23 +5,15 @@ from typing import Annotated
 
 import typer
 
-from strop.cli.options import number_option
+from strop.cli.options import number_option, option
 
 
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Run folders, or folders of them; several are laid over one another.")
-    ],
-    output: Annotated[
-        Path | None, typer.Option(help="The HTML file; by default report.html in the run, or here for several.")
-    ] = None,
-    title: Annotated[str | None, typer.Option(help="The heading.")] = None,
-    figure: Annotated[
-        Path | None, typer.Option(help="Also the main curves as an image (PNG or SVG; needs matplotlib).")
-    ] = None,
-    watch: Annotated[
-        bool, typer.Option(help="Serve the page on localhost and follow the runs as they go on, until Ctrl-C.")
-    ] = False,
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them; several are overlaid.")],
+    output: Annotated[Path | None, option("The HTML file; by default report.html in the run, or here.")] = None,
+    title: Annotated[str | None, option("The heading.")] = None,
+    figure: Annotated[Path | None, option("Also draw the main curves as PNG or SVG (needs matplotlib).")] = None,
+    watch: Annotated[bool, option("Serve the page on localhost and follow the runs until Ctrl-C.")] = False,
     port: Annotated[int, number_option("Of --watch; 0 is any that is free.", high=65535)] = 0,
 ) -> None:
     """One HTML page of a run, or of several side by side. It is complete in itself: mail it, keep it."""

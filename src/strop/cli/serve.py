@@ -9,36 +9,25 @@ import typer
 from strop._types import Json
 from strop.cli.generate import ABOUT_MODEL
 from strop.cli.job import JobConfig, job_options, load_model_and_tokenizer, load_task
-from strop.cli.options import number_option, with_options
+from strop.cli.options import number_option, option, with_options
 
 
 def serve(
     model: Annotated[str, typer.Argument(help=ABOUT_MODEL)],
-    host: Annotated[
-        str, typer.Option(help="0.0.0.0 lets other machines ask too; then --api-key is needed.")
-    ] = "127.0.0.1",
+    host: Annotated[str, option("0.0.0.0 lets other machines ask too; then --api-key is needed.")] = "127.0.0.1",
     port: Annotated[int, number_option("0 is any that is free.", high=65535)] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="STROP_API_KEY", help="What clients must send; better given in the environment."),
+        option("What clients must send; better given in the environment.", envvar="STROP_API_KEY"),
     ] = None,
-    allowed_host: Annotated[
-        list[str] | None, typer.Option(help="A further name by which clients may ask for this machine.")
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="The name that clients ask for; by default MODEL.")
-    ] = None,
+    allowed_host: Annotated[list[str] | None, option("A further name by which clients ask for this machine.")] = None,
+    served_model_name: Annotated[str | None, option("The name clients ask for; by default MODEL.")] = None,
     max_batch: Annotated[
-        int | None, number_option("Completions that are decoded together; 64, and 256 on a GPU.", low=1)
+        int | None, number_option("Completions decoded together; 64, and 256 on a GPU.", low=1)
     ] = None,
-    allow_sync: Annotated[
-        bool, typer.Option(help="Whoever can ask may exchange the weights: for a training's rollouts.")
-    ] = False,
+    allow_sync: Annotated[bool, option("Let clients exchange the weights: for a training's rollouts.")] = False,
     sync_folder: Annotated[
-        str | None,
-        typer.Option(
-            help="With --allow-sync: weights are loaded from folders in this one; by default the temporary folder."
-        ),
+        str | None, option("With --allow-sync: where weights are loaded from; by default the temporary folder.")
     ] = None,
     *,
     given: Json,

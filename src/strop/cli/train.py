@@ -1,6 +1,5 @@
 """`strop train sft|dpo|kto|reward|grpo|ppo|distill|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
-import importlib
 import os
 import sys
 import time
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+import strop
 from strop import config as configs
 from strop._install import missing
 from strop._types import Json, Row
@@ -18,6 +18,7 @@ from strop.cli.job import (
     JOB_FIELDS,
     JobConfig,
     job_part,
+    listed,
     load_data,
     load_environment,
     load_eval_data,
@@ -27,7 +28,7 @@ from strop.cli.job import (
     load_task,
     load_tools,
 )
-from strop.cli.options import Option, options_of, parse_settings, read_config, with_options
+from strop.cli.options import Option, option, options_of, parse_settings, read_config, with_options
 from strop.config import Config, TrainerConfig, option_names, unknown_option
 
 if TYPE_CHECKING:
@@ -39,23 +40,20 @@ if TYPE_CHECKING:
     from strop.training.trainer import Trainer
 
 ALGORITHMS = {
-    # command: module, class, what it does
-    "sft": ("sft", "SFT", "Imitate given completions."),
-    "dpo": ("dpo", "DPO", "Learn from pairs which of two completions is the better one."),
-    "kto": ("kto", "KTO", "Learn from single completions that are labelled desirable or not."),
-    "reward": ("reward_model", "RewardModel", "Learn from pairs a number for completions, to be used as a reward."),
-    "grpo": ("grpo", "GRPO", "Reinforcement learning from rewards compared within a group."),
-    "ppo": ("ppo", "PPO", "Reinforcement learning with a critic."),
-    "distill": (
-        "distill",
-        "Distill",
-        "Learn a teacher's distribution on what the model itself writes; --ref-model is the teacher.",
-    ),
-    "online-dpo": (
-        "online_dpo",
-        "OnlineDPO",
-        "DPO on pairs the model itself makes, judged by a reward or a preference.",
-    ),
+    # command: class, what it does
+    "sft": ("SFT", "Imitate given completions."),
+    "dpo": ("DPO", "Learn from pairs which of two completions is the better one."),
+    "kto": ("KTO", "Learn from single completions that are labelled desirable or not."),
+    "reward": ("RewardModel", "Learn from pairs a number for completions, to be used as a reward."),
+    "grpo": ("GRPO", "Reinforcement learning from rewards compared within a group."),
+    "ppo": ("PPO", "Reinforcement learning with a critic."),
+    "distill": ("Distill", "Learn a teacher's distribution (--ref-model) on what the model itself writes."),
+    "online-dpo": ("OnlineDPO", "DPO on pairs that the model makes and a reward or preference judges."),
+}
+ARGUMENTS = {  # beside the model, of the algorithms that sample
+    "grpo": ("environment", "tools"),
+    "ppo": ("reward", "critic"),
+    "online-dpo": ("preference", "environment", "tools"),
 }
 ConfigT = TypeVar("ConfigT", bound=Config)
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -69,15 +67,14 @@ app = typer.Typer(
 
 def config_class(command: str) -> type[TrainerConfig]:
     """Return the config of a command's algorithm."""
-    found: type[TrainerConfig] = getattr(configs, f"{ALGORITHMS[command][1]}Config")
+    found: type[TrainerConfig] = getattr(configs, f"{ALGORITHMS[command][0]}Config")
     return found
 
 
 def algorithm_class(command: str) -> Any:
     """Import and return a command's algorithm."""
-    module, name, _ = ALGORITHMS[command]
     try:
-        return getattr(importlib.import_module(f"strop.algorithms.{module}"), name)
+        return getattr(strop, ALGORITHMS[command][0])
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise
@@ -100,7 +97,7 @@ def all_options(config: type[Config]) -> list[Option]:
 def gather(
     kind: type[ConfigT], path: Path | None, settings: Sequence[str] = (), given: Row | None = None
 ) -> tuple[JobConfig, ConfigT]:
-    """The job and the algorithm's config: the file's options, then --set, then those of the command line."""
+    """Return the job and the algorithm's config: the file's options, then --set, then those of the command line."""
     job, config = JobConfig(), kind()
     layers = [(f"{path}: ", read_config(path))] if path is not None else []
     layers += [("--set ", parse_settings(settings, all_options(kind))), ("", dict(given or {}))]
@@ -126,14 +123,10 @@ def _check_known(kind: type[Config], options: Row) -> None:
 
 def _command(command: str) -> Callable[..., None]:
     def train(
-        config: Annotated[Path | None, typer.Option(help="YAML file of options, flat or nested.")] = None,
-        settings: Annotated[
-            list[str] | None, typer.Option("--set", help="name=value of any option, also of nested ones.")
-        ] = None,
-        quiet: Annotated[bool, typer.Option(help="Write nothing but errors and the run's folder.")] = False,
-        dry_run: Annotated[
-            bool, typer.Option(help="Load and check everything, take one step, say what it took, and write nothing.")
-        ] = False,
+        config: Annotated[Path | None, option("YAML file of options, flat or nested.")] = None,
+        settings: Annotated[list[str] | None, option("name=value of any option, also nested.", "--set")] = None,
+        quiet: Annotated[bool, option("Write nothing but errors and the run's folder.")] = False,
+        dry_run: Annotated[bool, option("Check everything, take one step, say what it took, write nothing.")] = False,
         *,
         given: Json,
     ) -> None:
@@ -146,7 +139,7 @@ def _command(command: str) -> Callable[..., None]:
     return with_options(train, options_for(command))
 
 
-for name, (_, _, about) in ALGORITHMS.items():
+for name, (_, about) in ALGORITHMS.items():
     app.command(name, help=f"{about} Options come from --config, then from the command line.", short_help=about)(
         _command(name)
     )
@@ -156,7 +149,7 @@ for name, (_, _, about) in ALGORITHMS.items():
 
 
 def run(command: str, job: JobConfig, config: TrainerConfig, *, quiet: bool = False) -> Path:
-    """Train as told; the run folder. Ends the process with 130 or 143 after Ctrl-C or SIGTERM."""
+    """Train and return the run folder. Ends the process with 130 or 143 after Ctrl-C or SIGTERM."""
     from strop.distributed import world
     from strop.training.folder import remove_run
 
@@ -205,15 +198,14 @@ def _output(command: str, job: JobConfig) -> Path:
     if job.resume and job.overwrite:
         raise ValueError("--resume goes on with a run and --overwrite removes it: give one of them")
     if (output / "run.json").exists() and not job.resume and not job.overwrite:
-        raise ValueError(
-            f"{output} holds a run already: --resume goes on with it, --overwrite removes it, --output names another folder"
-        )
+        ways = "--resume goes on with it, --overwrite removes it, --output names another folder"
+        raise ValueError(f"{output} holds a run already: {ways}")
     check_usable(output)  # before a model is loaded
     return output
 
 
 def try_out(command: str, job: JobConfig, config: TrainerConfig) -> None:
-    """One step of the run and an evaluation of one batch, nothing written: what they took, and what the run will."""
+    """Take one step and evaluate one batch; print what they took and what the run will take. Nothing is written."""
     from strop.data.formats import Prepared
     from strop.training.run import epoch_order
 
@@ -235,15 +227,14 @@ def try_out(command: str, job: JobConfig, config: TrainerConfig) -> None:
     ]
     if eval_rows is not None:
         found = trainer.evaluate(Prepared(trainer.prepared(eval_rows, "eval_dataset")[: run.batch_size]))
-        lines.append(
-            f"held out: {len(eval_rows):,} rows; of a batch {', '.join(f'{k} {v:.4g}' for k, v in found.items())}"
-        )
+        of_batch = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+        lines.append(f"held out: {len(eval_rows):,} rows; of a batch {of_batch}")
     if trainer.world.is_first:
         print("\n".join([*lines, "nothing was written"]))
 
 
 def _peak_memory(device: "torch.device") -> float:
-    """Bytes of the GPU, or of the process."""
+    """Return the bytes of the GPU, or of the process."""
     if device.type == "cuda":
         import torch
 
@@ -256,17 +247,14 @@ def _peak_memory(device: "torch.device") -> float:
 def build(
     command: str, job: JobConfig, config: TrainerConfig
 ) -> tuple["Trainer", Sequence[object], Sequence[object] | None]:
-    """The trainer, its rows, and the held-out ones."""
+    """Return the trainer, its rows, and the held-out ones."""
     task = load_task(job)
     rows, eval_rows = load_data(job, task), load_eval_data(job, task)
     functions = _functions(command, job, task)
     make = algorithm_class(command)
     model, tokenizer = load_model_and_tokenizer(job, task, make.scores, config.quantize)
-    return (
-        make(model=model, ref_model=_ref_model(job), tokenizer=tokenizer, config=config, **functions),
-        rows,
-        eval_rows,
-    )
+    trainer = make(model=model, ref_model=_ref_model(job), tokenizer=tokenizer, config=config, **functions)
+    return trainer, rows, eval_rows
 
 
 def changed_options(job: JobConfig) -> Json:
@@ -276,28 +264,23 @@ def changed_options(job: JobConfig) -> Json:
 
 
 def _functions(command: str, job: JobConfig, task: object) -> Json:
-    """Arguments of the trainer beside the model: reward_fn and preference_fn for the algorithms that generate, a critic …"""
-    none = () if command in ("grpo", "online-dpo") else ("environment", "tools")
-    for name in none if command == "ppo" else (*none, "critic"):
-        if getattr(job, name) is not None:
-            raise ValueError(f"{name} must not be given: {command} has none")
-    if command not in ("grpo", "ppo", "online-dpo"):
-        for name in ("reward", "preference"):
-            if getattr(job, name) is not None:
-                raise ValueError(f"{name} must not be given: {command} has none")
+    """Return the arguments of the trainer beside the model: its functions, environment, tools, critic."""
+    takes = ARGUMENTS.get(command, ())
+    for name in ("environment", "tools", "critic", "reward", "preference"):
+        if name not in takes and getattr(job, name) is not None:
+            has = "rewards" if name == "preference" and takes else "none"
+            raise ValueError(f"{name} must not be given: {command} has {has}")
+    if not takes:
         return {}
     found: Json = {"critic": job.critic}
-    if command != "ppo":
+    if "tools" in takes:
         found = {"environment": load_environment(job), "tools": load_tools(job)}
     if job.preference is not None:
-        if command != "online-dpo":
-            raise ValueError(f"preference must not be given: {command} has rewards")
         return found | {"preference_fn": load_function(job.preference, "preference")}
     rewards = load_rewards(job, task)
     if not rewards and found.get("environment") is None:
-        raise ValueError(
-            f"{command} needs a reward: --reward file.py:function, a --task that has one, or an --environment"
-        )
+        ways = "--reward file.py:function, a --task that has one, or an --environment"
+        raise ValueError(f"{command} needs a reward: {ways}")
     return found | {"reward_fn": (rewards if len(rewards) > 1 else rewards[0]) if rewards else None}
 
 
@@ -326,9 +309,8 @@ def _loggers(job: JobConfig, config: TrainerConfig, output: Path, quiet: bool) -
     from strop._checks import check_choice
     from strop.logging import ConsoleLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 
-    names = [job.log] if isinstance(job.log, str) else list(job.log or ())
     made: list[Logger] = []
-    for name in names:
+    for name in listed(job.log):
         check_choice(name, "log", ("tensorboard", "trackio", "wandb"))
         if name == "tensorboard":
             made.append(TensorBoardLogger(output / "tensorboard"))
@@ -351,7 +333,7 @@ def _size(trainer: "Trainer") -> str:
 
 
 def _tell(history: "History", output: Path, place: Path) -> None:
-    """The first and the last of what was measured, and how to look at it."""
+    """Print the first and the last of what was measured, and how to look at it."""
     evaluations = [e for e in history.evaluations if len(e) > 1]
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
@@ -367,14 +349,13 @@ def _push(trainer: "Trainer", repo_id: str, folder: Path, shown: Path) -> None:
     try:
         address = trainer.push_to_hub(repo_id, folder=folder)
     except Exception as error:  # of many kinds: no network, no login, no right to the name
-        raise RuntimeError(
-            f"the run is complete and its model is in {shown}, but {repo_id} could not be uploaded: "
-            f"{' '.join(str(error).split()):.200}. To try again: hf upload {repo_id} {shown}"
-        ) from error
+        why = f"{repo_id} could not be uploaded: {' '.join(str(error).split()):.200}"
+        again = f"To try again: hf upload {repo_id} {shown}"
+        raise RuntimeError(f"the run is complete and its model is in {shown}, but {why}. {again}") from error
     print(f"pushed to {address}", file=sys.stderr)
 
 
 def _model_of(output: Path) -> Path:
-    """The whole model, or where there is none its adapter."""
+    """Return the folder of the whole model, or where there is none of its adapter."""
     final, adapter = output / "final", output / "final" / "adapter"
     return final if (final / "config.json").exists() or not adapter.exists() else adapter

@@ -62,7 +62,10 @@ def check_fields(config: "DataclassInstance") -> None:
     """Raise if a field holds what it must not. None is right where the field's type allows it."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if "check" in field.metadata and not (value is None and _allows_none(type(config), field.name)):
+        # a default of None is looked at first: torch's compiler cannot follow a look at types
+        if value is None and (field.default is None or _allows_none(type(config), field.name)):
+            continue
+        if "check" in field.metadata:
             field.metadata["check"](value, field.name)
 
 

@@ -50,7 +50,8 @@ def _jsonl(lines: Iterable[bytes], path: object) -> Iterator[Json]:
 
 
 def jsonl_row(line: bytes, where: str) -> Json:
-    return _row_of(_parse(line.strip(), where, of_line=True), f"{where}:")
+    row = _parse(line.strip(), where, of_line=True)
+    return row if type(row) is dict else _row_of(row, f"{where}:")
 
 
 def checked_lines(path: str | os.PathLike[str]) -> tuple[list[tuple[int, Json]], list[str]]:
@@ -83,8 +84,8 @@ def _parse(data: bytes, where: str, *, of_line: bool = False) -> Any:
     """The JSON of a line, or of a whole file."""
     try:
         text = data.decode()
-        found = _DECODER.decode(text)
-        if b"\\ud" in data.lower():
+        found = _decoded_line(text) if of_line else _DECODER.decode(text)
+        if b"\\u" in data and b"\\ud" in data.lower():
             json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text to be tokenised
     except UnicodeError as error:
         raise ValueError(f"{where} must be UTF-8 text: {error}") from None
@@ -97,6 +98,14 @@ def _parse(data: bytes, where: str, *, of_line: bool = False) -> Any:
         raise ValueError(f"{where}: {error}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets without end
         raise ValueError(f"{where}: not JSON that can be read: {error}") from None
+    return found
+
+
+def _decoded_line(text: str) -> Any:
+    """Return the JSON of a text without spaces around it, in half the time that `decode` takes for a short one."""
+    found, end = _DECODER.raw_decode(text)
+    if end != len(text):
+        raise json.JSONDecodeError("Extra data", text, end)
     return found
 
 

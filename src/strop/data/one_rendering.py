@@ -43,11 +43,20 @@ class MarkedTemplate(NamedTuple):
 def marked_template(tokenizer: Any) -> MarkedTemplate | None:
     """Return the tokenizer's chat template with marks; None if its conversations need several renderings."""
     template = getattr(tokenizer, "chat_template", None)
-    method = getattr(type(tokenizer), "apply_chat_template", None)
-    if not isinstance(template, str) or getattr(method, "__module__", "") != "transformers.tokenization_utils_base":
+    if not isinstance(template, str) or not is_of_transformers(tokenizer, "apply_chat_template"):
         return None
     special = {name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     return _compiled(template, tuple(special.items()))
+
+
+def is_of_transformers(tokenizer: object, name: str) -> bool:
+    """Return whether the tokenizer's method of this name is the one that all tokenizers of transformers share."""
+    method = getattr(type(tokenizer), name, None)
+    return getattr(method, "__module__", "") in (
+        "transformers.tokenization_utils_base",
+        "transformers.tokenization_utils_fast",
+        "transformers.tokenization_utils_tokenizers",
+    )
 
 
 @functools.lru_cache(maxsize=8)

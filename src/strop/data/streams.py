@@ -6,7 +6,7 @@ Where the lines of a file begin is found in one pass, and kept in 8 bytes a row.
 import codecs
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,9 @@ class Streamed(Sequence[Any]):
             files=self.files,
         )
 
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.get, range(self.num_rows))
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or len(other) != len(self):
             return False
@@ -105,8 +108,7 @@ def read_lines(path: str | os.PathLike[str], *, on_disk: bool) -> Streamed:
             return jsonl_row(file.readline(), f"{path}, row {i}")
 
     def from_memory(i: int) -> object:
-        end = data.find(b"\n", begins[i])
-        line = data[begins[i] :] if end < 0 else data[begins[i] : end]
+        line = data[begins[i] : begins[i + 1] if i + 1 < len(begins) else None]  # and empty lines behind it
         try:
             return jsonl_row(line, str(path))
         except ValueError:  # the number of a line takes long to find

@@ -5,15 +5,18 @@ the beginning of the next: so the boundary lies in training where it lies when t
 """
 
 import itertools
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from strop._types import Row, Tokenizer
-from strop.data.one_rendering import marked_template
+from strop.data.one_rendering import is_of_transformers, marked_template
 
 Message = Row
 OPTIONS = ("tools", "documents", "chat_template_kwargs")  # columns of a row that the template gets
 SPOKEN = "§"  # stands for what the assistant says, once or more: what no template and no message has
+
+GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
 def render(messages: Sequence[Message], tokenizer: Any, row: Row | None = None, **options: Any) -> str:
@@ -39,32 +42,122 @@ def following(before: str, whole: str, what: str = "the conversation it opens") 
     """What stands behind `before` in `whole`; an error where it does not begin so."""
     if whole.startswith(before):
         return whole[len(before) :]
-    pairs = enumerate(zip(before, whole, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(before), len(whole)))
+    at = num_shared(before, whole)
     raise ValueError(
         f"the chat template must render a prompt as the beginning of {what}; after {before[max(at - 20, 0) : at]!r} the "
         f"prompt has {before[at : at + 30]!r}, the conversation {whole[at : at + 30]!r}"
     )
 
 
-def pieces(messages: Sequence[Message], first: int, tokenizer: Tokenizer | None, row: Row | None = None) -> list[str]:
-    """Return the conversation's text, cut where the assistant's turns begin, from that of messages[first] on."""
-    marked = None if any((row or {}).get(name) for name in OPTIONS) else marked_template(tokenizer)
-    if marked is not None and (found := marked.pieces(messages, first)) is not None:
-        return found
-    whole = render(messages, tokenizer, row)
-    begins = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-    prompts = [render(messages[:i], tokenizer, row, add_generation_prompt=True) for i in begins]
-    cuts = [0, *(len(whole) - len(following(prompt, whole)) for prompt in prompts), len(whole)]
-    found = [whole[start:end] for start, end in itertools.pairwise(cuts)]
-    for i, text in zip(begins, found[1:], strict=True):
+def num_shared(*texts: str) -> int:
+    """Return how many characters all of the texts begin with."""
+    return sum(1 for _ in itertools.takewhile(lambda found: len(set(found)) == 1, zip(*texts, strict=False)))
+
+
+class Piece(NamedTuple):
+    """A turn of the assistant, and the text from its end to the next turn of the assistant."""
+
+    text: str
+    rest: str | None = None  # None: `text` has both, and the tokens in it say where the turn ends
+
+
+def pieces(
+    messages: Sequence[Message], first: int, tokenizer: Tokenizer | None, row: Row | None = None
+) -> tuple[str, list[Piece]]:
+    """Return the conversation's text cut where the assistant's turns begin, from that of messages[first] on: what stands
+    before these turns, and the turns."""
+    opening, turns = _cut(messages, first, tokenizer, row)
+    speakers = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    texts = (
+        [turn.text for turn in turns]
+        if len(turns) == len(speakers)
+        else ["".join(turn.text for turn in turns)] * len(speakers)
+    )
+    for i, text in zip(speakers, texts, strict=True):
         for call in messages[i].get("tool_calls") or ():
             if (name := (call.get("function") or call).get("name", "")) not in text:
                 raise ValueError(
                     f"the chat template must write tool_calls, and leaves out {name!r} of messages[{i}]; calls may also be "
                     f"written into the content"
                 )
-    return found
+    return opening, turns
+
+
+def _cut(
+    messages: Sequence[Message], first: int, tokenizer: Tokenizer | None, row: Row | None
+) -> tuple[str, list[Piece]]:
+    if (spans := generation_spans(messages, tokenizer, row)) is not None:
+        text, found = spans
+        earlier = any(message["role"] == "assistant" for message in messages[:first])
+        num_earlier = len((generation_spans(messages[:first], tokenizer, row) or ("", []))[1]) if earlier else 0
+        found = found[num_earlier:]
+        bounds = itertools.pairwise([*found, (len(text), len(text))])
+        turns = [Piece(text[start:end], text[end:after]) for (start, end), (after, _) in bounds]
+        return text[: found[0][0] if found else None], turns
+    marked = None if any((row or {}).get(name) for name in OPTIONS) else marked_template(tokenizer)
+    if marked is not None and (parts := marked.pieces(messages, first)) is not None:
+        return parts[0], list(map(Piece, parts[1:]))
+    whole = render(messages, tokenizer, row)
+    begins = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    cuts = [0, *(_turn_start(messages, i, whole, tokenizer, row) for i in begins), len(whole)]
+    opening, *texts = [whole[start:end] for start, end in itertools.pairwise(cuts)]
+    return opening, list(map(Piece, texts))
+
+
+def _turn_start(messages: Sequence[Message], i: int, whole: str, tokenizer: Tokenizer | None, row: Row | None) -> int:
+    """Return where in the conversation's text the turn messages[i] begins: behind its prompt.
+
+    Some prompts open more than the conversation has, such as `<think>`. There the turn begins where the two part, which
+    the same conversation with other words in this turn shows too.
+    """
+    prompt = render(messages[:i], tokenizer, row, add_generation_prompt=True)
+    if whole.startswith(prompt):
+        return len(prompt)
+    other = [*messages[:i], {**messages[i], "content": SPOKEN}, *messages[i + 1 :]]
+    start = num_shared(prompt, whole, render(other, tokenizer, row))
+    history = render(messages[:i], tokenizer, row)
+    if start < len(history) or not prompt.startswith(history):
+        following(prompt, whole)  # raises
+    return start
+
+
+def opened_beyond(tokenizer: Tokenizer | None) -> str:
+    """Return what a prompt opens for a model that generates, and a conversation does not have: of many models `<think>`."""
+    user, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": SPOKEN}
+    prompt, whole = render_prompt([user], tokenizer), render([user, said], tokenizer)
+    return prompt[num_shared(prompt, whole) :]
+
+
+def generation_spans(
+    messages: Sequence[Message], tokenizer: Any, row: Row | None = None
+) -> tuple[str, list[tuple[int, int]]] | None:
+    """Return the conversation's text, and from where to where it is the assistant's by the template's own marks,
+    `{% generation %}`; None where the template has no such marks.
+
+    Marks around blanks behind the token that ends a turn do not count: generation stops at that token.
+    """
+    if not is_of_transformers(tokenizer, "apply_chat_template") or not isinstance(tokenizer.chat_template, str):
+        return None
+    if not GENERATION.search(tokenizer.chat_template):
+        return None
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    row = row or {}
+    options: dict[str, Any] = {name: row.get(name) or None for name in ("tools", "documents")}
+    options |= {**tokenizer.special_tokens_map, **(row.get("chat_template_kwargs") or {})}
+    found: Any = render_jinja_template(
+        [[dict(message) for message in messages]],
+        chat_template=tokenizer.chat_template,
+        return_assistant_tokens_mask=True,
+        **options,
+    )
+    (text,), (spans,) = found
+    special = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
+    bare = [start + len(text[start:end].rstrip()) for start, end in spans]
+    return text, [
+        (start, short if text[start:short].endswith(special) else end)
+        for (start, end), short in zip(spans, bare, strict=True)
+    ]
 
 
 def between(
@@ -113,7 +206,7 @@ def check_append_only(
         for was in (shorter, opened):
             if longer.startswith(was):
                 continue
-            at = next((i for i, (a, b) in enumerate(zip(was, longer, strict=False)) if a != b), len(longer))
+            at = num_shared(was, longer)
             raise ValueError(
                 f"the chat template must leave earlier turns as they were drawn, and rewrites {what} when the "
                 f"conversation goes on: {was[max(at - 20, 0) : at + 30]!r} becomes "

@@ -13,6 +13,7 @@ those of many rows side by side and encodes the texts of all in one call, which 
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,7 @@ from strop._checks import is_conversation
 from strop._types import Row, Tokenizer
 from strop.data import templates
 from strop.data.formats import CONTENT, detect_format, with_prompt
+from strop.data.one_rendering import is_of_transformers
 
 Ids = list[int]
 LossMask = list[bool]
@@ -48,6 +50,11 @@ class Encoder:
         return turn_ends(self.tokenizer)
 
     @functools.cached_property
+    def end(self) -> str:
+        """What the chat template writes behind the assistant's last words: of some nothing."""
+        return templates.between([{"role": "user", "content": "?"}], [], self.tokenizer).strip()
+
+    @functools.cached_property
     def special(self) -> set[int]:
         return special_ids(self.tokenizer)
 
@@ -59,22 +66,6 @@ def encode_prompt(prompt: Any, tokenizer: Any = None, row: Row | None = None) ->
     """Return the ids of a prompt a model is to go on from: text, messages (with the template's opening of the assistant's
     turn) or ids."""
     return _encode_one(_prompt_steps(prompt, Encoder(tokenizer), row), tokenizer)
-
-
-def encode_completion(
-    prompt: Any,
-    completion: Any,
-    tokenizer: Any = None,
-    row: Row | None = None,
-    assistant_only: bool = True,
-) -> Line:
-    """Return the ids of what follows the prompt, to the end of the turn, and which of them are trained on.
-
-    Text ends with EOS. A conversation's completion is what the template renders beyond the prompt, up to and with the
-    token that ends the turn; EOS is added only where the template ends it with nothing. Ids are taken as they are.
-    assistant_only   where the completion has turns of others, train on those of the assistant alone
-    """
-    return _encode_one(_completion_steps(prompt, completion, Encoder(tokenizer), row, assistant_only), tokenizer)
 
 
 def encode_row(row: Row, tokenizer: Any = None, assistant_only: bool = True) -> tuple[Ids, Ids, LossMask]:
@@ -124,16 +115,23 @@ def _prompt_steps(prompt: object, encoder: Encoder, row: Row | None) -> Steps[Id
     return ids
 
 
-def _completion_steps(
-    prompt: object, completion: object, encoder: Encoder, row: Row | None, assistant_only: bool = True
-) -> Steps[Line]:
+def _pair_steps(
+    prompt: object, completion: object, encoder: Encoder, row: Row | None
+) -> Steps[tuple[Ids, Ids, LossMask]]:
+    """Return the ids of a prompt, and of what follows it the ids and which of them are trained on.
+
+    A text ends with EOS. A conversation's completion is what the template renders beyond the prompt, up to and with the
+    token that ends the turn; EOS is added only where the template ends it with nothing. Ids are taken as they are.
+    """
+    if is_conversation(prompt) and is_conversation(completion):
+        return (yield from _conversation_steps(prompt, completion, encoder, row))
     if isinstance(completion, str):
         (ids,) = yield [Text(completion)]
-        return _all_count(_with_eos(ids, encoder.tokenizer))
-    if not is_conversation(completion):
-        return _all_count(_as_ids(completion))
-    _, ids, loss_mask = yield from _conversation_steps(prompt, completion, encoder, row)
-    return (ids, loss_mask) if assistant_only else _all_count(ids)
+        ids = _with_eos(ids, encoder.tokenizer)
+    else:
+        ids = _as_ids(completion)
+    prompt_ids = yield from _prompt_steps(prompt, encoder, row)
+    return prompt_ids, ids, [True] * len(ids)
 
 
 def _conversation_steps(
@@ -145,26 +143,19 @@ def _conversation_steps(
     if begun:
         joined = {**prompt[-1], "content": prompt[-1]["content"] + completion[0]["content"]}
         first, messages = first - 1, [*prompt[:-1], joined, *completion[1:]]
-    opening, *parts = templates.pieces(messages, first, encoder.tokenizer, row)
+    before, parts = templates.pieces(messages, first, encoder.tokenizer, row)
     _check_spoken(parts, completion, "the completion")
     if begun or completion[0]["role"] != "assistant":
-        before = templates.render_prompt(prompt, encoder.tokenizer, row)
-        parts[0] = templates.following(before, opening + parts[0])
-    else:
-        before = opening  # `pieces` has rendered this very prompt
+        opening, before = before, templates.render_prompt(prompt, encoder.tokenizer, row)
+        parts[0] = parts[0]._replace(text=templates.following(before, opening + parts[0].text))
     return (yield from _turns_steps(before, parts, messages, encoder, row))
 
 
 def _row_steps(row: Row, encoder: Encoder, assistant_only: bool) -> Steps[tuple[Ids, Ids, LossMask]]:
     kind = detect_format(row)
     if kind == "prompt_completion":
-        prompt, completion = row["prompt"], row["completion"]
-        if is_conversation(prompt) and is_conversation(completion):
-            prompt_ids, ids, loss_mask = yield from _conversation_steps(prompt, completion, encoder, row)
-            return prompt_ids, ids, loss_mask if assistant_only else [True] * len(ids)
-        counted = yield from _completion_steps(prompt, completion, encoder, row, assistant_only)
-        prompt_ids = yield from _prompt_steps(prompt, encoder, row)
-        return prompt_ids, *counted
+        prompt_ids, ids, loss_mask = yield from _pair_steps(row["prompt"], row["completion"], encoder, row)
+        return prompt_ids, ids, loss_mask if assistant_only else [True] * len(ids)
     if kind != "language_modeling":
         raise ValueError(f"a row to imitate must be language_modeling or prompt_completion, found {kind}")
     if (messages := row.get("messages")) is not None:
@@ -181,31 +172,37 @@ def _preference_steps(row: Row, encoder: Encoder) -> Steps[tuple[Ids, Line, Line
     if (kind := detect_format(row)) != "preference":
         raise ValueError(f"a row to prefer in must be preference, found {kind}")
     row = with_prompt(dict(row))
-    prompt = row["prompt"]
-    chosen = yield from _completion_steps(prompt, row["chosen"], encoder, row)
-    rejected = yield from _completion_steps(prompt, row["rejected"], encoder, row)
-    ids = yield from _prompt_steps(prompt, encoder, row)
-    return ids, chosen, rejected
+    pairs = []
+    for name in ("chosen", "rejected"):
+        pairs.append((yield from _pair_steps(row["prompt"], row[name], encoder, row)))
+    shared = min((pair[0] for pair in pairs), key=len)
+    lines = []
+    for (prompt_ids, ids, loss_mask), name in zip(pairs, ("chosen", "rejected"), strict=True):
+        if prompt_ids[: len(shared)] != shared:
+            raise ValueError(f"the chat template must open chosen and rejected alike, found another prompt for {name}")
+        more = prompt_ids[len(shared) :]  # opened for one of them, such as <think>: read, not trained on
+        lines.append((more + ids, [False] * len(more) + loss_mask))
+    return shared, lines[0], lines[1]
 
 
 def _messages_steps(messages: Any, encoder: Encoder, row: Row, assistant_only: bool) -> Steps[Line]:
     if not assistant_only:
         (ids,) = yield [Text(templates.render(messages, encoder.tokenizer, row))]
         return _all_count(ids)
-    before, *parts = templates.pieces(messages, 0, encoder.tokenizer, row)
+    before, parts = templates.pieces(messages, 0, encoder.tokenizer, row)
     _check_spoken(parts, messages, "messages")
     opening, ids, loss_mask = yield from _turns_steps(before, parts, messages, encoder, row)
     return opening + ids, [False] * len(opening) + loss_mask
 
 
-def _check_spoken(parts: Sequence[str], messages: Any, name: str) -> None:
+def _check_spoken(parts: Sequence[templates.Piece], messages: Any, name: str) -> None:
     if not parts:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise ValueError(f"{name} must have a turn of the assistant, found {roles}")
 
 
 def _turns_steps(
-    before: str, parts: Sequence[str], messages: Any, encoder: Encoder, row: Row | None
+    before: str, parts: Sequence[templates.Piece], messages: Any, encoder: Encoder, row: Row | None
 ) -> Steps[tuple[Ids, Ids, LossMask]]:
     """Return the ids of the text `before`, those of the pieces behind it, and which of these are trained on.
 
@@ -215,21 +212,25 @@ def _turns_steps(
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-len(parts) :]
     ids: Ids = []
     loss_mask: LossMask = []
-    opening, *encoded = yield [Text(part) for part in (before, *parts)]
-    for i, part, found in zip(turns, parts, encoded, strict=True):
-        spoken = min((found.index(end) + 1 for end in encoder.ends if end in found), default=None)
-        if i + 1 == len(messages):
-            found = found[:spoken]
-            if _ends_with(part, messages[i].get("content")):
+    texts = [before, *(text for part in parts for text in (part.text, part.rest or ""))]
+    opening, *encoded = yield [Text(text) for text in texts]
+    for n, (part, found, rest) in enumerate(zip(parts, encoded[::2], encoded[1::2], strict=True)):
+        last = n + 1 == len(parts) and messages[-1]["role"] == "assistant"
+        spoken: int | None = len(found)
+        if part.rest is None:
+            spoken = min((found.index(end) + 1 for end in encoder.ends if end in found), default=None)
+        if last:
+            found, rest = found[:spoken], []
+            if not encoder.end:
                 found = _with_eos(found, encoder.tokenizer)
             spoken = len(found)
         elif spoken is None:
-            alone = templates.following(before, templates.render(messages[: i + 1], encoder.tokenizer, row))
+            alone = templates.following(before, templates.render(messages[: turns[n] + 1], encoder.tokenizer, row))
             (said,) = yield [Text(alone)]
             spoken = _num_spoken(found, said, alone, encoder)
-        ids += found
-        loss_mask += [True] * spoken + [False] * (len(found) - spoken)
-        before += part
+        ids += found + rest
+        loss_mask += [True] * spoken + [False] * (len(found) + len(rest) - spoken)
+        before += part.text + (part.rest or "")
     return opening, ids, loss_mask
 
 
@@ -249,10 +250,14 @@ def _num_spoken(ids: Ids, said: Ids, alone: str, encoder: Encoder) -> int:
 
 
 def turn_ends(tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end a turn: EOS, and the special token the chat template puts behind an assistant's words."""
-    text = templates.between([{"role": "user", "content": "?"}], [], tokenizer)
-    first = [token for token in encode_text(text, tokenizer)[:1] if token in special_ids(tokenizer)]
-    return tuple(dict.fromkeys((*eos_ids(tokenizer), *first)))
+    """Return the ids that end a turn: EOS, and the last of the special tokens that the chat template puts right behind an
+    assistant's words, whether the conversation goes on or not."""
+    user = {"role": "user", "content": "?"}
+    alone, special = templates.between([user], [], tokenizer), special_ids(tokenizer)
+    with contextlib.suppress(Exception):  # a template may refuse to go on
+        alone = alone[: templates.num_shared(alone, templates.between([user], [user], tokenizer))] or alone
+    run = list(itertools.takewhile(special.__contains__, encode_text(alone, tokenizer)))
+    return tuple(dict.fromkeys((*eos_ids(tokenizer), *run[-1:])))
 
 
 def special_ids(tokenizer: Tokenizer | None) -> set[int]:
@@ -261,11 +266,6 @@ def special_ids(tokenizer: Tokenizer | None) -> set[int]:
 
 def _all_count(ids: Ids) -> Line:
     return ids, [True] * len(ids)
-
-
-def _ends_with(text: str, content: object) -> bool:
-    """Whether the template put nothing behind the message: no token ends its turn."""
-    return isinstance(content, str) and text.rstrip().endswith(content.strip())
 
 
 def needs_tokenizer(row: Row) -> bool:
@@ -340,7 +340,7 @@ def fast_encoding(tokenizer: Tokenizer | None) -> Callable[[Sequence[str]], list
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     encode = getattr(backend, "encode_batch_fast", None)
     own = ("encode", "_encode_plus", "_batch_encode_plus", "__call__", "encode_batch")  # a subclass may do otherwise
-    if encode is None or any(not _is_of_transformers(tokenizer, name) for name in own if hasattr(tokenizer, name)):
+    if encode is None or any(not is_of_transformers(tokenizer, name) for name in own if hasattr(tokenizer, name)):
         return None
     if (
         backend.truncation is not None
@@ -349,16 +349,6 @@ def fast_encoding(tokenizer: Tokenizer | None) -> Callable[[Sequence[str]], list
     ):
         return None
     return lambda texts: [found.ids for found in encode(list(texts), add_special_tokens=False)]
-
-
-def _is_of_transformers(tokenizer: Tokenizer | None, name: str) -> bool:
-    """Return whether the method is the one that all fast tokenizers of transformers share."""
-    method = getattr(getattr(tokenizer, name), "__func__", None)
-    return getattr(method, "__module__", "") in (
-        "transformers.tokenization_utils_base",
-        "transformers.tokenization_utils_fast",
-        "transformers.tokenization_utils_tokenizers",
-    )
 
 
 # ---- ids ----

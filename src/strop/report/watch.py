@@ -71,6 +71,7 @@ class Watch(ThreadingHTTPServer):
 
 class Answers(BaseHTTPRequestHandler):
     server: Watch
+    timeout = 30  # seconds; a connection that sends no request is closed then
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")

@@ -15,6 +15,8 @@ from strop.models.routing import Routers
 from strop.rollout.sampling import Sampling
 from strop.rollout.slots import CacheShape, Seen, States
 
+TWO_GREEDY = Sampling(max_new_tokens=2, temperature=0.0)
+
 
 def probe(policy: Policy) -> list[torch.Tensor]:
     """A few ragged prompts of ids the model knows, shorter than what it reads."""
@@ -105,10 +107,9 @@ def check_against_forward(engine: Any, policy: Policy) -> None:
     """
     prompts = probe(policy)
     routers = policy.routers if isinstance(policy.routers, Routers) else None
-    sampling = Sampling(max_new_tokens=2, temperature=0.0)
     engine.layers.refresh(len(prompts[0]) + 2)
     with engine.layers.ready(), contextlib.nullcontext() if routers is None else routers.recording() as latest:
-        round_, rows = engine.begin(prompts, 1, len(prompts), sampling, torch.zeros(len(prompts), 2), ())
+        round_, rows = engine.begin(prompts, 1, len(prompts), TWO_GREEDY, torch.zeros(len(prompts), 2), ())
         if routers is not None:
             engine._begin_record(round_, prompts, routers, latest)
         engine._prefill(prompts, round_)
@@ -118,7 +119,7 @@ def check_against_forward(engine: Any, policy: Policy) -> None:
             with round_.recorded(rows):
                 logits_NV = engine._decode_logits(rows, round_)
                 found.append(logits_NV[: len(prompts)].float())
-                engine._draw(logits_NV, rows, round_, sampling)
+                engine._draw(logits_NV, rows, round_, TWO_GREEDY)
     chosen = (
         None if round_.record is None else round_.record.of_rows(prompts, round_.prefix_starts, [2] * len(prompts), 1)
     )

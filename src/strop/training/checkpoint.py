@@ -7,8 +7,8 @@ Tensors    model/<parameter>   optim/<parameter>/<key>   ref/<parameter>   rng/�
 Metadata   "strop": JSON with the format, the algorithm, its config, how to rebuild the model, the state, the rest
 
 The extension does not matter: "dpo.pt" is a safetensors file too. A checkpoint may come from anywhere: its bytes are
-held against their checksums, its header against a table (`checkpoint_header`), the models it
-describes against its tensors (`rebuild`), and all of that before anything is changed.
+compared with their checksums, its header with a table (`checkpoint_header`), the models it describes with its tensors
+(`rebuild`), and all of that before anything is changed.
 """
 
 import functools
@@ -33,6 +33,7 @@ from strop.training import checkpoint_folder, rebuild
 from strop.training.checkpoint_file import FORMAT, Tensors, read, sums_of, write
 from strop.training.checkpoint_folder import remove
 from strop.training.checkpoint_header import CALLBACKS, CheckpointError, check, check_same, is_number, shown
+from strop.training.rebuild import check_tensors, spec_of
 from strop.training.state import TrainState, check_rng, get_rng, set_rng
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ __all__ = ["FORMAT", "CheckpointError", "Saved", "load", "read", "remove", "save
 
 PARTS = ("model", "optim", "ref", "rng", "extra", "tokenizer")
 HOW = ("fused", "foreach", "capturable")  # options of an optimiser that belong to the device it runs on, not to the run
-Header = Json
 _sums: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, int]] = weakref.WeakKeyDictionary()  # of `base_sum`
 
 
@@ -50,29 +50,27 @@ _sums: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, int]] = weakref.Wea
 
 
 def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, object]], base: bool = True) -> None:
-    """Write the trainer's whole state to `path`, with what the algorithm adds of its own: a file, or of several processes
-    a folder.
+    """Write the trainer's whole state to `path`, with what the algorithm adds: a file, or of several processes a folder.
 
     base   False leaves out the frozen weights below an adapter, of one process: a checksum says which they are; quantised
            ones are always left out
     """
     from strop import __version__
 
-    world, reference = trainer.world, _reference(trainer)
-    weights = {"model": trainer.module.state_dict(keep_vars=True)}  # first of all: FSDP then has its shards in place
-    if reference is not None:
-        weights["ref"] = reference.state_dict(keep_vars=True)
-    optim_tensors, optim_values = optimizer_state(trainer)
-    extra_tensors, extra_values = extra
-    rng_tensors, rng_values = get_rng()
+    world, reference = trainer.world, trainer.reference_model
+    weights = trainer.module.state_dict(keep_vars=True)  # first of all: FSDP then has its shards in place
     base = base and trainer.config.quantize is None
     left_out = set() if base or world.size > 1 else base_names(trainer.module)
-    weights["model"] = {name: tensor for name, tensor in weights["model"].items() if name not in left_out}
-    tensors, aliases = _once({f"{part}/{name}": t for part, own in weights.items() for name, t in own.items()})
-    tensors |= _under("optim", optim_tensors)
+    tensors = _under("model", {name: tensor for name, tensor in weights.items() if name not in left_out})
+    if reference is not None:
+        tensors |= _under("ref", reference.state_dict(keep_vars=True))
+    optim_tensors, optim_values = optimizer_state(trainer)
+    rng_tensors, rng_values = get_rng()
+    rank = f"/{world.rank}" if world.size > 1 else ""
+    tensors |= _under("optim", optim_tensors) | _under(f"extra{rank}", extra[0]) | _under(f"rng{rank}", rng_tensors)
     if world.is_first:
         tensors |= _under("tokenizer", rebuild.tokenizer_files(trainer.tokenizer))
-    header: Header = {
+    header: Json = {
         "version": __version__,
         "algorithm": trainer.name,
         "config": trainer.config.to_dict(),
@@ -81,40 +79,27 @@ def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, o
         "state": trainer.run.state.to_dict(),
         "optim": optim_values,
         "callbacks": [[type(callback).__name__, callback.state_dict()] for callback in trainer.run.callbacks],
-        "aliases": aliases,
     }
     if left_out:
         header["base"] = base_sum(trainer.module)
     if reference is not None:
         header["ref"] = rebuild.describe(reference)
     if world.size == 1:
-        tensors = {name: whole(tensor) for name, tensor in tensors.items()}
-        tensors |= {alias: tensors[name] for alias, name in aliases.items()}
-        tensors |= _under("extra", extra_tensors) | _under("rng", rng_tensors)
-        write(path, tensors, header | {"rng": rng_values, "extra": extra_values})
-        return
-    rank = world.rank
-    tensors |= _under(f"extra/{rank}", extra_tensors) | _under(f"rng/{rank}", rng_tensors)
-    header |= {"rng": world.gathered(rng_values), "extra": world.gathered(extra_values)}
-    checkpoint_folder.write(Path(path), tensors, header, world)
-
-
-def _once(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
-    """Each tensor once; `aliases` says which names (of tied weights) are the same one."""
-    first: dict[int, str] = {}
-    aliases = {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
-    return {name: tensor.detach() for name, tensor in tensors.items() if name not in aliases}, aliases
+        write(path, tensors, header | {"rng": rng_values, "extra": extra[1]})
+    else:
+        header |= {"rng": world.gathered(rng_values), "extra": world.gathered(extra[1])}
+        checkpoint_folder.write(Path(path), tensors, header, world)
 
 
 def base_names(model: torch.nn.Module) -> set[str]:
-    """The frozen parameters below an adapter; none without an adapter."""
+    """Return the names of the frozen parameters below an adapter; none without an adapter."""
     if base_model(model) is model:
         return set()
     return {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
 
 
 def base_sum(model: torch.nn.Module) -> int:
-    """A checksum of the frozen weights below the adapter, their names and dtypes; kept until one of them changes."""
+    """Return a checksum of the frozen weights below the adapter, their names and dtypes; kept until one of them changes."""
     params: Tensors = {name: model.get_parameter(name) for name in sorted(base_names(model))}
     state = tuple((name, id(param), param._version) for name, param in params.items())
     kept = _sums.get(model)
@@ -126,13 +111,12 @@ def base_sum(model: torch.nn.Module) -> int:
 
 
 def optimizer_state(trainer: "Trainer") -> tuple[Tensors, Json]:
-    """Tensors by parameter and key; numbers, and the groups' options, as JSON."""
+    """Return tensors by parameter and key; and numbers, and the groups' options, as JSON."""
     names = {id(param): name for name, param in trainer.module.named_parameters()}
     tensors: Tensors = {}
     values: Json = {"params": {}, "groups": []}
     for group in trainer.optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        values["groups"].append({key: value for key, value in options.items() if _is_plain(value)})
+        values["groups"].append({key: value for key, value in group.items() if key != "params" and _is_plain(value)})
         for param in group["params"]:
             name = names[id(param)]
             for key, value in trainer.optimizer.state.get(param, {}).items():
@@ -141,9 +125,8 @@ def optimizer_state(trainer: "Trainer") -> tuple[Tensors, Json]:
                 elif _is_plain(value):
                     values["params"].setdefault(name, {})[key] = value
                 else:
-                    raise TypeError(
-                        f"optimizer state {key!r} must be a tensor or a number, found {type(value).__name__}"
-                    )
+                    found = type(value).__name__
+                    raise TypeError(f"optimizer state {key!r} must be a tensor or a number, found {found}")
     return tensors, values
 
 
@@ -160,14 +143,14 @@ class Saved:
     """
 
     path: Path
-    header: Header
+    header: Json
     tensors: Tensors
     config: Any
     num_processes: int
     fill: Callable[[Tensors], None]
 
     def rebuilt(self, model: torch.nn.Module, ref_model: object, tokenizer: Tokenizer | None) -> Json:
-        """Arguments of the trainer's constructor: what is given, and the rest made from the file."""
+        """Return arguments of the trainer's constructor: what is given, and the rest made from the file."""
         header, path = self.header, self.path
         if self.config.lora is not None:
             rebuild.check_lora(self.config.lora, self.below("model"), path)
@@ -175,13 +158,11 @@ class Saved:
             tokenizer = rebuild.tokenizer_from(header["tokenizer"], self.below("tokenizer"), path)
         if model is None and "base" in header:
             adapters = header["model"].get("adapters", {}).values()
-            name = next(
-                (one["base_model_name_or_path"] for one in adapters if one.get("base_model_name_or_path")), None
-            )
-            found = f"of {shown(name)}" if name else f"of a {header['model']['class']}"
+            named = [one["base_model_name_or_path"] for one in adapters if one.get("base_model_name_or_path")]
             raise CheckpointError(
-                f"model must be given: {path} holds the adapter without the weights below it, which are those {found}; "
-                f"from_checkpoint(path, model=…) takes a name too"
+                f"model must be given: {path} holds the adapter without the weights below it, which are those of "
+                f"{shown(named[0]) if named else 'a ' + header['model']['class']}; from_checkpoint(path, model=…) takes a "
+                f"name too"
             )
         if model is None:
             model = rebuild.model_from(header["model"], self.below("model"), path, "model", self.config.lora)
@@ -201,15 +182,16 @@ class Saved:
             raise CheckpointError(
                 f"model must have the weights that the adapter of {path} was trained on, found others, or another dtype"
             )
-        modules, reference = {"model": trainer.module}, _reference(trainer)
-        if reference is not None:
+        modules = {"model": trainer.module}
+        if trainer.reference_model is not None:
             if "ref" not in header:
                 raise CheckpointError(f"{path} holds no reference weights, but the trainer has a reference of its own")
-            modules["ref"] = reference
+            modules["ref"] = trainer.reference_model
         own = {part: module.state_dict() for part, module in modules.items()}
         own["model"] = {name: tensor for name, tensor in own["model"].items() if name not in left_out}
         for part in modules:
-            check_weights(own[part], self.below(part), path, "model" if part == "model" else "ref_model")
+            specs = {name: spec_of(tensor) for name, tensor in own[part].items()}
+            check_tensors(specs, self.below(part), path, "model" if part == "model" else "ref_model")
         groups = check_optimizer(trainer, self.below("optim"), header["optim"], path)
         rng = self.below("rng")
         try:
@@ -235,37 +217,43 @@ class Saved:
             group.update(options)
             trainer.optimizer.state.update(states)
         trainer.run.state, trainer.run.goes_on = TrainState(**header["state"]), True
-        _told(path, "extra", lambda: trainer.load_extra_state(self.below("extra"), header["extra"]))
+        _take(path, "extra", lambda: trainer.load_extra_state(self.below("extra"), header["extra"]))
         for callback, state in callbacks:
-            _told(path, type(callback).__name__, functools.partial(callback.load_state_dict, state))
+            _take(path, type(callback).__name__, functools.partial(callback.load_state_dict, state))
         set_rng(rng, header["rng"])
         if trainer.world.rank >= self.num_processes:  # this process had no generator yet
             torch.manual_seed(trainer.seed_of(trainer.run.state.step, "process", trainer.world.rank))
 
     def below(self, prefix: str) -> Tensors:
-        """The tensors of one part, by their names in it."""
+        """Return the tensors of one part, by their names in it."""
         return {name.removeprefix(prefix + "/"): t for name, t in self.tensors.items() if name.startswith(prefix + "/")}
 
 
 def load(path: str | Path, cls: type["Trainer"]) -> Saved:
-    """A checkpoint of this class of trainer."""
+    """Return a checkpoint of this class of trainer."""
     return _of_class(cls, Path(path), *_contents(Path(path), world()))
 
 
-def _contents(path: Path, world: World) -> tuple[Header, Tensors, int, Callable[[Tensors], None]]:
-    """Header, tensors, number of processes that wrote it, and `fill`. All processes fail where one does."""
+def _contents(path: Path, world: World) -> tuple[Json, Tensors, int, Callable[[Tensors], None]]:
+    """Return header, tensors, number of processes that wrote it, and `fill`. All processes fail where one does."""
     if path.suffix or not path.is_dir():
         header, tensors = world.together(lambda: read(path), raises=CheckpointError)
         return header, tensors, 1, functools.partial(_fill, tensors)
     header, tensors = world.together(lambda: checkpoint_folder.read(path, world), raises=CheckpointError)
     num_processes = len(header["rng"])
-    _keep_own(header, tensors, world.rank if world.rank < num_processes else 0)
+    rank = world.rank if world.rank < num_processes else 0
+    for part in ("rng", "extra"):  # this process's, under the names of a single file
+        header[part] = header[part][rank]
+        every = {name: tensors.pop(name) for name in [*tensors] if name.startswith(f"{part}/")}
+        own = f"{part}/{rank}/"
+        tensors |= {f"{part}/{name.removeprefix(own)}": t for name, t in every.items() if name.startswith(own)}
     return header, tensors, num_processes, functools.partial(checkpoint_folder.fill, path, header["aliases"])
 
 
-def _of_class(cls: type["Trainer"], path: Path, header: Header, tensors: Tensors, *more: Any) -> Saved:
-    """With the config as it was saved: every option there, each in its own type."""
-    check_algorithm(header, cls.__name__, path)
+def _of_class(cls: type["Trainer"], path: Path, header: Json, tensors: Tensors, *more: Any) -> Saved:
+    """Return it with its config: every option must be there, each in its own type."""
+    if header["algorithm"] != cls.__name__:
+        raise CheckpointError(f"{path} must be a checkpoint of {cls.__name__}, found one of {header['algorithm']:.80}")
     try:
         config = cls.Config.from_options(header["config"])
     except (ValueError, TypeError) as error:
@@ -279,30 +267,16 @@ def _fill(tensors: Tensors, targets: Tensors) -> None:
         put(target, tensors[name])
 
 
-def _keep_own(header: Header, tensors: Tensors, rank: int) -> None:
-    """Of what each process wrote for itself that of one, under the names of a single file."""
-    for part in ("rng", "extra"):
-        header[part] = header[part][rank]
-        every = {name: tensors.pop(name) for name in [*tensors] if name.startswith(f"{part}/")}
-        own = f"{part}/{rank}/"
-        tensors |= {f"{part}/{name.removeprefix(own)}": t for name, t in every.items() if name.startswith(own)}
-
-
-def _reference(trainer: "Trainer") -> torch.nn.Module | None:
-    """The reference's own weights; None without a reference, or where it is the base below the adapter."""
-    return None if trainer.reference is None else trainer.reference.model
-
-
-def _told(path: str | Path, what: str, take: Any) -> None:
-    """A user's own class takes its state back; what it cannot take is the file's fault, whatever the error is."""
+def _take(path: Path, what: str, take: Callable[[], object]) -> None:
+    """Let a user's own class take its state back; what it cannot take is the file's fault, whatever the error is."""
     try:
         take()
     except Exception as error:
         raise CheckpointError(f"{path}: the state of {what} does not fit: {type(error).__name__}: {error}") from error
 
 
-def _matched(trainer: "Trainer", saved: list[Any], path: Any) -> list[tuple[Any, Json]]:
-    """The trainer's callbacks with the states of their namesakes, each used once."""
+def _matched(trainer: "Trainer", saved: list[Any], path: Path) -> list[tuple[Any, Json]]:
+    """Return the trainer's callbacks with the states of their namesakes, each used once."""
     left, found = list(saved), []
     for callback in trainer.run.callbacks:
         name = type(callback).__name__
@@ -311,80 +285,73 @@ def _matched(trainer: "Trainer", saved: list[Any], path: Any) -> list[tuple[Any,
             continue
         left.remove(entry)
         if type(callback).__module__ == "strop.training.callbacks" and name in CALLBACKS:
-            check(entry[1], CALLBACKS[name], Path(path), f"the state of {name}")
+            check(entry[1], CALLBACKS[name], path, f"the state of {name}")
         found.append((callback, entry[1]))
     return found
 
 
-def check_weights(own: Tensors, weights: Tensors, path: str | Path, name: str) -> None:
-    """Names, shapes and dtypes of the weights must be the module's."""
-    rebuild.check_names_and_shapes({key: tensor.shape for key, tensor in own.items()}, weights, path, name)
-    for key, weight in weights.items():
-        if own[key].dtype != weight.dtype:
-            raise CheckpointError(f"{path} must hold {key!r} of {name} as {own[key].dtype}, found {weight.dtype}")
+# ---- the optimiser ----
 
 
 def check_optimizer(
-    trainer: "Trainer", tensors: Tensors, values: Json, path: str | Path
-) -> list[tuple[Json, Json, dict[Any, Any]]]:
-    """For each group of the optimiser: the group, the options it had, the states of its parameters still to be filled."""
+    trainer: "Trainer", tensors: Tensors, values: Json, path: Path
+) -> list[tuple[Json, Json, dict[Any, Json]]]:
+    """Return of each group of the optimiser: the group, the options it had, its parameters' states still to be filled."""
     names = {id(param): name for name, param in trainer.module.named_parameters()}
     groups = trainer.optimizer.param_groups
     if len(groups) != len(values["groups"]):
         raise CheckpointError(f"{path} must have {len(groups)} parameter groups, found {len(values['groups'])}")
-    known = {names[id(param)] for group in groups for param in group["params"]}
-    by_name: dict[str, Json] = {name: dict(entry) for name, entry in values["params"].items()}
+    entries: dict[str, Json] = {name: dict(entry) for name, entry in values["params"].items()}
     for key, tensor in tensors.items():
         name, _, leaf = key.rpartition("/")
-        if leaf in by_name.setdefault(name, {}):
+        if leaf in entries.setdefault(name, {}):
             raise CheckpointError(f"{path} must hold {leaf!r:.40} of {name!r:.80} once, found a tensor and a value")
-        by_name[name][leaf] = tensor
-    if extra := sorted(by_name.keys() - known):
-        raise CheckpointError(f"{path} has optimiser state of {extra[0]!r:.80}, which is not trained here")
+        entries[name][leaf] = tensor
     found = []
     for number, (group, options) in enumerate(zip(groups, values["groups"], strict=True)):
         options = _checked_options(group, options, path, f"optim.groups[{number}]")
-        moves_all = group.get("capturable") or group.get("fused")  # else torch keeps counts of steps on the CPU
         states = {}
         for param in group["params"]:
-            entry = by_name.get(names[id(param)], {})
-            if isinstance(trainer.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-                _check_adam(entry, param, bool(options.get("amsgrad")), path, names[id(param)])
+            entry = entries.pop(name := names[id(param)], {})
+            if entry and isinstance(trainer.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+                _check_adam(entry, param, bool(options.get("amsgrad")), path, f"the optimiser's state of {name!r:.80}")
             states[param] = {
-                key: _room(value, param, moves_all, trainer.optimizer) if isinstance(value, torch.Tensor) else value
+                key: _room(value, param, group, trainer.optimizer) if isinstance(value, torch.Tensor) else value
                 for key, value in entry.items()
             }
         found.append((group, options, states))
+    if entries:
+        raise CheckpointError(f"{path} has optimiser state of {min(entries)!r:.80}, which is not trained here")
     return found
 
 
-def _room(value: torch.Tensor, param: torch.Tensor, moves_all: object, optimizer: Any) -> torch.Tensor:
-    """An optimiser's tensor without its numbers: in shards as the parameter is, if it is as large; paged where the
+def _room(value: torch.Tensor, param: torch.Tensor, group: Json, optimizer: Any) -> torch.Tensor:
+    """Return an optimiser's tensor without its numbers: in shards as the parameter is, if it is as large; paged where the
     optimiser pages."""
     if value.shape == param.shape:
         if getattr(optimizer, "is_paged", False):  # of bitsandbytes
             return optimizer.get_state_buffer(param, dtype=value.dtype)
         return torch.zeros_like(param.detach(), dtype=value.dtype)
+    moves_all = group.get("capturable") or group.get("fused")  # else torch keeps counts of steps on the CPU
     return torch.zeros(value.shape, dtype=value.dtype, device=param.device if value.ndim or moves_all else "cpu")
 
 
-def _checked_options(group: Json, options: Json, path: str | Path, where: str) -> Json:
-    """The options of a group, those of the device left out: plain values, of the types the group itself has."""
+def _checked_options(group: Json, options: Json, path: Path, where: str) -> Json:
+    """Return the options of a group, those of the device left out: plain values, of the types the group itself has."""
     taken = {key: value for key, value in options.items() if key not in HOW}
     for key, value in taken.items():
         if key == "params" or not _is_plain(value):
             raise CheckpointError(
                 f"{path}: {where} must have options of plain values, found {key!r:.60}: {shown(value)}"
             )
-        if key not in group:  # of a scheduler of the user's own, say, which is still to come
-            continue
-        if not _fits(value, group[key], below=1.0 if key == "betas" else math.inf):
+        # one that the group has not may be of a scheduler of the user's own, which is still to come
+        if key in group and not _fits(value, group[key], below=1.0 if key == "betas" else math.inf):
             raise CheckpointError(f"{path}: {where}.{key} must be as {group[key]!r:.40} is, found {shown(value)}")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in taken.items()}
 
 
 def _fits(value: Any, own: Any, below: float) -> bool:
-    """A number like the group's own, not negative where that is not; of lists each; everything else as it is there."""
+    """Return whether it is a number like the group's own, not negative where that is not; of lists each; else the same."""
     if isinstance(own, (list, tuple)):
         same_length = isinstance(value, list) and len(value) == len(own)
         return same_length and all(_fits(a, b, below) for a, b in zip(value, own, strict=True))
@@ -393,24 +360,15 @@ def _fits(value: Any, own: Any, below: float) -> bool:
     return is_number(value) and (0 <= value < below or own < 0)
 
 
-def _check_adam(entry: Json, param: torch.Tensor, amsgrad: bool, path: str | Path, name: str) -> None:
-    """Nothing, before the first step; else the count of steps and the moments, each as large as the parameter."""
-    wanted = {"exp_avg", "exp_avg_sq", "step"} | ({"max_exp_avg_sq"} if amsgrad else set())
-    if not entry:
-        return
-    if entry.keys() != wanted or not all(isinstance(value, torch.Tensor) for value in entry.values()):
-        listed = ", ".join(sorted(map(repr, entry)))
-        raise CheckpointError(
-            f"{path} must hold the tensors {', '.join(sorted(wanted))} of {name!r:.80}, found {listed:.120}"
-        )
-    for key, value in entry.items():
-        counts = value.dtype if value.is_floating_point() else torch.float32
-        shape, dtype = (torch.Size(), counts) if key == "step" else (param.shape, param.dtype)
-        if value.shape != shape or value.dtype != dtype:
-            found = f"{list(value.shape)} {value.dtype}"
-            raise CheckpointError(f"{path} must hold {key!r} of {name!r:.80} as {list(shape)} {dtype}, found {found}")
-    if not 0 <= float(entry["step"]) < float("inf"):
-        raise CheckpointError(f"{path} must hold a finite count of steps of {name!r:.80}, found {float(entry['step'])}")
+def _check_adam(entry: Json, param: torch.Tensor, amsgrad: bool, path: Path, name: str) -> None:
+    """Raise unless there are the count of steps and the moments, each as large as the parameter."""
+    step = entry.get("step")
+    counts = step.dtype if isinstance(step, torch.Tensor) and step.is_floating_point() else torch.float32
+    moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
+    specs = {"step": (torch.Size(), counts), **dict.fromkeys(moments, spec_of(param))}
+    check_tensors(specs, entry, path, name)
+    if not 0 <= float(entry["step"]) < math.inf:
+        raise CheckpointError(f"{path} must hold a finite count of steps in {name}, found {float(entry['step'])}")
 
 
 # ---- a folder of checkpoints ----
@@ -506,12 +464,6 @@ def _write_pretrained(
 
 
 # ---- small things ----
-
-
-def check_algorithm(header: Header, name: str, path: str | Path) -> None:
-    """A CheckpointError if another algorithm wrote it."""
-    if header["algorithm"] != name:
-        raise CheckpointError(f"{path} must be a checkpoint of {name}, found one of {header['algorithm']:.80}")
 
 
 def _under(prefix: str, tensors: Tensors) -> Tensors:

@@ -7,7 +7,6 @@ checksums.json              of the others
 All of it is written beside the place where it belongs, and renamed when it is complete.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -18,22 +17,20 @@ import torch
 from strop import checksums
 from strop._types import Json
 from strop.checksums import of_file
-from strop.distributed import World, load_tensors, save_tensors
+from strop.distributed import World, load_tensors, save_tensors, shards_in
 from strop.training.checkpoint_file import (
-    DTYPES,
     FORMAT,
-    MOST_INDEX_BYTES,
     Tensors,
     flush_folder,
-    loads,
+    opened,
     parse_header,
-    read_index,
     with_aliases,
+    without_shared,
 )
-from strop.training.checkpoint_header import CheckpointError, check_header, is_whole
+from strop.training.checkpoint_header import CheckpointError, check_header, loads
 
 HEADER = "header.json"
-OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's names for where a shard begins
+MOST_BYTES = 100_000_000  # of a file of JSON, as safetensors has it for its index
 READ_AT_ONCE = ("rng", "extra", "tokenizer")  # parts of few bytes
 
 
@@ -42,22 +39,18 @@ READ_AT_ONCE = ("rng", "extra", "tokenizer")  # parts of few bytes
 
 def write(path: Path, tensors: Tensors, header: Json, world: World) -> None:
     """Called by all processes, with what each has; the header is the first one's. A kill leaves the old one or none."""
-    path = Path(path)
-    unfinished = world.from_first(lambda: _begun(path))
+    unfinished = path.with_name(f".{path.name}.{world.from_first(os.getpid)}.tmp")
+    world.from_first(lambda: unfinished.mkdir(parents=True))
+    tensors, aliases = without_shared(tensors)
+    header = {"format": FORMAT, **header, "aliases": aliases}
     try:
-        save_tensors(tensors, unfinished)
+        save_tensors({name: tensor.detach() for name, tensor in tensors.items()}, unfinished)
         mine = sorted(unfinished.glob(f"shard-{world.rank + 1:05d}-*"))
         sums = dict(world.concat([(file.name, f"{of_file(file):08x}") for file in mine]))
-        world.from_first(lambda: _finish(unfinished, path, {"format": FORMAT, **header}, sums))
+        world.from_first(lambda: _finish(unfinished, path, header, sums))
     finally:
         if world.is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _begun(path: Path) -> Path:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    unfinished.mkdir(parents=True)
-    return unfinished
 
 
 def _finish(unfinished: Path, path: Path, header: Json, sums: dict[str, str]) -> None:
@@ -69,13 +62,12 @@ def _finish(unfinished: Path, path: Path, header: Json, sums: dict[str, str]) ->
     if path.exists():  # a folder cannot take another's place in one move: see `remove_unfinished`
         os.replace(path, old)
     os.replace(unfinished, path)
-    with contextlib.suppress(OSError):  # some file systems cannot flush a folder
-        flush_folder(path.parent)
+    flush_folder(path.parent)
     remove(old)
 
 
 def remove(path: Path) -> None:
-    """A checkpoint of either kind."""
+    """Remove a checkpoint of either kind."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -93,22 +85,20 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def read(path: Path, world: World) -> tuple[Json, Tensors]:
-    """Header and tensors, every checksum verified: each process verifies its part of the files.
+    """Return header and tensors, every checksum verified: each process verifies its part of the files.
 
     Large tensors are told by shape and dtype only, on the device meta; `fill` reads them.
     """
-    names = _names(path)
-    for name in sorted(names)[world.rank :: world.size]:
+    sums = _sums(path)
+    for name in sorted(sums)[world.rank :: world.size]:
         found = f"{of_file(path / name):08x}"
-        if found != names[name]:
-            raise CheckpointError(f"{path} is damaged: the checksum of {name} must be {names[name]:.8}, found {found}")
-    if (path / HEADER).stat().st_size > MOST_INDEX_BYTES:
-        raise CheckpointError(f"{path} must have a header of at most {MOST_INDEX_BYTES} bytes, found more")
-    header = parse_header(path, (path / HEADER).read_bytes().decode(errors="replace"))
+        if found != sums[name]:
+            raise CheckpointError(f"{path} is damaged: the checksum of {name} must be {sums[name]:.8}, found {found}")
+    header = parse_header(path, _text(path / HEADER))
     check_header(header, path, of_several=True)
     if not header["rng"] or len(header["rng"]) != len(header["extra"]):
         raise CheckpointError(f"{path}: rng and extra must have an entry for each process, found others")
-    tensors = _tensors(path, sorted(names.keys() - {HEADER}))
+    tensors = _tensors(path, sorted(sums.keys() - {HEADER}))
     small = {
         name: torch.empty_like(tensor, device="cpu")
         for name, tensor in tensors.items()
@@ -125,58 +115,51 @@ def fill(path: Path, aliases: dict[str, str], targets: Tensors) -> None:
         targets[name].copy_(targets[aliases[name]])
 
 
-def _names(path: Path) -> dict[str, str]:
-    """The files of the folder with their checksums: those that are listed, and no others."""
+def _text(path: Path) -> str:
+    if path.stat().st_size > MOST_BYTES:
+        raise CheckpointError(f"{path} must have at most {MOST_BYTES} bytes, found more")
+    return path.read_bytes().decode(errors="replace")
+
+
+def _sums(path: Path) -> dict[str, str]:
+    """Return the files of the folder with their checksums: those that are listed, and no others."""
     listed = path / checksums.FILE
+    if not listed.is_file():
+        raise CheckpointError(f"{path} is no checkpoint of strop: it has no {checksums.FILE}")
     try:
-        sums = loads(listed.read_bytes()[: MOST_INDEX_BYTES + 1].decode())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is no checkpoint of strop: it has no {checksums.FILE}") from None
+        sums = loads(_text(listed))
     except ValueError as error:
         raise CheckpointError(f"{listed} is damaged: {error}") from None
     if not isinstance(sums, dict) or not all(isinstance(value, str) for value in sums.values()) or HEADER not in sums:
         raise CheckpointError(f"{listed} must name {HEADER} and other files with their checksums, found something else")
     there = {file.name for file in path.iterdir() if file.is_file() and not file.is_symlink()} - {checksums.FILE}
-    if apart := sorted(sums.keys() ^ there):
-        where = "among its files" if apart[0] in there else f"in {checksums.FILE}"
+    for name in sorted(sums.keys() ^ there):
+        where = "among its files" if name in there else f"in {checksums.FILE}"
         raise CheckpointError(
-            f"{path} must have the files that {checksums.FILE} lists, found {apart[0]!r:.80} only {where}"
+            f"{path} must have the files that {checksums.FILE} lists, found {name!r:.80} only {where}"
         )
-    if odd := sorted(name for name in there if name != HEADER and not name.endswith(".safetensors")):
-        raise CheckpointError(f"{path} must hold safetensors files, found {odd[0]!r:.80}")
+    for name in sorted(there - {HEADER}):
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(f"{path} must hold safetensors files, found {name!r:.80}")
     return sums
 
 
 def _tensors(path: Path, names: list[str]) -> Tensors:
-    """All tensors of the files, without memory. The shards of each must lie one behind the other, without a gap."""
-    shards: dict[str, list[tuple[int, list[int], str]]] = {}
-    for file in names:
-        _, index, about = read_index(path / file)
-        offsets = _offsets(path / file, about)
-        for name, entry in index.items():
-            begins, shape = offsets.get(name), entry["shape"]
-            if begins is None or len(begins) != len(shape) or any(begins[1:]):
-                raise CheckpointError(f"{path / file} must say at which row {name!r:.80} begins, found {begins!r:.40}")
-            shards.setdefault(name, []).append((begins[0] if begins else 0, shape, entry["dtype"]))
+    """Return all tensors of the files, without memory. The rows of each must be there once, which torch does not check."""
+    for name in names:
+        with opened(path / name):
+            pass
+    try:
+        shards = shards_in(path)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, RuntimeError) as error:
+        raise CheckpointError(f"{path} must say where its shards begin, found {type(error).__name__} there") from None
     found: Tensors = {}
     for name, parts in shards.items():
-        parts.sort()
-        _, shape, dtype = parts[0]
-        row = 0
-        for begin, part, kind in parts:
-            if begin != row or part[1:] != shape[1:] or kind != dtype or (not part and len(parts) > 1):
+        row, (_, shape, dtype) = 0, parts[0]
+        for begins, own, kind in parts:
+            begins_here = begins == (row, *[0] * (len(shape) - 1)) if shape else len(parts) == 1
+            if not begins_here or own[1:] != shape[1:] or kind != dtype:
                 raise CheckpointError(f"{path} must hold all rows of {name!r:.80} once, in one dtype, found others")
-            row += part[0] if part else 0
-        found[name] = torch.empty([row, *shape[1:]] if shape else [], dtype=DTYPES[dtype], device="meta")
+            row += own[0] if shape else 0
+        found[name] = torch.empty([row, *shape[1:]] if shape else [], dtype=dtype, device="meta")
     return found
-
-
-def _offsets(file: Path, about: Json) -> dict[str, list[int]]:
-    group, name = OFFSETS
-    try:
-        found = {key: entry[name] for key, entry in loads(about[group]).items()}
-        if all(is_whole(n) and n >= 0 for begins in found.values() for n in begins):
-            return found
-    except (KeyError, TypeError, ValueError, AttributeError):
-        pass
-    raise CheckpointError(f"{file} must say where its shards begin, found something else")

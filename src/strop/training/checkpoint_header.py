@@ -1,12 +1,14 @@
-"""What the header of a checkpoint must look like. One table, and the function that holds a header against it.
+"""What the header of a checkpoint must look like: one table, and the function that compares a header with it.
 
 {"name": …}     an object with exactly these names; one that ends in "?" may be absent
 {EACH: …}       an object of any names, each value of this kind
-[kind]          a list of any length         (kind, kind)    a list of exactly these
+[kind]          a list, each item of this kind
 Kind            a single value: what it is called, and how to tell
 """
 
+import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -33,47 +35,30 @@ def is_whole(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(float_of(value))
+    """Return whether the value is a number that a float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def float_of(value: Any) -> float:
-    """A number as a float; infinity for a whole number beyond them."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-ANY = Kind("a value of JSON", lambda v: True)
 TREE = Kind("an object", lambda v: isinstance(v, dict))
+LIST = Kind("a list", lambda v: isinstance(v, list))
 TEXT = Kind("a text", lambda v: isinstance(v, str))
+TEXT_OR_NONE = Kind("a text or null", lambda v: v is None or isinstance(v, str))
 NAME = Kind("the name of a class", lambda v: isinstance(v, str) and v.isidentifier())
 COUNT = Kind("a whole number from 0 to 2⁵³", lambda v: is_whole(v) and 0 <= v <= 2**53)
 SECONDS = Kind("a number of at least 0", lambda v: is_number(v) and v >= 0)
-NUMBER = Kind("a number", is_number)
 NUMBER_OR_NONE = Kind("a number or null", lambda v: v is None or is_number(v))
-TEXT_OR_NONE = Kind("a text or null", lambda v: v is None or isinstance(v, str))
-BIT = Kind("0 or 1", lambda v: is_whole(v) and v in (0, 1))
 WORD = Kind("a whole number of 32 bits", lambda v: is_whole(v) and 0 <= v < 2**32)
-PLACE = Kind("a place from 0 to 624", lambda v: is_whole(v) and 0 <= v <= 624)
-
-PLAIN_MODEL = {"kind": TEXT, "class": NAME, "frozen": [TEXT]}
+CALLBACK = Kind(
+    "the name of a class and an object",
+    lambda v: isinstance(v, list) and len(v) == 2 and NAME.fits(v[0]) and TREE.fits(v[1]),
+)
+MODEL = {"kind": TEXT, "class": NAME, "frozen": [TEXT]}
 MODELS: dict[str, Json] = {
-    "plain": PLAIN_MODEL,
-    "moe": PLAIN_MODEL | {"config": TREE, "engine": TEXT, "dtype": TEXT},
-    "hf": PLAIN_MODEL
-    | {
-        "config": TREE,
-        "dtype": TEXT,
-        "device": TEXT,
-        "attention": TEXT_OR_NONE,
-        "generation_config?": TREE,
-        "adapters?": {EACH: TREE},
-    },
-}
-RNG = {
-    "python": (Kind("version 3", lambda v: is_whole(v) and v == 3), (*[WORD] * 624, PLACE), NUMBER_OR_NONE),
-    "numpy": (Kind("'MT19937'", lambda v: v == "MT19937"), PLACE, BIT, NUMBER),
+    "plain": MODEL,
+    "moe": MODEL | {"config": TREE, "engine": TEXT, "dtype": TEXT},
+    "hf": MODEL
+    | {"config": TREE, "dtype": TEXT, "device": TEXT, "attention": TEXT_OR_NONE}
+    | {"generation_config?": TREE, "adapters?": {EACH: TREE}},
 }
 HEADER = {
     "format": COUNT,
@@ -86,17 +71,31 @@ HEADER = {
     "tokenizer": TEXT_OR_NONE,
     "state": {field.name: SECONDS if field.name == "seconds" else COUNT for field in fields(TrainState)},
     "optim": {"params": {EACH: TREE}, "groups": [TREE]},
-    "rng": RNG,
+    "rng": TREE,
     "extra": TREE,
-    "callbacks": [(NAME, TREE)],
+    "callbacks": [CALLBACK],
     "aliases": {EACH: TEXT},
 }
-OF_SEVERAL = {"rng": [RNG], "extra": [TREE]}  # where several processes wrote it: one entry each
+OF_SEVERAL = {"rng": [TREE], "extra": [TREE]}  # where several processes wrote it: one entry each
 CALLBACKS = {  # of strop.callbacks; the state of a user's own is the user's
     "EvaluationCallback": {"last_step": Kind("a whole number of at least -1", lambda v: is_whole(v) and v >= -1)},
     "BestCheckpoint": {"best": NUMBER_OR_NONE},
     "EarlyStopping": {"best": NUMBER_OR_NONE, "num_bad": COUNT},
 }
+
+
+def loads(text: str) -> Any:
+    """Return what a text of JSON says. A ValueError for one that says a name of an object twice, or is too deep."""
+
+    def once(pairs: list[tuple[str, object]]) -> Json:
+        if len(found := dict(pairs)) != len(pairs):
+            raise ValueError("a name stands twice in an object")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def check_header(header: Any, path: Path, *, of_several: bool = False) -> None:
@@ -115,42 +114,30 @@ def check_header(header: Any, path: Path, *, of_several: bool = False) -> None:
             raise CheckpointError(f"{path}: state.{low} must be at most {high}={state[high]}, found {state[low]}")
 
 
-def check(value: object, schema: Any, path: Path, where: str) -> None:
+def check(value: Any, schema: Any, path: Path, where: str) -> None:
     """Raise a CheckpointError unless the value fits the schema; `where` is its name in the header."""
-    if isinstance(schema, Kind):
-        if not schema.fits(value):
-            raise CheckpointError(f"{path}: {where} must be {schema.wanted}, found {shown(value)}")
+    kind = schema if isinstance(schema, Kind) else TREE if isinstance(schema, dict) else LIST
+    if not kind.fits(value):
+        raise CheckpointError(f"{path}: {where} must be {kind.wanted}, found {shown(value)}")
+    if isinstance(schema, list):
+        for i, item in enumerate(value):
+            check(item, schema[0], path, f"{where}[{i}]")
     elif isinstance(schema, dict):
-        _check_object(value, schema, path, where)
-    else:
-        if not isinstance(value, list) or (isinstance(schema, tuple) and len(value) != len(schema)):
-            length = f" of {len(schema)}" if isinstance(schema, tuple) else ""
-            raise CheckpointError(f"{path}: {where} must be a list{length}, found {shown(value)}")
-        kinds = schema if isinstance(schema, tuple) else schema * len(value)
-        for i, (item, kind) in enumerate(zip(value, kinds, strict=True)):
-            check(item, kind, path, f"{where}[{i}]")
-
-
-def _check_object(value: object, schema: dict[Any, Any], path: Path, where: str) -> None:
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: {where} must be an object, found {shown(value)}")
-    inner = "" if where == "the header" else f"{where}."
-    if EACH in schema:
+        known = (
+            dict.fromkeys(value, schema[EACH]) if EACH in schema else {n.removesuffix("?"): schema[n] for n in schema}
+        )
+        for name in known:
+            if name not in value and f"{name}?" not in schema:
+                raise CheckpointError(f"{path}: {where} must have {name!r}, found none")
         for name, item in value.items():
-            check(item, schema[EACH], path, f"{inner}{name!r:.60}")
-        return
-    known = {name.removesuffix("?"): kind for name, kind in schema.items()}
-    for name in known:
-        if name not in value and f"{name}?" not in schema:
-            raise CheckpointError(f"{path}: {where} must have {name!r}, found none")
-    for name, item in value.items():
-        if name not in known:
-            raise CheckpointError(f"{path}: {where} must have no {name!r:.60}, found one")
-        check(item, known[name], path, inner + name)
+            if name not in known:
+                raise CheckpointError(f"{path}: {where} must have no {name!r:.60}, found one")
+            inner = f"{name!r:.60}" if EACH in schema else name
+            check(item, known[name], path, inner if where == "the header" else f"{where}.{inner}")
 
 
 def _check_plain(value: object, path: Path, level: int) -> None:
-    """Numbers are finite, and nothing is nested without end."""
+    """Raise unless numbers are finite and nothing is nested without end."""
     if isinstance(value, float) and not math.isfinite(value):
         raise CheckpointError(f"{path}: the header must hold finite numbers, found {value}")
     if level > MOST_LEVELS:
@@ -160,7 +147,7 @@ def _check_plain(value: object, path: Path, level: int) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value in an error: a short one as it is, of a long one only what it is."""
+    """Return a value for an error: a short one as it is, of a long one only what it is."""
     if isinstance(value, (dict, list)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     text = repr(value) if not is_whole(value) or abs(value) < 10**40 else "a whole number of more than 40 digits"
@@ -168,7 +155,7 @@ def shown(value: Any) -> str:
 
 
 def check_same(found: object, wanted: object, path: str | Path, where: str) -> None:
-    """`wanted` is what was made of `found`: nothing was left out, added or turned into another type on the way."""
+    """Raise unless `wanted`, which was made of `found`, is the same: nothing left out, added or of another type."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted(found.keys() ^ wanted.keys()):
             verb = "lacks" if name in wanted else "has the unknown"
@@ -183,5 +170,5 @@ def check_same(found: object, wanted: object, path: str | Path, where: str) -> N
 
 
 def type_of(value: object) -> type:
-    """JSON has one kind of number: 1 and 1.0 are the same, True is neither."""
-    return float if isinstance(value, int) and not isinstance(value, bool) else type(value)
+    """Return the type of a value of JSON, which has one kind of number: 1 and 1.0 are the same, True is neither."""
+    return float if is_whole(value) else type(value)

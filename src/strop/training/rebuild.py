@@ -17,14 +17,14 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from strop._install import missing
-from strop._types import Json, Row, Tokenizer
+from strop._types import Json, Tokenizer
 from strop.config import LoRAConfig
 from strop.distributed import class_of
 from strop.models import base_model, unwrapped
@@ -34,7 +34,7 @@ from strop.models.quantized import merged_copy
 from strop.training.checkpoint_header import CheckpointError, check_same, is_whole, shown
 
 Tensors = dict[str, torch.Tensor]
-WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+Spec = tuple[Sequence[int], torch.dtype | None]  # a tensor's shape, and its dtype where that has to be the same
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 # by name, with the package that must be installed: without it transformers may fetch a kernel from the Hub
 ATTENTION = {
@@ -117,7 +117,7 @@ def model_from(
 
 def _set_dtypes_and_frozen(model: torch.nn.Module, frozen: Iterable[str], weights: Tensors) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in weights and tensor.is_floating_point() and weights[name].dtype in WEIGHT_DTYPES:
+        if name in weights and tensor.is_floating_point() and weights[name].dtype in DTYPES.values():
             tensor.data = tensor.data.to(weights[name].dtype)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
@@ -126,20 +126,27 @@ def _set_dtypes_and_frozen(model: torch.nn.Module, frozen: Iterable[str], weight
 # ---- sizes ----
 
 
-def check_names_and_shapes(own: Row, weights: Tensors, path: str | Path, name: str) -> None:
-    """Raise a CheckpointError unless the file has the weights of a model with these names and shapes."""
-    if missing := sorted(own.keys() ^ weights.keys()):
-        where = "the checkpoint" if missing[0] in weights else name
-        raise CheckpointError(f"{path} must hold the weights of {name}, found {missing[0]!r:.120} only in {where}")
-    for key, weight in weights.items():
-        if tuple(own[key]) != tuple(weight.shape):
-            raise CheckpointError(f"{path} must hold {key!r} of {name} as {list(own[key])}, found {list(weight.shape)}")
+def spec_of(tensor: torch.Tensor) -> Spec:
+    return tensor.shape, tensor.dtype
+
+
+def check_tensors(specs: Mapping[str, Spec], found: Mapping[str, object], path: str | Path, name: str) -> None:
+    """Raise a CheckpointError unless these are tensors of exactly these names, shapes and dtypes."""
+    if apart := sorted(specs.keys() ^ found.keys()):
+        where = "the checkpoint" if apart[0] in found else name
+        raise CheckpointError(f"{path} must hold the tensors of {name}, found {apart[0]!r:.120} only in {where}")
+    for key, (shape, dtype) in specs.items():
+        own: Any = found[key]
+        if not isinstance(own, torch.Tensor) or tuple(own.shape) != tuple(shape) or dtype not in (None, own.dtype):
+            told = f"{list(own.shape)} {own.dtype}" if isinstance(own, torch.Tensor) else shown(own)
+            wanted = f"{list(shape)}" if dtype is None else f"{list(shape)} {dtype}"
+            raise CheckpointError(f"{path} must hold {key!r:.120} of {name} as {wanted}, found {told}")
 
 
 def _check_sizes(trial: torch.nn.Module, weights: Tensors, path: str | Path, argument: str) -> None:
-    """`trial` is on the meta device: it has shapes and no memory."""
+    """Raise unless the weights are those of `trial`, which is on the meta device: it has shapes and no memory."""
     own = trial.state_dict()
-    check_names_and_shapes({name: tensor.shape for name, tensor in own.items()}, weights, path, argument)
+    check_tensors({name: (tensor.shape, None) for name, tensor in own.items()}, weights, path, argument)
     tables = sum(buffer.nbytes for name, buffer in trial.named_buffers() if name not in own)
     if tables > MOST_BUFFER_BYTES:
         raise CheckpointError(f"{path} describes a {argument} with tables of {tables:,} bytes, more than a model has")
@@ -216,7 +223,8 @@ def _moe_from(about: Json, weights: Tensors, path: str | Path, argument: str) ->
         check_same(about["config"], _plain(config.to_dict()), path, f"the config of {argument}")
         if config.num_layers > len(weights):
             raise CheckpointError(f"{path} describes a {argument} of more tensors than it holds")
-        check_names_and_shapes(config.parameter_shapes(), weights, path, argument)
+        specs = {name: (shape, None) for name, shape in config.parameter_shapes().items()}
+        check_tensors(specs, weights, path, argument)
         engine_class(about["engine"])  # one of strop's own, by name
         dtype = NUMPY_DTYPES[DTYPES[about["dtype"]]]
         model = MoEForCausalLM(MoETransformer(config, about["engine"], dtype=dtype))

@@ -1,6 +1,7 @@
 """What a run remembers: where it stands, what it measured, and the states of its random generators."""
 
 import contextlib
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -100,18 +101,22 @@ class History:
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
-    """torch's generators, CUDA's too, differ from process to process, as the rows do that dropout falls on."""
+    """Seed all global generators. torch's, CUDA's too, differ from process to process, as the rows dropout falls on do."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed + rank)
 
 
-def get_rng() -> State:
-    """The states of Python's, NumPy's, torch's and CUDA's global generators: tensors, and JSON values."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(keys, np.int64))}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+GLOBAL = random, np.random, torch.default_generator  # the generators a run draws from, besides CUDA's
+
+
+def get_rng(generators: tuple[Any, Any, Any] = GLOBAL) -> State:
+    """Return the states of Python's, NumPy's, torch's and CUDA's global generators: tensors, and JSON values."""
+    python, numpy, generator = generators
+    version, words, gauss = python.getstate()
+    name, keys, position, has_gauss, cached = numpy.get_state()
+    tensors = {"torch": generator.get_state(), "numpy": torch.from_numpy(np.asarray(keys, np.int64))}
+    if generators is GLOBAL and torch.cuda.is_available() and torch.cuda.is_initialized():
         states = [torch.cuda.get_rng_state()] if world().launched else torch.cuda.get_rng_state_all()
         tensors |= {f"cuda/{i}": state for i, state in enumerate(states)}
     values = {"python": [version, list(words), gauss], "numpy": [name, int(position), int(has_gauss), float(cached)]}
@@ -119,39 +124,47 @@ def get_rng() -> State:
 
 
 def check_rng(tensors: dict[str, torch.Tensor], values: Json) -> None:
-    """Raise a ValueError if `set_rng` would not take these states; `values` fit the table of `checkpoint_header`."""
+    """Raise a ValueError unless new generators take these states and give them back as they are."""
     cuda = {f"cuda/{i}" for i in range(len(tensors))}
     if not {"torch", "numpy"} <= tensors.keys() <= {"torch", "numpy"} | cuda:
         raise ValueError(f"rng must hold the states of torch, numpy and cuda/0 …, found {sorted(tensors)!r:.80}")
-    keys = tensors["numpy"]
-    if keys.dtype != torch.int64 or keys.shape != (624,) or not ((keys >= 0) & (keys < 2**32)).all():
-        raise ValueError(f"rng/numpy must hold 624 words of 32 bits, found {list(keys.shape)} {keys.dtype}")
     for name in tensors.keys() & cuda:
         if tensors[name].dtype != torch.uint8 or tensors[name].ndim != 1:
             raise ValueError(f"rng/{name} must be bytes, found {list(tensors[name].shape)} {tensors[name].dtype}")
+    trial = random.Random(), np.random.RandomState(), torch.Generator()
     try:
-        torch.Generator().set_state(tensors["torch"])
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"rng/torch must be a state of torch's generator: {str(error).splitlines()[0]}") from None
+        set_rng(tensors, values, trial)
+        given, taken = (tensors, values), get_rng(trial)
+    except Exception as error:  # of every kind, for the values may be anything
+        told = " ".join(str(error).split())
+        raise ValueError(
+            f"rng must hold states that the generators take: {type(error).__name__}: {told:.200}"
+        ) from None
+    for name, tensor in taken[0].items():
+        if given[0][name].dtype != tensor.dtype or not torch.equal(given[0][name], tensor):
+            raise ValueError(f"rng/{name} must be a state of {name}'s generator, found other numbers")
+    if json.dumps(given[1]) != json.dumps(taken[1]) or not 0 <= taken[1]["numpy"][1] <= len(taken[0]["numpy"]):
+        raise ValueError("rng.python and rng.numpy must be states of these generators, found other numbers")
 
 
-def set_rng(tensors: dict[str, torch.Tensor], values: Json) -> None:
-    """Put the global generators into the states `get_rng` gave."""
+def set_rng(tensors: dict[str, torch.Tensor], values: Json, generators: tuple[Any, Any, Any] = GLOBAL) -> None:
+    """Put the generators into the states `get_rng` gave."""
+    python, numpy, generator = generators
     version, words, gauss = values["python"]
-    random.setstate((version, tuple(words), gauss))
+    python.setstate((version, tuple(words), gauss))
     name, position, has_gauss, cached = values["numpy"]
-    np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(tensors["torch"])
+    numpy.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+    generator.set_state(tensors["torch"])
     states = [tensors[f"cuda/{i}"] for i in range(len(tensors)) if f"cuda/{i}" in tensors]
-    if states and torch.cuda.is_available() and world().launched:
+    if generators is GLOBAL and states and torch.cuda.is_available() and world().launched:
         torch.cuda.set_rng_state(states[0])
-    elif states and torch.cuda.device_count() == len(states):
+    elif generators is GLOBAL and states and torch.cuda.device_count() == len(states):
         torch.cuda.set_rng_state_all(states)
 
 
 @contextlib.contextmanager
 def rng_kept() -> Iterator[None]:
-    """What happens within leaves the global generators as they were."""
+    """Leave the global generators as they were, whatever happens within."""
     tensors, values = get_rng()
     try:
         yield

@@ -1,0 +1,390 @@
+"""What every operator promises on every backend: exactness, gradients, masks, empty batches, graphs, autocast, chunks."""
+
+import math
+
+import pytest
+import torch
+from operators import (
+    CASES,
+    LINEAR,
+    MASKED,
+    OPERATORS,
+    B,
+    T,
+    V,
+    arguments,
+    call,
+    results_of,
+    run_backend,
+    run_reference,
+    total,
+    with_floats,
+    with_leaves,
+    with_rows,
+)
+from operators import run as run_function
+from torch.nn.functional import linear
+from yardstick import (
+    backends,
+    check_gradient,
+    check_sums,
+    clip_of,
+    cut_off,
+    eager_logps,
+    float64,
+    options_of_case,
+    same,
+)
+
+from strop.losses import group_advantages, kl_estimate, policy_loss
+from strop.ops import registry
+
+ONCE = (
+    "grpo_loss",
+    "linear_grpo_loss",
+    "linear_divergence",
+    "linear_token_loss",
+)  # the gradient is made in the forward
+LOSSES = ("grpo_loss", "linear_grpo_loss")
+
+
+def on_every_backend(cases, dtype=torch.float32, fast=False):
+    """Parametrise a test with cases and the backends of their operators; `fast` omits the reference."""
+    pairs = [(case, backend) for case in cases for backend in backends(case.partition(" ")[0], dtype)]
+    pairs = [(case, backend) for case, backend in pairs if not (fast and backend == registry.REFERENCE)]
+    return pytest.mark.parametrize(("case", "backend"), pairs, ids=lambda value: value.replace(" ", "-"))
+
+
+def compare(found, expected, rtol=1e-5, atol=1e-6):
+    """Hold (result, gradients) against another, with the metrics where there are some."""
+    torch.testing.assert_close(results_of(found[0]), results_of(expected[0]), rtol=rtol, atol=atol)
+    torch.testing.assert_close(found[1], expected[1], rtol=rtol, atol=atol)
+    metrics, wanted = (getattr(result, "metrics", {}) for result in (found[0], expected[0]))
+    assert metrics.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(metrics[name], value, rtol=rtol, atol=10 * atol)
+
+
+# ---- numbers ----
+
+
+def eager_logp(logits, ids, completion_mask, temperature, **_):
+    return torch.where(completion_mask == 1, eager_logps(logits, ids, temperature), 0.0)
+
+
+def eager_ratio_kl(policy_logits, ref_logits, action_ids, completion_mask, old_logps, temperature):
+    logps, ref_logps = (eager_logps(logits, action_ids, temperature) for logits in (policy_logits, ref_logits))
+    return (
+        torch.where(completion_mask == 1, (logps - old_logps).exp(), 1.0),
+        torch.where(completion_mask == 1, kl_estimate(logps, ref_logps), 0.0),
+    )
+
+
+def eager_grpo_loss(
+    policy_logits, ref_logits, action_ids, old_logps, rewards, completion_mask, samples_per_prompt, beta
+):
+    advantages, ref_logps = group_advantages(rewards, samples_per_prompt=2), eager_logps(ref_logits, action_ids)
+    logps = eager_logps(policy_logits, action_ids)
+    return policy_loss(logps, old_logps, advantages, completion_mask, ref_logps=ref_logps, beta=beta)
+
+
+# what a user would write in torch; elsewhere the reference in the dtype
+EAGER = {
+    "logp": eager_logp, "ratio_kl": eager_ratio_kl, "grpo_loss": eager_grpo_loss,
+    "linear_logp": lambda hidden, weight, bias, **given: eager_logp(linear(hidden, weight, bias), **given),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("large", [False, True])
+@on_every_backend(OPERATORS)
+def test_as_exact_as_eager(case, backend, large, dtype):
+    """Results and gradients err at most twice as much as eager torch in the same dtype, for vocabularies small and large."""
+    given = arguments(case, dtype, V=(203 if case in LINEAR else 8003) if large else 8, H=16)
+    if case in ("logp", "ratio_kl", "grpo_loss"):  # fewer rows, for the interpreter
+        given = with_rows(given, lambda _, x: x[:2, :2] if x.ndim > 1 else x[:2])
+    if "entropy" in given:
+        given["entropy"] = False
+    found, gradients = run_backend(case, backend, given)
+    exact, exact_gradients = run_reference(case, with_floats(given, torch.Tensor.double))
+    eager, eager_gradients = run_function(EAGER.get(case, registry.get_op(case).reference), given)
+    allowance = cut_off(backend, dtype)
+    for number, results in enumerate(zip(*map(results_of, (found, exact, eager)), strict=True)):
+        check_sums(*results, f"result {number}", allowance=allowance, least=1.0)
+    for name, gradient in gradients.items():
+        wanted, of_eager = exact_gradients[name], eager_gradients[name]
+        assert gradient.dtype == dtype
+        if "logits" in name:
+            ids = given.get("ids", given.get("action_ids"))
+            check_gradient(gradient, wanted, of_eager, ids, name, coefficient=4.0, allowance=allowance)
+        else:
+            check_sums(gradient, wanted, of_eager, name, allowance=allowance)
+            assert gradient.abs().max() > 0.5 * wanted.abs().max()
+
+
+@on_every_backend(CASES, torch.float64)
+@pytest.mark.parametrize("workspace", [None, 400])
+def test_gradients_against_finite_differences(case, backend, workspace):
+    """Along random directions of each input."""
+    given = arguments(case, torch.float64, V=5, H=3)
+    if case in LINEAR:
+        given["workspace"] = workspace
+    _, gradients = run_backend(case, backend, given)
+    generator = torch.Generator().manual_seed(1)
+    for name, gradient in gradients.items():
+        for _ in range(6):
+            direction = torch.randn(gradient.shape, dtype=torch.float64, generator=generator)
+            ahead, behind = (
+                total(call(case, backend, given | {name: given[name] + step * direction})) for step in (1e-6, -1e-6)
+            )
+            assert (ahead - behind).item() / 2e-6 == pytest.approx(
+                (gradient * direction).sum().item(), rel=1e-5, abs=1e-7
+            )
+
+
+def head_of(logits, name):
+    """Logits as an operator takes them: hidden states that are the logits have a head that is the identity."""
+    if name not in LINEAR:
+        return {"policy_logits" if name == "grpo_loss" else "logits": logits} | (
+            {"ref_logits": None} if name == "grpo_loss" else {}
+        )
+    return {"hidden": logits, "weight": torch.eye(logits.shape[-1], dtype=torch.float64), "workspace": 200}
+
+
+@on_every_backend(["logp", "linear_logp"], torch.float64)
+def test_trl_golden_log_probs(case, backend, golden):
+    assert golden["logp"]
+    for known in golden["logp"]:
+        options = {"ids": torch.tensor(known["ids"]), "temperature": known["temperature"], "entropy": True}
+        found, entropy = call(case, backend, head_of(float64(known["logits"]), case) | options)
+        torch.testing.assert_close(found, float64(known["logp"]), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(entropy, float64(known["entropy"]), rtol=1e-9, atol=1e-9)
+
+
+def two_tokens(logps):
+    """Logits of two tokens, the first of which has this log-prob."""
+    return torch.stack([logps, torch.log1p(-logps.exp())], -1)
+
+
+@on_every_backend(LOSSES, torch.float64)
+def test_trl_golden_policy_losses(case, backend, golden):
+    for known in golden["grpo"]:
+        logps = float64(known["logp"])
+        logits = two_tokens(logps).requires_grad_()
+        given = {
+            "action_ids": torch.zeros(logps.shape, dtype=torch.long), "old_logps": float64(known["old_logp"]), "rewards": None,
+            "completion_mask": torch.tensor(known["mask"]), "advantages": float64(known["advantages"]),
+            "ref_logps": float64(known["ref_logp"]), **options_of_case(known),
+        }  # fmt: skip
+        found = call(case, backend, head_of(logits, case) | given)
+        found.loss.backward()
+        assert found.loss.item() == pytest.approx(known["loss"], rel=1e-9, abs=1e-9)
+        d_logps = float64(known["grad"])  # d logp / d logits = (1 − p, −(1 − p))
+        expected = (d_logps * -torch.expm1(logps))[..., None] * float64([1, -1])
+        torch.testing.assert_close(logits.grad, expected, rtol=1e-8, atol=1e-9)
+
+
+@on_every_backend(["linear_dpo_loss"], torch.float64)
+def test_trl_golden_preference_losses(case, backend, golden):
+    for known in golden["dpo"]:
+        given = head_of(two_tokens(float64(known["logps"])), case)
+        given |= {name: known[name] for name in ("loss_type", "beta", "label_smoothing")}
+        given |= {"completion_mask": torch.tensor(known["completion_mask"])}
+        given |= {
+            "ids": torch.zeros_like(given["completion_mask"]),
+            "ref_logps": float64(known["ref_chosen"] + known["ref_rejected"]),
+        }
+        assert call(case, backend, given).loss.item() == pytest.approx(known["loss"], rel=1e-9, abs=1e-9)
+
+
+# ---- what changes nothing ----
+
+
+@on_every_backend([case for case in CASES if case.partition(" ")[0] in MASKED])
+def test_masked_garbage_changes_nothing(case, backend):
+    given, results = arguments(case), []
+    out = given["completion_mask"] == 0
+    for value, garbage_id in ((0.0, 0), (math.nan, -100), (math.inf, V + 5), (-math.inf, 2**40)):
+
+        def spoilt(_, x, value=value, garbage_id=garbage_id):
+            if x.ndim < 2 or x is given["completion_mask"]:
+                return x
+            return x.masked_fill(out[..., None] if x.ndim == 3 else out, value if x.is_floating_point() else garbage_id)
+
+        found, gradients = run_backend(case, backend, with_rows(given, spoilt))
+        for name, gradient in gradients.items():
+            assert name in ("weight", "bias") or (gradient[out] == 0).all()
+        if not hasattr(found, "loss"):
+            wanted = (1, 0) if case == "ratio_kl" else (0, 0)
+            assert all((x[out] == number).all() for x, number in zip(found, wanted, strict=True))
+        results.append((*results_of(found), *gradients.values(), *getattr(found, "metrics", {}).values()))
+    for other in results[1:]:
+        same(other, results[0], scale=1.0)
+
+
+@on_every_backend(OPERATORS)
+@pytest.mark.parametrize("shape", [(0, T), (2, 0), (0, 0), (B, T)], ids=str)
+def test_nothing_counts(case, backend, shape):
+    """No rows, no tokens, or a mask of zeros: results of nothing, and gradients of 0."""
+    given = arguments(case)
+    if case in MASKED:
+        given = with_rows(given, lambda _, x: x[: shape[0], : shape[1]] if x.ndim > 1 else x[: shape[0]])
+        given["completion_mask"] = 0 * given["completion_mask"]
+    else:
+        given = with_rows(given, lambda _, x: x[:0])
+    found, gradients = run_backend(case, backend, given)
+    for number, result in enumerate(results_of(found)):
+        wanted = (
+            math.log(2)
+            if (case, number) == ("linear_dpo_loss", 0) and shape[0]
+            else float((case, number) == ("ratio_kl", 0))
+        )
+        torch.testing.assert_close(result.detach(), torch.full_like(result, wanted))
+    for name, gradient in gradients.items():
+        assert gradient.shape == given[name].shape
+        assert (gradient == 0).all()
+    assert getattr(found, "metrics", {}).get("clip_fraction", 0) == 0
+
+
+@on_every_backend(OPERATORS)
+def test_ids_may_be_int32_and_others_of_another_engines_dtype(case, backend):
+    """Log-probs in float64 beside a model in float32: the loss keeps the model's dtype, and so does every metric."""
+    given = arguments(case)
+    expected = run_backend(case, backend, given)
+    others = {name: given[name].int() for name in ("ids", "action_ids") if name in given}
+    others |= {name: given[name].double() for name in ("old_logps", "ref_logps") if name in given}
+    found = run_backend(case, backend, given | others)
+    dtypes = {x.dtype for x in (*results_of(found[0]), *getattr(found[0], "metrics", {}).values())}
+    assert dtypes == {torch.float32}
+    compare(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@on_every_backend(OPERATORS)
+def test_without_gradients(case, backend):
+    given = arguments(case)
+    expected = [x.detach() for x in results_of(call(case, backend, with_leaves(given)[0]))]
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            found = call(case, backend, with_leaves(given)[0])
+            assert not any(x.requires_grad for x in results_of(found))
+            same([x.clone() for x in results_of(found)], expected, scale=1.0)
+            assert all(value.isfinite() for value in getattr(found, "metrics", {}).values())
+
+
+@on_every_backend(OPERATORS)
+def test_autocast(case, backend):
+    """Logits are taken as they are. Products are in bfloat16, as F.linear's under autocast; gradients keep their dtypes."""
+    given = arguments(case)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, gradients = run_backend(case, backend, given)
+    if case not in LINEAR:
+        compare((found, gradients), run_backend(case, backend, given))
+        return
+    low = {k: x.bfloat16().float() if k.endswith(("hidden", "weight", "bias")) else x for k, x in given.items()}
+    expected, expected_gradients = run_reference(case, low)
+    torch.testing.assert_close(results_of(found), results_of(expected), rtol=0.05, atol=0.05)
+    for name, wanted in expected_gradients.items():
+        assert gradients[name].dtype == torch.float32
+        torch.testing.assert_close(gradients[name], wanted, rtol=0.1, atol=0.05 * wanted.abs().max().item())
+
+
+@on_every_backend(LINEAR, fast=True)
+@pytest.mark.parametrize("workspace", [100, 1500, 10**9])
+def test_the_size_of_the_chunks_changes_nothing(case, backend, workspace):
+    given = arguments(case)
+    compare(
+        run_backend(case, backend, given | {"workspace": workspace}), run_reference(case, given), rtol=1e-4, atol=3e-6
+    )
+
+
+MICRO_BATCHES = [
+    *(("grpo_loss", loss_type) for loss_type in ("grpo", "dapo", "dr_grpo", "cispo")),
+    ("linear_grpo_loss", "dapo"), ("linear_dpo_loss", "sigmoid"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "loss_type"), MICRO_BATCHES)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_micro_batches_add_up_to_the_batch(case, loss_type, on_device):
+    """With the numbers of the whole batch, on the host or as tensors."""
+    given = arguments(case) | {"loss_type": loss_type}
+    parts, counts = ([0, 2], [1, 3]), {"num_pairs": torch.tensor(2)}  # a pair is a row of either half
+    if case in LOSSES:
+        given |= {"clip_eps": clip_of(loss_type), "max_completion_length": 5}
+        counts = {"num_tokens": given["completion_mask"].sum(), "num_sequences": torch.tensor(B)}
+        parts = ([0, 1], [2, 3])
+    given |= counts if on_device else {name: value.item() for name, value in counts.items()}
+    for backend in backends(case):
+        whole, gradients = run_backend(case, backend, given)
+        sums = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
+        loss = 0.0
+        for rows in parts:
+            found, part = run_backend(
+                case, backend, with_rows(given, lambda key, x, rows=rows: x if key in counts else x[rows])
+            )
+            loss += found.loss.detach()
+            for name, gradient in part.items():
+                sums[name][rows if name in ("policy_logits", "hidden") else slice(None)] += gradient
+        torch.testing.assert_close(loss, whole.loss.detach())
+        torch.testing.assert_close(sums, gradients, rtol=1e-5, atol=1e-6)
+
+
+# ---- autograd ----
+
+
+@on_every_backend(OPERATORS)
+def test_only_the_policy_has_a_gradient(case, backend):
+    given = with_floats(arguments(case), lambda x: x.clone().requires_grad_())
+    total(call(case, backend, given)).backward()
+    with_gradient = {name for name, x in given.items() if isinstance(x, torch.Tensor) and x.grad is not None}
+    assert with_gradient == set(with_leaves(given)[1])
+
+
+@on_every_backend(LINEAR)
+@pytest.mark.parametrize(
+    ("frozen", "workspace"),
+    [(("weight", "bias"), 1000), (("hidden", "bias"), None), (("hidden", "weight"), 1000), (("hidden",), None)],
+    ids=str,
+)
+def test_frozen_parts_have_no_gradient_and_change_no_other(case, backend, frozen, workspace):
+    given = arguments(case) | {"workspace": workspace}
+    _, expected = run_backend(case, backend, given)
+    _, found = run_backend(case, backend, given, frozen=frozen, scale=3.0)
+    wanted = {name: 3 * gradient for name, gradient in expected.items() if name not in frozen}
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=3e-6)
+
+
+@on_every_backend(OPERATORS)
+def test_a_graph_runs_twice_or_says_that_it_runs_once(case, backend):
+    given, leaves = with_leaves(arguments(case))
+    loss = total(call(case, backend, given))
+    loss.backward(retain_graph=True)
+    once = {name: leaf.grad.clone() for name, leaf in leaves.items()}
+    if backend != registry.REFERENCE and case in ONCE:
+        with pytest.raises(
+            RuntimeError, match=f"backward of {case} can run once: its gradient was made in the forward"
+        ):
+            loss.backward()
+    else:
+        loss.backward()
+        torch.testing.assert_close(
+            {name: leaf.grad for name, leaf in leaves.items()}, {k: 2 * g for k, g in once.items()}
+        )
+    if backend != registry.REFERENCE:
+        gradient, *_ = torch.autograd.grad(total(call(case, backend, given)), leaves.values(), create_graph=True)
+        with pytest.raises(RuntimeError, match="this backend has no gradient of its gradient"):
+            gradient.sum().backward()
+
+
+@on_every_backend(ONCE)
+@pytest.mark.parametrize(
+    "scale",
+    [lambda loss: loss * 3, lambda loss: loss.mul_(3), lambda loss: loss.double() * 3],
+    ids=["product", "in_place", "in_float64"],
+)
+def test_backward_scales_the_gradient(case, backend, scale):
+    _, expected = run_backend(case, backend, arguments(case))
+    given, leaves = with_leaves(arguments(case))
+    scale(total(call(case, backend, given))).backward()
+    wanted = {name: 3 * gradient for name, gradient in expected.items()}
+    torch.testing.assert_close({name: leaf.grad for name, leaf in leaves.items()}, wanted, rtol=1e-5, atol=1e-6)
