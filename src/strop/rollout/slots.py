@@ -242,9 +242,10 @@ def slot_cache() -> object:
             return current_pass().states.by_key.get(("recurrent", layer_idx, state_idx))
 
         def update_conv_state(
-            self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+            self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
         ) -> torch.Tensor:
-            return current_pass().states.convolve(("conv", layer_idx, state_idx), conv_states, conv_kernel_size)
+            width = kwargs.get("conv_kernel_size") or conv_states.shape[-1]
+            return current_pass().states.convolve(("conv", layer_idx, state_idx), conv_states, width)
 
         def update_recurrent_state(
             self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
