@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny_types import VOCAB, model_of, text_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.models import as_policy
 from strop.rollout import Sampling, decoding, generate
@@ -88,3 +89,51 @@ def test_several_turns_read_only_what_is_new(kind, monkeypatch):
             heard = torch.arange(20 + i, 20 + i + 1 + (5 * turn + 3 * i) % 9)
             rows[i] = torch.cat([rows[i], completion, heard])
     assert sorted(cached.rows) == ([0, 1, 2, 3] if engine.continues else [])
+
+
+class Watching(TorchDispatchMode):
+    """Notes every operator and the shapes of its tensors; those whose result waits for a tensor's values are an error."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        masks = (
+            [one for one in args[1] if one is not None and one.dtype == torch.bool] if "index" in str(operator) else []
+        )
+        if masks or {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operator.tags):
+            raise AssertionError(f"a step waits for values: {operator}")
+        found = operator(*args, **(kwargs or {}))
+        several = found if isinstance(found, (list, tuple)) else [found]
+        self.called.append((str(operator), [list(one.shape) for one in several if isinstance(one, torch.Tensor)]))
+        return found
+
+
+@families
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(), Sampling(top_k=5, top_p=0.9)], ids=str)
+def test_a_step_could_be_captured_in_a_graph(kind, sampling):
+    """Nothing asks the device for a value, and the next step has the same operators and shapes, with rows that ended too."""
+    policy = policy_of(kind)
+    engine = engine_of(policy)
+    if hasattr(policy.model, "set_experts_implementation"):
+        policy.model.set_experts_implementation("batched_mm")  # what it is by default on a GPU knows no float64
+    engine.layers.refresh(60)
+    prompts, eos_ids = [torch.tensor(prompt) for prompt in PROMPTS], tuple(range(0, VOCAB, 3))
+    with engine.layers.ready():
+        round_, rows = engine.begin(prompts, 2, 8, sampling, torch.rand(8, sampling.max_new_tokens), eos_ids)
+        engine._prefill(prompts, round_)
+        steps = []
+        for _ in range(4):
+            with Watching() as watching:
+                engine._step(rows, round_, sampling)
+            steps.append(watching.called)
+    assert rows.finished_N.any()
+    assert not rows.finished_N.all()
+    assert steps[1:] == steps[:-1]
+
+
+@pytest.mark.parametrize("bad", [lambda x: x.max().item(), torch.nonzero, lambda x: x[x > 0], lambda x: bool(x.any())])
+def test_the_watch_finds_what_waits(bad):
+    with pytest.raises(AssertionError, match="waits for values"), Watching():
+        bad(torch.arange(3))

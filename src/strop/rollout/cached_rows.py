@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from strop.models.attention import Pass, Rule, in_one_dtype, masked_attention
-from strop.rollout.slots import Prefill, States, sides
+from strop.rollout.slots import Prefill, States, in_slots
 
 CHUNK = 2048  # most tokens of a prompt read at once
 
@@ -58,10 +58,10 @@ class Extend(Pass):
     longest: int
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
-        q, k, v = in_one_dtype(q, k, v)
-        kv = self.kv[layer]
-        for side, states in sides(kv, k, v):
-            side.index_copy_(0, self.slots_N, states.transpose(1, 2).flatten(0, 1)[self.tokens_N])
+        size, kv = v.shape[3], self.kv[layer]
+        q, k, v = in_slots(kv.shape[-1], *in_one_dtype(q, k, v))
+        both = torch.stack((k, v)).transpose(2, 3).flatten(1, 2)
+        kv.index_copy_(1, self.slots_N, both[:, self.tokens_N])
         i_T = torch.arange(self.longest, device=q.device)
         positions_RM1 = (self.lengths_R[:, None] + torch.arange(q.shape[2], device=q.device))[..., None]
         mask_RMT = i_T <= positions_RM1
@@ -69,8 +69,8 @@ class Extend(Pass):
             mask_RMT &= i_T > positions_RM1 - rule.window
         # the row's first slot in place of one that is not its own: that may hold NaN, which no mask takes back
         slots_RT = self.starts_R[:, None] + i_T * (i_T < self.ends_R[:, None])
-        keys, values = (side[slots_RT].transpose(1, 2) for side, _ in sides(kv, k, v))
-        return masked_attention(q, keys, values, mask_RMT[:, None], rule).transpose(1, 2)
+        keys, values = (kv[side][slots_RT].transpose(1, 2) for side in (0, 1))
+        return masked_attention(q, keys, values, mask_RMT[:, None], rule).transpose(1, 2)[..., :size]
 
 
 def read_on(

@@ -49,6 +49,7 @@ class Round:
 
     token_B, prefix_start_B, prefix_length_B   what a row begins with
     longest                                    the most tokens of a row, its prompt included
+    reach                                      the most that a row has in the steps up to the next look at which have ended
     record                                     of the experts chosen; None keeps none
     states                                     of every prompt: see slots.py
     kept                                       states of every row without its last two tokens, where rows go on later
@@ -65,6 +66,7 @@ class Round:
     prefix_starts: list[int]
     num_samples: int
     longest: int
+    reach: int
     states: dict[Key, torch.Tensor]
     record: Record | None = None
     kept: dict[Key, torch.Tensor] | None = None
@@ -272,7 +274,7 @@ class Engine:
         device, T, B, shape = self.device, sampling.max_new_tokens, len(uniforms_BT), self.shape
         lengths_P = torch.tensor([len(prompt) - 1 for prompt in prompts])
         starts_P = lengths_P.cumsum(0) - lengths_P
-        num_prefix = int(lengths_P.sum())
+        num_prefix, longest = int(lengths_P.sum()), int(lengths_P.max()) + T
         columns_B = torch.stack([torch.stack([prompt[-1] for prompt in prompts]), starts_P, lengths_P])
         token_B, prefix_start_B, prefix_length_B = columns_B.repeat_interleave(num_samples, 1).to(device)
         logps_dtype = torch.float64 if shape.dtype == torch.float64 else torch.float32
@@ -284,7 +286,7 @@ class Engine:
             logps_BT=torch.zeros(B, T, dtype=logps_dtype, device=device),
             eos=torch.tensor(eos_ids, dtype=torch.int64, device=device),
             token_B=token_B, prefix_start_B=prefix_start_B, prefix_length_B=prefix_length_B,
-            prefix_starts=starts_P.tolist(), num_samples=num_samples, longest=int(lengths_P.max()) + T,
+            prefix_starts=starts_P.tolist(), num_samples=num_samples, longest=longest, reach=longest,
             states=self.states.empty(len(prompts)),
         )  # fmt: skip
         rows = self._rows_for(lanes)
@@ -411,6 +413,8 @@ class Engine:
     def _steps(self, num_steps: int, rows: Rows, round_: Round, sampling: Sampling, *, wait: bool) -> torch.Tensor:
         """So many steps, and which rows have ended; without `wait` before the last of them, so that the device has work
         while the host looks."""
+        if not self.on_gpu:
+            round_.reach = int((rows.prefix_length_N + rows.step_N).max()) + num_steps
         for _ in range(num_steps - 1):
             self._step(rows, round_, sampling)
         if wait or self._flags is None:
@@ -440,8 +444,7 @@ class Engine:
         """[N, V] of the rows' next tokens."""
         if self.on_gpu:
             return self._logits_on_gpu(rows, round_)
-        longest = int((rows.prefix_length_N + rows.step_N).max()) + 1
-        return self._logits(rows, round_, Decode(round_.kv, rows, longest))
+        return self._logits(rows, round_, Decode(round_.kv, rows, round_.reach))
 
     def _logits_on_gpu(self, rows: Rows, round_: Round) -> torch.Tensor:
         if self.exact:
@@ -476,13 +479,11 @@ class Engine:
         return logits_NV
 
     def _draw(self, logits_NV: torch.Tensor, rows: Rows, round_: Round, sampling: Sampling) -> None:
-        """As `launch.pick`, in torch."""
-        tokens_N, logps_N = draw(logits_NV, round_.uniforms_BT[rows.row_N, rows.step_N], sampling)
-        going_N = rows.finished_N == 0
-        found = rows.row_N, rows.step_N, tokens_N, logps_N.to(round_.logps_BT.dtype)
-        row_n, step_n, tokens_n, logps_n = found if going_N.all() else (one[going_N] for one in found)
-        round_.tokens_BT[row_n, step_n] = tokens_n
-        round_.logps_BT[row_n, step_n] = logps_n
+        """As `launch.pick`, in torch. Rows that have ended write again what is there."""
+        at, going_N = (rows.row_N, rows.step_N), rows.finished_N == 0
+        tokens_N, logps_N = draw(logits_NV, round_.uniforms_BT[at], sampling)
+        for into_BT, drawn_N in ((round_.tokens_BT, tokens_N), (round_.logps_BT, logps_N.to(round_.logps_BT.dtype))):
+            into_BT[at] = torch.where(going_N, drawn_N, into_BT[at])
         goes_on_N = going_N & ~torch.isin(tokens_N, round_.eos) & (rows.step_N + 1 < round_.tokens_BT.shape[1])
         rows.token_N.copy_(tokens_N)
         rows.finished_N.copy_(~goes_on_N)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from strop.models.attention import (
     Packed,
@@ -154,9 +155,9 @@ class Seen(Pass):
         return attention_of_rows(q, k, v, rule)
 
 
-def sides(kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of one layer's slots [2, S, K, D] those of keys and of values, as large as these are, and these."""
-    return [(side[..., : states.shape[-1]], states) for side, states in zip(kv, (k, v), strict=True)]
+def in_slots(size: int, *states: torch.Tensor) -> list[torch.Tensor]:
+    """Return queries, keys and values as large as a slot: zeros behind them change no score and no other output."""
+    return [one if one.shape[-1] == size else pad(one, (0, size - one.shape[-1])) for one in states]
 
 
 @dataclass
@@ -174,8 +175,8 @@ class Prefill(Pass):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         q, k, v = in_one_dtype(q, k, v)
-        for side, states in sides(self.kv[layer], k, v):
-            side.index_copy_(0, self.slots_M, states.transpose(1, 2).flatten(0, 1)[self.tokens_M])
+        both = torch.stack(in_slots(self.kv.shape[-1], k, v)).transpose(2, 3).flatten(1, 2)
+        self.kv[layer].index_copy_(1, self.slots_M, both[:, self.tokens_M])
         P, T, D = q.shape[0], q.shape[2], q.shape[3]
         if self.cu_seqlens is None or D % 8 or D > 256 or v.shape[3] != D:
             return attention_of_rows(q, k, v, rule)
@@ -195,16 +196,17 @@ class Decode(Pass):
     longest: int = 0
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
-        q, k, v = in_one_dtype(q, k, v)
+        size, kv = v.shape[3], self.kv[layer]
+        q, k, v = in_slots(kv.shape[-1], *in_one_dtype(q, k, v))
         new_N, i_T, position_N1, slots_NT, mask_NT = self._slots
         read = []
-        for side, states in sides(self.kv[layer], k, v):
+        for side, states in zip(kv, (k, v), strict=True):
             side.index_copy_(0, new_N, states[:, :, 0])
             found = side.index_select(0, slots_NT.view(-1)).view(*slots_NT.shape, *side.shape[1:])
             read.append(found.transpose(1, 2))
         if rule.window:
             mask_NT = mask_NT & (i_T > position_N1 - rule.window)
-        return masked_attention(q, read[0], read[1], mask_NT[:, None, None], rule).transpose(1, 2)
+        return masked_attention(q, read[0], read[1], mask_NT[:, None, None], rule).transpose(1, 2)[..., :size]
 
     @functools.cached_property
     def _slots(self) -> tuple[torch.Tensor, ...]:
