@@ -116,7 +116,7 @@ def test_weights_by_hand():
     assert token_weights(mask, "grpo", dtype=torch.float64).dtype == torch.float64
 
 
-def test_weights_of_a_fraction_of_a_token():
+def test_token_counts_below_one_are_not_rounded_up():
     """A count divided among processes may be below 1 and is not rounded up."""
     assert token_weights(torch.ones(1, 1), "dapo", num_tokens=0.25).item() == 4.0
     assert token_weights(torch.ones(1, 1), "dapo", num_tokens=torch.tensor(0.25)).item() == 4.0
@@ -353,7 +353,7 @@ def test_metrics_by_hand():
     assert found.metrics is found.metrics  # computed once
 
 
-def test_metrics_see_only_what_counts():
+def test_metrics_ignore_masked_tokens():
     """Masked tokens are no ratio of 1, and a ratio outside the range is not cut where A = 0."""
     logps, mask = torch.log(torch.tensor([[2.0, 4.0, 0.1]])), torch.tensor([[1, 1, 0]])
     metrics = policy_metrics(logps, torch.zeros(1, 3), torch.tensor([0.0]), mask)
@@ -384,7 +384,7 @@ def test_metrics_of_cispo_count_both_signs():
     assert metrics["clip_fraction_low"] == 0
 
 
-def test_metrics_wait_until_asked_for_and_keep_no_graph():
+def test_metrics_are_computed_on_first_use_and_keep_no_graph():
     logps, old, ref, advantages, mask = example()
     calls = []
     found = policy_loss(logps.requires_grad_(), old, advantages, mask, ref_logps=ref, entropy=logps * 2)
@@ -497,7 +497,7 @@ def test_an_empty_row_adds_nothing_but_counts_as_a_sequence(loss_type):
     assert (gradient[1] == 0).all()
 
 
-def test_rloo_takes_sums_or_tokens_and_no_notice_of_garbage():
+def test_rloo_takes_sums_or_tokens_and_ignores_masked_garbage():
     logps, old, _, advantages, mask = example(spread=0.05)
     sums = (old * mask).sum(-1)
     expected = rloo_loss(logps, sums, advantages, mask)

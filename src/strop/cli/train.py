@@ -51,9 +51,9 @@ ALGORITHMS = {
     "online-dpo": ("OnlineDPO", "DPO on pairs that the model makes and a reward or preference judges."),
 }
 ARGUMENTS = {  # beside the model, of the algorithms that sample
-    "grpo": ("environment", "tools"),
+    "grpo": ("reward", "environment", "tools"),
     "ppo": ("reward", "critic"),
-    "online-dpo": ("preference", "environment", "tools"),
+    "online-dpo": ("reward", "preference", "environment", "tools"),
 }
 ConfigT = TypeVar("ConfigT", bound=Config)
 HELP = {"help_option_names": ["-h", "--help"]}

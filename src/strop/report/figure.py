@@ -11,9 +11,16 @@ from strop.report.runs import Run
 
 COLOURS = ["#1f66c9", "#d3541a", "#16875b", "#9333b0", "#b07a08", "#0d7f92", "#c22755", "#596375"]
 INK, SOFT, RULE = "#211d18", "#6b6257", "#e6dfd4"
-PANELS = (
-    "eval/accuracy", "reward/mean", "preference/accuracy", "loss", "kl", "entropy", "entropy_estimate", "completion/length",
-)  # fmt: skip
+PANELS = [
+    "eval/accuracy",
+    "reward/mean",
+    "preference/accuracy",
+    "loss",
+    "kl",
+    "entropy",
+    "entropy_estimate",
+    "completion/length",
+]
 
 
 def draw(
