@@ -289,14 +289,6 @@ def test_gradients_of_rloo():
     assert torch.autograd.gradcheck(lambda x: rloo_loss(x, old, advantages, mask).loss, free)
 
 
-def test_gradient_goes_to_the_policy_only():
-    tensors = [x.requires_grad_() for x in example()[:4]]
-    logps, old, ref, advantages = tensors
-    policy_loss(logps, old, advantages, example()[4], ref_logps=ref, beta=0.1).loss.backward()
-    assert logps.grad.abs().sum() > 0
-    assert old.grad is ref.grad is advantages.grad is None
-
-
 # ---- what it is made of ----
 
 

@@ -269,13 +269,13 @@ def _all_count(ids: Ids) -> Line:
 
 
 def needs_tokenizer(row: Row) -> bool:
-    """Whether anything of the row to be encoded is text."""
+    """Return whether anything of the row to be encoded is text."""
     return any(isinstance(row.get(name), str) or is_conversation(row.get(name)) for name in CONTENT)
 
 
 @contextlib.contextmanager
 def row_named(name: str) -> Iterator[None]:
-    """Around the encoding of a row: what a tokenizer or a chat template has against it is said with the row's name."""
+    """Name the row in any error that a tokenizer or a chat template raises within."""
     try:
         yield
     except Exception as error:  # of many kinds: ours, jinja's, and tokenizers', which has no class for its own
@@ -342,11 +342,7 @@ def fast_encoding(tokenizer: Tokenizer | None) -> Callable[[Sequence[str]], list
     own = ("encode", "_encode_plus", "_batch_encode_plus", "__call__", "encode_batch")  # a subclass may do otherwise
     if encode is None or any(not is_of_transformers(tokenizer, name) for name in own if hasattr(tokenizer, name)):
         return None
-    if (
-        backend.truncation is not None
-        or backend.padding is not None
-        or getattr(tokenizer, "split_special_tokens", False)
-    ):
+    if backend.truncation or backend.padding or getattr(tokenizer, "split_special_tokens", False):
         return None
     return lambda texts: [found.ids for found in encode(list(texts), add_special_tokens=False)]
 
@@ -355,11 +351,10 @@ def fast_encoding(tokenizer: Tokenizer | None) -> Callable[[Sequence[str]], list
 
 
 def encode_text(text: str, tokenizer: Tokenizer | None, special_tokens: bool = False) -> Ids:
-    """Of a text; `special_tokens`: with those a tokenizer puts before a text (BOS), without those it puts behind one."""
+    """Return the ids of a text; `special_tokens`: with those a tokenizer puts before it (BOS), not those behind it."""
     if tokenizer is None:
-        raise ValueError(
-            f"text needs a tokenizer, found {text[:40]!r} and none: pass tokenizer=, or token ids for text"
-        )
+        found = f"found {text[:40]!r} and none"
+        raise ValueError(f"text needs a tokenizer, {found}: pass tokenizer=, or token ids for text")
     if not _takes_special_tokens(getattr(tokenizer.encode, "__func__", tokenizer.encode)):
         return _as_ids(tokenizer.encode(text))
     ids = _as_ids(tokenizer.encode(text, add_special_tokens=False))
@@ -374,7 +369,7 @@ def encode_text(text: str, tokenizer: Tokenizer | None, special_tokens: bool = F
 
 @functools.lru_cache(maxsize=64)
 def _takes_special_tokens(encode: Callable[..., object]) -> bool:
-    """Asked of every text; a signature takes longer than the encoding of a short one."""
+    """Return whether `encode` takes the option. Cached: reading a signature takes longer than encoding a short text."""
     return "add_special_tokens" in inspect.signature(encode).parameters
 
 

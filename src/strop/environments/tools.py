@@ -122,10 +122,8 @@ class ToolBox:
         held = functions() if self.factory else None
         functions = list(functions) if held is None else methods_of(held)
         if not functions or not all(map(callable, functions)):
-            who = (
-                "tools must be functions" if held is None else f"{type(held).__name__} must have methods that are tools"
-            )
-            raise TypeError(f"{who}, found {functions!r:.60}")
+            who = f"{type(held).__name__} must have methods that are tools"
+            raise TypeError(f"{'tools must be functions' if held is None else who}, found {functions!r:.60}")
         self.tools = [schema_of(function) for function in functions]
         self.functions = {function.__name__: function for function in functions}
         if len(self.functions) < len(functions):
@@ -291,9 +289,7 @@ def schema_of(function: Callable[..., object]) -> Json:
             raise TypeError(f"tool {function.__name__} must take arguments by their names, found {parameter}")
     try:
         return get_json_schema(function)
-    except (
-        Exception
-    ) as error:  # DocstringParsingException, TypeHintParsingException: their messages say what is missing
+    except Exception as error:  # of transformers: its message says what is missing
         raise ValueError(f"tool {function.__name__} must have type hints and a docstring with Args: {error}") from None
 
 
