@@ -30,7 +30,7 @@ def render(messages: Sequence[Message], tokenizer: Any, row: Row | None = None, 
     return tokenizer.apply_chat_template(list(messages), tokenize=False, **extra)
 
 
-def render_prompt(messages: Any, tokenizer: Tokenizer | None, row: Row | None = None) -> str:
+def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer | None, row: Row | None = None) -> str:
     """Return the prompt's text: up to where the assistant speaks, or into its last message if that is begun."""
     if messages and messages[-1]["role"] == "assistant":
         return render(messages, tokenizer, row, continue_final_message=True)
