@@ -50,7 +50,7 @@ ONCE = [
     "rollout/test_decoding.py::test_a_compiled_model_has_compiled_steps",
     "test_models.py::test_compiled_model_has_the_same_log_probs",
     "algorithms/test_resume.py::test_ten_kills",
-    "report/test_html_report.py::test_a_browser_has_nothing_to_say",
+    "report/test_html_report.py::test_a_browser_logs_no_messages",
     "report/test_html_report.py::test_samples_by_step_in_a_browser",
     "report/test_html_report.py::test_a_browser_follows_the_run",
 ]

@@ -236,7 +236,7 @@ def test_the_folder_is_the_programs_own(python):
     ],
     ids=["memory", "text", "threads", "one file", "open files"],
 )
-def test_bombs(kind, code, request):
+def test_resource_bombs_are_stopped(kind, code, request):
     with pytest.raises(RuntimeError, match=r"MemoryError|can't start new thread|too large|Too many open files|signal"):
         request.getfixturevalue(kind)(code)
 
@@ -279,7 +279,7 @@ def test_a_protection_that_is_gone_stops_the_tool(python, monkeypatch):
         python("print(1)")
 
 
-def test_what_is_not_protected_is_said(monkeypatch):
+def test_missing_protections_are_reported(monkeypatch):
     monkeypatch.setattr(sandbox, "layers", lambda: {"folder": "Operation not permitted", "files": "", "calls": ""})
     assert sandbox.unprotected() == (
         "the folder's size is checked every 20 ms, not limited by the kernel (Operation not permitted)"

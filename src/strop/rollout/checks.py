@@ -9,7 +9,7 @@ import torch
 from strop.models import Policy
 from strop.models.attention import Unsupported, current, sdpa_without_plans
 from strop.models.decoder_layers import ALLOWED, relative_error
-from strop.models.kinds import base_model, of_config, unwrapped
+from strop.models.kinds import base_model, unwrapped
 from strop.models.policy import takes_use_cache
 from strop.models.routing import Routers
 from strop.rollout.sampling import Sampling
@@ -29,7 +29,8 @@ def probe(policy: Policy) -> list[torch.Tensor]:
 def check_completions(complete: Callable[..., Sequence[Sequence[torch.Tensor]]], policy: Policy) -> None:
     """Raise `Unsupported` if the log-probs of greedy completions of the probe are not those of the model's own forward."""
     prompts, model = probe(policy), base_model(unwrapped(policy.model))
-    room = 6 if policy.max_length is None else policy.max_length - max(map(len, prompts)) + 1
+    longest = policy.longest_together
+    room = 6 if longest is None else longest - max(map(len, prompts)) + 1
     sampling = Sampling(max_new_tokens=max(1, min(6, room)), temperature=0.0)
     uniforms_BT = torch.zeros(len(prompts), sampling.max_new_tokens)
     with torch.no_grad():
@@ -53,8 +54,8 @@ def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:
     """What the layers hand to attention. What is not as it should be is a reason not to use them."""
     seen = Seen()
     try:
-        with layers.ready(), current(seen):
-            layers(ids[None].to(device), torch.arange(len(ids), device=device)[None])
+        with layers.ready(), current(seen):  # not compiled: what is seen may be more than tensors
+            layers(ids[None].to(device), torch.arange(len(ids), device=device)[None], with_logits=False)
     except (Unsupported, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a model does with a cache or with arguments it does not know
@@ -62,29 +63,19 @@ def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:
     return seen
 
 
-def cache_shape(model: torch.nn.Module, seen: Seen) -> CacheShape:
+def cache_shape(seen: Seen) -> CacheShape:
     shapes = set(seen.shapes.values())
     if sorted(seen.shapes) != list(range(len(seen.shapes))) or not shapes:
         raise Unsupported("its attention layers do not go through transformers' attention interface")
     if len(shapes) > 1:
         raise Unsupported("its layers have keys of different shapes")
     num_heads, key_dim, value_dim, dtype = shapes.pop()
-    _check_windows(model, seen)
+    if any(rule.chunk for rule in seen.rules.values()):
+        raise Unsupported("its attention is in chunks")
     num_query_heads = {q.shape[1] for q, _, _ in seen.states.values()}
     if len(num_query_heads) > 1:
         raise Unsupported("its layers have different numbers of heads")
     return CacheShape(len(seen.shapes), num_heads, num_query_heads.pop() // num_heads, max(key_dim, value_dim), dtype)
-
-
-def _check_windows(model: torch.nn.Module, seen: Seen) -> None:
-    """Some models have a window in their mask alone, which is not made here; a few tokens do not show it."""
-    types = of_config(model.config, "layer_types") or ["sliding_attention"] * len(seen.rules)
-    if "chunked_attention" in types:
-        raise Unsupported("its attention is in chunks")
-    wanted = of_config(model.config, "sliding_window") or 0
-    for layer, rule in seen.rules.items():
-        if wanted and types[layer] == "sliding_attention" and not rule.window:
-            raise Unsupported("its attention is not told of its window")
 
 
 def check_states(found: Seen, wanted: Seen) -> None:

@@ -14,6 +14,7 @@ from memory by the kernels, so lengths do not matter. Weights that moved make a 
 """
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,7 +26,7 @@ import torch
 from strop.models import Policy, base_model, unwrapped
 from strop.models.attention import Pass, Unsupported
 from strop.models.routing import Routers
-from strop.rollout import checks, plain, transformers_generate
+from strop.rollout import checks, plain, sides, transformers_generate
 from strop.rollout.cached_rows import CachedRows, read_on, store
 from strop.rollout.recording import Record, step_memory
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
@@ -115,7 +116,8 @@ class Engine:
         own = OwnLayers(self.model, self.device, autocast_dtype(self.device), compiled)
         ids = checks.probe(policy)[0]
         seen = checks.states_of(own, ids, self.device)
-        self.shape, self.rules = checks.cache_shape(self.model, seen), list(seen.rules.values())
+        self.shape, self.rules = checks.cache_shape(seen), list(seen.rules.values())
+        own.rules = seen.rules
         # by our kernels; else attention and draw are torch's
         on_gpu = self.device.type == "cuda" and self.shape.dtype.itemsize <= 4
         self.on_gpu = on_gpu or self.exact  # of which training has found that the kernels run, if only interpreted
@@ -533,6 +535,17 @@ def complete(
 ) -> tuple[list[torch.Tensor], ...]:
     with _turn:
         engine = engine_of(policy)
+        if policy.sides is not None and not sides.stays(policy.sides, prompts, sampling.max_new_tokens):
+            if routers is not None:
+                raise ValueError(
+                    f"replay_routing must be False: rows of {max(map(len, prompts)) + sampling.max_new_tokens} tokens are "
+                    f"beyond a length at which this {type(policy.model).__name__} takes other rotations, where experts are "
+                    f"not recorded"
+                )
+            with_cache = engine.complete  # rows of earlier turns may be of another side: they are read again
+            if isinstance(engine, Engine):
+                with_cache = functools.partial(_by_engine, engine)
+            return sides.complete(with_cache, policy, prompts, sampling, num_samples, uniforms_BT, eos_ids)
         if isinstance(engine, Engine):
             return engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids, cached, routers)
         if routers is not None:
@@ -543,13 +556,17 @@ def complete(
         return engine.complete(policy, prompts, sampling, num_samples, uniforms_BT, eos_ids)
 
 
+def _by_engine(engine: Engine, policy: Policy, *request: Any) -> tuple[list[torch.Tensor], ...]:
+    return engine.complete(*request)
+
+
 def engine_of(policy: Policy) -> Engine | Fallback:
     """The engine over the weights where they are now, or what takes its place and why; told once, as a warning."""
-    now = signature(policy.model)
+    policy.check_reading()
+    now = signature(policy.model, policy.sides)
     if policy.rollout_engine is None or policy.rollout_engine[0] != now:
         policy.rollout_engine = None  # first, for its memory
         engine: Engine | Fallback
-        policy.check_reading()
         try:
             engine = Engine(policy)
         except Unsupported as error:

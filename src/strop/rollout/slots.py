@@ -177,6 +177,12 @@ def slot_cache() -> object:
         ) -> Any:
             return key_states, value_states
 
+        def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+            return query_length, 0
+
+        def get_query_offset(self, layer_idx: int = 0) -> int:
+            return 0
+
         def get_seq_length(self, layer_idx: int | None = None, **kwargs: object) -> int:
             if layer_idx is not None:  # as Llama 4, whose scale depends on it, but only thousands of tokens later
                 raise Unsupported("its attention asks the cache for its length")
