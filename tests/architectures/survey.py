@@ -28,6 +28,7 @@ from tiny_types import VOCAB, model_of, settings_of
 
 from strop.data.batch import TokenBatch, Trajectory
 from strop.models import as_policy
+from strop.models.policy import takes_use_cache
 from strop.rollout import Sampling, generate
 from strop.rollout.decoding import description
 
@@ -48,7 +49,8 @@ def ids_of(length: int, seed: int) -> torch.Tensor:
 
 def alone(model: Any, ids_T: torch.Tensor) -> torch.Tensor:
     """[T, V] log-probs of the model's own forward of one row."""
-    logits = model(input_ids=ids_T[None]).logits[0]
+    more = {"use_cache": False} if takes_use_cache(model) else {}  # rwkv has no gradient with a cache
+    logits = model(input_ids=ids_T[None], **more).logits[0]
     return logits.double().log_softmax(-1)
 
 
