@@ -1,5 +1,8 @@
 # Every target sets up what it needs. One environment, .venv by default, with the versions of constraints.txt.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Python keeps what it compiles of torch and transformers, whatever the shell says: else each of the tests' processes
+# compiles 2,700 files again, which takes ten seconds.
+export PYTHONDONTWRITEBYTECODE :=
 VENV ?= .venv
 BIN := $(VENV)/bin
 SANITIZED := build/sanitize
