@@ -261,6 +261,50 @@ def test_a_head_without_a_gradient_is_refused_by_name():
         SFT(model=model, lora=LORA)
 
 
+class Packing(nn.Linear):
+    """As bitsandbytes' 4-bit layer on a CPU: without gradients it packs its weight, after which it has none."""
+
+    def __init__(self, source, modes=(False,)):
+        super().__init__(source.in_features, source.out_features, source.bias is not None)
+        self.exact, self.bias, self.modes, self.packed = source.weight.detach(), source.bias, modes, False
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x):
+        self.packed |= self.training in self.modes and not x.requires_grad
+        y = nn.functional.linear(x, self.exact, self.bias)
+        return y.detach() if self.packed else y
+
+
+def with_packing(**options):
+    model = tiny_qwen2().eval()
+    projection = model.model.layers[1].mlp.gate_proj
+    model.set_submodule("model.layers.1.mlp.gate_proj", Packing(projection, **options))
+    return model.eval()
+
+
+def test_layers_that_pack_their_weights_for_inference_are_not_packed_by_trials_and_rollouts():
+    model = with_packing()
+    policy = Policy(model)
+    generate(policy, [[2, 3], [4]], Sampling(max_new_tokens=3))
+    assert policy.packs
+    layer = model.model.layers[1].mlp.gate_proj
+    assert not layer.packed
+    assert not layer.training, "as it was"
+    model(torch.tensor([[2, 3]])).logits.sum().backward()
+    with torch.no_grad():
+        model(torch.tensor([[2, 3]]))
+    assert layer.packed, "by a forward of somebody else"
+
+
+def test_a_model_whose_gradients_a_trial_loses_is_refused():
+    policy = Policy(with_packing(modes=(False, True)))
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"after a forward without gradient, found that model\.layers\.1\.mlp\.gate_proj"
+        ):
+            policy.check_reading()
+
+
 def test_merging_leaves_adapters_of_other_layers_to_peft():
     model = tiny_qwen2()
     quantize(model, "int8")
