@@ -261,6 +261,37 @@ def test_a_head_without_a_gradient_is_refused_by_name():
         SFT(model=model, lora=LORA)
 
 
+class Foreign(torch.Tensor):
+    """A weight as torchao's: it knows the product of a linear layer, and few other operators."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        if function in (
+            torch.Tensor.t,
+            torch.Tensor.new_empty,
+            torch.Tensor.permute,
+            torch._foreach_copy_,
+            torch.matmul,
+        ):
+            raise NotImplementedError(function.__name__)
+        return super().__torch_function__(function, types, arguments, options or {})
+
+
+def test_layers_and_a_head_with_weights_of_another_library_are_trained_and_sampled():
+    plain, model = (tiny_qwen2(tie_word_embeddings=False).eval() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.weight = nn.Parameter(module.weight.detach().as_subclass(Foreign), requires_grad=False)
+    policy, sampling = Policy(model), Sampling(max_new_tokens=4)
+    found, wanted = (generate(one, [[2, 3], [4]], sampling, seed=1) for one in (policy, Policy(plain)))
+    assert policy.no_hidden_because == "its head's weight is a Foreign"
+    for one, other in zip(found, wanted, strict=True):
+        assert one.completion_ids.tolist() == other.completion_ids.tolist()
+        torch.testing.assert_close(one.rollout_logps_t, other.rollout_logps_t, rtol=1e-4, atol=1e-5)
+    SFT(model=model, lora=LORA, batch_size=2).train(ROWS[:2], num_steps=1)
+
+
 class Packing(nn.Linear):
     """As bitsandbytes' 4-bit layer on a CPU: without gradients it packs its weight, after which it has none."""
 

@@ -57,6 +57,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             flags["training"] = not flags["training"]
 
 
+def is_plain(weight: object) -> bool:
+    """Whether a weight is torch's own kind of tensor: those of other libraries know few operators."""
+    return type(weight).__module__.partition(".")[0] == "torch"
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The blocks a model is made of, one after the other."""
     kinds = set(getattr(base_model(model), "_no_split_modules", None) or ())
