@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
-import preloaded
 import pytest
+from preloaded import strop as run
 
 import strop
 from benchmarks import ROOT
+from benchmarks.contenders.moe import StropContender
+from benchmarks.suites import convergence
 from strop.cli import doctor
 
 # a terminal that knows ASCII alone, and nowhere to keep anything
@@ -22,13 +25,6 @@ BARE_CONTAINER = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", 
 # what the package itself is, without a look at the others: those take many times as long to import
 ALONE = "import sys; sys.modules['torch'] = None; sys.argv = ['strop', 'doctor'];"
 DOCTOR = "from strop.cli import doctor, main; doctor.OPTIONAL.clear(); doctor.operators = lambda: []; main()"
-
-
-def run(*args):
-    """Run a command in a process of its own that has imported everything already."""
-    process = preloaded.start("strop.cli:main", *args)
-    out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(args, process.returncode, out, err)
 
 
 def run_doctor(before="", cwd=None, **environment):
@@ -200,18 +196,16 @@ def test_a_closed_pipe_is_no_error(arguments):
     assert (found.returncode, found.stderr) == (1, "")
 
 
-def test_bench_of_curves(tmp_path):
+def test_bench_of_curves(strop, tmp_path, monkeypatch):
     """A suite without timings has a table of its own."""
     path = tmp_path / "found.json"
-    program = (
-        "import sys; from benchmarks.suites import convergence as c; from strop.cli import main; from dataclasses import replace;"
-        "from benchmarks.contenders.moe import StropContender; c.contenders = lambda: [StropContender('numpy')];"
-        "c.MEMORISE, c.LANGUAGE = (replace(s, batch=2, seq_len=4, num_steps=10) for s in (c.MEMORISE, c.LANGUAGE));"
-        f"sys.argv = ['strop', 'bench', 'convergence', '--output', {str(path)!r}]; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "largest difference" in done.stdout
+    monkeypatch.setattr(convergence, "contenders", lambda: [StropContender("numpy")])
+    for name in ("MEMORISE", "LANGUAGE"):
+        small = replace(getattr(convergence, name), batch=2, seq_len=4, num_steps=10)
+        monkeypatch.setattr(convergence, name, small)
+    code, out, err = strop("bench", "convergence", "--output", path)
+    assert code == 0, err
+    assert "largest difference" in out
     assert [c["work"] for c in json.loads(path.read_text())["cases"]] == ["memorise: numpy", "language: numpy"]
     assert '"losses": [' in path.read_text()
     assert max(map(len, path.read_text().splitlines())) > 80  # on one line
@@ -346,12 +340,3 @@ def test_doctor_says_that_other_devices_are_not_tested(monkeypatch):
     assert found["gpu"].detail == (
         "--device mps: torch's own operators, none of strop's kernels; strop is not tested on it"
     )
-
-
-def test_output_that_nobody_reads_any_more_is_no_error():
-    """As in `strop train grpo --help | head`."""
-    command = [sys.executable, "-m", "strop", "train", "grpo", "--help"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.close()
-        assert process.stderr.read() == ""
-    assert process.returncode == 1

@@ -622,17 +622,6 @@ def test_report_mistakes(strop, tmp_path):
     assert "is no run: it must hold metrics.jsonl, found nothing" in err
 
 
-def test_report_leaves_out_a_run_that_has_logged_nothing(strop):
-    for name, lines in (("a", '{"step": 1, "loss": 2.0}\n'), ("b", "")):
-        Path("runs", name).mkdir(parents=True)
-        Path("runs", name, "metrics.jsonl").write_text(lines)
-    with pytest.warns(UserWarning, match=r"runs/b has logged no step yet: .*; it is left out"):
-        assert strop("report", "runs") == (0, "runs/report.html\n", "")
-    code, out, err = strop("report", "runs/b")
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "runs/b has logged no step yet: its metrics.jsonl is empty or not there" in err
-
-
 def test_help_lists_the_algorithms_without_torch(strop):
     code, out, _ = strop("train", "--help")
     assert code == 0

@@ -289,14 +289,6 @@ def test_gradients_of_rloo():
     assert torch.autograd.gradcheck(lambda x: rloo_loss(x, old, advantages, mask).loss, free)
 
 
-def test_gradient_goes_to_the_policy_only():
-    tensors = [x.requires_grad_() for x in example()[:4]]
-    logps, old, ref, advantages = tensors
-    policy_loss(logps, old, advantages, example()[4], ref_logps=ref, beta=0.1).loss.backward()
-    assert logps.grad.abs().sum() > 0
-    assert old.grad is ref.grad is advantages.grad is None
-
-
 # ---- what it is made of ----
 
 
@@ -596,7 +588,7 @@ MISTAKES = [
     ((L, L, A, M), {"clip_eps": math.nan}, ValueError, "clip_eps must be above 0, found nan"),
     ((L, L, A, M), {"clip_eps": (0.1, 0.2, 0.3)}, ValueError, "clip_eps must be one number or a pair (low, high), found 3 numbers"),
     ((L, L, A, M), {"clip_eps": "0.2"}, TypeError, "clip_eps must be a number, found str"),
-    ((L, L, A, M), {"loss_type": "cispo", "clip_eps": 0.2}, ValueError, "with high at least 1 for 'cispo', where high is the bound of the ratio"),
+    ((L, L, A, M), {"loss_type": "cispo", "clip_eps": 0.2}, ValueError, "with high at least 1 for 'cispo', the bound of the ratio itself"),
     ((L, L, A, M), {"loss_type": "cispo", "clip_eps": (0.2, 5.0), "delta": 6.0}, ValueError, "delta must be None for 'cispo'"),
     ((L, L, A, M), {"delta": 1.1}, ValueError, "delta must be at least 1 + clip_eps = 1.2, found 1.1"),
     ((L, L, A, M), {"delta": math.nan}, ValueError, "delta must be a number, found nan"),

@@ -1,13 +1,13 @@
 """`strop serve`: OpenAI's protocol over strop's engine. Answers are held against `generate`, number by number."""
 
 import json
+import re
 import signal
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
 
+import preloaded
 import pytest
 import torch
 from tiny_models import llama
@@ -241,18 +241,18 @@ def test_requests_of_several_threads_take_turns(url, policy):
 def test_the_command_serves_a_folder(tmp_path, policy):
     policy.model.save_pretrained(tmp_path)
     policy.tokenizer.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "strop", "serve", str(tmp_path), "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            line = next(line for line in process.stderr if "serving" in line)
-            url = line.split(" at ")[1].strip()
-            body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
-            found = ask(url, "/v1/completions", body)[1]["choices"][0]["token_ids"]
-            assert ask(url, "/collective_rpc", {"method": "reload_weights"})[0] == 404
-            process.terminate()  # not SIGINT, which programs started in the background ignore
-            assert process.wait(timeout=60) == -signal.SIGTERM
-        finally:
-            process.kill()
+    process = preloaded.start("strop.cli:main", "serve", tmp_path, "--port", "0", "--device", "cpu")
+    try:
+        while "serving" not in process.errors():
+            assert process.poll(0.05) is None, process.errors()
+        url = re.search(r"serving.* at (\S+)", process.errors())[1]
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        found = ask(url, "/v1/completions", body)[1]["choices"][0]["token_ids"]
+        assert ask(url, "/collective_rpc", {"method": "reload_weights"})[0] == 404
+    finally:
+        process.send_signal(signal.SIGTERM)  # not SIGINT, which programs started in the background ignore
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
     rollout = generate(policy, [PROMPT], Sampling(max_new_tokens=8, temperature=0.0))
     assert found == rollout.completion_ids[0].tolist()
 

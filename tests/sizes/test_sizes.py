@@ -63,6 +63,17 @@ def test_rows_of_a_file_take_the_memory_of_the_file(tmp_path, num_rows, seconds)
     assert megabytes <= path.stat().st_size / 1e6 * 1.2 + 30
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "seconds"), [(20_000, 1.0), pytest.param(1_000_000, 30.0, marks=sizes)], ids=["20k", "1M"]
+)
+def test_data_check_keeps_no_rows(tmp_path, num_rows, seconds):
+    write_rows(tmp_path / "rows.jsonl", num_rows, chat)
+    prepare = "from strop.cli.data import app\nfrom strop.data import formats, tokenize"
+    taken, megabytes = measured(prepare, "app(['check', 'rows.jsonl'], standalone_mode=False)", tmp_path)
+    assert taken <= seconds
+    assert megabytes <= 25
+
+
 PREPARE = """
 from tiny_qwen2 import tiny_qwen2
 from strop import {kind}

@@ -49,7 +49,7 @@ def number(
     return _checked(default, lambda value, name: check_number(value, name, low, high, **bounds), metadata)
 
 
-def choice(default: Value, choices: Sequence[str | None]) -> Value:
+def choice(default: Value, choices: Iterable[str | None]) -> Value:
     """Return a field that holds one of the choices."""
     return _checked(default, lambda value, name: check_choice(value, name, choices), {})
 

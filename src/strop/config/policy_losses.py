@@ -231,7 +231,7 @@ class PolicyRule:
     In GRPO's config beta and max_completion_length are set by the options kl_coef and max_new_tokens.
     """
 
-    loss_type: str = choice("grpo", POLICY_LOSS_TYPES)
+    loss_type: str = choice("grpo", POLICY_LOSSES)  # the table itself: a new entry is a choice
     importance_level: str = choice("token", IMPORTANCE_LEVELS)
     clip_eps: float | tuple[float, float] | None = None
     delta: float | None = None

@@ -204,10 +204,9 @@ class _Play:
     def _begin(self, i: int, first: object) -> None:
         dialogue = self.player.chat.begin(first, self.rows[i])
         if len(dialogue.ids) > self.room:
-            raise ValueError(
-                f"the first messages must have at most {self.room} tokens, so that max_new_tokens={self.sampling.max_new_tokens} "
-                f"have room behind them, found {len(dialogue.ids)}"
-            )
+            why = f"so that max_new_tokens={self.sampling.max_new_tokens} have room behind them"
+            found = f"found {len(dialogue.ids)}"
+            raise ValueError(f"the first messages must have at most {self.room} tokens, {why}, {found}")
         self.episodes[i].dialogue = dialogue
 
     def _fail(self, i: int, error: BaseException, what: str) -> None:

@@ -56,9 +56,8 @@ def python_tool(seconds: float = 5.0, megabytes: int = 512) -> Callable[[str], s
         if size >= sandbox.LARGEST:
             raise RuntimeError("the code must print less than 1 MB, found more")
         if process.returncode == NOT_PROTECTED:
-            raise RuntimeError(
-                f"the code was not run: the protection that this machine had before is missing now ({said})"
-            )
+            why = "the protection that this machine had before is missing now"
+            raise RuntimeError(f"the code was not run: {why} ({said})")
         if process.returncode < 0:
             raise RuntimeError(f"the code was stopped by signal {-process.returncode}: too much time or memory")
         if process.returncode:

@@ -21,10 +21,8 @@ def trainers_player(trainer: Any, environment: Any, tools: Any) -> Player | None
     config = trainer.config
     if environment is None and tools is None:
         if changed := _changed(getattr(config, "turns", TurnsConfig())):
-            warnings.warn(
-                f"{', '.join(changed)} {'have' if len(changed) > 1 else 'has'} no effect without an environment or tools",
-                stacklevel=4,
-            )
+            names = f"{', '.join(changed)} {'have' if len(changed) > 1 else 'has'}"
+            warnings.warn(f"{names} no effect without an environment or tools", stacklevel=4)
         return None
     if not hasattr(config, "turns"):
         raise ValueError(f"environment and tools must be None for {trainer.name}: its completions have one turn")
@@ -80,7 +78,6 @@ def checked_rows(rows: object, name: str, judge: Any) -> list[Trajectory]:
     """Return a dataset's rows after a check that they have the columns of the rewards or the preference (`judge`)."""
     found = environment_rows(rows, {}, name)
     columns = [one.row for one in found]
-    judge.check(
-        columns, name, (*CONVERSATION_COLUMNS, *(["prompt"] if any("prompt" in row for row in columns) else []))
-    )
+    prompt = ("prompt",) if any("prompt" in row for row in columns) else ()
+    judge.check(columns, name, (*CONVERSATION_COLUMNS, *prompt))
     return found
