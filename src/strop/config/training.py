@@ -122,9 +122,8 @@ class TrainerConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quantize is not None and self.lora is None:
-            raise ValueError(
-                f"quantize must be None without lora, which is what is trained on quantised weights, found {self.quantize!r}"
-            )
+            why = "without lora, which is what is trained on quantised weights"
+            raise ValueError(f"quantize must be None {why}, found {self.quantize!r}")
         if self.quantize is not None and self.run.shard == "full":
             raise ValueError(f"quantize must be None with shard='full', found {self.quantize!r}")
 

@@ -42,10 +42,9 @@ def following(before: str, whole: str, what: str = "the conversation it opens") 
     if whole.startswith(before):
         return whole[len(before) :]
     at = num_shared(before, whole)
-    raise ValueError(
-        f"the chat template must render a prompt as the beginning of {what}; after {before[max(at - 20, 0) : at]!r} the "
-        f"prompt has {before[at : at + 30]!r}, the conversation {whole[at : at + 30]!r}"
-    )
+    found = f"the prompt has {before[at : at + 30]!r}, the conversation {whole[at : at + 30]!r}"
+    after = f"after {before[max(at - 20, 0) : at]!r} {found}"
+    raise ValueError(f"the chat template must render a prompt as the beginning of {what}; {after}")
 
 
 def num_shared(*texts: str) -> int:
@@ -169,10 +168,8 @@ def between(
     said = {"role": "assistant", "content": spoken}
     whole = render([*before, said, *new], tokenizer, row, add_generation_prompt=bool(new))
     if whole.count(spoken) != 1:
-        raise ValueError(
-            f"the chat template must write what the assistant says once, found it {whole.count(spoken)} times: "
-            f"{whole[-80:]!r}"
-        )
+        found = f"found it {whole.count(spoken)} times: {whole[-80:]!r}"
+        raise ValueError(f"the chat template must write what the assistant says once, {found}")
     return whole.partition(spoken)[2]
 
 

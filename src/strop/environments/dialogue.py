@@ -33,7 +33,7 @@ class Chat:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         tools: Sequence[object] | None = None,
         rewritten_turns: str = "refuse",
         check_ids: Callable[[torch.Tensor, str], None] | None = None,
