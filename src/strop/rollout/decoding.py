@@ -609,7 +609,8 @@ def _by_engine(engine: Engine, policy: Policy, *request: Any) -> tuple[list[torc
 
 def engine_of(policy: Policy) -> Engine | Fallback:
     """The engine over the weights where they are now, or what takes its place and why; told once, as a warning."""
-    policy.check_reading()
+    if policy.rollout_engine is None:
+        policy.check_reading()
     now = signature(policy.model, policy.sides)
     if policy.rollout_engine is None or policy.rollout_engine[0] != now:
         policy.rollout_engine = None  # first, for its memory
