@@ -58,6 +58,11 @@ class Process:
             raise TimeoutError(f"it ran for more than {timeout} s\n{self._read()[1][-4000:]}")
         return self._read()
 
+    def errors(self):
+        """Return what the running process has written to standard error."""
+        self.files[1].seek(0)
+        return self.files[1].read()
+
     def _read(self):
         found = []
         for file in self.files:
@@ -78,6 +83,13 @@ def run(function, *arguments, num_processes=None, timeout=300, **environment):
     out, err = process.communicate(timeout)
     assert process.returncode == 0, err[-4000:]
     return out, err
+
+
+def strop(*arguments, timeout=120):
+    """Run the command strop to its end and return its exit code and output."""
+    process = start("strop.cli:main", *arguments)
+    out, err = process.communicate(timeout)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
 @functools.cache

@@ -9,16 +9,8 @@ from pathlib import Path
 import pytest
 
 from strop import DPO, GRPO, KTO, PPO, SFT, Distill, RewardModel, _trl
-from strop.config import (
-    Config,
-    LoRAConfig,
-    OptimConfig,
-    RunConfig,
-    TrainerConfig,
-    TurnsConfig,
-    option_names,
-    parse_number,
-)
+from strop.config import Config, LoRAConfig, OptimConfig, RunConfig, TrainerConfig, TurnsConfig
+from strop.config.base import option_names, parse_number
 from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
 from strop.rollout import Sampling
 from strop.rollout.client import ServerConfig
@@ -172,7 +164,7 @@ def test_a_config_made_directly_checks_itself_too(make, message):
 def test_the_names():
     """A new option is a decision."""
     assert sorted(f.name for f in dataclasses.fields(OptimConfig)) == [
-        "betas", "eps", "learning_rate", "max_grad_norm", "min_learning_rate", "optimizer", "schedule", "warmup_steps",
+        "betas", "eps", "learning_rate", "max_grad_norm", "min_learning_rate", "offload_optimizer", "optimizer", "schedule", "warmup_steps",
         "weight_decay",
     ]  # fmt: skip
     assert sorted(f.name for f in dataclasses.fields(RunConfig)) == [
@@ -280,5 +272,18 @@ def test_what_the_table_names_is_there():
 
 def test_the_page_has_the_tables():
     page = (ROOT / "docs" / "coming_from_trl.md").read_text(encoding="utf-8")
-    for table in _trl.tables():
-        assert table in page
+    arguments = [(quoted(row.trl), row.here) for row in _trl.ARGUMENTS]
+    assert markdown(("TRL", "strop"), arguments) in page
+    options = [
+        (quoted(row.trl) + (f" ({', '.join(row.of)})" if row.of else ""), row.default, row.here, row.default_here)
+        for row in _trl.OPTIONS
+    ]
+    assert markdown(("TRL", "default", "strop", "default"), options) in page
+
+
+def markdown(head, rows):
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows))
+
+
+def quoted(names):
+    return re.sub(r"\w+", lambda found: f"`{found[0]}`", names)

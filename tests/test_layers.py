@@ -16,7 +16,8 @@ SOURCE = Path(strop.__file__).parent
 # A room may import what stands before it in this list, also inside functions. Rooms in one row know nothing of each other.
 HOUSE = [
     ["_types"],
-    ["_contained", "_native", "_checks", "_hub", "_install", "_trl", "checksums", "process_failures"],
+    ["_checks"],
+    ["_contained", "_native", "_hub", "_install", "_trl", "checksums", "process_failures"],
     ["_compiled", "user_code"],
     ["_tensors", "config", "distributed"],
     ["primitives"],

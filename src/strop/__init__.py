@@ -2,25 +2,12 @@
 imported when they are first used, because they need torch."""
 
 import importlib
+import re
 from typing import TYPE_CHECKING, Any
 
-from strop import _trl
+from strop import _trl, primitives
 from strop._compiled import get_num_threads, set_num_threads
-from strop.primitives import (
-    collate_packed,
-    compute_batch_group_advantages,
-    compute_batch_token_kl,
-    compute_batch_token_kl_f32,
-    compute_batch_token_kl_schulman,
-    compute_batch_token_kl_schulman_f32,
-    compute_gae,
-    compute_group_advantages,
-    compute_token_kl,
-    compute_token_kl_f32,
-    compute_token_kl_schulman,
-    compute_token_kl_schulman_f32,
-    pack_sequences,
-)
+from strop.primitives import *  # noqa: F403
 
 if TYPE_CHECKING:  # for checkers and editors; at run time `__getattr__` brings them
     from strop.algorithms.best_of_n import BestOfN as BestOfN
@@ -35,36 +22,9 @@ if TYPE_CHECKING:  # for checkers and editors; at run time `__getattr__` brings 
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "__version__",
-    "collate_packed",
-    "compute_batch_group_advantages",
-    "compute_batch_token_kl",
-    "compute_batch_token_kl_f32",
-    "compute_batch_token_kl_schulman",
-    "compute_batch_token_kl_schulman_f32",
-    "compute_gae",
-    "compute_group_advantages",
-    "compute_token_kl",
-    "compute_token_kl_f32",
-    "compute_token_kl_schulman",
-    "compute_token_kl_schulman_f32",
-    "get_num_threads",
-    "pack_sequences",
-    "set_num_threads",
-]
-
-_ALGORITHMS = {
-    "BestOfN": "best_of_n",
-    "DPO": "dpo",
-    "Distill": "distill",
-    "GRPO": "grpo",
-    "KTO": "kto",
-    "OnlineDPO": "online_dpo",
-    "PPO": "ppo",
-    "RewardModel": "reward_model",
-    "SFT": "sft",
-}
+__all__ = ["__version__", "get_num_threads", "set_num_threads"]
+__all__ += primitives.__all__
+_ALGORITHMS = ("BestOfN", "DPO", "Distill", "GRPO", "KTO", "OnlineDPO", "PPO", "RewardModel", "SFT")
 
 
 def __getattr__(name: str) -> Any:
@@ -72,7 +32,8 @@ def __getattr__(name: str) -> Any:
         if told := _trl.class_hint(name):
             raise ImportError(told)  # of an AttributeError `from strop import …` would not show the message
         raise AttributeError(f"module 'strop' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"strop.algorithms.{_ALGORITHMS[name]}"), name)
+    module = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()  # OnlineDPO is in online_dpo.py
+    return getattr(importlib.import_module(f"strop.algorithms.{module}"), name)
 
 
 def __dir__() -> list[str]:

@@ -39,7 +39,7 @@ def check_count(value: object, name: str, low: int = 0) -> None:
 
 
 def as_count(value: object, name: str, low: int = 0) -> int:
-    """Any integer, NumPy's and 0-d tensors too, as Python's."""
+    """Return any integer, NumPy's and 0-d tensors too, as Python's."""
     if isinstance(value, SupportsIndex) and not isinstance(value, (bool, np.bool_)):
         with contextlib.suppress(TypeError):  # `check_count` says what is wrong
             value = operator.index(value)
@@ -70,14 +70,14 @@ def check_number(
 
 
 def as_number(value: object, name: str, low: float = -math.inf, high: float = math.inf, **options: bool) -> float:
-    """A number, NumPy's too, as Python's float."""
+    """Return a number, NumPy's too, as Python's float."""
     value = value.item() if isinstance(value, np.generic) else value
     check_number(value, name, low, high, **options)
     return float(cast(float, value))
 
 
 def as_float(value: float) -> float:
-    """Of an integer beyond all floats infinity, as of a float."""
+    """Return the number as a float; infinity for an integer beyond all floats."""
     try:
         return float(value)
     except OverflowError:
@@ -111,25 +111,25 @@ def did_you_mean(name: object, known: Iterable[str | None], form: str = "; {}", 
 
 
 def is_conversation(value: object) -> "TypeGuard[Sequence[Row]]":
-    """Whether this is a list of messages."""
-    return (
-        isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and isinstance(value[0], Mapping)
-    )
+    """Return whether this is a list of messages."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    return len(value) > 0 and isinstance(value[0], Mapping)
 
 
 def is_tensor(value: object) -> "TypeGuard[torch.Tensor]":
-    """A tensor exists only where torch is imported; another thread may be importing it just now."""
+    """Return whether this is a tensor, without importing torch; another thread may be importing it just now."""
     tensor_class = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor_class is not None and isinstance(value, tensor_class)
 
 
 def like_input(result: np.ndarray, value: object) -> object:
-    """The result as a tensor, sharing its memory, where the input was one."""
+    """Return the result as a tensor that shares its memory if the input was one."""
     return sys.modules["torch"].from_numpy(result) if is_tensor(value) else result
 
 
 def as_array(value: object, name: str) -> np.ndarray:
-    """A view of an array or CPU tensor; a new array of a list."""
+    """Return a view of an array or CPU tensor; a new array of a list."""
     if is_tensor(value):
         if value.device.type != "cpu":
             raise TypeError(f"{name} must be on the CPU, found a tensor on {value.device}")
@@ -141,9 +141,8 @@ def as_array(value: object, name: str) -> np.ndarray:
             what = f"{value.dtype}, {str(value.layout).removeprefix('torch.')}"
             raise TypeError(f"{name} must be a dense tensor of a dtype NumPy knows, found {what}") from None
     if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name} must be an array without a mask of its own, found a masked array: pass {name}.data and a mask"
-        )
+        wanted = "an array without a mask of its own"
+        raise TypeError(f"{name} must be {wanted}, found a masked array: pass {name}.data and a mask")
     try:
         return np.asarray(value)
     except ValueError:
@@ -156,7 +155,7 @@ def _wrong_dtype(array: np.ndarray, name: str, value: object, wanted: str) -> Ty
 
 
 def _plain(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Contiguous, aligned, in native byte order, of exactly NumPy's class: a copy only where it is not."""
+    """Return the array contiguous, aligned, in native byte order and of exactly NumPy's class; a copy only if needed."""
     return np.require(np.asarray(array), dtype=dtype.newbyteorder("="), requirements=["C", "A"])
 
 
@@ -170,7 +169,7 @@ def as_log_probs(value: object, name: str, dtype: type | None = None) -> np.ndar
 
 
 def as_rewards(value: object, name: str = "rewards") -> np.ndarray:
-    """float32 and float64 stay; integers and booleans (verifiable rewards) become float64."""
+    """Return finite rewards: float32 and float64 stay; integers and booleans become float64."""
     array = as_array(value, name)
     dtype = array.dtype.newbyteorder("=")
     if dtype not in FLOATS:
@@ -180,15 +179,14 @@ def as_rewards(value: object, name: str = "rewards") -> np.ndarray:
     array = _plain(array, dtype)
     finite = np.isfinite(array)
     if not finite.all():
-        index = tuple(int(i) for i in np.argwhere(~finite)[0])
-        raise ValueError(
-            f"{name} must be finite, found {array[index]} at index {index[0] if len(index) == 1 else index}"
-        )
+        index = tuple(np.argwhere(~finite)[0].tolist())
+        place = index[0] if len(index) == 1 else index
+        raise ValueError(f"{name} must be finite, found {array[index]} at index {place}")
     return array
 
 
 def as_mask(value: object, name: str, shape: tuple[int, ...], of: str) -> np.ndarray | None:
-    """Booleans, or numbers that are all 0 or 1."""
+    """Return a mask of booleans, given as booleans or as numbers that are all 0 or 1."""
     if value is None:
         return None
     array = as_array(value, name)
@@ -199,20 +197,20 @@ def as_mask(value: object, name: str, shape: tuple[int, ...], of: str) -> np.nda
             raise _wrong_dtype(array, name, value, "boolean or numbers 0 and 1")
         wrong = (array != 0) & (array != 1)
         if wrong.any():
-            index = tuple(int(i) for i in np.argwhere(wrong)[0])
+            index = tuple(np.argwhere(wrong)[0].tolist())
             raise ValueError(f"{name} must hold only 0 and 1, found {array[index]} at index {index}")
     return _plain(array != 0, np.dtype(bool))
 
 
 def is_plain_integers(value: object) -> bool:
-    """Already what `as_integers` returns; worth asking first where there are thousands of them."""
+    """Return whether this is what `as_integers` returns already; saves time where there are thousands."""
     if type(value) is not np.ndarray or value.dtype != np.int64 or value.ndim != 1:
         return False
     return value.flags.c_contiguous and value.flags.aligned
 
 
 def as_integers(value: object, name: str) -> np.ndarray:
-    """A 1-D array of int64."""
+    """Return a 1-D array of int64."""
     array = as_array(value, name)
     if array.dtype.kind not in "iu" and array.size:
         raise _wrong_dtype(array, name, value, "integers")
@@ -226,19 +224,16 @@ def as_integers(value: object, name: str) -> np.ndarray:
 def rows_and_columns(
     shape: tuple[int, ...], columns: int | None, array_name: str, columns_name: str
 ) -> tuple[int, int]:
-    """How a flat array with a given row length, or a 2-D array, divides into rows."""
+    """Return how a flat array with a given row length, or a 2-D array, divides into rows."""
+    about = f"for {array_name} of shape {shape}"
     if len(shape) == 2:
         if columns is not None and as_count(columns, columns_name, 1) != shape[1]:
-            raise ValueError(
-                f"{columns_name} must be {shape[1]} or left out for {array_name} of shape {shape}, found {columns}"
-            )
+            raise ValueError(f"{columns_name} must be {shape[1]} or left out {about}, found {columns}")
         return shape
     if len(shape) != 1:
         raise ValueError(f"{array_name} must be one- or two-dimensional, found shape {shape}")
     if columns is None:
-        raise ValueError(
-            f"{columns_name} is needed for {array_name} of shape {shape}; only a 2-D array carries its own"
-        )
+        raise ValueError(f"{columns_name} is needed {about}; only a 2-D array carries its own")
     columns = as_count(columns, columns_name, 1)
     if shape[0] % columns:
         raise ValueError(f"{array_name} must have a multiple of {columns_name}={columns} elements, found {shape[0]}")

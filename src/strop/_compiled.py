@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _load() -> tuple[ModuleType | None, str, bool]:
-    """The module or None, why, and whether that is a fault rather than a choice."""
+    """Return the module or None, why, and whether that is a fault rather than a choice."""
     if os.environ.get("STROP_NATIVE", "1") == "0":
         return None, "switched off by STROP_NATIVE=0", False
     if importlib.util.find_spec("strop._native") is None:
@@ -49,20 +49,19 @@ def set_num_threads(count: int) -> None:
 
 
 def get_num_threads() -> int:
-    """The number of threads a compiled function may use; 1 without the compiled module."""
+    """Return the number of threads a compiled function may use; 1 without the compiled module."""
     return 1 if native is None else native.num_threads()
 
 
 def _configure_from_environment() -> list[str]:
-    """What the environment asks for and cannot have."""
+    """Set what the environment asks for; warn of what it cannot have, and return that."""
     if native is None:
         return []
     wrong = []
     isa, threads = os.environ.get("STROP_ISA"), os.environ.get("STROP_NUM_THREADS")
     if isa and not native.set_isa(isa):
-        wrong.append(
-            f"STROP_ISA must be one of {', '.join(native.available_isas())}, found {isa!r}; using {native.isa()}"
-        )
+        known = ", ".join(native.available_isas())
+        wrong.append(f"STROP_ISA must be one of {known}, found {isa!r}; using {native.isa()}")
     if threads and threads.isdecimal() and 1 <= int(threads) <= MOST_THREADS:
         native.set_num_threads(int(threads))
     elif threads:
@@ -79,10 +78,8 @@ environment_problems = _configure_from_environment()
 def _entry_point(twin: Callable[..., object], behind: Callable[..., object] | None) -> Any:
     assert native is not None
     signature = inspect.signature(twin)
-    bare = signature.replace(
-        parameters=[p.replace(annotation=p.empty) for p in signature.parameters.values()],
-        return_annotation=signature.empty,
-    )
+    bare = signature.replace(parameters=[p.replace(annotation=p.empty) for p in signature.parameters.values()])
+    bare = bare.replace(return_annotation=signature.empty)
     doc = f"{twin.__name__}{bare}\n--\n\n{inspect.getdoc(twin)}"
     return native.entry_point(twin.__name__, behind, doc, "strop")
 
@@ -92,7 +89,7 @@ kernels: dict[str, Callable[..., Any]] = {}
 
 
 def compiled(twin: Function) -> Function:
-    """The compiled function of the twin's name with the twin behind it, or the twin where nothing is compiled."""
+    """Return the compiled function of the twin's name with the twin behind it; the twin if nothing is compiled."""
     if native is None:
         return twin
     kernels[twin.__name__] = _entry_point(twin, None)

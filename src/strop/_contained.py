@@ -83,6 +83,5 @@ def exit_message(error: SystemExit) -> str:
     """Return what is said of code that ends the program: where it did so, and with which exit code."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     code = "" if error.code is None else repr(error.code)
-    return (
-        f"sys.exit({code:.60}) was called at {frame.filename}, line {frame.lineno}: code that strop calls must return"
-    )
+    place = f"{frame.filename}, line {frame.lineno}"
+    return f"sys.exit({code:.60}) was called at {place}: code that strop calls must return"

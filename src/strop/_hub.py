@@ -1,7 +1,6 @@
 """The Hugging Face Hub: found unreachable within seconds, where its own libraries try again for a minute."""
 
 import contextlib
-import difflib
 import re
 import socket
 import sys
@@ -11,6 +10,8 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from strop._checks import did_you_mean
 
 PATIENCE = 3.0  # seconds for a connection
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
@@ -31,19 +32,16 @@ def asking(name: str, kind: str, known: Sequence[str] = (), cache: str | None = 
     """
     from huggingface_hub import constants
 
+    no_folder = f"no folder is called {name!r}{_near(name, known)}"
     if not REPOSITORY.fullmatch(name) or "--" in name or ".." in name:
-        raise FileNotFoundError(
-            f"no folder is called {name!r}{_near(name, known)}, and no {kind} on the Hub can have that name"
-        )
+        raise FileNotFoundError(f"{no_folder}, and no {kind} on the Hub can have that name")
     offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
     why = _found_offline or offline or _why_unreachable(constants.ENDPOINT)
     if why is None:
         yield
         return
     if kind != "dataset" and not _is_cached(name, cache):
-        raise ConnectionError(
-            f"no folder is called {name!r}{_near(name, known)}, and as a {kind} of the Hub it is not in the cache: {why}"
-        )
+        raise ConnectionError(f"{no_folder}, and as a {kind} of the Hub it is not in the cache: {why}")
     with _told_to_be_offline(why):
         try:
             yield
@@ -114,5 +112,4 @@ def _near(name: str, known: Sequence[str]) -> str:
         beside = [str(one) for one in place.parent.iterdir() if one.is_dir() and not one.name.startswith(".")]
     except OSError:
         beside = []
-    near = difflib.get_close_matches(name, [*known, *beside], n=1, cutoff=0.75)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    return did_you_mean(name, [*known, *beside], " ({})", cutoff=0.75)

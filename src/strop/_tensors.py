@@ -18,12 +18,12 @@ Count = int | float | torch.Tensor
 
 
 def can_look(tensor: torch.Tensor) -> bool:
-    """Whether looking at values costs nothing: a GPU would be waited for, and a graph being compiled has none yet."""
+    """Return whether looking at values costs nothing: a GPU would be waited for, a graph being compiled has none yet."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def in_float(tensor: torch.Tensor) -> torch.Tensor:
-    """float64 as it is, everything else as float32: what losses are computed in."""
+    """Return the tensor as losses are computed: float64 as it is, everything else as float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -38,7 +38,7 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_dtype(dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
-    """Without gradient, in the dtype of the policy's log-probs: float64 beside float32 would make the loss float64."""
+    """Return the tensors without gradient in the dtype of the policy's log-probs, so that the loss has this dtype."""
     return tuple(None if tensor is None else tensor.detach().to(dtype) for tensor in tensors)
 
 
@@ -67,14 +67,14 @@ def check_device(tensor: torch.Tensor, name: str, other: torch.Tensor, other_nam
 
 
 def check_like(tensor: torch.Tensor, name: str, other: torch.Tensor, other_name: str) -> None:
-    """Floats of the other's shape on the other's device."""
+    """Raise unless these are floats of the other's shape on the other's device."""
     check_floats(tensor, name)
     check_shape(tensor, name, other.shape)
     check_device(tensor, name, other, other_name)
 
 
 def as_completion_mask(mask: torch.Tensor, other: torch.Tensor, other_name: str) -> torch.Tensor:
-    """The mask as booleans, True where a token counts, of the other's shape on the other's device."""
+    """Return the mask as booleans, True where a token counts; raise unless shape and device are the other's."""
     check_tensor(mask, "completion_mask")
     check_shape(mask, "completion_mask", other.shape)
     check_device(mask, "completion_mask", other, other_name)
@@ -97,7 +97,7 @@ def check_total(total: Count, name: str) -> Count:
 
 
 def as_divisor(total: Count, name: str, like: torch.Tensor) -> Count:
-    """A total to divide by; 1 in place of 0, where everything divided is 0. A tensor is not waited for."""
+    """Return a total to divide by: 1 in place of 0, where everything divided is 0. A tensor is not waited for."""
     total = check_total(total, name)
     if isinstance(total, torch.Tensor):
         total = total.to(like.device, like.dtype, non_blocking=True)
@@ -124,7 +124,7 @@ def check_ids(ids: torch.Tensor, name: str, shape: torch.Size) -> None:
 def check_ids_in_range(
     ids: torch.Tensor, name: str, vocabulary: int, mask: torch.Tensor | None, validate: bool
 ) -> None:
-    """An id that counts and lies outside the vocabulary raises where looking is free (CPU) or wanted."""
+    """Raise if an id that counts lies outside the vocabulary, where looking is free (CPU) or wanted."""
     if not validate and not can_look(ids):
         return
     wrong = (ids < 0) | (ids >= vocabulary)
@@ -140,9 +140,8 @@ def check_temperature(temperature: float) -> None:
         return
     check_number(temperature, "temperature", 0, open_low=True)
     if temperature < COLDEST:
-        raise ValueError(
-            f"temperature must be at least {COLDEST:.2g}, found {temperature}: float32 cannot divide by less"
-        )
+        why = "float32 cannot divide by less"
+        raise ValueError(f"temperature must be at least {COLDEST:.2g}, found {temperature}: {why}")
 
 
 def check_logp(
@@ -154,7 +153,7 @@ def check_logp(
     *,
     names: tuple[str, str] = LOGP_NAMES,
 ) -> torch.Tensor | None:
-    """Everything `logp` asks of its arguments. Returns the mask as booleans."""
+    """Check everything that `logp` asks of its arguments, and return the mask as booleans."""
     check_logits_and_ids(logits, ids, temperature, names)
     mask = None if completion_mask is None else as_completion_mask(completion_mask, ids, names[1])
     check_ids_in_range(ids, names[1], logits.shape[-1], mask, validate)
@@ -173,7 +172,7 @@ RefHead = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  
 
 
 def check_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, prefix: str = "") -> None:
-    """An LM head: hidden states [.., H], its weight [V, H] and bias [V]."""
+    """Raise unless these are an LM head: hidden states [.., H], its weight [V, H] and bias [V]."""
     hidden_name, weight_name, bias_name = (f"{prefix}{name}" for name in ("hidden", "weight", "bias"))
     check_floats(hidden, hidden_name)
     if hidden.ndim < 1 or hidden.shape[-1] < 1:
@@ -199,7 +198,7 @@ def autocast_on(tensor: torch.Tensor) -> bool:
 
 
 def check_workspace(workspace: int | None) -> None:
-    """A number of bytes, or None."""
+    """Raise unless this is a number of bytes or None."""
     if workspace is not None:
         check_count(workspace, "workspace", 1)
 
@@ -215,7 +214,7 @@ def check_linear_logp(
     validate: bool,
     ids_name: str = "ids",
 ) -> torch.Tensor | None:
-    """Everything `linear_logp` asks of its arguments. Returns the mask as booleans."""
+    """Check everything that `linear_logp` asks of its arguments, and return the mask as booleans."""
     check_head(hidden, weight, bias)
     check_ids(ids, ids_name, hidden.shape[:-1])
     check_device(ids, ids_name, hidden, "hidden")
@@ -227,7 +226,7 @@ def check_linear_logp(
 
 
 def check_tokens(ids: torch.Tensor, hidden: torch.Tensor, **given: torch.Tensor | None) -> None:
-    """Tokens one after the other, [n], and floats for each of them, or None."""
+    """Raise unless these are tokens one after the other, [n], and floats for each of them, or None."""
     if ids.ndim != 1:
         raise ValueError(f"ids must have shape [n], found {list(ids.shape)}")
     for name, tensor in given.items():
@@ -241,12 +240,12 @@ def check_tokens(ids: torch.Tensor, hidden: torch.Tensor, **given: torch.Tensor 
 
 
 def computed_in(hidden: torch.Tensor) -> torch.dtype:
-    """The dtype of the products: autocast's, where it is on."""
+    """Return the dtype of the products: autocast's if it is on."""
     if autocast_on(hidden) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype
 
 
 def sums_in(dtype: torch.dtype) -> torch.dtype:
-    """What log-probs, losses and sums over chunks are held in, for products in this dtype."""
+    """Return the dtype of log-probs, losses and sums over chunks, for products in this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32

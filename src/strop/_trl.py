@@ -1,7 +1,6 @@
 """What TRL calls things. One table: errors take their hints from it, docs/coming_from_trl.md its tables."""
 
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -215,21 +214,3 @@ def hint(name: str, algorithm: str = "") -> str | None:
     if here.startswith("none"):
         return f"there is nothing in place of TRL's {name}{here.removeprefix('none')}"
     return f"what TRL calls {name} is {here}"
-
-
-def tables() -> tuple[str, str]:
-    """The tables of the page, as Markdown: arguments, options."""
-    arguments = [(_quoted(row.trl), row.here) for row in ARGUMENTS]
-    options = [
-        (_quoted(row.trl) + (f" ({', '.join(row.of)})" if row.of else ""), row.default, row.here, row.default_here)
-        for row in OPTIONS
-    ]
-    return _table(("TRL", "strop"), arguments), _table(("TRL", "default", "strop", "default"), options)
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows))
-
-
-def _quoted(names: str) -> str:
-    return re.sub(r"\w+", lambda found: f"`{found[0]}`", names)

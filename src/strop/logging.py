@@ -1,21 +1,9 @@
 """Where metrics go; the classes are those of `strop.training.logging`."""
 
-from strop.training.logging import (
-    ConsoleLogger,
-    JSONLLogger,
-    Logger,
-    TensorBoardLogger,
-    TrackioLogger,
-    WandbLogger,
-    read_metrics,
-)
-
-__all__ = [
-    "ConsoleLogger",
-    "JSONLLogger",
-    "Logger",
-    "TensorBoardLogger",
-    "TrackioLogger",
-    "WandbLogger",
-    "read_metrics",
-]
+from strop.training.logging import ConsoleLogger as ConsoleLogger
+from strop.training.logging import JSONLLogger as JSONLLogger
+from strop.training.logging import Logger as Logger
+from strop.training.logging import TensorBoardLogger as TensorBoardLogger
+from strop.training.logging import TrackioLogger as TrackioLogger
+from strop.training.logging import WandbLogger as WandbLogger
+from strop.training.logging import read_metrics as read_metrics

@@ -16,7 +16,6 @@ completion's index and its prompt. There is no default reward: a silent zero wou
 
 import contextlib
 import ctypes
-import difflib
 import functools
 import hashlib
 import inspect
@@ -28,6 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from strop._checks import check_timeout
+from strop._checks import check_timeout, did_you_mean
 from strop._types import Json, Row, Tokenizer
 from strop.data.batch import Trajectory
 from strop.data.formats import column_counts
@@ -121,19 +121,16 @@ class RewardFunctions:
             _refuse_async(function, "reward_fn")
         self.weights = [1.0] * len(self.functions) if weights is None else _as_numbers(weights)
         if len(self.weights) != len(self.functions):
-            raise ValueError(
-                f"reward_weights must be one for each of the {len(self.functions)} functions, found {len(self.weights)}"
-            )
+            wanted = f"one for each of the {len(self.functions)} functions"
+            raise ValueError(f"reward_weights must be {wanted}, found {len(self.weights)}")
         if not all(map(math.isfinite, self.weights)):
             raise ValueError(f"reward_weights must be finite, found {self.weights}")
         self.timeout, self.find_failing = check_timeout(timeout), find_failing
         self.names = unique_names(self.functions)
         for name in self.names:
             if name in METRICS:
-                raise ValueError(
-                    f"reward_fn must not be called {name!r}: reward/{name} is a metric of all functions together; "
-                    f"give the function another __name__"
-                )
+                why = f"reward/{name} is a metric of all functions together; give the function another __name__"
+                raise ValueError(f"reward_fn must not be called {name!r}: {why}")
 
     def check(self, rows: Sequence[Row], name: str, besides: Sequence[str] = ()) -> None:
         """Raise, before anything is sampled, where a function asks for a column that no row or not every row has.
@@ -154,7 +151,7 @@ class RewardFunctions:
             columns[name] = column_B.float()
         return Rewards(total_B.float(), columns)
 
-    def _score(self, function: Callable[..., Any], name: str, rows: Rows) -> list[float]:
+    def _score(self, function: Callable[..., object], name: str, rows: Rows) -> list[float]:
         given = arguments_for(function, name, rows)
         returned = call_checked(function, name, given, rows, self.timeout, self.find_failing)
         values = as_values(returned, len(rows["completions"]), f"reward function {name}", rows)
@@ -173,7 +170,7 @@ class PreferenceFunction:
     By its parameter names it may ask besides for prompts, prompt_ids and the dataset's columns, one entry a pair.
     """
 
-    def __init__(self, function: Any, timeout: float | None = None, find_failing: bool = False):
+    def __init__(self, function: object, timeout: float | None = None, find_failing: bool = False):
         if not callable(function):
             raise TypeError(f"preference_fn must be a function, found {type(function).__name__}")
         _refuse_async(function, "preference_fn")
@@ -194,9 +191,9 @@ class PreferenceFunction:
         values = [_as_number(value) for value in values]
         for index, value in enumerate(values):
             if not isinstance(value, numbers.Real) or value not in (0, 1):
+                found = f"found {value!r} {where(index, rows)}"
                 raise RewardError(
-                    f"preference function {self.name} must return 0 or 1 (the index of the better), found {value!r} "
-                    f"{where(index, rows)}"
+                    f"preference function {self.name} must return 0 or 1 (the index of the better), {found}"
                 )
         return [int(value) for value in values]
 
@@ -206,22 +203,20 @@ def _refuse_async(function: object, argument: str) -> None:
     inner = getattr(function, "func", function)  # functools.partial
     if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__):
         name = unique_names([function])[0]
-        raise TypeError(
-            f"{argument} must be a plain function, found the async function {name}: async ones are not supported yet; "
-            f"a plain one may await others by asyncio.run(…)"
-        )
+        hint = "async ones are not supported yet; a plain one may await others by asyncio.run(…)"
+        raise TypeError(f"{argument} must be a plain function, found the async function {name}: {hint}")
 
 
 # ---- calling ----
 
 
 def judged(rows: Rows) -> str:
-    """What the function is to judge: the completions, or for a preference function, which has none, the pairs."""
+    """Return what the function judges: "completions", or "pairs" for a preference function, which has no completions."""
     return "completions" if "completions" in rows else "pairs"
 
 
 def arguments_for(function: object, name: str, rows: Rows) -> Arguments:
-    """The columns the function's parameters ask for."""
+    """Return the columns the function's parameters ask for."""
     what = judged(rows)
     first = list(rows[what])
     bound = getattr(function, "keywords", {}) if isinstance(function, functools.partial) else {}
@@ -238,13 +233,12 @@ def arguments_for(function: object, name: str, rows: Rows) -> Arguments:
     for parameter in required:
         if parameter.name not in rows or parameter not in by_name:
             raise RewardError(_unknown_parameter(parameter.name, name, rows, what))
-    return [], {
-        column: list(rows[column]) for column in (rows if takes_all else [p.name for p in by_name if p.name in rows])
-    }
+    wanted = list(rows) if takes_all else [p.name for p in by_name if p.name in rows]
+    return [], {column: list(rows[column]) for column in wanted}
 
 
 def check_columns(function: object, name: str, judged: Sequence[str], rows: Sequence[Row], where: str) -> None:
-    """The columns a function needs are in every row; one whose parameter has a default may be missing, and is None."""
+    """Raise if a row lacks a column that a function needs. A parameter with a default needs none: it gets None."""
     counts = column_counts(rows)
     columns = {column: None for column in counts if column not in RESERVED}
     given = dict.fromkeys((*judged, "prompts", "prompt_ids", *columns), ())
@@ -253,9 +247,9 @@ def check_columns(function: object, name: str, judged: Sequence[str], rows: Sequ
     for column in needed:
         if counts[column] < len(rows):
             i = next(i for i, row in enumerate(rows) if column not in row)
+            hint = "give the parameter a default where it may be missing: it is None then"
             raise RewardError(
-                f"{where}[{i}] must have the column {column!r}, which {name} asks for and other rows have; give the "
-                f"parameter a default where it may be missing: it is None then"
+                f"{where}[{i}] must have the column {column!r}, which {name} asks for and other rows have; {hint}"
             )
 
 
@@ -268,15 +262,14 @@ def _parameters(function: Any) -> Sequence[inspect.Parameter]:
 
 
 def _refuse_near_miss(parameters: Sequence[inspect.Parameter], name: str, rows: Rows, what: str) -> None:
-    """A single parameter of any name is given what is judged, unless it is another column's name misspelt."""
+    """Raise if a single parameter, which is given what is judged whatever its name, is another column's misspelt."""
     for parameter in parameters:
-        if difflib.get_close_matches(parameter.name, [r for r in rows if r != what], n=1, cutoff=0.85):
+        if did_you_mean(parameter.name, [column for column in rows if column != what], cutoff=0.85):
             raise RewardError(_unknown_parameter(parameter.name, name, rows, what))
 
 
 def _unknown_parameter(parameter: str, name: str, rows: Rows, what: str) -> str:
-    near = difflib.get_close_matches(parameter, list(rows), n=1, cutoff=0.75)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(rows))}"
+    hint = did_you_mean(parameter, rows, "{}", cutoff=0.75) or f"there are {', '.join(sorted(rows))}"
     kind = "reward" if what == "completions" else "preference"
     return f"{kind} function {name} asks for {parameter!r}, which is no column of the rows; {hint}"
 
@@ -284,30 +277,26 @@ def _unknown_parameter(parameter: str, name: str, rows: Rows, what: str) -> str:
 def call_checked(
     function: object, name: str, given: Arguments, rows: Rows, timeout: float | None, find_failing: bool
 ) -> Sequence[Any]:
-    """What the function returns; its exception or its being late as a RewardError."""
+    """Return what the function returns; raise a RewardError if it raises or is late."""
     what = judged(rows)
     try:
         return _call(function, given, timeout)
     except OutOfTime:
-        raise RewardError(
-            f"{name} must return within timeout={timeout:g} seconds for {len(rows[what])} {what}, found it "
-            f"still running {where(0, rows)}"
-        ) from None
+        wanted = f"return within timeout={timeout:g} seconds for {len(rows[what])} {what}"
+        raise RewardError(f"{name} must {wanted}, found it still running {where(0, rows)}") from None
     except Exception as error:
         index, one = None, what.removesuffix("s")
         about = f"find_failing=True calls it again, one {one} at a time, and names the one that fails"
         if find_failing:
             index, about = _first_failing(function, given, len(rows[what]), timeout), f"no {one} fails alone"
         hint = "" if index is not None else f", the first of {len(rows[what])} {what}; {about}"
-        said = " ".join(str(error).split())  # on one line, which is all that the command line shows
-        told = (
-            f"{name} raised {type(error).__name__}: {said}{_line_of(error, function)} {where(index or 0, rows)}{hint}"
-        )
-        raise RewardError(told + _of_messages(error, given)) from error
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}{_line_of(error, function)}"  # on one line
+        told = f"{name} raised {said} {where(index or 0, rows)}{hint}{_of_messages(error, given)}"
+        raise RewardError(told) from error
 
 
 def _line_of(error: Exception, function: Any) -> str:
-    """Where it was raised: the last line of the function's own file, or else the last of all."""
+    """Return where it was raised: the last line of the function's own file, or else the last of all."""
     frames = traceback.extract_tb(error.__traceback__)
     own = getattr(getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None), "co_filename", None)
     frame = [*frames[-1:], *(frame for frame in frames if frame.filename == own)][-1]
@@ -315,7 +304,7 @@ def _line_of(error: Exception, function: Any) -> str:
 
 
 def _of_messages(error: Exception, given: Arguments) -> str:
-    """A function written for TRL's conversations indexes a completion as if it were messages."""
+    """Return a hint for a function written for TRL, which indexes a completion as if it were messages."""
     texts = given[1].get("completions") or (given[0] or [[]])[0]
     indexed = isinstance(error, TypeError) and "indices must be" in str(error)
     if not indexed or not texts or not isinstance(texts[0], str):
@@ -324,18 +313,14 @@ def _of_messages(error: Exception, given: Arguments) -> str:
 
 
 def _call(function: Any, given: Arguments, timeout: float | None) -> Any:
-    by_position, by_name = given
-
-    def work() -> Any:
-        return function(*by_position, **by_name)
-
+    work = functools.partial(function, *given[0], **given[1])
     return work() if timeout is None else time_limit(work, timeout)
 
 
 def _first_failing(
     function: object, given: Arguments, num_rows: int, timeout: float | None, patience: float = 5.0
 ) -> int | None:
-    """The first completion whose function raises for it alone, so that the error can name it."""
+    """Return the first completion for which alone the function raises, so that the error can name it."""
     end = time.monotonic() + patience
     for index in range(num_rows):
         left = end - time.monotonic()
@@ -384,9 +369,9 @@ def _copies(trajectories: Sequence[Trajectory]) -> tuple[list[Any], list[Any]]:
 
 
 def sample_table(rows: Mapping[str, Sequence[object]], **columns: Sequence[Any]) -> list[Json]:
-    """For `Trainer.samples`: prompt, completion and what else is known of each. Ids as lists, which JSON and tables show.
+    """Return rows for `Trainer.samples`: prompt, completion and these columns, ids as lists.
 
-    Of several turns the completion is all that was said behind the prompt, as messages.
+    The completion of several turns is all that was said behind the prompt, as messages.
     """
     prompts, completions = (
         [value.tolist() if isinstance(value, torch.Tensor) else value for value in rows[name]]
@@ -399,8 +384,8 @@ def sample_table(rows: Mapping[str, Sequence[object]], **columns: Sequence[Any])
     ]
 
 
-def described(function: Any) -> dict[str, str]:
-    """A function in run.json: its name, and the file it is in with the file's SHA-256; no file for one made in a session."""
+def described(function: Callable[..., object]) -> dict[str, str]:
+    """Return a function's name, its file and the file's SHA-256, for run.json; no file for one made in a session."""
     inner = inspect.unwrap(getattr(function, "func", function))
     found = {"name": unique_names([function])[0]}
     place = inner if hasattr(inner, "__code__") or inspect.isclass(inner) else type(inner)
@@ -414,22 +399,20 @@ def described(function: Any) -> dict[str, str]:
 
 
 def as_values(returned: object, wanted: int, who: str, rows: Rows) -> list[Any]:
-    """A list of one value a row from whatever a function returned."""
+    """Return a list of one value a row from whatever a function returned."""
     if isinstance(returned, torch.Tensor) or hasattr(returned, "tolist"):
         returned = returned.tolist()
     if isinstance(returned, (str, bytes, Mapping)) or not hasattr(returned, "__iter__"):
         raise RewardError(f"{who} must return a list of {wanted} numbers, found {returned!r:.60}")
     values = list(returned)
     if len(values) != wanted:
-        shown = where(min(len(values), wanted - 1), rows)
-        raise RewardError(
-            f"{who} must return one number for each of the {wanted} {judged(rows)}, found {len(values)} {shown}"
-        )
+        found = f"found {len(values)} {where(min(len(values), wanted - 1), rows)}"
+        raise RewardError(f"{who} must return one number for each of the {wanted} {judged(rows)}, {found}")
     return values
 
 
 def _as_number(value: object) -> Any:
-    """0-d tensors and NumPy's numbers as Python's."""
+    """Return 0-d tensors and NumPy's numbers as Python's."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
 
 
@@ -439,13 +422,13 @@ def as_reward(value: object, index: int, name: str, rows: Rows) -> float:
         raise RewardError(f"reward function {name} must return numbers, found {value!r:.60} {where(index, rows)}")
     size: Any = abs(value)
     if not size <= LARGEST:  # of float32, in which rewards are kept
-        found = f"{value!s:.20}"
-        raise RewardError(f"reward function {name} must return finite numbers, found {found} {where(index, rows)}")
+        found = f"found {value!s:.20} {where(index, rows)}"
+        raise RewardError(f"reward function {name} must return finite numbers, {found}")
     return float(value)
 
 
 def where(index: int, rows: Rows) -> str:
-    """The completion or pair in an error: its index and its prompt, shortened."""
+    """Return a completion or pair as errors name it: its index and its prompt, shortened."""
     prompts = rows.get("prompts")
     shown = "" if not prompts else f", prompt {_shortened(prompts[index])}"
     return f"({judged(rows).removesuffix('s')} {index}{shown})"
@@ -477,7 +460,7 @@ Result = TypeVar("Result")
 
 
 def time_limit(work: Callable[[], Result], seconds: float) -> Result:
-    """work(), or OutOfTime after so many seconds.
+    """Return work(); raise OutOfTime after so many seconds.
 
     In the main thread the alarm signal interrupts it: Python code (an endless loop), waiting (sleep, a socket), regular
     expressions. Elsewhere `work` runs in a thread of its own, into which OutOfTime is thrown: that stops Python code, and
@@ -511,25 +494,22 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 def _in_a_thread(work: Callable[[], Result], seconds: float) -> Result:
-    result: list[Result] = []
-    failure: list[BaseException] = []
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            result.append(work())
+            future.set_result(work())
         except BaseException as error:
-            failure.append(error)
+            future.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True, name="reward")
     thread.start()
     thread.join(seconds)
-    if thread.is_alive():
-        for _ in range(20):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(OutOfTime))
-            thread.join(0.05)
-            if not thread.is_alive():
-                break
-        raise OutOfTime
-    if failure:
-        raise failure[0]
-    return result[0]
+    if not thread.is_alive():
+        return future.result()
+    for _ in range(20):
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(OutOfTime))
+        thread.join(0.05)
+        if not thread.is_alive():
+            break
+    raise OutOfTime

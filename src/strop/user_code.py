@@ -1,6 +1,5 @@
 """Functions and classes by name: file.py:function, or package.module:function."""
 
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -8,13 +7,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
+from strop._checks import did_you_mean
 from strop._contained import contained
 
 
-def load_function(name: str, what: str) -> Callable[..., Any]:
-    """file.py:function, or package.module:function."""
+def load_function(name: str, what: str) -> Callable[..., object]:
+    """Return the function of a name such as file.py:function or package.module:function."""
     place, colon, function = name.rpartition(":")
     if not colon or not place or not function:
         raise ValueError(f"{what} must be file.py:function or package.module:function, found {name!r}")
@@ -22,8 +21,7 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
         module = _module_of_file(Path(place), what) if place.endswith(".py") else _module_named(place, what)
     if not hasattr(module, function):
         public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        near = difflib.get_close_matches(function, public, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(public) or 'no function'}"
+        hint = did_you_mean(function, public) or f"; it has {', '.join(public) or 'no function'}"
         raise ValueError(f"{place} has no function {function!r}{hint}")
     found = getattr(module, function)
     if not callable(found):
@@ -32,7 +30,7 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
 
 
 def _module_of_file(path: Path, what: str) -> ModuleType:
-    """The module of a file, which may import modules beside it.
+    """Import a file, which may import modules beside it, and return its module.
 
     Its folder is the first to be looked in while the file is imported, as it is for `python file.py`, and the last
     afterwards: imports within its functions still find what lies there, and nobody else's import is led astray.
@@ -63,14 +61,13 @@ def _module_named(name: str, what: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"{what}: no module {name!r} ({error}); a file is given with its ending, {name}.py:…"
-            ) from None
+            hint = f"a file is given with its ending, {name}.py:…"
+            raise ValueError(f"{what}: no module {name!r} ({error}); {hint}") from None
         raise ImportError(f"{what}: {name} cannot be imported: {_failure(error)}") from error
 
 
 def _failure(error: BaseException, folder: str | None = None) -> str:
-    """Where it happened, of frames in the folder's own files if there are any, and what."""
+    """Return where and why an import failed; of its frames, those in the folder's own files come first."""
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename[:1] != "<"]
     frames = [frame for frame in frames if str(Path(frame[0]).resolve().parent) == folder] or frames
     file, line = frames[-1]

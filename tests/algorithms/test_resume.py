@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_qwen2 import tiny_qwen2
-from trained_models import Bigram, SignalAt, shifted, tiny_moe, weights_of, whole_and_resumed
+from trained_models import SignalAt, tiny_moe, weights_of
 
 from strop.algorithms.dpo import DPO
 from strop.algorithms.sft import SFT
@@ -26,25 +26,8 @@ ROWS = [{"prompt": [2 + i % 7, 3], "completion": [4 + i, 1]} for i in range(10)]
 OPTIONS = {"batch_size": 3, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
 
 
-def dpo_moe(**more):
-    return DPO(model=tiny_moe(), ref_model=shifted(tiny_moe()), **OPTIONS, **more)
-
-
 def dpo_qwen2(**more):
     return DPO(model=tiny_qwen2(attention_dropout=0.2), dropout=True, **OPTIONS, **more)
-
-
-def dpo_lora(**more):
-    return DPO(model=tiny_qwen2(), lora={"r": 2, "alpha": 4}, **OPTIONS, **more)
-
-
-def dpo_plain(**more):
-    return DPO(model=Bigram(), ref_model=shifted(Bigram()), **OPTIONS, **more)
-
-
-@pytest.mark.parametrize("make", [dpo_moe, dpo_qwen2, dpo_lora, dpo_plain])
-def test_from_checkpoint_goes_on_bit_for_bit(make, tmp_path):
-    whole_and_resumed(make, PAIRS, tmp_path, 7, model=Bigram() if make is dpo_plain else None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

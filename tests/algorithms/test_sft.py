@@ -1,4 +1,4 @@
-"""SFT: the loss against transformers' own and by hand, packing, micro-batches, options of the model, bad input."""
+"""SFT: the loss against transformers' own and by hand, options of the model, bad input."""
 
 import functools
 import locale
@@ -13,8 +13,6 @@ from yardstick import needs_compiler
 
 from strop.algorithms.sft import SFT
 from strop.losses import NLL
-
-MAKES = {"qwen2": tiny_qwen2, "moe": tiny_moe, "plain": Bigram}
 
 
 def random_examples(num_rows, seed=0, vocab_size=20):
@@ -108,53 +106,6 @@ def test_a_gradient_made_on_the_way_is_that_of_the_log_probs(packs):
 
 
 # ---- invariances ----
-
-
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_a_ragged_batch_is_its_rows(make):
-    examples = random_examples(5)
-    sft = SFT(model=make(), learning_rate=0.0)
-    whole = sft.train_step(*columns(examples))["loss"]
-    lengths = [len(completion) for _, completion in examples]
-    alone = [sft.train_step(*columns([example]))["loss"] for example in examples]
-    mean = sum(n * loss for n, loss in zip(lengths, alone, strict=True)) / sum(lengths)
-    assert whole == pytest.approx(mean, abs=2e-6)
-
-
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_one_by_eight_is_eight_by_one(make):
-    """Tokens of the whole batch divide, not those of a micro-batch: rows of unequal length weigh the same either way."""
-    examples = random_examples(8)
-    results = []
-    for size, tokens in ((0, 0), (1, 0), (3, 16384), (0, 24)):
-        sft = SFT(
-            model=make(), micro_batch_size=size, micro_batch_tokens=tokens, learning_rate=0.1, max_grad_norm=0,
-            optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
-        )  # fmt: skip
-        metrics = sft.train_step(*columns(examples))
-        results.append((metrics["loss"], metrics["grad_norm"], weights_of(sft)))
-    for loss, grad_norm, weights in results[1:]:
-        assert loss == pytest.approx(results[0][0], abs=1e-6)
-        assert grad_norm == pytest.approx(results[0][1], rel=1e-5)
-        torch.testing.assert_close(weights, results[0][2], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_packing_changes_no_loss_and_no_gradient(attention):
-    examples = random_examples(6)
-    results = []
-    for packs in (False, True):
-        sft = SFT(
-            model=tiny_qwen2(attn_implementation=attention), max_length=24, learning_rate=0.1,
-            max_grad_norm=0, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
-        )  # fmt: skip
-        if not packs:
-            read_padded(sft.policy)
-        assert sft.policy.packs == packs
-        metrics = sft.train_step(*columns(examples))
-        results.append((metrics["loss"], weights_of(sft)))
-    assert results[0][0] == pytest.approx(results[1][0], abs=1e-6)
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=2e-6)
 
 
 # ---- options of the model ----

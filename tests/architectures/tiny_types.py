@@ -58,9 +58,9 @@ def shrunk(config: Any) -> dict[str, Any]:
             size = next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), value)
             changes[name] = min(size, value)
     for name in ("layer_types", "layers_block_type"):
-        if isinstance(fields.get(name), (list, tuple)):
-            kinds = list(dict.fromkeys(fields[name]))
-            kinds += ["attention"] * (kinds == ["mamba"])
+        if isinstance(fields.get(name), (list, tuple)) or (name in fields and "conv_L_cache" in fields):
+            kinds = list(dict.fromkeys(fields[name] or ["conv", "full_attention"]))
+            kinds += {("mamba",): ["attention"], ("linear_attention",): ["full_attention"]}.get(tuple(kinds), [])
             changes[name] = (kinds * 2)[: max(2, len(kinds))]
             changes["num_hidden_layers"] = len(changes[name])
     if "attention_types" in fields:
@@ -69,6 +69,13 @@ def shrunk(config: Any) -> dict[str, Any]:
         changes["attn_layer_indices"] = [1]
     if "kv_lora_rank" in fields and "num_key_value_heads" in fields:  # latent attention has keys of every head
         changes["num_key_value_heads"] = 4
+    if "mamba_d_ssm" in fields:
+        changes["mamba_d_head"] = changes["mamba_d_ssm"] // changes["mamba_n_heads"]
+    if "mamba_expand" in fields and "mamba_headdim" in fields and "n_mamba_heads" in fields:
+        changes["n_mamba_heads"] = fields["mamba_expand"] * changes["hidden_size"] // changes["mamba_headdim"]
+    for name, size in (("num_experts_per_tok", 2), ("n_routed_experts", 4), ("n_shared_experts", 1)):
+        if name in fields and fields[name] is None:
+            changes[name] = size
     if "state_size" in fields and "expand" in fields and "head_dim" in fields:
         changes["head_dim"] = 32
     if "num_key_value_heads" in fields and fields["num_key_value_heads"] is None:

@@ -32,6 +32,29 @@ def metrics(folder):
     return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
 
+def write_rows(name, rows):
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def trained(strop):
+    """Run `strop train` with a command line in words, which must succeed, and return the metrics of its run."""
+
+    def run(words, *options, output="run"):
+        code, _, err = strop("train", *words.split(), *options, "--output", output)
+        assert code == 0, err
+        return metrics(output)
+
+    return run
+
+
+def failed(found, says):
+    """Hold what a command returned: it ended with 1, and says this."""
+    code, _, err = found
+    assert code == 1
+    assert says in err
+
+
 # ---- options ----
 
 
@@ -65,7 +88,7 @@ def test_values_from_text(text, value):
     assert parse_value(text) == value
 
 
-def test_a_text_stays_one_whatever_it_looks_like():
+def test_options_of_text_stay_text():
     options = options_of(algorithm_class("grpo").Config, "")
     settings = parse_settings(["advantage_scale=none", "optim.eps=1e-6", "clip-eps=0.1,0.3", "autocast=none"], options)
     assert settings == {"advantage_scale": "none", "optim.eps": 1e-6, "clip_eps": [0.1, 0.3], "autocast": None}
@@ -179,25 +202,17 @@ def test_a_hub_that_cannot_be_reached_costs_no_run(strop, monkeypatch):
     assert Path("run/final/model.safetensors").exists()
 
 
-def test_streamed_data_trains_to_the_same_weights(strop):
+def test_streamed_data_trains_to_the_same_weights(strop, trained):
+    """As rows of a CSV file that are read at once; the columns have other names."""
     rows = [{"question": f"{i}+{i}=", "label": str(2 * i)} for i in range(12)]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, options in (("kept", ()), ("streamed", ("--stream",))):
-        code, _, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--data", "rows.jsonl",
-                             "--map", "prompt=question,completion=label", "--num-steps", 3, "--batch-size", 5,
-                             "--output", name, *options)  # fmt: skip
-        assert code == 0, err
+    write_rows("rows.jsonl", rows)
+    Path("rows.csv").write_text("question,label\n" + "".join(f"{i}+{i}=,{2 * i}\n" for i in range(12)))
+    words = "sft --model moe:tiny --task addition --map prompt=question,completion=label --num-steps 3 --batch-size 5"
+    trained(words, "--data", "rows.csv", output="kept")
+    assert json.loads(Path("kept/run.json").read_text())["num_rows"] == 12
+    trained(words, "--data", "rows.jsonl", "--stream", output="streamed")
     assert Path("kept/final/model.safetensors").read_bytes() == Path("streamed/final/model.safetensors").read_bytes()
-    code, _, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--stream", "--output", "run")
-    assert (code, "stream needs data, found none" in err) == (1, True)
-
-
-def test_data_under_other_names_trains(strop):
-    Path("rows.csv").write_text("question,label\n" + "1+1=,2\n2+2=,4\n" * 8)
-    code, _, err = strop("train", "sft", "--model", "moe:tiny", "--task", "addition", "--data", "rows.csv",
-                         "--map", "prompt=question,completion=label", "--num-steps", 1, "--output", "run")  # fmt: skip
-    assert code == 0, err
-    assert json.loads(Path("run/run.json").read_text())["num_rows"] == 16
+    failed(strop("train", "sft", *TINY, "--stream"), "stream needs data, found none")
 
 
 @pytest.mark.parametrize("command", ["sft", "grpo"])
@@ -215,13 +230,13 @@ def test_a_dry_run_takes_a_step_and_writes_nothing(command, strop):
     assert list(Path().iterdir()) == []
 
 
-def test_of_several_processes_the_first_tells_of_a_dry_run(strop, monkeypatch):
+def test_only_the_first_process_reports_a_dry_run(strop, monkeypatch):
     monkeypatch.setattr("strop.training.trainer.world", lambda: World(rank=1))
     code, out, err = strop("train", "sft", *TINY, "--num-steps", 1, "--num-eval-rows", 0, "--dry-run")
     assert (code, out) == (0, ""), err
 
 
-def test_of_several_processes_the_first_reads_standard_input(monkeypatch):
+def test_only_the_first_process_reads_standard_input(monkeypatch):
     """They have one between them, and the others are told what it held."""
 
     class Other(World):
@@ -234,54 +249,28 @@ def test_of_several_processes_the_first_reads_standard_input(monkeypatch):
 
 
 def test_the_best_is_kept_and_a_run_without_progress_ends(strop):
-    options = [
-        "sft",
-        "--model",
-        "moe:tiny",
-        "--task",
-        "addition",
-        "--batch-size",
-        "4",
-        "--learning-rate",
-        "0",
-        "--eval-every",
-        "1",
-    ]
+    options = ["sft", *TINY, "--learning-rate", "0", "--eval-every", "1"]
     best = ["--num-eval-rows", "4", "--num-steps", "9", "--output", "run", "--best", "eval/loss", "--patience", "2"]
     code, _, err = strop("train", *options, *best)
     assert code == 0, err
     assert "stopped: eval/loss has not improved on" in err
     assert [row["step"] for row in metrics("run") if "loss" in row] == [1, 2]
     assert Path("run/checkpoints/best.safetensors").exists()
-    assert strop("train", *options, "--num-eval-rows", 0, "--best", "eval/loss")[2].startswith(
-        "strop: ValueError: best needs held-out rows"
-    )
-    assert "patience needs best" in strop("train", *options, "--patience", 2)[2]
+    failed(strop("train", *options, "--num-eval-rows", 0, "--best", "eval/loss"), "best needs held-out rows")
+    failed(strop("train", *options, "--patience", 2), "patience needs best")
 
 
 def test_overwrite(strop):
-    options = [
-        "sft",
-        "--model",
-        "moe:tiny",
-        "--task",
-        "addition",
-        "--batch-size",
-        "4",
-        "--num-eval-rows",
-        "0",
-        "--output",
-        "run",
-    ]
+    """It removes an earlier run, its TensorBoard file too; a run then goes on with the same rows."""
+    command = ["train", "sft", *TINY, "--num-eval-rows", "0", "--output", "run"]
     for steps in (3, 2):
-        code, _, err = strop("train", *options, "--num-steps", steps, "--overwrite", "--log", "tensorboard")
+        code, _, err = strop(*command, "--num-steps", steps, "--overwrite", "--log", "tensorboard")
         assert code == 0, err
         assert len(list(Path("run/tensorboard").iterdir())) == 1
-        assert len(Path("run/metrics.jsonl").read_text().splitlines()) == steps
-    code, _, err = strop("train", *options, "--num-steps", 2)
-    assert (code, "--resume goes on with it, --overwrite removes it" in err) == (1, True)
-    code, _, err = strop("train", *options, "--num-steps", 2, "--overwrite", "--resume")
-    assert (code, "give one of them" in err) == (1, True)
+        assert len(metrics("run")) == steps
+    failed(strop(*command, "--num-steps", 2), "--resume goes on with it, --overwrite removes it")
+    failed(strop(*command, "--num-steps", 2, "--overwrite", "--resume"), "give one of them")
+    assert strop(*command, "--num-steps", 3, "--resume")[0] == 0
 
 
 def test_prompts_through_template_and_chat():
@@ -432,87 +421,64 @@ def test_generate_takes_any_character_where_the_terminal_knows_ascii_alone(monke
     assert json.loads(out.getvalue()) == answer
 
 
-def test_dpo_from_a_file(strop, tmp_path):
-    rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "9"} for i in range(8)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    code, _, err = strop(
-        "train", "dpo", *TINY, "--data", "pairs.jsonl", "--num-steps", 2, "--output", "runs/d", "--beta", "0.5"
-    )
-    assert code == 0, err
-    assert metrics("runs/d")[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
-    assert json.loads(Path("runs/d/run.json").read_text())["config"]["loss"]["beta"] == 0.5
+PAIRS = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "9", "margin": 0.5} for i in range(8)]
 
 
-def test_kto_from_a_file(strop, tmp_path):
-    rows = [{"prompt": f"{i}+1=", "completion": "9", "label": False} for i in range(8)]
-    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    data = ("--data", "labels.jsonl", "--undesirable-weight", 2)
-    code, _, err = strop("train", "kto", *TINY, *data, "--num-steps", 2, "--output", "runs/k")
-    assert code == 0, err
-    assert metrics("runs/k")[0]["loss"] == pytest.approx(2 * 0.5, abs=1e-3)
+def test_dpo_from_a_file(trained):
+    write_rows("pairs.jsonl", PAIRS)
+    found = trained("dpo --data pairs.jsonl --num-steps 2 --beta 0.5", *TINY)
+    assert found[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert json.loads(Path("run/run.json").read_text())["config"]["loss"]["beta"] == 0.5
 
 
-def test_reward_from_a_file_and_then_grpo(strop, tmp_path):
-    """A causal LM's folder becomes a reward model, and that a reward."""
-    tokenizer = load_task("addition").tokenizer
-    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    tiny_qwen2(vocab_size=len(tokenizer), **ids).save_pretrained(tmp_path / "causal")
-    tokenizer.save_pretrained(tmp_path / "causal")
-    rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "9", "margin": 0.5} for i in range(8)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    few = ("--batch-size", 4, "--num-steps", 2, "--quiet")
-    model = ("--model", "causal", "--device", "cpu")
-    code, _, err = strop("train", "reward", *model, "--data", "pairs.jsonl", "--output", "runs/r", *few)
-    assert code == 0, err
-    assert "preference/accuracy" in metrics("runs/r")[0]
-    rewarded = ("--task", "addition", "--reward", "model:runs/r/final", "--max-new-tokens", 3, "--output", "runs/g")
-    code, _, err = strop("train", "grpo", *model, *rewarded, "--num-eval-rows", 0, *few)
-    assert code == 0, err
-    assert metrics("runs/g")[0]["reward/reward_model"] == metrics("runs/g")[0]["reward/mean"] != 0
+def test_kto_from_a_file(trained):
+    write_rows("labels.jsonl", [{"prompt": f"{i}+1=", "completion": "9", "label": False} for i in range(8)])
+    found = trained("kto --data labels.jsonl --undesirable-weight 2 --num-steps 2", *TINY)
+    assert found[0]["loss"] == pytest.approx(2 * 0.5, abs=1e-3)
 
 
-def test_ppo_and_distill_by_folders(strop, tmp_path):
-    """A value head, then a critic of its own; a teacher as --ref-model."""
+@pytest.fixture
+def causal():
+    """A folder with a causal LM and a tokenizer, and one with a critic."""
     tokenizer = load_task("addition").tokenizer
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}
-    for folder, model in (
-        ("causal", tiny_qwen2(**ids)),
-        ("critic", tiny_qwen2("ForSequenceClassification", num_labels=1, **ids)),
-    ):
-        model.save_pretrained(tmp_path / folder)
-        tokenizer.save_pretrained(tmp_path / folder)
-    shared = ("--model", "causal", "--device", "cpu", "--task", "addition", "--max-new-tokens", 3, "--num-rows", 8,
-              "--num-eval-rows", 0, "--batch-size", 4, "--num-steps", 2, "--quiet")  # fmt: skip
-    for name, more in (("head", ()), ("own", ("--critic", "critic"))):
-        code, _, err = strop("train", "ppo", *shared, *more, "--output", f"runs/{name}")
-        assert code == 0, err
-        assert "value/explained_variance" in metrics(f"runs/{name}")[1]
-    code, _, err = strop(
-        "train", "distill", *shared, "--ref-model", "causal", "--divergence", "jsd", "--output", "runs/t"
-    )
-    assert code == 0, err
-    assert metrics("runs/t")[0]["distill/divergence"] == pytest.approx(0, abs=1e-5)  # the student is the teacher
-    code, _, err = strop("train", "distill", *shared, "--output", "runs/none")
-    assert code == 1
-    assert "Distill needs a teacher" in err
+    critic = tiny_qwen2("ForSequenceClassification", num_labels=1, **ids)
+    for folder, model in (("causal", tiny_qwen2(**ids)), ("critic", critic)):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return "--model causal --device cpu --batch-size 4 --num-steps 2 --quiet"
 
 
-def test_online_dpo_with_a_reward(strop, tmp_path):
-    (tmp_path / "short.py").write_text("def short(completions):\n    return [-len(c) for c in completions]\n")
-    code, _, err = strop("train", "online-dpo", *TINY, "--reward", "short.py:short", "--num-steps", 1, "--max-new-tokens", 3,
-                         "--num-eval-rows", 0, "--output", "runs/o")  # fmt: skip
-    assert code == 0, err
-    assert "preference/tied_fraction" in metrics("runs/o")[0]
+def test_reward_from_a_file_and_then_grpo(trained, causal):
+    """A causal LM's folder becomes a reward model, and that a reward."""
+    write_rows("pairs.jsonl", PAIRS)
+    assert "preference/accuracy" in trained(f"reward {causal} --data pairs.jsonl", output="runs/r")[0]
+    rewarded = "--task addition --reward model:runs/r/final --max-new-tokens 3 --num-eval-rows 0"
+    (first, *_) = trained(f"grpo {causal} {rewarded}", output="runs/g")
+    assert first["reward/reward_model"] == first["reward/mean"] != 0
 
 
-def test_several_rewards_with_weights(strop, tmp_path):
-    (tmp_path / "two.py").write_text(
-        "def one(completions):\n    return [1.0] * len(completions)\n\n\ndef ten(completions):\n    return [10.0] * len(completions)\n"
-    )
-    code, _, err = strop("train", "grpo", *TINY, *GENERATING, "--reward", "two.py:one", "--reward", "two.py:ten", "--reward-weights", "1,0.5",
-                         "--num-steps", 1, "--output", "runs/w", "--num-eval-rows", 0)  # fmt: skip
-    assert code == 0, err
-    first = metrics("runs/w")[0]
+def test_ppo_and_distill_by_folders(strop, trained, causal):
+    """A value head, then a critic of its own; a teacher as --ref-model."""
+    shared = f"{causal} --task addition --max-new-tokens 3 --num-rows 8 --num-eval-rows 0"
+    for name, more in (("head", ""), ("own", "--critic critic")):
+        assert "value/explained_variance" in trained(f"ppo {shared} {more}", output=name)[1]
+    found = trained(f"distill {shared} --ref-model causal --divergence jsd")
+    assert found[0]["distill/divergence"] == pytest.approx(0, abs=1e-5)  # the student is the teacher
+    failed(strop("train", "distill", *shared.split(), "--output", "none"), "Distill needs a teacher")
+
+
+def test_online_dpo_with_a_reward(trained):
+    Path("short.py").write_text("def short(completions):\n    return [-len(c) for c in completions]\n")
+    words = "online-dpo --reward short.py:short --num-steps 1 --max-new-tokens 3 --num-eval-rows 0"
+    assert "preference/tied_fraction" in trained(words, *TINY)[0]
+
+
+def test_several_rewards_with_weights(trained):
+    for name, value in (("one", 1.0), ("ten", 10.0)):
+        Path(f"{name}.py").write_text(f"def {name}(completions):\n    return [{value}] * len(completions)\n")
+    words = "grpo --reward one.py:one --reward ten.py:ten --reward-weights 1,0.5 --num-steps 1"
+    first = trained(words, *TINY, *GENERATING[:-2], "--num-eval-rows", 0)[0]
     assert (first["reward/mean"], first["reward/one"], first["reward/ten"]) == (6.0, 1.0, 10.0)
 
 
@@ -656,17 +622,6 @@ def test_report_mistakes(strop, tmp_path):
     assert "is no run: it must hold metrics.jsonl, found nothing" in err
 
 
-def test_report_leaves_out_a_run_that_has_logged_nothing(strop):
-    for name, lines in (("a", '{"step": 1, "loss": 2.0}\n'), ("b", "")):
-        Path("runs", name).mkdir(parents=True)
-        Path("runs", name, "metrics.jsonl").write_text(lines)
-    with pytest.warns(UserWarning, match=r"runs/b has logged no step yet: .*; it is left out"):
-        assert strop("report", "runs") == (0, "runs/report.html\n", "")
-    code, out, err = strop("report", "runs/b")
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "runs/b has logged no step yet: its metrics.jsonl is empty or not there" in err
-
-
 def test_help_lists_the_algorithms_without_torch(strop):
     code, out, _ = strop("train", "--help")
     assert code == 0
@@ -756,10 +711,3 @@ def test_allow_changes(strop):
     assert "--allow-changes goes on" in err
     assert strop(*command, "--num-steps", 2, "--resume", "--allow-changes")[0] == 0
     assert [entry["step"] for entry in metrics("run") if "loss" in entry] == [1, 2]
-
-
-def test_resume_after_overwrite_finds_the_same_rows(strop):
-    command = ["train", "sft", *TINY, "--num-eval-rows", 0, "--output", "run"]
-    assert strop(*command, "--num-steps", 1)[0] == 0
-    assert strop(*command, "--num-steps", 1, "--overwrite")[0] == 0
-    assert strop(*command, "--num-steps", 2, "--resume")[0] == 0

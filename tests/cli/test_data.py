@@ -88,7 +88,7 @@ def test_bad_rows_are_named_by_line_and_the_rest_is_read(check):
     assert "format: prompt_completion in 2 rows" in out
 
 
-def test_rows_of_two_formats_are_told(check):
+def test_rows_of_two_formats_are_reported(check):
     write("rows.jsonl", [{"prompt": "1"}, {"text": "2"}])
     code, out = check("rows.jsonl")
     assert code == 1
@@ -106,7 +106,7 @@ def test_other_files_and_standard_input(check, monkeypatch):
     assert "must use the columns question, label, found 'missing'" in out
 
 
-def test_the_same_mistake_in_many_rows_is_told_once(check):
+def test_the_same_mistake_in_many_rows_is_reported_once(check):
     Path("rows.csv").write_text("question,label\n1+1=,2\n1+2=,3\n1+3=,4\n")
     code, out = check("rows.csv", "--show", 0)
     assert code == 1
@@ -116,7 +116,7 @@ def test_the_same_mistake_in_many_rows_is_told_once(check):
     assert "--map prompt=question,completion=answer" in out
 
 
-def test_empty_texts_are_told(check):
+def test_empty_texts_are_reported(check):
     Path("rows.csv").write_text("prompt,completion\n1+1=,2\n1+2=,\n")
     code, out = check("rows.csv", "--show", 0)
     assert (code, "empty completion: row 1" in out) == (0, True)

@@ -11,6 +11,7 @@ import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import preloaded
 import pytest
 
 from strop.cli import demo, main
@@ -20,10 +21,6 @@ torch = pytest.importorskip("torch")
 
 def command(*args):
     return [sys.executable, "-m", "strop", "demo", *map(str, args)]
-
-
-def run(*args, **environment):
-    return subprocess.run(command(*args), capture_output=True, text=True, env=os.environ | environment)
 
 
 def lines_of(path):
@@ -58,7 +55,7 @@ def test_every_stage_is_told_and_quiet_without_a_terminal(finished):
     assert done.stdout.splitlines()[-1].endswith(f"Report: {folder / 'report.html'}")
 
 
-def test_what_is_trained_on_is_not_what_is_held_out(finished):
+def test_training_and_held_out_rows_are_disjoint(finished):
     folder, _ = finished
     train, test = lines_of(folder / "data" / "train.jsonl"), lines_of(folder / "data" / "test.jsonl")
     assert (len(train), len(test)) == (10_000, 500)
@@ -97,7 +94,7 @@ def test_the_report_holds_itself_and_says_it(finished):
         assert f"{100 * about[name]['greedy']:.1f}\u00a0%" in page
 
 
-def test_again_replaces_its_own_things_only(tmp_path):
+def test_a_second_demo_replaces_only_its_own_files(tmp_path):
     about = {"seed": 0}
     demo.claim_folder(tmp_path / "new", about)
     (tmp_path / "new" / "report.html").write_text("old")
@@ -111,20 +108,20 @@ def test_again_replaces_its_own_things_only(tmp_path):
 def test_other_folders_are_left_alone(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "precious.csv").write_text("1")
-    found = run("--output", tmp_path)
+    found = preloaded.strop("demo", "--output", tmp_path)
     assert found.returncode == 1
     wanted = (
         f"strop: FileExistsError: --output must be empty or hold an earlier demo, found other things in {tmp_path}\n"
     )
     assert found.stderr == wanted
     assert (tmp_path / "data" / "precious.csv").read_text() == "1"
-    found = run("--output", tmp_path / "data" / "precious.csv")
+    found = preloaded.strop("demo", "--output", tmp_path / "data" / "precious.csv")
     assert found.stderr.startswith("strop: NotADirectoryError: --output must be a folder, found the file")
 
 
 def test_can_be_interrupted(tmp_path):
     folder = tmp_path / "demo"
-    process = subprocess.Popen(command("--output", folder, "--sft-steps", 5), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    process = preloaded.start("strop.cli:main", "demo", "--output", folder, "--sft-steps", 5)
     metrics, deadline = folder / "grpo" / "metrics.jsonl", time.time() + 120
     while not (metrics.exists() and metrics.stat().st_size) and time.time() < deadline and process.poll() is None:
         time.sleep(0.1)
@@ -154,7 +151,7 @@ def test_without_torch(tmp_path):
 @pytest.mark.skipif("STROP_SLOW" not in os.environ, reason="two minutes of two cores; STROP_SLOW=1 runs it")
 def test_the_whole_recipe(tmp_path):
     folder = tmp_path / "demo"
-    assert run("--output", folder, "--seed", 0).returncode == 0
+    assert preloaded.strop("demo", "--output", folder, "--seed", 0, timeout=600).returncode == 0
     about = json.loads((Path(folder) / "demo.json").read_text())
     before, after = about["before"], about["after"]
     assert after["greedy"] >= max(0.9, before["greedy"] + 0.3)

@@ -140,6 +140,6 @@ def test_a_preference_is_asked_of_conversations(capsys, tmp_path, chatting):
     assert "asked of 2 conversations" in capsys.readouterr().err
 
 
-def test_what_sft_does_not_have(tmp_path, capsys):
+def test_sft_refuses_an_environment(tmp_path, capsys):
     assert run("train", "sft", "--model", "moe:tiny", "--task", "sorting", "--environment", GUESS) == 1
     assert "environment must not be given: sft has none" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_bad_rows_are_named(row, error, match):
         Trajectory.of(*row)
 
 
-def test_no_trajectories_are_one_token_that_counts_for_nothing():
+def test_an_empty_batch_is_one_token_that_does_not_count():
     """For a process without work, which runs the model beside the others all the same."""
     batch = TokenBatch.of([], weights=[], dtype=torch.float64)
     assert (batch.num_tokens, batch.num_loss_tokens, batch.num_loss_tokens_S) == (1, 0, [])

@@ -144,7 +144,7 @@ def test_rows_of_any_columns():
     assert read_rows([{"question": "a"}], limit=1) == [{"question": "a"}]
 
 
-def test_bytes_that_are_no_text(tmp_path):
+def test_bytes_that_are_not_utf8_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 1 must be UTF-8 text"):
@@ -178,7 +178,7 @@ def test_contents_are_checked(row, error, match):
         ([{"prompt": "a"}, {"prompt": None}], r"^rows\[1\]\['prompt'\] must be .*, found null$"),
     ],
 )  # fmt: skip
-def test_null_is_told_as_the_cause(rows, match):
+def test_null_values_are_named_as_the_cause(rows, match):
     with pytest.raises((TypeError, ValueError), match=match):
         load_rows(rows)
 
@@ -189,7 +189,7 @@ def test_null_beside_a_whole_format_is_no_column():
     assert check_rows([{"text": None, "messages": [{"role": "user", "content": "a"}]}]) == "language_modeling"
 
 
-def test_sources_that_are_none():
+def test_invalid_sources_are_refused():
     with pytest.raises(TypeError, match=r"rows\[1\] must be a dict of columns, found str"):
         load_rows([{"text": "a"}, "b"])
     with pytest.raises(TypeError, match="data must be a list of dicts, a path, a task's name or a Dataset, found int"):
@@ -330,7 +330,7 @@ def test_streamed_rows_are_checked_as_they_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["a.csv", "-", "sorting", [{"text": "a"}]])
-def test_what_cannot_be_streamed(tmp_path, monkeypatch, source):
+def test_sources_that_cannot_be_streamed(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.csv").write_text("text\na\n")
     with pytest.raises(ValueError, match=r"stream needs \.jsonl files, one \.parquet file or a Dataset, found"):

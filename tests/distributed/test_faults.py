@@ -83,7 +83,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_that_fails_ends_all(fault, config, tmp_path):
+def test_one_failing_process_ends_all(fault, config, tmp_path):
     run = tmp_path / "run"
     environment = {"STROP_TIMEOUT": "12"} if fault == "hang" else {}
     process = start(config, run, "--shard", "none" if fault == "kill" else "full", FAULT=fault, **environment)

@@ -80,7 +80,7 @@ def apart(one, other):
 
 
 @pytest.mark.parametrize(("case", "shard"), [*CASES, ("drop", "none"), ("drop", "full")])
-def test_at_the_same_number_of_processes_bit_for_bit(case, shard, folder):
+def test_resume_with_the_same_number_of_processes_is_bitwise_equal(case, shard, folder):
     through, resumed = folder / f"{case}-{shard}-2", folder / f"{case}-{shard}-2-then-2"
     assert apart(through, resumed) == 0
     one, other = (read_metrics(run / "metrics.jsonl") for run in (through, resumed))
@@ -94,7 +94,7 @@ def test_at_the_same_number_of_processes_bit_for_bit(case, shard, folder):
 
 @pytest.mark.parametrize(("case", "shard"), CASES)
 @pytest.mark.parametrize("how", ["2", "1-then-2", "2-then-4", "4-then-1"])
-def test_at_another_number_to_rounding(case, shard, how, folder):
+def test_resume_with_another_number_of_processes_is_equal_to_rounding(case, shard, how, folder):
     run = folder / f"{case}-{shard}-{how}"
     if how == "4-then-1":
         shutil.copytree(folder / f"{case}-{shard}-4-then", run)
@@ -114,7 +114,7 @@ def test_each_process_has_random_numbers_of_its_own_and_weights_are_written_once
     assert rows == ([15, 15] if shard == "full" else [30])
 
 
-def test_the_first_process_alone_writes(folder):
+def test_only_the_first_process_writes(folder):
     run = folder / "grpo-full-2"
     assert [entry["step"] for entry in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert {entry["step"] for entry in read_metrics(run / "samples.jsonl")} == {1, 2, 3, 4}
@@ -250,7 +250,7 @@ def test_a_wrong_folder_is_refused_and_changes_nothing(how, copied):
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_kill_left_is_put_right(folder, tmp_path):
+def test_leftovers_of_a_kill_are_repaired(folder, tmp_path):
     """Between the two renames of a folder that takes another's place, and in the middle of writing one."""
     run = Path(shutil.copytree(folder / "sft-none-2", tmp_path / "run"))
     last = newest(run)
@@ -262,6 +262,6 @@ def test_what_a_kill_left_is_put_right(folder, tmp_path):
     assert names == ["step-00000004", "step-00000004.safetensors"]
 
 
-def test_a_model_that_is_another_is_refused(folder):
+def test_another_model_is_refused(folder):
     with pytest.raises(CheckpointError, match="must hold"):
         SFT.from_checkpoint(newest(folder / "sft-full-2"), model=llama(eos_token_id=3).double())

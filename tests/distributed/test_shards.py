@@ -37,7 +37,7 @@ def test_what_differs_between_processes_is_named():
         Several({}).check_same({"a": 1})
 
 
-def test_rows_are_compared_by_what_they_say():
+def test_digests_of_rows_depend_on_their_content_alone():
     """Not by what differs from process to process: addresses, the order of sets."""
     rows = [Trajectory.of_prompt([i, 6], row={"answer": {1, i}, "tool": object()}) for i in range(100)]
     again = [Trajectory.of_prompt([i, 6], row={"answer": {i, 1}, "tool": object()}) for i in range(100)]
@@ -55,7 +55,7 @@ def alone_in_a_group(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_copy_is_the_model_and_goes(alone_in_a_group, tied):
+def test_the_gathered_copy_equals_the_model_and_is_freed(alone_in_a_group, tied):
     """With the weights of the moment, in the same memory while it lasts, and without memory afterwards."""
     model = qwen2(tie_word_embeddings=tied)
     wanted = generate(as_policy(model), [[5, 6]], Sampling(max_new_tokens=6), num_samples=3, seed=1).completion_ids
@@ -94,7 +94,7 @@ def test_a_copy_that_does_not_fit_names_the_server(alone_in_a_group, monkeypatch
         pass
 
 
-def test_what_cannot_be_sharded(alone_in_a_group):
+def test_models_that_cannot_be_sharded_are_refused(alone_in_a_group):
     with pytest.raises(ValueError, match="shard must be 'none' for strop's MoE"):
         as_policy(moe()).shard(None)
     with pytest.raises(ValueError, match="compile must be False with shard='full'"):
@@ -109,7 +109,7 @@ def test_sharding_needs_torchrun():
         SFT(model=PlainModel(), shard="full")
 
 
-def test_a_copy_that_stays_is_filled_anew(alone_in_a_group):
+def test_a_kept_copy_is_refilled_in_place(alone_in_a_group):
     """As on a GPU, where graphs hold its addresses."""
     policy = as_policy(qwen2())
     policy.shard(None)

@@ -21,7 +21,7 @@ def test_frozen_lake_is_walked_in_words():
     assert (won.reward, won.done) == (1.0, True)
 
 
-def test_a_word_that_is_no_action_is_told_so():
+def test_unknown_actions_get_an_answer():
     pytest.importorskip("gymnasium")
     lake = FrozenLake()
     lake.reset({"seed": 0})

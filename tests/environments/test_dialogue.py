@@ -139,7 +139,7 @@ def test_ids_without_a_tokenizer():
     assert dialogue.ids == [5, 6, 7, 8, 9]
 
 
-def test_what_does_not_fit_is_not_heard():
+def test_messages_that_do_not_fit_are_left_out():
     tokens = CharTokenizer("0123456789<>?")
     dialogue = Chat(tokens).begin("?")
     dialogue.draw([2, 1], torch.zeros(2))
@@ -216,7 +216,7 @@ def test_a_template_without_words_for_results_is_refused(template, why):
         Chat(tokens, [ADD])
 
 
-def test_a_turn_that_opens_otherwise_than_it_is_written_later_is_refused_with_the_place():
+def test_templates_that_open_turns_in_another_way_are_refused():
     """As templates do that begin a turn with thinking and leave it out of earlier turns."""
     tokens = with_template(
         "{% for m in messages %}"

@@ -197,7 +197,7 @@ def test_each_turn_is_compared_with_the_same_turn_of_the_group():
     assert discounted == [[0, -1, -1], [0, 1, 1], [1], [-1, 0, 0]]
 
 
-def test_what_functions_gave_comes_at_the_last_turn():
+def test_rewards_of_functions_count_at_the_last_turn():
     some = played([0.0, 0.0], [0.0, 0.0], totals=[1.0, 3.0])
     found = turn_advantages(some, 2, 0.5, scale="none", ddof=1, eps=0.0)
     # reward_fn gave 1 and 3; half of it reaches the first turn

@@ -95,7 +95,7 @@ def test_samples_and_turns_have_their_own_random_numbers():
     assert len(set(turns)) > 4
 
 
-def test_the_ends_are_told_apart():
+def test_finish_reasons_are_told_apart():
     sampling = Sampling(max_new_tokens=2, temperature=0.0)
     endless = moe()  # no EOS: every turn is cut
     assert set(play(Echo, endless, tokenizer=Unending(), sampling=sampling).finish_reasons) == {"length"}
@@ -177,7 +177,7 @@ def test_a_wrong_step_stops_the_run_with_the_row_named(what, match):
         play(failing(what), model, tokenizer=LettersOnly())
 
 
-def test_or_ends_its_trajectory_with_the_reward_that_was_asked_for():
+def test_on_error_end_gives_the_error_reward():
     model = moe(eos_token_id=list(range(30)))
     found = play(failing(raises, after=2), model, tokenizer=LettersOnly(), on_error="end", error_reward=-5.0)
     assert found.metrics["environment/failed_fraction"] == pytest.approx(1 / 3)
@@ -242,7 +242,7 @@ def test_a_reset_that_fails_always_stops():
 
 
 @pytest.mark.parametrize("kind", ["threads", "asyncio"])
-def test_one_that_hangs_is_left(kind):
+def test_a_hanging_environment_is_abandoned(kind):
     class Hanging(Echo):
         def step(self, reply):
             if self.row["prompt"] == "dab":
@@ -300,7 +300,7 @@ def test_an_async_one_that_never_awaits_or_exits_does_not_stop_the_others(on_err
         release.set()
 
 
-def test_so_many_run_at_the_same_time():
+def test_environment_workers_limits_concurrency():
     running, most, together = [], [], threading.Barrier(2, timeout=60)
 
     class Counting(Echo):
@@ -324,7 +324,7 @@ def test_so_many_run_at_the_same_time():
         (Echo(), "environment must be a class, or a function that makes one for each trajectory, found a Echo"),
     ],
 )
-def test_what_is_no_environment(environment, match):
+def test_invalid_environments_are_refused(environment, match):
     with pytest.raises(TypeError, match=match):
         play(environment)
 

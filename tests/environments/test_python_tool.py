@@ -41,6 +41,9 @@ ESCAPES = {
     "fork": "os.fork()",
     "fork bomb": "while True: os.fork()",
     "spawn": "os.posix_spawn('/bin/true', ['true'], {})",
+    "fork_exec, as multiprocessing calls it": "import _posixsubprocess; r, w = os.pipe(); _posixsubprocess.fork_exec("
+    "[b'/bin/true'], [b'/bin/true'], True, (w,), None, None, -1, -1, -1, -1, -1, -1, r, w, False, False, -1, None, None, None, "
+    "-1, None, True)",
     "exec": "os.execv('/bin/true', ['true'])",
     "system": "import subprocess; subprocess.run(['/bin/true'], check=True)",
     "socket": "import socket; socket.socket()",
@@ -197,8 +200,28 @@ def test_many_files_have_a_size_together(kind, request):
     code = (
         "import time\nfor i in range(150):\n    open(f'{i}', 'wb').write(bytes(10**6))\ntime.sleep(2)\nprint('ESCAPED')"
     )
-    with pytest.raises(RuntimeError, match=r"No space left|at most 32 MB together"):
+    with pytest.raises(RuntimeError, match=r"No space left|at most 1000, and 32 MB together"):
         tool(code)
+
+
+@pytest.mark.parametrize("kind", ["python", "bare"])
+def test_the_number_of_files_is_limited(kind, request):
+    code = "import time\nfor i in range(3000): open(str(i), 'w').close()\ntime.sleep(2)\nprint('ESCAPED')"
+    with pytest.raises(RuntimeError, match=r"No space left|at most 1000, and 32 MB together"):
+        request.getfixturevalue(kind)(code)
+
+
+def test_the_folder_is_the_programs_own(python):
+    """Where the kernel checks files, a program may also remove, rename and make folders there."""
+    if "files" not in sandbox.available():
+        pytest.skip("this kernel does not check files")
+    code = (
+        "import os, pathlib, shutil, tempfile\n"
+        "with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as file: pathlib.Path(folder, 'a').write_text('x')\n"
+        "pathlib.Path('a').write_text('x'); shutil.copyfile('a', 'b'); os.rename('b', 'c'); os.remove('a'); os.mkdir('d')\n"
+        "print(sorted(os.listdir()))"
+    )
+    assert python(code) == "['c', 'd']"
 
 
 @pytest.mark.parametrize("kind", ["python", "bare"])
@@ -213,7 +236,7 @@ def test_many_files_have_a_size_together(kind, request):
     ],
     ids=["memory", "text", "threads", "one file", "open files"],
 )
-def test_bombs(kind, code, request):
+def test_resource_bombs_are_stopped(kind, code, request):
     with pytest.raises(RuntimeError, match=r"MemoryError|can't start new thread|too large|Too many open files|signal"):
         request.getfixturevalue(kind)(code)
 
@@ -256,7 +279,7 @@ def test_a_protection_that_is_gone_stops_the_tool(python, monkeypatch):
         python("print(1)")
 
 
-def test_what_is_not_protected_is_said(monkeypatch):
+def test_missing_protections_are_reported(monkeypatch):
     monkeypatch.setattr(sandbox, "layers", lambda: {"folder": "Operation not permitted", "files": "", "calls": ""})
     assert sandbox.unprotected() == (
         "the folder's size is checked every 20 ms, not limited by the kernel (Operation not permitted)"

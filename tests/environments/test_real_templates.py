@@ -61,7 +61,7 @@ def test_parsers():
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507", "llama3_1", "glm4moe"])
-def test_of_calls_and_results_only_the_calls_are_imitated(name):
+def test_only_calls_are_trained_on_not_their_results(name):
     tokens, end = real_tokenizer(name), REAL[name][2] or "<|observation|>"
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
     call, said = {"role": "assistant", "content": "", "tool_calls": calls}, {"role": "assistant", "content": "ooh"}

@@ -238,7 +238,7 @@ class Later(Counter):
         return super().reset(start)
 
 
-def test_a_reset_may_be_async_and_says_a_text_or_nothing():
+def test_reset_may_be_async_and_return_text_or_none():
     first = asyncio.run(ToolBox(Later, tokenizer("qwen"))().reset({"prompt": "Count."}))
     assert first == [{"role": "user", "content": "Count. It is 0."}]
     silent = type("Silent", (Counter,), {"reset": lambda self, **row: None})

@@ -153,7 +153,7 @@ def test_a_frozen_head(dtype, workspace, spread):
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 95, 96])
-def test_however_many_tokens_count(frozen, count):
+def test_any_number_of_tokens_may_count(frozen, count):
     """Their number comes while the first product is computed, of as many as there may be."""
     (hidden, weight, _), ids, mask = example(torch.float32)
     mask = (torch.arange(mask.numel(), device="cuda") < count).view_as(mask)

@@ -1,13 +1,16 @@
 """Every declared policy loss: its derivative is that of its formula, its kernel exists, its weights add up, the page has it."""
 
+import dataclasses
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
 
 from strop.config.policy_losses import POLICY_LOSSES, PolicyLossType
-from strop.losses import PolicyRule, token_policy_loss
-from strop.losses.rules import token_terms
+from strop.losses import PolicyRule, PreferenceRule, token_policy_loss
+from strop.losses.preference import PreferenceOptions
+from strop.losses.rules import PolicyOptions, token_terms
 from strop.ops.rows import kernels
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
@@ -85,3 +88,10 @@ def test_a_new_loss_is_one_entry(monkeypatch):
     terms_3N, derivative_N = token_terms(logps_N, old_N, None, advantages_N, torch.ones_like(logps_N), rule)
     assert torch.equal(terms_3N[0], -advantages_N * logps_N)
     assert torch.equal(derivative_N, -advantages_N)
+
+
+@pytest.mark.parametrize(("options", "rule"), [(PolicyOptions, PolicyRule), (PreferenceOptions, PreferenceRule)])
+def test_functions_take_every_option_of_a_rule(options, rule):
+    fields = {field.name for field in dataclasses.fields(rule)}
+    types = {name: kind for name, kind in get_type_hints(rule).items() if name in fields}
+    assert get_type_hints(options) == types

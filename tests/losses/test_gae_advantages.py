@@ -9,7 +9,7 @@ from strop.losses import gae_advantages
 
 @pytest.mark.parametrize("T", [1, 3, 63, 64, 65, 200])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.0, 0.0)])
-def test_the_numbers_are_the_primitives(T, gamma, lam):
+def test_values_equal_those_of_the_primitive(T, gamma, lam):
     draw = torch.Generator().manual_seed(T)
     rewards, values = (torch.randn(5, T, dtype=torch.float64, generator=draw) for _ in range(2))
     mask = torch.rand(5, T, generator=draw) < 0.7

@@ -176,13 +176,6 @@ def test_a_better_margin_is_a_smaller_loss(loss_type):
     assert pair_preference_loss(chosen, rejected, **options) < pair_preference_loss(zero, zero, **options)
 
 
-def test_gradient_goes_to_the_policy_only():
-    inputs = {name: value.requires_grad_() if value.is_floating_point() else value for name, value in example().items()}
-    preference_loss(**inputs).loss.backward()
-    assert inputs["policy_chosen"].grad.abs().sum() > 0
-    assert inputs["ref_chosen"].grad is inputs["ref_rejected"].grad is None
-
-
 @every_loss_type
 def test_permutation_and_micro_batches(loss_type):
     whole, gradients = run(loss_type)
@@ -203,7 +196,7 @@ def test_permutation_and_micro_batches(loss_type):
 
 @every_loss_type
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_far_apart_is_finite(loss_type, dtype):
+def test_large_log_ratios_stay_finite(loss_type, dtype):
     """Log-ratios of ±1000 and β = 1, which exp() would not survive."""
     chosen = torch.tensor([1000.0, -1000.0, 1000.0, -1000.0], dtype=dtype)
     rejected = torch.tensor([-1000.0, 1000.0, 1000.0, -1000.0], dtype=dtype)
@@ -227,7 +220,7 @@ def test_float32_against_float64(loss_type):
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "apo_zero", "apo_down"])
-def test_a_small_loss_keeps_its_digits(loss_type):
+def test_small_losses_keep_their_precision(loss_type):
     """A pair already right by 40: σ(−40) is far below float32's resolution at 1."""
     chosen, rejected = (-80.0, -120.0) if loss_type == "apo_down" else (40.0, -40.0)
     zero = torch.zeros(1)

@@ -111,7 +111,7 @@ def test_weights_changed_in_place_are_seen(model):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_broken_weight_shows(moe_engine, bad):
+def test_nan_and_inf_weights_reach_every_output(moe_engine, bad):
     """In logits, loss and log-probs, whichever tensor holds it: the router's choice must not hide it."""
     config = small_config()
     tokens, targets, *_ = random_batch(config)
@@ -177,7 +177,7 @@ def test_cache_rows_can_be_dropped_and_repeated(model):
     close(model.engine.decode(tokens[rows, 5], chosen), want[rows, 5])
 
 
-def test_a_cache_goes_on_with_several_tokens_and_in_another_room(model):
+def test_a_cache_takes_several_tokens_and_rows_of_other_caches(model):
     """Rows of different lengths, right-padded, behind what two caches of other capacities hold of them."""
     tokens, _, _, _ = random_batch(model.config, (3, 9))
     want = model.forward(tokens)
@@ -240,7 +240,7 @@ def test_native_without_the_compiled_module_says_why(monkeypatch):
     assert "native" not in available_engines()
 
 
-def test_an_engine_plugs_in(monkeypatch):
+def test_another_engine_can_be_registered(monkeypatch):
     class Doubling(engine_class("numpy")):
         name = "doubling"
         dtypes = (np.float32,)

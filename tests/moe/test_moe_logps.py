@@ -85,7 +85,7 @@ def test_temperature_by_hand():
 
 @pytest.mark.parametrize("padding", [None, "left", "mixed"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_they_are_those_of_the_logits(moe_engine, padding, temperature):
+def test_log_probs_equal_those_of_the_logits(moe_engine, padding, temperature):
     model = random_model(small_config(), moe_engine, dtype=np.float32)
     batch = scored_batch(model.config, padding=padding)
     found = model.engine.logps(*batch, temperature=temperature)
@@ -197,7 +197,7 @@ def test_gradients_are_written_over_and_several_passes_live(moe_engine):
         same(out[name], want[name], moe_engine)
 
 
-def test_what_was_drawn_has_its_log_prob_again(moe_engine):
+def test_drawn_tokens_get_the_same_log_prob_again(moe_engine):
     """Bit for bit in the native engine, in float64 before anything is rounded; in NumPy as far as its products go."""
     model = random_model(MoEConfig(vocab_size=300, max_seq_len=64), moe_engine, dtype=np.float32, std=0.1)
     rng = np.random.default_rng(0)
@@ -285,7 +285,7 @@ def test_many_tokens_of_an_expert(isa):
 
 @NATIVE
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_neither_batch_nor_sharing_nor_threads_change_a_bit(config, dtype, isa, restore_threads):
+def test_log_probs_have_the_same_bits_in_any_batch_and_with_any_threads(config, dtype, isa, restore_threads):
     model = random_model(config, "native", dtype=dtype, std=0.2)
     tokens, counts, mask = scored_batch(config, (7, 40))
     together = model.engine.logps(tokens, counts, mask, temperature=1.3)
@@ -310,7 +310,7 @@ def test_neither_batch_nor_sharing_nor_threads_change_a_bit(config, dtype, isa, 
 
 
 @NATIVE
-def test_what_rows_have_in_common_is_computed_once(restore_threads):
+def test_shared_prefixes_are_computed_once(restore_threads):
     """Sixteen completions of one prompt take little more memory than one: their prompt is there once."""
     strop.set_num_threads(2)  # each has memory of its own
     config = MoEConfig(max_seq_len=300)

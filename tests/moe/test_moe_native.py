@@ -224,7 +224,7 @@ def test_rows_that_go_on_have_the_bits_of_rows_read_anew(config, dtype, max_new_
             known[row] = cache, at
 
 
-def test_what_stands_after_a_query_cannot_reach_it(isa):
+def test_later_tokens_cannot_change_earlier_logits(isa):
     """Even a later token that overflows leaves earlier ones as they are."""
     config = CONFIGS["tiny"]
     model = native_model(config)
@@ -303,7 +303,7 @@ def test_greedy_among_nan_stays_in_the_vocabulary(vocab_size, isa):
         assert tokens.max() < vocab_size
 
 
-def test_whole_numbers_as_settings_of_float64(isa):
+def test_integer_settings_keep_float64(isa):
     """An int where a float is usual must not send float64 arrays to the float32 kernel."""
     engine = native_model(small_config(), np.float64).engine
     logits = np.random.default_rng(0).standard_normal((3, 50))
@@ -314,7 +314,7 @@ def test_whole_numbers_as_settings_of_float64(isa):
     assert np.abs(param).max() <= 2e-8  # 1 − lr·sign(grad)
 
 
-def test_adamw_refuses_what_does_not_belong_together():
+def test_adamw_refuses_arrays_that_do_not_match():
     engine = native_model(small_config()).engine
     settings = {"step": 1, "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decays": [0.0]}
     good, short, double = np.ones(9, np.float32), np.ones(8, np.float32), np.ones(9)

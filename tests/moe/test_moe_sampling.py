@@ -32,7 +32,7 @@ def test_distributions_by_hand():
     assert probabilities(top_k=2, top_p=0.57) == pytest.approx([0, 1, 0, 0])
 
 
-def test_of_equal_tokens_the_lower_id_stays():
+def test_ties_keep_the_lower_id():
     assert np.exp(sampling_logps(np.zeros((1, 4)), top_k=2))[0] == pytest.approx([0.5, 0.5, 0, 0])
     assert np.exp(sampling_logps(np.zeros((1, 4)), top_p=0.6))[0] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
 
@@ -58,7 +58,7 @@ def test_greedy_reports_the_models_log_prob(engine_sample):
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-20, 1e-40, 1e-300])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_however_cold_the_most_probable_token_is_drawn(engine_sample, temperature, dtype):
+def test_tiny_temperatures_draw_the_most_probable_token(engine_sample, temperature, dtype):
     logits = (9 * np.random.default_rng(0).standard_normal((20, 70))).astype(dtype)
     for settings in ({}, {"top_k": 3}, {"top_p": 0.9}):
         tokens, logps = engine_sample(logits, np.linspace(0, 0.999, 20), temperature=temperature, **settings)
@@ -81,7 +81,7 @@ def test_draws_follow_the_distribution(settings, engine_sample):
 
 
 @given(st.integers(0, 2**32), st.floats(0.1, 3), st.integers(0, 30), st.floats(0.01, 1))
-def test_always_a_distribution_and_a_token_in_it(seed, temperature, top_k, top_p):
+def test_sampling_always_draws_from_a_distribution(seed, temperature, top_k, top_p):
     rng = np.random.default_rng(seed)
     logits = rng.standard_normal((3, 25)).astype(np.float32) * 10
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}

@@ -43,7 +43,7 @@ def test_engines_follow_the_same_curve(moe_engine, batch):
     assert curves[1] == pytest.approx(curves[0], rel=1e-3)
 
 
-def test_fit_is_the_loop_written_out(batch):
+def test_fit_equals_a_hand_written_loop(batch):
     models = [MoETransformer(small_config(), "numpy", dtype=np.float64) for _ in range(2)]
     fit(models[0], forever(batch), num_steps=3, learning_rate=0.1, max_grad_norm=0.05, weight_decay=0.2)
     optimizer = AdamW(models[1].params, learning_rate=0.1, weight_decay=0.2)
@@ -71,7 +71,7 @@ def test_held_out_loss_of_a_synthetic_language_falls(moe_engine):
     assert model.loss_and_grads(**held_out)[0] < 1.2
 
 
-def test_quiet_where_nobody_watches(batch, capsys):
+def test_no_output_without_a_terminal(batch, capsys):
     fit(MoETransformer(small_config(), "numpy"), forever(batch), num_steps=2)
     assert capsys.readouterr() == ("", "")
 
@@ -84,7 +84,7 @@ def test_progress_on_request(batch, monkeypatch):
     assert "2/2" in screen.getvalue()
 
 
-def test_windows_of_a_long_row():
+def test_batches_are_windows_of_a_long_row():
     batch = next(next_token_batches(np.arange(100), batch_size=5, seq_len=7))
     assert batch["tokens"].shape == (5, 7)
     assert np.array_equal(batch["targets"], batch["tokens"] + 1)

@@ -73,14 +73,14 @@ def test_tensors_that_do_not_fit_are_refused(folder, change, error, message):
         load(folder)
 
 
-def test_a_tied_head_stored_twice_is_one(tmp_path):
+def test_a_tied_head_stored_twice_is_loaded_once(tmp_path):
     model = random_model(small_config(tie_embeddings=True), dtype=np.float32)
     model.save(tmp_path)
     change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
     assert list(load(tmp_path).params) == list(model.params)
 
 
-def test_a_tied_head_of_its_own_is_refused(tmp_path):
+def test_a_tied_head_with_other_weights_is_refused(tmp_path):
     random_model(small_config(tie_embeddings=True), dtype=np.float32).save(tmp_path)
     change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": np.ones((11, 8), np.float32)}))
     with pytest.raises(ValueError, match=r"lm_head.weight in .* must equal model.embed_tokens.weight .*, found others"):

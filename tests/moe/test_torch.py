@@ -145,7 +145,7 @@ def test_without_gradients_nothing_is_saved(model, monkeypatch, saving):
 
 
 @pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
-def test_the_graph_is_as_torchs_own(model, loss_of):
+def test_a_graph_can_be_reused_as_in_torch(model, loss_of):
     """It serves twice where it is kept, whatever became of the ids; not after a change of weights, and for no second derivative."""
     ids = IDS.clone()
     loss_of(model, ids).backward()

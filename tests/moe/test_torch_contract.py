@@ -48,7 +48,7 @@ def test_forward_refuses(model, arguments, error, match):
         model(**{"input_ids": IDS, **arguments})
 
 
-def test_forward_takes_what_only_says_off(model):
+def test_forward_accepts_options_that_are_off(model):
     found = model(IDS, use_cache=False, past_key_values=None, output_attentions=False, output_hidden_states=False)
     same_tensor(found.logits, model(IDS).logits, model)
 
@@ -109,7 +109,7 @@ def test_wrong_loading(model, tmp_path):
 # ---- what trainers read ----
 
 
-def test_what_trainers_read():
+def test_attributes_that_trainers_read():
     config = MoEConfig(eos_token_id=2, pad_token_id=0)
     model = MoEForCausalLM(MoETransformer(config, "numpy"))
     assert model.config.model_type == "mixtral"

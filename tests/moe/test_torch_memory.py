@@ -28,7 +28,7 @@ def test_parameters_are_the_engines_memory(model):
     assert model.num_parameters(exclude_embeddings=True) == model.moe.num_parameters() - 11 * 8
 
 
-def test_what_an_optimiser_does_is_what_the_engine_and_generate_see(model):
+def test_optimizer_steps_reach_the_engine_and_generate(model):
     before = model(IDS).logits.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(IDS, labels=IDS).loss.backward()
@@ -143,7 +143,7 @@ def test_moves_the_engine_cannot_follow(model, move):
     same_tensor(model(IDS).logits, want, model)
 
 
-def test_exchanged_memory_is_noticed(model):
+def test_parameters_with_other_memory_are_refused(model):
     param = model.get_parameter("model.layers.1.mlp.gate.weight")
     param.data = param.data.clone()
     match = "model.layers.1.mlp.gate.weight must share its memory with the engine"
@@ -154,7 +154,7 @@ def test_exchanged_memory_is_noticed(model):
         torch.func.functional_call(module(), {"lm_head.weight": torch.zeros(11, 8)}, IDS)
 
 
-def test_nothing_can_be_put_in_the_engines_way(model):
+def test_modules_and_parameters_cannot_be_replaced(model):
     with pytest.raises(TypeError, match="q_proj must not be set to a Linear"):
         model.model.layers[0].self_attn.q_proj = torch.nn.Linear(8, 16)
     with pytest.raises(TypeError, match="weight must not be set to a Parameter"):

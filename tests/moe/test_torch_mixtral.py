@@ -31,7 +31,7 @@ def ragged_batch(config, *, seed=0, shape=(3, 9)):
     return ids, mask, labels
 
 
-def test_other_arguments_mean_what_they_mean_to_mixtral(moe_engine, transformers):
+def test_other_arguments_work_as_in_mixtral(moe_engine, transformers):
     model = module(moe_engine, std=0.15, vocab_size=40, aux_loss_coef=0.5)
     mixtral = mixtral_of(model.moe)
     ids, mask, labels = ragged_batch(model.config)

@@ -49,7 +49,7 @@ def test_a_block_is_never_empty(monkeypatch, multiprocessors):
     workspace=st.integers(1, 10**6),
 )  # fmt: skip
 @such_as(n=1, H=2, V=257, narrow=False, wide=False, workspace=268)  # a short last block
-def test_no_gradient_reaches_logits_still_needed(n, H, V, narrow, wide, workspace):
+def test_gradients_never_overwrite_logits_still_needed(n, H, V, narrow, wide, workspace):
     """And all of it lies in the float32 sum of the weight's gradient and the workspace."""
     dtype = torch.bfloat16 if narrow else torch.float32
     gradient = torch.float32 if wide else dtype

@@ -15,7 +15,7 @@ from strop.ops import (
     ratio_kl,
     registry,
 )
-from strop.ops.grpo_loss import triton as grpo_ops
+from strop.ops.grpo_loss import policy_terms
 from strop.ops.rows import implementation
 
 pytestmark = [
@@ -197,7 +197,6 @@ CALLS = {
     ],
     "policy_terms": [(x, *COEFFICIENTS, *LOSS, True) for x in layouts(LOGITS)] + [(LOGITS, *COEFFICIENTS, *LOSS, False)],
     "policy_terms_": [(LOGITS.clone(), *COEFFICIENTS, *LOSS)],
-    "scale_": [(LOGITS.clone(), torch.tensor(2.0)), (torch.zeros(2, 4, V)[:, :-1], torch.tensor(2.0))],
     "linear_logp": [(*HEAD, I, M, 0.7, entropy, rows, 400, torch.float32) for rows, entropy in (("torch", False), ("triton", True))],
     "linear_logp_with_gradient": [(*HEAD, I, mask, 0.7, rows, 400, torch.float32) for rows, mask in (("torch", M), ("triton", None))],
     "linear_logp_backward": [
@@ -255,5 +254,5 @@ def test_shapes_on_the_meta_device(name, monkeypatch):
 def test_the_library_runs_the_function_itself():
     """A plain call does not go through the dispatcher; the operator gives the same."""
     arguments = (LOGITS, *COEFFICIENTS, *LOSS, True)
-    same(grpo_ops.policy_terms(*arguments), torch.ops.strop.policy_terms(*arguments))
+    same(policy_terms(*arguments), torch.ops.strop.policy_terms(*arguments))
     assert implementation("triton").INTERPRETED

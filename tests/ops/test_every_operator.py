@@ -65,6 +65,10 @@ def compare(found, expected, rtol=1e-5, atol=1e-6):
         torch.testing.assert_close(metrics[name], value, rtol=rtol, atol=10 * atol)
 
 
+def test_every_operator_that_is_registered_is_here():
+    assert set(OPERATORS) == set(registry.ops())
+
+
 # ---- numbers ----
 
 

@@ -301,7 +301,7 @@ def test_in_place(backend, view):
             grpo_loss(columns, *rest, samples_per_prompt=2, in_place=True)
 
 
-def test_logits_overwritten_and_kept_by_another_are_refused(fast_backend):
+def test_in_place_is_refused_where_another_operator_saved_the_logits(fast_backend):
     """A tanh keeps its output, another loss its input: both would read the gradient for logits."""
     policy, *rest = example()
     leaf = policy.clone().requires_grad_()

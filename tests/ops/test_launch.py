@@ -52,7 +52,7 @@ def launcher(monkeypatch):
     return found
 
 
-def test_the_second_launch_is_given_what_triton_gives(launcher):
+def test_the_second_launch_gets_the_arguments_of_tritons(launcher):
     x, y = torch.zeros(3), torch.zeros(3)
     launcher(5, x, y, 3, ODD=True, BLOCK=8)
     launcher(7, y, x, 9, ODD=True, BLOCK=8)
@@ -77,7 +77,7 @@ def test_compiled_anew_for_other_dtypes_constants_and_warps(launcher):
     assert len(launcher.jitted.compiled) == 6
 
 
-def test_pointers_off_16_bytes_are_another_kernel(launcher):
+def test_unaligned_pointers_get_another_kernel(launcher):
     """Triton may move 16 bytes at a time in the one, and must not in the other."""
     launcher.aligned = Jitted()
     x = torch.zeros(9)
@@ -90,7 +90,7 @@ def test_pointers_off_16_bytes_are_another_kernel(launcher):
     assert launch.aligned(kernel).aligned is not None
 
 
-def test_what_a_kernel_must_look_like(launcher):
+def test_kernels_of_another_form_are_refused(launcher):
     def pointer_last(n: tl.int32, x_ptr):
         pass
 
@@ -100,7 +100,7 @@ def test_what_a_kernel_must_look_like(launcher):
         launcher(1, torch.zeros(3), torch.zeros(3), 3, BLOCK=8, ODD=True)
 
 
-def test_a_launch_that_is_not_known_goes_the_public_way(launcher, monkeypatch):
+def test_an_unknown_triton_is_launched_by_its_public_interface(launcher, monkeypatch):
     """Another Triton may launch in another way: then every launch is Triton's own, and that is said once."""
 
     def run(self, *args, grid, **kwargs):
@@ -121,7 +121,7 @@ def test_a_launch_that_is_not_known_goes_the_public_way(launcher, monkeypatch):
     assert not any(compiled.launches for *_, compiled in launcher.jitted.compiled)
 
 
-def test_tritons_compiled_kernel_is_what_the_launcher_takes_it_for():
+def test_the_launcher_fits_tritons_compiled_kernel():
     """A property that loads the kernel where that has not been done, called as Triton itself calls it."""
     assert launch.launch_is_known()
     assert isinstance(CompiledKernel.run, property)

@@ -121,7 +121,7 @@ def test_bfloat16(backend, beta):
 
 @every_backend
 @pytest.mark.parametrize("beta", BETAS)
-def test_tokens_that_neither_has(backend, beta):
+def test_tokens_banned_in_both_distributions(backend, beta):
     """A bias of −inf takes a token out of both distributions: it adds nothing and has no gradient."""
     (hidden, weight, bias), teacher, weights = problem(torch.float32)
     banned = torch.zeros(V).index_fill(0, torch.tensor([3, 7]), -math.inf)

@@ -95,7 +95,7 @@ def test_as_exact_as_eager_in_chunks_of_tokens(fast_backend, monkeypatch, dtype)
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 11, 12])
 @pytest.mark.parametrize("workspace", [None, 7 * 203 * 16])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_however_many_tokens_count(fast_backend, count, workspace, frozen):
+def test_any_number_of_tokens_may_count(fast_backend, count, workspace, frozen):
     """None of them, one, a chunk and one more, all: what does not count may be NaN."""
     (hidden, weight, _), rest, _ = example(torch.float32, V=203)
     ids, old, rewards, mask = rest
@@ -159,7 +159,7 @@ def hold_against_eager(found, eager, head, rest, allowance, **options):
     ("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
 )
 @pytest.mark.parametrize("num_blocks", [2, 3])
-def test_all_logits_in_the_memory_of_the_gradient(monkeypatch, num_blocks, dtype, autocast, masked):
+def test_logits_are_stored_in_the_weight_gradients_memory(monkeypatch, num_blocks, dtype, autocast, masked):
     """In blocks of the vocabulary, each overwritten by the gradients of those before it."""
     generator = torch.Generator().manual_seed(3)
     make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
@@ -218,7 +218,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_hidden_states_however_they_lie(backend, layout, dtype, masked, frozen):
+def test_hidden_states_of_any_layout(backend, layout, dtype, masked, frozen):
     """As exact as eager: products of another layout are other kernels of the BLAS, with sums of their own."""
     assert not layout(example()[0][0]).is_contiguous()
     check_against_eager(backend, dtype, None, hidden_laid=layout, masked=masked, frozen=frozen)

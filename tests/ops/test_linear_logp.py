@@ -131,7 +131,7 @@ def test_a_frozen_head_keeps_to_a_small_workspace(cutting_backend, monkeypatch):
         torch.testing.assert_close(found, exact)
 
 
-def test_a_frozen_head_of_which_nothing_comes_back(fast_backend):
+def test_a_frozen_head_accepts_no_incoming_gradient(fast_backend):
     class Cut(torch.autograd.Function):
         @staticmethod
         def forward(ctx, logps):

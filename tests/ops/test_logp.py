@@ -122,7 +122,7 @@ def test_the_gradient_may_take_the_logits_memory(backend):
         assert logp(columns.detach(), ids.view(-1), in_place=True).shape == (6,)  # nothing to overwrite
 
 
-def test_logits_overwritten_and_kept_by_another_are_refused():
+def test_in_place_is_refused_where_another_operator_saved_the_logits():
     """Either loss may overwrite the logits, but not under the other, which would read a gradient for logits."""
     ids = torch.tensor([1, 2])
     for in_place in (True, False):

@@ -2,10 +2,7 @@
 
 import concurrent.futures
 import copy
-import os
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -58,7 +55,7 @@ def test_use_backend_nests_and_ends(double):
     assert double(3) == ("fast", 6)
 
 
-def test_an_inner_name_for_all_goes_before_an_outer_one_for_a_single_operator(double):
+def test_an_inner_use_backend_overrides_an_outer_one(double):
     with registry.use_backend(double="fast"), registry.use_backend("torch"):
         assert double(3) == ("torch", 6)
 
@@ -150,36 +147,25 @@ def test_a_backend_keeps_kinds_and_defaults(double):
 
 
 @pytest.mark.parametrize("true", [1, np.bool_(True), torch.tensor(True)])
-def test_a_true_condition_is_true_whatever_its_type(double, true):
+def test_a_condition_may_return_any_true_value(double, true):
     registry.register("double", "newest", lambda x, *, bias=0: "newest", when=lambda x, *, bias=0: true)
     assert double(3) == "newest"
 
 
-def test_a_call_that_does_not_fit_is_told_so(double):
+def test_a_call_with_wrong_arguments_is_a_type_error(double):
     with pytest.raises(TypeError, match=r"^double: missing a required argument: 'x'"):
         double()
     with pytest.raises(TypeError, match=r"^double: got an unexpected keyword argument 'bais'"):
         double(3, bais=1)
 
 
-def test_there_is_one_operator_of_a_name():
+def test_copies_and_pickles_are_the_operator_itself():
     assert pickle.loads(pickle.dumps(registry.get_op("logp"))) is registry.get_op("logp")
     assert copy.deepcopy(registry.get_op("logp")) is registry.get_op("logp")
 
 
 @pytest.mark.parametrize("setting", ["logp=", "torch,mine", "logp=torch,logp=mine", "=torch"])
-def test_settings_that_mean_nothing(double, monkeypatch, setting):
+def test_invalid_settings_are_refused(double, monkeypatch, setting):
     monkeypatch.setenv("STROP_BACKEND", setting)
     with pytest.raises(ValueError, match=r"STROP_BACKEND must be a backend or op=backend"):
         double(3)
-
-
-def test_environment_in_a_fresh_process():
-    program = (
-        "import torch, strop.ops as o; print(o.logp(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)).tolist())"
-    )
-    run = lambda value: subprocess.run(  # noqa: E731
-        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"STROP_BACKEND": value}
-    )
-    assert run("torch").returncode == 0
-    assert "STROP_BACKEND asks for backend 'tritno'; logp has torch" in run("tritno").stderr

@@ -76,7 +76,7 @@ def test_every_misalignment(dtype, per, V):
         torch.testing.assert_close(found[2], expected[2], rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_nothing_beside_a_misaligned_row_is_written():
+def test_misaligned_rows_write_only_their_own_memory():
     rows = implementation("triton")
     logits, ids = example(4, 13, torch.bfloat16)
     memory = torch.full((logits.numel() + 16,), 7.0, dtype=torch.bfloat16)
@@ -91,7 +91,7 @@ def test_nothing_beside_a_misaligned_row_is_written():
 @every_implementation
 @pytest.mark.parametrize("sizes", [[4, 5], [8, 1], [3] * 3])
 @pytest.mark.parametrize("banned", [None, slice(0, 4), slice(4, 9), slice(1, 8)])
-def test_blocks_of_a_vocabulary_joined_are_the_whole(name, sizes, banned):
+def test_blocks_of_a_vocabulary_add_up_to_the_whole(name, sizes, banned):
     """Also where a block, the first or the last, is all −inf."""
     rows = implementation(name)
     logits, ids = example(3, 9)[0], torch.tensor([0, 4, 8])
@@ -117,7 +117,7 @@ def test_blocks_of_a_vocabulary_joined_are_the_whole(name, sizes, banned):
 
 
 @every_implementation
-def test_ids_outside_the_vocabulary_are_nan_and_spoil_their_row_only(name):
+def test_ids_outside_the_vocabulary_give_nan_in_their_row_only(name):
     logits, _ = example(4, 8)
     ids = torch.tensor([8, -1, 2**40, 3])
     logps, entropies, gradient = both_ways(implementation(name), logits, ids)
@@ -195,7 +195,7 @@ def factored(logits, ids, temperature, advantages):
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("V", [1, 8, 9, 1031, 8003, 20011])
 @pytest.mark.parametrize("temperature", [1.0, 0.05])
-def test_a_gradient_with_its_factors_aside(kind, V, temperature):
+def test_a_gradient_stored_apart_from_its_row_factors(kind, V, temperature):
     """Exponentials over a base that is not the maximum, in one visit: as exact as eager torch."""
     logits, ids = example(3, V)
     logits = ROWS[kind](logits, ids).bfloat16()
@@ -207,7 +207,7 @@ def test_a_gradient_with_its_factors_aside(kind, V, temperature):
     check_gradient(d_found, d_exact, d_eager, ids, coefficient=3 / temperature, allowance=rounding)
 
 
-def test_factors_of_spoilt_rows_are_nan():
+def test_row_factors_of_invalid_rows_are_nan():
     logits, ids = example(5, 3000)
     logits[0, 2000], logits[1, 2000], logits[2], ids[3] = torch.nan, torch.inf, -torch.inf, 3000
     logps, gradient = factored(logits.bfloat16(), ids, 1.0, torch.ones(5))
@@ -215,7 +215,7 @@ def test_factors_of_spoilt_rows_are_nan():
     assert gradient.isnan().all(-1).tolist() == [True, True, True, True, False]
 
 
-def test_exponentials_stay_in_their_row():
+def test_exponentials_are_written_inside_their_row_only():
     logits, ids = example(4, 13, torch.bfloat16)
     memory = torch.full((logits.numel() + 16,), 7.0, dtype=torch.bfloat16)
     view = memory[3 : 3 + logits.numel()].view(4, 13).copy_(logits)
@@ -225,7 +225,7 @@ def test_exponentials_stay_in_their_row():
     assert (memory[3 + logits.numel() :] == 7).all()
 
 
-def test_no_factors_where_the_dtype_is_too_narrow():
+def test_float16_has_no_row_factors():
     logits, ids = example(2, 9, torch.float16)
     loss = PolicyRule()
     ones = torch.ones(2)
@@ -236,7 +236,7 @@ def test_no_factors_where_the_dtype_is_too_narrow():
 
 
 @pytest.mark.parametrize("H", [1, 6, 1030])
-def test_rows_put_in_their_places(H):
+def test_rows_are_scattered_to_their_places(H):
     values, factors = torch.randn(3, H), torch.tensor([2.0, 0.0, -0.5])
     for places in (None, torch.tensor([4, 0, 2])):
         out = torch.full((5, H), 7.0, dtype=torch.bfloat16)
@@ -283,7 +283,7 @@ def test_ids_and_masks_may_have_strides():
 
 
 @pytest.mark.parametrize("holes", [False, True])
-def test_scaling_by_what_the_device_knows(holes):
+def test_scaling_by_a_factor_on_the_device(holes):
     rows = implementation("triton")
     base = torch.randn(2, 4, 7)
     before = base.clone()

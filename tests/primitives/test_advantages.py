@@ -148,7 +148,7 @@ def test_every_size_of_reward(engine, scale):
         np.testing.assert_allclose(found, expected, rtol=1e-13, atol=1e-15)
 
 
-def test_scale_may_come_from_anywhere(engine):
+def test_scale_may_be_any_string(engine):
     rewards = np.arange(8.0)
     for scale in SCALES:
         expected = strop.compute_batch_group_advantages(rewards, 4, scale=scale)

@@ -115,7 +115,7 @@ time.sleep(0.2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
-def test_running_out_of_memory_or_threads_is_no_abort():
+def test_running_out_of_memory_or_threads_does_not_abort():
     """Address space for the arrays but not for another thread's stack or a block of partial sums."""
     program = """
 import resource, numpy as np, strop
@@ -161,7 +161,7 @@ def test_compiled_functions_look_like_python_functions(name):
     assert function.__module__ == "strop"
 
 
-def test_strict_kernels_refuse_what_is_not_prepared():
+def test_kernels_refuse_unprepared_arguments():
     with pytest.raises(RuntimeError, match="should have prepared"):
         _compiled.kernels["compute_token_kl"]([1.0], [2.0])
 

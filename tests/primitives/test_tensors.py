@@ -64,7 +64,7 @@ def test_packed_tensors(engine):
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4]]
 
 
-def test_tensors_that_cannot_go_in(engine):
+def test_unsupported_tensors_are_refused(engine):
     x = torch.randn(4)
     with pytest.raises(TypeError, match=r"log_q requires a gradient.*pass log_q\.detach\(\)"):
         strop.compute_token_kl(x, x.clone().requires_grad_())

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import threading
 import urllib.error
@@ -29,7 +30,7 @@ from strop.report.curves import (
 from strop.report.metrics import METRICS
 from strop.report.page import summary_tiles
 from strop.report.svg import Chart, Curve, line_chart, step_axis
-from strop.report.watch import Watch, version_of
+from strop.report.watch import Answers, Watch, version_of
 
 
 def make_run(folder, num_steps=60, algorithm="grpo", header=True, tail="", **changes):
@@ -144,7 +145,7 @@ def test_points_lie_where_their_values_are(tmp_path):
     assert (y0, y1, y2) == pytest.approx((200 - 190 / 3, 200 - 380 / 3, 10), abs=0.06)
 
 
-def test_it_asks_for_nothing(tmp_path):
+def test_the_page_loads_nothing_from_elsewhere(tmp_path):
     text = build_report([make_run(tmp_path / "run")])
     assert parse(text).addresses == ["data:,"]
     assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
@@ -280,7 +281,7 @@ def test_alarms(changes, alarm, tmp_path):
     assert advice in "".join(parse(text).texts)
 
 
-def test_what_a_run_was_made_of_is_shown(tmp_path):
+def test_command_data_and_rewards_of_a_run_are_shown(tmp_path):
     folder = make_run(tmp_path / "run")
     header = json.loads((folder / "run.json").read_text()) | {
         "command": "strop train grpo", "data": "rows.csv", "job": {"template": "Q: {question}"},
@@ -353,7 +354,7 @@ def test_a_single_reward_is_drawn_once(tmp_path):
     assert "Reward: exact" in build_report([both])
 
 
-def test_what_no_phase_covers_is_shown(tmp_path):
+def test_time_outside_of_phases_is_shown(tmp_path):
     text = build_report([make_run(tmp_path / "run", **{"time/step": 0.5})])
     rows = re.findall(r"<tr><td>(\w+)</td><td class=\"number\">([\d.]+) s</td>", text)
     assert rows == [("generate", "0.3"), ("backward", "0.1"), ("other", "0.1")]
@@ -382,7 +383,7 @@ def test_without_a_header(tmp_path):
         ),
     ],
 )
-def test_what_is_no_run(tmp_path, prepare, error, match):
+def test_invalid_run_folders_are_refused(tmp_path, prepare, error, match):
     prepare(tmp_path / "run")
     with pytest.raises(error, match=match):
         build_report([tmp_path / "run"])
@@ -431,7 +432,7 @@ needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="ne
 
 
 @needs_chromium
-def test_a_browser_has_nothing_to_say(tmp_path):
+def test_a_browser_logs_no_messages(tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", kl=math.nan)]
     path = write_report(runs, tmp_path / "report.html")
     page, said = in_chromium(path.as_uri(), tmp_path)
@@ -520,10 +521,19 @@ def test_a_page_that_follows_its_run(watched):
 @pytest.mark.parametrize(
     ("path", "host", "code"), [("run.json", None, 404), ("../run.json", None, 404), ("", "evil.test", 403)]
 )
-def test_the_server_gives_nothing_else(path, host, code, watched):
+def test_the_server_serves_the_page_alone(path, host, code, watched):
     with pytest.raises(urllib.error.HTTPError, match=str(code)) as caught:
         get(watched[1].address + path, host)
     caught.value.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT"])
+def test_a_connection_that_asks_nothing_is_closed(sent, watched, monkeypatch):
+    assert Answers.timeout == 30
+    monkeypatch.setattr(Answers, "timeout", 0.2)
+    with socket.create_connection(watched[1].server_address, timeout=20) as client:
+        client.sendall(sent)
+        assert client.recv(100) == b""
 
 
 def test_a_run_that_has_not_begun_is_waited_for(watched):
@@ -579,7 +589,7 @@ class TestNumbers:
         assert len(ticks) >= 2
         assert all(tick == int(tick) for tick in ticks)
 
-    def test_scales_are_honest(self):
+    def test_ranges_of_axes_by_hand(self):
         assert value_axis([0.3, 0.9]).low == 0
         assert value_axis([0.8, 0.9]).low > 0.7
         assert (value_axis([0.5, 0.6], fraction=True).low, value_axis([0.5], fraction=True).high) == (0, 1)

@@ -179,7 +179,7 @@ def test_a_broken_line_is_named_and_nothing_is_added(line, match):
     assert columns.names == []
 
 
-def test_of_lines_with_other_names_the_last_counts():
+def test_the_last_line_of_a_step_counts():
     lines = [{"step": 1, "a": 1}, {"step": 2, "a": 2, "b": 5}, {"step": 1, "a": 3, "b": 6}, {"step": 2, "a": None}]
     columns = Columns()
     columns.add([json.dumps(line).encode() for line in lines], 1, "file")
@@ -297,7 +297,7 @@ def status_of(address):
         ("samples.jsonl", "oops\n", "samples.jsonl, line 1 is broken"),
     ],
 )
-def test_what_cannot_be_read_is_said_on_the_page_until_it_can(name, broken, told, watched):
+def test_read_errors_are_shown_until_they_are_fixed(name, broken, told, watched):
     folder, address = watched
     assert status_of(address)[0] == 200
     good = (folder / name).read_text()
@@ -335,7 +335,7 @@ def test_ratios_are_drawn_around_one_or_on_a_logarithmic_scale(tmp_path):
     assert "logarithmic scale" in chart[: chart.index("</div></div>")]
 
 
-def test_what_turns_or_steers_a_line_is_shown_by_its_number():
+def test_control_characters_are_shown_by_their_numbers():
     assert escape("a\x1b[2J\x9b\u202eb\x7f\n\t<") == "a␛[2J\\x9b\\u202eb\\x7f\n\t&lt;"
     assert escape("👩\u200d🔬 ü") == "👩\u200d🔬 ü"
 

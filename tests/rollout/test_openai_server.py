@@ -1,13 +1,13 @@
 """`strop serve`: OpenAI's protocol over strop's engine. Answers are held against `generate`, number by number."""
 
 import json
+import re
 import signal
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
 
+import preloaded
 import pytest
 import torch
 from tiny_models import llama
@@ -25,6 +25,7 @@ from strop.rollout.sampling_queue import SamplingQueue, SamplingRequest
 from strop.rollout.served_model import RequestError, ServedModel, ToolCall
 
 PROMPT = [5, 6, 7]
+HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +175,16 @@ def test_chat_goes_through_the_template(url, policy):
         ("/v1/completions", {"prompt": PROMPT, "logprobs": 21}, 400, "logprobs must be from 0 to 20, found 21"),
         ("/v1/completions", {"prompt": PROMPT, "repetition_penalty": 1.2}, 400, "repetition_penalty must be 1, found 1.2"),
         ("/v1/completions", {"prompt": PROMPT, "model": "other"}, 404, "The model `other` does not exist."),
+        ("/v1/completions", {"prompt": PROMPT, "structured_outputs": {"json": {}}}, 400, "structured_outputs must be left out"),
+        ("/v1/completions", {"prompt": PROMPT, "min_tokens": 5}, 400, "min_tokens must be 0, found 5"),
+        ("/v1/completions", {"prompt": PROMPT, "stream": "yes"}, 400, "stream must be true or false, found 'yes'"),
+        ("/v1/completions", {"prompt": PROMPT, "response_format": {"type": "json_schema"}}, 400, "found 'json_schema'"),
+        ("/v1/chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, 'tool_choice must be "auto" or "none"'),
+        ("/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": {"chat_template": "{% for i in range(99999) %}"}}, 400,
+         "chat_template_kwargs must be an object without a chat_template"),
+        ("/v1/chat/completions", {"messages": HELLO, "continue_final_message": True}, 400,
+         "continue_final_message must be false where the last message's role is 'user'"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages: "),
         ("/v1/chat/completions", {"messages": "hello"}, 400, "messages must be a list of messages, found 'hello'"),
         ("/v1/embeddings", {}, 404, "POST /v1/embeddings is not served"),
         ("/collective_rpc", {"method": "reload_weights"}, 404, "POST /collective_rpc is not served"),
@@ -185,6 +196,29 @@ def test_errors_are_openais(url, path, body, status, told):
     assert found == status
     assert told in answer["error"]["message"]
     assert answer["error"]["code"] == status
+
+
+def test_fields_that_change_nothing_are_taken(url):
+    body = {"prompt": PROMPT, "max_tokens": 2, "user": "me", "min_tokens": 0, "logit_bias": None, "unknown": None}
+    assert ask(url, "/v1/completions", body)[0] == 200
+
+
+def test_what_a_chat_says_to_the_template_is_heard(policy):
+    tokenizer = hugging_face(template="{% if thinks %}a{% endif %}" + CHATML)
+    served = ServedModel(as_policy(policy.model, tokenizer), "tiny")
+    server = OpenAIServer(served).start()
+    try:
+        body = {"messages": HELLO, "max_tokens": 1}
+        short, long = (
+            ask(server.url, "/v1/chat/completions", {**body, "chat_template_kwargs": options})[1]["usage"][
+                "prompt_tokens"
+            ]
+            for options in ({}, {"thinks": True})
+        )
+        assert long == short + 1
+    finally:
+        server.stop()
+        served.close()
 
 
 def test_requests_of_several_threads_take_turns(url, policy):
@@ -207,18 +241,18 @@ def test_requests_of_several_threads_take_turns(url, policy):
 def test_the_command_serves_a_folder(tmp_path, policy):
     policy.model.save_pretrained(tmp_path)
     policy.tokenizer.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "strop", "serve", str(tmp_path), "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            line = next(line for line in process.stderr if "serving" in line)
-            url = line.split(" at ")[1].strip()
-            body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
-            found = ask(url, "/v1/completions", body)[1]["choices"][0]["token_ids"]
-            assert ask(url, "/collective_rpc", {"method": "reload_weights"})[0] == 404
-            process.terminate()  # not SIGINT, which programs started in the background ignore
-            assert process.wait(timeout=60) == -signal.SIGTERM
-        finally:
-            process.kill()
+    process = preloaded.start("strop.cli:main", "serve", tmp_path, "--port", "0", "--device", "cpu")
+    try:
+        while "serving" not in process.errors():
+            assert process.poll(0.05) is None, process.errors()
+        url = re.search(r"serving.* at (\S+)", process.errors())[1]
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        found = ask(url, "/v1/completions", body)[1]["choices"][0]["token_ids"]
+        assert ask(url, "/collective_rpc", {"method": "reload_weights"})[0] == 404
+    finally:
+        process.send_signal(signal.SIGTERM)  # not SIGINT, which programs started in the background ignore
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
     rollout = generate(policy, [PROMPT], Sampling(max_new_tokens=8, temperature=0.0))
     assert found == rollout.completion_ids[0].tolist()
 

@@ -63,6 +63,17 @@ def test_rows_of_a_file_take_the_memory_of_the_file(tmp_path, num_rows, seconds)
     assert megabytes <= path.stat().st_size / 1e6 * 1.2 + 30
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "seconds"), [(20_000, 1.0), pytest.param(1_000_000, 30.0, marks=sizes)], ids=["20k", "1M"]
+)
+def test_data_check_keeps_no_rows(tmp_path, num_rows, seconds):
+    write_rows(tmp_path / "rows.jsonl", num_rows, chat)
+    prepare = "from strop.cli.data import app\nfrom strop.data import formats, tokenize"
+    taken, megabytes = measured(prepare, "app(['check', 'rows.jsonl'], standalone_mode=False)", tmp_path)
+    assert taken <= seconds
+    assert megabytes <= 25
+
+
 PREPARE = """
 from tiny_qwen2 import tiny_qwen2
 from strop import {kind}
@@ -155,6 +166,22 @@ def test_a_run_of_100_000_logged_steps_is_reported_in_five_seconds(tmp_path):
     taken, megabytes = measured(prepare, "write_report(['run'], 'report.html')", tmp_path)
     assert taken <= 5.0
     assert megabytes <= 300
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "seconds", "most"),
+    [(5_000, 0.5, 35), pytest.param(100_000, 8.0, 450, marks=sizes)],
+    ids=["5k", "100k"],
+)
+def test_a_run_of_many_logged_steps_is_resumed(tmp_path, num_steps, seconds, most):
+    """Its history stays in memory, and is the greater part of the memory."""
+    write_run(tmp_path / "run", num_steps, [f"metric/{i:02}" for i in range(60)])
+    prepare = "from strop.training.logging import drop_after"
+    taken, megabytes = measured(
+        prepare, f"assert len(drop_after('run/metrics.jsonl', {num_steps - 9})) == {num_steps - 9}", tmp_path
+    )
+    assert taken <= seconds
+    assert megabytes <= most
 
 
 @sizes

@@ -2,9 +2,10 @@
 
 import contextlib
 import re
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from strop._checks import is_conversation, printable
 from strop._types import Json, Row, Tokenizer
 from strop.cli.job import JobConfig, job_options, load_tokenizer, shaped
 from strop.cli.options import number_option, option, with_options
+from strop.data.ahead import PART
 from strop.data.files import one_line
 
 app = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
@@ -51,105 +53,152 @@ def check(
 
     Exits with 1 if there are bad ones.
     """
-    from strop.data.formats import check_contents, detect_format
-
     job = JobConfig(split=split, tokenizer=tokenizer).changed(given)
-    rows, wrong = _read(source, job)
     encoder = load_tokenizer(job)
-    kinds, spans = Counter[str](), {}
-    for where, row in rows:
-        try:
-            kind = detect_format(row, where)
-            check_contents(row, where)
-            if encoder is not None:
-                spans[where] = spans_of(row, encoder)
-            kinds[kind] += 1
-        except (ValueError, TypeError) as error:
-            told = str(error)
-            wrong.append(told if told.startswith(where) else f"{where}: {told}")
+    found = Findings(encoder, show)
+    rows = _read(source, job)
+    while part := list(islice(rows, PART)):
+        found.add(part)
     console = Console(highlight=False)
-    _tell(console, rows, kinds, wrong)
-    if spans:
-        _tell_lengths(console, list(spans.values()))
-        if any(is_conversation(row.get(name)) for _, row in rows for name in ("prompt", "messages", "chosen")):
-            _tell_opening(console, encoder)
-    for where, row in rows[:show]:
-        if encoder is None or where in spans:
-            console.print(f"\n{where}:", style="bold")
-            console.print(_drawn(row, spans.get(where), encoder, console.is_terminal))
-    if wrong or len(kinds) > 1:
+    _tell(console, found)
+    _tell_lengths(console, found)
+    if found.has_conversations:
+        _tell_opening(console, encoder)
+    for where, row, lines in found.shown:
+        console.print(f"\n{where}:", style="bold")
+        console.print(_drawn(row, lines, encoder, console.is_terminal))
+    if found.wrong or len(found.kinds) > 1:
         raise typer.Exit(1)
 
 
 app.command("check")(with_options(check, job_options("map", "template", "chat")))
 
 
-def _read(source: str, job: JobConfig) -> tuple[list[tuple[str, Json]], list[str]]:
-    """Return every row that can be read and shaped, with its line or number; and what is wrong with the others."""
+def _read(source: str, job: JobConfig) -> Iterator[tuple[str, Json | ValueError]]:
+    """Yield every row, with its line or number: read and shaped, or why it cannot be."""
     from strop.data.files import checked_lines
     from strop.data.formats import is_sharegpt, read_rows, sharegpt_messages
 
-    wrong: list[str] = []
     path = Path(source).expanduser()
     if path.is_file() and path.suffix not in (".json", ".csv", ".tsv", ".parquet"):
-        numbered, wrong = checked_lines(path)
-        named = [(f"line {number}", row) for number, row in numbered]
+        named: Iterable[tuple[str, Any]] = ((f"line {number}", row) for number, row in checked_lines(path))
     else:
-        named = [(f"row {i}", dict(row)) for i, row in enumerate(read_rows(source, split=job.split))]
-    found = []
+        named = ((f"row {i}", dict(row)) for i, row in enumerate(read_rows(source, split=job.split)))
     for where, row in named:
+        if isinstance(row, ValueError):
+            yield where, row
+            continue
         try:
             row = sharegpt_messages(row) if is_sharegpt(row) else row
-            found.append((where, dict(shaped([row], job)[0])))
+            yield where, dict(shaped([row], job)[0])
         except ValueError as error:
-            wrong.append(str(error).replace("rows[0]", where))
-    return found, wrong
+            yield where, ValueError(str(error).replace("rows[0]", where))
 
 
-def spans_of(row: Row, tokenizer: Tokenizer | None) -> list[Spans]:
-    """Return the lines of tokens a row becomes (two of a pair), each in spans that count or do not."""
-    from strop.data.formats import detect_format
-    from strop.data.tokenize import encode_preference, encode_prompt, encode_row
+class Findings:
+    """What is found of rows that are read once and forgotten.
 
-    kind = detect_format(row)
+    places    by what is no error but hardly meant: the rows that have it
+    lengths   tokens of every line that a row becomes: all, and those that count
+    shown     the first rows, each with its lines of tokens where there is a tokenizer
+    """
+
+    def __init__(self, encoder: Tokenizer | None, show: int):
+        self.encoder, self.show = encoder, show
+        self.num_rows, self.has_conversations = 0, False
+        self.columns, self.kinds = Counter[str](), Counter[str]()
+        self.wrong: list[str] = []
+        self.places: dict[str, list[str]] = {}
+        self.lengths = array("q"), array("q")
+        self.shown: list[tuple[str, Json, list[Spans] | None]] = []
+
+    def add(self, rows: Sequence[tuple[str, Json | ValueError]]) -> None:
+        """Look at some more rows: fills all fields."""
+        from strop.data.formats import check_contents, detect_format
+
+        right: dict[str, tuple[str, Json]] = {}
+        wrong: dict[str, str] = {}
+        for where, row in rows:
+            if isinstance(row, ValueError):
+                wrong[where] = str(row)
+                continue
+            self.num_rows += 1
+            self.columns.update(row.keys())
+            for told in _oddities(row):
+                self.places.setdefault(told, []).append(where)
+            try:
+                kind = detect_format(row, where)
+                check_contents(row, where)
+                right[where] = kind, row
+            except (ValueError, TypeError) as error:
+                wrong[where] = str(error)
+        lines = {} if self.encoder is None else self._encoded(right, wrong)
+        for where, row in rows:
+            if where in wrong:
+                self.wrong.append(wrong[where] if wrong[where].startswith(where) else f"{where}: {wrong[where]}")
+            else:
+                self.kinds[right[where][0]] += 1
+            shows = where in lines if self.encoder is not None else not isinstance(row, ValueError)
+            if shows and len(self.shown) < self.show:
+                self.shown.append((where, row, lines.get(where)))  # type: ignore[arg-type]
+
+    def _encoded(self, rows: dict[str, tuple[str, Json]], wrong: dict[str, str]) -> dict[str, list[Spans]]:
+        """Return the lines of tokens of each row; those that cannot be encoded are put among the wrong ones."""
+        found: dict[str, list[Spans]] = {}
+        for kind in {kind for kind, _ in rows.values()}:
+            same = {where: row for where, (its, row) in rows.items() if its == kind}
+            try:
+                found |= zip(same, lines_of([*same.values()], kind, self.encoder), strict=True)
+            except (ValueError, TypeError):
+                for where, row in same.items():
+                    try:
+                        (found[where],) = lines_of([row], kind, self.encoder)
+                    except (ValueError, TypeError) as error:
+                        wrong[where] = str(error).removeprefix("rows[0]: ")
+        for where, lines in found.items():
+            row = rows[where][1]
+            self.has_conversations |= any(is_conversation(row.get(name)) for name in ("prompt", "messages", "chosen"))
+            for line in lines:
+                self.lengths[0].append(sum(len(ids) for _, ids in line))
+                self.lengths[1].append(sum(len(ids) for counted, ids in line if counted))
+        return found
+
+
+def lines_of(rows: Sequence[Json], kind: str, tokenizer: Any) -> list[list[Spans]]:
+    """Return the lines of tokens each row becomes (two of a pair), each in spans that count or do not."""
+    from strop.data.tokenize import encode_preferences, encode_prompts, encode_rows
+
     if kind == "prompt_only":
-        return [_spans(encode_prompt(row["prompt"], tokenizer, row), [])]
+        return [
+            [_spans(ids, [], [])] for ids in encode_prompts([(row["prompt"], row) for row in rows], tokenizer, "rows")
+        ]
     if kind == "preference":
-        prompt, *lines = encode_preference(row, tokenizer)
-        return [_spans(prompt, *_line(line)) for line in lines]
-    prompt, *line = encode_row(row, tokenizer)
-    return [_spans(prompt, *_line(line[0] if len(line) == 1 else tuple(line)), text=not prompt)]
+        pairs = encode_preferences(rows, tokenizer, "rows")
+        return [[_spans(prompt, *chosen), _spans(prompt, *rejected)] for prompt, chosen, rejected in pairs]
+    return [[_spans(*line)] for line in encode_rows(rows, tokenizer, "rows")]
 
 
-def _line(line: object) -> tuple[Sequence[int], Sequence[bool] | None]:
-    """Return ids and which of them count; None: all."""
-    return line if isinstance(line, tuple) else (line, None)
-
-
-def _spans(
-    prompt: Sequence[int], completion: Sequence[int], counts: Sequence[bool] | None = None, text: bool = False
-) -> Spans:
-    flags = [True] * len(completion) if counts is None else list(counts)
-    if text and flags:
-        flags[0] = False  # nothing predicts the first token of a text
-    marked = [*((False, token) for token in prompt), *zip(flags, completion, strict=True)]
+def _spans(prompt: Sequence[int], completion: Sequence[int], counts: Sequence[bool]) -> Spans:
+    marked = [*((False, token) for token in prompt), *zip(counts, completion, strict=True)]
+    if marked and not prompt:
+        marked[0] = False, marked[0][1]  # nothing predicts the first token of a text
     return [(counted, [token for _, token in part]) for counted, part in groupby(marked, key=lambda one: one[0])]
 
 
 # ---- telling ----
 
 
-def _tell(console: Console, rows: Sequence[tuple[str, Any]], kinds: Counter[str], wrong: Sequence[str]) -> None:
-    columns = Counter(name for _, row in rows for name in row)
-    console.print(f"{len(rows):,} row{'s' * (len(rows) != 1)}", style="bold")
+def _tell(console: Console, found: Findings) -> None:
+    num_rows, kinds, wrong = found.num_rows, found.kinds, found.wrong
+    console.print(f"{num_rows:,} row{'s' * (num_rows != 1)}", style="bold")
     for kind, count in kinds.most_common():
-        share = "" if len(kinds) == 1 and count == len(rows) else f" in {count:,} row{'s' * (count != 1)}"
+        share = "" if len(kinds) == 1 and count == num_rows else f" in {count:,} row{'s' * (count != 1)}"
         console.print(f"format: {kind}{share}; for strop train {TAKEN_BY[kind]}")
     if len(kinds) > 1:
         console.print("All rows of one training must be of one format.", style="bold red")
-    listed = [f"{name}" if count == len(rows) else f"{name} (in {count:,})" for name, count in columns.items()]
+    listed = [f"{name}" if count == num_rows else f"{name} (in {count:,})" for name, count in found.columns.items()]
     console.print(f"columns: {one_line(', '.join(listed)) or 'none'}", markup=False)
-    for told, places in _oddities(rows).items():
+    for told, places in sorted(found.places.items(), key=lambda item: not item[0].startswith("empty ")):
         more = f" and {len(places) - 3:,} more" if len(places) > 3 else ""
         console.print(f"{one_line(told)}: {', '.join(places[:3])}{more}", style="yellow", markup=False)
     if wrong:
@@ -159,7 +208,7 @@ def _tell(console: Console, rows: Sequence[tuple[str, Any]], kinds: Counter[str]
             console.print(f"  {one_line(told)}", markup=False)
         if len(shown) > MOST_TOLD:
             console.print(f"  … and {len(shown) - MOST_TOLD:,} more")
-    if not kinds and rows:
+    if not kinds and num_rows:
         console.print("Columns get other names with --map, such as --map prompt=question,completion=answer.")
 
 
@@ -175,18 +224,15 @@ def _tell_opening(console: Console, tokenizer: Tokenizer | None) -> None:
         )
 
 
-def _oddities(rows: Sequence[tuple[str, Any]]) -> dict[str, list[str]]:
-    """Return what is no error but hardly meant, and the places of the rows that have it."""
+def _oddities(row: Json) -> list[str]:
+    """Return what about a row is no error but hardly meant."""
     from strop.data.formats import is_equal_pair, odd_role, unknown_roles
 
-    empty = {f"empty {column}": [where for where, row in rows if row.get(column) == ""] for column in EMPTY}
-    found = {told: places for told, places in empty.items() if places}
-    for where, row in rows:
-        with contextlib.suppress(TypeError, KeyError):  # messages that are none: named among the bad rows
-            told = ["chosen and rejected are the same"] if is_equal_pair(row) else []
-            for one in dict.fromkeys([*told, *map(odd_role, unknown_roles(row))]):
-                found.setdefault(one, []).append(where)
-    return found
+    found = [f"empty {column}" for column in EMPTY if row.get(column) == ""]
+    with contextlib.suppress(TypeError, KeyError):  # messages that are none: named among the bad rows
+        found += ["chosen and rejected are the same"] if is_equal_pair(row) else []
+        found += map(odd_role, unknown_roles(row))
+    return list(dict.fromkeys(found))
 
 
 def _grouped(wrong: Sequence[str]) -> list[str]:
@@ -200,15 +246,10 @@ def _grouped(wrong: Sequence[str]) -> list[str]:
     return found
 
 
-def _tell_lengths(console: Console, found: Sequence[list[Spans]]) -> None:
-    lines = [line for lines in found for line in lines]
-    lengths: dict[str, Callable[[Spans], int]] = {
-        "all": lambda line: sum(len(ids) for _, ids in line),
-        "that count": lambda line: sum(len(ids) for counted, ids in line if counted),
-    }
-    for name, length in lengths.items():
-        sizes = sorted(map(length, lines))
-        if sizes[-1]:
+def _tell_lengths(console: Console, found: Findings) -> None:
+    for name, lengths in zip(("all", "that count"), found.lengths, strict=True):
+        sizes = sorted(lengths)
+        if sizes and sizes[-1]:
             middle = sizes[len(sizes) // 2]
             console.print(f"tokens, {name}: {sizes[0]:,} to {sizes[-1]:,}, median {middle:,}, {sum(sizes):,} together")
 

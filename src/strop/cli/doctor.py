@@ -2,6 +2,7 @@
 
 import importlib
 import platform
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -27,6 +28,7 @@ OPTIONAL = {
     "datasets": "Hugging Face data sets",
     "gguf": "models in GGUF files, such as smollm2",
     "bitsandbytes": "--quantize nf4",
+    "uvicorn": "strop serve",
     "tensorboard": "--log tensorboard",
     "trackio": "--log trackio",
     "wandb": "--log wandb",
@@ -151,13 +153,41 @@ def _operator(op: "Op") -> Finding:
     return Finding(f"operator {op.name}", "ok", listed + (f"; {forced[1]} asks for {forced[0]}" if forced else ""))
 
 
+def of_model(name: str) -> Iterator[Finding]:
+    """Yield how strop reads the rows of a model, how rollouts run, and why not in a faster way."""
+    from strop.models import as_policy
+    from strop.models.loading import load_model
+    from strop.rollout import Sampling, generate
+
+    try:
+        policy = as_policy(*load_model(name))
+        policy.check_reading()
+        why = policy.no_packing_because
+        told = "packed: sequences one after the other, without padding" if why is None else f"padded: {why}"
+        if policy.no_padding_because is not None:
+            told += f"; only rows of one length together: {policy.no_padding_because}"
+        if policy.sides is not None:
+            told += f"; {policy.sides.told}"
+        yield Finding("training", "ok", told)
+        yield Finding(
+            "loss", "ok", f"from all logits: {why}" if (why := policy.no_hidden_because) else "from hidden states"
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the reason is shown below
+            rollout = generate(policy, [[1]], Sampling(max_new_tokens=1, temperature=0.0))
+        yield Finding("rollouts", "ok", rollout.engine)
+    except ValueError as error:  # a model that strop refuses
+        yield Finding("model", "broken", str(error))
+
+
 def doctor(
     deep: Annotated[bool, option("Also import every package: slower, and finds broken ones.")] = False,
+    model: Annotated[str | None, option("Say how this model is trained and sampled from, and why not faster.")] = None,
 ) -> None:
     """Show what is installed and active. Exits with 1 when something is broken, not when it is merely absent."""
     table = Table("part", "status", "detail", title="strop doctor")
     colours = {"ok": "green", "absent": "yellow", "broken": "bold red"}
-    found = list(findings(deep))
+    found = list(findings(deep) if model is None else of_model(model))
     for finding in found:
         detail = finding.detail.replace("[", r"\[")
         table.add_row(finding.part, f"[{colours[finding.status]}]{finding.status}[/]", detail)

@@ -63,7 +63,7 @@ def config_text(algorithm: str, schema: str | None = None) -> str:
     """Return the file's text: options with what they are and their defaults."""
     options = {one.path: one for one in options_for(algorithm)}
     lines = [] if schema is None else [f"# yaml-language-server: $schema={schema}"]
-    lines += [f"# {ALGORITHMS[algorithm][2]}"]
+    lines += [f"# {ALGORITHMS[algorithm][1]}"]
     lines += [f"# A commented-out option shows its default. All options: strop train {algorithm} -h", ""]
     given = GIVEN | GIVEN_TOO.get(algorithm, {})
     for name in dict.fromkeys((*WORTH[algorithm], *SHARED)):

@@ -1,6 +1,5 @@
 """`strop train sft|dpo|kto|reward|grpo|ppo|distill|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
 
-import importlib
 import os
 import sys
 import time
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+import strop
 from strop import config as configs
 from strop._install import missing
 from strop._types import Json, Row
@@ -29,7 +29,8 @@ from strop.cli.job import (
     load_tools,
 )
 from strop.cli.options import Option, option, options_of, parse_settings, read_config, with_options
-from strop.config import Config, TrainerConfig, option_names, unknown_option
+from strop.config import Config, TrainerConfig
+from strop.config.base import option_names, unknown_option
 
 if TYPE_CHECKING:
     import torch
@@ -40,15 +41,15 @@ if TYPE_CHECKING:
     from strop.training.trainer import Trainer
 
 ALGORITHMS = {
-    # command: module, class, what it does
-    "sft": ("sft", "SFT", "Imitate given completions."),
-    "dpo": ("dpo", "DPO", "Learn from pairs which of two completions is the better one."),
-    "kto": ("kto", "KTO", "Learn from single completions that are labelled desirable or not."),
-    "reward": ("reward_model", "RewardModel", "Learn from pairs a number for completions, to be used as a reward."),
-    "grpo": ("grpo", "GRPO", "Reinforcement learning from rewards compared within a group."),
-    "ppo": ("ppo", "PPO", "Reinforcement learning with a critic."),
-    "distill": ("distill", "Distill", "Learn a teacher's distribution (--ref-model) on what the model itself writes."),
-    "online-dpo": ("online_dpo", "OnlineDPO", "DPO on pairs that the model makes and a reward or preference judges."),
+    # command: class, what it does
+    "sft": ("SFT", "Imitate given completions."),
+    "dpo": ("DPO", "Learn from pairs which of two completions is the better one."),
+    "kto": ("KTO", "Learn from single completions that are labelled desirable or not."),
+    "reward": ("RewardModel", "Learn from pairs a number for completions, to be used as a reward."),
+    "grpo": ("GRPO", "Reinforcement learning from rewards compared within a group."),
+    "ppo": ("PPO", "Reinforcement learning with a critic."),
+    "distill": ("Distill", "Learn a teacher's distribution (--ref-model) on what the model itself writes."),
+    "online-dpo": ("OnlineDPO", "DPO on pairs that the model makes and a reward or preference judges."),
 }
 ARGUMENTS = {  # beside the model, of the algorithms that sample
     "grpo": ("reward", "environment", "tools"),
@@ -67,15 +68,14 @@ app = typer.Typer(
 
 def config_class(command: str) -> type[TrainerConfig]:
     """Return the config of a command's algorithm."""
-    found: type[TrainerConfig] = getattr(configs, f"{ALGORITHMS[command][1]}Config")
+    found: type[TrainerConfig] = getattr(configs, f"{ALGORITHMS[command][0]}Config")
     return found
 
 
 def algorithm_class(command: str) -> Any:
     """Import and return a command's algorithm."""
-    module, name, _ = ALGORITHMS[command]
     try:
-        return getattr(importlib.import_module(f"strop.algorithms.{module}"), name)
+        return getattr(strop, ALGORITHMS[command][0])
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise
@@ -140,7 +140,7 @@ def _command(command: str) -> Callable[..., None]:
     return with_options(train, options_for(command))
 
 
-for name, (_, _, about) in ALGORITHMS.items():
+for name, (_, about) in ALGORITHMS.items():
     app.command(name, help=f"{about} Options come from --config, then from the command line.", short_help=about)(
         _command(name)
     )
@@ -152,7 +152,7 @@ for name, (_, _, about) in ALGORITHMS.items():
 def run(command: str, job: JobConfig, config: TrainerConfig, *, quiet: bool = False) -> Path:
     """Train and return the run folder. Ends the process with 130 or 143 after Ctrl-C or SIGTERM."""
     from strop.distributed import world
-    from strop.training.folder import remove_run
+    from strop.training.folder import final_model, remove_run
 
     quiet = quiet or not world().is_first
     output = world().from_first(lambda: _output(command, job))
@@ -183,7 +183,8 @@ def run(command: str, job: JobConfig, config: TrainerConfig, *, quiet: bool = Fa
     if world().is_first:
         print(output)
         if job.push_to_hub is not None:
-            _push(trainer, job.push_to_hub, _model_of(writes_to), output / _model_of(writes_to).relative_to(writes_to))
+            final = final_model(writes_to)
+            _push(trainer, job.push_to_hub, final, output / final.relative_to(writes_to))
     return output
 
 
@@ -335,6 +336,8 @@ def _size(trainer: "Trainer") -> str:
 
 def _tell(history: "History", output: Path, place: Path) -> None:
     """Print the first and the last of what was measured, and how to look at it."""
+    from strop.training.folder import final_model
+
     evaluations = [e for e in history.evaluations if len(e) > 1]
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
@@ -342,7 +345,9 @@ def _tell(history: "History", output: Path, place: Path) -> None:
             print(f"{name}: {first.get(name, float('nan')):.4g} → {last[name]:.4g}", file=sys.stderr)
     if history.stop_reason:
         print(f"stopped: {history.stop_reason}", file=sys.stderr)
-    print(f"model: {output / _model_of(place).relative_to(place)}\nlook at it: strop report {output}", file=sys.stderr)
+    print(
+        f"model: {output / final_model(place).relative_to(place)}\nlook at it: strop report {output}", file=sys.stderr
+    )
 
 
 def _push(trainer: "Trainer", repo_id: str, folder: Path, shown: Path) -> None:
@@ -354,9 +359,3 @@ def _push(trainer: "Trainer", repo_id: str, folder: Path, shown: Path) -> None:
         again = f"To try again: hf upload {repo_id} {shown}"
         raise RuntimeError(f"the run is complete and its model is in {shown}, but {why}. {again}") from error
     print(f"pushed to {address}", file=sys.stderr)
-
-
-def _model_of(output: Path) -> Path:
-    """Return the folder of the whole model, or where there is none of its adapter."""
-    final, adapter = output / "final", output / "final" / "adapter"
-    return final if (final / "config.json").exists() or not adapter.exists() else adapter

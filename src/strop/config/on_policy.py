@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from strop._checks import check_number
 from strop.config.base import choice, count, number
@@ -50,6 +51,7 @@ class PolicyGradientConfig(RewardOptions):
     old_logps: str = choice("auto", ("auto", "rollout", "recompute"))
     exact: bool = False
     pad_id: int | None = None
+    rule: ClassVar[PolicyRule]  # the loss with what the rest of the config says of it
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
     def __post_init__(self) -> None:
@@ -120,15 +122,13 @@ class GRPOConfig(PolicyGradientConfig):
         if self.replay_routing and self.run.compile:
             raise ValueError("replay_routing must be False with compile=True, found True")
 
+        rule = replace(self.loss, beta=self.kl_coef, max_completion_length=self.sampling.max_new_tokens)
+        object.__setattr__(self, "rule", rule)
+
     def without_effect(self) -> list[str]:
         idle = self.importance_mode != type(self).importance_mode and self.importance_cap is None
         told = ["importance_mode has no effect: it is for importance_cap, found None"] if idle else []
         return told + super().without_effect()
-
-    @functools.cached_property
-    def rule(self) -> PolicyRule:
-        """The loss with what the rest of the config says of it."""
-        return replace(self.loss, beta=self.kl_coef, max_completion_length=self.sampling.max_new_tokens)
 
     @functools.cached_property
     def recomputes(self) -> bool:
@@ -162,10 +162,10 @@ class PPOConfig(PolicyGradientConfig):
     inner_epochs: int = count(4, low=1)
     loss: PolicyRule = field(default_factory=lambda: PolicyRule(loss_type="dapo"))
 
-    @functools.cached_property
-    def rule(self) -> PolicyRule:
-        """The loss; the KL is in the rewards."""
-        return replace(self.loss, max_completion_length=self.sampling.max_new_tokens)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule = replace(self.loss, max_completion_length=self.sampling.max_new_tokens)  # the KL is in the rewards
+        object.__setattr__(self, "rule", rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,10 +191,9 @@ class DistillConfig(TrainerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.divergence == "sampled" and (self.on_policy < 1 or self.sampling.cuts or self.sampling.greedy):
-            raise ValueError(
-                "divergence must not be 'sampled' unless all completions are drawn from the student's whole distribution: "
-                "on_policy 1, temperature above 0, no top_k or top_p"
-            )
+            wanted = "all completions are drawn from the student's whole distribution"
+            options = "on_policy 1, temperature above 0, no top_k or top_p"
+            raise ValueError(f"divergence must not be 'sampled' unless {wanted}: {options}")
 
     def without_effect(self) -> list[str]:
         idle = self.beta != type(self).beta and self.divergence != "jsd"

@@ -97,13 +97,13 @@ class Trajectory:
 
     @classmethod
     def of_prompt(cls, ids: Array, **known: Any) -> "Trajectory":
-        """A prompt, with no completion yet."""
+        """Return a prompt, with no completion yet."""
         prompt = as_ids(ids, "prompt_ids")
         return cls(prompt, torch.zeros(len(prompt), dtype=torch.bool), num_prompt=len(prompt), **known)
 
     @classmethod
     def of(cls, prompt_ids: object, completion_ids: object, counts: object = None, **known: Any) -> "Trajectory":
-        """A completion behind its prompt. Of its tokens those count that `counts`, a bool each, says; without it all."""
+        """Return a completion behind its prompt. `counts`, a bool for each of its tokens, says which count; None: all."""
         prompt, completion = as_ids(prompt_ids, "prompt_ids"), as_ids(completion_ids, "completion_ids")
         ids_T = torch.cat([prompt, completion])
         if not len(ids_T):
@@ -125,9 +125,8 @@ def sampled(
     starts, lengths_S = torch.tensor(num_prompt), torch.tensor(lengths)
     ids_N = torch.cat([ids for pair in zip(prompts, completions, strict=True) for ids in pair])
     first_N = (lengths_S.cumsum(0) - lengths_S + starts).repeat_interleave(lengths_S)  # where its completion begins
-    rows = zip(
-        ids_N.split(lengths), (torch.arange(len(ids_N)) >= first_N).split(lengths), logps, num_prompt, strict=True
-    )
+    masks = (torch.arange(len(ids_N)) >= first_N).split(lengths)
+    rows = zip(ids_N.split(lengths), masks, logps, num_prompt, strict=True)
     return [Trajectory(ids_T, mask_T, logps_t, num_prompt=start) for ids_T, mask_T, logps_t, start in rows]
 
 
@@ -142,7 +141,7 @@ class PaddedRows(NamedTuple):
     index_N: torch.Tensor
 
     def spread(self, values_N: torch.Tensor, padding: int) -> torch.Tensor:
-        """[S·T, ..] what the batch has of each token, and `padding` between."""
+        """Return [S·T, ..]: what the batch has of each token, and `padding` between."""
         spread = values_N.new_full((self.ids_ST.numel(), *values_N.shape[1:]), padding)
         return spread.index_copy(0, self.index_N, values_N)
 
@@ -188,7 +187,7 @@ class TokenBatch:
         fields: Sequence[str] = (),
         **per_trajectory: Sequence[float],
     ) -> "TokenBatch":
-        """The trajectories in this order; of none a batch of one token, of which nothing counts.
+        """Return the trajectories in this order; of none a batch of one token, of which nothing counts.
 
         fields           which fields of the trajectories the batch takes, where they are filled, without their _t
         per_trajectory   advantages, weights: a number of each, which all its tokens that count get, in `dtype`
@@ -216,10 +215,8 @@ class TokenBatch:
         routing = [one.routing_TLk for one in trajectories if one.routing_TLk is not None]
         if routing:
             if [len(one) for one in routing] != lengths:
-                raise ValueError(
-                    f"routing must have one entry a token, in all trajectories or in none, found "
-                    f"{[len(one) for one in routing]} of {lengths} tokens"
-                )
+                found = f"found {[len(one) for one in routing]} of {lengths} tokens"
+                raise ValueError(f"routing must have one entry a token, in all trajectories or in none, {found}")
             batch.routing_NLk = torch.cat(routing)
         scored: dict[str, Any] = {}  # which are on the device already
         for name in fields:
@@ -233,7 +230,7 @@ class TokenBatch:
         return replace(batch.to(device), **scored) if scored else batch.to(device)
 
     def __len__(self) -> int:
-        """How many trajectories."""
+        """Return how many trajectories there are."""
         return len(self.lengths)
 
     @property
@@ -249,7 +246,7 @@ class TokenBatch:
         return self.ids_N.device
 
     def to(self, device: torch.device | str) -> "TokenBatch":
-        """The batch there, all its numbers in two transfers (and one of the routing) that nobody waits for."""
+        """Return the batch on the device, moved in two transfers (and one of the routing) that nobody waits for."""
         device = torch.device(device)
         if device.type == self.device.type and device.index in (None, self.device.index):
             return self
@@ -267,7 +264,7 @@ class TokenBatch:
         return replace(self, **moved)
 
     def padded(self, pad_id: int) -> PaddedRows:
-        """The same tokens as right-padded rows."""
+        """Return the same tokens as right-padded rows."""
         longest = max(self.lengths)
         starts = torch.arange(0, len(self) * longest, longest).repeat_interleave(torch.tensor(self.lengths))
         index_N = on_device(starts, self.device) + self.positions_N
@@ -295,28 +292,28 @@ class TokenBatch:
         return batch, theirs_m
 
     def sums(self, values_n: torch.Tensor) -> torch.Tensor:
-        """[S] the sum over each trajectory's tokens that count."""
+        """Return [S]: the sum over each trajectory's tokens that count."""
         return values_n.new_zeros(len(self.num_loss_tokens_S)).index_add(0, self.sequence_n, values_n)
 
     def split(self, values_n: torch.Tensor) -> list[torch.Tensor]:
-        """Per trajectory."""
+        """Return the values of each trajectory."""
         return list(values_n.split(self.num_loss_tokens_S))
 
 
 def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One after the other; of none an empty one."""
+    """Return the rows one after the other; an empty tensor of none."""
     return torch.cat(list(rows)) if rows else torch.zeros(0)
 
 
 def on_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """`tensor.to(device)` that does not wait until a GPU has done all its work, as a copy from ordinary memory does."""
+    """Return `tensor.to(device)` without waiting for the GPU's work, as a copy from ordinary memory does."""
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def as_ids(ids: object, name: str) -> torch.Tensor:
-    """1-D int64 on the CPU from a tensor, an array or a list of token ids."""
+    """Return token ids (a tensor, an array or a list) as 1-D int64 on the CPU."""
     if isinstance(ids, torch.Tensor) and ids.dtype == torch.int64 and ids.ndim == 1 and ids.device.type == "cpu":
         return ids  # as the ids of a rollout are, many times a step
     try:
@@ -336,7 +333,7 @@ def as_ids(ids: object, name: str) -> torch.Tensor:
 def split(
     items: Sequence[Item], lengths: Sequence[int], size: int = 0, num_tokens: int = 0, *, padded: bool = False
 ) -> list[list[Item]]:
-    """The items in parts of at most `size` items and `num_tokens` tokens; 0 is no limit.
+    """Return the items in parts of at most `size` items and `num_tokens` tokens; 0 is no limit.
 
     lengths   tokens of each item
     padded    the model reads rows as long as the longest: a part of n items has n · (its longest) tokens
@@ -359,7 +356,7 @@ def split(
 
 
 def _of_like_lengths(lengths: Sequence[int], size: int, num_tokens: int) -> list[list[int]]:
-    """The longest first: neighbours are of like lengths, so little is padding, and a lack of memory shows at once."""
+    """Cut the longest first: neighbours are of like lengths, so little is padding, and a lack of memory shows at once."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     parts = _cut(order, lengths, size, num_tokens)
     if num_tokens:  # as even as can be, since the largest part is what needs memory
@@ -370,7 +367,7 @@ def _of_like_lengths(lengths: Sequence[int], size: int, num_tokens: int) -> list
 
 
 def _cut(order: Sequence[int], lengths: Sequence[int], size: int, num_tokens: int) -> list[list[int]]:
-    """An order of falling lengths: a part's first item is its longest."""
+    """Cut an order of falling lengths into parts, whose first item is their longest."""
     parts, start = [], 0
     while start < len(order):
         fitting = num_tokens // max(lengths[order[start]], 1) if num_tokens else size

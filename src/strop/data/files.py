@@ -23,7 +23,7 @@ class RepeatedKeyError(ValueError):
 
 
 def read_file(path: str | os.PathLike[str]) -> Sequence[Json]:
-    """The rows of a file, by the ending of its name; "-" is JSONL on standard input. JSONL where the ending says nothing."""
+    """Return the rows of a file, by the ending of its name, else as JSONL; "-" is JSONL on standard input."""
     suffix = Path(path).suffix.lower()
     if str(path) == "-":
         return list(_jsonl(sys.stdin.buffer, "standard input"))
@@ -37,7 +37,7 @@ def read_file(path: str | os.PathLike[str]) -> Sequence[Json]:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Json]:
-    """One object per line; empty lines are passed over. A broken line is named."""
+    """Yield one object per line; empty lines are passed over. A broken line is named."""
     with open(path, "rb") as file:
         yield from _jsonl(file, path)
 
@@ -54,17 +54,16 @@ def jsonl_row(line: bytes, where: str) -> Json:
     return row if type(row) is dict else _row_of(row, f"{where}:")
 
 
-def checked_lines(path: str | os.PathLike[str]) -> tuple[list[tuple[int, Json]], list[str]]:
-    """Of a JSONL file the rows with the numbers of their lines, and what is wrong with each of the others."""
-    rows, wrong = [], []
+def checked_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, Json | ValueError]]:
+    """Yield the number of every line of a JSONL file with its row, or with what is wrong with it."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             data = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            try:
-                rows += [(number, row) for row in _jsonl([data], path)]
-            except ValueError as error:
-                wrong.append(str(error).replace(f"{path}, line 1", f"line {number}", 1))
-    return rows, wrong
+            if data.strip():
+                try:
+                    yield number, jsonl_row(data, f"line {number}")
+                except ValueError as error:
+                    yield number, error
 
 
 def _object_of(pairs: list[tuple[str, object]]) -> Json:
@@ -81,7 +80,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
 
 
 def _parse(data: bytes, where: str, *, of_line: bool = False) -> Any:
-    """The JSON of a line, or of a whole file."""
+    """Return the JSON of a line, or of a whole file."""
     try:
         text = data.decode()
         found = _decoded_line(text) if of_line else _DECODER.decode(text)
@@ -122,13 +121,13 @@ def _is_array(path: str | os.PathLike[str]) -> bool:
 
 
 def read_array(path: str | os.PathLike[str]) -> list[Json]:
-    """A file that is one JSON array of objects."""
+    """Return the objects of a file that is one JSON array."""
     found = _parse(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8), str(path))
     return [_row_of(row, f"{path}, entry {i}") for i, row in enumerate(found)]
 
 
 def read_csv(path: str | os.PathLike[str], delimiter: str = ",") -> Iterator[Json]:
-    """The first line names the columns; every value is a text, an empty one too."""
+    """Yield the rows of a CSV file. The first line names the columns; every value is a text, an empty one too."""
     try:
         text = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeError as error:
@@ -148,16 +147,15 @@ def read_csv(path: str | os.PathLike[str], delimiter: str = ",") -> Iterator[Jso
 
 
 def read_parquet(path: str | os.PathLike[str]) -> Any:
-    """A Dataset, which stays on the disk and is read as it is asked for."""
+    """Return a Dataset, which stays on the disk and is read as it is asked for."""
     try:
         return datasets_package().Dataset.from_parquet(str(path))
     except ImportError:
         raise
     except Exception as error:  # of pyarrow or datasets, of many kinds
         cause = error.__cause__ or error
-        raise ValueError(
-            f"{path} must be a Parquet file that can be read: {' '.join(str(cause).split()):.200}"
-        ) from None
+        why = " ".join(str(cause).split())
+        raise ValueError(f"{path} must be a Parquet file that can be read: {why:.200}") from None
 
 
 def datasets_package() -> ModuleType:

@@ -12,7 +12,6 @@ rejected have in common at their start. In place of a text stands, where there i
 Other columns stay: reward functions get them by name.
 """
 
-import difflib
 import glob
 import importlib
 import json
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from strop import _hub
-from strop._checks import check_choice, is_conversation
+from strop._checks import check_choice, did_you_mean, is_conversation
 from strop._types import Json, Row
 from strop.data.ahead import Prepare, PreparedAhead
 from strop.data.files import SUFFIXES, datasets_package, one_line, read_file
@@ -36,9 +35,7 @@ FORMATS = {
     "prompt_completion": '{"prompt", "completion"}',
     "preference": '{"prompt", "chosen", "rejected"} or {"chosen", "rejected"} with a common start',
 }
-MOST_AT_ONCE = (
-    1000  # a dataset of so many rows is prepared before the first step, so that any mistake in it shows at once
-)
+MOST_AT_ONCE = 1000  # a dataset of so many rows is prepared before the first step: its mistakes show at once
 ROLES = (  # that common chat templates know
     "system", "user", "assistant", "tool", "developer", "function", "ipython", "observation", "model", "tool_response",
 )  # fmt: skip
@@ -91,10 +88,8 @@ def prepared(
     if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
         raise ValueError(f"{name} must have rows, found none")
     # the rows of a file are checked in one pass here, where its name is known; `check` finds what that pass has noted
-    rows = (load_rows if (name_of(dataset) and not any_format) or (check is None and not any_format) else read_rows)(
-        dataset
-    )
-    before = rows
+    load = load_rows if not any_format and (name_of(dataset) or check is None) else read_rows
+    rows = before = load(dataset)
     if isinstance(rows, Streamed) and rows.on_disk:
         return PreparedAhead(rows, prepare, name, with_thread=with_thread)
     if check is not None:
@@ -111,7 +106,7 @@ def prepared(
 def load_rows(
     source: object, *, split: str = "train", limit: int | None = None, seed: int = 0, stream: bool = False
 ) -> Sequence[Json]:
-    """Rows of a source, checked to be of one known format, of streamed ones the first; see `read_rows`."""
+    """Return the rows of a source, checked to be of one known format (of streamed ones the first); see `read_rows`."""
     rows = read_rows(source, split=split, limit=limit, seed=seed, stream=stream)
     check_rows(rows, where=name_of(source))
     return rows
@@ -120,7 +115,7 @@ def load_rows(
 def read_rows(
     source: object, *, split: str = "train", limit: int | None = None, seed: int = 0, stream: bool = False
 ) -> Sequence[Json]:
-    """Rows of a source as they are, whatever their columns.
+    """Return the rows of a source as they are, whatever their columns.
 
     source   a list of dicts; a pandas DataFrame; a file (JSONL, a JSON array, CSV, TSV or Parquet), a pattern of files or a list of them,
              "-" for JSONL on standard input; the name of one of strop's tasks; a `datasets.Dataset` or `DatasetDict`,
@@ -143,9 +138,9 @@ def read_rows(
 def is_sharegpt(row: Any) -> bool:
     """Return whether a row is in ShareGPT's format: {"conversations": [{"from": "human", "value": …}, …]}."""
     turns = row.get("conversations") if isinstance(row, Mapping) else None
-    return (
-        is_conversation(turns) and {"from", "value"} <= turns[0].keys() and not any(row.get(name) for name in CONTENT)
-    )
+    if not is_conversation(turns) or not {"from", "value"} <= turns[0].keys():
+        return False
+    return not any(row.get(name) for name in CONTENT)
 
 
 def sharegpt_messages(row: Json) -> Json:
@@ -174,26 +169,24 @@ def _with_messages(rows: Any) -> Sequence[Json]:
 
 
 def name_of(source: object) -> str:
-    """A source in an error; nothing for rows in memory."""
+    """Return how errors name a source; "" for rows in memory."""
     return str(source) if isinstance(source, (str, os.PathLike)) else ""
 
 
 def _read_streamed(source: object, split: str, limit: int | None, seed: int) -> Streamed:
-    paths = _files_of(source, split)
+    paths, wanted = _files_of(source, split), ".jsonl files, one .parquet file or a Dataset"
     if paths and all(is_jsonl(path) for path in paths):
         return read_files(paths, on_disk=True)
     if paths and not (len(paths) == 1 and Path(paths[0]).suffix.lower() == ".parquet"):
-        raise ValueError(f"stream needs .jsonl files, one .parquet file or a Dataset, found {', '.join(paths):.200}")
+        raise ValueError(f"stream needs {wanted}, found {', '.join(paths):.200}")
     rows = _read(source, split, limit, seed)
     if not _is_dataset(rows):
-        raise ValueError(
-            f"stream needs .jsonl files, one .parquet file or a Dataset, found {name_of(source) or 'rows'}"
-        )
+        raise ValueError(f"stream needs {wanted}, found {name_of(source) or 'rows'}")
     return Streamed(len(rows), rows.__getitem__)
 
 
 def _files_of(source: object, split: str) -> list[str]:
-    """The files that a path, a pattern, a folder or a list of paths names; none for another source."""
+    """Return the files that a path, a pattern, a folder or a list of paths names; none for another source."""
     if isinstance(source, Sequence) and not isinstance(source, str) and source:
         return [str(path) for path in source] if all(isinstance(path, (str, os.PathLike)) for path in source) else []
     if not isinstance(source, (str, os.PathLike)):
@@ -220,9 +213,8 @@ def _read(source: object, split: str, limit: int | None, seed: int) -> Any:
             return _read_all(source)
         return _checked_dicts(source)
     if hasattr(source, "__iter__") and hasattr(source, "features"):
-        raise TypeError(
-            "data must have a length, found a streaming dataset: take a part of it, list(dataset.take(1000))"
-        )
+        hint = "take a part of it, list(dataset.take(1000))"
+        raise TypeError(f"data must have a length, found a streaming dataset: {hint}")
     raise TypeError(f"data must be a list of dicts, a path, a task's name or a Dataset, found {type(source).__name__}")
 
 
@@ -269,14 +261,13 @@ def _read_folder(folder: Path, split: str) -> object:
     file = next((folder / (split + end) for end in SUFFIXES if (folder / (split + end)).is_file()), None)
     if file is None:
         there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-        raise FileNotFoundError(
-            f"the folder {folder} must hold {split}.jsonl (or .csv, .parquet …) or a saved dataset, found {there}"
-        )
+        wanted = f"{split}.jsonl (or .csv, .parquet …) or a saved dataset"
+        raise FileNotFoundError(f"the folder {folder} must hold {wanted}, found {there}")
     return _read_all([file])
 
 
 def _read_task(name: str, split: str, limit: int | None, seed: int) -> list[Json] | None:
-    """Rows of a built-in task, None where no task has this name."""
+    """Return the rows of a built-in task; None if no task has this name."""
     tasks = importlib.import_module("strop.tasks")
 
     if name.removeprefix("task:") not in tasks.available_tasks():
@@ -287,8 +278,7 @@ def _read_task(name: str, split: str, limit: int | None, seed: int) -> list[Json
 
 
 def _unknown_source(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name.removeprefix("task:"), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name.removeprefix("task:"), known)
     return f"no file, folder or task is called {name!r}{hint} Tasks: {', '.join(known)}. A dataset's id has an owner: owner/name"
 
 
@@ -299,14 +289,12 @@ def _read_hub(name: str, split: str) -> object:
         with _hub.asking(place, "dataset"):
             return package.load_dataset(place, config or None, split=split)
     except Exception as error:  # of many kinds: no network, no such id, no such split
-        notes = "; ".join(["", *getattr(error, "__notes__", ())])
-        raise ValueError(
-            f"no file, folder or task is called {name!r}, and datasets cannot load it: {error}{notes}"
-        ) from error
+        why = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        raise ValueError(f"no file, folder or task is called {name!r}, and datasets cannot load it: {why}") from error
 
 
 def _is_dataset(source: object) -> bool:
-    """A map-style `datasets.Dataset`, without importing the package."""
+    """Return whether this is a map-style `datasets.Dataset`, without importing the package."""
     return hasattr(source, "column_names") and hasattr(source, "select") and hasattr(source, "__getitem__")
 
 
@@ -326,7 +314,7 @@ def _checked_dicts(rows: Sequence[Any]) -> list[Json]:
 
 
 def detect_format(row: Row, where: str = "the row") -> str:
-    """One of FORMATS, from the columns."""
+    """Return the format, one of FORMATS, by the columns."""
     columns = {name for name in CONTENT if row.get(name) is not None}
     if {"chosen", "rejected"} <= columns:
         return "preference"
@@ -354,7 +342,7 @@ def _way_to_map(row: Row) -> str:
 
 
 def _refuse_null(row: Row, where: str, names: Sequence[str] = CONTENT) -> None:
-    """A column that is there and holds nothing is told apart from one that is not there."""
+    """Raise if a column is there and holds null, which is another mistake than no column."""
     for name in names:
         if name in row and row[name] is None:
             raise TypeError(f"{where}[{name!r}] must be a text, a list of messages or token ids, found null")
@@ -396,9 +384,8 @@ def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str 
     first = facts.format if facts else detect_format(rows[0], _name(where, 0))
     usable = first if first in wanted else _also(first, wanted)
     if usable is None:
-        raise ValueError(
-            f"{what or 'the data'} needs {_listed(wanted)}; {where or 'the data'} is {first}: {_found(rows[0])}"
-        )
+        found = f"{where or 'the data'} is {first}: {_found(rows[0])}"
+        raise ValueError(f"{what or 'the data'} needs {_listed(wanted)}; {found}")
     if facts is None:
         facts = facts_of(rows, where)
         if isinstance(rows, CheckedRows) or (isinstance(rows, Streamed) and not rows.on_disk):
@@ -475,18 +462,15 @@ def unknown_roles(row: Json) -> list[str]:
 def warn_of_odd_rows(facts: RowFacts, name: str) -> None:
     """Warn once of rows that can be trained on, but hardly are what they were meant to be."""
     if facts.num_equal:
-        pairs = "pair has" if facts.num_equal == 1 else "pairs have"
-        warnings.warn(
-            f"{name}: {facts.num_equal:,} {pairs} the same completion as chosen and as rejected", stacklevel=4
-        )
+        pairs = f"{facts.num_equal:,} {'pair has' if facts.num_equal == 1 else 'pairs have'}"
+        warnings.warn(f"{name}: {pairs} the same completion as chosen and as rejected", stacklevel=4)
     for role, count in facts.odd_roles.items():
         warnings.warn(f"{name}: {odd_role(role)} in {count:,} message{'s' * (count != 1)}", stacklevel=4)
 
 
 def odd_role(role: str) -> str:
     """Return an unusual role in words, with the usual one that it resembles."""
-    near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.5)
-    return f"the unusual role {role!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
+    return f"the unusual role {role!r}{did_you_mean(role.lower(), ROLES, ' ({})', cutoff=0.5)}"
 
 
 def column_counts(rows: Any) -> dict[str, int]:
@@ -512,7 +496,7 @@ def _rows_to_check(rows: Any) -> Iterable[Json]:
 
 
 def _also(found: str, wanted: Sequence[str]) -> str | None:
-    """A row with a completion is also one with a prompt: what it has beyond is an extra column."""
+    """Return the wanted format that the rows have too: one with a completion is also one with a prompt."""
     return "prompt_only" if "prompt_only" in wanted and found in ("prompt_completion", "preference") else None
 
 
@@ -521,7 +505,7 @@ def _name(where: str, index: int) -> str:
 
 
 def check_contents(row: Row, name: str) -> None:
-    """Every column of the format holds a text, messages or ids, and those that belong together are of one kind."""
+    """Raise unless every column of the format holds a text, messages or ids, and those of a pair are of one kind."""
     kinds = {column: _kind(row[column], f"{name}[{column!r}]") for column in CONTENT if row.get(column) is not None}
     pairs = ("prompt", "completion"), ("chosen", "rejected"), ("prompt", "chosen")
     for a, b in pairs:
@@ -544,7 +528,7 @@ def _kind(value: object, name: str) -> str:
 
 
 def with_prompt(row: Json) -> Json:
-    """A preference row with its prompt: given, or what chosen and rejected begin with alike."""
+    """Return a preference row with its prompt: given, or what chosen and rejected begin with alike."""
     if row.get("prompt") is not None:
         return row
     chosen, rejected = row["chosen"], row["rejected"]
@@ -556,7 +540,6 @@ def with_prompt(row: Json) -> Json:
     if isinstance(chosen, str) and common and chosen[common - 1] == " ":
         common -= 1  # the space belongs to the word after it, as tokenizers have it
     if common == 0:
-        raise ValueError(
-            f"chosen and rejected must begin alike where there is no prompt, found {chosen!r:.60} and {rejected!r:.60}"
-        )
+        found = f"found {chosen!r:.60} and {rejected!r:.60}"
+        raise ValueError(f"chosen and rejected must begin alike where there is no prompt, {found}")
     return {**row, "prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}

@@ -26,7 +26,7 @@ def check_tokenizer(tokenizer: Tokenizer | None) -> None:
 
 
 def is_written(rows: object, name: str, mask: Array | None = None) -> bool:
-    """Whether these are texts or conversations, which a tokenizer makes ids of. They have no padding to mask."""
+    """Return whether these are texts or conversations, which a tokenizer makes ids of. They have no padding to mask."""
     if not isinstance(rows, Sequence) or not len(rows):
         return False
     if isinstance(rows, str) or (is_conversation(rows) and "role" in rows[0]):
@@ -39,7 +39,7 @@ def is_written(rows: object, name: str, mask: Array | None = None) -> bool:
 
 
 def as_dicts(columns: Mapping[str, Texts]) -> list[Json]:
-    """Rows of a dataset from its columns, which must be of one length."""
+    """Return the rows of a dataset from its columns, which must be of one length."""
     (first, values), *others = columns.items()
     for name, other in others:
         if isinstance(other, str) or not hasattr(other, "__len__"):
@@ -50,7 +50,7 @@ def as_dicts(columns: Mapping[str, Texts]) -> list[Json]:
 
 
 def as_rows(ids: object, name: str, mask: Any = None) -> list[Ids]:
-    """Rows of a (B, T) tensor or of a list of 1-D ones; with a mask (B, T) only what stands under its ones."""
+    """Return the rows of a (B, T) tensor or a list of 1-D ones; with a mask (B, T) only what stands under its ones."""
     if isinstance(ids, np.ndarray):
         ids = torch.as_tensor(ids)
     if isinstance(ids, torch.Tensor) and ids.ndim != 2:
@@ -72,13 +72,13 @@ def as_rows(ids: object, name: str, mask: Any = None) -> list[Ids]:
 
 
 def prompt_rows(ids: object, name: str, mask: Array | None, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
-    """Prompts or whole texts without their padding: what the mask has 0 for, or what equals the pad id at the sides."""
+    """Return prompts or texts without padding: what the mask has 0 for, or what equals the pad id at the sides."""
     rows = as_rows(ids, name, mask)
     return rows if mask is not None else [without_padding(row, pad_id, eos_ids) for row in rows]
 
 
 def completion_rows(ids: Array, name: str, num_rows: int, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
-    """Completions, one a prompt, each up to its first EOS."""
+    """Return completions, one a prompt, each up to its first EOS."""
     rows = as_rows(ids, name)
     if len(rows) != num_rows:
         raise ValueError(f"{name} must have {num_rows} rows as prompt has, found {len(rows)}")
@@ -86,7 +86,7 @@ def completion_rows(ids: Array, name: str, num_rows: int, pad_id: int | None, eo
 
 
 def without_padding(row: Ids, pad_id: int | None, eos_ids: Sequence[int]) -> Ids:
-    """A prompt without padding at its sides. Where the pad id is an EOS too, only the left side's: a prompt may end in one."""
+    """Return a prompt without padding at its sides. An EOS that is also the pad id stays at the end."""
     if pad_id is None:
         return row
     real = (row != pad_id).nonzero().flatten()
@@ -96,7 +96,7 @@ def without_padding(row: Ids, pad_id: int | None, eos_ids: Sequence[int]) -> Ids
 
 
 def until_eos(row: Ids, pad_id: int | None, eos_ids: Sequence[int]) -> Ids:
-    """A completion up to its first EOS and with it; one without EOS up to the padding behind it."""
+    """Return a completion up to and with its first EOS; one without EOS up to the padding behind it."""
     ends = torch.isin(row, torch.tensor(list(eos_ids), dtype=row.dtype)).nonzero().flatten()
     if len(ends):
         return row[: int(ends[0]) + 1]
@@ -107,7 +107,7 @@ def until_eos(row: Ids, pad_id: int | None, eos_ids: Sequence[int]) -> Ids:
 
 
 def fit(prompt: Ids, completion: Ids, max_length: int | None, context: int | None, where: str) -> Ids:
-    """The completion as far as it fits behind its prompt; an error where not even the prompt does.
+    """Return the completion as far as it fits behind its prompt; raise if not even the prompt fits.
 
     max_length   the user's limit: completions are cut there
     context      the model's: what is longer, with no limit from the user, is an error rather than cut in silence
@@ -119,10 +119,8 @@ def fit(prompt: Ids, completion: Ids, max_length: int | None, context: int | Non
         whose = "max_length" if max_length is not None and limit == max_length else "the model's context"
         raise ValueError(f"{where}: the prompt must be shorter than {whose}, {limit} tokens, found {len(prompt)}")
     if max_length is None and len(prompt) + len(completion) > limit:
-        raise ValueError(
-            f"{where}: prompt and completion must fit into the model's context of {limit} tokens, found "
-            f"{len(prompt) + len(completion)}; max_length={limit} cuts completions"
-        )
+        found = f"found {len(prompt) + len(completion)}; max_length={limit} cuts completions"
+        raise ValueError(f"{where}: prompt and completion must fit into the model's context, {limit} tokens, {found}")
     return completion[: limit - len(prompt)]
 
 
@@ -131,7 +129,7 @@ def fit(prompt: Ids, completion: Ids, max_length: int | None, context: int | Non
 
 def as_prompts(
     prompts: Any,
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     padding: Padding,
     *,
     mask: Array | None = None,
@@ -151,18 +149,15 @@ def as_prompts(
         prompts = prompts["input_ids"]
     elif isinstance(prompts, Mapping):  # rows as columns
         if "prompt" not in prompts:
-            raise ValueError(
-                f"prompts must have 'prompt' or 'input_ids', found {', '.join(map(str, prompts)) or 'none'}"
-            )
+            there = ", ".join(map(str, prompts)) or "none"
+            raise ValueError(f"prompts must have 'prompt' or 'input_ids', found {there}")
         columns = {name: values for name, values in prompts.items() if name not in RESERVED} | dict(columns or {})
         prompts = prompts["prompt"]
-    first = (
-        prompts[0] if hasattr(prompts, "__len__") and not isinstance(prompts, torch.Tensor) and len(prompts) else None
-    )
+    is_list = hasattr(prompts, "__len__") and not isinstance(prompts, torch.Tensor) and len(prompts)
+    first = prompts[0] if is_list else None
     if isinstance(prompts, str) or (isinstance(first, Mapping) and "role" in first):
-        raise TypeError(
-            f"prompts must be a batch, found a single {'text' if isinstance(prompts, str) else 'conversation'}"
-        )
+        what = "text" if isinstance(prompts, str) else "conversation"
+        raise TypeError(f"prompts must be a batch, found a single {what}")
     starts_with = first[0] if isinstance(first, (list, tuple)) and first else first
     if isinstance(first, str) or isinstance(starts_with, Mapping):
         if mask is not None:

@@ -92,21 +92,14 @@ def _compiled(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Mar
 def _marked(
     compiled: Any, messages: Sequence[object], special_tokens: Mapping[str, str], *, add_generation_prompt: bool = False
 ) -> str:
-    return str(
-        compiled.render(
-            messages=list(messages),
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **special_tokens,
-        )
-    )
+    given = {"messages": list(messages), "tools": None, "documents": None, **special_tokens}
+    return str(compiled.render(add_generation_prompt=add_generation_prompt, **given))
 
 
 def _is_plain(message: object) -> bool:
-    return type(message) is dict and message.keys() == PLAIN and all(
-        type(value) is str and MARK not in value for value in message.values()
-    )  # fmt: skip
+    if type(message) is not dict or message.keys() != PLAIN:
+        return False
+    return all(type(value) is str and MARK not in value for value in message.values())
 
 
 def _writes_one_after_another(tree: Any) -> bool:

@@ -20,33 +20,31 @@ GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
 def render(messages: Sequence[Message], tokenizer: Any, row: Row | None = None, **options: Any) -> str:
-    """The template's text. A row may have tools and documents, and options of its template."""
+    """Return the template's text. A row may have tools and documents, and options of its template."""
     if getattr(tokenizer, "chat_template", None) is None:
         what = "there is no tokenizer" if tokenizer is None else f"{type(tokenizer).__name__} has none"
         raise ValueError(f"conversations need a tokenizer with a chat template, and {what}: set one or give texts")
     row = row or {}
     extra = {name: row[name] for name in ("tools", "documents") if row.get(name)}
-    return tokenizer.apply_chat_template(
-        list(messages), tokenize=False, **extra, **options, **(row.get("chat_template_kwargs") or {})
-    )
+    extra |= {**options, **(row.get("chat_template_kwargs") or {})}
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, **extra)
 
 
-def render_prompt(messages: Any, tokenizer: Tokenizer | None, row: Row | None = None) -> str:
-    """The prompt's text: up to where the assistant speaks, or into its last message where that one is begun."""
+def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer | None, row: Row | None = None) -> str:
+    """Return the prompt's text: up to where the assistant speaks, or into its last message if that is begun."""
     if messages and messages[-1]["role"] == "assistant":
         return render(messages, tokenizer, row, continue_final_message=True)
     return render(messages, tokenizer, row, add_generation_prompt=True)
 
 
 def following(before: str, whole: str, what: str = "the conversation it opens") -> str:
-    """What stands behind `before` in `whole`; an error where it does not begin so."""
+    """Return what stands behind `before` in `whole`; raise if it does not begin so."""
     if whole.startswith(before):
         return whole[len(before) :]
     at = num_shared(before, whole)
-    raise ValueError(
-        f"the chat template must render a prompt as the beginning of {what}; after {before[max(at - 20, 0) : at]!r} the "
-        f"prompt has {before[at : at + 30]!r}, the conversation {whole[at : at + 30]!r}"
-    )
+    found = f"the prompt has {before[at : at + 30]!r}, the conversation {whole[at : at + 30]!r}"
+    after = f"after {before[max(at - 20, 0) : at]!r} {found}"
+    raise ValueError(f"the chat template must render a prompt as the beginning of {what}; {after}")
 
 
 def num_shared(*texts: str) -> int:
@@ -163,17 +161,15 @@ def generation_spans(
 def between(
     before: Sequence[Message], new: Sequence[Message], tokenizer: Tokenizer | None, row: Row | None = None
 ) -> str:
-    """What stands between an assistant's words, which answer `before`, and its next turn: the end of its turn, the new
-    messages, and the opening of the next. Without new messages only the end of its turn."""
+    """Return the text between an assistant's answer to `before` and its next turn: the end of its turn, the new messages,
+    and the opening of the next. Without new messages only the end of its turn."""
     texts = "".join(str(message) for message in (*before, *new))
     spoken = next(mark for n in itertools.count(1) if (mark := SPOKEN * n) not in texts)  # people write of §§ too
     said = {"role": "assistant", "content": spoken}
     whole = render([*before, said, *new], tokenizer, row, add_generation_prompt=bool(new))
     if whole.count(spoken) != 1:
-        raise ValueError(
-            f"the chat template must write what the assistant says once, found it {whole.count(spoken)} times: "
-            f"{whole[-80:]!r}"
-        )
+        found = f"found it {whole.count(spoken)} times: {whole[-80:]!r}"
+        raise ValueError(f"the chat template must write what the assistant says once, {found}")
     return whole.partition(spoken)[2]
 
 

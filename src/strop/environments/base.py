@@ -54,10 +54,8 @@ class Environment:
     def reset(self, row: Row) -> Any:
         """Begin with a row of the dataset; return what the model reads first, as in `Turn.messages`: here the prompt."""
         if row.get("prompt") is None:
-            raise ValueError(
-                f"the row must have a prompt for {type(self).__name__}, which has no reset of its own, found the columns "
-                f"{', '.join(map(str, row)) or '(none)'}"
-            )
+            found = f"found the columns {', '.join(map(str, row)) or '(none)'}"
+            raise ValueError(f"the row must have a prompt for {type(self).__name__}, which has no reset, {found}")
         return row["prompt"]
 
     def step(self, reply: Any) -> Any:
@@ -98,15 +96,13 @@ def as_environment(environment: object) -> Any:
     if isinstance(environment, type):
         missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
         if missing:
-            raise TypeError(
-                f"environment {environment.__name__} must have reset(row) and step(reply), found no {missing[0]}"
-            )
+            wanted = "reset(row) and step(reply)"
+            raise TypeError(f"environment {environment.__name__} must have {wanted}, found no {missing[0]}")
         return environment
     if callable(environment) and not hasattr(environment, "step"):
         return environment
-    raise TypeError(
-        f"environment must be a class, or a function that makes one for each trajectory, found a {type(environment).__name__}"
-    )
+    wanted = "a class, or a function that makes one for each trajectory"
+    raise TypeError(f"environment must be {wanted}, found a {type(environment).__name__}")
 
 
 def is_async(function: object) -> bool:

@@ -28,9 +28,7 @@ class EnvironmentRewards:
             raise ValueError(f"reward_fn must be given: {player.name} has tools and no get_reward(), found None")
         self.names = ["environment", *(name for part in self.parts for name in part.names)]
         if len(set(self.names)) < len(self.names):
-            raise ValueError(
-                "reward_fn must not be called as the environment or 'environment': these are names of rewards"
-            )
+            raise ValueError("reward_fn must not be called as the environment or 'environment': both name rewards")
 
     def check(self, rows: Sequence[Row], name: str, besides: Sequence[str] = ()) -> None:
         for part in self.parts:

@@ -23,6 +23,7 @@ from strop.environments.base import Turn, as_environment, as_turn
 from strop.environments.dialogue import Chat
 from strop.environments.pool import Answer, Late, Pool
 from strop.environments.tools import Tools
+from strop.models import Policy
 from strop.rollout.cached_rows import CachedRows
 from strop.rollout.generate import Rollout, Sampler
 from strop.rollout.sampling import Sampling
@@ -77,7 +78,7 @@ class Player:
     sampler       samples the turns, in this process or on servers
     """
 
-    def __init__(self, environment: Any, sampler: Sampler, policy: Any, config: TurnsConfig):
+    def __init__(self, environment: Any, sampler: Sampler, policy: Policy, config: TurnsConfig):
         self.make = as_environment(environment)
         self.name = getattr(environment, "__name__", type(environment).__name__)
         self.sampler, self.policy, self.config = sampler, policy, config
@@ -204,10 +205,9 @@ class _Play:
     def _begin(self, i: int, first: object) -> None:
         dialogue = self.player.chat.begin(first, self.rows[i])
         if len(dialogue.ids) > self.room:
-            raise ValueError(
-                f"the first messages must have at most {self.room} tokens, so that max_new_tokens={self.sampling.max_new_tokens} "
-                f"have room behind them, found {len(dialogue.ids)}"
-            )
+            why = f"so that max_new_tokens={self.sampling.max_new_tokens} have room behind them"
+            found = f"found {len(dialogue.ids)}"
+            raise ValueError(f"the first messages must have at most {self.room} tokens, {why}, {found}")
         self.episodes[i].dialogue = dialogue
 
     def _fail(self, i: int, error: BaseException, what: str) -> None:

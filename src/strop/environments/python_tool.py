@@ -19,7 +19,7 @@ from pathlib import Path
 
 from strop._checks import check_count, check_number
 from strop.environments import sandbox
-from strop.environments.sandbox_child import NOT_PROTECTED
+from strop.environments.sandbox_child import MAX_NODES, NOT_PROTECTED
 
 LONGEST = 4000  # characters of an answer
 LOOK_EVERY = 0.02  # seconds between two checks of a folder whose size the kernel does not limit
@@ -56,9 +56,8 @@ def python_tool(seconds: float = 5.0, megabytes: int = 512) -> Callable[[str], s
         if size >= sandbox.LARGEST:
             raise RuntimeError("the code must print less than 1 MB, found more")
         if process.returncode == NOT_PROTECTED:
-            raise RuntimeError(
-                f"the code was not run: the protection that this machine had before is missing now ({said})"
-            )
+            why = "the protection that this machine had before is missing now"
+            raise RuntimeError(f"the code was not run: {why} ({said})")
         if process.returncode < 0:
             raise RuntimeError(f"the code was stopped by signal {-process.returncode}: too much time or memory")
         if process.returncode:
@@ -88,8 +87,9 @@ def _wait(process: subprocess.Popen[bytes], code: str, seconds: float, folder: P
 
 
 def _check_size(folder: Path) -> None:
-    total = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
-    if total > sandbox.TOTAL:
+    sizes = [path.lstat().st_size for path in folder.rglob("*") if path.is_file()]
+    if sum(sizes) > sandbox.TOTAL or len(sizes) > MAX_NODES:
         raise RuntimeError(
-            f"the code's files must be at most {sandbox.TOTAL >> 20} MB together, found {total >> 20} MB"
+            f"the code's files must be at most {MAX_NODES}, and {sandbox.TOTAL >> 20} MB together, found {len(sizes)} of "
+            f"{sum(sizes) >> 20} MB"
         )

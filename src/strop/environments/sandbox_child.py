@@ -81,11 +81,13 @@ def protect(layers, total, folder, call_filter):
 
 def refuser(folder, kernel_checks_files):
     """Return an audit hook that refuses in plain words; it cannot be taken away again."""
-    refused = (
-        "socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.kill", "ctypes.", "pty.", "os.remove",
-        "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.lchown", "os.link", "os.symlink", "os.truncate", "os.utime",
-        "os.setxattr", "os.removexattr", "os.chflags", "shutil.", "signal.pthread_kill",
+    refused: tuple[str, ...] = (
+        "socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.kill", "ctypes.", "pty.", "os.chmod",
+        "os.chown", "os.lchown", "os.link", "os.symlink", "os.truncate", "os.utime", "os.setxattr", "os.removexattr", "os.chflags",
+        "signal.pthread_kill",
     )  # fmt: skip
+    if not kernel_checks_files:  # else these work in the folder, as `tempfile` needs, and nowhere else
+        refused += ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "shutil.")
     absolute, real_path, own = os.path.isabs, os.path.realpath, f"/proc/{os.getpid()}/"
     write_flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -117,6 +119,7 @@ def refuser(folder, kernel_checks_files):
 
 def remove_functions():
     """Replace functions that raise no audit event by ones that refuse."""
+    import _posixsubprocess
     import posix
     import signal
 
@@ -130,14 +133,10 @@ def remove_functions():
         "mkfifo", "mknod", "setpriority", "nice", "sched_setscheduler", "sched_setparam", "sched_setaffinity", "pidfd_open",
         "memfd_create", "unshare", "setns", "chroot", "setuid", "setgid",
     )  # fmt: skip
-    for module in (os, posix):
-        for name in names:
-            if hasattr(module, name):
-                setattr(module, name, refusing(f"os.{name}"))
-    for name in ("pidfd_send_signal",):
-        if hasattr(signal, name):
-            setattr(signal, name, refusing(f"signal.{name}"))
-    resource.prlimit = refusing("resource.prlimit")
+    others = ((signal, "pidfd_send_signal"), (_posixsubprocess, "fork_exec"), (resource, "prlimit"))
+    for module, name in (*((os, name) for name in names), *((posix, name) for name in names), *others):
+        if hasattr(module, name):
+            setattr(module, name, refusing(f"{'os' if module is posix else module.__name__}.{name}"))
 
 
 def describe(error):

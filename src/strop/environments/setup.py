@@ -11,6 +11,8 @@ from strop.data.batch import Trajectory
 from strop.data.inputs import RESERVED
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
+from strop.models import Policy
+from strop.rollout.generate import Sampler
 from strop.user_code import load_function
 
 CONVERSATION_COLUMNS = ("conversations", "replies", "environments")  # further columns for reward functions
@@ -21,10 +23,8 @@ def trainers_player(trainer: Any, environment: Any, tools: Any) -> Player | None
     config = trainer.config
     if environment is None and tools is None:
         if changed := _changed(getattr(config, "turns", TurnsConfig())):
-            warnings.warn(
-                f"{', '.join(changed)} {'have' if len(changed) > 1 else 'has'} no effect without an environment or tools",
-                stacklevel=4,
-            )
+            names = f"{', '.join(changed)} {'have' if len(changed) > 1 else 'has'}"
+            warnings.warn(f"{names} no effect without an environment or tools", stacklevel=4)
         return None
     if not hasattr(config, "turns"):
         raise ValueError(f"environment and tools must be None for {trainer.name}: its completions have one turn")
@@ -41,7 +41,7 @@ def _changed(turns: TurnsConfig) -> list[str]:
     return [one.name for one in dataclasses.fields(turns) if getattr(turns, one.name) != one.default]
 
 
-def make_player(policy: Any, sampler: Any, environment: Any, tools: Any, turns: TurnsConfig) -> Player | None:
+def make_player(policy: Policy, sampler: Sampler, environment: Any, tools: Any, turns: TurnsConfig) -> Player | None:
     """Return the player of an environment or of tools; None if there is neither."""
     if environment is None and tools is None:
         return None
@@ -80,7 +80,6 @@ def checked_rows(rows: object, name: str, judge: Any) -> list[Trajectory]:
     """Return a dataset's rows after a check that they have the columns of the rewards or the preference (`judge`)."""
     found = environment_rows(rows, {}, name)
     columns = [one.row for one in found]
-    judge.check(
-        columns, name, (*CONVERSATION_COLUMNS, *(["prompt"] if any("prompt" in row for row in columns) else []))
-    )
+    prompt = ("prompt",) if any("prompt" in row for row in columns) else ()
+    judge.check(columns, name, (*CONVERSATION_COLUMNS, *prompt))
     return found

@@ -115,17 +115,15 @@ class ToolBox:
 
     special_tokens = True
 
-    def __init__(self, functions: Any, tokenizer: Any, parser: Parser | None = None):
+    def __init__(self, functions: Any, tokenizer: Tokenizer | None, parser: Parser | None = None):
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError("tools need a tokenizer with a chat template, found none")
         self.factory = functions if callable(functions) else None
         held = functions() if self.factory else None
         functions = list(functions) if held is None else methods_of(held)
         if not functions or not all(map(callable, functions)):
-            who = (
-                "tools must be functions" if held is None else f"{type(held).__name__} must have methods that are tools"
-            )
-            raise TypeError(f"{who}, found {functions!r:.60}")
+            who = f"{type(held).__name__} must have methods that are tools"
+            raise TypeError(f"{'tools must be functions' if held is None else who}, found {functions!r:.60}")
         self.tools = [schema_of(function) for function in functions]
         self.functions = {function.__name__: function for function in functions}
         if len(self.functions) < len(functions):
@@ -158,7 +156,7 @@ class Tools(Environment):
 
     special_tokens = True
 
-    def __init__(self, box: ToolBox, functions: Mapping[str, Callable[..., Any]], held: Any = None):
+    def __init__(self, box: ToolBox, functions: Mapping[str, Callable[..., object]], held: Any = None):
         self.box, self.functions, self.held = box, functions, held
         self.parameters = {one["function"]["name"]: one["function"]["parameters"] for one in box.tools}
 
@@ -291,9 +289,7 @@ def schema_of(function: Callable[..., object]) -> Json:
             raise TypeError(f"tool {function.__name__} must take arguments by their names, found {parameter}")
     try:
         return get_json_schema(function)
-    except (
-        Exception
-    ) as error:  # DocstringParsingException, TypeHintParsingException: their messages say what is missing
+    except Exception as error:  # of transformers: its message says what is missing
         raise ValueError(f"tool {function.__name__} must have type hints and a docstring with Args: {error}") from None
 
 
@@ -303,7 +299,7 @@ def _shows(tokenizer: Tokenizer | None, tools: Sequence[object]) -> bool:
     return templates.render(messages, tokenizer, {"tools": list(tools)}) != templates.render(messages, tokenizer)
 
 
-def _description(tools: Sequence[Any]) -> str:
+def _description(tools: Sequence[Json]) -> str:
     """Return a description of the tools, for templates that do not write them."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (

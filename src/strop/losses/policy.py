@@ -30,7 +30,7 @@ Shapes: B sequences, T tokens; N tokens of all of them.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self, Unpack
 
 import torch
 
@@ -46,7 +46,7 @@ from strop._tensors import (
     in_float,
 )
 from strop.config.policy_losses import ClipEps, PolicyRule, cut
-from strop.losses.rules import NLL, OnPolicyLogRatio, TokenRule, Tokens, kl_of, token_loss, tokens_of
+from strop.losses.rules import NLL, OnPolicyLogRatio, PolicyOptions, TokenRule, Tokens, kl_of, token_loss, tokens_of
 
 Metrics = dict[str, torch.Tensor]
 
@@ -101,44 +101,30 @@ def policy_loss(
     advantages: torch.Tensor,
     completion_mask: torch.Tensor,
     *,
-    loss_type: str = "grpo",
-    importance_level: str = "token",
-    clip_eps: ClipEps | None = None,
-    delta: float | None = None,
     ref_logps: torch.Tensor | None = None,
-    beta: float = 0.0,
-    kl_estimator: str = "k3",
     entropy: torch.Tensor | None = None,
-    entropy_coef: float = 0.0,
-    max_completion_length: int | None = None,
-    sapo_temperatures: tuple[float, float] = PolicyRule.sapo_temperatures,
-    vespo_gamma: tuple[float, float, float, float] = PolicyRule.vespo_gamma,
-    stale_kl: float | None = None,
     num_tokens: Count | None = None,
     num_sequences: Count | None = None,
+    **rule_options: Unpack[PolicyOptions],
 ) -> PolicyLoss:
-    """The loss of a batch, or of a micro-batch as its share of one.
+    """Return the loss of a batch, or of a micro-batch as its share of one.
 
     logps             [B, T] of the policy, any floating dtype; computed in float32 (float64 in float64)
     old_logps         [B, T] of the policy that sampled the tokens; None: the policy itself, so that the ratio is 1
     advantages        [B], or [B, T] for one per token
     completion_mask   [B, T] tokens that count (None: all); what stands elsewhere changes neither value nor gradient
-    loss_type … stale_kl   see `PolicyRule`; beta and entropy_coef need ref_logps and entropy
     ref_logps         [B, T] of the reference; the kl is computed wherever they are given
     entropy           [B, T] entropies, for the bonus entropy_coef·entropy and the metrics
     num_tokens, num_sequences   see `token_weights`
+    rule_options      fields of `PolicyRule`: loss_type="grpo", clip_eps=0.2 and so on; beta and entropy_coef need ref_logps
+                      and entropy
 
     returns           (loss, policy_loss, kl) with `.metrics`; loss = policy_loss + beta·kl − entropy_coef·entropy
 
     The gradient goes to logps (and entropy), never to old_logps, ref_logps or advantages.
     """
-    rule = PolicyRule(
-        loss_type=loss_type, importance_level=importance_level, clip_eps=clip_eps, delta=delta, beta=beta,
-        kl_estimator=kl_estimator, entropy_coef=entropy_coef, max_completion_length=max_completion_length,
-        sapo_temperatures=sapo_temperatures, vespo_gamma=vespo_gamma, stale_kl=stale_kl,
-    )  # fmt: skip
     return rows_loss(
-        rule, logps, old_logps, advantages, completion_mask, ref_logps=ref_logps, entropy=entropy,
+        PolicyRule(**rule_options), logps, old_logps, advantages, completion_mask, ref_logps=ref_logps, entropy=entropy,
         num_tokens=num_tokens, num_sequences=num_sequences,
     )  # fmt: skip
 
@@ -155,7 +141,7 @@ def rows_loss(
     num_tokens: Count | None = None,
     num_sequences: Count | None = None,
 ) -> PolicyLoss:
-    """`policy_loss` by a rule that is there already."""
+    """Return `policy_loss` by a rule."""
     for needed, name, coefficient in ((ref_logps, "ref_logps", "beta"), (entropy, "entropy", "entropy_coef")):
         if needed is None and (value := getattr(rule, coefficient)):
             raise ValueError(
@@ -163,10 +149,8 @@ def rows_loss(
             )
     tokens = _tokens_of_rows(rule, logps, old_logps, advantages, completion_mask)
     assert tokens.mask_N is not None
-    weights_BT = _weights(
-        tokens.mask_N.view(logps.shape), rule.loss_type, rule.max_completion_length, num_tokens, num_sequences,
-        tokens.logps_N.dtype,
-    )  # fmt: skip
+    mask_BT = tokens.mask_N.view(logps.shape)
+    weights_BT = weights_of(rule, mask_BT, num_tokens, num_sequences, tokens.logps_N.dtype)
     ref_N = None if ref_logps is None else _like_tokens(ref_logps, logps, tokens, "ref_logps").detach()
     entropy_N = None if entropy is None else _like_tokens(entropy, logps, tokens, "entropy")
     return tokens_loss(rule, tokens, weights_BT.reshape(-1), ref_N, entropy_N)
@@ -200,23 +184,35 @@ def nll_of(logps_N: torch.Tensor, weights_N: torch.Tensor) -> PolicyLoss:
     return PolicyLoss(loss, loss.detach().clone(), loss.new_zeros(()))
 
 
-def policy_loss_of(
+def computed_loss(
     rule: TokenRule,
-    loss: torch.Tensor,
-    policy: torch.Tensor,
-    kl: torch.Tensor,
-    logps_N: torch.Tensor,
+    results: tuple[torch.Tensor, ...],
     old_N: torch.Tensor | None,
-    advantages_N: torch.Tensor | None,
+    advantages: torch.Tensor | None,
     ref_N: torch.Tensor | None,
+    mask_N: torch.Tensor | None = None,
 ) -> PolicyLoss:
-    """A loss computed elsewhere, with its metrics; of NLL there are none."""
+    """Return a loss that row functions have computed, with its metrics; of NLL there are none.
+
+    results      the loss, the policy's and the KL's parts [2], log-probs [N]
+    advantages   [N], or [B] for sequences of N/B tokens
+    """
+    loss, policy_and_kl, logps_N = results
+    policy, kl = policy_and_kl.unbind()
     if isinstance(rule, NLL):
         return PolicyLoss(loss, policy, kl)
-    assert advantages_N is not None
+    assert advantages is not None
 
     def metrics() -> Metrics:
-        return tokens_metrics(rule, tokens_of(rule, logps_N, old_N, advantages_N), ref_N, None)
+        per_sequence = len(logps_N) // max(len(advantages), 1)
+        advantages_N = advantages[:, None].expand(-1, per_sequence).reshape(-1)
+        logps, old, of_tokens, ref = (
+            values_N if values_N is None or mask_N is None else values_N.masked_fill(~mask_N, 0.0)
+            for values_N in (logps_N, old_N, advantages_N, ref_N)
+        )
+        assert logps is not None
+        assert of_tokens is not None
+        return tokens_metrics(rule, tokens_of(rule, logps, old, of_tokens, mask_N=mask_N), ref, None)
 
     return PolicyLoss(loss, policy, kl, metrics)
 
@@ -227,7 +223,7 @@ def token_policy_loss(
     advantages: torch.Tensor,
     *,
     completion_mask: torch.Tensor | None = None,
-    **rule_options: Any,
+    **rule_options: Unpack[PolicyOptions],
 ) -> torch.Tensor:
     """The loss of every token, [B, T], before weights; arguments as in `policy_loss`.
 
@@ -264,18 +260,14 @@ def token_weights(
     if isinstance(completion_mask, torch.Tensor) and completion_mask.ndim != 2:
         raise ValueError(f"completion_mask must have shape [B, T], found {list(completion_mask.shape)}")
     mask_BT = as_completion_mask(completion_mask, completion_mask, "completion_mask")
-    return _weights(mask_BT, loss_type, max_completion_length, num_tokens, num_sequences, dtype)
-
-
-def _weights(
-    mask_BT: torch.Tensor,
-    loss_type: str,
-    max_completion_length: int | None,
-    num_tokens: Count | None,
-    num_sequences: Count | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
     rule = PolicyRule(loss_type=loss_type, max_completion_length=max_completion_length)
+    return weights_of(rule, mask_BT, num_tokens, num_sequences, dtype)
+
+
+def weights_of(
+    rule: PolicyRule, mask_BT: torch.Tensor, num_tokens: Count | None, num_sequences: Count | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return `token_weights` by a rule."""
     count, tokens = weight_counts(mask_BT, rule, num_tokens, num_sequences)
     active_BT = mask_BT.to(dtype)
     per_token_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1).to(dtype) if tokens is None else tokens
@@ -340,7 +332,7 @@ def policy_metrics(
     *,
     ref_logps: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
-    **rule_options: Any,
+    **rule_options: Unpack[PolicyOptions],
 ) -> Metrics:
     """What to watch in training, 0-d tensors without gradient; arguments as in `policy_loss`.
 
@@ -465,7 +457,7 @@ def _check_tokens(logps: torch.Tensor, completion_mask: torch.Tensor | None) -> 
 
 
 def _active(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """0 where the mask is 0, before any arithmetic: what stands there may be NaN, and 0·NaN is NaN."""
+    """Return the values, 0 where the mask is 0, before any arithmetic: what stands there may be NaN, and 0·NaN is NaN."""
     return in_float(values_BT).masked_fill(~mask_BT, 0.0)
 
 

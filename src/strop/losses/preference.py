@@ -31,7 +31,7 @@ Shapes: B pairs, T tokens.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -52,17 +52,29 @@ from strop.config.preference_losses import LENGTH_NORMALISED, PreferenceRule
 from strop.losses.policy import LossResult, Metrics
 
 
+class PreferenceOptions(TypedDict, total=False):
+    """The fields of `PreferenceRule`, for functions that take them as keyword arguments."""
+
+    beta: float
+    loss_type: str | tuple[str, ...]
+    loss_weights: tuple[float, ...] | None
+    label_smoothing: float
+    simpo_gamma: float
+    discopop_tau: float
+
+
 class _Pair(NamedTuple):
-    """What a formula reads: c and r, p and q, the rule, and where a formula asks for them lengths and chosen tokens.
+    """What a formula reads: c, r, p, q, the rule, and where a formula asks for them lengths and chosen tokens.
 
     tokens   chosen tokens for each pair of the batch, on average
     """
 
-    chosen_B: torch.Tensor
-    rejected_B: torch.Tensor
-    policy_2B: tuple[torch.Tensor, torch.Tensor]
-    rule: "PreferenceRule"
-    lengths_B: tuple[torch.Tensor, torch.Tensor] | None
+    c: torch.Tensor
+    r: torch.Tensor
+    p: torch.Tensor
+    q: torch.Tensor
+    rule: PreferenceRule
+    lengths: tuple[torch.Tensor, torch.Tensor] | None
     tokens: Count | None
 
     @property
@@ -70,121 +82,97 @@ class _Pair(NamedTuple):
         return self.rule.beta
 
     @property
-    def logits_B(self) -> torch.Tensor:
-        return self.beta * (self.chosen_B - self.rejected_B)
+    def h(self) -> torch.Tensor:
+        return self.beta * (self.c - self.r)
+
+    def means(self, chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return sums over tokens divided by the completions' lengths."""
+        assert self.lengths is not None
+        return chosen / self.lengths[0], rejected / self.lengths[1]
 
     @property
-    def mean_margin_B(self) -> torch.Tensor:
-        assert self.lengths_B is not None
-        return self.chosen_B / self.lengths_B[0] - self.rejected_B / self.lengths_B[1]
+    def mean_margin(self) -> torch.Tensor:
+        chosen, rejected = self.means(self.c, self.r)
+        return chosen - rejected
 
-    @property
-    def means_2B(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """p/|chosen| and q/|rejected|."""
-        assert self.lengths_B is not None
-        return self.policy_2B[0] / self.lengths_B[0], self.policy_2B[1] / self.lengths_B[1]
+    def losses(self) -> torch.Tensor:
+        """Return the loss of every pair: the rule's loss types, each times its weight, added."""
+        found, *others = (
+            _FORMULAS[name](self) * weight if weight != 1 else _FORMULAS[name](self)
+            for name, weight in zip(self.rule.types, self.rule.weights, strict=True)
+        )
+        return sum(others, found)
 
-
-def _smoothed(h_B: torch.Tensor, eps: float) -> torch.Tensor:
-    return -(1 - eps) * logsigmoid(h_B) - eps * logsigmoid(-h_B)
-
-
-def _sigmoid(pair: _Pair) -> torch.Tensor:
-    return _smoothed(pair.logits_B, pair.rule.label_smoothing)
-
-
-def _cpo(pair: _Pair) -> torch.Tensor:
-    return _smoothed(pair.beta * (pair.policy_2B[0] - pair.policy_2B[1]), pair.rule.label_smoothing)
+    def smoothed(self, h: torch.Tensor) -> torch.Tensor:
+        """Return −(1−ε)·log σ(h) − ε·log σ(−h)."""
+        eps = self.rule.label_smoothing
+        return -(1 - eps) * logsigmoid(h) - eps * logsigmoid(-h)
 
 
 def _simpo(pair: _Pair) -> torch.Tensor:
-    chosen_B, rejected_B = pair.means_2B
-    return _smoothed(pair.beta * (chosen_B - rejected_B) - pair.rule.simpo_gamma, pair.rule.label_smoothing)
+    chosen, rejected = pair.means(pair.p, pair.q)
+    return pair.smoothed(pair.beta * (chosen - rejected) - pair.rule.simpo_gamma)
 
 
 def _orpo(pair: _Pair) -> torch.Tensor:
-    chosen_B, rejected_B = pair.means_2B
-    return -pair.beta * logsigmoid(chosen_B - rejected_B - _log1mexp(chosen_B) + _log1mexp(rejected_B))
+    chosen, rejected = pair.means(pair.p, pair.q)
+    return -pair.beta * logsigmoid(chosen - rejected - _log1mexp(chosen) + _log1mexp(rejected))
 
 
 def _log1mexp(x_B: torch.Tensor) -> torch.Tensor:
-    """log(1 − exp x) for x < 0; a token that is certain has the odds of the largest probability below 1."""
+    """Return log(1 − exp x) for x < 0; a token that is certain has the odds of the largest probability below 1."""
     x_B = x_B.clamp(max=-torch.finfo(x_B.dtype).eps)
     near_B = x_B > -math.log(2)  # each form where it loses nothing; the other gets what cannot spoil its gradient
     by_expm1_B = torch.log(-torch.expm1(x_B.masked_fill(~near_B, -1.0)))
     return torch.where(near_B, by_expm1_B, torch.log1p(-torch.exp(x_B.masked_fill(near_B, -1.0))))
 
 
-def _sft(pair: _Pair) -> torch.Tensor:
-    assert pair.tokens is not None
-    return -pair.policy_2B[0] / pair.tokens
-
-
 def _robust(pair: _Pair) -> torch.Tensor:
-    h_B, eps = pair.logits_B, pair.rule.label_smoothing
-    return (-(1 - eps) * logsigmoid(h_B) + eps * logsigmoid(-h_B)) / (1 - 2 * eps)
-
-
-def _hinge(pair: _Pair) -> torch.Tensor:
-    return torch.relu(1 - pair.logits_B)
-
-
-def _ipo(pair: _Pair) -> torch.Tensor:
-    return (pair.mean_margin_B - 1 / (2 * pair.beta)).square()
-
-
-def _sigmoid_norm(pair: _Pair) -> torch.Tensor:
-    return -logsigmoid(pair.beta * pair.mean_margin_B)
+    h, eps = pair.h, pair.rule.label_smoothing
+    return (-(1 - eps) * logsigmoid(h) + eps * logsigmoid(-h)) / (1 - 2 * eps)
 
 
 def _exo_pair(pair: _Pair) -> torch.Tensor:
-    h_B, eps = pair.logits_B, pair.rule.label_smoothing
-    chosen_B = h_B.sigmoid() * (logsigmoid(h_B) - math.log1p(-eps))
-    return chosen_B + (-h_B).sigmoid() * (logsigmoid(-h_B) - math.log(eps))
+    h, eps = pair.h, pair.rule.label_smoothing
+    chosen = h.sigmoid() * (logsigmoid(h) - math.log1p(-eps))
+    return chosen + (-h).sigmoid() * (logsigmoid(-h) - math.log(eps))
 
 
 def _nca_pair(pair: _Pair) -> torch.Tensor:
-    chosen_B, rejected_B = pair.beta * pair.chosen_B, pair.beta * pair.rejected_B
-    return -logsigmoid(chosen_B) - logsigmoid(-chosen_B) / 2 - logsigmoid(-rejected_B) / 2
-
-
-def _apo_zero(pair: _Pair) -> torch.Tensor:
-    return torch.sigmoid(-pair.beta * pair.chosen_B) + torch.sigmoid(pair.beta * pair.rejected_B)
-
-
-def _apo_down(pair: _Pair) -> torch.Tensor:
-    return torch.sigmoid(pair.beta * pair.chosen_B) + torch.sigmoid(-pair.logits_B)
+    chosen, rejected = pair.beta * pair.c, pair.beta * pair.r
+    return -logsigmoid(chosen) - logsigmoid(-chosen) / 2 - logsigmoid(-rejected) / 2
 
 
 def _sppo_hard(pair: _Pair) -> torch.Tensor:
     half = 1 / (2 * pair.beta)
-    return (pair.chosen_B - half).square() + (pair.rejected_B + half).square()
-
-
-def _bco_pair(pair: _Pair) -> torch.Tensor:
-    return -logsigmoid(pair.beta * pair.chosen_B) - logsigmoid(-pair.beta * pair.rejected_B)
+    return (pair.c - half).square() + (pair.r + half).square()
 
 
 def _discopop(pair: _Pair) -> torch.Tensor:
-    h_B, tau = pair.logits_B, pair.rule.discopop_tau
+    h, tau = pair.h, pair.rule.discopop_tau
     # σ(h/τ)·exp(−h) in one exponential: far below 0 the second factor alone would overflow
-    return -logsigmoid(h_B) * torch.sigmoid(-h_B / tau) + (logsigmoid(h_B / tau) - h_B).exp()
+    return -logsigmoid(h) * torch.sigmoid(-h / tau) + (logsigmoid(h / tau) - h).exp()
+
+
+def _sft(pair: _Pair) -> torch.Tensor:
+    assert pair.tokens is not None
+    return -pair.p / pair.tokens
 
 
 _FORMULAS: dict[str, Callable[[_Pair], torch.Tensor]] = {
-    "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
+    "sigmoid": lambda pair: pair.smoothed(pair.h),
+    "hinge": lambda pair: torch.relu(1 - pair.h),
+    "ipo": lambda pair: (pair.mean_margin - 1 / (2 * pair.beta)).square(),
     "robust": _robust,
     "exo_pair": _exo_pair,
     "nca_pair": _nca_pair,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
+    "apo_zero": lambda pair: torch.sigmoid(-pair.beta * pair.c) + torch.sigmoid(pair.beta * pair.r),
+    "apo_down": lambda pair: torch.sigmoid(pair.beta * pair.c) + torch.sigmoid(-pair.h),
     "sppo_hard": _sppo_hard,
-    "sigmoid_norm": _sigmoid_norm,
-    "bco_pair": _bco_pair,
+    "sigmoid_norm": lambda pair: -logsigmoid(pair.beta * pair.mean_margin),
+    "bco_pair": lambda pair: -logsigmoid(pair.beta * pair.c) - logsigmoid(-pair.beta * pair.r),
     "discopop": _discopop,
-    "cpo": _cpo,
+    "cpo": lambda pair: pair.smoothed(pair.beta * (pair.p - pair.q)),
     "simpo": _simpo,
     "orpo": _orpo,
     "sft": _sft,
@@ -219,9 +207,9 @@ def preference_loss(
     rejected_lengths: torch.Tensor | None = None,
     num_pairs: Count | None = None,
     num_tokens: Count | None = None,
-    **rule_options: Any,
+    **rule_options: Unpack[PreferenceOptions],
 ) -> PreferenceLoss:
-    """The mean of `pair_preference_loss` over the pairs, with rewards and metrics.
+    """Return the mean of `pair_preference_loss` over the pairs, with rewards and metrics.
 
     num_pairs, num_tokens   pairs, and tokens of chosen completions, in the whole batch of which these are a part: the
                             losses of micro-batches then add up to the batch's
@@ -242,21 +230,16 @@ def pairs_loss(
     num_pairs: Count | None = None,
     num_tokens: Count | None = None,
 ) -> PreferenceLoss:
-    """`preference_loss` by a rule that is there already."""
-    num_pairs = len(policy_chosen) if num_pairs is None and isinstance(policy_chosen, torch.Tensor) else num_pairs
+    """Return `preference_loss` by a rule."""
     logps = policy_chosen, policy_rejected, ref_chosen, ref_rejected
-    losses_B = _pair_losses(rule, *logps, chosen_lengths, rejected_lengths, num_pairs, num_tokens)
-    loss = losses_B.sum() / as_divisor(num_pairs, "num_pairs", losses_B)
-    chosen_B, rejected_B = policy_chosen.detach(), policy_rejected.detach()
-    chosen_rewards_B = rule.beta * _log_ratio(chosen_B, ref_chosen)
-    rejected_rewards_B = rule.beta * _log_ratio(rejected_B, ref_rejected)
-    if not rule.needs_reference and set(rule.types) & set(LENGTH_NORMALISED):
-        assert chosen_lengths is not None
-        assert rejected_lengths is not None
-        chosen_rewards_B = chosen_rewards_B / chosen_lengths.clamp(min=1)
-        rejected_rewards_B = rejected_rewards_B / rejected_lengths.clamp(min=1)
-    compute_metrics = functools.partial(_metrics, chosen_rewards_B, rejected_rewards_B, chosen_B, rejected_B)
-    return PreferenceLoss(loss, chosen_rewards_B, rejected_rewards_B, compute_metrics)
+    pair = _as_pair(rule, *logps, chosen_lengths, rejected_lengths, num_pairs, num_tokens)
+    losses_B = pair.losses()
+    loss = losses_B.sum() / as_divisor(len(losses_B) if num_pairs is None else num_pairs, "num_pairs", losses_B)
+    rewards = rule.beta * pair.c.detach(), rule.beta * pair.r.detach()
+    if not rule.needs_reference and pair.lengths is not None:
+        rewards = pair.means(*rewards)
+    compute_metrics = functools.partial(_metrics, *rewards, pair.p.detach(), pair.q.detach())
+    return PreferenceLoss(loss, *rewards, compute_metrics)
 
 
 def pair_preference_loss(
@@ -267,9 +250,9 @@ def pair_preference_loss(
     *,
     chosen_lengths: torch.Tensor | None = None,
     rejected_lengths: torch.Tensor | None = None,
-    **rule_options: Any,
+    **rule_options: Unpack[PreferenceOptions],
 ) -> torch.Tensor:
-    """The loss of every pair, [B].
+    """Return the loss of every pair, [B].
 
     policy_chosen, policy_rejected     [B] log-probs summed over each completion's tokens, as `sequence_logps` gives them
     ref_chosen, ref_rejected           [B] those of the reference; no gradient flows into them. None for a rule without one
@@ -281,10 +264,10 @@ def pair_preference_loss(
                                        apart the log-probs are
     """
     logps = policy_chosen, policy_rejected, ref_chosen, ref_rejected
-    return _pair_losses(PreferenceRule(**rule_options), *logps, chosen_lengths, rejected_lengths)
+    return _as_pair(PreferenceRule(**rule_options), *logps, chosen_lengths, rejected_lengths).losses()
 
 
-def _pair_losses(
+def _as_pair(
     rule: PreferenceRule,
     policy_chosen: torch.Tensor,
     policy_rejected: torch.Tensor,
@@ -294,12 +277,23 @@ def _pair_losses(
     rejected_lengths: torch.Tensor | None,
     num_pairs: Count | None = None,
     num_tokens: Count | None = None,
-) -> torch.Tensor:
-    _check_pairs(rule, policy_chosen, policy_rejected, ref_chosen, ref_rejected)
-    policy_2B = in_float(policy_chosen), in_float(policy_rejected)
-    lengths_B, tokens = None, None
+) -> _Pair:
+    """Return what the formulas read; raise where something does not fit."""
+    check_floats(policy_chosen, "policy_chosen")
+    if policy_chosen.ndim != 1:
+        raise ValueError(
+            f"policy_chosen must have shape [B], found {list(policy_chosen.shape)}; sequence_logps sums tokens"
+        )
+    check_like(policy_rejected, "policy_rejected", policy_chosen, "policy_chosen")
+    for value, name in ((ref_chosen, "ref_chosen"), (ref_rejected, "ref_rejected")):
+        if value is not None:
+            check_like(value, name, policy_chosen, "policy_chosen")
+        elif rule.needs_reference:
+            raise TypeError(f"{name} must be a tensor, found NoneType; zeros make the loss free of a reference")
+    p_B, q_B = in_float(policy_chosen), in_float(policy_rejected)
+    lengths, tokens = None, None
     if normalised := [name for name in rule.types if name in LENGTH_NORMALISED]:
-        lengths_B = (
+        lengths = (
             _as_lengths(chosen_lengths, policy_chosen, "chosen_lengths", normalised[0]),
             _as_lengths(rejected_lengths, policy_chosen, "rejected_lengths", normalised[0]),
         )
@@ -308,19 +302,13 @@ def _pair_losses(
             _as_lengths(chosen_lengths, policy_chosen, "chosen_lengths", "sft")
             assert chosen_lengths is not None
             num_tokens = chosen_lengths.sum()
-        pairs = as_divisor(len(policy_chosen) if num_pairs is None else num_pairs, "num_pairs", policy_2B[0])
-        tokens = as_divisor(num_tokens, "num_tokens", policy_2B[0]) / pairs
-    chosen_B, rejected_B = _log_ratio(policy_chosen, ref_chosen), _log_ratio(policy_rejected, ref_rejected)
-    pair = _Pair(chosen_B, rejected_B, policy_2B, rule, lengths_B, tokens)
-    losses_B, *others = (
-        _FORMULAS[name](pair) * weight if weight != 1 else _FORMULAS[name](pair)
-        for name, weight in zip(rule.types, rule.weights, strict=True)
-    )
-    return sum(others, losses_B)
+        pairs = as_divisor(len(p_B) if num_pairs is None else num_pairs, "num_pairs", p_B)
+        tokens = as_divisor(num_tokens, "num_tokens", p_B) / pairs
+    return _Pair(_log_ratio(p_B, ref_chosen), _log_ratio(q_B, ref_rejected), p_B, q_B, rule, lengths, tokens)
 
 
 def sequence_logps(logps: torch.Tensor, completion_mask: torch.Tensor, average: bool = False) -> torch.Tensor:
-    """The log-prob of each completion, [B]: the sum over its tokens that count, or with `average` their mean.
+    """Return the log-prob of each completion, [B]: the sum over its tokens that count, or with `average` their mean.
 
     logps             [B, T]
     completion_mask   [B, T]; what stands where it is 0 changes neither value nor gradient
@@ -336,8 +324,7 @@ def sequence_logps(logps: torch.Tensor, completion_mask: torch.Tensor, average: 
 
 
 def _log_ratio(policy_B: torch.Tensor, ref_B: torch.Tensor | None) -> torch.Tensor:
-    """In the policy's dtype: a reference kept in float64 would make the loss float64. Without one, the policy's own."""
-    policy_B = in_float(policy_B)
+    """Return log π − log π_ref in the policy's dtype, or log π without a reference: float64 would make the loss float64."""
     return policy_B if ref_B is None else policy_B - ref_B.detach().to(policy_B.dtype)
 
 
@@ -359,28 +346,8 @@ def _metrics(
     }
 
 
-def _check_pairs(
-    rule: PreferenceRule,
-    policy_chosen: torch.Tensor,
-    policy_rejected: torch.Tensor,
-    ref_chosen: torch.Tensor | None,
-    ref_rejected: torch.Tensor | None,
-) -> None:
-    check_floats(policy_chosen, "policy_chosen")
-    if policy_chosen.ndim != 1:
-        raise ValueError(
-            f"policy_chosen must have shape [B], found {list(policy_chosen.shape)}; sequence_logps sums tokens"
-        )
-    check_like(policy_rejected, "policy_rejected", policy_chosen, "policy_chosen")
-    for value, name in ((ref_chosen, "ref_chosen"), (ref_rejected, "ref_rejected")):
-        if value is None and rule.needs_reference:
-            raise TypeError(f"{name} must be a tensor, found NoneType; zeros make the loss free of a reference")
-        if value is not None:
-            check_like(value, name, policy_chosen, "policy_chosen")
-
-
 def _as_lengths(lengths: torch.Tensor | None, policy_chosen: torch.Tensor, name: str, loss_type: str) -> torch.Tensor:
-    """At least 1: a completion without tokens has log-prob 0 whatever it is divided by."""
+    """Return lengths of at least 1: a completion without tokens has log-prob 0 whatever it is divided by."""
     if lengths is None:
         raise ValueError(f"{name} must be given for {loss_type!r}, which divides by them, found None")
     check_tensor(lengths, name)

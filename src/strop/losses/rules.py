@@ -1,6 +1,7 @@
-"""Rules: which loss, as one value that checks itself and goes unchanged from a config to a kernel; and the KL.
+"""The loss of a token by a rule, its derivative, and estimates of the KL.
 
-A rule knows the formula of one token and the weight of a token in its batch; nothing else of a loss depends on it.
+A rule is a frozen value that says which loss is meant: it has the formula of one token and the weight of a token in its
+batch. It goes unchanged from a config to a kernel.
 
 Shapes: N tokens.
 """
@@ -8,19 +9,19 @@ Shapes: N tokens.
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypedDict
 
 import torch
 
 from strop._checks import check_choice
 from strop._tensors import check_floats, check_like, in_float
 from strop._types import Context
-from strop.config.policy_losses import KL_ESTIMATORS, ClipBounds, PolicyRule, Tokens, cut
+from strop.config.policy_losses import KL_ESTIMATORS, ClipBounds, ClipEps, PolicyRule, Tokens, cut
 
 
 @dataclass(frozen=True, kw_only=True)
 class NLL:
-    """−log π of every token, as SFT has it: no ratio, no reference, the mean over the batch's tokens."""
+    """The rule of SFT: −log π of every token, the mean over the batch's tokens."""
 
     loss_type: str = "nll"
     beta: float = 0.0
@@ -36,6 +37,22 @@ class NLL:
 TokenRule = PolicyRule | NLL
 
 
+class PolicyOptions(TypedDict, total=False):
+    """The fields of `PolicyRule`, for functions that take them as keyword arguments."""
+
+    loss_type: str
+    importance_level: str
+    clip_eps: ClipEps | None
+    delta: float | None
+    beta: float
+    kl_estimator: str
+    entropy_coef: float
+    max_completion_length: int | None
+    sapo_temperatures: tuple[float, float]
+    vespo_gamma: tuple[float, float, float, float]
+    stale_kl: float | None
+
+
 def token_loss(rule: TokenRule, tokens: Tokens) -> torch.Tensor:
     """Return the loss of every token, [N]: the formula that the rule names."""
     if isinstance(rule, NLL):
@@ -45,18 +62,18 @@ def token_loss(rule: TokenRule, tokens: Tokens) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def from_text(text: str) -> TokenRule:
-    """The rule of a `text`, as far as a row needs it."""
+    """Return the rule of a `text`, as far as a row needs it."""
     if not text:
         return NLL()
     loss_type, low, high, delta, beta, kl_estimator = text.split()
-    pair: Any = {"sapo_temperatures" if loss_type == "sapo" else "clip_eps": (float(low), float(high))}
-    return PolicyRule(
-        loss_type=loss_type,
-        delta=None if delta == "None" else float(delta),
-        beta=float(beta),
-        kl_estimator=kl_estimator,
-        **pair,
-    )
+    options: PolicyOptions = {"loss_type": loss_type, "beta": float(beta), "kl_estimator": kl_estimator}
+    if delta != "None":
+        options["delta"] = float(delta)
+    if loss_type == "sapo":
+        options["sapo_temperatures"] = float(low), float(high)
+    else:
+        options["clip_eps"] = float(low), float(high)
+    return PolicyRule(**options)
 
 
 # ---- tokens ----
@@ -72,7 +89,7 @@ def tokens_of(
     num_sequences: int = 0,
     mask_N: torch.Tensor | None = None,
 ) -> Tokens:
-    """Tokens from their log-probs and advantages; for a rule that a row alone does not give also whose each is."""
+    """Return tokens from log-probs and advantages. A rule that needs whole sequences also needs `sequence_N`."""
     log_ratio_N = OnPolicyLogRatio.apply(logps_N) if old_N is None else logps_N - old_N
     tokens = Tokens(logps_N, old_N, log_ratio_N, advantages_N, mask_N)
     if isinstance(rule, NLL) or rule.row_suffices:
@@ -80,7 +97,7 @@ def tokens_of(
     assert sequence_N is not None
 
     def total(values_N: torch.Tensor) -> torch.Tensor:
-        """Of its sequence, at every token."""
+        """Return the sum over its sequence at every token."""
         zeros_S = values_N.new_zeros(num_sequences)
         return zeros_S.index_add(0, sequence_N, values_N).index_select(0, sequence_N)
 
@@ -127,9 +144,8 @@ def token_terms(
     weights_N: torch.Tensor,
     rule: TokenRule,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The terms, their policy's and their KL's parts [3, N], and d sum of the terms / d logp of every token."""
-    tokens = tokens_of(rule, logps_N, old_logps_N, advantages_N)
-    loss_N = -logps_N if isinstance(rule, NLL) else rule.type.formula(tokens, rule)
+    """Return the terms, their policy's and their KL's parts [3, N], and d sum of the terms / d logp of every token."""
+    loss_N = token_loss(rule, tokens_of(rule, logps_N, old_logps_N, advantages_N))
     kl_N = torch.zeros_like(logps_N)
     if ref_logps_N is not None:
         kl_N = kl_of(logps_N, ref_logps_N, rule.kl_estimator)
@@ -145,7 +161,7 @@ def _d_terms(
     advantages_N: torch.Tensor,
     rule: TokenRule,
 ) -> torch.Tensor:
-    """d (loss + beta·kl) / d logp of every token. Not by autograd, which is switched off inside an operator of torch.ops."""
+    """Return d (loss + beta·kl) / d logp of every token. Inside an operator of torch.ops autograd is switched off."""
     if isinstance(rule, NLL):  # −1, but NaN where there is no log-prob
         return torch.where(logps_N == logps_N, -1.0, logps_N)
     assert rule.type.derivative is not None
@@ -167,7 +183,7 @@ _SERIES = [1 / math.factorial(n) for n in range(15, 1, -1)]
 
 
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str = "k3") -> torch.Tensor:
-    """An estimate of KL(policy ‖ reference) at every sampled token, unreduced (Schulman 2020, "Approximating KL").
+    """Return an estimate of KL(policy ‖ reference) at every sampled token, unreduced (Schulman 2020, "Approximating KL").
 
     With d = log π_ref − log π_θ, reference minus policy as in TRL, verl and strop's primitives:
 
@@ -191,7 +207,7 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str = "
 
 
 def kl_of(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
-    """`kl_estimate` of what is known to fit."""
+    """Return `kl_estimate` of checked arguments."""
     d = ref_logps - logps
     if estimator == "k1":
         return -d

@@ -1,7 +1,8 @@
 """Attention in strop's own hands: transformers' layers call `attention`, which asks the pass they are in.
 
 A rollout reads and writes its cache so (`strop.rollout.slots`), and training reads several sequences one after the
-other without padding (`Packed`). The models' own modules do the rest.
+other without padding (`Packed`). The models' own modules do the rest. Which keys a query sees is learned once, from the
+functions that transformers would make its masks of (`seen_by`); afterwards no masks are made.
 
 Shapes: P rows, N tokens of several sequences, T tokens of a row, H query heads, K key heads, D head dimension.
 """
@@ -10,9 +11,10 @@ import contextlib
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,14 @@ NAME = "strop"  # of this attention among transformers' implementations
 
 
 class Pass(ABC):
-    """One forward of the model within a rollout, as `attention` sees it: it reads and writes kv."""
+    """One forward of the model within a rollout, as `attention` sees it: it reads and writes kv.
+
+    places   of the layers with keys among those; None: all have some
+    states   of its rows, for layers that have such: see `strop.rollout.slots`
+    """
+
+    places: Mapping[int, int] | None = None
+    states: Any = None
 
     @abstractmethod
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: "Rule") -> torch.Tensor:
@@ -37,6 +46,7 @@ class Rule:
     """How scores become weights: softmax(softcap(q·k·scaling)) within the last `window` tokens; 0 is none.
 
     dropout   of the weights, in training
+    chunk     a token sees those of its own chunk of a sequence only, each so many tokens long; 0 is none
     sinks     [H]: scores of a key without a value, which every query sees; None: there is none
     """
 
@@ -44,6 +54,7 @@ class Rule:
     window: int = 0
     softcap: float = 0.0
     dropout: float = 0.0
+    chunk: int = 0
     sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
@@ -78,6 +89,8 @@ class Packed(Pass):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         self.rules[layer] = rule
+        if rule.chunk:
+            return self._in_chunks(rule.chunk).attend(q, k, v, layer, replace(rule, chunk=0))
         q, k, v = in_one_dtype(q, k, v)
         if has_kernel(q, rule) and not rule.dropout:
             return self._by_kernel(q, k, v, rule)
@@ -99,6 +112,14 @@ class Packed(Pass):
         """[M, H, D] of M tokens in so many rows of one length."""
         q, k, v = (one.unflatten(0, (count, -1)).transpose(1, 2) for one in states)
         return attention_of_rows(q, k, v, rule).flatten(0, 1)
+
+    def _in_chunks(self, size: int) -> "Packed":
+        """The same row, in which each chunk of a sequence is a sequence."""
+        if ("chunks", size) not in self.memory:
+            lengths = [min(size, length - start) for length in self.lengths for start in range(0, length, size)]
+            cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.cu_seqlens.device)
+            self.memory["chunks", size] = Packed(lengths, cu_seqlens)
+        return self.memory["chunks", size]
 
     @functools.cached_property
     def _in_rows(self) -> "InRows | None":
@@ -150,7 +171,8 @@ def has_kernel(q: torch.Tensor, rule: Rule) -> bool:
 def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
     """Causal attention of right-padded rows."""
     T = q.shape[2]
-    if not rule.softcap and rule.sinks is None and (not rule.window or rule.window >= T):
+    bounded = any(size and size < T for size in (rule.window, rule.chunk))
+    if not rule.softcap and rule.sinks is None and not bounded:
         out = scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=True, dropout_p=rule.dropout
         )
@@ -159,6 +181,8 @@ def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: R
     mask_TT = i_T <= i_T[:, None]
     if rule.window:
         mask_TT &= i_T > i_T[:, None] - rule.window
+    if rule.chunk:
+        mask_TT &= i_T // rule.chunk == i_T[:, None] // rule.chunk
     return masked_attention(q, k, v, mask_TT, rule).transpose(1, 2)
 
 
@@ -225,7 +249,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: "torch.Tensor | Span | None",
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -237,17 +261,19 @@ def attention(
     for name, found in others.items():
         if name not in HARMLESS and found is not None and found is not False:
             raise Unsupported(f"its attention has {name}")
-    if attention_mask is not None:
+    if attention_mask is not None and not isinstance(attention_mask, Span):
         raise Unsupported("it makes an attention mask of its own")
     if getattr(module, "is_causal", True) is not True:
         raise Unsupported("its attention is not causal")
     if softcap and s_aux is not None:
         raise Unsupported("its attention has both a softcap and sinks")
+    span = attention_mask or Span(sliding_window or 0)
     rule = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window or 0,
+        span.window,
         softcap or 0.0,
         float(dropout),
+        span.chunk,
         s_aux,
     )
     attend = _attend_opaque if torch.compiler.is_compiling() else _attend
@@ -263,9 +289,16 @@ def _attend(
     window: int,
     softcap: float,
     dropout: float,
+    chunk: int,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    return current_pass().attend(query, key, value, layer, Rule(scaling, window, softcap, dropout, sinks))
+    rule, (rules, are_known) = Rule(scaling, window, softcap, dropout, chunk, sinks), _rules.get()
+    if are_known:
+        rule = replace(rules[layer], dropout=dropout, sinks=sinks)
+    elif rules.setdefault(layer, rule) != rule:
+        raise Unsupported("one of its layers attends in two ways")
+    pass_ = current_pass()
+    return pass_.attend(query, key, value, layer if pass_.places is None else pass_.places[layer], rule)
 
 
 _attend_opaque = torch.library.custom_op("strop::attend", _attend, mutates_args=())
@@ -278,33 +311,93 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rule: object
     return value.new_empty(rows, tokens, heads, value.shape[-1])
 
 
-@contextlib.contextmanager
-def attending(model: Any, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
-    """Within, the model's attention layers call `attention`, and it makes no masks. `modules`: the model's, if known."""
-    from transformers import AttentionInterface
+# ---- which keys a query sees ----
 
-    AttentionInterface.register(NAME, attention)
+LEARNING = "strop_learning"  # the same attention, while transformers says which masks it would make
+_rules: ContextVar[tuple[dict[int, Rule], bool]] = ContextVar("_rules")  # of the layers, and whether they are known
+
+
+@dataclass(frozen=True)
+class Span:
+    """What stands in place of a mask: a token sees those before it, within a window or its chunk; 0 is no bound."""
+
+    window: int = 0
+    chunk: int = 0
+
+
+def seen_by(*_: object, mask_function: Callable[..., object], **others: object) -> Span | None:
+    """Return what the mask says that transformers would make of this function of indices; None: all tokens before.
+
+    Unsupported where the function is none of those known. Sequences in one row are kept apart by the pass.
+    """
+    bounds = _bounds(mask_function)
+    if "causal" not in bounds:
+        raise Unsupported("its mask is not causal")
+    return Span(bounds.get("window", 0), bounds.get("chunk", 0)) if len(bounds) > 1 else None
+
+
+def _bounds(function: Any) -> dict[str, int]:
+    from transformers import masking_utils as masks
+
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    inside = {name: cell.cell_contents for name, cell in cells}
+    known: dict[object, dict[str, int]] = {
+        masks.causal_mask_function.__code__: {"causal": 1},
+        masks.packed_sequence_mask_function(torch.zeros(0)).__code__: {},
+        masks.sliding_window_overlay(1).__code__: {"window": inside.get("sliding_window", 0)},
+        masks.chunked_overlay(1, torch.zeros(0)).__code__: {"chunk": inside.get("chunk_size", 0)},
+    }
+    if function.__code__ in known:
+        return known[function.__code__]
+    if function.__code__ is not masks.and_masks().__code__:
+        raise Unsupported(f"its mask is of a kind that is not known, {function.__qualname__}")
+    bounds: dict[str, int] = {}
+    for name, size in (pair for part in inside["mask_functions"] for pair in _bounds(part).items()):
+        if bounds.setdefault(name, size) != size:
+            raise Unsupported(f"its mask has a {name} of {size} tokens and one of {bounds[name]}")
+    return bounds
+
+
+@contextlib.contextmanager
+def attending(
+    model: Any, modules: Sequence[nn.Module] | None = None, rules: dict[int, Rule] | None = None
+) -> Iterator[None]:
+    """Within, the model's attention layers call `attention`.
+
+    modules   the model's, if known
+    rules     of its layers, by which they attend; None learns them from the masks that transformers would make
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    name = LEARNING if rules is None else NAME
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(LEARNING, seen_by)
     known = [vars(module) for module in (model.modules() if modules is None else modules)]
     configs = {id(found["config"]): found["config"] for found in known if "config" in found}.values()
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
-        config._attn_implementation_internal = NAME
+        config._attn_implementation_internal = name
+    token = _rules.set(({}, False) if rules is None else (rules, True))
     try:
         yield
     finally:
+        _rules.reset(token)
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation_internal = implementation
 
 
 @contextlib.contextmanager
 def reading(
-    modules: Sequence[nn.Module], pass_: Pass, within: Callable[[], contextlib.AbstractContextManager[object]]
+    modules: Sequence[nn.Module],
+    pass_: Pass,
+    within: Callable[[], contextlib.AbstractContextManager[object]],
+    rules: dict[int, Rule] | None,
 ) -> Iterator[None]:
-    """The model of these modules attends as this pass does, `within` what else is wanted."""
+    """The model of these modules attends as this pass does, `within` what else is wanted. rules: see `attending`"""
 
     @contextlib.contextmanager
     def all_of_it() -> Iterator[None]:
-        with attending(modules[0], modules), current(pass_), within():
+        with attending(modules[0], modules, rules), current(pass_), within():
             yield
 
     with also_again(modules, all_of_it):

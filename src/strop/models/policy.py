@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import nn
@@ -43,6 +43,7 @@ from strop.models.kinds import (
     unwrapped,
 )
 from strop.models.loading import check_moe_device, chosen_device, load_model
+from strop.models.quantized import not_differentiable
 from strop.models.routing import NONE, Routers, Within, find_routers, replaying
 from strop.ops import linear, linear_logp, linear_token_loss, logp
 from strop.ops.linear import LMHead
@@ -87,6 +88,10 @@ class Policy:
         """Why the decoder layers compute in their own way and not in that of `models.layers`, once a batch was read."""
         self.exact = False
         """See `be_exact`."""
+        self.sides: trial.Sides | None = None
+        """Which rows are read together, where the longest of a call changes the others' numbers."""
+        self._rules: dict[int, Rule] = {}
+        self._opaque: set[str] | None = None  # layers that had no gradient before the trial
         self._fused: Any = None
         self._modules: list[nn.Module] = []
         self._routers: Routers | str | None = None
@@ -352,19 +357,23 @@ class Policy:
         return torch.cat(read).index_select(0, torch.cat(theirs).argsort())
 
     def _groups(self, batch: TokenBatch) -> list[list[int]]:
-        """The sequences that can be read together without changing each other's numbers."""
-        if self.packs or self.no_padding_because is None:
+        """The sequences that can be read together without changing each other's numbers; of one group maybe none."""
+        by_length = not self.packs and self.no_padding_because is not None
+        if not by_length and self.sides is None:
             return []
         groups: dict[int, list[int]] = {}
         for sequence, length in enumerate(batch.lengths[: len(batch.num_loss_tokens_S)]):
-            groups.setdefault(length, []).append(sequence)
+            side = length if by_length or self.sides is None else self.sides.side(length)
+            groups.setdefault(side, []).append(sequence)
         return list(groups.values())
 
     def _at_places_together(self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any]) -> torch.Tensor:
+        if self.sides is not None:
+            self.sides.forget()
         if self.packs:
             within = contextlib.nullcontext if self._fused is None else self._fused.used
             with self._routed(batch.routing_NLk, within) as within:
-                read_N, _ = read_packed(self._modules, module, batch, part, within)
+                read_N = self._read_packed(module, batch, part, within)
             return read_N.index_select(0, batch.places_n)
         rows = batch.padded(self.pad_id)
         routing = None if batch.routing_NLk is None else rows.spread(batch.routing_NLk, NONE)
@@ -449,56 +458,50 @@ class Policy:
         return self.packs and self.no_hidden_because is None
 
     def _try(self) -> None:
-        """On three short sequences: whether hidden states times the head are the logits, and whether the model keeps
-        sequences apart. Only its numbers tell what a forward does."""
+        """Find out how the model can be read: only its numbers tell what a forward does."""
         self._tried = True
         self.no_hidden_because = self.no_packing_because = self.no_fusing_because = f"it is a {self.kind!r} model"
         if self.kind != "hf":
             return
+        try:
+            if self._opaque is None:
+                self._opaque = set(not_differentiable(self.model))
+            with trial.tried(unwrapped(self.model), self.device):
+                self._try_hugging_face()
+            if lost := {name: why for name, why in not_differentiable(self.model).items() if name not in self._opaque}:
+                name, why = next(iter(lost.items()))
+                raise ValueError(
+                    f"model must be differentiable after a forward without gradient, found that {name}, {why}; load it again "
+                    f'with quantize="nf4" or "int8"'
+                )
+        except BaseException:
+            self._tried = False  # so that every later call says the same
+            raise
+
+    def _try_hugging_face(self) -> None:
+        """Fill in whether hidden states times the head are the logits, how rows are read, and whether layers are fused."""
         inner = unwrapped(self.model)
-        self._modules = list(inner.modules())
-        lengths = self.trial_lengths()
-        ids = torch.arange(1, sum(lengths) + 1) % (self.vocab_size or 13)
-        trajectories = [Trajectory.of(row[:1], row[1:]) for row in ids.split(list(lengths))]
-        batch = TokenBatch.of(trajectories, self.device)
-
-        def padded(one: TokenBatch, module: Any = inner, part: Callable[[Any], torch.Tensor] = _logits) -> torch.Tensor:
-            rows = one.padded(self.pad_id)
-            return part(self._call_rows(module, rows)).flatten(0, 1).index_select(0, rows.index_N)
-
-        def read() -> tuple[torch.Tensor, dict[int, Rule]]:
-            return read_packed(self._modules, inner, batch, _logits)
-
-        with trial.tried(inner, self.device):
-            alone = [TokenBatch.of([one], self.device) for one in trajectories]
-            wanted_NV = torch.cat([padded(one) for one in alone])
-            self._check_causality_of_rows(batch, padded)
-            found = trial.decoder_and_head(inner)
-            if not isinstance(found, str):
-                decoder, head = found
-                try:
-                    states_NH = torch.cat([padded(one, decoder, last_hidden_state) for one in alone])
-                    if not trial.gives_logits(head, states_NH, wanted_NV):
-                        found = "its logits are not its hidden states times the head's weight"
-                except Exception as error:  # whatever a foreign forward raises, it is not to be read so
-                    found = f"its decoder fails apart from its head ({type(error).__name__}: {error})"
-            rules = self._no_packing() or trial.packing(read, of_config(self.config, "num_hidden_layers"), wanted_NV)
-            self.no_packing_because = rules if isinstance(rules, str) else None
-            if self.no_packing_because is not None:
-                self.no_padding_because = trial.attempted(lambda: padded(batch), wanted_NV, "padded rows")
-            if self.no_padding_because is not None:
-                together = TokenBatch.of([trajectories[-1], trajectories[-1]], self.device)
-                wanted_MV = wanted_NV[-lengths[-1] :].repeat(2, 1)
-                why = trial.attempted(lambda: padded(together), wanted_MV, "rows of one length")
-                if why is not None:
-                    self._tried = False
-                    raise ValueError(f"model must read rows beside each other, found a {type(inner).__name__}: {why}")
-            fused = trial.fusing(inner, rules, read, self.exact)
+        rows = self._try_reading(inner, _logits)
+        self.check_causality(rows.batch, lambda one: self._read_padded(inner, one, _logits)[one.places_n])
+        found = trial.decoder_and_head(inner)
+        if not isinstance(found, str):
+            decoder, head = found
+            try:
+                states = [self._read_padded(decoder, one, last_hidden_state) for one in rows.alone]
+                if not trial.gives_logits(head, torch.cat(states), rows.wanted_NV):
+                    found = "its logits are not its hidden states times the head's weight"
+            except Exception as error:  # whatever a foreign forward raises, it is not to be read so
+                found = f"its decoder fails apart from its head ({type(error).__name__}: {error})"
+        self.no_hidden_because = found if isinstance(found, str) else None
+        why = (
+            None if self.no_packing_because is None else f"it does not read packed sequences: {self.no_packing_because}"
+        )
+        fused = why or trial.fusing(
+            inner, self._rules, lambda: self._read_packed(inner, rows.batch, _logits), self.exact
+        )
         self.no_fusing_because = fused if isinstance(fused, str) else None
         self._fused = None if isinstance(fused, str) else fused
-        self.no_hidden_because = found if isinstance(found, str) else None
         if self.exact and (why := self.no_fusing_because or self.no_hidden_because):
-            self._tried = False
             raise ValueError(f"exact must be False for this {type(inner).__name__}, found True: {why}")
         if self.exact and self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:  # angles are a product
             raise ValueError("torch.backends.cuda.matmul.allow_tf32 must be False with exact, found True")
@@ -508,16 +511,96 @@ class Policy:
                 decoder = self.model.dynamo_ctx(decoder)  # type: ignore[operator]
             self._head = decoder, head
 
+    def _try_reading(self, module: nn.Module, part: Callable[[Any], torch.Tensor]) -> "TrialRows":
+        """Fill in how rows are read together, so that each has the numbers it has alone; return the rows of the trial.
+
+        module   the model or its decoder; `part` is what is asked of its output
+        """
+        inner = unwrapped(self.model)
+        self._modules = list(inner.modules())
+        with trial.rotations(inner) as calls:
+            rows = self._trial_rows(module, part)
+        with contextlib.suppress(Exception):  # of a rotation by other arguments nothing can be told
+            self.sides = trial.sides(calls, self.config)
+        if self.sides is not None:  # now all of one side
+            rows = self._trial_rows(module, part)
+        self.no_packing_because, self.no_padding_because = self._try_together(module, part, rows)
+        rules = self._rules
+        with trial.shortened(inner) as is_shorter:
+            if is_shorter and (shorter := self._shorter_rows(module, part)) is not None:
+                found = self._try_together(module, part, shorter)
+                self.no_packing_because = self.no_packing_because or found[0]
+                self.no_padding_because = self.no_padding_because or found[1]
+        self._rules = rules
+        return rows
+
+    def _shorter_rows(self, module: nn.Module, part: Callable[[Any], torch.Tensor]) -> "TrialRows | None":
+        """The rows of a trial; None where the model itself does not run on shorter windows."""
+        try:
+            return self._trial_rows(module, part)
+        except Exception:  # whatever a foreign forward raises
+            return None
+
+    def _trial_rows(self, module: nn.Module, part: Callable[[Any], torch.Tensor]) -> "TrialRows":
+        lengths = self.trial_lengths()
+        ids = torch.arange(1, sum(lengths) + 1) % (self.vocab_size or 13)
+        trajectories = [Trajectory.of(row[:1], row[1:]) for row in ids.split(list(lengths))]
+        alone = [TokenBatch.of([one], self.device) for one in trajectories]
+        wanted_NV = torch.cat([self._read_padded(module, one, part) for one in alone])
+        return TrialRows(
+            TokenBatch.of(trajectories, self.device),
+            alone,
+            TokenBatch.of([trajectories[-1], trajectories[-1]], self.device),
+            wanted_NV,
+        )
+
+    def _try_together(
+        self, module: nn.Module, part: Callable[[Any], torch.Tensor], rows: "TrialRows"
+    ) -> tuple[str | None, str | None]:
+        """Fill in the rules of attention; return why the rows cannot be packed, and why not even padded, if so."""
+
+        def read(rules: dict[int, Rule] | None) -> tuple[torch.Tensor, dict[int, Rule]]:
+            return read_packed(self._modules, module, rows.batch, part, rules)
+
+        found = self._no_packing() or trial.packing(read, of_config(self.config, "num_hidden_layers"), rows.wanted_NV)
+        if not isinstance(found, str):
+            self._rules = found
+            return None, None
+        no_padding = trial.attempted(lambda: self._read_padded(module, rows.batch, part), rows.wanted_NV, "padded rows")
+        if no_padding is not None:
+            why = trial.attempted(
+                lambda: self._read_padded(module, rows.twice, part),
+                rows.wanted_NV[-rows.alone[-1].num_tokens :].repeat(2, 1),
+                "rows of one length",
+            )
+            if why is not None:
+                name = type(unwrapped(self.model)).__name__
+                raise ValueError(f"model must read rows beside each other, found a {name}: {why}")
+        return found, no_padding
+
+    def _read_padded(self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any]) -> torch.Tensor:
+        """[N, ..] of what the module gives for the batch as padded rows."""
+        rows = batch.padded(self.pad_id)
+        return part(self._call_rows(module, rows)).flatten(0, 1).index_select(0, rows.index_N)
+
+    def _read_packed(
+        self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any], within: Within = contextlib.nullcontext
+    ) -> torch.Tensor:
+        """[N, ..] of what the module gives for the batch as one row."""
+        return read_packed(self._modules, module, batch, part, self._rules, within)[0]
+
     def trial_lengths(self, room: int = 0) -> tuple[int, int, int]:
         """Lengths of rows on which a way to read is tried, with room for further tokens."""
-        return trial.row_lengths(self.config, None if self.max_length is None else max(1, self.max_length - room))
+        longest = self.longest_together
+        return trial.row_lengths(self.config, None if longest is None else max(1, longest - room))
 
-    def _check_causality_of_rows(self, batch: TokenBatch, padded: Callable[[TokenBatch], torch.Tensor]) -> None:
-        try:
-            self.check_causality(batch, lambda one: padded(one)[one.places_n])
-        except ValueError:
-            self._tried = False  # so that every later call says the same
-            raise
+    @property
+    def longest_together(self) -> int | None:
+        """The most tokens of rows that can be read beside every shorter one; None where there is no bound."""
+        bounds = (
+            [self.max_length] if self.sides is None else [self.max_length, *self.sides.boundaries, self.sides.apart]
+        )
+        return min((length for length in bounds if length is not None), default=None)
 
     def _no_packing(self) -> str | None:
         """Why it is not even tried."""
@@ -601,6 +684,15 @@ class Policy:
         return f"Policy({type(unwrapped(self.model)).__name__}, kind={self.kind!r}, device={self.device})"
 
 
+class TrialRows(NamedTuple):
+    """Rows on which ways to read are tried: all of them, each alone, the longest twice; and what they give alone."""
+
+    batch: TokenBatch
+    alone: list[TokenBatch]
+    twice: TokenBatch
+    wanted_NV: torch.Tensor
+
+
 class Reference:
     """Log-probs of a frozen model, without gradient and in eval mode. Its routers choose by themselves.
 
@@ -631,11 +723,15 @@ def read_packed(
     module: nn.Module,
     batch: TokenBatch,
     part: Callable[[object], torch.Tensor],
+    rules: dict[int, Rule] | None,
     within: Within = contextlib.nullcontext,
 ) -> tuple[torch.Tensor, dict[int, Rule]]:
-    """[N, ..] of what the module, one of a model's, gives for the batch as one row; what its layers' attention is."""
+    """[N, ..] of what the module, one of a model's, gives for the batch as one row; what its layers' attention is.
+
+    rules   of its layers; None learns them
+    """
     pass_ = Packed(batch.lengths, batch.cu_seqlens)
-    with reading(modules, pass_, within):
+    with reading(modules, pass_, within, rules):
         output = module(input_ids=batch.ids_N[None], position_ids=batch.positions_N[None], use_cache=False)
     return part(output)[0], pass_.rules
 

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from strop._types import Tokenizer
-from strop.data.batch import TokenBatch, Trajectory
-from strop.models import trial
-from strop.models.kinds import base_model, is_classifier, of_config, unwrapped
-from strop.models.policy import Policy, forward_arguments, last_hidden_state, read_packed
+from strop.data.batch import TokenBatch
+from strop.models.kinds import base_model, is_classifier, unwrapped
+from strop.models.policy import Policy, forward_arguments, last_hidden_state
 
 
 def as_scorer(model: object, tokenizer: Tokenizer | None = None) -> "Scorer":
@@ -55,20 +54,7 @@ class Scorer(Policy):
         hidden_nH = self._at_places(self.decoder, batch, last_hidden_state)
         return base_model(unwrapped(self.model)).score(hidden_nH)[:, 0].to(self.loss_dtype)
 
-    def _try(self) -> None:
-        """On two short sequences: whether the model keeps them apart."""
-        self._tried = True
+    def _try_hugging_face(self) -> None:
+        """Fill in how rows are read."""
         self.no_hidden_because = self.no_fusing_because = "it is a sequence classifier"
-        inner = unwrapped(self.model)
-        self._modules = list(inner.modules())
-        ids = torch.arange(1, 13) % (self.vocab_size or 13)
-        batch = TokenBatch.of([Trajectory.of(ids[:1], ids[1:5]), Trajectory.of(ids[5:6], ids[6:])], self.device)
-        with trial.tried(inner, self.device):
-            rows = batch.padded(self.pad_id)
-            wanted_NH = last_hidden_state(self._call_rows(self.decoder, rows)).flatten(0, 1)
-            rules = self._no_packing() or trial.packing(
-                lambda: read_packed(self._modules, self.decoder, batch, last_hidden_state),
-                of_config(self.config, "num_hidden_layers"),
-                wanted_NH.index_select(0, rows.index_N),
-            )
-        self.no_packing_because = rules if isinstance(rules, str) else None
+        self._try_reading(self.decoder, last_hidden_state)

@@ -17,13 +17,14 @@ from torch.nn.functional import linear
 from strop.data.batch import TokenBatch
 from strop.models.attention import Rule, Unsupported
 from strop.models.decoder_layers import ALLOWED, relative_error
-from strop.models.kinds import base_model, evaluating, is_peft, of_config
+from strop.models.kinds import base_model, evaluating, is_peft, is_plain, of_config
 from strop.ops.registry import on_gpu, on_gpu_or_interpreted
 
 # config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "logit_soft_cap")
 
 SPAN = re.compile(r"window|chunk|block_size")  # in names of a config's fields: how far a token sees
+LONG_SPAN = re.compile(r"window|chunk|block_size|floor_scale")  # the same, of those that a trial shortens
 LONGEST_SPAN = 256  # of those that a trial's rows exceed
 
 TRIED = (1, 0, 1)  # ids that every vocabulary has, and that are no positions and no kinds of tokens
@@ -119,6 +120,30 @@ def row_lengths(config: Any, longest: int | None) -> tuple[int, int, int]:
     return min(3, longest), min(span + 3, longest), min(span + 5, longest)
 
 
+@contextlib.contextmanager
+def shortened(model: nn.Module) -> Iterator[bool]:
+    """Within, windows, chunks and blocks of more than 256 tokens are a few tokens long, in configs and modules; afterwards
+    they are as before. Gives whether there are any: then short rows show what happens beyond them."""
+    config = getattr(base_model(model), "config", None)
+    configs = [config, *(getattr(config, name, None) for name in getattr(type(config), "sub_configs", ()))]
+    owners: list[Any] = [one for one in configs if one is not None] + list(model.modules())
+    holders = {id(vars(owner)): vars(owner) for owner in owners}
+    long: list[tuple[Any, str, int]] = [
+        (fields, name, size)
+        for fields in holders.values()
+        for name, size in fields.items()
+        if type(size) is int and size > LONGEST_SPAN and LONG_SPAN.search(name)
+    ]
+    short = {size: 4 + 3 * i for i, size in enumerate(sorted({size for *_, size in long}))}
+    try:
+        for fields, name, size in long:
+            fields[name] = short[size]
+        yield bool(long)
+    finally:
+        for fields, name, size in long:
+            fields[name] = size
+
+
 # ---- how a Hugging Face model can be read ----
 
 
@@ -136,6 +161,8 @@ def decoder_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | str:
         return "it has no decoder apart from its head"
     if type(head) is not nn.Linear:  # a subclass (LoRA on the head, quantised) does more than a product
         return f"its head is a {type(head).__name__}, not a torch.nn.Linear"
+    if not is_plain(head.weight):
+        return f"its head's weight is a {type(head.weight).__name__}"
     if head._forward_hooks or head._forward_pre_hooks:
         return "its head has hooks"
     return decoder, head
@@ -151,22 +178,22 @@ def gives_logits(head: nn.Linear, states_NH: torch.Tensor, wanted_NV: torch.Tens
     return bool((wanted_NV.float() - found_NV.float()).abs().max() <= 8 * eps * wanted_NV.float().abs().max())
 
 
-Read = Callable[
-    [], tuple[torch.Tensor, dict[int, Rule]]
-]  # logits of packed sequences, and what each layer asked of attention
+Read = Callable[[dict[int, Rule] | None], tuple[torch.Tensor, dict[int, Rule]]]
+"""Rules of attention, or None to learn them, → logits of packed sequences, and what each layer asked of attention."""
 
 
 def packing(read: Read, num_layers: int | None, wanted_NV: torch.Tensor) -> dict[int, Rule] | str:
     """What each layer asks of attention, or why the model cannot read packed sequences."""
     try:
-        found_NV, rules = read()
+        _, rules = read(None)
+        # one that did not attend here has mixed the sequences
+        if (missing := (num_layers or 0) - len(rules)) > 0:
+            return f"{missing} of its layers do not attend through transformers' interface"
+        found_NV, _ = read(rules)
     except Unsupported as error:
         return str(error)
     except Exception as error:  # whatever a foreign forward raises, it is not to be read so
         return f"its forward fails on packed sequences ({type(error).__name__}: {error})"
-    # one that did not attend here has mixed the sequences
-    if (missing := (num_layers or 0) - len(rules)) > 0:
-        return f"{missing} of its layers do not attend through transformers' interface"
     return differs(found_NV, wanted_NV, "packed sequences") or rules
 
 
@@ -186,10 +213,8 @@ def attempted(read: Callable[[], torch.Tensor], wanted_NV: torch.Tensor, what: s
         return f"its forward fails on {what} ({type(error).__name__}: {error})"
 
 
-def fusing(model: torch.nn.Module, rules: dict[int, Rule] | str, read: Read, exact: bool = False) -> Any:
+def fusing(model: torch.nn.Module, rules: dict[int, Rule], read: Callable[[], object], exact: bool = False) -> Any:
     """The decoder layers in few kernels, or why they stay as they are. exact: see `models.exact`"""
-    if isinstance(rules, str):
-        return f"it does not read packed sequences: {rules}"
     if (reason := (on_gpu_or_interpreted if exact else on_gpu)(next(model.parameters()))) is not True:
         return reason
     from strop.models.layers import fused  # imports Triton
@@ -201,3 +226,137 @@ def fusing(model: torch.nn.Module, rules: dict[int, Rule] | str, read: Read, exa
         return str(error)
     except Exception as error:  # as above
         return f"its layers fail in that way ({type(error).__name__}: {error})"
+
+
+# ---- rows whose numbers depend on the longest of their call ----
+#
+# Longrope takes other frequencies for all rows of a call once one is longer than a boundary, and dynamic rotary embeddings
+# take other ones for every length beyond it. The model's own rotary modules are called again on the first two positions,
+# beside positions before and behind each boundary that the config names.
+
+BOUNDARY = re.compile(r"max_position|max_seq_len|context_length")  # in names of fields of a config, and of modules
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """One way in which a model calls a rotary module: its inputs were x and positions of such a shape."""
+
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...]
+
+    def __call__(self, *positions: int) -> list[torch.Tensor]:
+        """Return what the module gives for the first two positions, which stand before the given ones."""
+        device = next(self.module.buffers()).device
+
+        def other(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.is_floating_point():
+                return value.new_empty(1, 1, 1, device=device)
+            return torch.tensor([0, 1, *positions], device=device).expand(*value.shape[:-1], -1)
+
+        with torch.no_grad():
+            found = self.module(*map(other, self.arguments), **{name: other(value) for name, value in self.named})
+        return [one[..., :2, :].clone() for one in (found if isinstance(found, (tuple, list)) else [found])]
+
+    def changes(self, *positions: int) -> bool:
+        """Whether the rotation of the first two positions is another one beside these positions."""
+        alone, beside = self(), self(*positions)
+        self()  # dynamic frequencies stay those of the longest row until a short one
+        return not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(alone, beside, strict=True))
+
+
+@contextlib.contextmanager
+def rotations(model: nn.Module) -> Iterator[list[Rotation]]:
+    """Within, fill the list with the ways in which the model calls its rotary modules."""
+    found: dict[tuple[int, str], Rotation] = {}
+    result: list[Rotation] = []
+
+    def look(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        options = [value for value in (*arguments, *named.values()) if not isinstance(value, torch.Tensor)]
+        found.setdefault((id(module), repr(options)), Rotation(module, arguments, tuple(named.items())))
+
+    modules = [one for one in model.modules() if any(name.endswith("inv_freq") for name in one._buffers)]
+    hooks = [one.register_forward_pre_hook(look, with_kwargs=True) for one in modules]
+    try:
+        yield result
+    finally:
+        for hook in hooks:
+            hook.remove()
+        result += found.values()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """Which rows may be read together: those on the same side of all boundaries.
+
+    boundaries   a row is beyond one if it has more tokens
+    apart        beyond so many tokens only rows of equal length belong together; None: nowhere
+    rotations    which do so
+    """
+
+    boundaries: tuple[int, ...]
+    apart: int | None
+    rotations: tuple[Rotation, ...]
+
+    @property
+    def told(self) -> str:
+        """Which rows are kept apart, in words."""
+        beyond = [f"rows on the same side of {boundary} tokens together" for boundary in self.boundaries]
+        equal = [] if self.apart is None else [f"rows of more than {self.apart} tokens with rows of equal length"]
+        return ", ".join(beyond + equal) + ": its rotation depends on the longest row of a call"
+
+    def side(self, length: int) -> int:
+        """Return a number that is the same for two lengths if such rows can be read together."""
+        if self.apart is not None and length > self.apart:
+            return length
+        return -sum(length > boundary for boundary in self.boundaries)
+
+    def steps(self, length: int) -> int | None:
+        """Return how many tokens a row of this length can get from steps with a cache; None: as many as it likes.
+
+        0 where the cache would be of another side, or the next token's frequencies are its own.
+        """
+        if self.apart is not None and length > self.apart:
+            return 0
+        if any(length == boundary + 1 for boundary in self.boundaries):
+            return 0  # a cache of the tokens before the last would be one of the side before
+        ahead = [boundary for boundary in (*self.boundaries, self.apart) if boundary is not None and boundary >= length]
+        return min(ahead) + 1 - length if ahead else None
+
+    def forget(self) -> None:
+        """Let the rotary modules forget the rows that they were called with: dynamic frequencies depend on the call before."""
+        for rotation in self.rotations if self.apart is not None else ():
+            rotation()
+
+
+def sides(rotations: list[Rotation], config: object) -> Sides | None:
+    """Return the sides of the boundaries at which rotations change with the longest row; None where none does."""
+    boundaries: set[int] = set()
+    apart: int | None = None
+    for rotation in rotations:
+        lengths = sorted(_lengths(config) | _lengths_in(vars(rotation.module)))
+        if not lengths or not rotation.changes(4 * lengths[-1]):
+            continue
+        # positions count from 0: position L belongs to a row of L + 1 tokens
+        first = next((L for L in lengths if rotation.changes(L) and not rotation.changes(L - 1)), 0)
+        alike = first and all(torch.equal(a, b) for a, b in zip(rotation(first), rotation(4 * first), strict=True))
+        rotation()
+        if alike:
+            boundaries.add(first)
+        else:
+            apart = min(first, first if apart is None else apart)
+    return Sides(tuple(sorted(boundaries)), apart, tuple(rotations)) if boundaries or apart is not None else None
+
+
+def _lengths(config: Any) -> set[int]:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return _lengths_in(vars(text))
+
+
+def _lengths_in(fields: dict[str, Any]) -> set[int]:
+    found = {size for name, size in fields.items() if type(size) is int and size > 2 and BOUNDARY.search(str(name))}
+    for value in fields.values():
+        found |= _lengths_in(value) if type(value) is dict else set()
+    return found

@@ -1,4 +1,4 @@
-"""What a Hugging Face causal LM takes and gives: transformers' types, or stand-ins, and the checks of its arguments.
+"""The arguments and results of a Hugging Face causal LM: transformers' types, or stand-ins, and checks.
 
 Shapes: B rows, T columns.
 """
@@ -25,7 +25,7 @@ class PlainConfig(SimpleNamespace):
 
 
 class PlainOutput(dict[str, Any]):
-    """What a forward returns: `.logits`, `["logits"]` or, among those that are not None, by position."""
+    """The result of a forward: `.logits`, `["logits"]` or, among those that are not None, by position."""
 
     def __init__(self, **fields: object):
         super().__init__({name: value for name, value in fields.items() if value is not None})
@@ -53,7 +53,7 @@ Config, Output = _types()
 
 
 def refuse(arguments: Json) -> None:
-    """Options of transformers' forward that are not here may be passed only to say that they are off."""
+    """Raise for options of transformers' forward that the engine has not, unless they are off."""
     for name, value in arguments.items():
         if name not in ABSENT:
             raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
@@ -63,7 +63,7 @@ def refuse(arguments: Json) -> None:
 
 
 def check_positions(position_ids: Array, tokens_BT: np.ndarray, mask_BT: np.ndarray | None) -> None:
-    """RoPE sees differences of positions only, and the engine counts real tokens: so must these, from anywhere."""
+    """Raise unless positions rise by one from real token to real token. They may start anywhere: RoPE sees differences."""
     positions_BT = _inputs.as_token_ids(position_ids, "position_ids")
     B, T = tokens_BT.shape
     if positions_BT.shape not in ((B, T), (1, T)):
@@ -84,7 +84,7 @@ def check_positions(position_ids: Array, tokens_BT: np.ndarray, mask_BT: np.ndar
 
 
 def targets_of(labels: Array, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, config: MoEConfig) -> np.ndarray:
-    """labels moved left by one, −100 at the end and where padding would have to predict"""
+    """Return the labels moved left by one, −100 at the end and where padding would have to predict."""
     labels_BT = _inputs.as_token_ids(labels, "labels")
     if labels_BT.shape != tokens_BT.shape:
         raise ValueError(f"labels must have the shape {tokens_BT.shape} of input_ids, found {labels_BT.shape}")
@@ -97,5 +97,5 @@ def targets_of(labels: Array, tokens_BT: np.ndarray, mask_BT: np.ndarray | None,
 
 
 def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    """None, one id or several, as a tuple"""
+    """Return None, one id or several as a tuple."""
     return () if value is None else tuple(np.atleast_1d(value).tolist())

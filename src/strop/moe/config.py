@@ -71,19 +71,19 @@ class MoEConfig:
                 self._set(name, self.check_token(token, name))
 
     def check_token(self, token: object, name: str) -> int:
-        """`token` as an int; raise unless it is an id of this vocabulary."""
+        """Return `token` as an int; raise unless it is an id of this vocabulary."""
         token = as_count(token, name, 0)
         if token >= self.vocab_size:
             raise ValueError(f"{name} must be below vocab_size={self.vocab_size}, found {token}")
         return token
 
     def _set(self, name: str, value: object) -> None:
-        """While the config is made: NumPy's numbers become Python's, which JSON and every engine take."""
+        """Set a field while the config is made: NumPy's numbers become Python's, which JSON and every engine take."""
         object.__setattr__(self, name, value)
 
     @classmethod
     def preset(cls, name: str, **changes: object) -> "MoEConfig":
-        """`tiny` or `small`, with the given fields changed."""
+        """Return the preset `tiny` or `small`, with the given fields changed."""
         check_choice(name, "preset", PRESETS)
         return replace(cls(), **{**PRESETS[name], **changes})
 
@@ -94,13 +94,13 @@ class MoEConfig:
 
     @property
     def rope_theta(self) -> float:
-        """The base RoPE runs with: base·α^(d/(d−2)), NTK-aware."""
+        """Return the base that RoPE runs with: base·α^(d/(d−2)), NTK-aware."""
         if self.rope_alpha == 1:
             return float(self.rope_base)
         return self.rope_base * self.rope_alpha ** (self.head_dim / (self.head_dim - 2))
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter in the order of the forward pass, under the names transformers' Mixtral gives it in memory.
+        """Return the shape of every parameter in the order of the forward pass, under the names transformers' Mixtral gives it in memory.
 
         Matrices are (out, in): y = x·Wᵀ. `gate_up_proj` holds the gate's F rows, then the up projection's F rows.
         With tied embeddings there is no `lm_head.weight`.
@@ -124,7 +124,7 @@ class MoEConfig:
         return shapes
 
     def num_parameters(self, *, active: bool = False) -> int:
-        """All parameters, or with `active` only those one token passes through (top_k of the experts)."""
+        """Return the number of parameters, or with `active` of those one token passes through (top_k of the experts)."""
         count = sum(math.prod(shape) for shape in self.parameter_shapes().values())
         if active:
             per_expert = 3 * self.hidden_dim * self.intermediate_dim
@@ -132,7 +132,7 @@ class MoEConfig:
         return count
 
     def memory_bytes(self, batch: int, seq_len: int, *, training: bool = False, dtype: DTypeLike = np.float32) -> int:
-        """Estimate of a forward's peak, or of a training step's with gradients and AdamW's two moments.
+        """Return an estimate of a forward's peak, or of a training step's with gradients and AdamW's two moments.
 
         Counts weights, logits and what the backward needs saved; small temporaries are not counted.
         """

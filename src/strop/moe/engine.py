@@ -1,29 +1,27 @@
-"""The contract between `MoETransformer` and what computes: every engine is a subclass of `MoEEngine`.
+"""The contract between `MoETransformer` and its engines, which are subclasses of `MoEEngine`.
 
-The model checks every input once; an engine receives clean ones and checks nothing again:
+The model checks every input once; an engine checks nothing again:
 
     tokens_BT            int64, C-contiguous, every id in [0, V), B ≥ 1, 1 ≤ T
     attention_mask_BT    None (all real), or bool, C-contiguous, at least one True in each row; False is padding
     params               {name: array} exactly as `config.parameter_shapes()` names, orders and shapes them,
                          C-contiguous, all float32 or all float64
 
-**Parameters** are held by reference. The optimiser and torch change them in place between calls and the next call must
-see it: keep no private copy of a weight. `backward` may read weights, so they do not change between a
-`forward_saved` and its `backward`.
+**Parameters** are held by reference. The optimiser and torch change them in place between calls, so an engine keeps no
+copy of a weight. They do not change between a `forward_saved` and its `backward`, which may read them.
 
-**Padding** may stand anywhere (left, right, between). A row means its real tokens in order: positions count real tokens
-from 0, a query sees the real tokens up to itself, the router's load counts real tokens only. So a padded row equals the
-same row with the padding taken out, and an engine may take it out before the first product. Logits at padding are 0,
-and what `dlogits` holds there is ignored. Real tokens in a row never exceed `config.max_seq_len`.
+**Padding** may stand anywhere (left, right, between). A padded row equals the same row without its padding: positions
+count real tokens from 0, a query sees the real tokens up to itself, the router's load counts real tokens only. Logits at
+padding are 0, and `dlogits` is ignored there. A row has at most `config.max_seq_len` real tokens.
 
 **Router ties.** Of equal probabilities the expert with the lower index is chosen first.
 
-**Log-probs.** counts_BT is bool, C-contiguous, True only at real tokens, never at the first of its row. A token that counts
-is scored after the real tokens before it in its row, with the arithmetic of `sample`: a token that was drawn has its
-log-prob again, bit for bit. Elsewhere log-probs and entropies are 0, and what their gradients hold there is ignored.
+**Log-probs.** counts_BT is bool, C-contiguous, True only at real tokens, never at the first of its row. A token that
+counts is scored with the arithmetic of `sample`: a token that was drawn has its log-prob again, bit for bit. Elsewhere
+log-probs and entropies are 0, and their gradients are ignored.
 
-**Gradients** come back as {name: array} with every parameter present (zeros where nothing flowed), in the parameters'
-dtype and shape. With `out` they are written over (not added to) those arrays, and `out` is returned.
+**Gradients** are {name: array} of every parameter (zeros where nothing flowed), in its dtype and shape. With `out` they
+overwrite those arrays, and `out` is returned.
 
 Shapes: B rows, T columns, V vocabulary.
 """
@@ -68,15 +66,15 @@ class KVCache(ABC):
 
     @abstractmethod
     def select_rows(self, rows: np.ndarray) -> "KVCache":
-        """A new cache of the given rows (int64, in that order, repeats allowed): drops finished rows, fans prompts out."""
+        """Return a new cache of the given rows (int64, in that order, repeats allowed)."""
 
     @abstractmethod
     def copy_row(self, to: int, source: "KVCache", row: int) -> None:
-        """Row `to` becomes what row `row` of another cache of the engine is, which may have another capacity."""
+        """Copy a row of another cache of the engine, which may have another capacity, to the row `to`."""
 
 
 class MoEEngine(ABC):
-    """What computes. See the module's docstring for what it may rely on."""
+    """Computes with the parameters of a model. The module's docstring says what an engine may rely on."""
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[type, ...]] = (np.float32, np.float64)
@@ -88,18 +86,17 @@ class MoEEngine(ABC):
 
     @abstractmethod
     def forward(self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None = None) -> np.ndarray:
-        """logits_BTV in the parameters' dtype; a fresh array that the caller owns. Saves nothing for a backward."""
+        """Return logits_BTV in the parameters' dtype, a new array of the caller's. Saves nothing for a backward."""
 
     @abstractmethod
     def forward_saved(self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None = None) -> SavedForward:
-        """The same logits and the auxiliary loss, with what `backward` needs, which the logits are not: the caller may
-        write over them."""
+        """Return the same logits and the auxiliary loss, with what `backward` needs. The caller may overwrite the logits."""
 
     @abstractmethod
     def backward(
         self, saved: SavedForward, dlogits_BTV: np.ndarray, daux_loss: float = 0.0, out: Arrays | None = None
     ) -> Arrays:
-        """Gradients of Σ dlogits·logits + daux_loss·aux_loss for every parameter."""
+        """Return the gradients of Σ dlogits·logits + daux_loss·aux_loss."""
 
     @abstractmethod
     def logps(
@@ -110,7 +107,7 @@ class MoEEngine(ABC):
         *,
         temperature: float = 1.0,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """logps_BT of the tokens that count under softmax(logits / temperature), and entropy_BT there; float64.
+        """Return log-probs of the tokens that count under softmax(logits / temperature), and entropies: (B, T), float64.
 
         Logits of other tokens are not computed. Saves nothing for a backward.
         """
@@ -124,7 +121,7 @@ class MoEEngine(ABC):
         *,
         temperature: float = 1.0,
     ) -> SavedLogps:
-        """The same with what `logps_backward` needs."""
+        """Return the same with what `logps_backward` needs."""
 
     @abstractmethod
     def logps_backward(
@@ -134,7 +131,7 @@ class MoEEngine(ABC):
         dentropy_BT: np.ndarray | None = None,
         out: Arrays | None = None,
     ) -> Arrays:
-        """Gradients of Σ dlogps·logps + Σ dentropy·entropy (float64; None is 0) for every parameter."""
+        """Return the gradients of Σ dlogps·logps + Σ dentropy·entropy (float64; None is 0)."""
 
     @abstractmethod
     def loss_and_grads(
@@ -145,7 +142,7 @@ class MoEEngine(ABC):
         attention_mask_BT: np.ndarray | None = None,
         out: Arrays | None = None,
     ) -> tuple[float, Arrays]:
-        """Mean cross-entropy over the targets that count + aux_loss_coef·aux_loss, and its gradients.
+        """Return the mean cross-entropy over the targets that count + aux_loss_coef·aux_loss, and its gradients.
 
         targets_BT int64; a target counts where target_mask_BT (bool or None) is True. Elsewhere any value may stand.
         The model has already taken padding out of target_mask_BT. No target counts: the cross-entropy is 0.
@@ -153,22 +150,21 @@ class MoEEngine(ABC):
 
     @abstractmethod
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
-        """A cache with room for `capacity` tokens in each row, which hold none yet."""
+        """Return an empty cache with room for `capacity` tokens in each row."""
 
     @abstractmethod
     def prefill(self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None, cache: KVCache) -> np.ndarray:
-        """Append each row's real tokens to what the cache holds of it, in place; logits_BV after the last. Every row has
-        room."""
+        """Append each row's real tokens to the cache, which has room, in place. Return logits_BV after the last."""
 
     def decode(self, tokens_B: np.ndarray, cache: KVCache) -> np.ndarray:
-        """The same with one token for every row."""
+        """Do the same with one token for every row."""
         return self.prefill(np.ascontiguousarray(tokens_B[:, None]), None, cache)
 
     adamw_update_all: Callable[..., None] = staticmethod(adamw_update_all)
-    """An engine may update all arrays in one pass."""
+    """Updates the parameters. An engine may update all arrays in one pass."""
 
     sample: Callable[..., tuple[np.ndarray, np.ndarray]] = staticmethod(sample)
-    """An engine may fuse the steps of `strop.moe.sampling.sample`."""
+    """Draws tokens. An engine may fuse the steps of `strop.moe.sampling.sample`."""
 
     def complete(
         self,
@@ -185,12 +181,12 @@ class MoEEngine(ABC):
         top_p: float,
         cache: KVCache | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """num_samples completions of each prompt, next to each other: new tokens_BT, their logps_BT, lengths_B.
+        """Return num_samples completions of each prompt, next to each other: new tokens_BT, their logps_BT, lengths_B.
 
-        uniforms_BT has a row for each completion and a column for each token it may have; `capacity` is the tokens of
-        the longest prompt and these. A row ends after a token of `eos` (int64); behind it stand `pad` and 0. With a cache,
-        and then num_samples is 1, the prompts follow what it holds, which `capacity` counts too; afterwards it holds all
-        of each row but its last token. An engine may have a loop of its own.
+        uniforms_BT has a row for each completion and a column for each token it may have. `capacity` is the number of
+        tokens of the longest row, with its part in the cache. A row ends after a token of `eos` (int64); behind it stand
+        `pad` and 0. With a cache num_samples is 1, the prompts follow what it holds, and afterwards it holds all of each
+        row but its last token. An engine may have a loop of its own.
         """
         num_rows, max_new_tokens = uniforms_BT.shape
         new_BT = np.full((num_rows, max_new_tokens), pad, np.int64)

@@ -24,7 +24,7 @@ INIT_STD = 0.02  # Mixtral's
 
 @dataclass(frozen=True)
 class Generation:
-    """What `generate` made, without the prompts. Row b ends after lengths_B[b] tokens, its EOS among them."""
+    """The completions that `generate` returns, without the prompts. Row b ends after lengths_B[b] tokens, its EOS among them."""
 
     tokens_BT: np.ndarray  # int64; the pad id behind the end
     logps_BT: np.ndarray  # log-prob of each token under the distribution it was drawn from; 0 behind the end
@@ -38,8 +38,8 @@ class Generation:
 class Params(dict[str, np.ndarray]):
     """The parameters by name: the engine's own memory, to be changed in place.
 
-    `params[name] -= step` and `params[name][...] = array` do that; another array under the name would be saved and shown
-    but, by the compiled engine, not computed with, and so is refused.
+    `params[name] -= step` and `params[name][...] = array` do that. Another array under the name is refused: the compiled
+    engine would not compute with it.
     """
 
     def __setitem__(self, name: str, array: np.ndarray) -> None:
@@ -60,8 +60,8 @@ class MoETransformer:
     """A Mixture-of-Experts transformer with Mixtral's arithmetic, names and checkpoints.
 
     engine   "native" (compiled) or "numpy" (the reference); the same weights give the same numbers
-    seed     of the initial weights: normal with standard deviation 0.02, norms 1
-    params   weights to use, and share, instead: the arrays are held, not copied
+    seed     of the initial weights, which are normal with a standard deviation of 0.02; norms are 1
+    params   weights to use instead; the arrays are shared, not copied
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class MoETransformer:
         return self._params
 
     def forward(self, tokens: Array, attention_mask: Array | None = None) -> np.ndarray:
-        """logits (B, T, V) of token ids (B, T).
+        """Return logits (B, T, V) of token ids (B, T).
 
         attention_mask   (B, T), 0 at padding, wherever it stands: a padded row has the logits of the row without it.
                          Logits at padding are 0.
@@ -104,10 +104,10 @@ class MoETransformer:
     def logps(
         self, tokens: Array, mask: Array | None = None, *, attention_mask: Array | None = None, temperature: float = 1.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """log π(token | the tokens before it) under softmax(logits / temperature), and the entropies there: (B, T), float64.
+        """Return log π(token | the tokens before it) under softmax(logits / temperature), and the entropies: (B, T), float64.
 
         mask   (B, T), 1 where a log-prob is wanted; elsewhere, at padding and at the first token of a row both are 0.
-               None wants all. What `generate` drew has the log-prob it told, bit for bit.
+               None wants all. Tokens of `generate` have the log-probs that it returned, bit for bit.
         """
         check_temperature(temperature)
         tokens_BT, attention_mask_BT = _inputs.as_batch(tokens, attention_mask, self.config)
@@ -123,7 +123,7 @@ class MoETransformer:
         attention_mask: Array | None = None,
         out: Arrays | None = None,
     ) -> tuple[float, Arrays]:
-        """Mean cross-entropy over the targets that count + aux_loss_coef·(load-balancing loss), and every gradient.
+        """Return the mean cross-entropy over the targets that count + aux_loss_coef·(load-balancing loss), and every gradient.
 
         targets   (B, T), the token that follows each token
         mask      (B, T), 1 where a target counts; elsewhere it may be anything (−100). None counts all.
@@ -180,25 +180,17 @@ class MoETransformer:
         elif uniforms.shape != shape:
             raise ValueError(f"uniforms must have shape {shape}, found {uniforms.shape}")
         new_BT, logps_BT, lengths_B = self.engine.complete(
-            tokens_BT,
-            mask_BT,
-            uniforms,
-            capacity=longest + max_new_tokens,
-            num_samples=num_samples,
-            eos=np.array(eos, np.int64),
-            pad=pad,
-            temperature=float(temperature),
-            top_k=int(top_k),
-            top_p=float(top_p),
+            tokens_BT, mask_BT, uniforms, capacity=longest + max_new_tokens, num_samples=num_samples,
+            eos=np.array(eos, np.int64), pad=pad, temperature=float(temperature), top_k=int(top_k), top_p=float(top_p),
             cache=cache,
-        )
+        )  # fmt: skip
         width = int(lengths_B.max())
         return Generation(new_BT[:, :width], logps_BT[:, :width], lengths_B)
 
     def _prompt_batch(
         self, prompts: Array, attention_mask: Array | None, cache: KVCache | None
     ) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """Tokens, the mask of real ones, and the most a row has, those in the cache included."""
+        """Return tokens, the mask of real ones, and the length of the longest row, its part in the cache included."""
         if isinstance(prompts, (list, tuple)):
             if attention_mask is not None:
                 raise ValueError(
@@ -238,7 +230,7 @@ class MoETransformer:
         return cls(config, engine, params=params)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """For deepcopy and pickle: all but the engine, which is made anew over the copied parameters."""
+        """Return what deepcopy and pickle need: all but the engine, which is made anew over the copied parameters."""
         return _remade, (self.config, self.engine.name, dict(self.params))
 
     def __repr__(self) -> str:
@@ -259,7 +251,7 @@ def _remade(config: MoEConfig, engine: str, params: Arrays) -> MoETransformer:
 
 
 def initial_params(config: MoEConfig, seed: int, dtype: DTypeLike = np.float32) -> Arrays:
-    """Normal weights, norms of 1; drawn in float64, so that every dtype starts from the same numbers."""
+    """Return normal weights, and norms of 1; drawn in float64, so that every dtype starts from the same numbers."""
     rng = np.random.default_rng(seed)
     return {
         name: np.ones(shape, dtype) if len(shape) == 1 else (INIT_STD * rng.standard_normal(shape)).astype(dtype)
@@ -268,7 +260,7 @@ def initial_params(config: MoEConfig, seed: int, dtype: DTypeLike = np.float32) 
 
 
 def _checked_params(params: Arrays, config: MoEConfig) -> Arrays:
-    """The same arrays in the config's order; nothing is copied."""
+    """Return the same arrays in the config's order, not copied; raise where one does not fit."""
     shapes = config.parameter_shapes()
     weights.check_names(params.keys(), shapes.keys(), "params")
     for name, array in params.items():

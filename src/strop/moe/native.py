@@ -1,7 +1,7 @@
 """The engine in C++ (native/moe): the contract of `strop.moe.engine` on the compiled module.
 
-The logits of a token do not depend on the batch, the padding, the number of threads, or whether they came from prefill
-or from the cache: bit for bit.
+A token has the same logits, bit for bit, in every batch, with any padding and any number of threads, and from prefill or
+from the cache.
 
 Shapes: B rows, T columns, V vocabulary.
 """
@@ -16,6 +16,10 @@ from strop.moe.engine import Arrays, KVCache, MoEEngine, SavedForward, SavedLogp
 
 native: Any = _compiled.native  # `strop.moe.engine` asks for this engine only where it is built
 
+_SIZES = (
+    "num_layers", "hidden_dim", "num_heads", "num_kv_heads", "head_dim", "num_experts", "top_k", "intermediate_dim",
+    "vocab_size", "max_seq_len", "rms_norm_eps", "rope_theta", "tie_embeddings",
+)  # fmt: skip
 _ENGINES = {np.dtype(np.float32): "MoEEngineF32", np.dtype(np.float64): "MoEEngineF64"}
 
 
@@ -40,22 +44,8 @@ class NativeEngine(MoEEngine):
         super().__init__(config, params)
         self.arrays = list(params.values())  # the compiled engine holds their addresses
         self.dtype = self.arrays[0].dtype
-        self.compiled = getattr(native, _ENGINES[self.dtype])(
-            num_layers=config.num_layers,
-            hidden_dim=config.hidden_dim,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            num_experts=config.num_experts,
-            top_k=config.top_k,
-            intermediate_dim=config.intermediate_dim,
-            vocab_size=config.vocab_size,
-            max_seq_len=config.max_seq_len,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=config.rope_theta,
-            tie_embeddings=config.tie_embeddings,
-            params=self.arrays,
-        )
+        sizes = {name: getattr(config, name) for name in _SIZES}
+        self.compiled = getattr(native, _ENGINES[self.dtype])(**sizes, params=self.arrays)
 
     def forward(self, tokens_BT, attention_mask_BT=None):
         logits_BTV = self._logits(tokens_BT, attention_mask_BT)
@@ -93,14 +83,8 @@ class NativeEngine(MoEEngine):
 
     def loss_and_grads(self, tokens_BT, targets_BT, target_mask_BT=None, attention_mask_BT=None, out=None):
         grads = self._grads(out)
-        loss = self.compiled.loss_and_grads(
-            tokens_BT,
-            targets_BT,
-            target_mask_BT,
-            attention_mask_BT,
-            self.config.aux_loss_coef,
-            [grads[name] for name in self.params],
-        )
+        given = tokens_BT, targets_BT, target_mask_BT, attention_mask_BT, self.config.aux_loss_coef
+        loss = self.compiled.loss_and_grads(*given, [grads[name] for name in self.params])
         return loss, grads
 
     def new_cache(self, num_rows, capacity):
@@ -119,20 +103,9 @@ class NativeEngine(MoEEngine):
         return tokens_B, logps_B
 
     def complete(
-        self,
-        tokens_BT,
-        attention_mask_BT,
-        uniforms_BT,
-        *,
-        capacity,
-        num_samples,
-        eos,
-        pad,
-        temperature,
-        top_k,
-        top_p,
+        self, tokens_BT, attention_mask_BT, uniforms_BT, *, capacity, num_samples, eos, pad, temperature, top_k, top_p,
         cache=None,
-    ):
+    ):  # fmt: skip
         new_BT, logps_BT = np.full(uniforms_BT.shape, pad, np.int64), np.zeros(uniforms_BT.shape)
         lengths_B = np.empty(len(uniforms_BT), np.int64)
         self.compiled.generate(
@@ -149,7 +122,7 @@ class NativeEngine(MoEEngine):
         update(params, grads, ms, vs, weight_decays, step, lr, beta1, beta2, eps, grad_scale)
 
     def _logits(self, tokens_BT, attention_mask_BT):
-        """Room for the logits; those at padding stay 0."""
+        """Return memory for the logits; those at padding stay 0."""
         make = np.empty if attention_mask_BT is None else np.zeros
         return make((*tokens_BT.shape, self.config.vocab_size), self.dtype)
 
@@ -158,5 +131,5 @@ class NativeEngine(MoEEngine):
 
 
 def _num_tokens(tokens_BT, attention_mask_BT):
-    """Of each row, padding not counted; or of all."""
+    """Return the number of tokens of each row without padding, or one number for all rows."""
     return tokens_BT.shape[1] if attention_mask_BT is None else attention_mask_BT.sum(1)

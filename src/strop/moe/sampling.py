@@ -11,7 +11,7 @@ from strop._checks import as_count, as_number
 def sampling_logps(
     logits_BV: np.ndarray, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> np.ndarray:
-    """Log-probs of the distribution that is drawn from, float64; −inf where a token cannot be drawn.
+    """Return log-probs of the distribution that is drawn from, float64; −inf where a token cannot be drawn.
 
     temperature  softmax(logits / temperature), above 0
     top_k        only the k most probable tokens; 0 is all
@@ -40,7 +40,7 @@ def sampling_logps(
 def sample(
     logits_BV: np.ndarray, uniforms_B: np.ndarray, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """tokens_B (int64) and the log-prob of each under the distribution it was drawn from (float64).
+    """Return tokens_B (int64) and the log-prob of each under the distribution it was drawn from (float64).
 
     uniforms_B   one number in [0, 1) a row: the token is the first whose cumulative probability exceeds it
     temperature  0 is greedy: the most probable token, with its log-prob under softmax(logits), since the log-prob

@@ -39,11 +39,11 @@ NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 class EnginePass(torch.autograd.Function):
-    """What an engine computes, differentiable for every parameter.
+    """Makes the results of an engine differentiable in every parameter.
 
-    run         computes it and saves what its backward needs
-    outputs     the results as tensors
-    gradients   of all parameters by name, from what was saved and the outputs' gradients
+    run         computes and returns the results with what the backward needs
+    outputs     turns what `run` returned into tensors
+    gradients   returns the gradients by name, from what `run` returned and the outputs' gradients
     """
 
     @staticmethod
@@ -68,7 +68,7 @@ class EnginePass(torch.autograd.Function):
 
 
 def uncompiled(function: Callable[..., object]) -> Callable[..., Any]:
-    """Run as it is under torch.compile, whose tracer would follow the call into NumPy."""
+    """Decorator: leave the function out of compiled graphs, whose tracer would follow the call into NumPy."""
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: Any) -> Any:
@@ -80,20 +80,19 @@ def uncompiled(function: Callable[..., object]) -> Callable[..., Any]:
 
 
 class Sealed(nn.Module):
-    """Holds parameters for the engine, which calls no submodule: one put here would be passed over in silence."""
+    """A module that only holds parameters. The engine calls no submodule, so replacing one is refused."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, (nn.Module, nn.Parameter)):
             raise TypeError(
                 f"{name} must not be set to a {type(value).__name__}: the engine computes with the parameters the model "
-                f"was made with, and nothing put beside or over them would count (change parameters in place)"
+                f"was made with (change parameters in place)"
             )
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        return ", ".join(
-            f"{name} {tuple(param.shape)}" for name, param in self._parameters.items() if param is not None
-        )
+        found = self._parameters.items()
+        return ", ".join(f"{name} {tuple(param.shape)}" for name, param in found if param is not None)
 
     def forward(self, *args: object, **kwargs: Any) -> Any:
         raise TypeError("this part of the model only holds parameters: call the whole model")
@@ -106,8 +105,8 @@ class SealedList(Sealed, nn.ModuleList):
 class MoEForCausalLM(Sealed):
     """A causal LM over `moe`, whose arrays become the parameters: they are shared, not copied.
 
-    `moe` stays reachable, for what torch has no word for: `model.moe.generate` also returns log-probs.
-    `config` is Mixtral's; token ids and the auxiliary loss's settings may be changed in it, sizes have no effect.
+    `model.moe` is the `MoETransformer`; its `generate` also returns log-probs. `config` is Mixtral's: its token ids and
+    settings of the auxiliary loss may be changed, changed sizes have no effect.
     """
 
     accepts_loss_kwargs = True  # transformers' Trainer asks: forward knows num_items_in_batch
@@ -144,13 +143,13 @@ class MoEForCausalLM(Sealed):
         return_dict: bool | None = None,
         **absent: object,
     ) -> Any:
-        """logits (B, T, V); with labels the loss; with output_router_logits the auxiliary loss too.
+        """Return logits (B, T, V); with labels the loss; with output_router_logits the auxiliary loss too.
 
         attention_mask        (B, T), 0 at padding, wherever it stands
-        position_ids          checked only: tokens count up by one in each row; where they start is all the same to RoPE
+        position_ids          checked only: they must rise by one in each row; RoPE does not depend on where they start
         labels                (B, T), shifted inside: logits at t are for the label at t + 1; −100 is no target
         output_router_logits  add router_aux_loss_coef·aux_loss to the loss and return aux_loss; None asks the config.
-                              Where no gradient and no loss is wanted, aux_loss comes only if asked for here.
+                              Without labels and gradients, aux_loss is computed only if it is asked for here.
         logits_to_keep        the last so many columns of the logits, or a tensor of columns; 0 is all
         num_items_in_batch    divides the summed loss in place of the number of targets (gradient accumulation)
         """
@@ -160,9 +159,8 @@ class MoEForCausalLM(Sealed):
             _hugging_face.check_positions(position_ids, tokens_BT, mask_BT)
         targets_BT = None if labels is None else _hugging_face.targets_of(labels, tokens_BT, mask_BT, self.moe.config)
         with_aux = self.config.output_router_logits if output_router_logits is None else output_router_logits
-        logits_BTV, aux = self._logits_and_aux(
-            tokens_BT, mask_BT, with_aux and (labels is not None or bool(output_router_logits))
-        )
+        need_aux = with_aux and (labels is not None or bool(output_router_logits))
+        logits_BTV, aux = self._logits_and_aux(tokens_BT, mask_BT, need_aux)
         aux = aux if with_aux else None
         loss = None
         if targets_BT is not None:
@@ -181,10 +179,10 @@ class MoEForCausalLM(Sealed):
         *,
         temperature: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """log π(token | the tokens before it) under softmax(logits / temperature), and the entropies there: (B, T) each.
+        """Return log π(token | the tokens before it) under softmax(logits / temperature), and the entropies: (B, T) each.
 
-        Without the logits: those exist a few tokens at a time, and only where completion_mask is 1. Elsewhere, at padding
-        and at the first token of a row both results are 0. A token that `generate` drew has the log-prob it was drawn with.
+        Logits are computed for a few tokens at a time, and only where completion_mask is 1. Elsewhere, at padding and at the
+        first token of a row both results are 0. A token that `generate` drew has the log-prob it was drawn with.
         """
         check_temperature(temperature)
         tokens_BT, mask_BT = _inputs.as_batch(input_ids, attention_mask, self.moe.config, "input_ids")
@@ -214,12 +212,12 @@ class MoEForCausalLM(Sealed):
         generator: torch.Generator | None = None,
         use_cache: bool = True,
     ) -> torch.Tensor:
-        """Prompts with their completions, (B·num_return_sequences, T + new), the pad id behind a row's EOS.
+        """Return prompts with their completions, (B·num_return_sequences, T + new), the pad id behind a row's EOS.
 
         Arguments and defaults are transformers' (top_k=50 among them; 0 or None is the whole vocabulary), prompts are
         padded on the left. Without attention_mask, pad ids in the prompts are padding unless the pad id is also an EOS.
         generator   draws the seed of a sampled run; None is torch's global one, so torch.manual_seed repeats it
-        use_cache   there always is one; the argument is there for those who pass it
+        use_cache   has no effect: there always is a cache
         """
         self._check_sharing()
         sampling = _sampling(do_sample, temperature, top_k, top_p, generator)
@@ -231,14 +229,9 @@ class MoEForCausalLM(Sealed):
             attention_mask = prompts_BT != pad
         tokens_BT, mask_BT = _inputs.as_batch(prompts_BT, attention_mask, self.moe.config, "input_ids")
         made = self.moe.generate(
-            tokens_BT,
-            attention_mask=mask_BT,
-            max_new_tokens=max_new_tokens,
-            num_samples=num_samples,
-            eos_token_id=eos,
-            pad_token_id=eos[0] if pad is None and eos else pad,
-            **sampling,
-        )
+            tokens_BT, attention_mask=mask_BT, max_new_tokens=max_new_tokens, num_samples=num_samples, eos_token_id=eos,
+            pad_token_id=eos[0] if pad is None and eos else pad, **sampling,
+        )  # fmt: skip
         prompts_BT = prompts_BT.repeat_interleave(num_samples, 0)
         return torch.cat([prompts_BT, torch.from_numpy(made.tokens_BT)], 1)
 
@@ -247,15 +240,10 @@ class MoEForCausalLM(Sealed):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write what `MoETransformer.save` writes: `AutoModelForCausalLM` and `from_pretrained` open it."""
         now = self.config
-        config = replace(
-            self.moe.config,
-            bos_token_id=now.bos_token_id,
-            eos_token_id=now.eos_token_id,
-            pad_token_id=now.pad_token_id,
-            aux_loss_coef=now.router_aux_loss_coef if now.output_router_logits else 0.0,
-        )
+        ids = {name: getattr(now, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        coef = now.router_aux_loss_coef if now.output_router_logits else 0.0
         self._check_sharing()
-        weights.save(folder, config, self.moe.params)
+        weights.save(folder, replace(self.moe.config, aux_loss_coef=coef, **ids), self.moe.params)
 
     @classmethod
     def from_pretrained(
@@ -270,7 +258,7 @@ class MoEForCausalLM(Sealed):
         return cls(MoETransformer.load(folder, engine, dtype=None if dtype is None else NUMPY_DTYPES[dtype]))
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """In place, into the memory the engine computes with. With tied embeddings `lm_head.weight` may be there too."""
+        """Load in place, into the engine's memory. With tied embeddings `lm_head.weight` may be there too."""
         if assign:
             raise ValueError("assign must be False: the parameters' memory is the engine's and cannot be exchanged")
         if self.moe.config.tie_embeddings and "lm_head.weight" in state_dict:
@@ -283,7 +271,7 @@ class MoEForCausalLM(Sealed):
         return super().load_state_dict(state_dict, strict)
 
     def __getstate__(self) -> Json:
-        """For deepcopy and pickle: all but the engine, which `__setstate__` makes anew over the copied parameters."""
+        """Return what deepcopy and pickle need: all but the engine, which `__setstate__` makes anew."""
         state = dict(vars(self))
         del state["_shared"]
         state["moe"] = self.moe.config, self.moe.engine.name
@@ -312,11 +300,11 @@ class MoEForCausalLM(Sealed):
         )
 
     def get_input_embeddings(self) -> nn.Module:
-        """The holder of `.weight`, (V, D)."""
+        """Return the module with the embedding's `.weight`, (V, D)."""
         return self.get_submodule("model.embed_tokens")
 
     def get_output_embeddings(self) -> nn.Module:
-        """The holder of `.weight`, (V, D): the input's where they are tied."""
+        """Return the module with the head's `.weight`, (V, D): the embedding's where they are tied."""
         return self.get_input_embeddings() if self.moe.config.tie_embeddings else self.get_submodule("lm_head")
 
     def gradient_checkpointing_enable(self, *args: object, **kwargs: object) -> None:
@@ -325,13 +313,13 @@ class MoEForCausalLM(Sealed):
         )
 
     def gradient_checkpointing_disable(self) -> None:
-        """It never is enabled."""
+        """Do nothing: it never is enabled."""
 
     def extra_repr(self) -> str:
         return f"{self.num_parameters():,} parameters, engine={self.moe.engine.name!r}, {self.moe.dtype}"
 
     def _use(self, moe: MoETransformer) -> None:
-        """Compute with `moe`, whose arrays are the parameters' memory; remember where that is."""
+        """Set `moe`, whose arrays are the parameters' memory, and `_shared`, which says where that is."""
         self.moe = moe
         self._shared = []
         for name, array in moe.params.items():
@@ -343,7 +331,7 @@ class MoEForCausalLM(Sealed):
         self._use(MoETransformer(config, engine, params=arrays))
 
     def _check_sharing(self) -> list[nn.Parameter]:
-        """The parameters in the engine's order, or an error where one is no longer the engine's memory."""
+        """Return the parameters in the engine's order; raise where one is no longer the engine's memory."""
         params = []
         for name, owner, leaf, address in self._shared:
             param = owner.get(leaf)
@@ -358,7 +346,7 @@ class MoEForCausalLM(Sealed):
     def _logits_and_aux(
         self, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, need_aux: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The auxiliary loss comes for nothing with a forward that saves for a backward, and only with one."""
+        """Return the logits, and the auxiliary loss: only a forward that saves for a backward computes it."""
         params, engine = self._check_sharing(), self.moe.engine
         if torch.is_grad_enabled() and any(param.requires_grad for param in params):
             run = functools.partial(engine.forward_saved, tokens_BT.copy(), mask_BT)  # a copy as in `logps`
@@ -374,7 +362,7 @@ class MoEForCausalLM(Sealed):
         return torch.from_numpy(saved.logps_BT).to(self.dtype), torch.from_numpy(saved.entropy_BT).to(self.dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MoEForCausalLM":
-        """What `to`, `float`, `double`, `share_memory` … go through: new memory means a new engine over it."""
+        """Do what `to`, `float`, `double`, `share_memory` … ask for: new memory means a new engine over it."""
         probe = torch.zeros(1, dtype=self.dtype)  # tells what fn does before a parameter is touched
         address = probe.data_ptr()
         moved = fn(probe)
@@ -438,7 +426,7 @@ def _sampling(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Json:
-    """transformers' arguments as `MoETransformer.generate` has them; only a sampled run draws from the generator."""
+    """Return transformers' arguments as `MoETransformer.generate` takes them. Only sampling draws from the generator."""
     if do_sample:
         if temperature == 0:
             raise ValueError("temperature must be above 0 with do_sample=True, found 0 (do_sample=False is greedy)")

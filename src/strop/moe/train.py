@@ -29,7 +29,7 @@ class StepMetrics:
 def next_token_batches(
     tokens: Array, *, batch_size: int, seq_len: int, seed: int = 0
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Endless batches of random windows of one long row of ids: tokens (B, T), and targets one further."""
+    """Yield endless batches of random windows of one long row of ids: tokens (B, T), and targets one further."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or len(tokens) <= seq_len:
         raise ValueError(f"tokens must be one row of more than seq_len={seq_len} ids, found shape {tokens.shape}")
@@ -69,12 +69,9 @@ def fit(
     if optimizer is not None and any(optimizer.params.get(name) is not param for name, param in model.params.items()):
         raise ValueError("optimizer must be made with the params of this model, found others")
     if optimizer is None:
+        update = model.engine.adamw_update_all
         optimizer = AdamW(
-            model.params,
-            learning_rate=learning_rate,
-            betas=betas,
-            weight_decay=weight_decay,
-            update=model.engine.adamw_update_all,
+            model.params, learning_rate=learning_rate, betas=betas, weight_decay=weight_decay, update=update
         )
     history: list[StepMetrics] = []
     grads = None
@@ -86,12 +83,9 @@ def fit(
                 raise ValueError(f"batches must hold num_steps={num_steps} batches, found {step}")
             started = time.perf_counter()
             lr = warmup_cosine(
-                step,
-                learning_rate=learning_rate,
-                total_steps=num_steps,
-                warmup_steps=warmup_steps,
+                step, learning_rate=learning_rate, total_steps=num_steps, warmup_steps=warmup_steps,
                 min_learning_rate=min_learning_rate,
-            )
+            )  # fmt: skip
             loss, grads = model.loss_and_grads(**batch, out=grads)
             norm = global_norm(grads)
             if not math.isfinite(loss) or not math.isfinite(norm):

@@ -38,7 +38,7 @@ def save(folder: str | Path, config: MoEConfig, params: Arrays) -> None:
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"folder must be a directory, found a file: {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / checksums.FILE).unlink(missing_ok=True)  # of the files that were there
+    (folder / checksums.FILE).unlink(missing_ok=True)  # it is about the files that are overwritten
     dtype = params["model.norm.weight"].dtype
     text = json.dumps(to_mixtral(config, dtype), indent=2, sort_keys=True) + "\n"
     _write_atomically(folder / WEIGHTS, lambda path: save_file(_by_disk_name(params), path, metadata={"format": "pt"}))
@@ -46,7 +46,7 @@ def save(folder: str | Path, config: MoEConfig, params: Arrays) -> None:
 
 
 def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[MoEConfig, Arrays]:
-    """The config and parameters of a Mixtral checkpoint, as `config.parameter_shapes()` names and orders them.
+    """Return the config and parameters of a Mixtral checkpoint, as `config.parameter_shapes()` names and orders them.
 
     dtype   float32 or float64; None keeps float64 and brings everything else to float32
     """
@@ -90,22 +90,15 @@ def check_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None
 
 
 def to_mixtral(config: MoEConfig, dtype: DTypeLike = np.float32) -> Json:
-    """config.json as transformers writes it. `strop_*` keys keep what Mixtral folds together; others ignore them."""
+    """Return config.json as transformers writes it. `strop_*` keys keep what Mixtral folds together; others ignore them."""
     eos = config.eos_token_id
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "dtype": np.dtype(dtype).name,
-        "hidden_size": config.hidden_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+        **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "num_local_experts": config.num_experts,
-        "num_experts_per_tok": config.top_k,
-        "intermediate_size": config.intermediate_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_seq_len,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "rms_norm_eps": config.rms_norm_eps,
         "router_aux_loss_coef": config.aux_loss_coef,
@@ -126,7 +119,7 @@ def to_mixtral(config: MoEConfig, dtype: DTypeLike = np.float32) -> Json:
 
 
 def from_mixtral(mixtral: Json) -> MoEConfig:
-    """A MoEConfig from Mixtral's config.json; what strop does not have is an error that names it."""
+    """Return the MoEConfig of Mixtral's config.json; raise for what strop does not have."""
     if (kind := mixtral.get("model_type")) != "mixtral":
         raise ValueError(f"model_type in {CONFIG} must be 'mixtral', found {kind!r}")
     _refuse_unknown_features(mixtral)
@@ -168,7 +161,7 @@ _FIELDS = {
 
 
 def _rope(mixtral: Json) -> Json:
-    """The settings under their newer or older name; transformers takes the older where both are there."""
+    """Return the settings under their newer or older name; transformers takes the older where both are there."""
     rope = mixtral.get("rope_scaling") or mixtral.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters in {CONFIG} must be an object, found {type(rope).__name__}")
@@ -277,7 +270,7 @@ def _read_json(file: Path) -> Json:
 
 
 def _write_atomically(target: Path, write: Callable[[Path], object]) -> None:
-    """Write beside the target, bring it to the disk, then rename over it; on an error nothing is left behind."""
+    """Write a file beside the target and rename it over the target; on an error nothing is left behind."""
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         write(partial)

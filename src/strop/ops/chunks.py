@@ -368,7 +368,7 @@ def linear_logp_backward(
     head = Head.of(dtype, weight, bias)
     gradients = linear_logps_bwd(
         hidden_NH, head, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N, temperature,
-        implementation(rows), workspace, Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
+        implementation(rows), workspace, Wanted.of(wanted, weight.dtype),
     )  # fmt: skip
     return gradients.hidden_NH, gradients.weight_VH, gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
 
@@ -393,7 +393,7 @@ def linear_policy_loss(
     total, policy_and_kl, logps_N, gradients = linear_policy_terms(
         hidden_NH, Head.of(dtype, weight, bias, rows == "exact"), ids_N, mask_N, old_N, ref_N, advantages_N, weights_N,
         temperature, from_text(rule), implementation(rows), workspace,
-        Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
+        Wanted.of(wanted, weight.dtype),
     )  # fmt: skip
     d_bias = gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
     return total, policy_and_kl, logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias

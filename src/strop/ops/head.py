@@ -3,7 +3,7 @@
 Shapes: N tokens, n of them that count or are in a chunk, H hidden, V vocabulary, v a part of it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -61,6 +61,11 @@ class Wanted(NamedTuple):
     weight: bool
     bias: bool
     weight_dtype: torch.dtype  # of the parameter, which under autocast is not the head's
+
+    @classmethod
+    def of(cls, wanted: Sequence[bool], weight_dtype: torch.dtype) -> "Wanted":
+        hidden, weight, bias = wanted
+        return cls(hidden, weight, bias, weight_dtype)
 
     @property
     def factors_can_wait(self) -> bool:

@@ -97,37 +97,3 @@ class _NoSecondGradient(torch.autograd.Function):
         raise RuntimeError(
             "this backend has no gradient of its gradient; the reference has: with strop.ops.registry.use_backend('torch')"
         )
-
-
-class GradientFromForward:
-    """Gradients made in the forward: handed out once, scaled by the incoming gradient where that is not 1."""
-
-    def __init__(self, name: str, *gradients: torch.Tensor) -> None:
-        self.name, self._gradients = name, gradients
-
-    def scaled(self, factor: torch.Tensor, scale_: Callable[[torch.Tensor, torch.Tensor], None]) -> list[torch.Tensor]:
-        if not self._gradients:
-            raise RuntimeError(
-                f"backward of {self.name} can run once: its gradient was made in the forward and has been handed out; "
-                "call it again for another backward"
-            )
-        gradients, self._gradients = self._gradients, ()
-        if factor.device.type == "cpu" and factor == 1:  # to look at a GPU's would be to wait for it
-            return list(gradients)
-        for gradient in gradients:
-            scale_(gradient, factor)
-        return list(gradients)
-
-
-def keep_gradients(ctx: Context, name: str, *gradients: torch.Tensor) -> None:
-    """For `kept_gradients`. A compiled graph keeps tensors only, and decides itself about their memory."""
-    if torch.compiler.is_compiling():
-        ctx.save_for_backward(*gradients)
-    else:
-        ctx.gradient = GradientFromForward(name, *gradients)
-
-
-def kept_gradients(ctx: Context, factor: torch.Tensor, scale_: Callable[..., None]) -> list[torch.Tensor]:
-    if torch.compiler.is_compiling():
-        return [gradient * factor for gradient in ctx.saved_tensors]
-    return ctx.gradient.scaled(factor, scale_)

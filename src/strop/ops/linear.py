@@ -10,13 +10,14 @@ Shapes: N tokens, H hidden, V vocabulary.
 """
 
 import importlib.util
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from strop._tensors import computed_in, in_dtype, sums_in
 from strop.losses import PolicyLoss
-from strop.losses.policy import policy_loss_of
+from strop.losses.policy import computed_loss
 from strop.losses.rules import TokenRule
 from strop.ops.chunks import (
     linear_logp_backward,
@@ -27,7 +28,7 @@ from strop.ops.chunks import (
     whole_rows_fit,
 )
 from strop.ops.head import Head, Wanted
-from strop.ops.library import first_order, is_plain, keep_gradients, kept_gradients
+from strop.ops.library import first_order, is_plain
 from strop.ops.rows import implementation
 
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -146,11 +147,8 @@ def token_loss(
         sums_in(computed_in(head.hidden_NH)), weights_N, old_logps_N, ref_logps_N, advantages_N
     )
     tensors = ids_N, None, old_N, ref_N, weights_N if advantages_N is None else advantages_N, weights_N
-    total, policy_and_kl, logps_N = loss_terms(
-        head, tensors, temperature, rule, rows=rows, workspace=workspace, name="linear_token_loss"
-    )
-    policy, kl = policy_and_kl.unbind()
-    return policy_loss_of(rule, total, policy, kl, logps_N, old_N, advantages_N, ref_N)
+    results = loss_terms(head, tensors, temperature, rule, rows=rows, workspace=workspace, name="linear_token_loss")
+    return computed_loss(rule, results, old_N, advantages_N, ref_N)
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]
@@ -158,44 +156,75 @@ Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Te
 
 def loss_terms(
     head: LMHead, tensors: Tensors, temperature: float, rule: TokenRule, *, rows: str, workspace: int | None, name: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Return the loss, the policy's and the KL's parts [2], and log-probs [N].
 
     tensors   ids, mask, old log-probs, reference log-probs, advantages, weights: [N] or None
     name      the operator's name, for errors
     """
-    wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in head]
-    settings = rows, workspace, computed_in(head.hidden_NH)
-    return _LinearTokenLoss.apply(*head, tensors, temperature, rule, settings, wanted, name)
+    settings = tensors, temperature, rule, rows, workspace, computed_in(head.hidden_NH)
+    return with_gradients(_terms_and_gradients, head, settings, rows=rows, name=name)
 
 
-class _LinearTokenLoss(torch.autograd.Function):
+def _terms_and_gradients(hidden_NH, weight, bias, tensors, temperature, rule, rows, workspace, dtype, wanted):
+    if not is_plain(hidden_NH):  # a graph that is being compiled: its operators take text in place of objects
+        found = linear_policy_loss(
+            hidden_NH, weight, bias, *tensors, temperature, rule.text, rows, workspace, dtype, wanted
+        )
+        return found[:3], found[3:]
+    head = Head.of(dtype, weight, bias, rows == "exact")
+    given = *tensors, temperature, rule, implementation(rows), workspace, Wanted.of(wanted, weight.dtype)
+    *results, gradients = linear_policy_terms(hidden_NH, head, *given)
+    return results, gradients if bias is None else gradients._replace(bias_V=gradients.bias_V.to(bias.dtype))
+
+
+# ---- functions that make their gradients in the forward ----
+
+
+Run = Callable[..., tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor | None]]]
+
+
+def with_gradients(
+    run: Run, inputs: Sequence[torch.Tensor | None], settings: tuple[object, ...], *, rows: str, name: str
+) -> tuple[torch.Tensor, ...]:
+    """Return the results of `run(*inputs, *settings, wanted)`, of which the first is differentiable in the inputs.
+
+    run    returns the results, and the gradients of the first; `wanted` says for which inputs
+    rows   the row functions that scale the gradients where the incoming one is not 1
+    name   the operator's name, for errors
+    """
+    wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in inputs]
+    return _WithGradients.apply(run, settings, wanted, rows, name, *inputs)
+
+
+class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NH, weight, bias, tensors, temperature, rule, settings, wanted, name):
-        rows, workspace, dtype = settings
-        ids_N, mask_N, old_N, ref_N, advantages_N, weights_N = tensors
-        if is_plain(hidden_NH):
-            total, policy_and_kl, logps_N, gradients = linear_policy_terms(
-                hidden_NH, Head.of(dtype, weight, bias, rows == "exact"), ids_N, mask_N, old_N, ref_N,
-                advantages_N, weights_N, temperature, rule, implementation(rows),
-                workspace, Wanted(wanted[0], wanted[1], wanted[2], weight.dtype),
-            )  # fmt: skip
-            if wanted[2]:
-                gradients = gradients._replace(bias_V=gradients.bias_V.to(bias.dtype))
-        else:  # a graph that is being compiled: its operators take text in place of objects
-            total, policy_and_kl, logps_N, *gradients = linear_policy_loss(
-                hidden_NH, weight, bias, *tensors, temperature, rule.text, *settings, wanted
-            )
-        ctx.wanted, ctx.rows = wanted, rows
+    def forward(ctx, run, settings, wanted, rows, name, *inputs):
+        results, gradients = run(*inputs, *settings, wanted)
+        ctx.wanted, ctx.rows, ctx.name, ctx.gradients = wanted, rows, name, None
         if any(wanted):
-            keep_gradients(ctx, name, *gradients)
-        ctx.mark_non_differentiable(policy_and_kl, logps_N)
+            if torch.compiler.is_compiling():  # a graph keeps tensors only, and decides itself about their memory
+                ctx.save_for_backward(*gradients)
+            else:
+                ctx.gradients = gradients
+        ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)  # no zeros for those
-        return total, policy_and_kl, logps_N
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx, d_total, _policy_and_kl, _logps):
-        with torch.no_grad():
-            gradients = kept_gradients(ctx, d_total, lambda *given: implementation(ctx.rows).scale_(*given))
-        found = (g if w else None for g, w in zip(gradients, ctx.wanted, strict=True))
-        return first_order(*found, None, None, None, None, None, None)
+    def backward(ctx, d_first, *_):
+        if torch.compiler.is_compiling():
+            gradients = [gradient * d_first for gradient in ctx.saved_tensors]
+        elif ctx.gradients is None:
+            raise RuntimeError(
+                f"backward of {ctx.name} can run once: its gradient was made in the forward and has been handed out; "
+                "call it again for another backward"
+            )
+        else:
+            gradients, ctx.gradients = ctx.gradients, None
+            if d_first.device.type != "cpu" or d_first != 1:  # to look at a GPU's would be to wait for it
+                with torch.no_grad():
+                    for gradient in gradients:
+                        implementation(ctx.rows).scale_(gradient, d_first)
+        found = (gradient if wanted else None for gradient, wanted in zip(gradients, ctx.wanted, strict=True))
+        return first_order(None, None, None, None, None, *found)

@@ -1,9 +1,9 @@
 """Operators and their backends.
 
-An operator is one contract with several implementations. Its reference, in plain torch, is the backend "torch"; it runs
-everywhere and is the truth the others are tested against. Every call chooses anew, by the tensors it was given: the
-backend registered last is asked first, and the first that can run does. Nothing is tried a second time: an error inside
-the chosen backend reaches the caller.
+An operator is one contract with several implementations. The backend "torch" is its reference: plain torch, which runs
+everywhere and which the others are tested against. Every call chooses anew, by its arguments: the backend registered last
+is asked first, and the first that can run does. Nothing is tried a second time: an error inside the chosen backend
+reaches the caller.
 
 A choice can be forced, and then that backend runs or raises:
 
@@ -38,12 +38,15 @@ Usable = Callable[..., "bool | str"]
 """Called with the operator's own arguments: true where the backend can take them, else the reason why not."""
 
 
-def _verdict(condition: Usable, args: tuple[object, ...], kwargs: dict[str, object]) -> str | None:
-    """None where the condition holds, else why not."""
+def _reason_against(condition: Usable, args: tuple[object, ...], kwargs: dict[str, object]) -> str | None:
+    """Return why the condition does not hold, or None where it does."""
     usable = condition(*args, **kwargs)
     if isinstance(usable, str):
         return usable
     return None if usable else "its condition does not hold"
+
+
+# ---- where the kernels run ----
 
 
 def always(*args: object, **kwargs: object) -> bool:
@@ -52,6 +55,58 @@ def always(*args: object, **kwargs: object) -> bool:
 
 def only_by_name(*args: object, **kwargs: object) -> str:
     return "it runs only where it is asked for by name"
+
+
+def on_gpu(*args: object, **kwargs: object) -> bool | str:
+    """Return True if the kernels can take an operator's logits or hidden states, else why not."""
+    tensor = _first_floats(args, kwargs)
+    if tensor is None:
+        return True  # and raises, as every backend does
+    if not tensor.is_cuda:
+        return f"the tensors are on {tensor.device}, it needs a GPU"
+    return _cannot_take(tensor) or True
+
+
+def on_gpu_or_interpreted(*args: object, **kwargs: object) -> bool | str:
+    """Return the same for a backend that is asked for by name: then Triton's interpreter will do too."""
+    tensor = _first_floats(args, kwargs)
+    if tensor is None or tensor.device.type != "cpu":
+        return on_gpu(*args, **kwargs)
+    if reason := _cannot_take(tensor):
+        return reason
+    if _interpreted():
+        return True
+    return "the tensors are on the CPU, where it runs only through Triton's interpreter (TRITON_INTERPRET=1)"
+
+
+@constant_when_compiled
+def _interpreted() -> bool:
+    return importlib.import_module("strop.ops.rows.triton_rows").INTERPRETED
+
+
+def _first_floats(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor | None:
+    if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+        return args[0]  # as it nearly always is
+    # keywords come in any order: the logits or hidden states decide, not log-probs in float64 that stand before them
+    values = (*args, *(kwargs.get(name) for name in _DECIDING), *kwargs.values())
+    return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
+
+
+def _cannot_take(tensor: torch.Tensor) -> str:
+    if not _TRITON_INSTALLED:
+        return "Triton is not installed"
+    return "float64 is computed by the reference" if tensor.dtype == torch.float64 else ""
+
+
+# When strop's own backends are chosen, and what they can take when they are asked for by name.
+_CONDITIONS: dict[str, tuple[Usable, Usable]] = {
+    "chunked": (always, always),
+    "exact": (only_by_name, on_gpu_or_interpreted),
+    "triton": (on_gpu, on_gpu_or_interpreted),
+}
+
+
+# ---- operators ----
 
 
 @dataclass(frozen=True)
@@ -82,14 +137,16 @@ FORCED: ContextVar[dict[str | None, str]] = ContextVar("strop_forced_backends", 
 
 
 class Op:
-    """An operator: call it as the function it was made from."""
+    """An operator: call it as the function it was made from, without the first parameter where that is the backend's."""
 
-    def __init__(self, reference: Function) -> None:
-        self.name = reference.__name__
-        self.signature = inspect.signature(reference)
-        self.reference = reference
-        self._backends = {REFERENCE: Backend(REFERENCE, reference, always, always)}
-        functools.update_wrapper(self, reference)
+    def __init__(self, function: Function, own: dict[str, object]) -> None:
+        self.name = function.__name__
+        functools.update_wrapper(self, function)
+        functions: dict[str, Function] = {name: functools.partial(function, how) for name, how in own.items()}
+        self.reference = functions.pop(REFERENCE, function)
+        self.signature = self.__signature__ = inspect.signature(self.reference)
+        self._backends = {REFERENCE: Backend(REFERENCE, self.reference, always, always)}
+        self._backends |= {name: Backend(name, made, *_CONDITIONS[name]) for name, made in functions.items()}
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         try:
@@ -105,15 +162,12 @@ class Op:
         return f"<operator {self.name}: {', '.join(self.backends())}>"
 
     def backends(self) -> list[str]:
-        """In the order in which they are asked: the newest first, the reference last."""
+        """Return the names in the order in which they are asked: the newest first, the reference last."""
         return list(reversed(self._backends))
 
-    def backend(
-        self, name: str, *, when: Usable = always, by_name: Usable | None = None, replace: bool = False
-    ) -> Callable[[Function], Function]:
+    def backend(self, name: str, *, when: Usable = always, replace: bool = False) -> Callable[[Function], Function]:
         """Decorator: register a function as this operator's backend `name`, usable where `when` says so.
 
-        by_name   what it can take when asked for by name, where that is more than what it is chosen for
         The function has the operator's parameters; it may gather those that are keyword-only in **options.
         """
 
@@ -127,7 +181,7 @@ class Op:
             wanted, found = _bare(self.signature, gathers), _bare(given, gathers)
             if wanted != found:
                 raise ValueError(f"a backend of {self.name} must take {wanted}, found {found}")
-            self._backends[name] = Backend(name, function, when, by_name or when)
+            self._backends[name] = Backend(name, function, when, when)
             return function
 
         return add
@@ -140,37 +194,29 @@ class Op:
 
     def explain(self, *args: object, **kwargs: object) -> Explanation:
         self._bind(args, kwargs)
-        forced = self.forced()
-        chosen = self._choose(args, kwargs).name
+        forced, chosen = self.forced(), self._choose(args, kwargs).name
         reasons = {}
         for name in self.backends():
             if name == chosen:
                 reasons[name] = f"chosen: asked for by {forced[1]}" if forced else "chosen: the first that can run"
-            elif reason := _verdict(self._backends[name].when, args, kwargs):
+            elif reason := _reason_against(self._backends[name].when, args, kwargs):
                 reasons[name] = f"cannot run: {reason}"
             else:
-                reasons[name] = (
-                    f"not chosen: {forced[1]} asks for {chosen}" if forced else f"not chosen: {chosen} comes first"
-                )
+                why = f"{forced[1]} asks for {chosen}" if forced else f"{chosen} comes first"
+                reasons[name] = f"not chosen: {why}"
         return Explanation(self.name, chosen, reasons)
 
     def forced(self) -> tuple[str, str] | None:
-        """The backend asked for by name, and by what."""
+        """Return the backend that is asked for by name, and by what."""
         return _forced_choice(self.name)
 
     def _choose(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Backend:
-        return self._forced_backend(args, kwargs) or next(
-            backend for backend in reversed(self._backends.values()) if _verdict(backend.when, args, kwargs) is None
-        )
-
-    def _forced_backend(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Backend | None:
-        forced = self.forced()
-        if forced is None:
-            return None
+        if (forced := self.forced()) is None:
+            return next(one for one in reversed(self._backends.values()) if not _reason_against(one.when, args, kwargs))
         name, source = forced
         if name not in self._backends:
             raise ValueError(f"{source} asks for backend {name!r}; {self.name} has {_listed(self.backends())}")
-        if reason := _verdict(self._backends[name].by_name, args, kwargs):
+        if reason := _reason_against(self._backends[name].by_name, args, kwargs):
             raise RuntimeError(f"{source} asks for backend {name!r} of {self.name}, which cannot run: {reason}")
         return self._backends[name]
 
@@ -193,9 +239,21 @@ def _bare(signature: inspect.Signature, positional_only: bool = False) -> str:
 
 def op(reference: Function) -> Op:
     """Decorator: make a torch function an operator, itself being the reference."""
-    if reference.__name__ in _ops:
-        raise ValueError(f"an operator {reference.__name__!r} exists already")
-    made = _ops[reference.__name__] = Op(reference)
+    return _add(Op(reference, {}))
+
+
+def op_with_backends(**own: object) -> Callable[[Function], Op]:
+    """Decorator: make a function an operator with several backends.
+
+    own   name of a backend → the function's first argument when that backend runs; "torch" is the reference
+    """
+    return lambda function: _add(Op(function, own))
+
+
+def _add(made: Op) -> Op:
+    if made.name in _ops:
+        raise ValueError(f"an operator {made.name!r} exists already")
+    _ops[made.name] = made
     return made
 
 
@@ -265,47 +323,3 @@ def _from_environment() -> dict[str | None, str]:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
-
-
-# ---- where the kernels run ----
-
-
-def on_gpu(*args: object, **kwargs: object) -> bool | str:
-    """Whether the kernels can take an operator's arguments, judged by the logits or hidden states; or why not."""
-    tensor = _first_floats(args, kwargs)
-    if tensor is None:
-        return True  # and raises, as every backend does
-    if not tensor.is_cuda:
-        return f"the tensors are on {tensor.device}, it needs a GPU"
-    return _cannot_take(tensor) or True
-
-
-def on_gpu_or_interpreted(*args: object, **kwargs: object) -> bool | str:
-    """The same where the backend is asked for by name: then Triton's interpreter will do too."""
-    tensor = _first_floats(args, kwargs)
-    if tensor is None or tensor.device.type != "cpu":
-        return on_gpu(*args, **kwargs)
-    if reason := _cannot_take(tensor):
-        return reason
-    if _interpreted():
-        return True
-    return "the tensors are on the CPU, where it runs only through Triton's interpreter (TRITON_INTERPRET=1)"
-
-
-@constant_when_compiled
-def _interpreted() -> bool:
-    return importlib.import_module("strop.ops.rows.triton_rows").INTERPRETED
-
-
-def _first_floats(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor | None:
-    if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
-        return args[0]  # as it nearly always is
-    # by keyword in any order: the logits or hidden states decide, not log-probs in float64 that were written before them
-    values = (*args, *(kwargs.get(name) for name in _DECIDING), *kwargs.values())
-    return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
-
-
-def _cannot_take(tensor: torch.Tensor) -> str:
-    if not _TRITON_INSTALLED:
-        return "Triton is not installed"
-    return "float64 is computed by the reference" if tensor.dtype == torch.float64 else ""

@@ -12,24 +12,16 @@ import numpy as np
 from strop.report import page
 from strop.report.curves import duration
 from strop.report.metrics import ALSO_CALLED
-from strop.report.page import Section, Tile, bar_section, sample_section
-from strop.report.runs import Run, Series, load_run, load_runs
-from strop.report.svg import Chart, Curve
-
-__all__ = [
-    "Chart",
-    "Curve",
-    "Run",
-    "Section",
-    "Tile",
-    "bar_section",
-    "build_report",
-    "draw_figure",
-    "load_run",
-    "load_runs",
-    "sample_section",
-    "write_report",
-]
+from strop.report.page import Section as Section
+from strop.report.page import Tile as Tile
+from strop.report.page import bar_section as bar_section
+from strop.report.page import sample_section as sample_section
+from strop.report.runs import Run as Run
+from strop.report.runs import Series
+from strop.report.runs import load_run as load_run
+from strop.report.runs import load_runs as load_runs
+from strop.report.svg import Chart as Chart
+from strop.report.svg import Curve as Curve
 
 
 def build_report(
@@ -51,17 +43,12 @@ def build_report(
     """
     found = _as_runs(runs)
     shown = page.drawn(found)
-    sections = list(extra_sections)
-    if len(found) > 1:
-        sections.insert(0, Section("Runs", page.summary_table(found)))
-    sections = [*(s for s in [page.alarm_section(found)] if s), *sections, *page.curve_sections(shown)]
-    sections += [s for s in [page.time_section(shown)] if s]
-    sections += page.samples_sections(shown)
-    sections += [s for s in [page.config_section(found)] if s]
+    table = Section("Runs", page.summary_table(found)) if len(found) > 1 else None
+    sections = [page.alarm_section(found), table, *extra_sections, *page.curve_sections(shown)]
+    sections += [page.time_section(shown), page.samples_section(shown), page.config_section(found)]
     tiles = list(headline) or (page.summary_tiles(found[0]) if len(found) == 1 else [])
-    return page.render(
-        found, sections, tiles, title or _title(found), lead if lead is not None else _lead(found), version
-    )
+    lead = _lead(found) if lead is None else lead
+    return page.render(found, [one for one in sections if one], tiles, title or _title(found), lead, version)
 
 
 def write_report(runs: Iterable[Run | str | Path], path: str | Path, **options: object) -> Path:

@@ -55,9 +55,8 @@ def alarms_of(run: Run) -> list[tuple[str, str, str]]:
             found.append((alarm.title, f"{name} {written(first)} → {written(last)}", alarm.advice))
     if broken := _broken(run, ("loss", "grad_norm", "reward/mean")):
         told = f"{len(broken)} step{'s' * (len(broken) > 1)}, the first {broken[0]}"
-        found.append(
-            ("A value is not finite", told, "Lower the learning rate; look at the largest ratio of the steps before.")
-        )
+        advice = "Lower the learning rate; look at the largest ratio of the steps before."
+        found.append(("A value is not finite", told, advice))
     return found
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+Numbers = Sequence[int] | Sequence[float] | np.ndarray
 MAX_POINTS = 320  # of one curve: about one per pixel of a chart
 SMALL_FRACTION = 0.2
 LOG_RATIO = 8.0
@@ -18,16 +19,14 @@ def smoothing_window(num_values: int) -> int:
     return 1 if num_values < SMOOTH_FROM else 2 * (num_values // 30) + 3
 
 
-def smooth(values: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
+def smooth(values: Numbers, window: int) -> np.ndarray:
     """Return the moving mean over a centred window, which is shorter at the two ends."""
     sums, n, half = np.concatenate([[0.0], np.cumsum(values)]), len(values), window // 2
     starts, ends = np.maximum(np.arange(n) - half, 0), np.minimum(np.arange(n) + half + 1, n)
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def thin(
-    steps: Sequence[int] | np.ndarray, values: Sequence[float] | np.ndarray, most: int = MAX_POINTS
-) -> tuple[list[int], list[float]]:
+def thin(steps: Numbers, values: Numbers, most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
     """Return at most `most` points: the lowest and the highest value of each stretch, so that no spike is lost."""
     steps, values = np.asarray(steps), np.asarray(values)
     if len(steps) > most:
@@ -40,9 +39,7 @@ def thin(
     return steps.tolist(), values.tolist()
 
 
-def thin_evenly(
-    steps: Sequence[int] | np.ndarray, values: Sequence[float] | np.ndarray, most: int = MAX_POINTS
-) -> tuple[list[int], list[float]]:
+def thin_evenly(steps: Numbers, values: Numbers, most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
     """Return every n-th point and the last one, for curves that are smooth."""
     steps, values = np.asarray(steps), np.asarray(values)
     if len(steps) > most:
@@ -86,9 +83,7 @@ def log_axis(low: float, high: float) -> Axis:
     return Axis(first, last, [10.0**e for e in range(first, last + 1, every)], logarithmic=True)
 
 
-def value_axis(
-    values: Sequence[float] | np.ndarray, *, from_zero: bool = False, fraction: bool = False, ratio: bool = False
-) -> Axis:
+def value_axis(values: Numbers, *, from_zero: bool = False, fraction: bool = False, ratio: bool = False) -> Axis:
     """Return the scale of a metric.
 
     A fraction's scale is 0 to 1, unless all values are small. A ratio's scale includes 1, and is logarithmic if the values
@@ -98,9 +93,8 @@ def value_axis(
     values = np.asarray(values, dtype=float)
     low, high = float(values.min()), float(values.max())
     if fraction and low >= 0 and high <= 1:
-        return (
-            Axis(0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]) if high > SMALL_FRACTION else linear_axis(0.0, max(high, 0.01))
-        )
+        whole = Axis(0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0])
+        return whole if high > SMALL_FRACTION else linear_axis(0.0, max(high, 0.01))
     if ratio and low > 0:
         low, high = min(low, 1.0), max(high, 1.0)
         return log_axis(low, high) if high > LOG_RATIO * low else linear_axis(low, high)
@@ -130,16 +124,13 @@ def short(value: float | None) -> str:
     size = abs(value)
     if size == 0:
         return "0"
-    if size >= 1e5 or size < 1e-3:
-        if 1e5 <= size < 1e9:
-            text = f"{value / 1e6:.3g}M" if size >= 1e6 else f"{value / 1e3:.3g}k"
-        else:
-            mantissa, exponent = f"{value:.1e}".split("e")
-            text = f"{mantissa.removesuffix('.0')}e{int(exponent)}"
-    elif size >= 1000:
-        text = f"{value:,.0f}"
+    if 1e5 <= size < 1e9:
+        text = f"{value / 1e6:.3g}M" if size >= 1e6 else f"{value / 1e3:.3g}k"
+    elif 1e-3 <= size < 1e9:
+        text = f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
     else:
-        text = f"{value:.3g}"
+        mantissa, exponent = f"{value:.1e}".split("e")
+        text = f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     return text.replace("-", "−")
 
 

@@ -15,7 +15,18 @@ from strop.report.alarms import alarms_of
 from strop.report.curves import duration, percent, short, smoothing_window
 from strop.report.metrics import GROUPS, SECOND_TO, Metric, describe
 from strop.report.runs import Run, Series
-from strop.report.svg import MAX_RAW, Chart, Curve, bars, colour, escape, legend_of, line_chart, share_bar, stacked_bars
+from strop.report.svg import (
+    MAX_RAW,
+    Chart,
+    Curve,
+    bars,
+    chip_of,
+    escape,
+    legend_of,
+    line_chart,
+    share_bar,
+    stacked_bars,
+)
 from strop.training.callbacks import falls
 
 HERE = Path(__file__).parent
@@ -70,7 +81,7 @@ def sample_section(title: str, rows: Sequence[Row], *, under: str = "") -> Secti
     return Section(title, "".join(cards), under)
 
 
-def samples_sections(runs: Sequence[Run]) -> list[Section]:
+def samples_section(runs: Sequence[Run]) -> Section | None:
     """Return the section of samples, if there are any; several runs are folded."""
     found: list[tuple[str, str]] = []
     for run in runs:
@@ -80,8 +91,8 @@ def samples_sections(runs: Sequence[Run]) -> list[Section]:
                 body = f"<details><summary>{escape(run.name)}: {escape(under)}</summary>{body}</details>"
             found.append((body, under))
     if not found:
-        return []
-    return [Section("Samples", "".join(body for body, _ in found), found[0][1] if len(runs) == 1 else "")]
+        return None
+    return Section("Samples", "".join(body for body, _ in found), found[0][1] if len(runs) == 1 else "")
 
 
 # ---- the page ----
@@ -96,19 +107,24 @@ def render(
     version: str | None = None,
 ) -> str:
     """Return the page. With a version, it asks its server for newer versions of itself."""
-    policy = POLICY if version is None else f"{POLICY}; connect-src 'self'"
-    of = "" if version is None else f' data-version="{escape(version)}"'
-    live = "" if version is None else '<p class="live" role="status">Following the run.</p>'
-    complete = "This file is complete: it loads nothing from anywhere." if version is None else ""
-    scripts = ["hover.js"] if version is None else ["hover.js", "watch.js"]
+    policy, of, live, complete, scripts = (
+        POLICY,
+        "",
+        "",
+        "This file is complete: it loads nothing from anywhere.",
+        ["hover.js"],
+    )
+    if version is not None:
+        policy, of, complete = f"{POLICY}; connect-src 'self'", f' data-version="{escape(version)}"', ""
+        live, scripts = '<p class="live" role="status">Following the run.</p>', ["hover.js", "watch.js"]
     script = "\n".join((HERE / name).read_text(encoding="utf-8") for name in scripts)
     data: list[Json] = []
     body = "".join(_section(section, data) for section in sections)
     shown = drawn(runs)
-    legend = legend_of([run.name for run in shown]) if len(shown) > 1 else ""
+    legend = legend_of([run.name for run in shown], "legend runs") if len(shown) > 1 else ""
     if len(shown) < len(runs):
+        legend = legend_of([run.name for run in shown])
         legend = f'<details class="legend runs"><summary>{len(shown)} of {len(runs):,} runs are drawn</summary>{legend}</details>'
-    legend = legend.replace('class="legend"', 'class="legend runs"') if len(shown) == len(runs) else legend
     notes = _first_few([f"<li>{escape(f'{run.name}: {note}')}</li>" for run in runs for note in run.notes], "notes")
     told = f'<ul class="notes">{notes}</ul>' if notes else ""
     curves = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
@@ -158,8 +174,12 @@ def _chart_card(chart: Chart, data: list[Json]) -> str:
     if not any(len(c.values) for c in chart.curves):
         notes.append("no finite value")
     note = f'<p class="note">{escape("; ".join(notes))}</p>' if notes else ""
-    head = f'<div class="head"><h3>{escape(chart.title)}</h3><span class="unit">{escape(chart.unit)}</span></div>'
+    head = _head(escape(chart.title), escape(chart.unit))
     return f'<div class="card" data-chart="{len(data) - 1}">{head}{svg}{note}</div>'
+
+
+def _head(title: str, unit: str) -> str:
+    return f'<div class="head"><h3>{title}</h3><span class="unit">{unit}</span></div>'
 
 
 # ---- sections of a run folder ----
@@ -187,21 +207,24 @@ def rank(runs: Sequence[Run]) -> list[Run]:
 
 def _options_table(runs: Sequence[Run]) -> str:
     """Return a table of very many runs: a row per run, a column per option that differs."""
-    configs = [run.config for run in runs]
-    keys = list(dict.fromkeys(key for config in configs for key in config))
-    cells = {key: [json.dumps(c[key], ensure_ascii=False) if key in c else "–" for c in configs] for key in keys}
-    differing = [key for key in keys if len(set(cells[key])) > 1]
+    differing = {
+        key: cells for key, cells in _option_cells([run.config for run in runs]).items() if len(set(cells)) > 1
+    }
+    if not differing:
+        return ""
     more = f"<p>and {len(differing) - MAX_OPTIONS} more options</p>" if len(differing) > MAX_OPTIONS else ""
-    differing = differing[:MAX_OPTIONS]
-    heads = "".join(f"<th>{escape(key)}</th>" for key in ("run", *differing))
-    rows = "".join(
-        f"<tr><td>{escape(run.name)}</td>{''.join(f'<td>{escape(cells[key][i])}</td>' for key in differing)}</tr>"
-        for i, run in enumerate(runs)
-    )
-    table = f'<div class="scroll tall"><table class="config sortable"><tr>{heads}</tr>{rows}</table></div>{more}'
-    return (
-        f"<details><summary>Options that differ, for {len(runs):,} runs</summary>{table}</details>" if differing else ""
-    )
+    columns = {"run": [run.name for run in runs]} | dict(list(differing.items())[:MAX_OPTIONS])
+    heads = "".join(f"<th>{escape(key)}</th>" for key in columns)
+    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in zip(*columns.values(), strict=True))
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    table = f'<div class="scroll tall"><table class="config sortable"><tr>{heads}</tr>{body}</table></div>{more}'
+    return f"<details><summary>Options that differ, for {len(runs):,} runs</summary>{table}</details>"
+
+
+def _option_cells(configs: Sequence[Json]) -> dict[str, list[str]]:
+    """Return the values of each option, one for each config, as text."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return {key: [json.dumps(c[key], ensure_ascii=False) if key in c else "–" for c in configs] for key in keys}
 
 
 def curve_sections(runs: Sequence[Run]) -> list[Section]:
@@ -231,14 +254,10 @@ def _charts_of(name: str, metric: Metric, runs: Sequence[Run]) -> list[Chart]:
         chosen = [(i, run, series) for i, run, series in found if algorithm in (None, run.algorithm)]
         if not chosen:
             continue
-        curves = []
-        for i, run, series in chosen:
-            values = series.values if metric.scale == 1 else metric.scale * series.values
-            curves.append(Curve(run.name, series.steps, values, series.broken_steps, colour=i))
+        curves = [Curve(run.name, s.steps, metric.scale * s.values, s.broken_steps, colour=i) for i, run, s in chosen]
         title = f"{metric.title}, {algorithm}" if len(algorithms) > 1 else metric.title
-        charts.append(
-            Chart(title, curves, metric.unit, metric.fraction, metric.from_zero, metric.smoothed, metric.ratio)
-        )
+        scale = metric.fraction, metric.from_zero, metric.smoothed, metric.ratio
+        charts.append(Chart(title, curves, metric.unit, *scale))
     return charts
 
 
@@ -253,11 +272,8 @@ def alarm_section(runs: Sequence[Run]) -> Section | None:
 
 def time_section(runs: Sequence[Run]) -> Section | None:
     phases = dict.fromkeys(n for run in runs for n in run.names if n.startswith("time/") and n != WHOLE_STEP)
-    timed = []
-    for i, run in enumerate(runs):
-        series = _phases_of(run, list(phases))
-        if any(len(s) for s in series.values()):
-            timed.append((i, run, series))
+    timed = [(i, run, _phases_of(run, list(phases))) for i, run in enumerate(runs)]
+    timed = [(i, run, series) for i, run, series in timed if any(len(s) for s in series.values())]
     if not timed:
         return None
     labels = list(dict.fromkeys(label for _, _, series in timed for label in series))
@@ -290,21 +306,18 @@ def _at(steps: np.ndarray, series: Series) -> np.ndarray:
 def _shares(index: int, run: Run, series: Mapping[str, Series], alone: bool) -> str:
     means = {label: float(s.values.mean()) if len(s) else 0.0 for label, s in series.items()}
     total = sum(means.values())
-    name = "Mean of all steps" if alone else f'<span class="chip {colour(index)}"><i></i>{escape(run.name)}</span>'
-    head = f'<div class="head"><h3>{name}</h3><span class="unit">{short(total)} s per step</span></div>'
+    name = "Mean of all steps" if alone else chip_of(index, run.name)
+    head = _head(name, f"{short(total)} s per step")
     if not alone:
         return head + share_bar(means)
-    rows = "".join(
-        f'<tr><td>{escape(label)}</td><td class="number">{short(seconds)} s</td><td class="number">{percent(seconds / (total or 1))}</td></tr>'
-        for label, seconds in means.items()
-    )
+    cells = ((escape(label), f"{short(one)} s", percent(one / (total or 1))) for label, one in means.items())
+    rows = "".join(f'<tr><td>{a}</td><td class="number">{b}</td><td class="number">{c}</td></tr>' for a, b, c in cells)
     return f"{head}{share_bar(means)}<table>{rows}</table>"
 
 
 def _over_the_run(title: str, series: Mapping[str, Series]) -> str:
     steps, columns = _in_stretches(series)
-    head = f'<div class="head"><h3>{escape(title)}</h3><span class="unit">seconds per step</span></div>'
-    return f'<div class="card">{head}{stacked_bars(steps, columns)}</div>'
+    return f'<div class="card">{_head(escape(title), "seconds per step")}{stacked_bars(steps, columns)}</div>'
 
 
 def _in_stretches(series: Mapping[str, Series]) -> tuple[list[int], dict[str, list[float]]]:
@@ -341,33 +354,28 @@ def config_section(runs: Sequence[Run]) -> Section | None:
         return Section("Configuration", table) if table else None
     about = [facts(run) for run in runs]
     configs = [{k: v for k, v in known.items() if v} | run.config for known, run in zip(about, runs, strict=True)]
-    keys = list(dict.fromkeys(key for config in configs for key in config))
-    if not keys:
+    cells = _option_cells(configs)
+    if not cells:
         return None
-    cells = {key: [json.dumps(c[key], ensure_ascii=False) if key in c else "–" for c in configs] for key in keys}
-    differing = [key for key in keys if len(set(cells[key])) > 1]
-    alike = [key for key in keys if key not in differing]
-    heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs) if len(runs) > 1 else "<th>value</th>"
-    tables = []
-    if differing:
-        tables.append(_config_table(differing, cells, heads, "differs"))
+    differing = {key: values for key, values in cells.items() if len(set(values)) > 1}
+    alike = {key: values[:1] for key, values in cells.items() if key not in differing}
+    tables = _config_table(differing, [run.name for run in runs], "differs") if differing else ""
     if alike:
-        one = {key: cells[key][:1] for key in alike}
-        table = _config_table(alike, one, "<th>value</th>", "")
-        tables.append(
-            f"<details><summary>{len(alike)} {'that are the same' if len(runs) > 1 else 'options'}</summary>{table}</details>"
-        )
+        what = "that are the same" if len(runs) > 1 else "options"
+        table = _config_table(alike, ["value"], "")
+        tables += f"<details><summary>{len(alike)} {what}</summary>{table}</details>"
     versions = {k: v for run in runs for k, v in (run.header.get("versions") or {}).items()}
     told = "Versions: " + ", ".join(f"{k} {v}" for k, v in versions.items()) + "." if versions else ""
-    return Section("Configuration", "".join(tables), told)
+    return Section("Configuration", tables, told)
 
 
-def _config_table(keys: Sequence[str], cells: Mapping[str, Sequence[str]], heads: str, kind: str) -> str:
-    rows = "".join(
-        f'<tr class="{kind}"><th>{escape(key)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells[key])}</tr>'
-        for key in keys
-    )
-    return f'<div class="scroll"><table class="config"><tr><th>option</th>{heads}</tr>{rows}</table></div>'
+def _config_table(rows: Mapping[str, Sequence[str]], columns: Sequence[str], kind: str) -> str:
+    heads = "".join(f"<th>{escape(name)}</th>" for name in ("option", *columns))
+    body = ""
+    for key, cells in rows.items():
+        values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        body += f'<tr class="{kind}"><th>{escape(key)}</th>{values}</tr>'
+    return f'<div class="scroll"><table class="config"><tr>{heads}</tr>{body}</table></div>'
 
 
 # ---- the summary ----
@@ -385,13 +393,7 @@ def summary_tiles(run: Run, most: int = 6) -> list[Tile]:
         if not len(series) or len(tiles) == most or not _is_main(name, run):
             continue
         before, after = series.ends()
-        how = (
-            "first and last tenth of the run"
-            if len(series) >= 20
-            else "first and last value"
-            if len(series) > 1
-            else ""
-        )
+        how = f"first and last {'tenth of the run' if len(series) >= 20 else 'value'}" if len(series) > 1 else ""
         was = written(before, metric) if len(series) > 1 else ""
         tiles.append(Tile(metric.title, written(after, metric), was, "; ".join(p for p in (metric.unit, how) if p)))
     return tiles
@@ -417,32 +419,20 @@ def summary_table(runs: Sequence[Run]) -> str:
     rows = []
     for run in runs:
         i = shown.get(id(run))
-        name = escape(run.name)
-        chip = name if i is None else f'<span class="chip {colour(i)}"><i></i>{name}</span>'
-        first = [chip, escape(run.algorithm), f"{run.num_steps:,}", duration(run.seconds)]
-        found = [run.series(n) if _is_main(n, run) else None for n in names]
-        cells = [
-            *first,
-            *("–" if s is None else _ends_written(s, describe(n)) for s, n in zip(found, names, strict=True)),
-        ]
-        values = [
-            None,
-            None,
-            run.num_steps,
-            run.seconds,
-            *(s.ends()[1] if s is not None and len(s) else None for s in found),
-        ]
-        told = zip(cells, columns, values, strict=True)
-        rows.append("".join(_cell(cell, column, k > 1, value) for k, (cell, column, value) in enumerate(told)))
+        chip = escape(run.name) if i is None else chip_of(i, run.name)
+        cells: list[tuple[str, float | None]] = [(chip, None), (escape(run.algorithm), None)]
+        cells += [(f"{run.num_steps:,}", run.num_steps), (duration(run.seconds), run.seconds)]
+        for name in names:
+            series = run.series(name)
+            there = _is_main(name, run) and len(series) > 0
+            cells.append((_ends_written(series, describe(name)), series.ends()[1]) if there else ("–", None))
+        told = enumerate(zip(cells, columns, strict=True))
+        rows.append("".join(_cell(cell, column, k > 1, value) for k, ((cell, value), column) in told))
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     note, tall = "", " tall" if len(runs) > MAX_DRAWN else ""
     if tall:
-        how = (
-            f"the best by {describe(names[0]).title} and others evenly from the next to the worst"
-            if names
-            else "the first"
-        )
-        note = f"<p>Curves, times and samples are those of {len(shown)} runs: {escape(how)}.</p>"
+        best = f"the best by {describe(names[0]).title} and others evenly from the next to the worst" if names else ""
+        note = f"<p>Curves, times and samples are those of {len(shown)} runs: {escape(best or 'the first')}.</p>"
     return f'{note}<div class="scroll{tall}"><table class="stack sortable"><tr>{heads}</tr>{body}</table></div>'
 
 
@@ -453,8 +443,6 @@ def _cell(content: str, column: str, number: bool, value: float | None = None) -
 
 
 def _ends_written(series: Series, metric: Metric) -> str:
-    if not len(series):
-        return "–"
     before, after = series.ends()
     was = f'<span class="from">{written(before, metric)} → </span>' if len(series) > 1 else ""
     return f"{was}{written(after, metric)}"

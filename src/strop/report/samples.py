@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from strop._types import Json
 from strop.data.formats import as_text
@@ -19,9 +19,9 @@ class Side(NamedTuple):
     """A completion: when it was drawn, its reward, and the score of each reward function."""
 
     when: str
-    completion: Any
-    reward: Any = None
-    scores: Mapping[str, Any] = {}
+    completion: object
+    reward: object = None
+    scores: Mapping[str, object] = {}
 
     @classmethod
     def of(cls, sample: Mapping[str, object]) -> "Side":
@@ -46,8 +46,7 @@ def of_run(run: Run) -> tuple[str, str]:
     columns = [_pick(first), _pick(last)] if steps[0] != steps[-1] else [_pick(first)[::2], _pick(first)[1::2]]
     made = ["".join(card(s.get("prompt", ""), [Side.of(s)]) for s in column) for column in columns]
     body = f'<div class="pair">{"".join(f"<div>{column}</div>" for column in made)}</div>'
-    one = steps[0] == steps[-1]
-    told = f"Of step {steps[0]}." if one else "The first sampled step beside the last."
+    told = f"Of step {steps[0]}." if steps[0] == steps[-1] else "The first sampled step beside the last."
     return body + by_step(run), told
 
 
@@ -58,12 +57,12 @@ def by_step(run: Run) -> str:
     for step in steps:
         cards = "".join(_ranked(sample) for sample in run.samples if sample["step"] == step)
         parts.append(f'<div class="of-step" data-step="{escape(step)}">{cards}</div>')
-    options = "".join(f'<option value="{escape(step)}">{escape(step)}</option>' for step in steps)
-    orders = "".join(f'<option value="{order}">{order}</option>' for order in ("as drawn", "best first", "worst first"))
-    controls = (
-        f'<p class="controls"><label>Step <select class="steps">{options}</select></label> '
-        f'<label>Order <select class="order">{orders}</select></label></p>'
-    )
+    choices = {"Step": ("steps", steps), "Order": ("order", ("as drawn", "best first", "worst first"))}
+    controls = ""
+    for label, (kind, values) in choices.items():
+        options = "".join(f'<option value="{escape(value)}">{escape(value)}</option>' for value in values)
+        controls += f'<label>{label} <select class="{kind}">{options}</select></label> '
+    controls = f'<p class="controls">{controls}</p>'
     told = f"All samples of {len(steps)} step{'s' * (len(steps) != 1)}"
     return f'<details class="all-samples"><summary>{told}</summary>{controls}{"".join(parts)}</details>'
 
@@ -82,11 +81,8 @@ def card(prompt: object, sides: Sequence[Side]) -> str:
         if is_number(side.reward):
             trend = "" if not others else " up" if side.reward > max(others) else " down"
             shown = f'<span class="reward{trend}">reward {short(side.reward)}</span>'
-        scores = "".join(
-            f'<span class="score">{escape(name)} {short(value)}</span>'
-            for name, value in side.scores.items()
-            if is_number(value)
-        )
+        numbers = {name: value for name, value in side.scores.items() if is_number(value)}
+        scores = "".join(f'<span class="score">{escape(name)} {short(n)}</span>' for name, n in numbers.items())
         head = f'<div class="when"><span>{escape(side.when)}</span>{shown}{scores}</div>'
         drawn.append(f"<div>{head}{_content(side.completion)}</div>")
     body = f'<div class="pair">{"".join(drawn)}</div>' if len(drawn) > 1 else drawn[0]

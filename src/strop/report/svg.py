@@ -86,30 +86,24 @@ class Chart:
 def line_chart(chart: Chart) -> tuple[str, Json]:
     """Return the SVG, and the data with which the page's script shows values under the pointer."""
     values = np.concatenate([np.asarray(curve.values, dtype=float) for curve in chart.curves])
-    ends = [
-        s
-        for curve in chart.curves
-        for steps in (curve.steps, curve.broken_steps)
-        if len(steps)
-        for s in (steps[0], steps[-1])
-    ]
+    steps = [np.asarray(s)[[0, -1]] for c in chart.curves for s in (c.steps, c.broken_steps) if len(s)]
     scale = {"from_zero": chart.from_zero, "fraction": chart.fraction, "ratio": chart.ratio}
     y_axis = value_axis(values, **scale) if len(values) else linear_axis(0, 1)
-    x_axis = step_axis([int(step) for step in ends])
+    x_axis = step_axis(np.concatenate(steps).tolist() if steps else [])
     if y_axis.logarithmic:
         chart.notes.append("logarithmic scale")
-    parts, points = [], []
     most = max(8 * MAX_POINTS // max(len(chart.curves), 8), FEWEST_POINTS)
-    for curve in chart.curves:
-        drawn, shown = _curve(curve, chart, x_axis, y_axis, most)
-        parts.append(drawn)
-        points.append(shown)
+    drawn = [_curve(curve, chart, x_axis, y_axis, most) for curve in chart.curves]
+    lines = "".join(line for line, _ in drawn)
     ticks = [(_x(x_axis, tick), f"{tick:,.0f}") for tick in x_axis.ticks]
     frame = _frame(ticks, y_axis, chart.x_label, chart.fraction)
-    name = escape(_spoken(chart))
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{frame}{"".join(parts)}<g class="hover"></g></svg>'
+    svg = _svg(_spoken(chart), f'{frame}{lines}<g class="hover"></g>')
     area = {"left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
-    return svg, {"area": area, "x": [x_axis.low, x_axis.high], "curves": points}
+    return svg, {"area": area, "x": [x_axis.low, x_axis.high], "curves": [points for _, points in drawn]}
+
+
+def _svg(words: str, content: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(words)}">{content}</svg>'
 
 
 def step_axis(steps: Sequence[int]) -> Axis:
@@ -137,26 +131,23 @@ def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis, most: int) ->
     crosses = "".join(_cross(_x(x_axis, s)) for s in thin_evenly(curve.broken_steps, curve.broken_steps, 60)[0])
     if len(curve.broken_steps):
         chart.notes.append(f"× {len(curve.broken_steps)} values of {curve.label} are not finite")
-    lines = []
-    main = curve.values
+    lines, main = "", curve.values
     if window > 1:
         if len(chart.curves) <= MAX_RAW:
-            raw = thin(curve.steps, curve.values, most)
-            lines.append(_polylines(raw, curve, (x_axis, y_axis), "raw"))
+            lines = _polylines(thin(curve.steps, curve.values, most), curve, (x_axis, y_axis), "raw")
         main = smooth(curve.values, window)
     steps, values = thin_evenly(curve.steps, main, most)
-    lines.append(_polylines((steps, values), curve, (x_axis, y_axis), "line"))
-    few = values if len(values) <= 40 and window == 1 else values[-1:]
-    dots = "".join(
-        f'<circle cx="{_x(x_axis, s)}" cy="{_y(y_axis, v)}" r="{2.6 if len(few) > 1 else 3.2}"/>'
-        for s, v in zip(steps[len(steps) - len(few) :], few, strict=True)
-    )
+    lines += _polylines((steps, values), curve, (x_axis, y_axis), "line")
+    few = list(zip(steps, values, strict=True))
+    few = few if len(few) <= 40 and window == 1 else few[-1:]
+    radius = 2.6 if len(few) > 1 else 3.2
+    dots = "".join(f'<circle cx="{_x(x_axis, s)}" cy="{_y(y_axis, v)}" r="{radius}"/>' for s, v in few)
     shown = {
         "label": curve.label, "colour": colour(curve.colour), "steps": steps,
         "y": [_y(y_axis, v) for v in values],
         "text": [percent(v) if chart.fraction else short(v) for v in values],
     }  # fmt: skip
-    return f'<g class="{colour(curve.colour)}">{"".join(lines)}{dots}{crosses}</g>', shown
+    return f'<g class="{colour(curve.colour)}">{lines}{dots}{crosses}</g>', shown
 
 
 def _polylines(points: tuple[list[int], list[float]], curve: Curve, axes: tuple[Axis, Axis], kind: str) -> str:
@@ -184,10 +175,8 @@ def _frame(x_ticks: Sequence[tuple[float, str]], y_axis: Axis, x_label: str, fra
         text = f'<text x="{LEFT - 6}" y="{y + 4:g}" class="end"{fit}>{label}</text>'
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{right}"/>{text}')
     for x, label in x_ticks:
-        place = "end" if x > right - 14 else "mid"
-        parts.append(
-            f'<path class="axis" d="M{x:g} {floor}v4"/><text x="{x:g}" y="{floor + 16}" class="{place}">{label}</text>'
-        )
+        text = f'<text x="{x:g}" y="{floor + 16}" class="{"end" if x > right - 14 else "mid"}">{label}</text>'
+        parts.append(f'<path class="axis" d="M{x:g} {floor}v4"/>{text}')
     parts.append(f'<path class="axis" d="M{LEFT} {floor}H{right}"/>')
     parts.append(f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 4}" class="mid label">{escape(x_label)}</text>')
     return "".join(parts)
@@ -222,8 +211,8 @@ def stacked_bars(steps: Sequence[int], phases: Mapping[str, Sequence[float]]) ->
             at += seconds[i]
     labelled = range(0, len(steps), max(1, -(-len(steps) // 6)))
     frame = _frame([(LEFT + (i + 0.43) * width, f"{steps[i]:,}") for i in labelled], y_axis, "step")
-    words = escape(", ".join(f"{name} {short(sum(s) / len(s))} s" for name, s in phases.items()))
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="seconds per step: {words}">{frame}{"".join(parts)}</svg>'
+    words = ", ".join(f"{name} {short(sum(s) / len(s))} s" for name, s in phases.items())
+    return _svg(f"seconds per step: {words}", f"{frame}{''.join(parts)}")
 
 
 def share_bar(phases: Mapping[str, float]) -> str:
@@ -234,33 +223,30 @@ def share_bar(phases: Mapping[str, float]) -> str:
         share = seconds / total
         label = percent(share, 0) if share >= 0.08 else ""
         tip = escape(f"{name}: {short(seconds)} s per step, {percent(share)}")
-        cells.append(
-            f'<span class="{colour(index)}" style="flex-grow:{max(share, 0.002):.4f}" title="{tip}">{label}</span>'
-        )
+        style = f"flex-grow:{max(share, 0.002):.4f}"
+        cells.append(f'<span class="{colour(index)}" style="{style}" title="{tip}">{label}</span>')
     return f'<div class="share">{"".join(cells)}</div>'
 
 
-def bars(groups: Mapping[str, Mapping[str, float]], *, fraction: bool = True, unit: str = "") -> str:
+def bars(groups: Mapping[str, Mapping[str, float]], *, fraction: bool = True) -> str:
     """Return groups of horizontal bars, each with its value at the end: {"greedy": {"before": 0.4, "after": 0.9}}."""
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     most = 1.0 if fraction else max((v for group in groups.values() for v in group.values()), default=1.0) or 1.0
-    rows = []
+    rows = ""
     for label, group in groups.items():
-        drawn = []
+        drawn = ""
         for name, value in group.items():
-            text = percent(value) if fraction else f"{short(value)} {escape(unit)}".strip()
-            width = 100 * max(value, 0) / most
-            drawn.append(
-                f'<div class="bar {colour(names.index(name))}"><span class="fill" style="width:{width:.2f}%"></span>'
-                f'<span class="value">{text}</span></div>'
-            )
-        rows.append(
-            f'<div class="bar-group"><div class="bar-label">{escape(label)}</div><div>{"".join(drawn)}</div></div>'
-        )
+            fill = f'<span class="fill" style="width:{100 * max(value, 0) / most:.2f}%"></span>'
+            text = percent(value) if fraction else short(value)
+            drawn += f'<div class="bar {colour(names.index(name))}">{fill}<span class="value">{text}</span></div>'
+        rows += f'<div class="bar-group"><div class="bar-label">{escape(label)}</div><div>{drawn}</div></div>'
     legend = legend_of(names) if len(names) > 1 else ""
-    return f'{legend}<div class="bars">{"".join(rows)}</div>'
+    return f'{legend}<div class="bars">{rows}</div>'
 
 
-def legend_of(names: Sequence[str]) -> str:
-    chips = "".join(f'<span class="chip {colour(i)}"><i></i>{escape(name)}</span>' for i, name in enumerate(names))
-    return f'<div class="legend">{chips}</div>'
+def legend_of(names: Sequence[str], kind: str = "legend") -> str:
+    return f'<div class="{kind}">{"".join(chip_of(i, name) for i, name in enumerate(names))}</div>'
+
+
+def chip_of(index: int, name: str) -> str:
+    return f'<span class="chip {colour(index)}"><i></i>{escape(name)}</span>'

@@ -12,9 +12,8 @@ from strop.report.svg import escape
 
 OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
 HEAD = '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>strop</title>'
-WAITING = (
-    f"{HEAD}</head><body><p>No step has been logged yet. This page looks again every two seconds.</p></body></html>"
-)
+AGAIN = "This page looks again every two seconds."
+WAITING = f"{HEAD}</head><body><p>No step has been logged yet. {AGAIN}</p></body></html>"
 
 
 def version_of(folders: Sequence[Path]) -> str:
@@ -28,8 +27,7 @@ def version_of(folders: Sequence[Path]) -> str:
 def problem_page(error: Exception) -> str:
     """Return the page that is shown if the runs cannot be read or drawn."""
     told = escape(f"The report cannot be made: {error if isinstance(error, (ValueError, OSError)) else repr(error)}")
-    again = "This page looks again every two seconds."
-    return f'{HEAD}</head><body><p class="problem">{told}</p><p>{again}</p></body></html>'
+    return f'{HEAD}</head><body><p class="problem">{told}</p><p>{AGAIN}</p></body></html>'
 
 
 class Watch(ThreadingHTTPServer):
@@ -71,6 +69,7 @@ class Watch(ThreadingHTTPServer):
 
 class Answers(BaseHTTPRequestHandler):
     server: Watch
+    timeout = 30  # seconds; a connection that sends no request is closed then
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")

@@ -9,11 +9,13 @@ import torch
 from strop.models import Policy
 from strop.models.attention import Unsupported, current, sdpa_without_plans
 from strop.models.decoder_layers import ALLOWED, relative_error
-from strop.models.kinds import base_model, of_config, unwrapped
+from strop.models.kinds import base_model, unwrapped
 from strop.models.policy import takes_use_cache
 from strop.models.routing import Routers
 from strop.rollout.sampling import Sampling
-from strop.rollout.slots import CacheShape, Seen
+from strop.rollout.slots import CacheShape, Seen, States
+
+TWO_GREEDY = Sampling(max_new_tokens=2, temperature=0.0)
 
 
 def probe(policy: Policy) -> list[torch.Tensor]:
@@ -27,7 +29,8 @@ def probe(policy: Policy) -> list[torch.Tensor]:
 def check_completions(complete: Callable[..., Sequence[Sequence[torch.Tensor]]], policy: Policy) -> None:
     """Raise `Unsupported` if the log-probs of greedy completions of the probe are not those of the model's own forward."""
     prompts, model = probe(policy), base_model(unwrapped(policy.model))
-    room = 6 if policy.max_length is None else policy.max_length - max(map(len, prompts)) + 1
+    longest = policy.longest_together
+    room = 6 if longest is None else longest - max(map(len, prompts)) + 1
     sampling = Sampling(max_new_tokens=max(1, min(6, room)), temperature=0.0)
     uniforms_BT = torch.zeros(len(prompts), sampling.max_new_tokens)
     with torch.no_grad():
@@ -50,9 +53,10 @@ def check_completions(complete: Callable[..., Sequence[Sequence[torch.Tensor]]],
 def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:
     """What the layers hand to attention. What is not as it should be is a reason not to use them."""
     seen = Seen()
+    seen.states = States()
     try:
-        with layers.ready(), current(seen):
-            layers(ids[None].to(device), torch.arange(len(ids), device=device)[None])
+        with layers.ready(), current(seen):  # not compiled: what is seen may be more than tensors
+            layers(ids[None].to(device), torch.arange(len(ids), device=device)[None], with_logits=False)
     except (Unsupported, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a model does with a cache or with arguments it does not know
@@ -60,36 +64,28 @@ def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:
     return seen
 
 
-def cache_shape(model: torch.nn.Module, seen: Seen) -> CacheShape:
+def cache_shape(seen: Seen) -> CacheShape:
     shapes = set(seen.shapes.values())
-    if sorted(seen.shapes) != list(range(len(seen.shapes))) or not shapes:
+    if not shapes and not seen.states.by_key:
         raise Unsupported("its attention layers do not go through transformers' attention interface")
+    if not shapes:  # slots that hold nothing
+        return CacheShape(0, 1, 1, 1, next(iter(seen.states.by_key.values())).dtype)
     if len(shapes) > 1:
         raise Unsupported("its layers have keys of different shapes")
     num_heads, key_dim, value_dim, dtype = shapes.pop()
-    _check_windows(model, seen)
-    num_query_heads = {q.shape[1] for q, _, _ in seen.states.values()}
+    if any(rule.chunk for rule in seen.rules.values()):
+        raise Unsupported("its attention is in chunks")
+    num_query_heads = {q.shape[1] for q, _, _ in seen.given.values()}
     if len(num_query_heads) > 1:
         raise Unsupported("its layers have different numbers of heads")
     return CacheShape(len(seen.shapes), num_heads, num_query_heads.pop() // num_heads, max(key_dim, value_dim), dtype)
-
-
-def _check_windows(model: torch.nn.Module, seen: Seen) -> None:
-    """Some models have a window in their mask alone, which is not made here; a few tokens do not show it."""
-    types = of_config(model.config, "layer_types") or ["sliding_attention"] * len(seen.rules)
-    if "chunked_attention" in types:
-        raise Unsupported("its attention is in chunks")
-    wanted = of_config(model.config, "sliding_window") or 0
-    for layer, rule in seen.rules.items():
-        if wanted and types[layer] == "sliding_attention" and not rule.window:
-            raise Unsupported("its attention is not told of its window")
 
 
 def check_states(found: Seen, wanted: Seen) -> None:
     """The same queries, keys and values in every layer: logits alone hardly show a rotation in a model not yet trained."""
     if found.shapes != wanted.shapes:
         raise Unsupported("its layers are of another shape")
-    pairs = [(a, b) for layer in wanted.states for a, b in zip(found.states[layer], wanted.states[layer], strict=True)]
+    pairs = [(a, b) for layer in wanted.given for a, b in zip(found.given[layer], wanted.given[layer], strict=True)]
     error = max(relative_error(a, b) for a, b in pairs)
     if not error <= ALLOWED[pairs[0][1].dtype].decoding:
         raise Unsupported(f"its layers compute something else (relative error {error:.1e})")
@@ -102,19 +98,19 @@ def check_against_forward(engine: Any, policy: Policy) -> None:
     """
     prompts = probe(policy)
     routers = policy.routers if isinstance(policy.routers, Routers) else None
-    sampling = Sampling(max_new_tokens=2, temperature=0.0)
     engine.layers.refresh(len(prompts[0]) + 2)
     with engine.layers.ready(), contextlib.nullcontext() if routers is None else routers.recording() as latest:
-        round_, rows = engine.begin(prompts, 1, len(prompts), sampling, torch.zeros(len(prompts), 2), ())
+        round_, rows = engine.begin(prompts, 1, len(prompts), TWO_GREEDY, torch.zeros(len(prompts), 2), ())
         if routers is not None:
             engine._begin_record(round_, prompts, routers, latest)
         engine._prefill(prompts, round_)
+        round_.enter_states(rows, torch.arange(len(prompts), device=engine.device))
         found = []
         for _ in range(2):
             with round_.recorded(rows):
                 logits_NV = engine._decode_logits(rows, round_)
                 found.append(logits_NV[: len(prompts)].float())
-                engine._draw(logits_NV, rows, round_, sampling)
+                engine._draw(logits_NV, rows, round_, TWO_GREEDY)
     chosen = (
         None if round_.record is None else round_.record.of_rows(prompts, round_.prefix_starts, [2] * len(prompts), 1)
     )
@@ -127,7 +123,7 @@ def check_against_forward(engine: Any, policy: Policy) -> None:
             wanted_TV = engine.model(input_ids=read[None], use_cache=False).logits[0, -2:].float()
         found_TV = torch.stack([one[i] for one in found])
         error = relative_error(found_TV, wanted_TV)
-        if not error <= ALLOWED[engine.shape.dtype].decoding:
+        if not error <= max(ALLOWED[dtype].decoding for dtype in engine.dtypes):
             raise Unsupported(
                 f"its logits with a cache of slots are not those of its forward (relative error {error:.1e})"
             )

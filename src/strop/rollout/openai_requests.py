@@ -22,7 +22,19 @@ MAX_TOKENS = 1 << 20  # of a completion, where the model does not say how much i
 MAX_TOP, MAX_STOPS, MAX_STOP_LENGTH = 20, 64, 1000
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {  # fields that are taken with these values alone, besides null
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "echo": (False,), "suffix": ("",),
-    "best_of": (1,), "logit_bias": ({},), "functions": ([],), "function_call": ("none",),
+    "best_of": (1,), "logit_bias": ({},), "functions": ([],), "function_call": ("none",), "min_tokens": (0,),
+    "length_penalty": (1,), "use_beam_search": (False,), "skip_special_tokens": (True,), "parallel_tool_calls": (True,),
+    "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "bad_words": ([],),
+    "modalities": (["text"],),
+}  # fmt: skip
+READ = {
+    "model", "prompt", "messages", "tools", "tool_choice", "n", "seed", "max_tokens", "max_completion_tokens", "temperature",
+    "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "prompt_logprobs",
+    "return_token_ids", "stream", "stream_options", "response_format", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message",
+}  # fmt: skip
+WITHOUT_EFFECT = {  # these change no token of an answer
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "priority", "cache_salt",
 }  # fmt: skip
 
 
@@ -106,7 +118,7 @@ def parse_text_request(body: Json, served: ServedModel) -> OpenAIRequest:
         if isinstance(one, str):
             _check_length(len(one), "prompt", served)
     logprobs = _whole(body, ("logprobs",), 0) if not isinstance(body.get("logprobs"), bool) else 0
-    ids = [_encoded(one, served) for one in prompts]
+    ids = [_encoded(one, served, "prompt") for one in prompts]
     return _request(body, served, ids, chat=False, max_tokens=16, num_top=logprobs)
 
 
@@ -118,16 +130,21 @@ def parse_chat_request(body: Json, served: ServedModel) -> OpenAIRequest:
         raise RequestError(f"messages must be a list of messages, found {_shown(messages)}")
     messages = [_message(one, f"messages[{index}]") for index, one in enumerate(messages)]
     tools = _tools(body, served)
+    continues = messages[-1]["role"] == "assistant"
+    for name, value in (("continue_final_message", continues), ("add_generation_prompt", not continues)):
+        if body.get(name) not in (None, value):
+            raise RequestError(
+                f"{name} must be {json.dumps(value)} where the last message's role is {messages[-1]['role']!r:.80}"
+            )
     num_characters = sum(len(one["content"] or "") for one in messages)
     _check_length(num_characters + (len(json.dumps(tools)) if tools else 0), "messages", served)
-    ids = _encoded(messages, served, tools)
+    ids = _encoded(messages, served, "messages", _template_options(body), tools)
     longest = served.policy.max_length
     max_tokens = 1024 if longest is None else max(1, min(1024, longest - len(ids)))
     num_top = _whole(body, ("top_logprobs",), 0)
     if num_top and not _wanted(body, "logprobs"):
         raise RequestError(f"top_logprobs must be 0 without logprobs, found {num_top}")
-    if not isinstance(body.get("logprobs") or False, bool):
-        raise RequestError(f"logprobs must be true or false, found {_shown(body['logprobs'])}")
+    _flag(body, "logprobs")
     asked = _request(body, served, [ids], chat=True, max_tokens=max_tokens, num_top=num_top, tools=tools)
     return replace(asked, messages=messages)
 
@@ -142,9 +159,13 @@ def _request(
     num_top: int,
     tools: list[Json] | None = None,
 ) -> OpenAIRequest:
-    for name, values in SUPPORTED_VALUES.items():
-        if (value := body.get(name)) is not None and value not in values:
-            raise RequestError(f"{name} must be {json.dumps(values[0])}, found {_shown(value)}")
+    for name, value in body.items():
+        if value is None or name in READ or name in WITHOUT_EFFECT:
+            continue
+        if name not in SUPPORTED_VALUES:
+            raise RequestError(f"{name:.80} must be left out: this server does not know it, found {_shown(value)}")
+        if value not in SUPPORTED_VALUES[name]:
+            raise RequestError(f"{name} must be {json.dumps(SUPPORTED_VALUES[name][0])}, found {_shown(value)}")
     _check_response_format(body.get("response_format"))
     if _whole(body, ("prompt_logprobs",), 0) if not isinstance(body.get("prompt_logprobs"), bool) else 0:
         raise RequestError(
@@ -160,7 +181,7 @@ def _request(
         raise RequestError(
             f"stop and stop_token_ids must be at most {MAX_STOPS} each, found {max(len(stop), len(stop_ids))}"
         )
-    n, stream = _whole(body, ("n",), 1), bool(body.get("stream"))
+    n, stream = _whole(body, ("n",), 1), _flag(body, "stream")
     if n < 1 or (stream and n > 1):
         raise RequestError(f"n must be {'1 in a stream' if stream else 'at least 1'}, found {n}")
     if n * len(prompts) > MAX_CHOICES:
@@ -185,9 +206,9 @@ def _request(
     options = body.get("stream_options")
     return OpenAIRequest(
         chat=chat, model=body.get("model"), prompts=prompts, sampling=sampling, n=n,
-        seed=_whole(body, ("seed",), secrets.randbits(48)) % 2**62, stop=stop, ignore_eos=bool(body.get("ignore_eos")),
+        seed=_whole(body, ("seed",), secrets.randbits(48)) % 2**62, stop=stop, ignore_eos=_flag(body, "ignore_eos"),
         prompt_logprobs=_wanted(body, "prompt_logprobs"), logprobs=_wanted(body, "logprobs"), num_top=num_top,
-        echo_ids=bool(body.get("return_token_ids")), stream=stream,
+        echo_ids=_flag(body, "return_token_ids"), stream=stream,
         stream_usage=isinstance(options, dict) and bool(options.get("include_usage")), tools=tools,
     )  # fmt: skip
 
@@ -201,12 +222,26 @@ def _check_response_format(found: object) -> None:
     )
 
 
-def _encoded(prompt: str | list[int] | list[Json], served: ServedModel, tools: list[Json] | None = None) -> list[int]:
+def _template_options(body: Json) -> Json:
+    """Return what the request says to the chat template, such as Qwen3's `enable_thinking`."""
+    options = body.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict) or "chat_template" in options:  # a template is a program, and may not end
+        raise RequestError(f"chat_template_kwargs must be an object without a chat_template, found {_shown(options)}")
+    return options
+
+
+def _encoded(
+    prompt: str | list[int] | list[Json],
+    served: ServedModel,
+    name: str,
+    options: Json | None = None,
+    tools: list[Json] | None = None,
+) -> list[int]:
     """Return the prompt's ids. What the tokenizer or the template has against it is the request's mistake."""
-    tokenizer, name = served.policy.tokenizer, "messages" if tools is not None else "prompt"
+    tokenizer, row = served.policy.tokenizer, {"chat_template_kwargs": options}
     try:
-        ids = encode_prompt(prompt, tokenizer, {"tools": tools} if tools else None)
-        if tools and ids == encode_prompt(prompt, tokenizer):
+        ids = encode_prompt(prompt, tokenizer, {**row, "tools": tools} if tools else row)
+        if tools and ids == encode_prompt(prompt, tokenizer, row):
             raise RequestError("tools must be none: the model's chat template does not write them")
     except RequestError:
         raise
@@ -285,6 +320,12 @@ def _listed(body: Json, name: str) -> list[Any]:
 def _wanted(body: Json, name: str) -> bool:
     """True if log-probs are asked for: 0 asks for those of the tokens drawn alone."""
     return body.get(name) is not None and body[name] is not False
+
+
+def _flag(body: Json, name: str) -> bool:
+    if not isinstance(found := body.get(name) or False, bool):
+        raise RequestError(f"{name} must be true or false, found {_shown(found)}")
+    return found
 
 
 def _whole(body: Json, names: Sequence[str], default: int) -> int:

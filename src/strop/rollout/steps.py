@@ -30,9 +30,9 @@ from strop.models.decoder_layers import (
     projections_of,
     rms_norm_of,
 )
-from strop.models.trial import decoder_and_head
-from strop.rollout import slots
-from strop.rollout.slots import CacheShape
+from strop.models.kinds import is_plain
+from strop.models.trial import Sides, decoder_and_head
+from strop.rollout.slots import CacheShape, slot_cache
 
 Product = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin
@@ -41,6 +41,7 @@ Adapter = tuple[torch.Tensor, torch.Tensor, float]  # B, A and the scaling of BÂ
 
 def read(layers: Any, pass_: Pass, *given: torch.Tensor, **options: Any) -> torch.Tensor:
     """What the layers give for these ids and positions, attending as this pass does."""
+    pass_.places = layers.places
     with current(pass_):
         return layers(*given, **options)
 
@@ -51,8 +52,11 @@ class OwnLayers:
     def __init__(self, model: Any, device: torch.device, autocast: torch.dtype | None, compiled: bool):
         self.model, self.device, self.autocast = model, device, autocast
         self.copies: Copies | None = None
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._cache = slots.slot_cache()
+        self.rules: dict[int, Rule] | None = None  # of attention, once the layers have shown them
+        self.places: dict[int, int] | None = None  # of the layers with keys, where not all have some
+        takes = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in takes
+        self._cache = {"cache_params" if "cache_params" in takes else "past_key_values": slot_cache()}
         self._compiled: Any = torch.compile(self._forward) if compiled else None
 
     def refresh(self, num_positions: int) -> None:
@@ -67,9 +71,7 @@ class OwnLayers:
 
     def _forward(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor) -> torch.Tensor:
         options = {"logits_to_keep": 1} if self._keeps_logits else {}
-        output = self.model(
-            input_ids=ids_PT, position_ids=positions_PT, past_key_values=self._cache, use_cache=True, **options
-        )
+        output = self.model(input_ids=ids_PT, position_ids=positions_PT, use_cache=True, **self._cache, **options)
         return output.logits
 
     @contextlib.contextmanager
@@ -82,7 +84,7 @@ class OwnLayers:
         cast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
         copies = contextlib.nullcontext() if self.copies is None else self.copies.in_place()
         try:
-            with torch.no_grad(), cast, attending(self.model), copies, sdpa_without_plans():
+            with torch.no_grad(), cast, attending(self.model, None, self.rules), copies, sdpa_without_plans():
                 yield
         finally:
             self.model._compiled_call_impl = compiled
@@ -105,6 +107,8 @@ class DecodeLayer:
 
 class FusedLayers:
     """A decoder of such layers, over joined weights. Unsupported, with the reason, where the model is another kind."""
+
+    places = None  # every layer has keys
 
     def __init__(self, model: object, shape: CacheShape, rules: dict[int, Rule], table: torch.Tensor, on_gpu: bool):
         """table: where the kernels read that the rotation is; without a GPU torch computes all"""
@@ -354,6 +358,8 @@ def converted(model: Any, dtype: torch.dtype | None) -> Copies:
 
 
 def _is_converted(module: object, param: torch.Tensor) -> bool:
+    if not is_plain(param):
+        return False
     return isinstance(module, nn.Linear) or (param.ndim >= 2 and not isinstance(module, nn.Embedding))
 
 
@@ -363,6 +369,8 @@ def _is_converted(module: object, param: torch.Tensor) -> bool:
 def _linear(layer: Any) -> nn.Linear:
     """The linear layer, or that beneath plain LoRA adapters."""
     if type(layer) is nn.Linear:
+        if not is_plain(layer.weight):
+            raise Unsupported(f"a weight of its layers is a {type(layer.weight).__name__}")
         return layer
     if (type(layer).__module__, type(layer).__name__) != ("peft.tuners.lora.layer", "Linear"):
         raise Unsupported(f"a {type(layer).__name__} of its layers is no torch.nn.Linear")
@@ -389,11 +397,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def signature(model: nn.Module) -> Any:
+def signature(model: nn.Module, sides: Sides | None = None) -> Any:
     """Changes when an engine made before cannot be used any more: weights or buffers elsewhere, other adapters or another
     scaling of theirs, which a graph has as a number, other autocast, hooks.
     """
     adapters, altered, tensors, devices = [], [], [], set()
+    renewed = set() if sides is None else {id(one.module) for one in sides.rotations}  # buffers, in every forward
     module: Any
     for index, module in enumerate(model.modules()):
         if hasattr(module, "merged_adapters") and hasattr(module, "active_adapters"):
@@ -401,7 +410,8 @@ def signature(model: nn.Module) -> Any:
                              _scaling(module)))  # fmt: skip
         if is_altered(module):
             altered.append(index)
-        for one in (*module._parameters.values(), *module._buffers.values()):
+        buffers = () if id(module) in renewed else module._buffers.values()
+        for one in (*module._parameters.values(), *buffers):
             if one is not None:
                 tensors.append((one.data_ptr(), one.dtype, one.shape))
                 devices.add(one.device)

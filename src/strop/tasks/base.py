@@ -100,7 +100,6 @@ def _as_text(completion: object) -> str:
     if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
         completion = completion[-1].get("content")
     if not isinstance(completion, str):
-        raise TypeError(
-            f"completions must be texts, found {type(completion).__name__}: give the algorithm the task's tokenizer"
-        )
+        hint = "give the algorithm the task's tokenizer"
+        raise TypeError(f"completions must be texts, found {type(completion).__name__}: {hint}")
     return completion

@@ -4,11 +4,10 @@ task = strop.tasks.get("reasoning_gym:leg_counting", max_animals=5)
 GRPO(model=model, tokenizer=tokenizer, reward_fn=task.reward).train(task.rows("train", 1000))
 """
 
-import difflib
 from collections.abc import Sequence
 from types import ModuleType
 
-from strop._checks import as_count, check_choice
+from strop._checks import as_count, check_choice, did_you_mean
 from strop._install import missing
 from strop._types import Json, Row
 from strop.tasks.base import DEFAULT_ROWS, SPLITS, split_of
@@ -25,8 +24,7 @@ class ReasoningGym:
     def __init__(self, name: str, **options: object):
         gym, datasets = _package()
         if name not in datasets:
-            near = difflib.get_close_matches(name, datasets, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            hint = did_you_mean(name, datasets, " ({})")
             raise ValueError(f"reasoning-gym has no dataset {name!r}{hint}; it has {', '.join(sorted(datasets))}")
         if taken := {"seed", "size"} & options.keys():
             raise ValueError(f"{min(taken)} must be given to rows(), found it among the options of {name!r}")

@@ -28,9 +28,8 @@ class CharTokenizer:
     def __init__(self, alphabet: str):
         repeated = sorted(c for c, count in Counter(alphabet).items() if count > 1)
         if not alphabet or repeated:
-            raise ValueError(
-                f"alphabet must hold different characters, found {f'{repeated[0]!r} twice' if repeated else 'none'}"
-            )
+            found = f"{repeated[0]!r} twice" if repeated else "none"
+            raise ValueError(f"alphabet must hold different characters, found {found}")
         self.alphabet = alphabet
         self._ids = {c: i for i, c in enumerate(alphabet, len(SPECIAL))}
 
@@ -46,9 +45,8 @@ class CharTokenizer:
         try:
             return [self._ids[c] for c in text]
         except KeyError as error:
-            raise ValueError(
-                f"text must be written in the alphabet {self.alphabet!r}, found {error.args[0]!r} in {text!r:.80}"
-            ) from None
+            found = f"found {error.args[0]!r} in {text!r:.80}"
+            raise ValueError(f"text must be written in the alphabet {self.alphabet!r}, {found}") from None
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = False) -> Json:
         return {"input_ids": self.encode(text) if isinstance(text, str) else [self.encode(t) for t in text]}

@@ -3,20 +3,17 @@
 Shapes: `[..]` any number of leading dimensions, usually [B, T]; V the vocabulary.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from strop._tensors import check_like, check_logits, check_logp
 from strop.losses import kl_estimate
-from strop.ops.logp import logp
-from strop.ops.registry import op
-
-LOGITS_NAMES = ("policy_logits", "action_ids")
+from strop.ops.logp import logp_kernels, logp_torch
+from strop.ops.registry import op_with_backends
 
 
-@op
+@op_with_backends(torch=logp_torch, triton=logp_kernels)
 def ratio_kl(
+    logp_by,
     policy_logits: torch.Tensor,
     ref_logits: torch.Tensor,
     action_ids: torch.Tensor,
@@ -40,41 +37,14 @@ def ratio_kl(
 
     d ratio / d logp = ratio,  d kl / d logp = 1 − exp(d),  and from logp on as in `logp`.
     """
-    mask = check_ratio_kl(policy_logits, ref_logits, action_ids, completion_mask, old_logps, temperature, validate)
-    return composed(logp.reference, policy_logits, ref_logits, action_ids, mask, old_logps, temperature, in_place)
-
-
-def check_ratio_kl(
-    policy_logits: torch.Tensor,
-    ref_logits: torch.Tensor,
-    ids: torch.Tensor,
-    mask: torch.Tensor | None,
-    old_logps: torch.Tensor,
-    temperature: float,
-    validate: bool,
-) -> torch.Tensor | None:
-    """Everything `ratio_kl` asks of its arguments. Returns the mask as booleans."""
-    as_booleans = check_logp(policy_logits, ids, temperature, mask, validate, names=LOGITS_NAMES)
+    names = "policy_logits", "action_ids"
+    mask = check_logp(policy_logits, action_ids, temperature, completion_mask, validate, names=names)
     check_logits(ref_logits, "ref_logits")
     check_like(ref_logits, "ref_logits", policy_logits, "policy_logits")
-    check_like(old_logps, "old_logps", ids, "action_ids")
-    return as_booleans
-
-
-def composed(
-    logp_of: Callable[..., torch.Tensor],
-    policy_logits: torch.Tensor,
-    ref_logits: torch.Tensor,
-    ids: torch.Tensor,
-    mask: torch.Tensor | None,
-    old_logps: torch.Tensor,
-    temperature: float,
-    in_place: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """By log-probs; logp_of: one backend of `logp`."""
-    logps = logp_of(policy_logits, ids, temperature=temperature, completion_mask=mask, in_place=in_place)
+    check_like(old_logps, "old_logps", action_ids, "action_ids")
+    logps, _ = logp_by(policy_logits, action_ids, mask, temperature, in_place=in_place)
     with torch.no_grad():
-        ref_logps = logp_of(ref_logits, ids, temperature=temperature, completion_mask=mask).to(logps.dtype)
+        ref_logps = logp_by(ref_logits, action_ids, mask, temperature)[0].to(logps.dtype)
         old_logps = old_logps.to(logps.dtype)
         if mask is not None:
             old_logps = old_logps.masked_fill(~mask, 0.0)  # with logp 0 there: ratio 1, and no gradient of NaN

@@ -9,13 +9,15 @@ from strop._tensors import check_linear_logp, check_tokens, in_dtype
 from strop.losses import NLL, PolicyLoss
 from strop.losses.policy import check_given, nll_of, tokens_loss
 from strop.losses.rules import TokenRule, tokens_of
-from strop.ops.linear_logp.reference import linear_logp
+from strop.ops.linear import LMHead, token_loss
+from strop.ops.linear_logp import BY_EXACT_ROWS, head_logps
 from strop.ops.policy import loss_alone
-from strop.ops.registry import op
+from strop.ops.registry import op_with_backends
 
 
-@op
+@op_with_backends(torch=None, **BY_EXACT_ROWS)
 def linear_token_loss(
+    rows,
     hidden: torch.Tensor,
     weight: torch.Tensor,
     ids: torch.Tensor,
@@ -30,7 +32,7 @@ def linear_token_loss(
     workspace: int | None = None,
     validate: bool = False,
 ) -> PolicyLoss:
-    """Σ weight·(token loss + beta·kl) over tokens one after the other, without ever holding [n, V] (but in this reference).
+    """Σ weight·(token loss + beta·kl) over tokens one after the other, without ever holding [n, V] (but in the reference).
 
     hidden        [n, H] the states that predict the tokens
     weight, bias  [V, H] and [V] of the LM head, of hidden's dtype (any under autocast); tied or frozen heads too
@@ -47,8 +49,15 @@ def linear_token_loss(
     check_linear_logp(hidden, weight, ids, bias, temperature, None, workspace, validate)
     check_tokens(ids, hidden, weights=weights, old_logps=old_logps, ref_logps=ref_logps, advantages=advantages)
     check_given(rule, ref_logps, advantages)
-    logps_n = linear_logp.reference(hidden, weight, ids, bias=bias, temperature=temperature)
+    head = LMHead(hidden, weight, bias)
+    if rows is not None:
+        return token_loss(
+            head, ids, weights, rule, rows=rows, old_logps_N=old_logps, ref_logps_N=ref_logps,
+            advantages_N=advantages, temperature=float(temperature), workspace=workspace,
+        )  # fmt: skip
+    logps_n, _ = head_logps(rows, head, ids, None, temperature, workspace)
     weights, old_logps, ref_logps, advantages = in_dtype(logps_n.dtype, weights, old_logps, ref_logps, advantages)
     if isinstance(rule, NLL):
         return nll_of(logps_n, weights)
+    assert advantages is not None
     return loss_alone(tokens_loss(rule, tokens_of(rule, logps_n, old_logps, advantages), weights, ref_logps))
