@@ -1,9 +1,9 @@
-"""The LM head and a row function without memory for the logits [N, V] beside the gradients'.
+"""Log-probs and losses from hidden states and LM head, in chunks: the logits [N, V] are never allocated as a whole.
 
-Tokens that do not count are dropped first. The rest go through in chunks: a matrix product makes the logits of some
-tokens, or of some tokens for some of the vocabulary, in a piece of working memory; the row function reads them and
-writes their gradient in the same place, but for a factor a row perhaps; matrix products take it on to the hidden states
-and the weight. The working memory is what `workspace` says, whatever N and V are.
+Tokens that do not count are dropped first. The rest go through in chunks. A matrix product makes the logits of some
+tokens, or of some tokens for some of the vocabulary, in a working memory of `workspace` bytes. The row function reads
+them and writes their gradient in the same place, sometimes without a factor for each row. Matrix products then make
+the gradients of hidden states and weight.
 
 Four ways, each with the fewest products:
 
@@ -11,8 +11,8 @@ Four ways, each with the fewest products:
     linear_logps_bwd     3 products: blocks of the vocabulary, so the weight's gradient is final block by block, and the
                          hidden states' is summed in float32
     linear_logps_with_gradient
-                         2 products, both in the forward: what comes back for a token is only a factor of its gradient, if
-                         the head is frozen. The next one, of a loss that is the log-prob itself
+                         2 products, both in the forward, for a frozen head: the backward only multiplies each token's
+                         gradient by a number. It is the next way, with the log-prob as the loss
     linear_policy_terms  3 products, 2 with a frozen head: the loss's coefficient needs only its row, so the gradients are
                          made in the forward. Chunks of tokens, the weight's gradient summed in float32; or, where all
                          logits fit into the memory of that sum, all tokens at once and nothing to sum
@@ -51,9 +51,9 @@ from strop.ops.rows import implementation
 MiB = 2**20
 SCORE_WORKSPACE = 60 * MiB
 TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
-_SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again for the next ones does not show
-_PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocessor computes at a time
-_MOST_BLOCKS = 16  # more, and the products become too small
+_SCORE_TOKENS = 2048  # tokens of a block: with fewer, reading the weight for each block costs time
+_PRODUCT_TILE = 128, 256  # ids and tokens that a multiprocessor computes at a time
+_MOST_BLOCKS = 16  # with more the products become too small
 _FEWEST_TOKENS = 32  # of a frozen head's chunk: with fewer, reading the weight takes longer than a third product
 
 
@@ -67,7 +67,7 @@ def linear_logps(
     rows: ModuleType,
     workspace: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs [N], statistics [2, N], entropies [N] (empty unless asked for)."""
+    """Return log-probs [N], statistics [2, N], entropies [N] (empty unless asked for)."""
     tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     logits_at_once = (workspace or SCORE_WORKSPACE) // rows.bytes_per_logit(tokens.dtype, entropy)
     n = max(1, min(tokens.count, _SCORE_TOKENS, logits_at_once // (head.row if head.exact else 1)))
@@ -87,7 +87,7 @@ def linear_logps(
 
 
 def _score_vocabulary(n: int, logits_at_once: int, device: torch.device) -> int:
-    """The vocabulary of a block. On a GPU such that the product keeps every multiprocessor busy to its end.
+    """Return the number of ids of a block. On a GPU it keeps every multiprocessor busy until the product ends.
 
     A product of 7.03 tiles for each multiprocessor takes as long as one of 8.
     """
@@ -116,6 +116,7 @@ def linear_logps_bwd(
     workspace: int | None,
     wanted: Wanted,
 ) -> Gradients:
+    """Return the gradients of log-probs, and of entropies where there are some."""
     tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     grads = empty_gradients(tokens, head, wanted)
     logit_bytes = rows.bytes_per_logit(tokens.dtype, d_entropies_N is not None)
@@ -146,7 +147,7 @@ def linear_logps_bwd(
 
 
 def whole_rows_fit(device: torch.device, V: int, dtype: torch.dtype, rows: str, workspace: int | None) -> bool:
-    """Whether the workspace holds the logits of enough tokens for `linear_logps_with_gradient` to be worth it."""
+    """Return whether the workspace holds the logits of enough tokens for `linear_logps_with_gradient` to be worth it."""
     return train_workspace(device, workspace) >= _FEWEST_TOKENS * V * _bytes_per_logit(rows, dtype)
 
 
@@ -164,7 +165,7 @@ def linear_logps_with_gradient(
     rows: ModuleType,
     workspace: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [N] and d log-prob / d hidden [N, H], of a frozen head."""
+    """Return log-probs [N] and d log-prob / d hidden [N, H], of a frozen head."""
     dtype = head.weight_VH.dtype
     wanted = Wanted(hidden=True, weight=False, bias=False, weight_dtype=dtype)
     ones_N = hidden_NH.new_ones(len(hidden_NH), dtype=sums_in(dtype))
@@ -189,7 +190,7 @@ def linear_policy_terms(
     workspace: int | None,
     wanted: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
-    """The loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
+    """Return the loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
     tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
     bytes_given = train_workspace(hidden_NH.device, workspace)
@@ -223,17 +224,17 @@ def linear_policy_terms(
 
 
 def _chunk_size(tokens: CountedTokens, head: Head, wanted: Wanted, workspace: int) -> int:
-    """Tokens of the largest chunk: their logits and, for factors to be multiplied with, their gradients in float32."""
+    """Return the tokens of the largest chunk. Logits need memory, and where rows lack factors, gradients in float32."""
     logits_bytes = head.row * tokens.rows.bytes_per_logit(tokens.dtype)
     most = workspace // (logits_bytes + head.weight_VH.shape[1] * 4 * wanted.factors_can_wait)
     return max((part.stop - part.start for part in cut(tokens.count, most, TOKENS_MULTIPLE)), default=0)
 
 
 class OverTheGradient(NamedTuple):
-    """How the logits of all tokens lie in the memory of the weight's gradient, in blocks of v of the vocabulary:
+    """How the logits of all tokens lie in the memory of the weight's gradient, in blocks of v ids of the vocabulary:
 
-    | room | logits of block 0 | logits of block 1 | …             each overwritten, once it is done with, by
-    | gradient of block 0 | of block 1 | …                         the gradients of the blocks after it
+    | room | logits of block 0 | logits of block 1 | …
+    | gradient of block 0 | of block 1 | …                         overwrites logits that are no longer needed
     """
 
     v: int
@@ -243,9 +244,10 @@ class OverTheGradient(NamedTuple):
 def _over_the_gradient(
     n: int, head: Head, wanted: Wanted, dtype: torch.dtype, logit_bytes: int, workspace: int
 ) -> OverTheGradient | None:
-    """The fewest blocks with which the logits of n tokens fit into the float32 sum of the weight's gradient and the workspace.
+    """Return the fewest blocks with which the logits of n tokens fit into the memory of the weight's gradient.
 
-    None where they do not, where there is no such gradient, and where the row functions need copies of the logits.
+    That memory is a float32 sum and the workspace. None where they do not fit, where there is no such gradient, and where
+    the row functions need copies of the logits.
     """
     H, V = head.weight_VH.shape[1], head.V
     if not wanted.weight or not n or logit_bytes != dtype.itemsize:
@@ -276,7 +278,7 @@ def _policy_terms_in_blocks(
     rows: ModuleType,
     wanted: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
-    """As `linear_policy_terms`, all tokens at once."""
+    """Return what `linear_policy_terms` does, with all tokens at once."""
     n, V, dtype, sums = tokens.count, head.V, tokens.dtype, sums_in(tokens.dtype)
     hidden_nH = tokens.hidden()
     memory = tokens.hidden_NH.new_empty(plan.room + n * V * dtype.itemsize, dtype=torch.uint8)
@@ -347,7 +349,7 @@ def linear_logp_with_gradient(hidden_NH, weight, bias, ids_N, mask_N, temperatur
 
 
 def fake_gradients(hidden_NH, weight, bias, dtype, wanted):
-    """As they are made above: those not asked for are empty, the weight's in the dtype of the products."""
+    """Return the shapes and dtypes of gradients: those not asked for are empty, the weight's in the products' dtype."""
     return (
         hidden_NH.new_empty(hidden_NH.shape if wanted[0] else 0),
         weight.new_empty(weight.shape) if wanted[1] else weight.new_empty(0, dtype=dtype),

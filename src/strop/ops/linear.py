@@ -1,4 +1,4 @@
-"""Log-probs and losses from hidden states and an LM head, as a trainer calls them: without checks and without the registry.
+"""Log-probs and losses from hidden states and an LM head, without checks and without the registry: what trainers call.
 
 The operators `linear_logp`, `linear_token_loss` and `linear_grpo_loss` are the public edge. They check their arguments,
 choose a backend and call these functions. A trainer's arguments were checked when its config and its batch were made, so

@@ -230,7 +230,7 @@ def _forced_choice(op_name: str) -> tuple[str, str] | None:
 
 
 def _bare(signature: inspect.Signature, positional_only: bool = False) -> str:
-    """Names, kinds and defaults, without annotations; all, or those that can be given by position."""
+    """Return names, kinds and defaults, without annotations; of all parameters, or of those given by position."""
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     if positional_only:
         parameters = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -270,17 +270,17 @@ def get_op(name: str) -> Op:
 
 
 def ops() -> list[str]:
-    """The names of all operators."""
+    """Return the names of all operators."""
     return sorted(_ops)
 
 
 def backends(name: str) -> list[str]:
-    """The operator's backends in the order in which they are asked."""
+    """Return the operator's backends in the order in which they are asked."""
     return get_op(name).backends()
 
 
 def explain(name: str, *args: object, **kwargs: object) -> Explanation:
-    """Which backend the operator would choose for these arguments, and why not the others."""
+    """Return which backend the operator would choose for these arguments, and why not the others."""
     return get_op(name).explain(*args, **kwargs)
 
 
