@@ -46,7 +46,7 @@ from strop.ops.head import (
     slices,
 )
 from strop.ops.library import constant_when_compiled, library_op
-from strop.ops.rows import implementation
+from strop.ops.rows import TokenValues, implementation
 
 MiB = 2**20
 SCORE_WORKSPACE = 60 * MiB
@@ -169,21 +169,15 @@ def linear_logps_with_gradient(
     dtype = head.weight_VH.dtype
     wanted = Wanted(hidden=True, weight=False, bias=False, weight_dtype=dtype)
     ones_N = hidden_NH.new_ones(len(hidden_NH), dtype=sums_in(dtype))
-    *_, logps_N, gradients = linear_policy_terms(
-        hidden_NH, head, ids_N, mask_N, None, None, ones_N, -ones_N, temperature, NLL(), rows, workspace, wanted
-    )
+    values = TokenValues(ids_N, mask_N, None, None, ones_N, -ones_N)
+    *_, logps_N, gradients = linear_policy_terms(hidden_NH, head, values, temperature, NLL(), rows, workspace, wanted)
     return logps_N, gradients.hidden_NH
 
 
 def linear_policy_terms(
     hidden_NH: torch.Tensor,
     head: Head,
-    ids_N: torch.Tensor,
-    mask_N: torch.Tensor | None,
-    old_logps_N: torch.Tensor | None,
-    ref_logps_N: torch.Tensor | None,
-    advantages_N: torch.Tensor,
-    weights_N: torch.Tensor,
+    values: TokenValues,
     temperature: float,
     rule: TokenRule,
     rows: ModuleType,
@@ -191,14 +185,13 @@ def linear_policy_terms(
     wanted: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
     """Return the loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
-    tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
-    per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
+    tokens = CountedTokens(hidden_NH, values.mask, head.weight_VH.dtype, rows)
     bytes_given = train_workspace(hidden_NH.device, workspace)
     plan = _over_the_gradient(
         tokens.count, head, wanted, tokens.dtype, rows.bytes_per_logit(tokens.dtype, kept=True), bytes_given
     )
     if plan is not None and plan.v < head.V:
-        return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, rule, rows, wanted)
+        return _policy_terms_in_blocks(tokens, head, plan, values, temperature, rule, rows, wanted)
     n = _chunk_size(tokens, head, wanted, bytes_given) if plan is None else tokens.count
     chunks = LogitChunks(tokens, head, n)
     logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,)))
@@ -206,10 +199,10 @@ def linear_policy_terms(
     weight_dtype = sums_in(tokens.dtype) if len(chunks.parts) > 1 else wanted.weight_dtype
     grads = empty_gradients(tokens, head, wanted._replace(weight_dtype=weight_dtype))
     for part, hidden_nH, logits_nV in chunks:
-        ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values, part) for values in per_token)
+        into = logps_n[part], terms_3n[:, part]
         terms = rows.policy_terms(
-            logits_nV, ids_n, None, old_n, ref_n, advantages_n, weights_n, temperature, rule, any(wanted[:3]), True,
-            (logps_n[part], terms_3n[:, part]), wanted.factors_can_wait,
+            logits_nV, tokens.take_values(values, part), temperature, rule, any(wanted[:3]), True, into,
+            wanted.factors_can_wait,
         )  # fmt: skip
         if wanted.hidden:
             tokens.put_product(logits_nV, head.weight_VH, terms.factors_N, part, grads.hidden_NH)
@@ -272,7 +265,7 @@ def _policy_terms_in_blocks(
     tokens: CountedTokens,
     head: Head,
     plan: OverTheGradient,
-    per_token: tuple[torch.Tensor | None, ...],
+    values: TokenValues,
     temperature: float,
     rule: TokenRule,
     rows: ModuleType,
@@ -285,13 +278,13 @@ def _policy_terms_in_blocks(
     logits = memory[plan.room :].view(dtype)
     blocks = [(block, logits[n * block.start : n * block.stop]) for block in cut(V, plan.v, IDS_MULTIPLE)]
     logps_n, stats_2n = (tokens.hidden_NH.new_empty(*lead, n, dtype=sums) for lead in ((), (2,)))
-    ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values) for values in per_token)
-    assert advantages_n is not None
-    assert weights_n is not None
+    values_n = tokens.take_values(values)
     for number, (block, piece) in enumerate(blocks):
         logits_nv = head.logits(hidden_nH, block, piece)
-        rows.logps(logits_nv, ids_n, None, temperature, False, (logps_n, stats_2n, None), (block.start, V, number))
-    terms_3n, d_logps_n = token_terms(logps_n, old_n, ref_n, advantages_n, weights_n, rule)
+        rows.logps(
+            logits_nv, values_n.ids, None, temperature, False, (logps_n, stats_2n, None), (block.start, V, number)
+        )
+    terms_3n, d_logps_n = token_terms(logps_n, *values_n[2:], rule)
 
     grads = empty_gradients(tokens, head, wanted._replace(weight=False))
     d_weight_VH = memory[: V * head.weight_VH.shape[1] * wanted.weight_dtype.itemsize].view(wanted.weight_dtype)
@@ -300,7 +293,7 @@ def _policy_terms_in_blocks(
     for block, piece in blocks:
         logits_nv = piece.view(n, block.stop - block.start)
         where = block.start, V
-        rows.logps_bwd(logits_nv, ids_n, None, stats_2n, logps_n, d_logps_n, None, temperature, True, where)
+        rows.logps_bwd(logits_nv, values_n.ids, None, stats_2n, logps_n, d_logps_n, None, temperature, True, where)
         if d_hidden_nH is not None:
             add_product(logits_nv, head.weight_VH[block], d_hidden_nH)
         if wanted.bias:
@@ -393,9 +386,9 @@ def linear_policy_loss(
     workspace, dtype, wanted,
 ):  # fmt: skip
     total, policy_and_kl, logps_N, gradients = linear_policy_terms(
-        hidden_NH, Head.of(dtype, weight, bias, rows == "exact"), ids_N, mask_N, old_N, ref_N, advantages_N, weights_N,
-        temperature, from_text(rule), implementation(rows), workspace,
-        Wanted.of(wanted, weight.dtype),
+        hidden_NH, Head.of(dtype, weight, bias, rows == "exact"),
+        TokenValues(ids_N, mask_N, old_N, ref_N, advantages_N, weights_N), temperature, from_text(rule),
+        implementation(rows), workspace, Wanted.of(wanted, weight.dtype),
     )  # fmt: skip
     d_bias = gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
     return total, policy_and_kl, logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias

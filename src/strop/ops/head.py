@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from strop._tensors import sums_in
+from strop.ops.rows import TokenValues
 
 TOKENS_MULTIPLE, IDS_MULTIPLE = 512, 128  # chunks of tokens and blocks of the vocabulary are multiples of these
 ROW_MULTIPLE = 8  # 16-bit logits in 16 bytes: rows of exact logits begin on multiples of them
@@ -103,8 +104,10 @@ class CountedTokens:
             return values.index_select(dim, self.places[part])
         return values[part] if dim == 0 else values[:, part]
 
-    def take_optional(self, values: torch.Tensor | None, part: slice = ALL) -> torch.Tensor | None:
-        return None if values is None else self.take(values, part)
+    def take_values(self, values: TokenValues, part: slice = ALL) -> TokenValues:
+        """Return the values of some of the tokens that count; so there is no mask."""
+        without_mask = values._replace(mask=None)
+        return TokenValues._make(None if one is None else self.take(one, part) for one in without_mask)
 
     def put(self, values_nH: torch.Tensor, part: slice, out_NH: torch.Tensor) -> None:
         if self.places is None:

@@ -12,6 +12,17 @@ from typing import NamedTuple
 import torch
 
 
+class TokenValues(NamedTuple):
+    """What a loss reads of every token, [N]."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor | None
+    old_logps: torch.Tensor | None
+    ref_logps: torch.Tensor | None
+    advantages: torch.Tensor
+    weights: torch.Tensor
+
+
 class PolicyTerms(NamedTuple):
     """The results of `policy_terms`.
 

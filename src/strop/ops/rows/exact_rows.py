@@ -7,7 +7,7 @@ elements would be summed together.
 import torch
 
 from strop.losses.rules import TokenRule, token_terms
-from strop.ops.rows import PolicyTerms, triton_rows
+from strop.ops.rows import PolicyTerms, TokenValues, triton_rows
 from strop.ops.rows.triton_rows import logps_bwd, put_multiplied, scale_, sums
 
 __all__ = ["bytes_per_logit", "logps", "logps_bwd", "policy_terms", "put_multiplied", "scale_", "sums"]
@@ -40,12 +40,7 @@ def logps(
 
 def policy_terms(
     logits: torch.Tensor,
-    ids_N: torch.Tensor,
-    mask_N: torch.Tensor | None,
-    old_logps_N: torch.Tensor | None,
-    ref_logps_N: torch.Tensor | None,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
+    tokens: TokenValues,
     temperature: float,
     rule: TokenRule,
     gradient: bool,
@@ -55,10 +50,10 @@ def policy_terms(
 ) -> PolicyTerms:
     """Return what `triton_rows.policy_terms` does: the log-prob by its kernel, the loss by torch, the gradient by a kernel."""
     assert in_place
-    logps_N, stats_2N, _ = logps(logits, ids_N, mask_N, temperature, False)
-    terms_3N, d_logps_N = token_terms(logps_N, old_logps_N, ref_logps_N, advantages, weights, rule)
+    logps_N, stats_2N, _ = logps(logits, tokens.ids, tokens.mask, temperature, False)
+    terms_3N, d_logps_N = token_terms(logps_N, *tokens[2:], rule)
     into[0].copy_(logps_N)
     into[1].copy_(terms_3N)
     if gradient:
-        logps_bwd(logits, ids_N, mask_N, stats_2N, logps_N, d_logps_N, None, temperature, True)  # type: ignore[arg-type]
+        logps_bwd(logits, tokens.ids, tokens.mask, stats_2N, logps_N, d_logps_N, None, temperature, True)  # type: ignore[arg-type]
     return PolicyTerms(*into, logits)

@@ -7,7 +7,7 @@ import torch
 
 from strop.losses.divergence import divergence_and_gradient
 from strop.losses.rules import TokenRule, token_terms
-from strop.ops.rows import PolicyTerms
+from strop.ops.rows import PolicyTerms, TokenValues
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -106,12 +106,7 @@ def logps_bwd(
 
 def policy_terms(
     logits: torch.Tensor,
-    ids_N: torch.Tensor,
-    mask_N: torch.Tensor | None,
-    old_logps_N: torch.Tensor | None,
-    ref_logps_N: torch.Tensor | None,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
+    tokens: TokenValues,
     temperature: float,
     rule: TokenRule,
     gradient: bool,
@@ -119,8 +114,9 @@ def policy_terms(
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
     factored: bool = False,
 ) -> PolicyTerms:
-    """Return the terms of a policy loss and the gradient of the logits, without factors. Advantages and weights are [N]."""
-    assert mask_N is None, "masked tokens are dropped before"
+    """Return the terms of a policy loss and the gradient of the logits, without factors."""
+    assert tokens.mask is None, "masked tokens are dropped before"
+    ids_N = tokens.ids
     x_NV, own = _scaled(logits, temperature, in_place)
     exists_N = _exists(ids_N, x_NV.shape[1])
     picked_N = torch.where(exists_N, _picked(x_NV, ids_N, 0)[1], torch.nan)
@@ -128,7 +124,7 @@ def policy_terms(
     e_NV = _minus(x_NV, own, m_N).exp_()
     s_N = e_NV.sum(-1)
     logps_N = picked_N - m_N - s_N.log()
-    terms_3N, d_logps_N = token_terms(logps_N, old_logps_N, ref_logps_N, advantages, weights, rule)
+    terms_3N, d_logps_N = token_terms(logps_N, *tokens[2:], rule)
     d_logits = None
     if gradient:
         d_logps_N = torch.where(exists_N, d_logps_N, torch.nan) / temperature

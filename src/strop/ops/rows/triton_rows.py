@@ -11,6 +11,7 @@ import torch
 from strop.losses.rules import NLL, TokenRule
 from strop.ops.rows import (
     PolicyTerms,
+    TokenValues,
     check_in_place,
     divergence_kernel,
     empty_gradient,
@@ -228,12 +229,7 @@ def batch_coefficients(
 
 def policy_terms(
     logits: torch.Tensor,
-    ids_N: torch.Tensor,
-    mask_N: torch.Tensor | None,
-    old_logps_N: torch.Tensor | None,
-    ref_logps_N: torch.Tensor | None,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
+    tokens: TokenValues,
     temperature: float,
     rule: TokenRule,
     gradient: bool,
@@ -243,10 +239,11 @@ def policy_terms(
 ) -> PolicyTerms:
     """Return the terms of a policy loss and the gradient of the logits.
 
-    advantages, weights   [N] one for every row, or [B] one for every N/B rows
-    into                  memory for the log-probs [N] and the terms [3, N]
-    factored              each row of the gradient may lack a factor, which `factors_N` then has: it spares a visit
+    tokens     of which advantages and weights may be [B], one for every N/B rows
+    into       memory for the log-probs [N] and the terms [3, N]
+    factored   each row of the gradient may lack a factor, which `factors_N` then has: it spares a visit
     """
+    ids_N, mask_N, old_logps_N, ref_logps_N, advantages, weights = tokens
     assert not factored or (gradient and in_place and mask_N is None), "exponentials are written over every row"
     given, device = logits, logits.device
     bounds = rule.bounds
