@@ -14,7 +14,7 @@ import strop
 from strop import _trl, process_failures
 from strop._checks import printable
 from strop._contained import ExitError, exit_message
-from strop.cli import bench, data, demo, doctor, eval, generate, init, report, serve, train
+from strop.cli import bench, data, demo, doctor, eval, export, generate, init, report, serve, train
 
 app = typer.Typer(
     name="strop",
@@ -31,6 +31,7 @@ app.add_typer(data.app, name="data")
 app.command("generate")(generate.command)
 app.command("eval")(eval.command)
 app.command("serve")(serve.command)
+app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)

@@ -151,7 +151,7 @@ for name, (_, about) in ALGORITHMS.items():
 def run(command: str, job: JobConfig, config: TrainerConfig, *, quiet: bool = False) -> Path:
     """Train and return the run folder. Ends the process with 130 or 143 after Ctrl-C or SIGTERM."""
     from strop.distributed import world
-    from strop.training.folder import remove_run
+    from strop.training.folder import final_model, remove_run
 
     quiet = quiet or not world().is_first
     output = world().from_first(lambda: _output(command, job))
@@ -182,7 +182,8 @@ def run(command: str, job: JobConfig, config: TrainerConfig, *, quiet: bool = Fa
     if world().is_first:
         print(output)
         if job.push_to_hub is not None:
-            _push(trainer, job.push_to_hub, _model_of(writes_to), output / _model_of(writes_to).relative_to(writes_to))
+            final = final_model(writes_to)
+            _push(trainer, job.push_to_hub, final, output / final.relative_to(writes_to))
     return output
 
 
@@ -334,6 +335,8 @@ def _size(trainer: "Trainer") -> str:
 
 def _tell(history: "History", output: Path, place: Path) -> None:
     """Print the first and the last of what was measured, and how to look at it."""
+    from strop.training.folder import final_model
+
     evaluations = [e for e in history.evaluations if len(e) > 1]
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
@@ -341,7 +344,9 @@ def _tell(history: "History", output: Path, place: Path) -> None:
             print(f"{name}: {first.get(name, float('nan')):.4g} → {last[name]:.4g}", file=sys.stderr)
     if history.stop_reason:
         print(f"stopped: {history.stop_reason}", file=sys.stderr)
-    print(f"model: {output / _model_of(place).relative_to(place)}\nlook at it: strop report {output}", file=sys.stderr)
+    print(
+        f"model: {output / final_model(place).relative_to(place)}\nlook at it: strop report {output}", file=sys.stderr
+    )
 
 
 def _push(trainer: "Trainer", repo_id: str, folder: Path, shown: Path) -> None:
@@ -353,9 +358,3 @@ def _push(trainer: "Trainer", repo_id: str, folder: Path, shown: Path) -> None:
         again = f"To try again: hf upload {repo_id} {shown}"
         raise RuntimeError(f"the run is complete and its model is in {shown}, but {why}. {again}") from error
     print(f"pushed to {address}", file=sys.stderr)
-
-
-def _model_of(output: Path) -> Path:
-    """Return the folder of the whole model, or where there is none of its adapter."""
-    final, adapter = output / "final", output / "final" / "adapter"
-    return final if (final / "config.json").exists() or not adapter.exists() else adapter

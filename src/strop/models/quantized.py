@@ -154,7 +154,15 @@ def merged_copy(model: Any) -> Any:
     model = copy.deepcopy(model)
     if quantization_of(model) is not None:
         dequantize_and_merge(model)
-    return model.merge_and_unload() if is_peft(model) else model
+    if is_peft(model):
+        return model.merge_and_unload()
+    for name, module in list(
+        model.named_modules()
+    ):  # of an adapter's folder transformers opens the base with its layers
+        if hasattr(module, "base_layer") and hasattr(module, "merge"):
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
+    return model
 
 
 # ---- what cannot be trained ----

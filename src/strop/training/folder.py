@@ -292,3 +292,9 @@ def flat(tree: Json, prefix: str = "") -> Json:
     for name, value in tree.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return found
+
+
+def final_model(folder: Path) -> Path:
+    """Return where the folder of a run has its model: the whole one, or where there is none its adapter."""
+    final, adapter = folder / "final", folder / "final" / "adapter"
+    return final if (final / "config.json").exists() or not adapter.exists() else adapter
