@@ -231,7 +231,7 @@ class PolicyRule:
     In GRPO's config beta and max_completion_length are set by the options kl_coef and max_new_tokens.
     """
 
-    loss_type: str = choice("grpo", POLICY_LOSSES)  # the table itself: a new entry is a choice
+    loss_type: str = "grpo"
     importance_level: str = choice("token", IMPORTANCE_LEVELS)
     clip_eps: float | tuple[float, float] | None = None
     delta: float | None = None
@@ -245,6 +245,7 @@ class PolicyRule:
     row_suffices: ClassVar[bool]  # whether a token's loss needs its own row of logits alone: no sequence, no entropy
 
     def __post_init__(self) -> None:
+        check_choice(self.loss_type, "loss_type", tuple(POLICY_LOSSES))  # the table as it is now, with entries of users
         check_fields(self)
         for name in ("clip_eps", "sapo_temperatures", "vespo_gamma"):
             if isinstance(value := getattr(self, name), list):
