@@ -1,12 +1,15 @@
 # Every target sets up what it needs. One environment, .venv by default, with the versions of constraints.txt.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Python keeps what it compiles of torch and transformers, whatever the shell says: else each of the tests' processes
+# compiles 2,700 files again, which takes ten seconds.
+export PYTHONDONTWRITEBYTECODE :=
 VENV ?= .venv
 BIN := $(VENV)/bin
 SANITIZED := build/sanitize
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/*) $(wildcard native/*/*)
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test test-portable test-learning test-sizes test-architectures test-gpu test-vllm bench bench-gpu docs docs-site lint check sanitize sanitize-threads dist clean
+.PHONY: help demo test test-portable test-learning test-sizes test-architectures test-gpu test-vllm bench bench-gpu docs docs-site hashes lint check sanitize sanitize-threads dist clean
 
 help:
 	@echo "make demo       set up and run the demonstration"
@@ -31,10 +34,15 @@ $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# CI gives HASHES=.ci/hashes.txt: every package in it must be the file it was. torch and triton are not in it: which of their
+# files is right differs by machine and index. The two installations below then find everything else there already.
+HASHES ?=
+
 # The packages change with these files alone, the compiled module with its sources too. Most of torch's and transformers'
 # files are never imported: Python compiles those that are (--no-compile).
 $(VENV)/packages: pyproject.toml constraints.txt | $(VENV)/created
 	@echo "setting up, once: two to three minutes"
+	$(if $(HASHES),@$(BIN)/python -m pip install --quiet --no-compile --require-hashes --no-deps -r $(HASHES))
 	@echo "1 of 3: tools to build with (10 seconds)"
 	@$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
 	@$(BIN)/python -m pip install --quiet -c constraints.txt scikit-build-core nanobind numpy cmake ninja
@@ -79,6 +87,12 @@ docs-site:
 		$(SITE)/bin/pip install --quiet mkdocs-material "mkdocstrings[python]" ruff; }
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 	@echo "open build/site/index.html; its search needs a server: python3 -m http.server -d build/site"
+
+# Needs uv. The same file serves Linux and macOS, x86-64 and ARM.
+hashes:
+	printf '%s\n' scikit-build-core nanobind cmake ninja | uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+		--no-header --no-annotate --extra dev -c constraints.txt pyproject.toml - | \
+		awk '/^[a-z]/ {keep = !/^(torch|triton|nvidia-|cuda-|colorama|httpx2-jsfetch|setuptools)/} keep' > .ci/hashes.txt
 
 test-gpu:
 	PYTHONPATH=src python3 -m pytest tests/gpu

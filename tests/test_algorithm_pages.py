@@ -20,7 +20,8 @@ from strop.algorithms.ppo import PPO, PPOConfig
 from strop.algorithms.reward_model import RewardModel, RewardModelConfig
 from strop.algorithms.sft import SFT, SFTConfig
 from strop.cli.job import JobConfig
-from strop.config import LoRAConfig, OptimConfig, RunConfig, options_in
+from strop.config import LoRAConfig, OptimConfig, RunConfig
+from strop.config.base import options_in
 from strop.environments import Environment, Turn, TurnsConfig
 from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
 from strop.moe import MoEConfig, MoETransformer

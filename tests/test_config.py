@@ -9,16 +9,8 @@ from pathlib import Path
 import pytest
 
 from strop import DPO, GRPO, KTO, PPO, SFT, Distill, RewardModel, _trl
-from strop.config import (
-    Config,
-    LoRAConfig,
-    OptimConfig,
-    RunConfig,
-    TrainerConfig,
-    TurnsConfig,
-    option_names,
-    parse_number,
-)
+from strop.config import Config, LoRAConfig, OptimConfig, RunConfig, TrainerConfig, TurnsConfig
+from strop.config.base import option_names, parse_number
 from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
 from strop.rollout import Sampling
 from strop.rollout.client import ServerConfig
@@ -172,7 +164,7 @@ def test_a_config_made_directly_checks_itself_too(make, message):
 def test_the_names():
     """A new option is a decision."""
     assert sorted(f.name for f in dataclasses.fields(OptimConfig)) == [
-        "betas", "eps", "learning_rate", "max_grad_norm", "min_learning_rate", "optimizer", "schedule", "warmup_steps",
+        "betas", "eps", "learning_rate", "max_grad_norm", "min_learning_rate", "offload_optimizer", "optimizer", "schedule", "warmup_steps",
         "weight_decay",
     ]  # fmt: skip
     assert sorted(f.name for f in dataclasses.fields(RunConfig)) == [

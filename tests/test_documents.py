@@ -7,6 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from tiny_models import llama
 from tiny_tokenizers import hugging_face
 
@@ -182,3 +185,31 @@ def test_a_definition_is_told_from_a_call(text, name, found, tmp_path):
     path = tmp_path / "a.cpp"
     path.write_text(text)
     assert is_defined(name, path) is found
+
+
+def pinned(path):
+    """Return the versions that a file of requirements names, by package."""
+    found = re.findall(r"^([A-Za-z][\w.-]*)([<>=]=[^ ;\n]+)", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+    return {canonicalize_name(name): version for name, version in found}
+
+
+def test_ci_installs_packages_of_known_hashes():
+    """In the versions of constraints.txt, all that .[dev] names, but what differs by machine and index."""
+    wanted, hashed = pinned("constraints.txt"), pinned(".ci/hashes.txt")
+    assert hashed == {name: wanted.get(name) for name in hashed}
+    text = (ROOT / ".ci" / "hashes.txt").read_text(encoding="utf-8")
+    blocks = re.split(r"\n(?=[a-z])", text)
+    assert len(blocks) == len(hashed)
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}\b", block) for block in blocks)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    names = re.search(r"\[(.*)\]", extras["dev"][0])[1].split(",")
+    needed = [line for name in (*names, "dev") for line in extras[name] if not line.startswith("strop")]
+    assert {canonicalize_name(Requirement(line).name) for line in needed} - hashed.keys() == {"torch", "triton"}
+    assert "HASHES=.ci/hashes.txt" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_both_builds_of_torch_can_be_installed():
+    """torch's CUDA build of this version wants triton 3.7.1 exactly; its CPU build wants none."""
+    wanted = pinned("constraints.txt")
+    assert wanted["torch"] == "==2.13.0"  # of another version look up what it requires
+    assert SpecifierSet(wanted["triton"]).contains("3.7.1")

@@ -8,7 +8,7 @@ from strop import PPO, SFT
 from strop.cli.train import config_class, gather
 from strop.config import OptimConfig
 from strop.models.kinds import as_module
-from strop.training.optimizers import hidden_matrices, named_optimizer
+from strop.training.optimizers import hidden_matrices, keep_on_host, named_optimizer
 from strop.training.trainer import make_optimizer
 from tests.tiny_qwen2 import tiny_qwen2
 from tests.trained_models import tiny_moe
@@ -49,6 +49,27 @@ def test_from_checkpoint_has_the_optimiser_by_its_name(name, tmp_path):
     for one in (sft, again):
         one.train_step([[5, 3]], [[4, 6]])
     assert torch.equal(weights(sft), weights(again))
+
+
+@pytest.mark.parametrize("part_bytes", [1, 3000, 2**28])
+def test_steps_in_parts_are_those_of_all_at_once(name, part_bytes):
+    """With states in the host's memory; part sizes of one parameter, of a few and of all."""
+    trainers = [SFT(model=tiny_qwen2(), optimizer=name, learning_rate=1e-2, weight_decay=0.1) for _ in range(2)]
+    keep_on_host(trainers[1].optimizer, part_bytes)
+    for row in ROWS[:3]:
+        first, second = (one.train_step([row["prompt"]], [row["completion"]]) for one in trainers)
+        assert first["loss"] == second["loss"]
+    assert torch.equal(*map(weights, trainers))
+    assert [len(group["params"]) for group in trainers[0].optimizer.param_groups] == [
+        len(group["params"]) for group in trainers[1].optimizer.param_groups
+    ]
+
+
+def test_offload_optimizer_on_a_cpu_warns_and_is_refused_beside_pages():
+    with pytest.warns(UserWarning, match="offload_optimizer has no effect"):
+        SFT(model=tiny_qwen2(), offload_optimizer=True)
+    with pytest.raises(ValueError, match="offload_optimizer must be False with paged_adamw8bit"):
+        OptimConfig(optimizer="paged_adamw8bit", offload_optimizer=True)
 
 
 def test_sgd_is_a_step_along_the_gradient():

@@ -104,7 +104,46 @@ TINY = Model(
     shape={"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
            "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
 )  # fmt: skip
-ON_A_CPU = [Workload(model=TINY, prompt_tokens=16, new_tokens=32, varied=varied) for varied in (False, True)]
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # the name, and what is beside TINY's shape
+    "starcoder2": ("StarCoder 2", {}),
+    "gpt_oss": ("gpt-oss", EXPERTS | {"head_dim": 16, "sliding_window": 16, "rope_parameters": None}),
+    "deepseek_v3": ("DeepSeek V3", {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+    }),
+    "qwen3_next": ("Qwen3-Next", LINEAR | {
+        "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    }),
+    "qwen3_5_text": ("Qwen3.5", LINEAR | {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}),
+    "falcon_h1": ("Falcon-H1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16,
+                                "mamba_n_groups": 1}),
+    "granitemoehybrid": ("Granite 4", EXPERTS | {
+        "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+        "mamba_n_groups": 1, "shared_intermediate_size": 32,
+    }),
+    "nemotron_h": ("Nemotron-H", {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 16,
+                                  "ssm_state_size": 16, "n_groups": 1, "head_dim": 16}),
+    "lfm2": ("LFM2", {"layer_types": ["conv", "full_attention"]}),
+}  # fmt: skip
+TINY_MODELS = [TINY] + [
+    dataclasses.replace(TINY, name=f"tiny {name}", model_type=kind, shape=TINY.shape | shape)
+    for kind, (name, shape) in FAMILIES.items()
+]
+ON_A_CPU = [
+    Workload(model=model, prompt_tokens=16, new_tokens=32, varied=varied)
+    for model in TINY_MODELS
+    for varied in ((False, True) if model is TINY else (False,))
+]
 
 
 # ---- the model ----

@@ -54,11 +54,11 @@ class World:
     # ---- rows and numbers of the host ----
 
     def share(self, num_rows: int) -> range:
-        """Which of so many rows are this process's: neighbours, so that all shares in order are the rows in order."""
+        """Return which of so many rows are this process's: neighbours, so that the shares in order are the rows in order."""
         return range(num_rows * self.rank // self.size, num_rows * (self.rank + 1) // self.size)
 
     def gathered(self, value: Item) -> list[Item]:
-        """The values of all processes, in their order."""
+        """Return the values of all processes, in their order."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -68,7 +68,7 @@ class World:
         return found
 
     def concat(self, items: list[Item]) -> list[Item]:
-        """The items of all processes, one after the other."""
+        """Return the items of all processes, one after the other."""
         return [item for items_ in self.gathered(items) for item in items_]
 
     def total(self, value: float) -> float:
@@ -78,13 +78,13 @@ class World:
         return any(self.gathered(bool(value)))
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until all processes are here."""
         self.gathered(None)
 
     def together(self, call: Callable[[], Item], raises: type[Exception] | None = None) -> Item:
-        """What `call` returns here, once it has returned in every process. Where it fails in one, it fails in all.
+        """Return what `call` returns here, once it has returned in every process. If it fails in one, it fails in all.
 
-        raises   of the processes in which it did not fail; None: a PeerError
+        raises   the error of the processes in which it did not fail; None: a PeerError
         """
         if self.size == 1:
             return call()
@@ -100,29 +100,28 @@ class World:
         return found
 
     def from_first(self, call: Callable[[], Item]) -> Item:
-        """What `call` returns in the first process, which alone calls it, told to all."""
+        """Return, in all processes, what `call` returns in the first, which alone calls it."""
         if self.size == 1:
             return call()
         found = self.together(lambda: [call()] if self.is_first else [])
         return self.gathered(found)[0][0]
 
     def check_same(self, values: Mapping[str, object]) -> None:
-        """Raise, in every process, where one of these is not the same in all; by their names."""
+        """Raise in every process if one of these values, by its name, is not the same in all."""
         if self.size == 1:
             return
         first, *others = self.gathered(dict(values))
         for rank, own in enumerate(others, 1):
             if apart := sorted(name for name in first.keys() | own.keys() if first.get(name) != own.get(name)):
                 name = apart[0]
-                raise ValueError(
-                    f"{name} must be the same in every process, which takes its share by itself, found "
-                    f"{first.get(name)!s:.60} in process 0 and {own.get(name)!s:.60} in process {rank}"
-                )
+                found = f"{first.get(name)!s:.60} in process 0 and {own.get(name)!s:.60} in process {rank}"
+                wanted = "the same in every process, which takes its share by itself"
+                raise ValueError(f"{name} must be {wanted}, found {found}")
 
     # ---- tensors ----
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the processes, in place."""
+        """Sum the tensor over the processes in place, and return it."""
         if self.size > 1:
             import torch.distributed as dist
 
@@ -130,7 +129,7 @@ class World:
         return tensor
 
     def make_same(self, module: nn.Module) -> None:
-        """Give every process the first one's weights: what was drawn at random is else another in each."""
+        """Give every process the first one's weights: those drawn at random differ otherwise."""
         if self.size == 1:
             return
         import torch.distributed as dist
@@ -140,7 +139,7 @@ class World:
                 dist.broadcast(tensor.detach(), 0)
 
     def sum_gradients(self, params: Sequence[nn.Parameter]) -> None:
-        """Sum every gradient over the processes; one that only others have is 0 here."""
+        """Sum every gradient over the processes; one that only others have counts as 0 here."""
         if self.size == 1:
             return
         import torch.distributed as dist
@@ -159,7 +158,7 @@ class World:
 
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one dtype, together about BUCKET bytes."""
+    """Yield neighbours of one dtype, together about BUCKET bytes."""
     bucket: list[torch.Tensor] = []
     for tensor in tensors:
         if bucket and (bucket[0].dtype != tensor.dtype or sum(one.nbytes for one in bucket) >= BUCKET):
@@ -175,7 +174,7 @@ ALONE = World()
 
 @functools.cache
 def world() -> World:
-    """The processes torchrun started, connected; one process where it did not."""
+    """Return the processes that torchrun started, connected; without torchrun this one alone."""
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
     if "TORCHELASTIC_RUN_ID" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
         return ALONE
@@ -192,9 +191,8 @@ def world() -> World:
         dist.init_process_group(backend, timeout=timedelta(seconds=process_failures.timeout()))
     if size > 1:
         where: list[tuple[str | None, int]] = found.gathered((os.environ.get("GROUP_RANK"), os.getpid()))
-        process_failures.watch_others(
-            rank, where, cast(process_failures.Store, dist.distributed_c10d._get_default_store())
-        )
+        store = cast(process_failures.Store, dist.distributed_c10d._get_default_store())
+        process_failures.watch_others(rank, where, store)
     return found
 
 
@@ -202,9 +200,9 @@ def world() -> World:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write tensors, whole or in shards, into one folder, all processes at once: each its shards, and its part of the rest.
+    """Write tensors, whole or in shards, into one folder: each process writes its shards and its part of the rest.
 
-    A process may have tensors that others do not have. One that fails is an OSError in all.
+    A process may have tensors that others do not have. If one fails, all raise an OSError.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -282,9 +280,8 @@ class Shards:
         self.are_whole = False  # at present, within `read`
         self._copied: dict[int, Any] = {}  # of each part: the twin's weights, and the whole ones here
         self._places = _places(self.twin)
-        policy = MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32, cast_forward_inputs=False
-        )
+        reduced = None if dtype is None else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
         self._parts = _apart(module, [*_together(layers), [module]])
         for modules, _ in self._parts:
             fully_shard(modules, mp_policy=policy)
@@ -301,7 +298,7 @@ class Shards:
         module.reshard()  # type: ignore[operator]
 
     def clip(self, params: Sequence[nn.Parameter], limit: float, world: World) -> torch.Tensor:
-        """`clip_grad_norm_`, on what lies here of each gradient."""
+        """Clip the gradients' norm, as `clip_grad_norm_` does, on what lies here of each; return the norm."""
         grads = [param.grad.to_local() for param in params if param.grad is not None]  # type: ignore[attr-defined]
         if not grads:  # in no process, as when every completion is masked
             return torch.zeros((), device=params[0].device)
@@ -310,7 +307,7 @@ class Shards:
         return norm
 
     def read(self, call: Callable[[], Item]) -> Item:
-        """What `call` makes of the model, with its weights whole; a tensor or several."""
+        """Return what `call` makes of the model with its weights whole: a tensor or several."""
         found = []
 
         def within() -> object:
@@ -325,12 +322,12 @@ class Shards:
         return found[0]
 
     def sum_gradients_after(self, is_last: bool) -> None:
-        """Whether the next backward is the update's last, which sums the gradients over the processes."""
+        """Say whether the next backward is the update's last, which sums the gradients over the processes."""
         self.module.set_requires_gradient_sync(is_last)  # type: ignore[operator]
         self.module.set_is_last_backward(is_last)  # type: ignore[operator]
 
     def gather(self) -> None:
-        """Give `twin` all weights, gathered part by part, in the memory of the last time if it still has that."""
+        """Give `twin` all weights, gathered part by part; its memory of the last time is used again."""
         for number, (modules, names) in enumerate(self._parts):
             part: Any = modules[0]
             part.unshard()
@@ -352,7 +349,7 @@ class Shards:
             _set(self._places[name], torch.empty(param.shape, dtype=param.dtype, device="meta"))
 
     def on_host(self, is_wanted: bool) -> nn.Module | None:
-        """A copy of the model in host memory, with its weights as they are trained; None in processes that want none."""
+        """Return a copy of the model in host memory, with its weights as trained; None in processes that want none."""
         made = _without_weights(self.twin)
         places = _places(made)
         for name, param in self.module.named_parameters():
@@ -365,18 +362,18 @@ class Shards:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies in shards, gathered; any other as it is."""
+    """Return a tensor that lies in shards gathered, any other as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def class_of(module: nn.Module) -> type:
-    """The module's class; FSDP puts one of its own before it."""
+    """Return the module's class; FSDP puts one of its own before it."""
     kind = type(module)
     return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
 
 
 def _together(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Neighbouring layers whose weights are gathered at once, TOGETHER of them: a small layer takes less time than that."""
+    """Group neighbouring layers, about TOGETHER weights each, that are gathered at once: single small layers take longer."""
     groups: list[list[nn.Module]] = []
     room = 0
     for layer in layers:
@@ -388,14 +385,14 @@ def _together(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _apart(module: nn.Module, parts: Sequence[list[nn.Module]]) -> list[tuple[list[nn.Module], list[str]]]:
-    """The parts with the names of their parameters; what an earlier part has, a later one around it has not."""
+    """Return the parts with the names of their parameters, except those that an earlier part within has."""
     names = {id(param): name for name, param in module.named_parameters()}
     owned = [[names.pop(id(p), None) for one in part for p in one.parameters()] for part in parts]
     return [(part, [name for name in own if name]) for part, own in zip(parts, owned, strict=True)]
 
 
 def _without_weights(module: nn.Module) -> nn.Module:
-    """A copy of the module whose parameters take no memory."""
+    """Return a copy of the module whose parameters take no memory."""
     import copy
 
     return copy.deepcopy(module, {id(param): _hollow(param) for param in module.parameters()})
@@ -413,7 +410,7 @@ def _set(places: Iterable[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:
 
 
 def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Where each parameter stands, by its first name; tied ones stand in several places."""
+    """Return where each parameter stands, by its first name; tied ones stand in several places."""
     first: dict[int, str] = {}
     found: dict[str, list[tuple[nn.Module, str]]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):

@@ -93,17 +93,14 @@ class OtherProcesses:
 
     def watch(self, store: Store) -> None:
         """Wait until a process fails, then end this one."""
-        while (
-            why := self.failure(store, own=True)
-        ) is None:  # its own failure too: a failed process may hang as it ends
+        while (why := self.failure(store, own=True)) is None:  # its own too: a failed process may hang as it ends
             if self.ended.wait(0.5):
                 return
         if self.ended.wait(GRACE):
             return
         if not self.is_first:
-            report_first(
-                lambda: print(f"strop: process {self.rank} of {self.size}: {why}", file=sys.stderr, flush=True)
-            )
+            told = f"strop: process {self.rank} of {self.size}: {why}"
+            report_first(lambda: print(told, file=sys.stderr, flush=True))
         os._exit(1)
 
 
@@ -118,11 +115,13 @@ def watch_others(rank: int, where: Sequence[tuple[str | None, int]], store: Stor
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        report_first(
-            lambda: (
-                print(format_error(error), file=sys.stderr) if is_lost_process(error) else before(kind, error, trace)
-            )
-        )
+        def report() -> None:
+            if is_lost_process(error):
+                print(format_error(error), file=sys.stderr)
+            else:
+                before(kind, error, trace)
+
+        report_first(report)
 
     sys.excepthook = hook
 
@@ -162,9 +161,8 @@ def is_lost_process(error: BaseException) -> bool:
 def _lost_process_error(error: BaseException | None) -> BaseException | None:
     """Return the error that says a process is gone: this one or one of its causes, as in an interrupted reward function."""
     while _others is not None and error is not None:
-        if isinstance(error, RuntimeError) and (
-            isinstance(error, PeerError) or any(word in str(error) for word in LOST_PROCESS_WORDS)
-        ):
+        says_so = isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_PROCESS_WORDS)
+        if says_so or isinstance(error, PeerError):
             return error
         error = error.__cause__ or error.__context__
     return None

@@ -151,7 +151,7 @@ class RewardFunctions:
             columns[name] = column_B.float()
         return Rewards(total_B.float(), columns)
 
-    def _score(self, function: Callable[..., Any], name: str, rows: Rows) -> list[float]:
+    def _score(self, function: Callable[..., object], name: str, rows: Rows) -> list[float]:
         given = arguments_for(function, name, rows)
         returned = call_checked(function, name, given, rows, self.timeout, self.find_failing)
         values = as_values(returned, len(rows["completions"]), f"reward function {name}", rows)
@@ -170,7 +170,7 @@ class PreferenceFunction:
     By its parameter names it may ask besides for prompts, prompt_ids and the dataset's columns, one entry a pair.
     """
 
-    def __init__(self, function: Any, timeout: float | None = None, find_failing: bool = False):
+    def __init__(self, function: object, timeout: float | None = None, find_failing: bool = False):
         if not callable(function):
             raise TypeError(f"preference_fn must be a function, found {type(function).__name__}")
         _refuse_async(function, "preference_fn")
@@ -384,7 +384,7 @@ def sample_table(rows: Mapping[str, Sequence[object]], **columns: Sequence[Any])
     ]
 
 
-def described(function: Any) -> dict[str, str]:
+def described(function: Callable[..., object]) -> dict[str, str]:
     """Return a function's name, its file and the file's SHA-256, for run.json; no file for one made in a session."""
     inner = inspect.unwrap(getattr(function, "func", function))
     found = {"name": unique_names([function])[0]}

@@ -7,13 +7,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from strop._checks import did_you_mean
 from strop._contained import contained
 
 
-def load_function(name: str, what: str) -> Callable[..., Any]:
+def load_function(name: str, what: str) -> Callable[..., object]:
     """Return the function of a name such as file.py:function or package.module:function."""
     place, colon, function = name.rpartition(":")
     if not colon or not place or not function:

@@ -85,7 +85,13 @@ def by_hand(folder, shard):
     trainer.train_step(**batch)
     trainer.save(folder / f"by-hand-{shard}")
     trainer.save(folder / f"by-hand-{shard}")  # in place of the first
-    for wrong in (lambda: trainer.train(ROWS[world().rank :]), lambda: sft(seed=world().rank)):
+    others = [{"prompt": [2, 3], "completion": [4, 5 + (i == 55) * world().rank]} for i in range(100)]  # in one row
+    for wrong in (
+        lambda: trainer.train(ROWS[world().rank :]),
+        lambda: trainer.train(others),
+        lambda: trainer.train(ROWS, eval_dataset=others),
+        lambda: sft(seed=world().rank),
+    ):
         with pytest.raises(ValueError, match="must be the same in every process"):
             wrong()
     again = SFT.from_checkpoint(folder / f"by-hand-{shard}")

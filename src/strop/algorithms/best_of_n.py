@@ -9,7 +9,8 @@ from torch.nn.functional import pad
 
 from strop._checks import check_count
 from strop._types import Array, Json, Row, Texts
-from strop.config import TurnsConfig, unknown_option
+from strop.config import TurnsConfig
+from strop.config.base import unknown_option
 from strop.data.batch import Trajectory
 from strop.data.inputs import as_prompts, as_rows, check_tokenizer
 from strop.environments.credit import EnvironmentRewards

@@ -138,7 +138,7 @@ def _room_of(model: object, tokenizer: Tokenizer, rows: list[Json], max_turns: i
     return most if context is None else max(1, min(most, context - longest))
 
 
-def _answers(best: Any, rows: list[Json], scored: bool) -> list[Json]:
+def _answers(best: "BestOfN", rows: list[Json], scored: bool) -> list[Json]:
     answers = []
     for i, (row, text) in enumerate(zip(rows, best.generate(rows), strict=True)):
         answer = {"prompt": row.get("prompt"), "completion": text}

@@ -15,7 +15,7 @@ import typer
 
 from strop._install import missing
 from strop._types import Json
-from strop.config import IN_TEXT, hints_of, options_in, parse_number, part_of
+from strop.config.base import IN_TEXT, hints_of, options_in, parse_number, part_of
 
 PANELS = {
     "optim": "Optimiser",

@@ -29,7 +29,8 @@ from strop.cli.job import (
     load_tools,
 )
 from strop.cli.options import Option, option, options_of, parse_settings, read_config, with_options
-from strop.config import Config, TrainerConfig, option_names, unknown_option
+from strop.config import Config, TrainerConfig
+from strop.config.base import option_names, unknown_option
 
 if TYPE_CHECKING:
     import torch

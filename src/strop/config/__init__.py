@@ -1,39 +1,22 @@
 """Options of all algorithms: frozen dataclasses that check themselves. They need neither torch nor transformers."""
 
-from strop.config.base import IN_TEXT, Config, hints_of, option_names, options_in, parse_number, part_of, unknown_option
-from strop.config.offline import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
-from strop.config.on_policy import DistillConfig, GRPOConfig, OnlineDPOConfig, PPOConfig
-from strop.config.policy_losses import PolicyRule
-from strop.config.preference_losses import PreferenceRule, UnpairedRule
-from strop.config.sampling import Sampling, ServerConfig, TurnsConfig
-from strop.config.training import QUANTIZED, LoRAConfig, OptimConfig, RunConfig, TrainerConfig
-
-__all__ = [
-    "IN_TEXT",
-    "QUANTIZED",
-    "Config",
-    "DPOConfig",
-    "DistillConfig",
-    "GRPOConfig",
-    "KTOConfig",
-    "LoRAConfig",
-    "OnlineDPOConfig",
-    "OptimConfig",
-    "PPOConfig",
-    "PolicyRule",
-    "PreferenceRule",
-    "RewardModelConfig",
-    "RunConfig",
-    "SFTConfig",
-    "Sampling",
-    "ServerConfig",
-    "TrainerConfig",
-    "TurnsConfig",
-    "UnpairedRule",
-    "hints_of",
-    "option_names",
-    "options_in",
-    "parse_number",
-    "part_of",
-    "unknown_option",
-]
+from strop.config.base import Config as Config
+from strop.config.offline import DPOConfig as DPOConfig
+from strop.config.offline import KTOConfig as KTOConfig
+from strop.config.offline import RewardModelConfig as RewardModelConfig
+from strop.config.offline import SFTConfig as SFTConfig
+from strop.config.on_policy import DistillConfig as DistillConfig
+from strop.config.on_policy import GRPOConfig as GRPOConfig
+from strop.config.on_policy import OnlineDPOConfig as OnlineDPOConfig
+from strop.config.on_policy import PPOConfig as PPOConfig
+from strop.config.policy_losses import PolicyRule as PolicyRule
+from strop.config.preference_losses import PreferenceRule as PreferenceRule
+from strop.config.preference_losses import UnpairedRule as UnpairedRule
+from strop.config.sampling import Sampling as Sampling
+from strop.config.sampling import ServerConfig as ServerConfig
+from strop.config.sampling import TurnsConfig as TurnsConfig
+from strop.config.training import QUANTIZED as QUANTIZED
+from strop.config.training import LoRAConfig as LoRAConfig
+from strop.config.training import OptimConfig as OptimConfig
+from strop.config.training import RunConfig as RunConfig
+from strop.config.training import TrainerConfig as TrainerConfig

@@ -73,10 +73,9 @@ def check_fields(config: "DataclassInstance") -> None:
 
 
 def parse_number(text: str) -> int | float | None:
-    """The number a text is, in plain decimal digits (12, -0.5, 1e-4); None where it is anything else.
+    """Return the number in a text of plain decimal digits (12, -0.5, 1e-4); None for any other text.
 
-    The one rule for numbers in options, from wherever they come. int() and float() take more than anybody means: spaces,
-    underscores, digits of other scripts, nan.
+    This is the rule for all options. int() and float() also take spaces, underscores, digits of other scripts and nan.
     """
     if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
         return None
@@ -86,7 +85,7 @@ def parse_number(text: str) -> int | float | None:
 
 
 def _from_text(name: str, text: str, kind: type) -> int | float:
-    """The number in an option's text, a whole one for int."""
+    """Return the number in an option's text, a whole one for int."""
     found = parse_number(text)
     if found is None or (kind is int and isinstance(found, float)):
         wanted = "whole number" if kind is int else "number"
@@ -95,7 +94,7 @@ def _from_text(name: str, text: str, kind: type) -> int | float:
 
 
 def unknown_option(name: str, known: Iterable[str], of: str = "", config: type | None = None) -> str:
-    """The message for a name that is none of the known ones."""
+    """Return the message for a name that is none of the known ones."""
     if config is not None and (other := _set_by(config).get(name.rpartition(".")[2])):
         return f"{name!r} is no option{of}; {other!r} is what sets it"
     if told := _trl.hint(name.rpartition(".")[2], "" if config is None else config.__name__.removesuffix("Config")):
@@ -132,30 +131,28 @@ class Config:
             if part is None:
                 _as_hinted(name, value, hints_of(type(self))[name])  # type: ignore[arg-type]
             elif not isinstance(value, part) and not (value is None and _allows_none(type(self), name)):
-                raise TypeError(
-                    f"{name} must be a {part.__name__}, found {value!r:.60}; {type(self).__name__}.from_options takes dicts"
-                )
+                hint = f"{type(self).__name__}.from_options takes dicts"
+                raise TypeError(f"{name} must be a {part.__name__}, found {value!r:.60}; {hint}")
         check_fields(self)
 
     @classmethod
     def from_options(cls, options: Mapping[str, object] | None = None, **more: object) -> Self:
-        """The config with these options; an unknown one is an error that names the nearest known one."""
+        """Return the config with these options; an unknown one is an error that names the nearest known one."""
         return cls().changed({**(options or {}), **more})
 
     def changed(self, options: Mapping[str, object] | None = None, **more: object) -> Self:
-        """A copy with these options changed, flat ("batch_size"), nested ({"run": {…}}) or dotted ("run.batch_size")."""
+        """Return a copy with these options, flat ("batch_size"), nested ({"run": {…}}) or dotted ("run.batch_size")."""
         tree: Json = {}
         for name, value in {**(options or {}), **more}.items():
             path = _path_of(type(self), str(name))
             if path is None:
-                raise ValueError(
-                    unknown_option(str(name), option_names(type(self)), f" of {type(self).__name__}", type(self))
-                )
+                of = f" of {type(self).__name__}"
+                raise ValueError(unknown_option(str(name), option_names(type(self)), of, type(self)))
             _put(tree, path, value, str(name))
         return _with(self, tree, "")
 
     def to_dict(self) -> Json:
-        """Nested plain values, as JSON and YAML hold them; `from_options` takes them back."""
+        """Return nested plain values, as JSON and YAML hold them; `from_options` takes them back."""
         return _plain(self)
 
 
@@ -163,7 +160,7 @@ class Config:
 
 
 def options_in(config: "DataclassInstance | type[DataclassInstance]") -> list[dataclasses.Field[object]]:
-    """The fields that are options; one with "set_by" in its metadata is set by another option."""
+    """Return the fields that are options; one with "set_by" in its metadata is set by another option."""
     return [field for field in dataclasses.fields(config) if "set_by" not in field.metadata]
 
 
@@ -178,7 +175,7 @@ def _set_by(config: type) -> dict[str, str]:
 
 
 def option_names(config: type) -> list[str]:
-    """Every name `from_options` takes flat: the fields at the top and those of the parts (of optional ones dotted)."""
+    """Return every name `from_options` takes flat: fields at the top and of the parts (dotted of optional parts)."""
     names = []
     for field in options_in(config):
         part = part_of(config, field.name)
@@ -190,7 +187,7 @@ def option_names(config: type) -> list[str]:
 
 
 def part_of(config: type, name: str) -> type | None:
-    """The dataclass of a nested field, or None for a plain one."""
+    """Return the dataclass of a nested field, or None for a plain one."""
     hint = hints_of(config)[name]
     for candidate in (hint, *typing.get_args(hint)):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
@@ -241,7 +238,7 @@ def _put(tree: Json, path: list[str], value: object, name: str) -> None:
 
 
 def _with(config: Any, tree: Mapping[str, object], prefix: str) -> Any:
-    """`config` with the tree's values in place of its own."""
+    """Return `config` with the tree's values in place of its own."""
     values = {}
     names = [field.name for field in options_in(config)]
     for name, value in tree.items():
@@ -256,16 +253,14 @@ def _with(config: Any, tree: Mapping[str, object], prefix: str) -> Any:
         elif isinstance(value, part) or (value is None and _allows_none(type(config), name)):
             values[name] = value
         else:
-            first, given = options_in(part)[0].name, prefix + name
-            raise TypeError(
-                f"{given} must be a {part.__name__} or a dict such as {{{first!r}: {getattr(part(), first)!r}}}, "
-                f"found {value!r:.60}"
-            )
+            first = options_in(part)[0].name
+            wanted = f"a {part.__name__} or a dict such as {{{first!r}: {getattr(part(), first)!r}}}"
+            raise TypeError(f"{prefix}{name} must be {wanted}, found {value!r:.60}")
     return dataclasses.replace(config, **values)
 
 
 def _as_hinted(name: str, value: object, hint: object) -> object:
-    """Numbers and tuples as the field wants them: YAML reads 1e-4 as text, and JSON knows no tuples."""
+    """Return numbers and tuples as the field wants them: YAML reads 1e-4 as text, and JSON knows no tuples."""
     kinds = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
     tuples = [kind for kind in kinds if typing.get_origin(kind) is tuple]
     if isinstance(value, str) and str not in kinds and kinds & {int, float}:

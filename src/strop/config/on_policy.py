@@ -191,10 +191,9 @@ class DistillConfig(TrainerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.divergence == "sampled" and (self.on_policy < 1 or self.sampling.cuts or self.sampling.greedy):
-            raise ValueError(
-                "divergence must not be 'sampled' unless all completions are drawn from the student's whole distribution: "
-                "on_policy 1, temperature above 0, no top_k or top_p"
-            )
+            wanted = "all completions are drawn from the student's whole distribution"
+            options = "on_policy 1, temperature above 0, no top_k or top_p"
+            raise ValueError(f"divergence must not be 'sampled' unless {wanted}: {options}")
 
     def without_effect(self) -> list[str]:
         idle = self.beta != type(self).beta and self.divergence != "jsd"

@@ -66,9 +66,8 @@ class PreferenceRule:
         for loss_type in self.types:
             check_choice(loss_type, "loss_type", PREFERENCE_LOSS_TYPES)
         if len(self.weights) != len(self.types):
-            raise ValueError(
-                f"loss_weights must have one number for each of {len(self.types)} losses, found {len(self.weights)}"
-            )
+            wanted = f"one number for each of {len(self.types)} losses"
+            raise ValueError(f"loss_weights must have {wanted}, found {len(self.weights)}")
         for weight in self.weights:
             check_number(weight, "loss_weights", 0)
         if self.label_smoothing and not set(self.types) & set(LABEL_SMOOTHED):

@@ -14,6 +14,7 @@ class OptimConfig(Config):
     """The optimiser and its schedule.
 
     optimizer           adamw, adamw8bit, paged_adamw8bit, muon, sgd or adafactor
+    offload_optimizer   keep the optimiser's states in the host's memory; a step takes longer
     learning_rate       the highest learning rate, after the warm-up
     weight_decay        weight decay of matrices; norms and biases have none
     betas, eps          AdamW's own; sgd and adafactor have none
@@ -24,6 +25,7 @@ class OptimConfig(Config):
     """
 
     optimizer: str = choice("adamw", OPTIMIZERS)
+    offload_optimizer: bool = False
     learning_rate: float = number(1e-5, 0)
     weight_decay: float = number(0.0, 0)
     betas: tuple[float, float] = (0.9, 0.999)
@@ -35,6 +37,8 @@ class OptimConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.offload_optimizer and self.optimizer == "paged_adamw8bit":
+            raise ValueError("offload_optimizer must be False with paged_adamw8bit, which moves its states by itself")
         if not isinstance(self.betas, (tuple, list)):
             raise TypeError(f"betas must be two numbers, found {self.betas!r}")
         if len(self.betas) != 2:
@@ -118,9 +122,8 @@ class TrainerConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quantize is not None and self.lora is None:
-            raise ValueError(
-                f"quantize must be None without lora, which is what is trained on quantised weights, found {self.quantize!r}"
-            )
+            why = "without lora, which is what is trained on quantised weights"
+            raise ValueError(f"quantize must be None {why}, found {self.quantize!r}")
         if self.quantize is not None and self.run.shard == "full":
             raise ValueError(f"quantize must be None with shard='full', found {self.quantize!r}")
 

@@ -129,7 +129,7 @@ def fit(prompt: Ids, completion: Ids, max_length: int | None, context: int | Non
 
 def as_prompts(
     prompts: Any,
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     padding: Padding,
     *,
     mask: Array | None = None,

@@ -72,7 +72,7 @@ def as_array(ids: Sequence[int]) -> Any:
     return np.array(ids, dtype=np.int64)
 
 
-def pairs_of_rows(rows: Sequence[Any], tokenizer: Any, limits: Limits, name: str) -> list[Pair]:
+def pairs_of_rows(rows: Sequence[Any], tokenizer: Tokenizer | None, limits: Limits, name: str) -> list[Pair]:
     """Return the pairs of a dataset's rows; errors call them name[0] and so on."""
     pairs = []
     for i, (prompt, chosen, rejected) in enumerate(encode_preferences(rows, tokenizer, name)):

@@ -30,7 +30,7 @@ def render(messages: Sequence[Message], tokenizer: Any, row: Row | None = None, 
     return tokenizer.apply_chat_template(list(messages), tokenize=False, **extra)
 
 
-def render_prompt(messages: Any, tokenizer: Tokenizer | None, row: Row | None = None) -> str:
+def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer | None, row: Row | None = None) -> str:
     """Return the prompt's text: up to where the assistant speaks, or into its last message if that is begun."""
     if messages and messages[-1]["role"] == "assistant":
         return render(messages, tokenizer, row, continue_final_message=True)
@@ -42,10 +42,9 @@ def following(before: str, whole: str, what: str = "the conversation it opens") 
     if whole.startswith(before):
         return whole[len(before) :]
     at = num_shared(before, whole)
-    raise ValueError(
-        f"the chat template must render a prompt as the beginning of {what}; after {before[max(at - 20, 0) : at]!r} the "
-        f"prompt has {before[at : at + 30]!r}, the conversation {whole[at : at + 30]!r}"
-    )
+    found = f"the prompt has {before[at : at + 30]!r}, the conversation {whole[at : at + 30]!r}"
+    after = f"after {before[max(at - 20, 0) : at]!r} {found}"
+    raise ValueError(f"the chat template must render a prompt as the beginning of {what}; {after}")
 
 
 def num_shared(*texts: str) -> int:
@@ -169,10 +168,8 @@ def between(
     said = {"role": "assistant", "content": spoken}
     whole = render([*before, said, *new], tokenizer, row, add_generation_prompt=bool(new))
     if whole.count(spoken) != 1:
-        raise ValueError(
-            f"the chat template must write what the assistant says once, found it {whole.count(spoken)} times: "
-            f"{whole[-80:]!r}"
-        )
+        found = f"found it {whole.count(spoken)} times: {whole[-80:]!r}"
+        raise ValueError(f"the chat template must write what the assistant says once, {found}")
     return whole.partition(spoken)[2]
 
 

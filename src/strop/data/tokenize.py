@@ -42,7 +42,7 @@ Steps = Generator[list[Text], list[Ids], Result]
 class Encoder:
     """A tokenizer, and what is asked of it for every row: computed once for all rows of a call."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
 
     @functools.cached_property
@@ -62,13 +62,13 @@ class Encoder:
 # ---- rows ----
 
 
-def encode_prompt(prompt: Any, tokenizer: Any = None, row: Row | None = None) -> Ids:
+def encode_prompt(prompt: object, tokenizer: Tokenizer | None = None, row: Row | None = None) -> Ids:
     """Return the ids of a prompt a model is to go on from: text, messages (with the template's opening of the assistant's
     turn) or ids."""
     return _encode_one(_prompt_steps(prompt, Encoder(tokenizer), row), tokenizer)
 
 
-def encode_row(row: Row, tokenizer: Any = None, assistant_only: bool = True) -> tuple[Ids, Ids, LossMask]:
+def encode_row(row: Row, tokenizer: Tokenizer | None = None, assistant_only: bool = True) -> tuple[Ids, Ids, LossMask]:
     """Return (prompt_ids, completion_ids, which of these are trained on) of a row to imitate; of a plain text or of
     `messages` the prompt is empty.
 
@@ -77,7 +77,7 @@ def encode_row(row: Row, tokenizer: Any = None, assistant_only: bool = True) -> 
     return _encode_one(_row_steps(row, Encoder(tokenizer), assistant_only), tokenizer)
 
 
-def encode_preference(row: Row, tokenizer: Any = None) -> tuple[Ids, Line, Line]:
+def encode_preference(row: Row, tokenizer: Tokenizer | None = None) -> tuple[Ids, Line, Line]:
     """Return the prompt's ids, and of chosen and rejected the ids and which of them are trained on."""
     return _encode_one(_preference_steps(row, Encoder(tokenizer)), tokenizer)
 
@@ -96,7 +96,7 @@ def encode_rows(
     return encode_all([_row_steps(row, encoder, assistant_only) for row in rows], tokenizer, name)
 
 
-def encode_preferences(rows: Sequence[Row], tokenizer: Tokenizer, name: str) -> list[tuple[Ids, Line, Line]]:
+def encode_preferences(rows: Sequence[Row], tokenizer: Tokenizer | None, name: str) -> list[tuple[Ids, Line, Line]]:
     """Return what `encode_preference` returns of each row; errors call them name[0] and so on."""
     encoder = Encoder(tokenizer)
     return encode_all([_preference_steps(row, encoder) for row in rows], tokenizer, name)
@@ -135,7 +135,7 @@ def _pair_steps(
 
 
 def _conversation_steps(
-    prompt: Any, completion: Any, encoder: Encoder, row: Row | None
+    prompt: Sequence[Row], completion: Sequence[Row], encoder: Encoder, row: Row | None
 ) -> Steps[tuple[Ids, Ids, LossMask]]:
     """Return the prompt's ids, and of the completion's messages the ids and which of them are trained on."""
     first, messages = len(prompt), [*prompt, *completion]
@@ -185,7 +185,7 @@ def _preference_steps(row: Row, encoder: Encoder) -> Steps[tuple[Ids, Line, Line
     return shared, lines[0], lines[1]
 
 
-def _messages_steps(messages: Any, encoder: Encoder, row: Row, assistant_only: bool) -> Steps[Line]:
+def _messages_steps(messages: Sequence[Row], encoder: Encoder, row: Row, assistant_only: bool) -> Steps[Line]:
     if not assistant_only:
         (ids,) = yield [Text(templates.render(messages, encoder.tokenizer, row))]
         return _all_count(ids)
@@ -195,14 +195,14 @@ def _messages_steps(messages: Any, encoder: Encoder, row: Row, assistant_only: b
     return opening + ids, [False] * len(opening) + loss_mask
 
 
-def _check_spoken(parts: Sequence[templates.Piece], messages: Any, name: str) -> None:
+def _check_spoken(parts: Sequence[templates.Piece], messages: Sequence[Row], name: str) -> None:
     if not parts:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise ValueError(f"{name} must have a turn of the assistant, found {roles}")
 
 
 def _turns_steps(
-    before: str, parts: Sequence[templates.Piece], messages: Any, encoder: Encoder, row: Row | None
+    before: str, parts: Sequence[templates.Piece], messages: Sequence[Row], encoder: Encoder, row: Row | None
 ) -> Steps[tuple[Ids, Ids, LossMask]]:
     """Return the ids of the text `before`, those of the pieces behind it, and which of these are trained on.
 
@@ -238,6 +238,7 @@ def _num_spoken(ids: Ids, said: Ids, alone: str, encoder: Encoder) -> int:
     """Return how many tokens are the assistant's where none of them ends its turn: those that stand there too when nothing
     follows (`said`, of the text `alone`), and a special token behind them, as the one that opens the next turn ends this
     one."""
+    assert encoder.tokenizer is not None  # it has rendered the conversation
     special = encoder.special
     same = next((n for n, (a, b) in enumerate(zip(ids, said, strict=False)) if a != b), min(len(ids), len(said)))
     rest = encoder.tokenizer.decode([token for token in said[same:] if token not in special])

@@ -33,7 +33,7 @@ class Chat:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         tools: Sequence[object] | None = None,
         rewritten_turns: str = "refuse",
         check_ids: Callable[[torch.Tensor, str], None] | None = None,
@@ -158,7 +158,7 @@ class Dialogue:
         return [*(self.first if self.is_chat else [{"role": "user", "content": self.first}]), *self.messages]
 
 
-def _as_messages(given: Sequence[Any]) -> list[Json]:
+def _as_messages(given: Sequence[Row]) -> list[Json]:
     for one in given:
         says = isinstance(one, Mapping) and (isinstance(one.get("content"), (str, list)) or one.get("tool_calls"))
         if not says or not isinstance(one.get("role"), str):

@@ -23,6 +23,7 @@ from strop.environments.base import Turn, as_environment, as_turn
 from strop.environments.dialogue import Chat
 from strop.environments.pool import Answer, Late, Pool
 from strop.environments.tools import Tools
+from strop.models import Policy
 from strop.rollout.cached_rows import CachedRows
 from strop.rollout.generate import Rollout, Sampler
 from strop.rollout.sampling import Sampling
@@ -77,7 +78,7 @@ class Player:
     sampler       samples the turns, in this process or on servers
     """
 
-    def __init__(self, environment: Any, sampler: Sampler, policy: Any, config: TurnsConfig):
+    def __init__(self, environment: Any, sampler: Sampler, policy: Policy, config: TurnsConfig):
         self.make = as_environment(environment)
         self.name = getattr(environment, "__name__", type(environment).__name__)
         self.sampler, self.policy, self.config = sampler, policy, config

@@ -11,6 +11,8 @@ from strop.data.batch import Trajectory
 from strop.data.inputs import RESERVED
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
+from strop.models import Policy
+from strop.rollout.generate import Sampler
 from strop.user_code import load_function
 
 CONVERSATION_COLUMNS = ("conversations", "replies", "environments")  # further columns for reward functions
@@ -39,7 +41,7 @@ def _changed(turns: TurnsConfig) -> list[str]:
     return [one.name for one in dataclasses.fields(turns) if getattr(turns, one.name) != one.default]
 
 
-def make_player(policy: Any, sampler: Any, environment: Any, tools: Any, turns: TurnsConfig) -> Player | None:
+def make_player(policy: Policy, sampler: Sampler, environment: Any, tools: Any, turns: TurnsConfig) -> Player | None:
     """Return the player of an environment or of tools; None if there is neither."""
     if environment is None and tools is None:
         return None

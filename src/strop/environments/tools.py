@@ -115,7 +115,7 @@ class ToolBox:
 
     special_tokens = True
 
-    def __init__(self, functions: Any, tokenizer: Any, parser: Parser | None = None):
+    def __init__(self, functions: Any, tokenizer: Tokenizer | None, parser: Parser | None = None):
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError("tools need a tokenizer with a chat template, found none")
         self.factory = functions if callable(functions) else None
@@ -156,7 +156,7 @@ class Tools(Environment):
 
     special_tokens = True
 
-    def __init__(self, box: ToolBox, functions: Mapping[str, Callable[..., Any]], held: Any = None):
+    def __init__(self, box: ToolBox, functions: Mapping[str, Callable[..., object]], held: Any = None):
         self.box, self.functions, self.held = box, functions, held
         self.parameters = {one["function"]["name"]: one["function"]["parameters"] for one in box.tools}
 
@@ -299,7 +299,7 @@ def _shows(tokenizer: Tokenizer | None, tools: Sequence[object]) -> bool:
     return templates.render(messages, tokenizer, {"tools": list(tools)}) != templates.render(messages, tokenizer)
 
 
-def _description(tools: Sequence[Any]) -> str:
+def _description(tools: Sequence[Json]) -> str:
     """Return a description of the tools, for templates that do not write them."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (

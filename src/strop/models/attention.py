@@ -11,7 +11,7 @@ import contextlib
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -26,7 +26,14 @@ NAME = "strop"  # of this attention among transformers' implementations
 
 
 class Pass(ABC):
-    """One forward of the model within a rollout, as `attention` sees it: it reads and writes kv."""
+    """One forward of the model within a rollout, as `attention` sees it: it reads and writes kv.
+
+    places   of the layers with keys among those; None: all have some
+    states   of its rows, for layers that have such: see `strop.rollout.slots`
+    """
+
+    places: Mapping[int, int] | None = None
+    states: Any = None
 
     @abstractmethod
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: "Rule") -> torch.Tensor:
@@ -266,7 +273,8 @@ def _attend(
         rule = replace(rules[layer], dropout=dropout, sinks=sinks)
     elif rules.setdefault(layer, rule) != rule:
         raise Unsupported("one of its layers attends in two ways")
-    return current_pass().attend(query, key, value, layer, rule)
+    pass_ = current_pass()
+    return pass_.attend(query, key, value, layer if pass_.places is None else pass_.places[layer], rule)
 
 
 _attend_opaque = torch.library.custom_op("strop::attend", _attend, mutates_args=())

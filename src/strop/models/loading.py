@@ -20,7 +20,8 @@ from torch import nn
 from strop import _hub, _install, _trl, checksums
 from strop._checks import check_choice
 from strop._types import Json, Tokenizer
-from strop.config import QUANTIZED, unknown_option
+from strop.config import QUANTIZED
+from strop.config.base import unknown_option
 from strop.models import quantized
 from strop.moe.config import PRESETS
 

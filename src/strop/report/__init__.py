@@ -12,24 +12,16 @@ import numpy as np
 from strop.report import page
 from strop.report.curves import duration
 from strop.report.metrics import ALSO_CALLED
-from strop.report.page import Section, Tile, bar_section, sample_section
-from strop.report.runs import Run, Series, load_run, load_runs
-from strop.report.svg import Chart, Curve
-
-__all__ = [
-    "Chart",
-    "Curve",
-    "Run",
-    "Section",
-    "Tile",
-    "bar_section",
-    "build_report",
-    "draw_figure",
-    "load_run",
-    "load_runs",
-    "sample_section",
-    "write_report",
-]
+from strop.report.page import Section as Section
+from strop.report.page import Tile as Tile
+from strop.report.page import bar_section as bar_section
+from strop.report.page import sample_section as sample_section
+from strop.report.runs import Run as Run
+from strop.report.runs import Series
+from strop.report.runs import load_run as load_run
+from strop.report.runs import load_runs as load_runs
+from strop.report.svg import Chart as Chart
+from strop.report.svg import Curve as Curve
 
 
 def build_report(

@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop._install import missing
 from strop.report.curves import smooth, smoothing_window
 from strop.report.metrics import SECOND_TO, Metric, describe
 from strop.report.runs import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = ["#1f66c9", "#d3541a", "#16875b", "#9333b0", "#b07a08", "#0d7f92", "#c22755", "#596375"]
 INK, SOFT, RULE = "#211d18", "#6b6257", "#e6dfd4"
@@ -70,7 +74,7 @@ def draw(
     return path
 
 
-def _panel(ax: Any, runs: Sequence[Run], name: str, metric: Metric) -> None:
+def _panel(ax: "Axes", runs: Sequence[Run], name: str, metric: Metric) -> None:
     for i, run in enumerate(runs):
         series = run.series(name)
         if not len(series):
@@ -91,7 +95,7 @@ def _panel(ax: Any, runs: Sequence[Run], name: str, metric: Metric) -> None:
         ax.set_ylim(bottom=0)
 
 
-def _bars(ax: Any, title: str, groups: dict[str, dict[str, float]]) -> None:
+def _bars(ax: "Axes", title: str, groups: dict[str, dict[str, float]]) -> None:
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     width = 0.8 / len(names)
     for k, name in enumerate(names):
@@ -107,7 +111,7 @@ def _bars(ax: Any, title: str, groups: dict[str, dict[str, float]]) -> None:
         ax.legend(fontsize=8, frameon=False, loc="upper left", ncols=2, borderaxespad=0)
 
 
-def _frame(ax: Any, title: str, unit: str) -> None:
+def _frame(ax: "Axes", title: str, unit: str) -> None:
     ax.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
     ax.set_title(unit, loc="right", fontsize=8, color=SOFT)
     ax.grid(axis="y", color=RULE, linewidth=0.8)
@@ -118,7 +122,7 @@ def _frame(ax: Any, title: str, unit: str) -> None:
     ax.spines["bottom"].set_color(SOFT)
 
 
-def _legend(figure: Any, runs: Sequence[Run]) -> None:
+def _legend(figure: "Figure", runs: Sequence[Run]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2) for i in range(len(runs))]

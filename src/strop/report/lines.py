@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 
@@ -224,7 +225,7 @@ def _read_each(lines: Sequence[bytes], numbers: Sequence[int], path: Path) -> li
     return [(names, np.array(rows, dtype=float)) for names, rows in found.items()]
 
 
-def is_number(value: object, or_none: bool = False) -> bool:
+def is_number(value: object, or_none: bool = False) -> TypeGuard[float]:
     """Return whether a value is a number that fits a float: whole numbers in JSON may have any number of digits."""
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < 2**1023

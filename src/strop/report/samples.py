@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from strop._types import Json
 from strop.data.formats import as_text
@@ -19,9 +19,9 @@ class Side(NamedTuple):
     """A completion: when it was drawn, its reward, and the score of each reward function."""
 
     when: str
-    completion: Any
-    reward: Any = None
-    scores: Mapping[str, Any] = {}
+    completion: object
+    reward: object = None
+    scores: Mapping[str, object] = {}
 
     @classmethod
     def of(cls, sample: Mapping[str, object]) -> "Side":

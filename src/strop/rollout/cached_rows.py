@@ -9,14 +9,16 @@ A row's prompt must begin with what its last prompt was and what it drew then. W
 Seen: R rows read together, M new tokens of each, T tokens in all, K key heads, D head dimension.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from strop.models.attention import Pass, Rule, in_one_dtype, masked_attention
-from strop.rollout.slots import sides
+from strop.rollout.slots import Prefill, States, in_slots
+
+CHUNK = 2048  # most tokens of a prompt read at once
 
 
 @dataclass
@@ -56,10 +58,10 @@ class Extend(Pass):
     longest: int
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
-        q, k, v = in_one_dtype(q, k, v)
-        kv = self.kv[layer]
-        for side, states in sides(kv, k, v):
-            side.index_copy_(0, self.slots_N, states.transpose(1, 2).flatten(0, 1)[self.tokens_N])
+        size, kv = v.shape[3], self.kv[layer]
+        q, k, v = in_slots(kv.shape[-1], *in_one_dtype(q, k, v))
+        both = torch.stack((k, v)).transpose(2, 3).flatten(1, 2)
+        kv.index_copy_(1, self.slots_N, both[:, self.tokens_N])
         i_T = torch.arange(self.longest, device=q.device)
         positions_RM1 = (self.lengths_R[:, None] + torch.arange(q.shape[2], device=q.device))[..., None]
         mask_RMT = i_T <= positions_RM1
@@ -67,8 +69,8 @@ class Extend(Pass):
             mask_RMT &= i_T > positions_RM1 - rule.window
         # the row's first slot in place of one that is not its own: that may hold NaN, which no mask takes back
         slots_RT = self.starts_R[:, None] + i_T * (i_T < self.ends_R[:, None])
-        keys, values = (side[slots_RT].transpose(1, 2) for side, _ in sides(kv, k, v))
-        return masked_attention(q, keys, values, mask_RMT[:, None], rule).transpose(1, 2)
+        keys, values = (kv[side][slots_RT].transpose(1, 2) for side in (0, 1))
+        return masked_attention(q, keys, values, mask_RMT[:, None], rule).transpose(1, 2)[..., :size]
 
 
 def read_on(
@@ -80,50 +82,98 @@ def read_on(
     """
     starts = round_.prefix_starts
     first: dict[tuple[int, ...], int] = {}
-    twins, going = {}, []
+    twins, going = {}, {}
     for i, (prompt, row) in enumerate(zip(prompts, cached.now, strict=True)):
         if row in cached.rows:
-            states = cached.rows[row]
-            round_.kv[:, :, starts[i] : starts[i] + states.shape[2]] = states
-            going.append((i, states.shape[2]))
+            kv, states = cached.rows[row]
+            round_.kv[:, :, starts[i] : starts[i] + kv.shape[2]] = kv
+            for key, state in states.items():
+                round_.states[key][i] = state
+            going[i] = kv.shape[2]
         elif (twin := first.setdefault(tuple(prompt.tolist()), i)) != i:
             twins[i] = twin
-    engine._prefill(prompts, round_, skip={*twins, *(i for i, _ in going)})
+    engine._prefill(prompts, round_, skip={*twins, *going})
     for i, twin in twins.items():
         size = len(prompts[i]) - 1
         round_.kv[:, :, starts[i] : starts[i] + size] = round_.kv[:, :, starts[twin] : starts[twin] + size]
-    going.sort(key=lambda one: len(prompts[one[0]]))
-    while going:
-        part = going[-max(1, most // len(prompts[going[-1][0]])) :]
-        going = going[: -len(part)]
-        _extend(engine, prompts, part, round_, read)
+        for of_prompts in round_.states.values():
+            of_prompts[i] = of_prompts[twin]
+    if round_.states:
+        read_chunks(engine, prompts, round_, going, read, most)
+        return
+    left = sorted(going, key=lambda i: len(prompts[i]))
+    while left:
+        part = left[-max(1, most // len(prompts[left[-1]])) :]
+        left = left[: -len(part)]
+        _extend(engine, round_, part, [prompts[i][going[i] : -1] for i in part], [going[i] for i in part], read)
+
+
+def read_chunks(
+    engine: Any, prompts: Sequence[torch.Tensor], round_: Any, have: dict[int, int], read: object, most: int
+) -> None:
+    """Read all but the last token of these prompts, of which so many are read, where their states are kept too."""
+    rows = list(have)
+    left = [len(prompts[i]) - 1 - have[i] for i in rows]
+    for size, some, done in chunks_of(left, most, whole=not engine.continues):
+        part = [rows[r] for r in some]
+        begun = [have[i] + more for i, more in zip(part, done, strict=True)]
+        new = [prompts[i][first : first + size] for i, first in zip(part, begun, strict=True)]
+        _extend(engine, round_, part, new, begun, read)
+
+
+def chunks_of(left: Sequence[int], most: int, whole: bool = False) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Yield (tokens, rows, tokens that each of these rows has read) until rows have read so many tokens as they have left.
+
+    A state is of a row's last token, so no row may be read with padding behind it. Rows read chunks of the same size
+    together: powers of two, the largest first, so that rows of any lengths need few forwards. whole: only whole rows
+    """
+    done = [0] * len(left)
+    while todo := [row for row in range(len(left)) if done[row] < left[row]]:
+        longest = max(left[row] - done[row] for row in todo)
+        size = longest if whole else min(CHUNK, 1 << (longest.bit_length() - 1))
+        rows = [row for row in todo if left[row] - done[row] >= size]
+        for first in range(0, len(rows), max(1, most // size)):
+            some = rows[first : first + max(1, most // size)]
+            yield size, some, [done[row] for row in some]
+        for row in rows:
+            done[row] += size
 
 
 def _extend(
-    engine: Any, prompts: Sequence[torch.Tensor], part: Sequence[tuple[int, int]], round_: Any, read: Any
+    engine: Any, round_: Any, part: Sequence[int], new: Sequence[torch.Tensor], have: Sequence[int], read: Any
 ) -> None:
-    device, rows = engine.device, [(prompts[i][have:-1], round_.prefix_starts[i], have) for i, have in part]
-    M = max(len(new) for new, _, _ in rows)
-    ids_RM = torch.zeros(len(rows), M, dtype=torch.int64)
-    for r, (new, _, _) in enumerate(rows):
-        ids_RM[r, : len(new)] = new
-    tokens_N = torch.cat([torch.arange(len(new)) + r * M for r, (new, _, _) in enumerate(rows)])
-    slots_N = torch.cat([torch.arange(len(new)) + start + have for new, start, have in rows])
-    starts, lengths, ends = zip(*((start, have, have + len(new)) for new, start, have in rows), strict=True)
-    starts_R, lengths_R, ends_R = torch.tensor([starts, lengths, ends], device=device)
+    """Read the new tokens of these prompts, behind the first ones that they have."""
+    device, starts = engine.device, [round_.prefix_starts[i] for i in part]
+    M = max(map(len, new))
+    ids_RM = torch.zeros(len(part), M, dtype=torch.int64)
+    for r, ids in enumerate(new):
+        ids_RM[r, : len(ids)] = ids
+    tokens_N = torch.cat([torch.arange(len(ids)) + r * M for r, ids in enumerate(new)]).to(device)
+    places = zip(new, starts, have, strict=True)
+    slots_N = torch.cat([torch.arange(len(ids)) + start + first for ids, start, first in places]).to(device)
+    ends = [first + len(ids) for ids, first in zip(new, have, strict=True)]
+    starts_R, have_R, ends_R = torch.tensor([starts, have, ends], device=device)
     longest = max(ends)
-    pass_: Pass = Extend(round_.kv, starts_R, lengths_R, ends_R, tokens_N.to(device), slots_N.to(device), longest)
+    pass_: Pass = Extend(round_.kv, starts_R, have_R, ends_R, tokens_N, slots_N, longest)
     if engine.exact:
-        pass_ = engine.reading(starts, lengths, [len(new) for new, *_ in rows])
-    positions_RM = (lengths_R[:, None] + torch.arange(M, device=device)).clamp(max=longest - 1)
+        pass_ = engine.reading(starts, have, [len(ids) for ids in new])
+    elif not any(have):
+        pass_ = Prefill(round_.kv, tokens_N, slots_N)
+    part_R = torch.tensor(part, device=device)
+    pass_.states = States({key: one[part_R] for key, one in round_.states.items()})
+    positions_RM = (have_R[:, None] + torch.arange(M, device=device)).clamp(max=longest - 1)
     read(engine.layers, pass_, ids_RM.to(device), positions_RM, with_logits=False)
+    for key, one in round_.states.items():
+        one[part_R] = pass_.states.by_key[key]
+    if round_.record is not None:
+        round_.record.read_prompts(tokens_N, slots_N)
 
 
 def store(prompts: Sequence[torch.Tensor], lengths: Sequence[int], round_: Any, cached: CachedRows, width: int) -> None:
-    """Keys and values of every row so far: all but those of its last two tokens. The last drawn was never read, and a row
-    that ended is read once more in the slot before."""
+    """Keys, values and states of every row so far: all but those of its last two tokens. The last drawn was never read, and
+    a row that ended is read once more in the slot before."""
     begin = sum(len(prompt) - 1 for prompt in prompts)
     for i, (row, prompt, length) in enumerate(zip(cached.now, prompts, lengths, strict=True)):
         start, own = round_.prefix_starts[i], begin + i * width
         parts = round_.kv[:, :, start : start + len(prompt) - 1], round_.kv[:, :, own : own + length - 1]
-        cached.rows[row] = torch.cat(parts, 2)
+        cached.rows[row] = torch.cat(parts, 2), {key: kept[i].clone() for key, kept in round_.kept.items()}

@@ -13,7 +13,7 @@ from strop.models.kinds import base_model, unwrapped
 from strop.models.policy import takes_use_cache
 from strop.models.routing import Routers
 from strop.rollout.sampling import Sampling
-from strop.rollout.slots import CacheShape, Seen
+from strop.rollout.slots import CacheShape, Seen, States
 
 TWO_GREEDY = Sampling(max_new_tokens=2, temperature=0.0)
 
@@ -53,6 +53,7 @@ def check_completions(complete: Callable[..., Sequence[Sequence[torch.Tensor]]],
 def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:
     """What the layers hand to attention. What is not as it should be is a reason not to use them."""
     seen = Seen()
+    seen.states = States()
     try:
         with layers.ready(), current(seen):  # not compiled: what is seen may be more than tensors
             layers(ids[None].to(device), torch.arange(len(ids), device=device)[None], with_logits=False)
@@ -65,14 +66,16 @@ def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:
 
 def cache_shape(seen: Seen) -> CacheShape:
     shapes = set(seen.shapes.values())
-    if sorted(seen.shapes) != list(range(len(seen.shapes))) or not shapes:
+    if not shapes and not seen.states.by_key:
         raise Unsupported("its attention layers do not go through transformers' attention interface")
+    if not shapes:  # slots that hold nothing
+        return CacheShape(0, 1, 1, 1, next(iter(seen.states.by_key.values())).dtype)
     if len(shapes) > 1:
         raise Unsupported("its layers have keys of different shapes")
     num_heads, key_dim, value_dim, dtype = shapes.pop()
     if any(rule.chunk for rule in seen.rules.values()):
         raise Unsupported("its attention is in chunks")
-    num_query_heads = {q.shape[1] for q, _, _ in seen.states.values()}
+    num_query_heads = {q.shape[1] for q, _, _ in seen.given.values()}
     if len(num_query_heads) > 1:
         raise Unsupported("its layers have different numbers of heads")
     return CacheShape(len(seen.shapes), num_heads, num_query_heads.pop() // num_heads, max(key_dim, value_dim), dtype)
@@ -82,7 +85,7 @@ def check_states(found: Seen, wanted: Seen) -> None:
     """The same queries, keys and values in every layer: logits alone hardly show a rotation in a model not yet trained."""
     if found.shapes != wanted.shapes:
         raise Unsupported("its layers are of another shape")
-    pairs = [(a, b) for layer in wanted.states for a, b in zip(found.states[layer], wanted.states[layer], strict=True)]
+    pairs = [(a, b) for layer in wanted.given for a, b in zip(found.given[layer], wanted.given[layer], strict=True)]
     error = max(relative_error(a, b) for a, b in pairs)
     if not error <= ALLOWED[pairs[0][1].dtype].decoding:
         raise Unsupported(f"its layers compute something else (relative error {error:.1e})")
@@ -101,6 +104,7 @@ def check_against_forward(engine: Any, policy: Policy) -> None:
         if routers is not None:
             engine._begin_record(round_, prompts, routers, latest)
         engine._prefill(prompts, round_)
+        round_.enter_states(rows, torch.arange(len(prompts), device=engine.device))
         found = []
         for _ in range(2):
             with round_.recorded(rows):
@@ -119,7 +123,7 @@ def check_against_forward(engine: Any, policy: Policy) -> None:
             wanted_TV = engine.model(input_ids=read[None], use_cache=False).logits[0, -2:].float()
         found_TV = torch.stack([one[i] for one in found])
         error = relative_error(found_TV, wanted_TV)
-        if not error <= ALLOWED[engine.shape.dtype].decoding:
+        if not error <= max(ALLOWED[dtype].decoding for dtype in engine.dtypes):
             raise Unsupported(
                 f"its logits with a cache of slots are not those of its forward (relative error {error:.1e})"
             )

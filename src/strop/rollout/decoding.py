@@ -27,10 +27,10 @@ from strop.models import Policy, base_model, unwrapped
 from strop.models.attention import Pass, Unsupported
 from strop.models.routing import Routers
 from strop.rollout import checks, plain, sides, transformers_generate
-from strop.rollout.cached_rows import CachedRows, read_on, store
+from strop.rollout.cached_rows import CachedRows, read_chunks, read_on, store
 from strop.rollout.recording import Record, step_memory
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
-from strop.rollout.slots import Decode, Prefill, Rows
+from strop.rollout.slots import Decode, Key, Prefill, Rows, States
 from strop.rollout.steps import FusedLayers, OwnLayers, autocast_dtype, read, signature
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows of a step; of more the others wait
@@ -50,7 +50,10 @@ class Round:
 
     token_B, prefix_start_B, prefix_length_B   what a row begins with
     longest                                    the most tokens of a row, its prompt included
+    reach                                      the most that a row has in the steps up to the next look at which have ended
     record                                     of the experts chosen; None keeps none
+    states                                     of every prompt: see slots.py
+    kept                                       states of every row without its last two tokens, where rows go on later
     """
 
     kv: torch.Tensor
@@ -64,7 +67,10 @@ class Round:
     prefix_starts: list[int]
     num_samples: int
     longest: int
+    reach: int
+    states: dict[Key, torch.Tensor]
     record: Record | None = None
+    kept: dict[Key, torch.Tensor] | None = None
 
     def table(self) -> list[int]:
         """Where all that is, for the kernels: see kernels.py."""
@@ -72,7 +78,11 @@ class Round:
         return [self.kv.data_ptr(), self.kv.shape[2], *addresses, self.tokens_BT.shape[1]]
 
     def recorded(self, rows: Rows) -> contextlib.AbstractContextManager[None]:
-        """Around a step of these rows."""
+        """Around a step of these rows. One that has ended is read again and again: its states are those before."""
+        if self.kept is not None:
+            row_N = rows.row_N.masked_fill(rows.finished_N != 0, len(self.tokens_BT))
+            for key, kept in self.kept.items():
+                kept.index_copy_(0, row_N, rows.states[key])
         return contextlib.nullcontext() if self.record is None else self.record.step(rows)
 
     def enter(self, rows: Rows, places: torch.Tensor, first: int) -> None:
@@ -82,8 +92,15 @@ class Round:
         for name in ("token", "prefix_start", "prefix_length"):
             column_N = getattr(rows, f"{name}_N")
             column_N[places] = getattr(self, f"{name}_B")[row_M].to(column_N.dtype)
+        self.enter_states(rows, places)
         rows.step_N[places] = 0
         rows.finished_N[places] = 0
+
+    def enter_states(self, rows: Rows, places: torch.Tensor) -> None:
+        """The rows at these places begin with the states of their prompts."""
+        prompt_M = rows.row_N[places] // self.num_samples
+        for key, states in self.states.items():
+            rows.states[key][places] = states[prompt_M]
 
     def make_spare(self, rows: Rows) -> None:
         """These rows only fill up a step: of one token, in the last slot, and ended."""
@@ -117,7 +134,12 @@ class Engine:
         ids = checks.probe(policy)[0]
         seen = checks.states_of(own, ids, self.device)
         self.shape, self.rules = checks.cache_shape(seen), list(seen.rules.values())
+        self.states: States = seen.states  # of one row
+        self.continues = True  # whether several tokens can be read behind a state
+        self.dtypes = {self.shape.dtype, *(one.dtype for one in self.states.by_key.values())}
         own.rules = seen.rules
+        if self.states.by_key:
+            own.places = {layer: place for place, layer in enumerate(sorted(seen.shapes))}
         # by our kernels; else attention and draw are torch's
         on_gpu = self.device.type == "cuda" and self.shape.dtype.itemsize <= 4
         self.on_gpu = on_gpu or self.exact  # of which training has found that the kernels run, if only interpreted
@@ -141,7 +163,13 @@ class Engine:
             if self.exact:
                 raise
             self.layers, self.why_own = own, str(error)
-            checks.check_against_forward(self, policy)
+            try:
+                checks.check_against_forward(self, policy)
+            except Unsupported:
+                if not self.states.by_key:
+                    raise
+                self.continues = False
+                checks.check_against_forward(self, policy)
 
     def _fused(self) -> type[FusedLayers]:
         if not self.exact:
@@ -189,13 +217,19 @@ class Engine:
                     self._prefill(prompts[first:end], round_)
                 else:
                     read_on(self, prompts[first:end], round_, cached.part(first, end), read, PREFILL_TOKENS)
+                    round_.kept = self.states.empty(len(uniforms) + 1) if self.continues else {}
                 self._decode(rows, round_, sampling)
                 tokens_BT, logps_BT = round_.tokens_BT.cpu(), round_.logps_BT.cpu()
                 lengths_B = completion_lengths(tokens_BT, eos_ids)
                 if round_.record is not None:
                     lengths = lengths_B.tolist()
                     routing += round_.record.of_rows(prompts[first:end], round_.prefix_starts, lengths, num_samples)
-                if cached is not None and lanes == end - first and round_.kv.shape[2] < self._num_slots() // 3:
+                if (
+                    cached is not None
+                    and self.continues
+                    and lanes == end - first
+                    and round_.kv.shape[2] < self._num_slots() // 3
+                ):
                     store(prompts[first:end], lengths_B.tolist(), round_, cached.part(first, end), T)
                 del round_  # before the next one's cache
                 there_BT = torch.arange(T) < lengths_B[:, None]
@@ -215,14 +249,14 @@ class Engine:
     def _rounds(self, prompts: list[torch.Tensor], num_samples: int, T: int) -> Iterator[tuple[int, int, int]]:
         """(first prompt, behind the last, rows decoded together): mostly one round. Prompts take at most half of the
         memory, and rows that do not fit into the rest wait for others to end."""
-        num_slots = self._num_slots()
+        num_slots, of_states = self._num_slots(), self.states.num_bytes // max(1, self.shape.bytes_per_slot)
         first = 0
         while first < len(prompts):
             end, prefix = first, 0
             while end < len(prompts) and (end == first or prefix + len(prompts[end]) <= num_slots // 2):
-                prefix += len(prompts[end])
+                prefix += len(prompts[end]) + of_states
                 end += 1
-            lanes = min((end - first) * num_samples, BUCKETS[-1], (num_slots - prefix) // T)
+            lanes = min((end - first) * num_samples, BUCKETS[-1], (num_slots - prefix) // (T + of_states))
             yield first, end, max(1, lanes)
             first = end
 
@@ -232,7 +266,7 @@ class Engine:
             return 2**62
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         free = torch.cuda.mem_get_info(self.device)[0] + cached
-        return int(SHARE_OF_MEMORY * free) // self.shape.bytes_per_slot
+        return int(SHARE_OF_MEMORY * free) // max(1, self.shape.bytes_per_slot)
 
     def begin(
         self, prompts: list[torch.Tensor], num_samples: int, lanes: int, sampling: Sampling, uniforms_BT: torch.Tensor,
@@ -242,7 +276,7 @@ class Engine:
         device, T, B, shape = self.device, sampling.max_new_tokens, len(uniforms_BT), self.shape
         lengths_P = torch.tensor([len(prompt) - 1 for prompt in prompts])
         starts_P = lengths_P.cumsum(0) - lengths_P
-        num_prefix = int(lengths_P.sum())
+        num_prefix, longest = int(lengths_P.sum()), int(lengths_P.max()) + T
         columns_B = torch.stack([torch.stack([prompt[-1] for prompt in prompts]), starts_P, lengths_P])
         token_B, prefix_start_B, prefix_length_B = columns_B.repeat_interleave(num_samples, 1).to(device)
         logps_dtype = torch.float64 if shape.dtype == torch.float64 else torch.float32
@@ -254,7 +288,8 @@ class Engine:
             logps_BT=torch.zeros(B, T, dtype=logps_dtype, device=device),
             eos=torch.tensor(eos_ids, dtype=torch.int64, device=device),
             token_B=token_B, prefix_start_B=prefix_start_B, prefix_length_B=prefix_length_B,
-            prefix_starts=starts_P.tolist(), num_samples=num_samples, longest=int(lengths_P.max()) + T,
+            prefix_starts=starts_P.tolist(), num_samples=num_samples, longest=longest, reach=longest,
+            states=self.states.empty(len(prompts)),
         )  # fmt: skip
         rows = self._rows_for(lanes)
         rows.suffix_start_N[:lanes] = num_prefix + T * torch.arange(lanes, device=device)
@@ -268,10 +303,14 @@ class Engine:
     def _rows_for(self, size: int) -> Rows:
         """Rows for a step of this size; on a GPU always in the same memory, where the graphs look for them."""
         if not self.on_gpu:
-            return Rows.empty(size, self.device)
+            return Rows.empty(size, self.device, self.states)
         if self._rows is None:
             self._rows = Rows.empty(BUCKETS[-1], self.device)
-        return self._rows.first(bucket_of(size))
+        size = bucket_of(size)
+        if self.states.by_key and size > min(map(len, self._rows.states.values()), default=0):
+            self._graphs.clear()  # which know where the states were
+            self._rows.states = self.states.empty(size)
+        return self._rows.first(size)
 
     def _use_eos(self, eos_ids: tuple[int, ...]) -> None:
         if len(eos_ids) > len(self.eos):  # another place: the graphs are not valid any more
@@ -281,6 +320,11 @@ class Engine:
         self.eos[: len(eos_ids)] = torch.tensor(eos_ids, dtype=torch.int64)
 
     def _prefill(self, prompts: list[torch.Tensor], round_: Round, skip: Collection[int] = ()) -> None:
+        if self.states.by_key:
+            read_chunks(
+                self, prompts, round_, {i: 0 for i in range(len(prompts)) if i not in skip}, read, PREFILL_TOKENS
+            )
+            return
         there = [i for i in range(len(prompts)) if len(prompts[i]) > 1 and i not in skip]
         order = sorted(there, key=lambda i: len(prompts[i]))
         while order:
@@ -317,6 +361,7 @@ class Engine:
         B, T = round_.tokens_BT.shape
         live = entered = int((rows.finished_N == 0).sum())
         row_L, begun_L = torch.arange(live), torch.zeros(live, dtype=torch.int64)
+        round_.enter_states(rows, row_L.to(self.device))
         self._tile(rows, round_, row_L)
         oldest = done = 0
         while True:
@@ -370,6 +415,8 @@ class Engine:
     def _steps(self, num_steps: int, rows: Rows, round_: Round, sampling: Sampling, *, wait: bool) -> torch.Tensor:
         """So many steps, and which rows have ended; without `wait` before the last of them, so that the device has work
         while the host looks."""
+        if not self.on_gpu:
+            round_.reach = int((rows.prefix_length_N + rows.step_N).max()) + num_steps
         for _ in range(num_steps - 1):
             self._step(rows, round_, sampling)
         if wait or self._flags is None:
@@ -399,8 +446,7 @@ class Engine:
         """[N, V] of the rows' next tokens."""
         if self.on_gpu:
             return self._logits_on_gpu(rows, round_)
-        longest = int((rows.prefix_length_N + rows.step_N).max()) + 1
-        return self._logits(rows, round_, Decode(round_.kv, rows, longest))
+        return self._logits(rows, round_, Decode(round_.kv, rows, round_.reach))
 
     def _logits_on_gpu(self, rows: Rows, round_: Round) -> torch.Tensor:
         if self.exact:
@@ -428,19 +474,18 @@ class Engine:
 
     def _logits(self, rows: Rows, round_: Round, pass_: Pass) -> torch.Tensor:
         positions_N = (rows.prefix_length_N + rows.step_N).long()
+        pass_.states = States(rows.states)
         logits_NV = read(self.layers, pass_, rows.token_N[:, None], positions_N[:, None])
         if round_.record is not None:
             round_.record.read_step(len(rows))
         return logits_NV
 
     def _draw(self, logits_NV: torch.Tensor, rows: Rows, round_: Round, sampling: Sampling) -> None:
-        """As `launch.pick`, in torch."""
-        tokens_N, logps_N = draw(logits_NV, round_.uniforms_BT[rows.row_N, rows.step_N], sampling)
-        going_N = rows.finished_N == 0
-        found = rows.row_N, rows.step_N, tokens_N, logps_N.to(round_.logps_BT.dtype)
-        row_n, step_n, tokens_n, logps_n = found if going_N.all() else (one[going_N] for one in found)
-        round_.tokens_BT[row_n, step_n] = tokens_n
-        round_.logps_BT[row_n, step_n] = logps_n
+        """As `launch.pick`, in torch. Rows that have ended write again what is there."""
+        at, going_N = (rows.row_N, rows.step_N), rows.finished_N == 0
+        tokens_N, logps_N = draw(logits_NV, round_.uniforms_BT[at], sampling)
+        for into_BT, drawn_N in ((round_.tokens_BT, tokens_N), (round_.logps_BT, logps_N.to(round_.logps_BT.dtype))):
+            into_BT[at] = torch.where(going_N, drawn_N, into_BT[at])
         goes_on_N = going_N & ~torch.isin(tokens_N, round_.eos) & (rows.step_N + 1 < round_.tokens_BT.shape[1])
         rows.token_N.copy_(tokens_N)
         rows.finished_N.copy_(~goes_on_N)

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 import triton
-from torch.nn.functional import pad
 
 from strop.models.attention import Pass, Rule
 from strop.rollout import kernels
-from strop.rollout.slots import CacheShape, Rows
+from strop.rollout.slots import CacheShape, Rows, in_slots
 
 CHUNK = 4096  # logits one program looks at
 PROGRAMS = 264  # wanted at least: two for each of an H200's 132 multiprocessors
@@ -167,11 +166,9 @@ class KernelDecode(Pass):
     run: Callable[..., object] = launch
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
-        size, wanted = v.shape[3], self.shape.head_dim  # zeros behind a smaller key or value change nothing
-        qkv = tuple(
-            states if states.shape[3] == wanted else pad(states, (0, wanted - states.shape[3])) for states in (q, k, v)
-        )
-        return self._attend(qkv, layer, rule, None, {"ROTATE": False, "NORM": False, "ROUND": False})[..., :size]
+        qkv = in_slots(self.shape.head_dim, q, k, v)
+        how = {"ROTATE": False, "NORM": False, "ROUND": False}
+        return self._attend(qkv, layer, rule, None, how)[..., : v.shape[3]]
 
     def attend_unrotated(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule, norms: object, rounds: bool
@@ -181,7 +178,7 @@ class KernelDecode(Pass):
         return self._attend((q, k, v), layer, rule, norms, how)
 
     def _attend(
-        self, qkv: tuple[torch.Tensor, ...], layer: int, rule: Rule, norms: object, how: dict[str, bool]
+        self, qkv: Sequence[torch.Tensor], layer: int, rule: Rule, norms: object, how: dict[str, bool]
     ) -> torch.Tensor:
         q, k, v = qkv
         rows, shape, parts = self.rows, self.shape, self.parts

@@ -9,7 +9,12 @@ moving a key.
 The last token of a prompt is not among the prompt's: it is the first token a row decodes, so that reading the prompts
 needs no logits and every token is drawn by the same step.
 
-Seen: N rows of a step, P prompts read together, T tokens, H query heads, K key heads, D head dimension, S slots.
+Layers of linear attention, Mamba and short convolutions have states in place of keys and values: of the same size however
+long the row is, and not to be shared, so that every sample of a prompt begins with a copy of the prompt's. transformers'
+layers read and write their states through the cache; ours hands them those of the pass's rows.
+
+Seen: N rows of a step, P prompts read together, T tokens, H query heads, K key heads, D head dimension, S slots; C channels
+of a convolution.
 """
 
 import functools
@@ -17,8 +22,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from strop.models.attention import Packed, Pass, Rule, Unsupported, attention_of_rows, in_one_dtype, masked_attention
+from strop.models.attention import (
+    Packed,
+    Pass,
+    Rule,
+    Unsupported,
+    attention_of_rows,
+    current_pass,
+    in_one_dtype,
+    masked_attention,
+)
+
+Key = tuple[str, int, int]  # "conv" or "recurrent", the layer, and the number of the state in the layer
 
 
 @dataclass(frozen=True)
@@ -37,12 +54,43 @@ class CacheShape:
 
 
 @dataclass
+class States:
+    """The states of the rows of a pass, [N, ..] each; a layer whose state is not here begins with one of zeros."""
+
+    by_key: dict[Key, torch.Tensor] = field(default_factory=dict)
+
+    def convolve(self, key: Key, new_NCT: torch.Tensor, width: int) -> torch.Tensor:
+        """Keep the last inputs of a convolution; return those before and the new ones."""
+        before_NCW = self.by_key.get(key)
+        if before_NCW is None:
+            before_NCW = self.by_key[key] = new_NCT.new_zeros(*new_NCT.shape[:-1], width)
+        inputs = torch.cat([before_NCW, new_NCT], -1)
+        before_NCW.copy_(inputs[..., -width:])
+        return inputs
+
+    def replace(self, key: Key, new: torch.Tensor) -> torch.Tensor:
+        """Keep a recurrent state, in the memory of the one before."""
+        before = self.by_key.setdefault(key, new)
+        return before if before is new else before.copy_(new)
+
+    def empty(self, num_rows: int) -> dict[Key, torch.Tensor]:
+        """Return states of zeros for so many rows."""
+        return {key: one.new_zeros(num_rows, *one.shape[1:]) for key, one in self.by_key.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one row's."""
+        return sum(one[0].nbytes for one in self.by_key.values())
+
+
+@dataclass
 class Rows:
     """Where the rows of a decode step stand; tensors on the device, [N] each.
 
     token          read next              row        whose completion it is: its row in the outputs
     finished       1 after its end        step       tokens it has decoded
     prefix_start, prefix_length, suffix_start   its slots
+    states         [N, ..] each
     """
 
     token_N: torch.Tensor
@@ -52,11 +100,14 @@ class Rows:
     prefix_length_N: torch.Tensor
     suffix_start_N: torch.Tensor
     step_N: torch.Tensor
+    states: dict[Key, torch.Tensor] = field(default_factory=dict)
 
     PER_ROW = ("token_N", "row_N", "finished_N", "prefix_start_N", "prefix_length_N", "suffix_start_N", "step_N")
 
     @classmethod
-    def empty(cls, size: int, device: torch.device) -> "Rows":
+    def empty(cls, size: int, device: torch.device, states: States | None = None) -> "Rows":
+        """states: of one row, for the shapes"""
+
         def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
@@ -64,7 +115,7 @@ class Rows:
         return cls(
             token_N=new(long, size), row_N=new(long, size), finished_N=new(torch.int8, size),
             prefix_start_N=new(int32, size), prefix_length_N=new(int32, size), suffix_start_N=new(int32, size),
-            step_N=new(int32, size),
+            step_N=new(int32, size), states={} if states is None else states.empty(size),
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -72,16 +123,19 @@ class Rows:
 
     def first(self, size: int) -> "Rows":
         """The first so many, in the same memory."""
-        return Rows(**{name: getattr(self, name)[:size] for name in self.PER_ROW})
+        return self._part(slice(size))
 
     def after(self, size: int) -> "Rows":
         """Those behind the first so many, in the same memory."""
-        return Rows(**{name: getattr(self, name)[size:] for name in self.PER_ROW})
+        return self._part(slice(size, None))
+
+    def _part(self, which: slice) -> "Rows":
+        columns = {name: getattr(self, name)[which] for name in self.PER_ROW}
+        return Rows(**columns, states={key: one[which] for key, one in self.states.items()})
 
     def keep(self, indices_M: torch.Tensor) -> None:
         """These rows come to the front, in this order."""
-        for name in self.PER_ROW:
-            column = getattr(self, name)
+        for column in (*(getattr(self, name) for name in self.PER_ROW), *self.states.values()):
             column[: len(indices_M)] = column[indices_M]
 
 
@@ -92,18 +146,18 @@ class Seen(Pass):
 
     shapes: dict[int, tuple[int, int, int, torch.dtype]] = field(default_factory=dict)
     rules: dict[int, Rule] = field(default_factory=dict)
-    states: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    given: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         q, k, v = in_one_dtype(q, k, v)
         self.shapes[layer] = k.shape[1], k.shape[3], v.shape[3], k.dtype
-        self.rules[layer], self.states[layer] = rule, (q, k, v)
+        self.rules[layer], self.given[layer] = rule, (q, k, v)
         return attention_of_rows(q, k, v, rule)
 
 
-def sides(kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of one layer's slots [2, S, K, D] those of keys and of values, as large as these are, and these."""
-    return [(side[..., : states.shape[-1]], states) for side, states in zip(kv, (k, v), strict=True)]
+def in_slots(size: int, *states: torch.Tensor) -> list[torch.Tensor]:
+    """Return queries, keys and values as large as a slot: zeros behind them change no score and no other output."""
+    return [one if one.shape[-1] == size else pad(one, (0, size - one.shape[-1])) for one in states]
 
 
 @dataclass
@@ -121,8 +175,8 @@ class Prefill(Pass):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         q, k, v = in_one_dtype(q, k, v)
-        for side, states in sides(self.kv[layer], k, v):
-            side.index_copy_(0, self.slots_M, states.transpose(1, 2).flatten(0, 1)[self.tokens_M])
+        both = torch.stack(in_slots(self.kv.shape[-1], k, v)).transpose(2, 3).flatten(1, 2)
+        self.kv[layer].index_copy_(1, self.slots_M, both[:, self.tokens_M])
         P, T, D = q.shape[0], q.shape[2], q.shape[3]
         if self.cu_seqlens is None or D % 8 or D > 256 or v.shape[3] != D:
             return attention_of_rows(q, k, v, rule)
@@ -142,16 +196,17 @@ class Decode(Pass):
     longest: int = 0
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
-        q, k, v = in_one_dtype(q, k, v)
+        size, kv = v.shape[3], self.kv[layer]
+        q, k, v = in_slots(kv.shape[-1], *in_one_dtype(q, k, v))
         new_N, i_T, position_N1, slots_NT, mask_NT = self._slots
         read = []
-        for side, states in sides(self.kv[layer], k, v):
+        for side, states in zip(kv, (k, v), strict=True):
             side.index_copy_(0, new_N, states[:, :, 0])
             found = side.index_select(0, slots_NT.view(-1)).view(*slots_NT.shape, *side.shape[1:])
             read.append(found.transpose(1, 2))
         if rule.window:
             mask_NT = mask_NT & (i_T > position_N1 - rule.window)
-        return masked_attention(q, read[0], read[1], mask_NT[:, None, None], rule).transpose(1, 2)
+        return masked_attention(q, read[0], read[1], mask_NT[:, None, None], rule).transpose(1, 2)[..., :size]
 
     @functools.cached_property
     def _slots(self) -> tuple[torch.Tensor, ...]:
@@ -168,7 +223,7 @@ class Decode(Pass):
 
 
 def slot_cache() -> object:
-    """What a model takes for its cache: it hands keys and values on to `attention`, which keeps them."""
+    """Return what a model takes for its cache: keys and values go on to `attention`, states are those of the pass."""
     from transformers import Cache
 
     class SlotCache(Cache):
@@ -187,5 +242,28 @@ def slot_cache() -> object:
             if layer_idx is not None:  # as Llama 4, whose scale depends on it, but only thousands of tokens later
                 raise Unsupported("its attention asks the cache for its length")
             return 0  # positions are always given
+
+        def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+            return current_pass().states.by_key.get(("conv", layer_idx, state_idx))
+
+        def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+            return current_pass().states.by_key.get(("recurrent", layer_idx, state_idx))
+
+        def update_conv_state(
+            self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        ) -> torch.Tensor:
+            width = kwargs.get("conv_kernel_size") or conv_states.shape[-1]
+            return current_pass().states.convolve(("conv", layer_idx, state_idx), conv_states, width)
+
+        def update_recurrent_state(
+            self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+        ) -> torch.Tensor:
+            return current_pass().states.replace(("recurrent", layer_idx, state_idx), recurrent_states)
+
+        def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+            return bool(current_pass().states.by_key)
+
+        def is_recording_past(self, layer_idx: int) -> bool:
+            return False
 
     return SlotCache(layers=[])

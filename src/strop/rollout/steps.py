@@ -31,8 +31,7 @@ from strop.models.decoder_layers import (
     rms_norm_of,
 )
 from strop.models.trial import Sides, decoder_and_head
-from strop.rollout import slots
-from strop.rollout.slots import CacheShape
+from strop.rollout.slots import CacheShape, slot_cache
 
 Product = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # B, A and the scaling of BÂ·A
@@ -40,6 +39,7 @@ Adapter = tuple[torch.Tensor, torch.Tensor, float]  # B, A and the scaling of BÂ
 
 def read(layers: Any, pass_: Pass, *given: torch.Tensor, **options: Any) -> torch.Tensor:
     """What the layers give for these ids and positions, attending as this pass does."""
+    pass_.places = layers.places
     with current(pass_):
         return layers(*given, **options)
 
@@ -51,8 +51,10 @@ class OwnLayers:
         self.model, self.device, self.autocast = model, device, autocast
         self.copies: Copies | None = None
         self.rules: dict[int, Rule] | None = None  # of attention, once the layers have shown them
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._cache = slots.slot_cache()
+        self.places: dict[int, int] | None = None  # of the layers with keys, where not all have some
+        takes = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in takes
+        self._cache = {"cache_params" if "cache_params" in takes else "past_key_values": slot_cache()}
         self._compiled: Any = torch.compile(self._forward) if compiled else None
 
     def refresh(self, num_positions: int) -> None:
@@ -67,9 +69,7 @@ class OwnLayers:
 
     def _forward(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor) -> torch.Tensor:
         options = {"logits_to_keep": 1} if self._keeps_logits else {}
-        output = self.model(
-            input_ids=ids_PT, position_ids=positions_PT, past_key_values=self._cache, use_cache=True, **options
-        )
+        output = self.model(input_ids=ids_PT, position_ids=positions_PT, use_cache=True, **self._cache, **options)
         return output.logits
 
     @contextlib.contextmanager
@@ -105,6 +105,8 @@ class DecodeLayer:
 
 class FusedLayers:
     """A decoder of such layers, over joined weights. Unsupported, with the reason, where the model is another kind."""
+
+    places = None  # every layer has keys
 
     def __init__(self, model: object, shape: CacheShape, rules: dict[int, Rule], table: torch.Tensor, on_gpu: bool):
         """table: where the kernels read that the rotation is; without a GPU torch computes all"""

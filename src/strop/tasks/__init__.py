@@ -11,30 +11,17 @@ from dataclasses import fields
 from typing import Any
 
 from strop._checks import did_you_mean
-from strop.tasks.addition import Addition
-from strop.tasks.base import SPLITS, Task, split_of
-from strop.tasks.brackets import Brackets
-from strop.tasks.reasoning_gym import ReasoningGym
-from strop.tasks.sorting import Sorting
-from strop.tasks.tokenizer import CharTokenizer
+from strop.tasks.addition import Addition as Addition
+from strop.tasks.base import SPLITS as SPLITS
+from strop.tasks.base import Task as Task
+from strop.tasks.base import split_of as split_of
+from strop.tasks.brackets import Brackets as Brackets
+from strop.tasks.reasoning_gym import ReasoningGym as ReasoningGym
+from strop.tasks.sorting import Sorting as Sorting
+from strop.tasks.tokenizer import CharTokenizer as CharTokenizer
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Addition, Sorting, Brackets)}
 GYM = "reasoning_gym:"
-
-__all__ = [
-    "SPLITS",
-    "TASKS",
-    "Addition",
-    "Brackets",
-    "CharTokenizer",
-    "ReasoningGym",
-    "Sorting",
-    "Task",
-    "available_tasks",
-    "get",
-    "load_task",
-    "split_of",
-]
 
 
 def available_tasks() -> list[str]:

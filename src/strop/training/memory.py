@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from strop.config import option_names
+from strop.config.base import option_names
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer

@@ -1,6 +1,6 @@
 """Optimisers by name: torch's, bitsandbytes' of 8 bits, and Muon, which has AdamW for what is no hidden matrix."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,65 @@ def named_optimizer(module: torch.nn.Module, groups: Groups, config: OptimConfig
         return _adamw_of_8_bits(groups, adam, paged=name == "paged_adamw8bit")
     adam["fused"] = True if _is_fusable(groups) else None  # None, not False: torch then chooses the next best
     return Muon(module, groups, learning_rate, adam) if name == "muon" else torch.optim.AdamW(groups, **adam)
+
+
+def keep_on_host(optimizer: torch.optim.Optimizer, part_bytes: int = 2**28) -> None:
+    """Keep the optimiser's states in the host's memory.
+
+    A step takes parameters of `part_bytes` at a time: their states go to the device, are stepped and come back. Every
+    parameter is stepped as in one step for all.
+    """
+    step_all = optimizer.step
+    homes: dict[tuple[int, str], torch.Tensor] = {}  # buffers that a GPU copies to and from by itself
+
+    def to_host(param: torch.Tensor) -> None:
+        for name, value in optimizer.state.get(param, {}).items():
+            if type(value) is torch.Tensor and value.is_cuda:
+                home = homes.get((id(param), name))
+                if home is None or home.shape != value.shape:
+                    home = homes[id(param), name] = torch.empty_like(value, device="cpu", pin_memory=True)
+                optimizer.state[param][name] = home.copy_(value, non_blocking=True)
+            elif isinstance(value, torch.Tensor):  # in shards, for example
+                optimizer.state[param][name] = value.to("cpu")
+
+    def to_device(param: torch.Tensor) -> None:
+        for name, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                optimizer.state[param][name] = value.to(param.device, non_blocking=True)
+
+    def step_in_parts(closure: None = None) -> None:
+        groups = optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = []
+            for group, params in zip(groups, whole, strict=True):
+                for part in _parts(params, part_bytes):
+                    group["params"] = part
+                    for param in part:
+                        to_device(param)
+                    step_all()
+                    for param in part:
+                        to_host(param)
+                group["params"] = []
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+        if any(param.is_cuda for params in whole for param in params):
+            torch.cuda.synchronize()
+
+    optimizer.step = step_in_parts  # type: ignore[method-assign, assignment]
+
+
+def _parts(params: Sequence[torch.Tensor], part_bytes: int) -> Iterator[list[torch.Tensor]]:
+    part: list[torch.Tensor] = []
+    for param in params:
+        if part and sum(one.nbytes for one in (*part, param)) > part_bytes:
+            yield part
+            part = []
+        part.append(param)
+    if part:
+        yield part
 
 
 class Muon(torch.optim.Optimizer):

@@ -26,7 +26,8 @@ from strop._contained import contained
 from strop._install import missing
 from strop._tensors import widest
 from strop._types import Json, State
-from strop.config import OptimConfig, TrainerConfig, option_names, unknown_option
+from strop.config import OptimConfig, TrainerConfig
+from strop.config.base import option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import PreparedRows, check_rows, prepared
 from strop.data.inputs import check_tokenizer
@@ -40,7 +41,7 @@ from strop.training.callbacks import Callback
 from strop.training.folder import flat, remove_run
 from strop.training.logging import Logger
 from strop.training.memory import LACKS, raise_explained
-from strop.training.optimizers import named_optimizer
+from strop.training.optimizers import keep_on_host, named_optimizer
 from strop.training.run import (
     Metrics,
     Phases,
@@ -557,13 +558,15 @@ def make_optimizer(
         for group, decay in ((matrices, config.weight_decay), (others, 0.0))
         if group
     ]
-    if make is None:
-        return named_optimizer(module, groups, config)
-    if not callable(make):
+    if make is not None and not callable(make):
         raise TypeError(f"optimizer must make one of parameter groups, as torch.optim.SGD does, found {make!r:.60}")
-    optimizer = make(groups)
+    optimizer = named_optimizer(module, groups, config) if make is None else make(groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must return a torch.optim.Optimizer, found {type(optimizer).__name__}")
+    if config.offload_optimizer and all(param.device.type == "cpu" for param in params):
+        warnings.warn("offload_optimizer has no effect: the model is in the host's memory already", stacklevel=3)
+    elif config.offload_optimizer:
+        keep_on_host(optimizer)
     return optimizer
 
 
