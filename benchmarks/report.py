@@ -28,6 +28,7 @@ from benchmarks.pages import (
     landing,
     learning,
     losses,
+    models,
     primitives,
     processes,
     step,
@@ -74,6 +75,8 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         demo.demo_summary,
         demo.demo_table,
         guess.guess_table,
+        models.models_summary,
+        models.models_table,
         algorithms.algorithms_table,
     )
 }

@@ -1,6 +1,9 @@
 """What a newcomer writes first, from TRL or by guessing: each ends in an error that says what to write."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import pytest
 from tiny_models import llama, moe
@@ -129,6 +132,15 @@ def test_async_preference_is_refused():
 
 
 # ---- targets of LoRA ----
+
+
+def test_an_adapter_brings_no_warning_of_bitsandbytes(tmp_path):
+    """Which says on some CPUs, at its first import, that it lacks kernels."""
+    script = "from tiny_models import llama; from strop import SFT; SFT(model=llama(), lora={'r': 4})"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "kernels" not in done.stderr
 
 
 def test_missing_lora_target_lists_the_nearest():

@@ -261,6 +261,81 @@ def test_a_head_without_a_gradient_is_refused_by_name():
         SFT(model=model, lora=LORA)
 
 
+class Foreign(torch.Tensor):
+    """A weight as torchao's: it knows the product of a linear layer, and few other operators."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        if function in (
+            torch.Tensor.t,
+            torch.Tensor.new_empty,
+            torch.Tensor.permute,
+            torch._foreach_copy_,
+            torch.matmul,
+        ):
+            raise NotImplementedError(function.__name__)
+        return super().__torch_function__(function, types, arguments, options or {})
+
+
+def test_layers_and_a_head_with_weights_of_another_library_are_trained_and_sampled():
+    plain, model = (tiny_qwen2(tie_word_embeddings=False).eval() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.weight = nn.Parameter(module.weight.detach().as_subclass(Foreign), requires_grad=False)
+    policy, sampling = Policy(model), Sampling(max_new_tokens=4)
+    found, wanted = (generate(one, [[2, 3], [4]], sampling, seed=1) for one in (policy, Policy(plain)))
+    assert policy.no_hidden_because == "its head's weight is a Foreign"
+    for one, other in zip(found, wanted, strict=True):
+        assert one.completion_ids.tolist() == other.completion_ids.tolist()
+        torch.testing.assert_close(one.rollout_logps_t, other.rollout_logps_t, rtol=1e-4, atol=1e-5)
+    SFT(model=model, lora=LORA, batch_size=2).train(ROWS[:2], num_steps=1)
+
+
+class Packing(nn.Linear):
+    """As bitsandbytes' 4-bit layer on a CPU: without gradients it packs its weight, after which it has none."""
+
+    def __init__(self, source, modes=(False,)):
+        super().__init__(source.in_features, source.out_features, source.bias is not None)
+        self.exact, self.bias, self.modes, self.packed = source.weight.detach(), source.bias, modes, False
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x):
+        self.packed |= self.training in self.modes and not x.requires_grad
+        y = nn.functional.linear(x, self.exact, self.bias)
+        return y.detach() if self.packed else y
+
+
+def with_packing(**options):
+    model = tiny_qwen2().eval()
+    projection = model.model.layers[1].mlp.gate_proj
+    model.set_submodule("model.layers.1.mlp.gate_proj", Packing(projection, **options))
+    return model.eval()
+
+
+def test_layers_that_pack_their_weights_for_inference_are_not_packed_by_trials_and_rollouts():
+    model = with_packing()
+    policy = Policy(model)
+    generate(policy, [[2, 3], [4]], Sampling(max_new_tokens=3))
+    assert policy.packs
+    layer = model.model.layers[1].mlp.gate_proj
+    assert not layer.packed
+    assert not layer.training, "as it was"
+    model(torch.tensor([[2, 3]])).logits.sum().backward()
+    with torch.no_grad():
+        model(torch.tensor([[2, 3]]))
+    assert layer.packed, "by a forward of somebody else"
+
+
+def test_a_model_whose_gradients_a_trial_loses_is_refused():
+    policy = Policy(with_packing(modes=(False, True)))
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"after a forward without gradient, found that model\.layers\.1\.mlp\.gate_proj"
+        ):
+            policy.check_reading()
+
+
 def test_merging_leaves_adapters_of_other_layers_to_peft():
     model = tiny_qwen2()
     quantize(model, "int8")

@@ -18,14 +18,18 @@ import sys
 import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from tiny_types import VOCAB, model_of, settings_of
 
+from benchmarks.harness import SCHEMA
 from strop.data.batch import TokenBatch, Trajectory
 from strop.models import as_policy
 from strop.models.policy import takes_use_cache
@@ -96,8 +100,9 @@ def _how(policy: Any) -> str:
 
 def check_rollouts(model: Any) -> str:
     """Raise `Wrong` where a greedy rollout is not what the model's own forwards give; return what it ran on."""
-    prompts = [ids_of(length, 20 + length) for length in PROMPTS]
     policy = as_policy(copy.deepcopy(model))
+    longest = (policy.max_length or 1000) - NEW
+    prompts = [ids_of(min(length, longest), 20 + length) for length in PROMPTS]
     rollout = generate(policy, prompts, Sampling(max_new_tokens=NEW, temperature=0.0))
     how = description(policy) if policy.kind == "hf" else policy.kind
     changes_with_length = False
@@ -197,14 +202,16 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
     lines: list[dict[str, str]] = []
+    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     with ProcessPoolExecutor(options.jobs) as pool:
         for some in pool.map(measured_type, options.types or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
             lines += some
             for line in some:
                 print(*line.values(), sep=" | ", flush=True)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(lines, indent=1) + "\n")
+            if options.json:  # as benchmarks.harness.load reads it
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                result = {"schema": SCHEMA, "versions": versions, "date": str(date.today()), "cases": lines}
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
     counts = Counter(line["result"] for line in lines)
     print(f"{len(lines)} settings: " + ", ".join(f"{counts[name]} {name}" for name in (*ORDER, "not built")))
     sys.exit(bool(counts["silently wrong"] or counts["raw failure"]))

@@ -168,6 +168,22 @@ def test_a_run_of_100_000_logged_steps_is_reported_in_five_seconds(tmp_path):
     assert megabytes <= 300
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "seconds", "most"),
+    [(5_000, 0.5, 35), pytest.param(100_000, 8.0, 450, marks=sizes)],
+    ids=["5k", "100k"],
+)
+def test_a_run_of_many_logged_steps_is_resumed(tmp_path, num_steps, seconds, most):
+    """Its history stays in memory, and is the greater part of the memory."""
+    write_run(tmp_path / "run", num_steps, [f"metric/{i:02}" for i in range(60)])
+    prepare = "from strop.training.logging import drop_after"
+    taken, megabytes = measured(
+        prepare, f"assert len(drop_after('run/metrics.jsonl', {num_steps - 9})) == {num_steps - 9}", tmp_path
+    )
+    assert taken <= seconds
+    assert megabytes <= most
+
+
 @sizes
 def test_a_thousand_runs_are_reported_together(tmp_path):
     for i in range(1_000):

@@ -40,16 +40,26 @@ def adapter_off(model: Any) -> Iterator[None]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """eval mode; afterwards every module is in the mode it was in, a part that was kept in eval mode too.
 
-    By their flags: `eval()` of a few hundred modules takes milliseconds.
+    By their flags: `eval()` of a few hundred modules takes milliseconds. Linear layers whose weights are no floating point
+    numbers are in training mode: on a CPU bitsandbytes' pack theirs for inference else, and have no gradient afterwards.
     """
-    training = [vars(module) for module in model.modules() if module.training]
-    for flags in training:
-        flags["training"] = False
+    before = []
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        mode = weight is not None and not weight.is_floating_point() and isinstance(module, nn.Linear)
+        if module.training != mode:
+            before.append(vars(module))
+            vars(module)["training"] = mode
     try:
         yield
     finally:
-        for flags in training:
-            flags["training"] = True
+        for flags in before:
+            flags["training"] = not flags["training"]
+
+
+def is_plain(weight: object) -> bool:
+    """Whether a weight is torch's own kind of tensor: those of other libraries know few operators."""
+    return type(weight).__module__.partition(".")[0] == "torch"
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

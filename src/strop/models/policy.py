@@ -43,6 +43,7 @@ from strop.models.kinds import (
     unwrapped,
 )
 from strop.models.loading import check_moe_device, chosen_device, load_model
+from strop.models.quantized import not_differentiable
 from strop.models.routing import NONE, Routers, Within, find_routers, replaying
 from strop.ops import linear, linear_logp, linear_token_loss, logp
 from strop.ops.linear import LMHead
@@ -90,6 +91,7 @@ class Policy:
         self.sides: trial.Sides | None = None
         """Which rows are read together, where the longest of a call changes the others' numbers."""
         self._rules: dict[int, Rule] = {}
+        self._opaque: set[str] | None = None  # layers that had no gradient before the trial
         self._fused: Any = None
         self._modules: list[nn.Module] = []
         self._routers: Routers | str | None = None
@@ -462,8 +464,16 @@ class Policy:
         if self.kind != "hf":
             return
         try:
+            if self._opaque is None:
+                self._opaque = set(not_differentiable(self.model))
             with trial.tried(unwrapped(self.model), self.device):
                 self._try_hugging_face()
+            if lost := {name: why for name, why in not_differentiable(self.model).items() if name not in self._opaque}:
+                name, why = next(iter(lost.items()))
+                raise ValueError(
+                    f"model must be differentiable after a forward without gradient, found that {name}, {why}; load it again "
+                    f'with quantize="nf4" or "int8"'
+                )
         except BaseException:
             self._tried = False  # so that every later call says the same
             raise

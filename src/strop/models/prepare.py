@@ -3,6 +3,7 @@
 import codecs
 import difflib
 import locale
+import logging
 import platform
 import re
 import warnings
@@ -49,6 +50,8 @@ def prepared_model(policy: Policy, run: RunConfig, lora: LoRAConfig | None, quan
 
 def with_lora(model: torch.nn.Module, config: LoRAConfig, seed: int) -> torch.nn.Module:
     """The model with the adapter of a LoRAConfig on it."""
+    # peft imports bitsandbytes where it is installed, which warns of kernels that no unquantised model needs
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import peft
     except ImportError:

@@ -170,6 +170,15 @@ def merged_copy(model: Any) -> Any:
 
 def check_differentiable(model: Any) -> None:
     """Raise if a gradient cannot pass a layer whose weight is not a plain tensor: a head quantised elsewhere, for example."""
+    for name, why in not_differentiable(model).items():
+        raise ValueError(
+            f'model must be differentiable, found that {name}, {why}; quantize="nf4" or "int8" leaves the head as it is'
+        )
+
+
+def not_differentiable(model: Any) -> dict[str, str]:
+    """Return why a gradient cannot pass layers, by their names; only weights that are no plain tensors are asked."""
+    found = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(module, nn.Linear) or isinstance(module, QuantizedLinear) or weight is None:
@@ -184,10 +193,8 @@ def check_differentiable(model: Any) -> None:
         except Exception as error:  # of a class that is not ours: whatever it raises
             why = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         if why:
-            raise ValueError(
-                f"model must be differentiable, found that {name}, a {type(module).__name__} whose weight is a "
-                f'{type(weight).__name__}, is not ({why}); quantize="nf4" or "int8" leaves the head as it is'
-            )
+            found[name] = f"a {type(module).__name__} whose weight is a {type(weight).__name__}, is not ({why})"
+    return found
 
 
 def _compute_dtype(model: Any) -> torch.dtype:

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from strop.data.batch import TokenBatch
 from strop.models.attention import Rule, Unsupported
 from strop.models.decoder_layers import ALLOWED, relative_error
-from strop.models.kinds import base_model, evaluating, is_peft, of_config
+from strop.models.kinds import base_model, evaluating, is_peft, is_plain, of_config
 from strop.ops.registry import on_gpu, on_gpu_or_interpreted
 
 # config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
@@ -161,6 +161,8 @@ def decoder_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | str:
         return "it has no decoder apart from its head"
     if type(head) is not nn.Linear:  # a subclass (LoRA on the head, quantised) does more than a product
         return f"its head is a {type(head).__name__}, not a torch.nn.Linear"
+    if not is_plain(head.weight):
+        return f"its head's weight is a {type(head.weight).__name__}"
     if head._forward_hooks or head._forward_pre_hooks:
         return "its head has hooks"
     return decoder, head

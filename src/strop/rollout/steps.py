@@ -30,6 +30,7 @@ from strop.models.decoder_layers import (
     projections_of,
     rms_norm_of,
 )
+from strop.models.kinds import is_plain
 from strop.models.trial import Sides, decoder_and_head
 from strop.rollout.slots import CacheShape, slot_cache
 
@@ -340,6 +341,8 @@ def converted(model: Any, dtype: torch.dtype | None) -> Copies:
 
 
 def _is_converted(module: object, param: torch.Tensor) -> bool:
+    if not is_plain(param):
+        return False
     return isinstance(module, nn.Linear) or (param.ndim >= 2 and not isinstance(module, nn.Embedding))
 
 
@@ -349,6 +352,8 @@ def _is_converted(module: object, param: torch.Tensor) -> bool:
 def _linear(layer: Any) -> nn.Linear:
     """The linear layer, or that beneath plain LoRA adapters."""
     if type(layer) is nn.Linear:
+        if not is_plain(layer.weight):
+            raise Unsupported(f"a weight of its layers is a {type(layer.weight).__name__}")
         return layer
     if (type(layer).__module__, type(layer).__name__) != ("peft.tuners.lora.layer", "Linear"):
         raise Unsupported(f"a {type(layer).__name__} of its layers is no torch.nn.Linear")

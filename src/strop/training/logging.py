@@ -6,7 +6,7 @@ Anything with log(metrics, step) and close() is a logger. `time` in the metrics 
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -142,12 +142,19 @@ def _absent(error: ImportError, logger: str, package: str) -> ImportError:
 
 
 def read_metrics(path: str | Path) -> list[Json]:
-    """The lines of a metrics file. A last line without its end, as a kill leaves it, is not one."""
-    path = Path(path)
+    """Return the entries of a metrics file. A last line without its end, as a kill leaves it, is not one."""
+    return [entry for _, entry in _entries(Path(path))]
+
+
+def _entries(path: Path) -> Iterator[tuple[bytes, Json]]:
+    """Yield the lines of a metrics file, each with its entry."""
     if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    return [parse_line(line, path, number) for number, line in enumerate(lines[:-1], 1) if line.strip()]
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n") and not line.isspace():
+                entry = parse_line(line, path, number)
+                yield line, {sys.intern(name): value for name, value in entry.items()}  # all entries share their names
 
 
 def parse_line(line: bytes, path: Path, number: int) -> Json:
@@ -175,10 +182,17 @@ def drop_after(path: str | Path, step: int, evaluations_until: int | None = None
     evaluations_until   of evaluations those up to this step; None is `step`
     """
     last = step if evaluations_until is None else min(step, evaluations_until)
-    kept = [entry for entry in read_metrics(path) if entry["step"] <= (last if is_evaluation(entry) else step)]
     path = Path(path)
-    if path.exists():
-        unfinished = path.with_name(f".{path.name}.tmp")
-        unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+    if not path.exists():
+        return []
+    unfinished, kept = path.with_name(f".{path.name}.tmp"), []
+    try:
+        with unfinished.open("wb") as file:
+            for line, entry in _entries(path):
+                if entry["step"] <= (last if is_evaluation(entry) else step):
+                    kept.append(entry)
+                    file.write(line)
         unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return kept
