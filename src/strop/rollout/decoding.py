@@ -481,13 +481,11 @@ class Engine:
         return logits_NV
 
     def _draw(self, logits_NV: torch.Tensor, rows: Rows, round_: Round, sampling: Sampling) -> None:
-        """As `launch.pick`, in torch. Spare rows have the place of a row that goes on, so that they must not write."""
-        tokens_N, logps_N = draw(logits_NV, round_.uniforms_BT[rows.row_N, rows.step_N], sampling)
-        going_N = rows.finished_N == 0
-        found = rows.row_N, rows.step_N, tokens_N, logps_N.to(round_.logps_BT.dtype)
-        row_n, step_n, tokens_n, logps_n = found if going_N.all() else (one[going_N] for one in found)
-        round_.tokens_BT[row_n, step_n] = tokens_n
-        round_.logps_BT[row_n, step_n] = logps_n
+        """As `launch.pick`, in torch. Every place is 0 until it is written, so rows that have ended add nothing to it."""
+        at, going_N = (rows.row_N, rows.step_N.long()), rows.finished_N == 0
+        tokens_N, logps_N = draw(logits_NV, round_.uniforms_BT[at], sampling)
+        for into_BT, drawn_N in ((round_.tokens_BT, tokens_N), (round_.logps_BT, logps_N.to(round_.logps_BT.dtype))):
+            into_BT.index_put_(at, torch.where(going_N, drawn_N, 0), accumulate=True)
         goes_on_N = going_N & ~torch.isin(tokens_N, round_.eos) & (rows.step_N + 1 < round_.tokens_BT.shape[1])
         rows.token_N.copy_(tokens_N)
         rows.finished_N.copy_(~goes_on_N)
