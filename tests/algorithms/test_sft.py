@@ -259,7 +259,7 @@ def test_what_a_run_of_ids_wrote_can_be_trained_on(tmp_path):
         ([{"text": [2, 3]}, {"text": [2, 999]}], r"dataset\[1\] must hold ids from 0 to \d+, found 999"),
         ([{"text": [2]}], r"dataset\[0\]: a text must have at least two tokens, found 1"),
         ([{"prompt": "a", "completion": "b"}], "text needs a tokenizer"),
-        ([{"text": [2] * 40}], "context of 32 tokens, found 40"),
+        ([{"text": [2] * 40}], "context, 32 tokens, found 40"),
     ],
 )
 def test_bad_datasets(rows, message):
