@@ -633,6 +633,7 @@ def _fallback(policy: Policy, why: str) -> Fallback:
         try:
             with policy.evaluating():
                 checks.check_completions(complete_, policy)
+                checks.check_beyond_windows(complete_, policy)
         except Unsupported as error:
             why += f"; by {name}: {error}"
         else:
