@@ -174,7 +174,6 @@ def test_rollout_and_training_give_the_same_bits(kind, how):
         rollout = generate(policy, PROMPTS, SAMPLING, num_samples=2, seed=0)
         assert rollout.engine.startswith("hf, exact layers")
         lines = rollout
-        assert equal(logps_of(policy, lines), rollout.logps)
         assert equal(logps_of(policy, lines[::-1])[::-1], rollout.logps)
         assert equal(logps_of(policy, lines[1:2]), rollout.logps[1:2])
 
@@ -231,8 +230,7 @@ def trainer(model=None, algorithm=GRPO, **options):
     "options",
     [
         {"micro_batch_size": 1, "kl_coef": 0.1},
-        {"entropy_coef": 0.1},
-        {"importance_level": "sequence", "temperature": 0.5},
+        {"entropy_coef": 0.1, "importance_level": "sequence", "temperature": 0.5},
     ],
 )
 def test_a_step_begins_on_policy(options):

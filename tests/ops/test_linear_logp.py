@@ -131,7 +131,8 @@ def test_a_frozen_head_keeps_to_a_small_workspace(cutting_backend, monkeypatch):
         torch.testing.assert_close(found, exact)
 
 
-def test_a_frozen_head_accepts_no_incoming_gradient(fast_backend):
+@pytest.mark.parametrize("frozen", [True, False])
+def test_no_incoming_gradient_gives_none(fast_backend, frozen):
     class Cut(torch.autograd.Function):
         @staticmethod
         def forward(ctx, logps):
@@ -142,8 +143,9 @@ def test_a_frozen_head_accepts_no_incoming_gradient(fast_backend):
             return None
 
     hidden, weight, _, ids, _ = example()
-    Cut.apply(linear_logp(hidden.requires_grad_(), weight, ids)).sum().backward()
-    assert hidden.grad is None
+    leaves = hidden.requires_grad_(), weight.requires_grad_(not frozen)
+    Cut.apply(linear_logp(*leaves, ids)).sum().backward()
+    assert hidden.grad is weight.grad is None
 
 
 def test_a_tied_head_gets_both_gradients(backend):

@@ -508,3 +508,15 @@ def test_slots_are_for_transformers_only_within(recwarn):
     with attention.attending(model, rules={}):
         assert model.config._attn_implementation == attention.NAME
     assert model.config._attn_implementation != attention.NAME
+
+
+def test_spare_rows_leave_what_other_rows_draw():
+    """As on a GPU, where a step has rows that only fill it up: they point at the first row, whose token stays."""
+    engine = engine_of(as_policy(model_of("llama")))
+    sampling = Sampling(max_new_tokens=2, temperature=0)
+    round_, rows = engine.begin([torch.tensor([1, 2])], 4, 4, sampling, torch.zeros(4, 2), ())
+    round_.make_spare(rows.after(2))
+    logits_NV = torch.eye(64)[[5, 6, 7, 8]]
+    engine._draw(logits_NV, rows, round_, sampling)
+    assert round_.tokens_BT[:, 0].tolist() == [5, 6, 0, 0]
+    assert rows.step_N.tolist() == [1, 1, 0, 0]

@@ -11,7 +11,9 @@ import time
 import pytest
 import torch
 from size_makers import chat, measured, prompt, sentences, write_rows, write_tokenizer
+from tiny_qwen2 import tiny_qwen2
 
+from strop.algorithms.sft import SFT
 from strop.data.tokenize import encode_prompt, encode_rows
 from strop.models.loading import load_tokenizer
 
@@ -105,13 +107,13 @@ def test_the_first_of_a_million_rows_is_trained_on_within_five_seconds(folder, t
     assert megabytes <= 1.2 * path.stat().st_size / 1e6 + 150  # a step alone takes some
 
 
-def test_chats_are_prepared_3000_a_second_on_a_core(tokenizer):
-    draw = random.Random(0)
-    rows = [chat(draw) for _ in range(1_024)]
-    parts = [rows[start : start + 128] for start in range(0, len(rows), 128)]
-    encode_rows(parts[0], tokenizer, "rows")
-    taken = min(cpu_seconds(lambda: [encode_rows(part, tokenizer, "rows") for part in parts]) for _ in range(3))
-    assert 100 <= len(encode_rows(rows[:1], tokenizer, "rows")[0][1]) <= 250
+def test_chats_of_a_file_are_prepared_3000_a_second_on_a_core(folder, tokenizer):
+    """Read, rendered, encoded and made into trajectories; the tokenizer's threads count too."""
+    write_rows(folder / "chats.jsonl", 2_048, chat)
+    model = tiny_qwen2(vocab_size=len(tokenizer), max_position_embeddings=2048)
+    rows = SFT(model=model, tokenizer=tokenizer, batch_size=2).prepared(folder / "chats.jsonl")
+    taken = min(cpu_seconds(lambda: list(rows)) for _ in range(3))
+    assert 100 <= len(rows[0]) <= 250
     assert len(rows) / taken >= 3_000
 
 

@@ -52,7 +52,7 @@ def _options(
 
 
 def _escaped(error: UnicodeError) -> tuple[bytes, int]:
-    """An escape (\\xd7) for a character that the terminal's encoding lacks; the bytes of a file's name stay as they are."""
+    """Escape (\\xd7) a character that the terminal's encoding lacks; the bytes of a file's name stay as they are."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     return b"".join(
@@ -79,7 +79,7 @@ def _show_usage_error(error: Any) -> None:
 
 
 def _hint_for_trl(error: Exception, path: str) -> str | None:
-    """For a flag that is TRL's name of an option: what strop calls it, in place of flags that are spelt alike."""
+    """Return what strop calls the option if the flag is TRL's name for it; None for other flags."""
     flag, command = getattr(error, "option_name", None), path.rpartition(" ")[2]
     if flag is None or command not in train.ALGORITHMS:
         return None
@@ -89,7 +89,7 @@ def _hint_for_trl(error: Exception, path: str) -> str | None:
 
 
 def main() -> None:
-    """Errors are one line and a non-zero exit; the traceback comes with --debug."""
+    """Run a command. An error is one line and a non-zero exit; --debug shows the traceback."""
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     codecs.register_error("strop-escaped", _escaped)

@@ -27,6 +27,5 @@ def find_checkout() -> Path:
     for folder in (Path(strop.__file__).resolve().parents[2], Path.cwd()):
         if (folder / "benchmarks" / "command.py").is_file():
             return folder
-    raise FileNotFoundError(
-        "the benchmarks are not installed with strop; clone its repository and run strop bench in that folder"
-    )
+    hint = "clone its repository and run strop bench in that folder"
+    raise FileNotFoundError(f"the benchmarks are not installed with strop; {hint}")

@@ -225,9 +225,8 @@ class Demo:
         self.say(f"{self.steps} steps of {group}; the only teacher: was it right?")
         grpo = GRPO(model=model, seed=self.seed, **options_of(self.task), **GRPO_OPTIONS)
         prompts = [{name: row[name] for name in ("prompt", "answer")} for row in self.train]  # no completion to imitate
-        history = grpo.train(
-            prompts, eval_dataset=self.test, num_steps=self.steps, output_dir=self.folder / "grpo", progress=_bar()
-        )
+        where: Json = {"output_dir": self.folder / "grpo", "progress": _bar()}
+        history = grpo.train(prompts, eval_dataset=self.test, num_steps=self.steps, **where)
         self.check(history, "GRPO")
         reward = history.values("reward/mean")
         self.say(f"reward {reward[0]:.2f} → {reward[-1]:.2f}, KL to the start {history.values('kl')[-1]:.2f}")
@@ -241,22 +240,17 @@ class Demo:
         greedy, answers = answer(model, self.task, self.test, n=1, temperature=0.0)
         several, _ = answer(model, self.task, self.test, n=SAMPLES)
         first, sampled, best = (one.mean().item() for one in (greedy.rewards, several.all_rewards, several.rewards))
-        self.scores.append(
-            HeldOutScores(first, sampled, best, answers[:NUM_SHOWN], greedy.rewards[:NUM_SHOWN].tolist())
-        )
+        shown = answers[:NUM_SHOWN], greedy.rewards[:NUM_SHOWN].tolist()
+        self.scores.append(HeldOutScores(first, sampled, best, *shown))
 
     # ---- what is shown ----
 
     def comparison(self) -> dict[str, dict[str, float]]:
         """Return the share solved after each stage, for each way of answering."""
-        names, stages = (
-            {"greedy": "greedy", "sampled": "sampled", f"best of {SAMPLES}": "best_of"},
-            ("after SFT", "after GRPO"),
-        )
-        return {
-            shown: {stage: getattr(scores, name) for stage, scores in zip(stages, self.scores, strict=True)}
-            for shown, name in names.items()
-        }
+        sft, grpo = self.scores
+        names = {"greedy": "greedy", "sampled": "sampled", f"best of {SAMPLES}": "best_of"}
+        pairs = {shown: (getattr(sft, name), getattr(grpo, name)) for shown, name in names.items()}
+        return {shown: {"after SFT": before, "after GRPO": after} for shown, (before, after) in pairs.items()}
 
     def table(self) -> Table:
         table = Table(title=f"{NUM_TEST} held-out problems solved", title_justify="left")

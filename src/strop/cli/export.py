@@ -8,15 +8,16 @@ from typing import Annotated
 import typer
 
 from strop._checks import check_choice
+from strop.cli.options import option
 
 FORMATS = ("f16", "q8_0")
 
 
 def export(
     run: Annotated[str, typer.Argument(help="The folder of a run, or a model: a folder, a name, or smollm2.")],
-    gguf: Annotated[str, typer.Option(help="The numbers of matrices: f16, or q8_0 (8.5 bits a weight).")] = "q8_0",
+    gguf: Annotated[str, option("The numbers of matrices: f16, or q8_0 (8.5 bits a weight).")] = "q8_0",
     output: Annotated[
-        str | None, typer.Option(help="The file; by default model-q8_0.gguf in the folder of the run or model.")
+        str | None, option("The file; by default model-q8_0.gguf in the run's or model's folder.")
     ] = None,
 ) -> None:
     """Write a model as one GGUF file for llama.cpp, Ollama and others: weights, tokenizer and chat template.

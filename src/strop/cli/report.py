@@ -40,8 +40,10 @@ def _serve(runs: list[Path], title: str | None, port: int) -> None:
         if not folder.is_dir():
             raise FileNotFoundError(f"no such run folder: {folder}")
     readers: dict[Path, RunReader] = {}  # so that only what was added is read again
-    with Watch(
-        runs, lambda version: build_report(load_runs(runs, readers), title=title, version=version), port
-    ) as server:
+
+    def page(version: str) -> str:
+        return build_report(load_runs(runs, readers), title=title, version=version)
+
+    with Watch(runs, page, port) as server:
         print(server.address, flush=True)
         server.serve_forever()

@@ -17,14 +17,11 @@ def serve(
     host: Annotated[str, option("0.0.0.0 lets other machines ask too; then --api-key is needed.")] = "127.0.0.1",
     port: Annotated[int, number_option("0 is any that is free.", high=65535)] = 8000,
     api_key: Annotated[
-        str | None,
-        option("What clients must send; better given in the environment.", envvar="STROP_API_KEY"),
+        str | None, option("What clients must send; better given in the environment.", envvar="STROP_API_KEY")
     ] = None,
     allowed_host: Annotated[list[str] | None, option("A further name by which clients ask for this machine.")] = None,
     served_model_name: Annotated[str | None, option("The name clients ask for; by default MODEL.")] = None,
-    max_batch: Annotated[
-        int | None, number_option("Completions decoded together; 64, and 256 on a GPU.", low=1)
-    ] = None,
+    max_batch: Annotated[int | None, number_option("Completions decoded together; 64, or 256 on a GPU.", low=1)] = None,
     allow_sync: Annotated[bool, option("Let clients exchange the weights: for a training's rollouts.")] = False,
     sync_folder: Annotated[
         str | None, option("With --allow-sync: where weights are loaded from; by default the temporary folder.")
@@ -54,9 +51,8 @@ def serve(
         parse_calls=parse_calls,
     )  # fmt: skip
     server = OpenAIServer(served, host, port, allow_sync=allow_sync, api_key=api_key, allowed_hosts=allowed_host or ())
-    server.serve_forever(
-        functools.partial(print, f"serving {served.name} at {server.url}", file=sys.stderr, flush=True)
-    )
+    told = f"serving {served.name} at {server.url}"
+    server.serve_forever(functools.partial(print, told, file=sys.stderr, flush=True))
 
 
 command = with_options(serve, job_options("task", "tokenizer", "dtype", "device"))

@@ -141,9 +141,8 @@ def _command(command: str) -> Callable[..., None]:
 
 
 for name, (_, about) in ALGORITHMS.items():
-    app.command(name, help=f"{about} Options come from --config, then from the command line.", short_help=about)(
-        _command(name)
-    )
+    in_full = f"{about} Options come from --config, then from the command line."
+    app.command(name, help=in_full, short_help=about)(_command(name))
 
 
 # ---- the run ----

@@ -189,9 +189,7 @@ def clip_bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipB
     high = float(pair[1])
     if loss_type == "cispo":
         if high < 1:
-            wanted = (
-                "a pair (low, high) with high at least 1 for 'cispo', the bound of the ratio itself, such as (0.2, 5.0)"
-            )
+            wanted = "a pair (low, high) with high at least 1 for 'cispo', the ratio's bound, such as (0.2, 5.0)"
             raise ValueError(f"clip_eps must be {wanted}, found {clip_eps}")
         if delta is not None:
             raise ValueError(f"delta must be None for 'cispo', whose ratio clip_eps bounds already, found {delta}")

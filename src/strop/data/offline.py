@@ -1,5 +1,6 @@
 """Rows of SFT, DPO, KTO and RewardModel as trajectories: a completion behind its prompt, or a pair of completions."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,9 +117,11 @@ def unpaired_rows(dataset: object) -> Any:
     if detect_format(rows[0]) != "preference":
         return rows
 
+    pair = functools.lru_cache(maxsize=1)(lambda i: with_prompt(dict(rows[i])))  # a pass over all reads each pair once
+
     def get(i: int) -> Json:
         name = ("chosen", "rejected")[i % 2]
-        row = with_prompt(dict(rows[i // 2]))
+        row = pair(i // 2)
         others = {column: value for column, value in row.items() if column not in ("chosen", "rejected")}
         return {**others, "completion": row[name], "label": name == "chosen"}
 

@@ -78,10 +78,8 @@ def _compiled(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Mar
         tree.body.insert(at + 1, mark)
         compiled = environment.template_class.from_code(environment, environment.compile(tree), environment.globals)
         probe = [{"role": "user", "content": "?"}]
-        openings = [
-            _marked(compiled, probe, dict(special_tokens), add_generation_prompt=opens).rpartition(MARK)[2]
-            for opens in (False, True)
-        ]
+        texts = [_marked(compiled, probe, dict(special_tokens), add_generation_prompt=opens) for opens in (False, True)]
+        openings = [text.rpartition(MARK)[2] for text in texts]
     except TemplateError:  # one that refuses the probe, for example
         return None
     if openings[0] or MARK in template:  # what stands behind the last message would stand before the opening too
@@ -119,9 +117,8 @@ def _writes_one_after_another(tree: Any) -> bool:
     foreign = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
     if any(tree.find(kind) for kind in foreign) or not isinstance(loop.target, nodes.Name):
         return False
-    first = [
-        node.node for node in tree.find_all(nodes.Getitem) if isinstance(node.arg, nodes.Const) and node.arg.value == 0
-    ]
+    items = [node for node in tree.find_all(nodes.Getitem) if isinstance(node.arg, nodes.Const)]
+    first = [node.node for node in items if node.arg.value == 0]
     known = [node.node for node in tree.find_all(nodes.Getattr) if node.attr in ("first", "index", "index0")]
     for name in tree.find_all(nodes.Name):
         allowed = {"messages": [*first, loop.iter], "loop": known}.get(name.name)

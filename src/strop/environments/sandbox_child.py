@@ -98,9 +98,8 @@ def refuser(folder, kernel_checks_files):
         if event == "open":
             path, mode, flags = (*arguments, None, None)[:3]
             writes = isinstance(flags, int) and flags & write_flags
-            beside_folder = (
-                mode is None and isinstance(path, str) and not absolute(path)
-            )  # may be relative to another folder
+            # a path that may be relative to another folder
+            beside_folder = mode is None and isinstance(path, str) and not absolute(path)
             if writes and path != os.devnull and (not is_inside(path) or (beside_folder and not kernel_checks_files)):
                 raise PermissionError(f"files may be written in the tool's own folder only, not {path!r}")
             if isinstance(path, str) and "proc" in path:
@@ -140,11 +139,10 @@ def remove_functions():
 
 
 def describe(error):
-    """The last line of an error as Python prints it, without the import of traceback."""
+    """Return the last line of an error as Python prints it, without the import of traceback."""
     kind, said = type(error), getattr(error, "msg", None) if isinstance(error, SyntaxError) else str(error)
-    name = (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    name = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    name += kind.__qualname__
     return f"{name}: {said}".strip().splitlines()[-1].removesuffix(": ").removesuffix(":")
 
 

@@ -207,9 +207,8 @@ def rank(runs: Sequence[Run]) -> list[Run]:
 
 def _options_table(runs: Sequence[Run]) -> str:
     """Return a table of very many runs: a row per run, a column per option that differs."""
-    differing = {
-        key: cells for key, cells in _option_cells([run.config for run in runs]).items() if len(set(cells)) > 1
-    }
+    cells = _option_cells([run.config for run in runs])
+    differing = {key: values for key, values in cells.items() if len(set(values)) > 1}
     if not differing:
         return ""
     more = f"<p>and {len(differing) - MAX_OPTIONS} more options</p>" if len(differing) > MAX_OPTIONS else ""

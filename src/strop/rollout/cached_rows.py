@@ -125,12 +125,15 @@ def chunks_of(left: Sequence[int], most: int, whole: bool = False) -> Iterator[t
     """Yield (tokens, rows, tokens that each of these rows has read) until rows have read so many tokens as they have left.
 
     A state is of a row's last token, so no row may be read with padding behind it. Rows read chunks of the same size
-    together: powers of two, the largest first, so that rows of any lengths need few forwards. whole: only whole rows
+    together: what all have left to read, or where their lengths are many, powers of two, the largest first.
+
+    whole   only whole rows, those of one length together
     """
     done = [0] * len(left)
     while todo := [row for row in range(len(left)) if done[row] < left[row]]:
-        longest = max(left[row] - done[row] for row in todo)
-        size = longest if whole else min(CHUNK, 1 << (longest.bit_length() - 1))
+        sizes = {left[row] - done[row] for row in todo}
+        bits = max(sizes).bit_length()
+        size = max(sizes) if whole else min(CHUNK, min(sizes) if len(sizes) <= bits else 1 << (bits - 1))
         rows = [row for row in todo if left[row] - done[row] >= size]
         for first in range(0, len(rows), max(1, most // size)):
             some = rows[first : first + max(1, most // size)]

@@ -481,11 +481,11 @@ class Engine:
         return logits_NV
 
     def _draw(self, logits_NV: torch.Tensor, rows: Rows, round_: Round, sampling: Sampling) -> None:
-        """As `launch.pick`, in torch. Rows that have ended write again what is there."""
-        at, going_N = (rows.row_N, rows.step_N), rows.finished_N == 0
+        """As `launch.pick`, in torch. Every place is 0 until it is written, so rows that have ended add nothing to it."""
+        at, going_N = (rows.row_N, rows.step_N.long()), rows.finished_N == 0
         tokens_N, logps_N = draw(logits_NV, round_.uniforms_BT[at], sampling)
         for into_BT, drawn_N in ((round_.tokens_BT, tokens_N), (round_.logps_BT, logps_N.to(round_.logps_BT.dtype))):
-            into_BT[at] = torch.where(going_N, drawn_N, into_BT[at])
+            into_BT.index_put_(at, torch.where(going_N, drawn_N, 0), accumulate=True)
         goes_on_N = going_N & ~torch.isin(tokens_N, round_.eos) & (rows.step_N + 1 < round_.tokens_BT.shape[1])
         rows.token_N.copy_(tokens_N)
         rows.finished_N.copy_(~goes_on_N)
@@ -607,7 +607,8 @@ def _by_engine(engine: Engine, policy: Policy, *request: Any) -> tuple[list[torc
 
 def engine_of(policy: Policy) -> Engine | Fallback:
     """The engine over the weights where they are now, or what takes its place and why; told once, as a warning."""
-    policy.check_reading()
+    if policy.rollout_engine is None:
+        policy.check_reading()
     now = signature(policy.model, policy.sides)
     if policy.rollout_engine is None or policy.rollout_engine[0] != now:
         policy.rollout_engine = None  # first, for its memory
