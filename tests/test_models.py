@@ -175,6 +175,24 @@ def test_packed_padded_and_one_by_one_are_the_same(make):
             torch.testing.assert_close(gradient, found[0][1][name], rtol=tolerance, atol=tolerance)
 
 
+def test_packed_attention_of_any_lengths_is_that_of_each_sequence_alone():
+    """Lengths near each other share padded rows; 24 and 20 do, 19 and 7 stand apart."""
+    from strop.models.attention import Packed, Rule, attention_of_rows
+
+    lengths = [20, 7, 24, 19, 24, 1]
+    torch.manual_seed(0)
+    states = [torch.randn(1, heads, sum(lengths), 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    pass_ = Packed(lengths, torch.tensor([0, *lengths]).cumsum(0).int())
+    together = pass_.attend(*states, 0, Rule(0.3))
+    d_out = torch.randn_like(together)
+    grads = torch.autograd.grad(together, states, d_out)
+    parts = zip(*(one.split(lengths, 2) for one in states), strict=True)
+    alone = torch.cat([attention_of_rows(*part, Rule(0.3)) for part in parts], 1)
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
+    torch.testing.assert_close(grads, torch.autograd.grad(alone, states, d_out), rtol=0, atol=1e-12)
+    assert pass_._in_rows.counts == [3, 1, 1, 1]
+
+
 def test_packed_layers_that_are_computed_again_in_the_backward():
     """Gradient checkpointing: outside of the forward, where nothing else would tell a layer that its row is packed."""
     found = []

@@ -14,14 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
+PADDED = 1.25  # how much longer than its sequence a row may be
 NAME = "strop"  # of this attention among transformers' implementations
 
 
@@ -57,6 +58,20 @@ class Rule:
     sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
+class InRows(NamedTuple):
+    """Packed tokens as right-padded rows, those of one length together.
+
+    counts, sizes   how many rows and how many places the groups have
+    token_M         the token at each place; at padding any, which no token before it sees
+    place_N         the place of each token
+    """
+
+    counts: list[int]
+    sizes: list[int]
+    token_M: torch.Tensor
+    place_N: torch.Tensor
+
+
 @dataclass
 class Packed(Pass):
     """Sequences one after the other in one row; each attends to itself alone.
@@ -79,10 +94,24 @@ class Packed(Pass):
         q, k, v = in_one_dtype(q, k, v)
         if has_kernel(q, rule) and not rule.dropout:
             return self._by_kernel(q, k, v, rule)
-        if not rule.dropout and not (q.is_cuda and self._by_length):  # on a GPU an order would have to be brought there
-            return self._rows_of_a_length_together(q, k, v, rule)
+        if not rule.dropout and not (q.is_cuda and self._in_rows):  # on a GPU an order would have to be brought there
+            return self._as_rows(q, k, v, rule)
         apart = zip(*(states.split(list(self.lengths), 2) for states in (q, k, v)), strict=True)
         return torch.cat([attention_of_rows(a_q, a_k, a_v, rule) for a_q, a_k, a_v in apart], 1)
+
+    def _as_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+        """Attention of sequences of about one length as padded rows: a call for each sequence costs the host far more."""
+        rows, states = self._in_rows, [one[0].transpose(0, 1) for one in (q, k, v)]  # [N, heads, D]
+        if rows is None:
+            return self._rows_of(len(self.lengths), states, rule)[None]
+        parts = zip(*(one.index_select(0, rows.token_M).split(rows.sizes) for one in states), strict=True)
+        found = [self._rows_of(count, part, rule) for count, part in zip(rows.counts, parts, strict=True)]
+        return torch.cat(found).index_select(0, rows.place_N)[None]
+
+    def _rows_of(self, count: int, states: Sequence[torch.Tensor], rule: Rule) -> torch.Tensor:
+        """[M, H, D] of M tokens in so many rows of one length."""
+        q, k, v = (one.unflatten(0, (count, -1)).transpose(1, 2) for one in states)
+        return attention_of_rows(q, k, v, rule).flatten(0, 1)
 
     def _in_chunks(self, size: int) -> "Packed":
         """The same row, in which each chunk of a sequence is a sequence."""
@@ -92,30 +121,25 @@ class Packed(Pass):
             self.memory["chunks", size] = Packed(lengths, cu_seqlens)
         return self.memory["chunks", size]
 
-    def _rows_of_a_length_together(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-        """One call for the sequences of each length in place of one for each sequence, which costs the host far more."""
-        counts = sorted(Counter(self.lengths).items())
-        orders = self._by_length
-        states = [one if orders is None else one.index_select(2, orders[0]) for one in (q, k, v)]
-        found = []
-        for part, (T, count) in zip(
-            zip(*(one.split([T * count for T, count in counts], 2) for one in states), strict=True), counts, strict=True
-        ):
-            q_rows, k_rows, v_rows = (
-                one[0].unflatten(1, (count, T)).transpose(0, 1) for one in part
-            )  # [count, heads, T, D]
-            found.append(attention_of_rows(q_rows, k_rows, v_rows, rule).flatten(0, 1))
-        out_NHD = torch.cat(found)
-        return (out_NHD if orders is None else out_NHD.index_select(0, orders[1]))[None]
-
     @functools.cached_property
-    def _by_length(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The tokens' places in the order of their sequences' lengths, and the way back; None where that is their order."""
-        if all(a <= b for a, b in pairwise(self.lengths)):
+    def _in_rows(self) -> "InRows | None":
+        """Where the tokens stand in padded rows; None where all sequences have one length."""
+        row_of: dict[int, int] = {}  # by a sequence's length that of its row, the longest first
+        for length in sorted(set(self.lengths), reverse=True):
+            longest = next(reversed(row_of.values()), length)
+            row_of[length] = longest if longest <= PADDED * length else length
+        if len(row_of) == 1:
             return None
-        lengths_S = torch.tensor(self.lengths)
-        order_N = lengths_S.repeat_interleave(lengths_S).sort(stable=True).indices
-        return order_N, order_N.argsort()
+        counts = dict(sorted(Counter(row_of[length] for length in self.lengths).items(), reverse=True))
+        lengths_S, rows_S = torch.tensor(self.lengths), torch.tensor([row_of[length] for length in self.lengths])
+        order_S = rows_S.argsort(descending=True, stable=True)
+        ends_S = rows_S[order_S].cumsum(0)
+        starts_S = torch.empty_like(ends_S).index_copy_(0, order_S, ends_S - rows_S[order_S])
+        place_N = torch.arange(sum(self.lengths)) + (starts_S - lengths_S.cumsum(0) + lengths_S).repeat_interleave(
+            lengths_S
+        )
+        token_M = torch.zeros(int(ends_S[-1]), dtype=torch.int64).index_copy_(0, place_N, torch.arange(len(place_N)))
+        return InRows([*counts.values()], [T * count for T, count in counts.items()], token_M, place_N)
 
     def _by_kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         """By what `torch.nn.attention.varlen` calls; through that a step takes a quarter longer (its operator is Python)."""

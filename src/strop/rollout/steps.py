@@ -35,6 +35,7 @@ from strop.models.trial import Sides, decoder_and_head
 from strop.rollout.slots import CacheShape, slot_cache
 
 Product = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # B, A and the scaling of B·A
 
 
@@ -154,9 +155,10 @@ class FusedLayers:
         P, T = ids_PT.shape
         x_NH: Any = self.embed(ids_PT).flatten(0, 1)
         update_NH: Any = None
+        rotation = None if self.kernels else self._rotation_at(positions_PT.flatten())
         for index, layer in enumerate(self.layers):
             x_NH, y_NH = self._add_norm(x_NH, update_NH, layer.attention_norm)
-            attended = self._attend(linear(y_NH, *layer.qkv), positions_PT, index, layer)
+            attended = self._attend(linear(y_NH, *layer.qkv), positions_PT, rotation, index, layer)
             if index + 1 == len(self.layers) and not with_logits:
                 return attended
             update_NH = linear(attended.reshape(P * T, -1), *layer.out)
@@ -177,7 +179,7 @@ class FusedLayers:
         return [
             lambda: self._add_norm(x_NH, None, layer.attention_norm),
             lambda: self._gated(gate_up_NF.to(self.dtype)),
-            lambda: self._rotate(qkv_NED, first, layer),
+            lambda: self._rotate(qkv_NED, first, None, layer),
         ]
 
     # ---- between the products ----
@@ -192,22 +194,37 @@ class FusedLayers:
             x_NH = x_NH + update_NH
         return x_NH, rms_norm_(x_NH, norm).to(self.dtype)
 
-    def _attend(self, qkv_NE: torch.Tensor, positions_PT: torch.Tensor, index: int, layer: DecodeLayer) -> torch.Tensor:
+    def _attend(
+        self,
+        qkv_NE: torch.Tensor,
+        positions_PT: torch.Tensor,
+        rotation: Rotation | None,
+        index: int,
+        layer: DecodeLayer,
+    ) -> torch.Tensor:
         pass_, qkv = current_pass(), heads(qkv_NE, self.num_heads, self.head_dim, positions_PT.shape[1])
         if hasattr(pass_, "attend_unrotated"):  # the decode kernel, which rotates by itself
             return pass_.attend_unrotated(*qkv, index, layer.rule, layer.head_norms, self.rounds)
-        self._rotate(qkv_NE.unflatten(1, (-1, self.head_dim)), positions_PT.flatten(), layer)
+        self._rotate(qkv_NE.unflatten(1, (-1, self.head_dim)), positions_PT.flatten(), rotation, layer)
         return pass_.attend(*qkv, index, layer.rule)
 
-    def _rotate(self, qkv_NED: torch.Tensor, positions_N: torch.Tensor, layer: DecodeLayer) -> None:
-        """Norms, where the model has them, and rotation of queries and keys, in place."""
+    def _rotation_at(self, positions_N: torch.Tensor) -> Rotation:
+        """[N, 1, D] each: cos and sin at these positions."""
+        cos_N1D, sin_N1D = self.rotation_TCD[positions_N].to(self.embed.weight.dtype).split(1, 1)
+        return cos_N1D, sin_N1D
+
+    def _rotate(
+        self, qkv_NED: torch.Tensor, positions_N: torch.Tensor, rotation: Rotation | None, layer: DecodeLayer
+    ) -> None:
+        """Norms, where the model has them, and rotation of queries and keys, in place; by the kernels or by `rotation`."""
         K, D = self.num_heads, self.head_dim
         if self.kernels:
             return self.kernels.rotate(qkv_NED, positions_N, self.table, K, layer.head_norms, self.rounds)
         if layer.head_norms:
             for part, norm in zip((qkv_NED[:, : -2 * K], qkv_NED[:, -2 * K : -K]), layer.head_norms, strict=True):
                 part.copy_(rms_norm_(part, norm))
-        cos_N1D, sin_N1D = self.rotation_TCD[positions_N].to(self.embed.weight.dtype).split(1, 1)
+        assert rotation is not None
+        cos_N1D, sin_N1D = rotation
         turned = qkv_NED[:, :-K]
         half = torch.cat([-turned[..., D // 2 :], turned[..., : D // 2]], -1)
         turned.copy_(turned * cos_N1D + half * sin_N1D)
