@@ -99,8 +99,9 @@ EAGER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(
+    ("large", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16), (True, torch.float16)]
+)
 @on_every_backend(OPERATORS)
 def test_as_exact_as_eager(case, backend, large, dtype):
     """Results and gradients err at most twice as much as eager torch in the same dtype, for vocabularies small and large."""

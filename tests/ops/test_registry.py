@@ -157,6 +157,9 @@ def test_a_call_with_wrong_arguments_is_a_type_error(double):
         double()
     with pytest.raises(TypeError, match=r"^double: got an unexpected keyword argument 'bais'"):
         double(3, bais=1)
+    for name, option in (("grpo_loss", "bta"), ("linear_dpo_loss", "label_smothing")):
+        with pytest.raises(TypeError, match=rf"^{name}: got an unexpected keyword argument '{option}'"):
+            registry.get_op(name)(*[None] * (6 if name == "grpo_loss" else 4), **{option: 0.1})
 
 
 def test_copies_and_pickles_are_the_operator_itself():

@@ -8,7 +8,7 @@ from yardstick import check, check_gradient, cut_off, eager_logps
 
 from strop.losses import PolicyRule
 from strop.ops import logp
-from strop.ops.rows import fake_gradient, implementation
+from strop.ops.rows import TokenValues, fake_gradient, implementation
 
 NAMES = ("torch", "triton")
 every_implementation = pytest.mark.parametrize("name", NAMES)
@@ -187,8 +187,8 @@ ROWS = {  # what the base of the exponentials, a guess from a few elements, meet
 def factored(logits, ids, temperature, advantages):
     """Log-probs and the gradient, its factors multiplied in."""
     loss = PolicyRule()
-    given = ids, None, None, None, advantages, torch.ones_like(advantages), temperature, loss, True, True, None, True
-    terms = implementation("triton").policy_terms(logits, *given)
+    tokens = TokenValues(ids, None, None, None, advantages, torch.ones_like(advantages))
+    terms = implementation("triton").policy_terms(logits, tokens, temperature, loss, True, True, None, True)
     return terms.logps_N, terms.d_logits.float() * terms.factors_N[:, None]
 
 
@@ -229,9 +229,8 @@ def test_float16_has_no_row_factors():
     logits, ids = example(2, 9, torch.float16)
     loss = PolicyRule()
     ones = torch.ones(2)
-    terms = implementation("triton").policy_terms(
-        logits, ids, None, None, None, ones, ones, 1.0, loss, True, True, None, True
-    )
+    tokens = TokenValues(ids, None, None, None, ones, ones)
+    terms = implementation("triton").policy_terms(logits, tokens, 1.0, loss, True, True, None, True)
     assert terms.factors_N is None
 
 

@@ -33,7 +33,7 @@ def group_advantages(
     eps: float = 0.0,
     scale: str = "group",
 ) -> torch.Tensor:
-    """(r − mean of its group) / (std + eps), [B].
+    """Return (r − mean of its group) / (std + eps), [B].
 
     rewards              [B], groups one after another; floats, integers or booleans
     samples_per_prompt   the size of every group, or
@@ -76,7 +76,7 @@ def group_advantages(
 
 
 def rloo_advantages(rewards: torch.Tensor, samples_per_prompt: int) -> torch.Tensor:
-    """r − mean of the other rewards of its group, [B]; 0 for a group of one.
+    """Return r − mean of the other rewards of its group, [B]; 0 for a group of one.
 
     rewards              [B], groups one after another; floats, integers or booleans
     samples_per_prompt   the size of every group
@@ -99,7 +99,7 @@ def gae_advantages(
     lam: float = 0.95,
     completion_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Advantages of every token as `strop.compute_gae` has them, [B, T], for tensors that are on a GPU.
+    """Return the advantages of every token, [B, T], as `strop.compute_gae` does, for tensors on a GPU.
 
         δ_t = r_t + γ·V_{t+1} − V_t        A_t = δ_t + γλ·A_{t+1}
 
@@ -152,7 +152,7 @@ class _Groups:
             self.size_P1 = torch.tensor(sizes).to(device, non_blocking=True)[:, None]
 
     def centred(self, values_B: torch.Tensor) -> torch.Tensor:
-        """Each reward minus its group's mean, [P, G]; 0 in the padding."""
+        """Return each reward minus its group's mean, [P, G]; 0 in the padding."""
         rows, columns = self.shape
         # measured from the first reward: equal rewards give exactly 0, also where their mean is rounded
         if self.place_B is None:
@@ -171,7 +171,7 @@ class _Groups:
 
 
 def _std(centred: torch.Tensor, count: torch.Tensor | int, ddof: int, dim: int) -> torch.Tensor:
-    """√(Σ c² / (count − ddof)), with squares that neither overflow nor vanish."""
+    """Return √(Σ c² / (count − ddof)), with squares that neither overflow nor vanish."""
     largest = centred.abs().amax(dim, keepdim=True)
     unit = centred / torch.where(largest > 0, largest, torch.ones_like(largest))
     # at least 1: a group of one is 0 whatever it is divided by

@@ -21,7 +21,7 @@ import torch
 
 
 def divergence(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, beta: float) -> torch.Tensor:
-    """[N], differentiable in log_p."""
+    """Return the divergence of each row, [N], differentiable in log_p."""
     if beta == 0:
         return _weighted(log_q_NV, log_q_NV - log_p_NV).sum(-1)
     if beta == 1:
@@ -34,7 +34,7 @@ def divergence(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, beta: float) -> t
 def divergence_and_gradient(
     log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N] and [N, V], the gradient by the student's logits; without autograd."""
+    """Return the divergences [N] and their gradient by the student's logits [N, V], without autograd."""
     if beta == 0:
         return divergence(log_p_NV, log_q_NV, beta), log_p_NV.exp() - log_q_NV.exp()
     if beta == 1:
@@ -51,12 +51,13 @@ def divergence_and_gradient(
 
 
 def log_mixture(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return log m, m = (1−β)·p + β·q."""
     lowest = torch.finfo(log_p_NV.dtype).min  # not −inf: of two of them logaddexp has the gradient NaN
     parts = log_p_NV + math.log1p(-beta), log_q_NV + math.log(beta)
     return torch.logaddexp(*(part.clamp(min=lowest) for part in parts))
 
 
 def _weighted(log_weight_NV: torch.Tensor, values_NV: torch.Tensor) -> torch.Tensor:
-    """exp(log_weight)·values, 0 where the weight is: there the value may be infinite."""
+    """Return exp(log_weight)·values, 0 where the weight is 0: there the value may be infinite."""
     weight_NV = log_weight_NV.exp()
     return weight_NV * values_NV.masked_fill(weight_NV == 0, 0.0)

@@ -52,7 +52,7 @@ Metrics = dict[str, torch.Tensor]
 
 
 class LossResult(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
-    """Three tensors to unpack, the loss first. `metrics`: a dict of 0-d tensors, computed when first asked for."""
+    """Three tensors to unpack, the loss first. `metrics` is a dict of 0-d tensors, computed when first asked for."""
 
     _compute_metrics: Callable[[], Metrics]
     _metrics: Metrics | None = None
@@ -163,7 +163,7 @@ def tokens_loss(
     ref_logps_N: torch.Tensor | None = None,
     entropy_N: torch.Tensor | None = None,
 ) -> PolicyLoss:
-    """Σ weight·(token loss + beta·kl − entropy_coef·entropy) over tokens, as `tokens_of` makes them."""
+    """Return Σ weight·(token loss + beta·kl − entropy_coef·entropy) over tokens that `tokens_of` made."""
     policy = (weights_N * token_loss(rule, tokens)).sum()
     loss, kl = policy.clone(), policy.new_zeros(())  # so that `loss += other` leaves policy_loss as it is
     if ref_logps_N is not None:
@@ -179,7 +179,7 @@ def tokens_loss(
 
 
 def nll_of(logps_N: torch.Tensor, weights_N: torch.Tensor) -> PolicyLoss:
-    """Of `NLL`: −Σ weight·log π."""
+    """Return the loss of the rule `NLL`, −Σ weight·log π."""
     loss = -(weights_N * logps_N).sum()
     return PolicyLoss(loss, loss.detach().clone(), loss.new_zeros(()))
 
@@ -225,7 +225,7 @@ def token_policy_loss(
     completion_mask: torch.Tensor | None = None,
     **rule_options: Unpack[PolicyOptions],
 ) -> torch.Tensor:
-    """The loss of every token, [B, T], before weights; arguments as in `policy_loss`.
+    """Return the loss of every token, [B, T], before weights; arguments as in `policy_loss`.
 
     completion_mask   where it is 0 the result is 0 without gradient; None: every token counts
     rule_options      fields of `PolicyRule`
@@ -248,7 +248,7 @@ def token_weights(
     num_sequences: Count | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The weight of every token, [B, T]: loss = Σ weights · token_loss. 0 where the mask is 0.
+    """Return the weight of every token, [B, T]: loss = Σ weights · token_loss. 0 where the mask is 0.
 
     max_completion_length   of the run, for dr_grpo
     num_tokens              tokens that count in the whole batch of which this is a part (bnpo, dapo, cispo, vespo)
@@ -277,7 +277,7 @@ def weights_of(
 def weight_counts(
     mask_BT: torch.Tensor, rule: PolicyRule, num_tokens: Count | None, num_sequences: Count | None
 ) -> tuple[Count, int | None]:
-    """(count, tokens) of the weight 1/(count·tokens); tokens None: the length of the token's own sequence."""
+    """Return count and tokens of the weight 1/(count·tokens); tokens None: the length of the token's own sequence."""
     if rule.type.weight == "tokens":
         count = mask_BT.sum() if num_tokens is None else check_total(num_tokens, "num_tokens")
     else:
@@ -294,7 +294,7 @@ def rloo_loss(
     clip_eps: ClipEps = 0.2,
     num_sequences: Count | None = None,
 ) -> PolicyLoss:
-    """REINFORCE leave-one-out (arXiv 2402.14740): a completion is one action, and the ratio is clipped as in PPO.
+    """Return the loss of REINFORCE leave-one-out (arXiv 2402.14740): a completion is one action, its ratio is clipped.
 
         r = exp(Σ logp − Σ old)      loss = mean over sequences of −min(r·A, clip(r)·A)
 
@@ -334,7 +334,7 @@ def policy_metrics(
     entropy: torch.Tensor | None = None,
     **rule_options: Unpack[PolicyOptions],
 ) -> Metrics:
-    """What to watch in training, 0-d tensors without gradient; arguments as in `policy_loss`.
+    """Return metrics of training, 0-d tensors without gradient; arguments as in `policy_loss`.
 
     rule_options   fields of `PolicyRule`
 
@@ -357,7 +357,7 @@ def policy_metrics(
 def tokens_metrics(
     rule: PolicyRule, tokens: Tokens, ref_logps_N: torch.Tensor | None, entropy_N: torch.Tensor | None
 ) -> Metrics:
-    """`policy_metrics` of tokens."""
+    """Return `policy_metrics` of tokens."""
     bounds, mask_N, ratio_N = rule.bounds, tokens.mask_N, tokens.log_ratio_N.exp()
     num_tokens: Count = max(len(ratio_N), 1) if mask_N is None else mask_N.sum().clamp(min=1)
 
@@ -391,7 +391,7 @@ def tokens_metrics(
 
 
 def check_given(rule: TokenRule, ref_logps: torch.Tensor | None, advantages: torch.Tensor | None) -> None:
-    """Raise unless a row alone gives the rule's loss, and what it reads is there."""
+    """Raise unless each row of logits suffices for the rule's loss, and what the rule reads is given."""
     if isinstance(rule, NLL):
         return
     if not rule.row_suffices:
@@ -429,7 +429,7 @@ def _tokens_of_rows(
 
 
 def _since_rollout(tokens: Tokens) -> torch.Tensor:
-    """k3 of KL(old ‖ policy), the old policy having sampled; on policy 0, also where logp is −inf."""
+    """Return k3 of KL(old ‖ policy), the old policy having sampled; on policy 0, also where logp is −inf."""
     if tokens.old_N is None:
         return OnPolicyLogRatio.apply(tokens.logps_N)
     return kl_of(tokens.old_N, tokens.logps_N, "k3")
@@ -438,7 +438,7 @@ def _since_rollout(tokens: Tokens) -> torch.Tensor:
 def _extreme(
     ratio_N: torch.Tensor, mask_N: torch.Tensor | None, of: Callable[[torch.Tensor], torch.Tensor], none: float
 ) -> torch.Tensor:
-    """The least or greatest ratio that counts; 0, as the means, where none does."""
+    """Return the least or greatest ratio of the tokens that count; 0, as the means, if none does."""
     if not ratio_N.numel():
         return ratio_N.new_zeros(())
     if mask_N is None:
@@ -447,7 +447,7 @@ def _extreme(
 
 
 def _check_tokens(logps: torch.Tensor, completion_mask: torch.Tensor | None) -> torch.Tensor:
-    """logps are [B, T] floats, and the mask as booleans."""
+    """Return the mask as booleans; raise unless logps are [B, T] floats."""
     check_floats(logps, "logps")
     if logps.ndim != 2:
         raise ValueError(f"logps must have shape [B, T], found {list(logps.shape)}")
@@ -467,7 +467,7 @@ def _like_tokens(values: torch.Tensor, logps: torch.Tensor, tokens: Tokens, name
 
 
 def per_token(advantages: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
-    """Advantages [B] or [B, T] as [B, T], checked against the log-probs."""
+    """Return advantages [B] or [B, T] as [B, T], checked against the log-probs."""
     check_floats(advantages, "advantages")
     if advantages.shape != logps.shape and advantages.shape != logps.shape[:1]:  # `in` takes no symbol for a number
         rows, columns = logps.shape

@@ -26,7 +26,7 @@ def unpaired_loss(
     shift: torch.Tensor | float = 0.0,
     num_rows: Count | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss and the rewards βc [B], which have no gradient.
+    """Return the loss and the rewards βc [B], which have no gradient.
 
     policy, ref   [B] log-probs summed over each completion's tokens; the gradient goes to the policy's alone
     desirable     [B] booleans

@@ -43,7 +43,6 @@ from strop.models.kinds import (
     unwrapped,
 )
 from strop.models.loading import check_moe_device, chosen_device, load_model
-from strop.models.quantized import not_differentiable
 from strop.models.routing import NONE, Routers, Within, find_routers, replaying
 from strop.ops import linear, linear_logp, linear_token_loss, logp
 from strop.ops.linear import LMHead
@@ -465,10 +464,12 @@ class Policy:
             return
         try:
             if self._opaque is None:
-                self._opaque = set(not_differentiable(self.model))
+                self._opaque = set(trial.not_differentiable(self.model))
             with trial.tried(unwrapped(self.model), self.device):
                 self._try_hugging_face()
-            if lost := {name: why for name, why in not_differentiable(self.model).items() if name not in self._opaque}:
+            if lost := {
+                name: why for name, why in trial.not_differentiable(self.model).items() if name not in self._opaque
+            }:
                 name, why = next(iter(lost.items()))
                 raise ValueError(
                     f"model must be differentiable after a forward without gradient, found that {name}, {why}; load it again "

@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from strop._install import missing
 from strop.models.kinds import base_model, is_hugging_face, is_peft
+from strop.models.trial import not_differentiable
 
 BLOCK_SIZE = 64  # weights that share a scale in nf4
 SCORING_HEADS = ("score", "classifier")
@@ -174,29 +175,3 @@ def check_differentiable(model: Any) -> None:
         raise ValueError(
             f'model must be differentiable, found that {name}, {why}; quantize="nf4" or "int8" leaves the head as it is'
         )
-
-
-def not_differentiable(model: Any) -> dict[str, str]:
-    """Return why a gradient cannot pass layers, by their names; only weights that are no plain tensors are asked."""
-    found = {}
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(module, nn.Linear) or isinstance(module, QuantizedLinear) or weight is None:
-            continue
-        if type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point():
-            continue
-        x = torch.ones(1, module.in_features, dtype=_compute_dtype(model), device=weight.device, requires_grad=True)
-        try:
-            with torch.enable_grad():
-                (gradient,) = torch.autograd.grad(module(x).float().sum(), x)
-            why = "" if bool(gradient.any()) else "its gradient is 0"
-        except Exception as error:  # of a class that is not ours: whatever it raises
-            why = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-        if why:
-            found[name] = f"a {type(module).__name__} whose weight is a {type(weight).__name__}, is not ({why})"
-    return found
-
-
-def _compute_dtype(model: Any) -> torch.dtype:
-    found = getattr(model, "dtype", None)
-    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32

@@ -1,9 +1,9 @@
-"""The LM head and a row function without memory for the logits [N, V] beside the gradients'.
+"""Log-probs and losses from hidden states and LM head, in chunks: the logits [N, V] are never allocated as a whole.
 
-Tokens that do not count are dropped first. The rest go through in chunks: a matrix product makes the logits of some
-tokens, or of some tokens for some of the vocabulary, in a piece of working memory; the row function reads them and
-writes their gradient in the same place, but for a factor a row perhaps; matrix products take it on to the hidden states
-and the weight. The working memory is what `workspace` says, whatever N and V are.
+Tokens that do not count are dropped first. The rest go through in chunks. A matrix product makes the logits of some
+tokens, or of some tokens for some of the vocabulary, in a working memory of `workspace` bytes. The row function reads
+them and writes their gradient in the same place, sometimes without a factor for each row. Matrix products then make
+the gradients of hidden states and weight.
 
 Four ways, each with the fewest products:
 
@@ -11,8 +11,8 @@ Four ways, each with the fewest products:
     linear_logps_bwd     3 products: blocks of the vocabulary, so the weight's gradient is final block by block, and the
                          hidden states' is summed in float32
     linear_logps_with_gradient
-                         2 products, both in the forward: what comes back for a token is only a factor of its gradient, if
-                         the head is frozen. The next one, of a loss that is the log-prob itself
+                         2 products, both in the forward, for a frozen head: the backward only multiplies each token's
+                         gradient by a number. It is the next way, with the log-prob as the loss
     linear_policy_terms  3 products, 2 with a frozen head: the loss's coefficient needs only its row, so the gradients are
                          made in the forward. Chunks of tokens, the weight's gradient summed in float32; or, where all
                          logits fit into the memory of that sum, all tokens at once and nothing to sum
@@ -46,14 +46,14 @@ from strop.ops.head import (
     slices,
 )
 from strop.ops.library import constant_when_compiled, library_op
-from strop.ops.rows import implementation
+from strop.ops.rows import TokenValues, implementation
 
 MiB = 2**20
 SCORE_WORKSPACE = 60 * MiB
 TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
-_SCORE_TOKENS = 2048  # tokens of a block: enough that reading the weight again for the next ones does not show
-_PRODUCT_TILE = 128, 256  # of the vocabulary and of tokens: what a multiprocessor computes at a time
-_MOST_BLOCKS = 16  # more, and the products become too small
+_SCORE_TOKENS = 2048  # tokens of a block: with fewer, reading the weight for each block costs time
+_PRODUCT_TILE = 128, 256  # ids and tokens that a multiprocessor computes at a time
+_MOST_BLOCKS = 16  # with more the products become too small
 _FEWEST_TOKENS = 32  # of a frozen head's chunk: with fewer, reading the weight takes longer than a third product
 
 
@@ -67,7 +67,7 @@ def linear_logps(
     rows: ModuleType,
     workspace: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs [N], statistics [2, N], entropies [N] (empty unless asked for)."""
+    """Return log-probs [N], statistics [2, N], entropies [N] (empty unless asked for)."""
     tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     logits_at_once = (workspace or SCORE_WORKSPACE) // rows.bytes_per_logit(tokens.dtype, entropy)
     n = max(1, min(tokens.count, _SCORE_TOKENS, logits_at_once // (head.row if head.exact else 1)))
@@ -87,7 +87,7 @@ def linear_logps(
 
 
 def _score_vocabulary(n: int, logits_at_once: int, device: torch.device) -> int:
-    """The vocabulary of a block. On a GPU such that the product keeps every multiprocessor busy to its end.
+    """Return the number of ids of a block. On a GPU it keeps every multiprocessor busy until the product ends.
 
     A product of 7.03 tiles for each multiprocessor takes as long as one of 8.
     """
@@ -116,6 +116,7 @@ def linear_logps_bwd(
     workspace: int | None,
     wanted: Wanted,
 ) -> Gradients:
+    """Return the gradients of log-probs, and of entropies where there are some."""
     tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     grads = empty_gradients(tokens, head, wanted)
     logit_bytes = rows.bytes_per_logit(tokens.dtype, d_entropies_N is not None)
@@ -146,7 +147,7 @@ def linear_logps_bwd(
 
 
 def whole_rows_fit(device: torch.device, V: int, dtype: torch.dtype, rows: str, workspace: int | None) -> bool:
-    """Whether the workspace holds the logits of enough tokens for `linear_logps_with_gradient` to be worth it."""
+    """Return whether the workspace holds the logits of enough tokens for `linear_logps_with_gradient` to be worth it."""
     return train_workspace(device, workspace) >= _FEWEST_TOKENS * V * _bytes_per_logit(rows, dtype)
 
 
@@ -164,40 +165,33 @@ def linear_logps_with_gradient(
     rows: ModuleType,
     workspace: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [N] and d log-prob / d hidden [N, H], of a frozen head."""
+    """Return log-probs [N] and d log-prob / d hidden [N, H], of a frozen head."""
     dtype = head.weight_VH.dtype
     wanted = Wanted(hidden=True, weight=False, bias=False, weight_dtype=dtype)
     ones_N = hidden_NH.new_ones(len(hidden_NH), dtype=sums_in(dtype))
-    *_, logps_N, gradients = linear_policy_terms(
-        hidden_NH, head, ids_N, mask_N, None, None, ones_N, -ones_N, temperature, NLL(), rows, workspace, wanted
-    )
+    values = TokenValues(ids_N, mask_N, None, None, ones_N, -ones_N)
+    *_, logps_N, gradients = linear_policy_terms(hidden_NH, head, values, temperature, NLL(), rows, workspace, wanted)
     return logps_N, gradients.hidden_NH
 
 
 def linear_policy_terms(
     hidden_NH: torch.Tensor,
     head: Head,
-    ids_N: torch.Tensor,
-    mask_N: torch.Tensor | None,
-    old_logps_N: torch.Tensor | None,
-    ref_logps_N: torch.Tensor | None,
-    advantages_N: torch.Tensor,
-    weights_N: torch.Tensor,
+    values: TokenValues,
     temperature: float,
     rule: TokenRule,
     rows: ModuleType,
     workspace: int | None,
     wanted: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
-    """The loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
-    tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
-    per_token = ids_N, old_logps_N, ref_logps_N, advantages_N, weights_N
+    """Return the loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
+    tokens = CountedTokens(hidden_NH, values.mask, head.weight_VH.dtype, rows)
     bytes_given = train_workspace(hidden_NH.device, workspace)
     plan = _over_the_gradient(
         tokens.count, head, wanted, tokens.dtype, rows.bytes_per_logit(tokens.dtype, kept=True), bytes_given
     )
     if plan is not None and plan.v < head.V:
-        return _policy_terms_in_blocks(tokens, head, plan, per_token, temperature, rule, rows, wanted)
+        return _policy_terms_in_blocks(tokens, head, plan, values, temperature, rule, rows, wanted)
     n = _chunk_size(tokens, head, wanted, bytes_given) if plan is None else tokens.count
     chunks = LogitChunks(tokens, head, n)
     logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,)))
@@ -205,10 +199,10 @@ def linear_policy_terms(
     weight_dtype = sums_in(tokens.dtype) if len(chunks.parts) > 1 else wanted.weight_dtype
     grads = empty_gradients(tokens, head, wanted._replace(weight_dtype=weight_dtype))
     for part, hidden_nH, logits_nV in chunks:
-        ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values, part) for values in per_token)
+        into = logps_n[part], terms_3n[:, part]
         terms = rows.policy_terms(
-            logits_nV, ids_n, None, old_n, ref_n, advantages_n, weights_n, temperature, rule, any(wanted[:3]), True,
-            (logps_n[part], terms_3n[:, part]), wanted.factors_can_wait,
+            logits_nV, tokens.take_values(values, part), temperature, rule, any(wanted[:3]), True, into,
+            wanted.factors_can_wait,
         )  # fmt: skip
         if wanted.hidden:
             tokens.put_product(logits_nV, head.weight_VH, terms.factors_N, part, grads.hidden_NH)
@@ -223,17 +217,17 @@ def linear_policy_terms(
 
 
 def _chunk_size(tokens: CountedTokens, head: Head, wanted: Wanted, workspace: int) -> int:
-    """Tokens of the largest chunk: their logits and, for factors to be multiplied with, their gradients in float32."""
+    """Return the tokens of the largest chunk. Logits need memory, and where rows lack factors, gradients in float32."""
     logits_bytes = head.row * tokens.rows.bytes_per_logit(tokens.dtype)
     most = workspace // (logits_bytes + head.weight_VH.shape[1] * 4 * wanted.factors_can_wait)
     return max((part.stop - part.start for part in cut(tokens.count, most, TOKENS_MULTIPLE)), default=0)
 
 
 class OverTheGradient(NamedTuple):
-    """How the logits of all tokens lie in the memory of the weight's gradient, in blocks of v of the vocabulary:
+    """How the logits of all tokens lie in the memory of the weight's gradient, in blocks of v ids of the vocabulary:
 
-    | room | logits of block 0 | logits of block 1 | …             each overwritten, once it is done with, by
-    | gradient of block 0 | of block 1 | …                         the gradients of the blocks after it
+    | room | logits of block 0 | logits of block 1 | …
+    | gradient of block 0 | of block 1 | …                         overwrites logits that are no longer needed
     """
 
     v: int
@@ -243,9 +237,10 @@ class OverTheGradient(NamedTuple):
 def _over_the_gradient(
     n: int, head: Head, wanted: Wanted, dtype: torch.dtype, logit_bytes: int, workspace: int
 ) -> OverTheGradient | None:
-    """The fewest blocks with which the logits of n tokens fit into the float32 sum of the weight's gradient and the workspace.
+    """Return the fewest blocks with which the logits of n tokens fit into the memory of the weight's gradient.
 
-    None where they do not, where there is no such gradient, and where the row functions need copies of the logits.
+    That memory is a float32 sum and the workspace. None where they do not fit, where there is no such gradient, and where
+    the row functions need copies of the logits.
     """
     H, V = head.weight_VH.shape[1], head.V
     if not wanted.weight or not n or logit_bytes != dtype.itemsize:
@@ -270,26 +265,26 @@ def _policy_terms_in_blocks(
     tokens: CountedTokens,
     head: Head,
     plan: OverTheGradient,
-    per_token: tuple[torch.Tensor | None, ...],
+    values: TokenValues,
     temperature: float,
     rule: TokenRule,
     rows: ModuleType,
     wanted: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
-    """As `linear_policy_terms`, all tokens at once."""
+    """Return what `linear_policy_terms` does, with all tokens at once."""
     n, V, dtype, sums = tokens.count, head.V, tokens.dtype, sums_in(tokens.dtype)
     hidden_nH = tokens.hidden()
     memory = tokens.hidden_NH.new_empty(plan.room + n * V * dtype.itemsize, dtype=torch.uint8)
     logits = memory[plan.room :].view(dtype)
     blocks = [(block, logits[n * block.start : n * block.stop]) for block in cut(V, plan.v, IDS_MULTIPLE)]
     logps_n, stats_2n = (tokens.hidden_NH.new_empty(*lead, n, dtype=sums) for lead in ((), (2,)))
-    ids_n, old_n, ref_n, advantages_n, weights_n = (tokens.take_optional(values) for values in per_token)
-    assert advantages_n is not None
-    assert weights_n is not None
+    values_n = tokens.take_values(values)
     for number, (block, piece) in enumerate(blocks):
         logits_nv = head.logits(hidden_nH, block, piece)
-        rows.logps(logits_nv, ids_n, None, temperature, False, (logps_n, stats_2n, None), (block.start, V, number))
-    terms_3n, d_logps_n = token_terms(logps_n, old_n, ref_n, advantages_n, weights_n, rule)
+        rows.logps(
+            logits_nv, values_n.ids, None, temperature, False, (logps_n, stats_2n, None), (block.start, V, number)
+        )
+    terms_3n, d_logps_n = token_terms(logps_n, *values_n[2:], rule)
 
     grads = empty_gradients(tokens, head, wanted._replace(weight=False))
     d_weight_VH = memory[: V * head.weight_VH.shape[1] * wanted.weight_dtype.itemsize].view(wanted.weight_dtype)
@@ -298,7 +293,7 @@ def _policy_terms_in_blocks(
     for block, piece in blocks:
         logits_nv = piece.view(n, block.stop - block.start)
         where = block.start, V
-        rows.logps_bwd(logits_nv, ids_n, None, stats_2n, logps_n, d_logps_n, None, temperature, True, where)
+        rows.logps_bwd(logits_nv, values_n.ids, None, stats_2n, logps_n, d_logps_n, None, temperature, True, where)
         if d_hidden_nH is not None:
             add_product(logits_nv, head.weight_VH[block], d_hidden_nH)
         if wanted.bias:
@@ -347,7 +342,7 @@ def linear_logp_with_gradient(hidden_NH, weight, bias, ids_N, mask_N, temperatur
 
 
 def fake_gradients(hidden_NH, weight, bias, dtype, wanted):
-    """As they are made above: those not asked for are empty, the weight's in the dtype of the products."""
+    """Return the shapes and dtypes of gradients: those not asked for are empty, the weight's in the products' dtype."""
     return (
         hidden_NH.new_empty(hidden_NH.shape if wanted[0] else 0),
         weight.new_empty(weight.shape) if wanted[1] else weight.new_empty(0, dtype=dtype),
@@ -391,9 +386,9 @@ def linear_policy_loss(
     workspace, dtype, wanted,
 ):  # fmt: skip
     total, policy_and_kl, logps_N, gradients = linear_policy_terms(
-        hidden_NH, Head.of(dtype, weight, bias, rows == "exact"), ids_N, mask_N, old_N, ref_N, advantages_N, weights_N,
-        temperature, from_text(rule), implementation(rows), workspace,
-        Wanted.of(wanted, weight.dtype),
+        hidden_NH, Head.of(dtype, weight, bias, rows == "exact"),
+        TokenValues(ids_N, mask_N, old_N, ref_N, advantages_N, weights_N), temperature, from_text(rule),
+        implementation(rows), workspace, Wanted.of(wanted, weight.dtype),
     )  # fmt: skip
     d_bias = gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
     return total, policy_and_kl, logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias

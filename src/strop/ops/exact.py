@@ -1,11 +1,11 @@
-"""A product whose sums have one order: y = x·wᵀ + bias + onto, bit for bit the same for a row, whichever rows are beside it.
+"""A matrix product whose sums have one order: y = x·wᵀ + bias + onto. A row is bit for bit the same beside any other rows.
 
-A library's product takes other tiles, and splits the sum over K, as the number of rows tells it to. Here an element is one
-float32 accumulator, to which blocks of BLOCK_K numbers are added from the first to the last; it is rounded once, at the
-end. Tiles of rows and columns may differ, for no sum goes through them, but all are such that a Hopper GPU multiplies them
-by the same instruction (wgmma: 64 rows for four warps). `strop.models.exact` has attention.
+Libraries choose tiles, and split the sum over K, by the number of rows. Here an element is one float32 accumulator, to
+which blocks of BLOCK_K products are added from the first to the last; it is rounded once, at the end. The size of tiles
+does not change a sum, if a Hopper GPU multiplies all of them by the same instruction (wgmma: 64 rows for four warps).
+`strop.models.exact` has attention.
 
-Shapes: M rows, K numbers of each, which are multiplied and summed, N of a row of the product.
+Shapes: M rows of x and y, K columns of x and w, N rows of w and columns of y.
 """
 
 import torch
@@ -14,15 +14,15 @@ import triton.language as tl
 
 from strop.ops.rows.launch import Launcher
 
-PROGRAMS = 132  # wanted at least: one for each of an H200's multiprocessors
-GROUP = 8  # tiles of rows that go over the same columns of w together, and find them in the cache
+PROGRAMS = 132  # the fewest: one for each multiprocessor of an H200
+GROUP = 8  # tiles of rows that read the same columns of w together, so that these stay in the cache
 
 # dtype → (BLOCK_K, [(rows and columns of a tile, warps, blocks on their way at a time)]), the first with enough programs
 TILES = {
     torch.float32: (32, [(64, 64, 4, 2)]),  # without tensor cores: TF32 rounds its factors
     None: (64, [(128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 6), (64, 32, 4, 8)]),
 }
-INTERPRETED_TILES = [(64, 128, 4, 1)]  # one: of NumPy's products those of one shape have one order
+INTERPRETED_TILES = [(64, 128, 4, 1)]  # only one: NumPy's products have one order of sums for one shape
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def product(
     onto: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ wᵀ + bias, and + onto in its dtype, which the result then has. out: rows may lie apart."""
+    """Return x @ wᵀ + bias + onto, in the dtype of `onto` or x. The rows of `out` need not touch each other in memory."""
     x_MK, (M, K), N = whole(x_MK), x_MK.shape, len(w_NK)
     if out is None:
         out = torch.empty(M, N, dtype=x_MK.dtype if onto is None else onto.dtype, device=x_MK.device)
@@ -102,13 +102,13 @@ def product(
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How factors of this dtype are multiplied: float32 as it is, 16 bits by tensor cores."""
+    """Return how the kernel multiplies this dtype: float32 as it is, 16 bits by tensor cores."""
     if dtype == torch.float32:
         return "ieee"
     return "wide" if product_kernel.interpreted else "tf32"
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """The tensor as the kernels read it: without gaps, on a boundary of 16 bytes."""
+    """Return the tensor as the kernels read it: contiguous, on a boundary of 16 bytes."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -21,7 +21,7 @@ from strop.ops.linear import with_gradients
 from strop.ops.logp import logp_kernels, logp_torch
 from strop.ops.policy import PolicyBatch, coefficients, composed
 from strop.ops.registry import op_with_backends
-from strop.ops.rows import fake_gradient, implementation
+from strop.ops.rows import TokenValues, fake_gradient, implementation
 
 
 @op_with_backends(torch=logp_torch, triton=logp_kernels)
@@ -122,9 +122,9 @@ def _fake_terms(logits, ids_N, *_):
 
 
 def _run(logits, *rest, gradient, in_place):
-    *tensors, rule = rest
+    *values, temperature, rule = rest
     rows = implementation("triton")
-    terms = rows.policy_terms(logits, *tensors, from_text(rule), gradient, in_place)
+    terms = rows.policy_terms(logits, TokenValues(*values), temperature, from_text(rule), gradient, in_place)
     return *rows.sums(terms.terms_3N), terms.logps_N, terms.d_logits
 
 

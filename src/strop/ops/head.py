@@ -1,4 +1,4 @@
-"""What the ways through an LM head share: the head, the tokens that count, their logits chunk by chunk, the products.
+"""Parts of the functions in `strop.ops.chunks`: the LM head, the tokens that count, their logits by chunks, products.
 
 Shapes: N tokens, n of them that count or are in a chunk, H hidden, V vocabulary, v a part of it.
 """
@@ -10,17 +10,18 @@ from typing import NamedTuple
 import torch
 
 from strop._tensors import sums_in
+from strop.ops.rows import TokenValues
 
-TOKENS_MULTIPLE, IDS_MULTIPLE = 512, 128  # what chunks of tokens and blocks of the vocabulary are multiples of
-ROW_MULTIPLE = 8  # of logits whose rows begin on multiples of 16 bytes
+TOKENS_MULTIPLE, IDS_MULTIPLE = 512, 128  # chunks of tokens and blocks of the vocabulary are multiples of these
+ROW_MULTIPLE = 8  # 16-bit logits in 16 bytes: rows of exact logits begin on multiples of them
 
 ALL = slice(None)
 
 
 class Head(NamedTuple):
-    """The LM head in the dtype it is computed in.
+    """The LM head in the dtype of its products.
 
-    exact   its sums have one order, and its rows are whole: see `strop.ops.exact`
+    exact   products have one order of sums, of whole rows: see `strop.ops.exact`
     """
 
     weight_VH: torch.Tensor
@@ -37,11 +38,11 @@ class Head(NamedTuple):
 
     @property
     def row(self) -> int:
-        """Numbers from one row of logits to the next."""
+        """Return the distance from one row of logits to the next."""
         return round_up(self.V, ROW_MULTIPLE) if self.exact else self.V
 
     def logits(self, hidden_nH: torch.Tensor, vocabulary: slice, memory: torch.Tensor) -> torch.Tensor:
-        """hidden @ weightᵀ + bias for a part of the vocabulary, in the given memory."""
+        """Return hidden @ weightᵀ + bias for a part of the vocabulary, written into `memory`."""
         if self.exact:
             from strop.ops.exact import product  # Triton
 
@@ -55,7 +56,7 @@ class Head(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Whose gradient is asked for."""
+    """Says which gradients are asked for."""
 
     hidden: bool
     weight: bool
@@ -69,12 +70,12 @@ class Wanted(NamedTuple):
 
     @property
     def factors_can_wait(self) -> bool:
-        """Of the rows of the logits' gradient, until after the products: a bias has none."""
+        """Return whether row factors can be applied after the products. A bias gradient rules this out."""
         return (self.hidden or self.weight) and not self.bias
 
 
 class Gradients(NamedTuple):
-    """Those not asked for are empty."""
+    """The gradients of a loss; those not asked for are empty."""
 
     hidden_NH: torch.Tensor
     weight_VH: torch.Tensor
@@ -82,7 +83,7 @@ class Gradients(NamedTuple):
 
 
 class CountedTokens:
-    """The tokens that count, out of N. Whoever knows them beforehand gives no mask: of a mask on a GPU they are waited for."""
+    """The tokens that count, out of N. Without a mask all do. With a mask on a GPU their number is waited for."""
 
     def __init__(
         self, hidden_NH: torch.Tensor, mask_N: torch.Tensor | None, dtype: torch.dtype, rows: ModuleType
@@ -103,8 +104,10 @@ class CountedTokens:
             return values.index_select(dim, self.places[part])
         return values[part] if dim == 0 else values[:, part]
 
-    def take_optional(self, values: torch.Tensor | None, part: slice = ALL) -> torch.Tensor | None:
-        return None if values is None else self.take(values, part)
+    def take_values(self, values: TokenValues, part: slice = ALL) -> TokenValues:
+        """Return the values of some of the tokens that count; so there is no mask."""
+        without_mask = values._replace(mask=None)
+        return TokenValues._make(None if one is None else self.take(one, part) for one in without_mask)
 
     def put(self, values_nH: torch.Tensor, part: slice, out_NH: torch.Tensor) -> None:
         if self.places is None:
@@ -115,7 +118,7 @@ class CountedTokens:
     def put_product(
         self, a: torch.Tensor, b: torch.Tensor, factors_n: torch.Tensor | None, part: slice, out_NH: torch.Tensor
     ) -> None:
-        """The rows of a @ b, times their factors; in their place at once where nothing lies between them."""
+        """Write the rows of a @ b, times their factors, into the rows of the tokens in `out_NH`."""
         if factors_n is not None:
             product_nH = a.new_empty(len(a), b.shape[1], dtype=sums_in(a.dtype))
             product(a, b, product_nH)
@@ -137,14 +140,14 @@ class CountedTokens:
         return self.hidden_NH.new_empty(size, dtype=self.dtype)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """[.., count] → [.., N], 0 where a token does not count."""
+        """Return [.., N] from [.., count], 0 where a token does not count."""
         if self.places is None:
             return values
         return values.new_zeros(*values.shape[:-1], self.N).index_copy_(-1, self.places, values)
 
 
 def cut(total: int, most: int, multiple: int) -> list[slice]:
-    """The fewest parts of at most `most`, as equal as can be; in multiples of this number where they are that large.
+    """Return the fewest parts of at most `most` elements, nearly equal; large ones are multiples of `multiple`.
 
     Products of other sizes leave multiprocessors idle or memory misaligned, and take up to 20 % longer.
     """
@@ -165,7 +168,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 class LogitChunks:
-    """Logits of some tokens at a time, n of them or fewer, all in the same memory."""
+    """Yields the logits of at most n tokens at a time, all in the same memory."""
 
     def __init__(self, tokens: CountedTokens, head: Head, n: int) -> None:
         self._tokens, self._head = tokens, head
@@ -173,14 +176,14 @@ class LogitChunks:
         self.parts = cut(tokens.count, n, TOKENS_MULTIPLE)
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """The tokens' numbers, their hidden states, their logits."""
+        """Yield where the tokens are, their hidden states, their logits."""
         for part in self.parts:
             hidden_nH = self._tokens.hidden(part)
             yield part, hidden_nH, self._head.logits(hidden_nH, ALL, self._memory)
 
 
 def empty_gradients(tokens: CountedTokens, head: Head, wanted: Wanted) -> Gradients:
-    """Memory for what is wanted. 0 where a token does not count; the weight's is written whole, unless nothing counts."""
+    """Return memory for the wanted gradients. It is 0 where nothing will be written."""
     hidden_NH, weight_VH = tokens.hidden_NH, head.weight_VH
     whole = tokens.places is None and tokens.count > 0
     return Gradients(
@@ -195,7 +198,7 @@ def empty_gradients(tokens: CountedTokens, head: Head, wanted: Wanted) -> Gradie
 
 
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """out = a @ b, also where out is wider than the factors."""
+    """Write a @ b into `out`, which may be wider than the factors."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     elif a.is_cuda:
@@ -205,7 +208,7 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def add_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """out += a @ b, also where out is wider than the factors."""
+    """Add a @ b to `out`, which may be wider than the factors."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)
     elif a.is_cuda:
@@ -215,7 +218,7 @@ def add_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def narrowed(wide_VH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix in another dtype; a narrower one in the same memory, so that no second matrix is needed.
+    """Return the matrix in another dtype; a narrower one in the same memory, so that no second matrix is needed.
 
     Row i of the narrow matrix lies where row i/2 of the wide one lay. Rows k to 2k of the result overwrite wide rows
     k/2 to k, which are done with, so each step doubles what is converted.
@@ -235,7 +238,5 @@ def narrowed(wide_VH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def no_view(gradient: torch.Tensor) -> torch.Tensor:
-    """The same memory, held by this tensor alone: autograd adds to a gradient in place, as a tied weight's is, only where nobody
-    else holds its memory, and a view's base does.
-    """
+    """Return a tensor that is no view of the same memory: only to such a gradient does autograd add in place."""
     return gradient.data

@@ -1,7 +1,7 @@
-"""Operators of `torch.ops.strop`, what a compiled graph sees as one node; and what their autograd functions share.
+"""Operators of `torch.ops.strop`, each of which a compiled graph sees as one node; and what autograd functions share.
 
-They compute and know no gradient; the functions in `strop.ops` join a forward to its backward. Defined through
-`torch.library.Library` and not its decorator, which costs four times as much per call.
+The operators have no gradients of their own; the functions in `strop.ops` join a forward to its backward. They are
+defined by `torch.library.Library`, because its decorator costs four times as much per call.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 def constant_when_compiled(function: Function) -> Function:
     """Decorator: a compiled graph calls the function while it is made and keeps the result.
 
-    As `torch.compiler.assume_constant_result`, which would import the compiler: a second of every `import strop.ops`.
+    It does what `torch.compiler.assume_constant_result` does. That would import the compiler, which takes a second.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -28,10 +28,9 @@ _LIBRARY = torch.library.Library("strop", "FRAGMENT")
 
 
 class LibraryOp(Generic[Result]):
-    """Called with plain tensors it is the function itself; in a graph being made, or on the meta device, it is
-    `torch.ops.strop.<name>`.
+    """Calls the function itself with plain tensors, and `torch.ops.strop.<name>` in a graph or on the meta device.
 
-    The way through torch's dispatcher and back into Python would take as long as launching a kernel.
+    The way through torch's dispatcher and back into Python takes as long as launching a kernel.
     """
 
     def __init__(self, name: str, function: Callable[..., Result]) -> None:
@@ -67,17 +66,16 @@ def library_op(schema: str, fake: Callable[..., object]) -> Callable[[Callable[.
 
 
 def note_overwritten(logits: torch.Tensor) -> None:
-    """Tell autograd what it cannot see: a kernel has written the gradient over the logits.
+    """Tell autograd that a kernel has written the gradient over the logits.
 
-    Whoever has kept them for a backward of their own (a tanh its output, a second loss) is then refused by torch,
-    where they would have read a gradient for logits.
+    If another operation saved them for its own backward (a tanh its output, a second loss), torch then raises an error.
     """
     if not torch.compiler.is_compiling():  # a graph knows it from the operator's schema
         torch.autograd.graph.increment_version(logits)
 
 
 def first_order(*gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """What a backward returns that was computed without a graph: asking for the gradient of one of them raises.
+    """Return gradients that raise if anyone asks for their gradient: they were computed without a graph.
 
     torch's `once_differentiable` raises only where the incoming gradient has a graph; otherwise a gradient penalty would
     silently be a constant.

@@ -1,4 +1,4 @@
-"""Log-probs and losses from hidden states and an LM head, as a trainer calls them: without checks and without the registry.
+"""Log-probs and losses from hidden states and an LM head, without checks and without the registry: what trainers call.
 
 The operators `linear_logp`, `linear_token_loss` and `linear_grpo_loss` are the public edge. They check their arguments,
 choose a backend and call these functions. A trainer's arguments were checked when its config and its batch were made, so
@@ -29,7 +29,7 @@ from strop.ops.chunks import (
 )
 from strop.ops.head import Head, Wanted
 from strop.ops.library import first_order, is_plain
-from strop.ops.rows import implementation
+from strop.ops.rows import TokenValues, implementation
 
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -146,35 +146,41 @@ def token_loss(
     weights_N, old_N, ref_N, advantages_N = in_dtype(
         sums_in(computed_in(head.hidden_NH)), weights_N, old_logps_N, ref_logps_N, advantages_N
     )
-    tensors = ids_N, None, old_N, ref_N, weights_N if advantages_N is None else advantages_N, weights_N
-    results = loss_terms(head, tensors, temperature, rule, rows=rows, workspace=workspace, name="linear_token_loss")
+    advantages_or_weights_N = weights_N if advantages_N is None else advantages_N  # NLL reads no advantages
+    values = TokenValues(ids_N, None, old_N, ref_N, advantages_or_weights_N, weights_N)
+    results = loss_terms(head, values, temperature, rule, rows=rows, workspace=workspace, name="linear_token_loss")
     return computed_loss(rule, results, old_N, advantages_N, ref_N)
 
 
-Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]
-
-
 def loss_terms(
-    head: LMHead, tensors: Tensors, temperature: float, rule: TokenRule, *, rows: str, workspace: int | None, name: str
+    head: LMHead,
+    values: TokenValues,
+    temperature: float,
+    rule: TokenRule,
+    *,
+    rows: str,
+    workspace: int | None,
+    name: str,
 ) -> tuple[torch.Tensor, ...]:
     """Return the loss, the policy's and the KL's parts [2], and log-probs [N].
 
-    tensors   ids, mask, old log-probs, reference log-probs, advantages, weights: [N] or None
-    name      the operator's name, for errors
+    name   the operator's name, for errors
     """
-    settings = tensors, temperature, rule, rows, workspace, computed_in(head.hidden_NH)
+    settings = values, temperature, rule, rows, workspace, computed_in(head.hidden_NH)
     return with_gradients(_terms_and_gradients, head, settings, rows=rows, name=name)
 
 
-def _terms_and_gradients(hidden_NH, weight, bias, tensors, temperature, rule, rows, workspace, dtype, wanted):
+def _terms_and_gradients(hidden_NH, weight, bias, values, temperature, rule, rows, workspace, dtype, wanted):
     if not is_plain(hidden_NH):  # a graph that is being compiled: its operators take text in place of objects
         found = linear_policy_loss(
-            hidden_NH, weight, bias, *tensors, temperature, rule.text, rows, workspace, dtype, wanted
+            hidden_NH, weight, bias, *values, temperature, rule.text, rows, workspace, dtype, wanted
         )
         return found[:3], found[3:]
     head = Head.of(dtype, weight, bias, rows == "exact")
-    given = *tensors, temperature, rule, implementation(rows), workspace, Wanted.of(wanted, weight.dtype)
-    *results, gradients = linear_policy_terms(hidden_NH, head, *given)
+    asked = Wanted.of(wanted, weight.dtype)
+    *results, gradients = linear_policy_terms(
+        hidden_NH, head, values, temperature, rule, implementation(rows), workspace, asked
+    )
     return results, gradients if bias is None else gradients._replace(bias_V=gradients.bias_V.to(bias.dtype))
 
 

@@ -24,6 +24,7 @@ from strop.ops.linear import LMHead, loss_terms
 from strop.ops.linear_logp import BY_ROWS, head_logps
 from strop.ops.policy import PolicyBatch, coefficients, composed, token_coefficients
 from strop.ops.registry import op_with_backends
+from strop.ops.rows import TokenValues
 
 
 @op_with_backends(torch=None, **BY_ROWS)
@@ -95,7 +96,7 @@ def linear_grpo_loss(
     mask_N = mask_BT.reshape(-1)
     results = loss_terms(
         LMHead(hidden.reshape(-1, hidden.shape[-1]), weight, bias),
-        (action_ids.reshape(-1), mask_N, old_N, ref_N, advantages_N, weights_N),
+        TokenValues(action_ids.reshape(-1), mask_N, old_N, ref_N, advantages_N, weights_N),
         float(temperature), rule, rows=rows, workspace=workspace, name="linear_grpo_loss",
     )  # fmt: skip
     return computed_loss(rule, results, old_N, advantages_N, ref_N, mask_N)

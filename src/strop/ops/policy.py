@@ -1,8 +1,7 @@
-"""What `grpo_loss` and `linear_grpo_loss` share: their options, and the two ways to the loss.
+"""What `grpo_loss` and `linear_grpo_loss` share: their options, checked, and the loss from log-probs.
 
-Fused: a token's loss needs only its own row, so a row function gives the loss and the gradient of the logits in one
-visit. Composed: log-probs by an operator, then `strop.losses.policy_loss`; for everything a row alone cannot know
-(importance over a sequence, an entropy bonus).
+Where a token's loss needs only its own row of logits, row functions give the loss and the gradient in one visit. Other
+losses (importance over a sequence, an entropy bonus) are computed from log-probs, as `strop.losses.policy_loss`.
 """
 
 from collections.abc import Sequence

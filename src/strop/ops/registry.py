@@ -20,6 +20,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -145,6 +146,8 @@ class Op:
         functions: dict[str, Function] = {name: functools.partial(function, how) for name, how in own.items()}
         self.reference = functions.pop(REFERENCE, function)
         self.signature = self.__signature__ = inspect.signature(self.reference)
+        gathered = [p.annotation for p in self.signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+        self._options = {name for one in gathered for kinds in typing.get_args(one) for name in kinds.__annotations__}
         self._backends = {REFERENCE: Backend(REFERENCE, self.reference, always, always)}
         self._backends |= {name: Backend(name, made, *_CONDITIONS[name]) for name, made in functions.items()}
 
@@ -191,6 +194,8 @@ class Op:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}") from None
+        if self._options and (unknown := kwargs.keys() - self.signature.parameters.keys() - self._options):
+            raise TypeError(f"{self.name}: got an unexpected keyword argument {min(unknown)!r}")
 
     def explain(self, *args: object, **kwargs: object) -> Explanation:
         self._bind(args, kwargs)
@@ -230,7 +235,7 @@ def _forced_choice(op_name: str) -> tuple[str, str] | None:
 
 
 def _bare(signature: inspect.Signature, positional_only: bool = False) -> str:
-    """Names, kinds and defaults, without annotations; all, or those that can be given by position."""
+    """Return names, kinds and defaults, without annotations; of all parameters, or of those given by position."""
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     if positional_only:
         parameters = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -270,17 +275,17 @@ def get_op(name: str) -> Op:
 
 
 def ops() -> list[str]:
-    """The names of all operators."""
+    """Return the names of all operators."""
     return sorted(_ops)
 
 
 def backends(name: str) -> list[str]:
-    """The operator's backends in the order in which they are asked."""
+    """Return the operator's backends in the order in which they are asked."""
     return get_op(name).backends()
 
 
 def explain(name: str, *args: object, **kwargs: object) -> Explanation:
-    """Which backend the operator would choose for these arguments, and why not the others."""
+    """Return which backend the operator would choose for these arguments, and why not the others."""
     return get_op(name).explain(*args, **kwargs)
 
 

@@ -79,7 +79,7 @@ def _advantages(array: np.ndarray, groups: int, size: int, ddof: int, eps: float
 
 
 def _advantages_numpy(rewards_PG: np.ndarray, ddof: int, eps: float, scale: str) -> np.ndarray:
-    """Right for every finite reward: a power of two first brings them into [−1, 1], where squares are safe."""
+    """Return advantages of any finite rewards: scaled by a power of two into [−1, 1], their squares do not overflow."""
     largest = np.abs(rewards_PG).max(axis=None if scale == "batch" else 1, keepdims=True)
     exponent = np.frexp(largest)[1]
     scaled_PG = np.ldexp(rewards_PG, -exponent)

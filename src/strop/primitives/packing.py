@@ -99,7 +99,7 @@ def _lengths_of(sequences: Sequence[Any]) -> np.ndarray:
 
 
 def _flatten_bins(bins: Sequence[Sequence[int]], num_sequences: int) -> tuple[np.ndarray, np.ndarray]:
-    """The sequences row by row, and where each row ends among them."""
+    """Return the sequences row by row, and where each row ends among them."""
     for i, b in enumerate(bins):
         if not hasattr(b, "__len__"):
             raise TypeError(f"bins[{i}] must be a sequence of indices, found {type(b).__name__}")
@@ -127,7 +127,7 @@ def _row_length(lengths: np.ndarray, order: np.ndarray, row_ends: np.ndarray, pa
 
 
 def _first_fit_decreasing(lengths: np.ndarray, max_length: int) -> list[list[int]]:
-    """The compiled function's tree, in Python: every node holds the largest room of the bins below it."""
+    """Return bins by the compiled function's tree: every node holds the largest room of the bins below it."""
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [max_length] * (2 * leaves)
     bins: list[list[int]] = []
@@ -150,7 +150,7 @@ def _collate_numpy(
     arrays: list[np.ndarray], order: np.ndarray, row_ends: np.ndarray, pad_id: int,
     input_ids: np.ndarray, position_ids: np.ndarray, labels: np.ndarray, sequence_ids: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
-    """Fills the rows, returns cu_seqlens; the compiled function's twin."""
+    """Fill the rows and return cu_seqlens, as the compiled function does."""
     num_rows, row_length = input_ids.shape
     cu_seqlens = [0]
     first = 0

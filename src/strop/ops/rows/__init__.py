@@ -1,7 +1,7 @@
-"""Rows of logits: from a row to the log-prob of its token, to its term of a loss, and back to the row's gradient.
+"""Row functions: they turn a row of logits into the log-prob of its token or its term of a loss, and the row's gradient.
 
-`strop.ops.rows.torch_rows` and `strop.ops.rows.triton_rows` hold the same functions, the latter a few more, and
-`strop.ops.rows.exact_rows` those that the operators' backends "exact" need; `implementation` gives one of them by name.
+`strop.ops.rows.torch_rows` and `strop.ops.rows.triton_rows` have the same functions, the latter a few more.
+`strop.ops.rows.exact_rows` has those that the backends "exact" need. `implementation` returns one of them by name.
 """
 
 import functools
@@ -12,11 +12,22 @@ from typing import NamedTuple
 import torch
 
 
-class PolicyTerms(NamedTuple):
-    """What rows of logits give.
+class TokenValues(NamedTuple):
+    """What a loss reads of every token, [N]."""
 
-    terms_3N    of the loss, of its policy's part and of the KL, each to be summed over the rows
-    factors_N   by which the rows of d_logits are still to be multiplied; None where there is nothing to multiply
+    ids: torch.Tensor
+    mask: torch.Tensor | None
+    old_logps: torch.Tensor | None
+    ref_logps: torch.Tensor | None
+    advantages: torch.Tensor
+    weights: torch.Tensor
+
+
+class PolicyTerms(NamedTuple):
+    """The results of `policy_terms`.
+
+    terms_3N    terms of the loss, of its policy's part and of the KL, each to be summed over the rows
+    factors_N   numbers by which the rows of d_logits must still be multiplied, or None
     """
 
     logps_N: torch.Tensor
@@ -31,7 +42,7 @@ def implementation(name: str) -> ModuleType:
 
 
 def strided_rows(logits: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """The rows as [B, T] with two strides: (B, stride) and (T, stride); None where they lie otherwise."""
+    """Return the rows as [B, T] with two strides, (B, stride) and (T, stride); None if they are not laid out so."""
     V = logits.shape[-1]
     if logits.stride(-1) != 1 and V > 1:
         return None
@@ -49,7 +60,7 @@ def strided_rows(logits: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]
 
 
 def empty_gradient(logits: torch.Tensor, misaligned: int | torch.SymInt) -> torch.Tensor:
-    """Memory for the gradient, laid out as the logits, each row as far from a 16-byte boundary as the logits' row."""
+    """Return memory for the gradient, laid out as the logits, each row as far from a 16-byte boundary as the logits' row."""
     if misaligned == 0 and logits.is_contiguous():
         return torch.empty_like(logits)
     span = 1 + sum((size - 1) * stride for size, stride in zip(logits.shape, logits.stride(), strict=True))
@@ -58,14 +69,14 @@ def empty_gradient(logits: torch.Tensor, misaligned: int | torch.SymInt) -> torc
 
 
 def fake_gradient(logits: torch.Tensor) -> torch.Tensor:
-    """As the kernels lay out the gradient: like the logits, or packed where those had to be copied."""
+    """Return memory as the kernels lay out the gradient: like the logits, or packed where those had to be copied."""
     if not logits.is_contiguous() and strided_rows(logits) is None:
         return torch.empty_like(logits, memory_format=torch.contiguous_format)
     return empty_gradient(logits, logits.storage_offset() % (16 // logits.element_size()))
 
 
 def check_in_place(logits: torch.Tensor) -> None:
-    """The gradient can overwrite the logits only where the kernels read them as they lie."""
+    """Raise unless the kernels can read the logits without a copy: only then can the gradient overwrite them."""
     if not logits.is_contiguous() and strided_rows(logits) is None:
         raise ValueError(
             f"in_place needs logits whose rows lie in memory one after another, found strides {list(logits.stride())} "

@@ -1,20 +1,20 @@
-"""Rows of logits whose log-probs are one kernel's, whatever is asked for besides: a rollout's, a score's and a loss's are equal
-bit for bit. The same functions as in `strop.ops.rows.triton_rows`.
+"""Row functions whose log-probs always come from one kernel: those of rollouts, scores and losses are equal bit for bit.
 
-Rows must begin on multiples of 16 bytes (`Head.row`): where one begins otherwise, other elements are summed together.
+They are functions of `strop.ops.rows.triton_rows`. Rows must begin on multiples of 16 bytes (`Head.row`): elsewhere other
+elements would be summed together.
 """
 
 import torch
 
 from strop.losses.rules import TokenRule, token_terms
-from strop.ops.rows import PolicyTerms, triton_rows
+from strop.ops.rows import PolicyTerms, TokenValues, triton_rows
 from strop.ops.rows.triton_rows import logps_bwd, put_multiplied, scale_, sums
 
 __all__ = ["bytes_per_logit", "logps", "logps_bwd", "policy_terms", "put_multiplied", "scale_", "sums"]
 
 
 def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = False) -> int:
-    """Of working memory: the logit itself. `kept`, for which rows are cut into blocks of the vocabulary, is refused so."""
+    """Return the bytes of working memory for a logit. With `kept` it is too much, so that rows are not cut into blocks."""
     return dtype.itemsize * (2 if kept else 1)
 
 
@@ -28,7 +28,7 @@ def logps(
     block: tuple[int, int, int] | None = None,
     in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """As of `triton_rows`, of whole rows. Entropies are a visit of their own."""
+    """Return what `triton_rows.logps` does, of whole rows. Entropies take a second visit."""
     given = logits, ids_N, mask_N, temperature
     assert block is None or block[:2] == (0, logits.shape[-1]), "of whole rows"
     entropies_N = triton_rows.logps(*given, True)[2] if entropy else None
@@ -40,12 +40,7 @@ def logps(
 
 def policy_terms(
     logits: torch.Tensor,
-    ids_N: torch.Tensor,
-    mask_N: torch.Tensor | None,
-    old_logps_N: torch.Tensor | None,
-    ref_logps_N: torch.Tensor | None,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
+    tokens: TokenValues,
     temperature: float,
     rule: TokenRule,
     gradient: bool,
@@ -53,12 +48,12 @@ def policy_terms(
     into: tuple[torch.Tensor, torch.Tensor],
     factored: bool = False,
 ) -> PolicyTerms:
-    """As of `triton_rows`: the log-prob by its kernel, the loss by torch, the gradient by another kernel."""
+    """Return what `triton_rows.policy_terms` does: the log-prob by its kernel, the loss by torch, the gradient by a kernel."""
     assert in_place
-    logps_N, stats_2N, _ = logps(logits, ids_N, mask_N, temperature, False)
-    terms_3N, d_logps_N = token_terms(logps_N, old_logps_N, ref_logps_N, advantages, weights, rule)
+    logps_N, stats_2N, _ = logps(logits, tokens.ids, tokens.mask, temperature, False)
+    terms_3N, d_logps_N = token_terms(logps_N, *tokens[2:], rule)
     into[0].copy_(logps_N)
     into[1].copy_(terms_3N)
     if gradient:
-        logps_bwd(logits, ids_N, mask_N, stats_2N, logps_N, d_logps_N, None, temperature, True)  # type: ignore[arg-type]
+        logps_bwd(logits, tokens.ids, tokens.mask, stats_2N, logps_N, d_logps_N, None, temperature, True)  # type: ignore[arg-type]
     return PolicyTerms(*into, logits)

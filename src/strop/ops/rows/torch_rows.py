@@ -1,20 +1,20 @@
-"""Rows of logits in plain torch: the functions of `strop.ops.rows.triton_rows` for every other device.
+"""Row functions in plain torch: those of `strop.ops.rows.triton_rows`, for every other device.
 
-What they take is passes over [N, V], so those are few and, where the logits may be overwritten, in their memory.
+Passes over [N, V] are what takes the time. There are few, and they use the logits' memory if it may be overwritten.
 """
 
 import torch
 
 from strop.losses.divergence import divergence_and_gradient
 from strop.losses.rules import TokenRule, token_terms
-from strop.ops.rows import PolicyTerms
+from strop.ops.rows import PolicyTerms, TokenValues
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = False) -> int:
-    """Of working memory: the logit itself; itself in float32 where it is narrower or to be kept; for the entropy, once more
-    and a mask.
+    """Return the bytes of working memory for a logit: itself; a float32 copy if it is narrower or kept; for the entropy one
+    more copy and a mask.
     """
     wide = max(dtype.itemsize, 4)
     return dtype.itemsize + (wide if kept or dtype.itemsize < 4 else 0) + (wide + 1 if entropy else 0)
@@ -30,10 +30,10 @@ def logps(
     block: tuple[int, int, int] | None = None,
     in_place: bool = False,
 ) -> Results:
-    """Log-probs [N], statistics [2, N] for the way back, entropies [N] (empty unless asked for).
+    """Return log-probs [N], statistics [2, N] for the backward, entropies [N] (empty unless asked for).
 
-    block      (first id, vocabulary, number of this block) where the logits are one block of a vocabulary that comes in
-               several; `into` holds what the blocks before have found: x[id], the maximum m, Σ exp(x − m), Σ exp·(x − m)
+    block      (first id, vocabulary, number of this block) if the logits are one of several blocks of the vocabulary;
+               `into` has the results of the blocks before: x[id], the maximum m, Σ exp(x − m), Σ exp·(x − m)
     in_place   the logits may be overwritten
     """
     assert mask_N is None, "masked tokens are dropped before"
@@ -88,7 +88,7 @@ def logps_bwd(
     in_place: bool,
     block: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """The gradient of the logits, or with in_place of their memory. block: (first id, vocabulary)."""
+    """Return the gradient of the logits, with in_place in their memory. block: (first id, vocabulary)."""
     assert mask_N is None, "masked tokens are dropped before"
     first_id, vocabulary = block or (0, logits.shape[-1])
     m_N, log_sum_N = stats_2N
@@ -106,12 +106,7 @@ def logps_bwd(
 
 def policy_terms(
     logits: torch.Tensor,
-    ids_N: torch.Tensor,
-    mask_N: torch.Tensor | None,
-    old_logps_N: torch.Tensor | None,
-    ref_logps_N: torch.Tensor | None,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
+    tokens: TokenValues,
     temperature: float,
     rule: TokenRule,
     gradient: bool,
@@ -119,8 +114,9 @@ def policy_terms(
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
     factored: bool = False,
 ) -> PolicyTerms:
-    """The terms of a policy loss and the gradient of the logits; advantages and weights [N]. Nothing is left to factors."""
-    assert mask_N is None, "masked tokens are dropped before"
+    """Return the terms of a policy loss and the gradient of the logits, without factors."""
+    assert tokens.mask is None, "masked tokens are dropped before"
+    ids_N = tokens.ids
     x_NV, own = _scaled(logits, temperature, in_place)
     exists_N = _exists(ids_N, x_NV.shape[1])
     picked_N = torch.where(exists_N, _picked(x_NV, ids_N, 0)[1], torch.nan)
@@ -128,7 +124,7 @@ def policy_terms(
     e_NV = _minus(x_NV, own, m_N).exp_()
     s_N = e_NV.sum(-1)
     logps_N = picked_N - m_N - s_N.log()
-    terms_3N, d_logps_N = token_terms(logps_N, old_logps_N, ref_logps_N, advantages, weights, rule)
+    terms_3N, d_logps_N = token_terms(logps_N, *tokens[2:], rule)
     d_logits = None
     if gradient:
         d_logps_N = torch.where(exists_N, d_logps_N, torch.nan) / temperature
@@ -139,7 +135,7 @@ def policy_terms(
 
 
 def divergence_bytes(dtype: torch.dtype, teacher_dtype: torch.dtype) -> int:
-    """Of working memory for a logit of student and teacher: both, both in the sums' precision, and four passes' results."""
+    """Return the bytes of working memory for a logit of student and teacher: both, wider copies, results of four passes."""
     return dtype.itemsize + teacher_dtype.itemsize + 6 * max(dtype.itemsize, 4)
 
 
@@ -147,7 +143,7 @@ def divergence(
     logits_NV: torch.Tensor, teacher_NV: torch.Tensor, weights_N: torch.Tensor, beta: float, temperature: float,
     gradient: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """[N] of `strop.losses.divergence`; the gradient, times the rows' weights, is left in the logits' place."""
+    """Return `strop.losses.divergence` [N]. The gradient, times the rows' weights, overwrites the logits."""
     log_p_NV, log_q_NV = ((x.to(weights_N.dtype) / temperature).log_softmax(-1) for x in (logits_NV, teacher_NV))
     found_N, d_NV = divergence_and_gradient(log_p_NV, log_q_NV, beta)
     if gradient:
@@ -156,20 +152,20 @@ def divergence(
 
 
 def sums(terms_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A loss and, in one tensor, its policy's and its KL's parts."""
+    """Return a loss and, in one tensor, its policy's and its KL's parts."""
     return terms_3N[0].sum(), terms_3N[1:].sum(-1)
 
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
-    """gradient · factor in place."""
+    """Multiply the gradient by the factor in place."""
     gradient.mul_(factor)
 
 
-# ---- passes over the logits: as few as can be, and where they lie ---------------------------------------------------
+# ---- passes over the logits ----
 
 
 def _scaled(logits: torch.Tensor, temperature: float, in_place: bool) -> tuple[torch.Tensor, bool]:
-    """logits / temperature in the precision of the arithmetic, and whether that memory may be overwritten."""
+    """Return logits / temperature in the precision of the arithmetic, and whether that memory may be overwritten."""
     if logits.dtype in (torch.float32, torch.float64):
         x_NV, own = logits, in_place
     else:
@@ -196,13 +192,13 @@ def _exists(ids_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def _column(ids_N: torch.Tensor, V: int, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which ids are among these V, and their columns [N, 1], 0 for others."""
+    """Return which ids are among these V, and their columns [N, 1], 0 for others."""
     here_N = _exists(ids_N - first_id, V)
     return here_N, torch.where(here_N, ids_N - first_id, 0).long()[:, None]
 
 
 def _picked(x_NV: torch.Tensor, ids_N: torch.Tensor, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which ids are among these, and their values, whatever for others."""
+    """Return which ids are among these columns, and their values; those of others mean nothing."""
     here_N, column_N1 = _column(ids_N, x_NV.shape[1], first_id)
     return here_N, x_NV.gather(-1, column_N1).squeeze(-1)
 

@@ -1,4 +1,4 @@
-"""Rows of logits on a GPU: launchers of the kernels. The same functions as in `strop.ops.rows.torch_rows`.
+"""Row functions on a GPU, which launch the kernels. They are those of `strop.ops.rows.torch_rows`, and a few more.
 
 Shapes: `[.., V]` logits with any leading dimensions; N their number of rows.
 """
@@ -11,6 +11,7 @@ import torch
 from strop.losses.rules import NLL, TokenRule
 from strop.ops.rows import (
     PolicyTerms,
+    TokenValues,
     check_in_place,
     divergence_kernel,
     empty_gradient,
@@ -24,11 +25,11 @@ INTERPRETED = kernels.logp_kernel.interpreted
 
 
 def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = False) -> int:
-    """Of working memory: the logit itself."""
+    """Return the bytes of working memory for a logit: itself."""
     return dtype.itemsize
 
 
-_WIDE_RANGE = (torch.bfloat16,)  # dtypes that hold exponentials whose maximum is not known yet
+_WIDE_RANGE = (torch.bfloat16,)  # dtypes that can hold exponentials before the maximum is known
 _PER_LANE = 8  # numbers of 16 bits that are moved at a time
 _SCALE_BLOCK = 8192
 _SCALE_PROGRAMS = 1024  # few enough to cost nothing where there is nothing to do, enough to fill a GPU
@@ -47,7 +48,7 @@ class RowLayout(NamedTuple):
 
 
 def as_rows(logits: torch.Tensor) -> tuple[torch.Tensor, RowLayout]:
-    """The logits, copied only where they are not rows with two strides."""
+    """Return the logits, copied only if they are not rows with two strides, and their layout."""
     found = _rows(logits)
     if found is None:
         logits = logits.contiguous()
@@ -70,7 +71,7 @@ def _rows(logits: torch.Tensor) -> RowLayout | None:
 
 
 class Tiling(NamedTuple):
-    """How a kernel goes through a row; all as measured on an H200.
+    """How a kernel goes through a row; the numbers are those that were fastest on an H200.
 
     unroll   16-byte loads of each thread for a tile
     stages   tiles on their way at a time, through shared memory where it is more than one
@@ -86,19 +87,19 @@ class Tiling(NamedTuple):
 
 
 def _one_visit(V: int) -> Tiling:
-    """Few warps and many rows in flight; long rows come from far enough away that more must be on its way."""
+    """Return few warps, so that many rows are in flight; long rows are read several tiles ahead."""
     if V >= 16384:
         return Tiling(4, 8, stages=3)
     return Tiling(4, 1) if V >= 1024 else Tiling(2, 1)
 
 
 def _second_visit(V: int) -> Tiling:
-    """As one visit, but for what is written meanwhile."""
+    """Return the tiling of a visit that also writes."""
     return Tiling(4, 2, stages=3) if V >= 4096 else _one_visit(V)
 
 
 def _two_visits(V: int) -> Tiling:
-    """Fewer rows in flight, with more warps each, to find them in the cache the second time."""
+    """Return more warps, so that fewer rows are in flight and the second visit finds them in the cache."""
     if V >= 100_000:
         return Tiling(32, 1)
     if V >= 40_000:
@@ -113,14 +114,14 @@ def _policy_tiling(V: int, gradient: bool, factored: bool) -> Tiling:
 
 
 def _in_and_out(V: int) -> Tiling:
-    """One visit that writes what it has read; stages gain nothing."""
+    """Return the tiling of one visit that overwrites what it reads; stages gain nothing."""
     return Tiling(16, 1) if V >= 16384 else _one_visit(V)
 
 
 def put_multiplied(
     values_nH: torch.Tensor, factors_n: torch.Tensor, out_NH: torch.Tensor, places_n: torch.Tensor | None
 ) -> None:
-    """Rows times their factors, to places among the rows of `out_NH`, or to those rows one by one."""
+    """Write rows times their factors to these places among the rows of `out_NH`, or to its rows in order."""
     n, H = values_nH.shape
     assert out_NH.is_contiguous()
     if n:
@@ -141,11 +142,12 @@ def logps(
     in_place: bool = False,
     way_back: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Log-probs [N], statistics [2, N] for the way back, entropies [N] where asked for.
+    """Return log-probs [N], statistics [2, N] for the backward, entropies [N] where asked for.
 
-    block      (first id, vocabulary, number of this block) where the logits are one block of a vocabulary that comes in
-               several; `into` holds what the blocks before have found
-    in_place   the logits may be overwritten; there is no need to
+    block      (first id, vocabulary, number of this block) if the logits are one of several blocks of the vocabulary;
+               `into` has the results of the blocks before
+    in_place   the logits may be overwritten, which is not needed here
+    way_back   whether a backward will follow
     """
     logits, rows = as_rows(logits)
     first_id, vocabulary, number = block or (0, rows.V, 0)
@@ -182,7 +184,7 @@ def logps_bwd(
     in_place: bool,
     block: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """The gradient of the logits, or with in_place of their memory. block: (first id, vocabulary)."""
+    """Return the gradient of the logits, with in_place in their memory. block: (first id, vocabulary)."""
     given = logits
     logits, rows = as_rows(logits)
     out = _gradient_memory(given, logits, rows, in_place)
@@ -207,7 +209,7 @@ def batch_coefficients(
     count: float,
     tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages [B] and weights of the sequences' tokens [B].
+    """Return advantages [B] and the weight of each sequence's tokens [B].
 
     weight = 1/(count·tokens); tokens None: the sequence's own length
     """
@@ -227,12 +229,7 @@ def batch_coefficients(
 
 def policy_terms(
     logits: torch.Tensor,
-    ids_N: torch.Tensor,
-    mask_N: torch.Tensor | None,
-    old_logps_N: torch.Tensor | None,
-    ref_logps_N: torch.Tensor | None,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
+    tokens: TokenValues,
     temperature: float,
     rule: TokenRule,
     gradient: bool,
@@ -240,12 +237,13 @@ def policy_terms(
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
     factored: bool = False,
 ) -> PolicyTerms:
-    """The terms of a policy loss and the gradient of the logits.
+    """Return the terms of a policy loss and the gradient of the logits.
 
-    advantages, weights   [N] one for every row, or [B] one for every N/B rows
-    into                  memory for the log-probs [N] and the terms [3, N]
-    factored              the rows of the gradient may lack a factor each, `factors_N`, which spares a visit
+    tokens     of which advantages and weights may be [B], one for every N/B rows
+    into       memory for the log-probs [N] and the terms [3, N]
+    factored   each row of the gradient may lack a factor, which `factors_N` then has: it spares a visit
     """
+    ids_N, mask_N, old_logps_N, ref_logps_N, advantages, weights = tokens
     assert not factored or (gradient and in_place and mask_N is None), "exponentials are written over every row"
     given, device = logits, logits.device
     bounds = rule.bounds
@@ -282,7 +280,7 @@ def _kernel_of(rule: TokenRule) -> object:
 
 
 def divergence_bytes(dtype: torch.dtype, teacher_dtype: torch.dtype) -> int:
-    """Of working memory for a logit of student and teacher: the two."""
+    """Return the bytes of working memory for a logit of student and teacher."""
     return dtype.itemsize + teacher_dtype.itemsize
 
 
@@ -290,7 +288,7 @@ def divergence(
     logits_NV: torch.Tensor, teacher_NV: torch.Tensor, weights_N: torch.Tensor, beta: float, temperature: float,
     gradient: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """[N] of `strop.losses.divergence`; the gradient, times the rows' weights, is left in the logits' place."""
+    """Return `strop.losses.divergence` [N]. The gradient, times the rows' weights, overwrites the logits."""
     assert logits_NV.is_contiguous()
     assert teacher_NV.is_contiguous()
     N, V = logits_NV.shape
@@ -306,7 +304,7 @@ def divergence(
 
 
 def sums(terms_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A loss and, in one tensor, its policy's and its KL's parts."""
+    """Return a loss and, in one tensor, its policy's and its KL's parts."""
     assert terms_3N.is_contiguous()
     total, policy_and_kl = terms_3N.new_empty(()), terms_3N.new_empty(2)
     small_kernels.sums_kernel(3, terms_3N, total, policy_and_kl, terms_3N.shape[1], BLOCK=4096, num_warps=8)
@@ -314,7 +312,7 @@ def sums(terms_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
-    """gradient · factor in place. Where the factor is 1, which only the device knows, nothing is read or written."""
+    """Multiply the gradient by the factor in place. If the factor, which is on the device, is 1, nothing is read."""
     size = gradient.numel()
     if size and not gradient.is_contiguous():
         gradient, rows = as_rows(gradient)
@@ -328,7 +326,7 @@ def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
 
 
 def _gradient_memory(given: torch.Tensor, logits: torch.Tensor, rows: RowLayout, in_place: bool) -> torch.Tensor:
-    """The logits' own memory or some of its own; `given` are the logits before `as_rows`."""
+    """Return the logits' own memory, or new memory; `given` are the logits before `as_rows`."""
     if not in_place:
         return empty_gradient(logits, rows.misaligned)
     check_in_place(given)
@@ -336,7 +334,7 @@ def _gradient_memory(given: torch.Tensor, logits: torch.Tensor, rows: RowLayout,
 
 
 def _power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least n."""
+    """Return the smallest power of 2 that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
