@@ -129,6 +129,26 @@ def test_long_windows_are_short_during_a_trial_and_afterwards_as_before():
         assert not is_shorter
 
 
+def llama4(**changes):
+    """Layers without rotation scale their queries by the position in the call, in steps of floor_scale tokens."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(0)
+    fields = SIZES | {"head_dim": 8, "intermediate_size_mlp": 32, "num_local_experts": 2, "no_rope_layers": [1, 0],
+                      "attention_chunk_size": 8192} | changes  # fmt: skip
+    return Llama4ForCausalLM(Llama4TextConfig(**fields)).double().eval()
+
+
+def test_what_happens_only_beyond_8192_tokens_is_seen_in_a_trial():
+    far = as_policy(llama4(floor_scale=8192, attn_scale=5.0))
+    assert not far.packs, "packed rows have other positions"
+    near = as_policy(llama4(attn_temperature_tuning=False))
+    assert near.packs
+    with pytest.warns(UserWarning, match="by transformers' generate: its log-probs are not those"):
+        found = generate(far, [[2, 3, 4], [5]], Sampling(max_new_tokens=3))
+    assert "generate, prompts of one length" in found.engine
+
+
 # ---- lengths ----
 
 

@@ -318,3 +318,13 @@ def test_mistakes(make, error, message):
 def test_the_rule_has_no_kl_of_its_own():
     """The reward takes it off every token."""
     assert PPOConfig().rule.beta == 0.0
+
+
+def test_a_critic_that_looks_ahead_is_refused():
+    critic = classifier()
+    for module in critic.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+    ppo = make_ppo(tiny_qwen2(), critic=critic)
+    with pytest.raises(ValueError, match="model must be causal, found that the logits Qwen2ForSequenceClassification"):
+        ppo.train_step([[2, 3], [4, 5]])

@@ -29,6 +29,7 @@ SAMPLE = {
     ("modernbert-decoder", "default"): ("right", "packed"),  # names its head as its decoder
     ("granitemoehybrid", "default"): ("right", "padded"),  # loses use_cache
     ("falcon_h1", "default"): ("right", "padded"),  # attention and Mamba in one layer
+    ("falcon_h1", "longrope"): ("right", "padded"),  # prompts with states are read in parts
     ("mamba2", "default"): ("right", ""),
     ("qwen3_next", "default"): ("right", "padded"),  # gated delta rule
     ("recurrent_gemma", "default"): ("right", ""),

@@ -45,6 +45,7 @@ class Critic:
             self.scorer = as_scorer(given)
         except TypeError as error:
             raise TypeError(str(error).replace("model", "critic", 1)) from None
+        self.scorer.scores_tokens = True
         self.module = prepared_model(self.scorer, replace(run, compile=False), None)
         check_precision(self.module)
         if shares(policy.model, self.module):

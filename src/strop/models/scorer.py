@@ -6,6 +6,7 @@ The number is the head's of the hidden state of the sequence's last token. Batch
 Shapes: S sequences, N tokens; H hidden.
 """
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -41,6 +42,8 @@ class Scorer(Policy):
         self.kind = "hf"
         self._arguments = forward_arguments(inner)
         self.decoder: nn.Module = inner.base_model
+        self.scores_tokens = False
+        """Whether a token's score is asked for too, as a critic's is: it must not depend on what comes after it."""
 
     def scores(self, batch: TokenBatch) -> torch.Tensor:
         """[S] in float32 (float64 in float64); differentiable."""
@@ -55,6 +58,9 @@ class Scorer(Policy):
         return base_model(unwrapped(self.model)).score(hidden_nH)[:, 0].to(self.loss_dtype)
 
     def _try_hugging_face(self) -> None:
-        """Fill in how rows are read."""
+        """Fill in how rows are read; ValueError for a model that scores every token and looks ahead."""
         self.no_hidden_because = self.no_fusing_because = "it is a sequence classifier"
-        self._try_reading(self.decoder, last_hidden_state)
+        rows = self._try_reading(self.decoder, last_hidden_state)
+        if self.scores_tokens:
+            states = functools.partial(self._read_padded, self.decoder, part=last_hidden_state)
+            self.check_causality(rows.batch, lambda one: states(one)[one.places_n])

@@ -12,6 +12,7 @@ from strop.models.decoder_layers import ALLOWED, relative_error
 from strop.models.kinds import base_model, unwrapped
 from strop.models.policy import takes_use_cache
 from strop.models.routing import Routers
+from strop.models.trial import shortened
 from strop.rollout.sampling import Sampling
 from strop.rollout.slots import CacheShape, Seen, States
 
@@ -48,6 +49,20 @@ def check_completions(complete: Callable[..., Sequence[Sequence[torch.Tensor]]],
                 apart = abs(logps_V[token] - found[i]).item()
                 if not apart <= ALLOWED[model.dtype].logps:
                     raise Unsupported(f"its log-probs are not those of the model's forward (off by {apart:.1e})")
+
+
+def check_beyond_windows(complete: Callable[..., Sequence[Sequence[torch.Tensor]]], policy: Policy) -> None:
+    """The same where the windows and chunks of the model are longer than the probe: with shorter ones in their place."""
+    inner = unwrapped(policy.model)
+    with shortened(inner) as is_shorter:
+        if not is_shorter:
+            return
+        try:
+            with torch.no_grad():
+                base_model(inner)(input_ids=probe(policy)[0][None].to(policy.device))
+        except Exception:  # the model itself does not run so: nothing can be told
+            return
+        check_completions(complete, policy)
 
 
 def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:

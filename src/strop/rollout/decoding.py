@@ -601,8 +601,14 @@ def complete(
         return engine.complete(policy, prompts, sampling, num_samples, uniforms_BT, eos_ids)
 
 
-def _by_engine(engine: Engine, policy: Policy, *request: Any) -> tuple[list[torch.Tensor], ...]:
-    return engine.complete(*request)
+def _by_engine(
+    engine: Engine, policy: Policy, prompts: list[torch.Tensor], *request: Any
+) -> tuple[list[torch.Tensor], ...]:
+    """By the engine; beyond a boundary by whole forwards where it reads prompts in parts, the first of another side."""
+    assert policy.sides is not None
+    if engine.states.by_key and policy.sides.side(len(prompts[0])) != policy.sides.side(1):
+        return plain.complete(policy, prompts, *request)
+    return engine.complete(prompts, *request)
 
 
 def engine_of(policy: Policy) -> Engine | Fallback:
@@ -634,6 +640,7 @@ def _fallback(policy: Policy, why: str) -> Fallback:
         try:
             with policy.evaluating():
                 checks.check_completions(complete_, policy)
+                checks.check_beyond_windows(complete_, policy)
         except Unsupported as error:
             why += f"; by {name}: {error}"
         else:
