@@ -168,3 +168,21 @@ def test_saved_config_is_one_transformers_would_write(tmp_path):
     ours = json.loads((tmp_path / "ours" / "config.json").read_text())
     theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert {key: value for key, value in ours.items() if theirs.get(key) != value} == {}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_auxiliary_loss_has_their_value(masked, moe_engine):
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config = small_config(num_experts=5, num_layers=3, aux_loss_coef=0.1)
+    model = random_model(config, moe_engine, dtype=np.float32)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (3, 8))
+    attention_mask = np.arange(8) >= np.array([0, 2, 5])[:, None] if masked else None
+    mask = None if attention_mask is None else torch.from_numpy(attention_mask.astype(np.int64))
+    positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        theirs = mixtral_of(model)(
+            input_ids=torch.from_numpy(tokens), attention_mask=mask, position_ids=positions, output_router_logits=True
+        )
+    want = load_balancing_loss_func(theirs.router_logits, config.num_experts, config.top_k, mask).item()
+    assert model.engine.forward_saved(tokens, attention_mask).aux_loss == pytest.approx(want, rel=1e-6)
