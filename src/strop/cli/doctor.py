@@ -29,6 +29,7 @@ OPTIONAL = {
     "gguf": "models in GGUF files, such as smollm2",
     "bitsandbytes": "--quantize nf4",
     "uvicorn": "strop serve",
+    "llguidance": "JSON mode of strop serve",
     "tensorboard": "--log tensorboard",
     "trackio": "--log trackio",
     "wandb": "--log wandb",

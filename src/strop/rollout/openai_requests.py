@@ -13,6 +13,7 @@ from typing import Any
 
 from strop._types import Json, Row
 from strop.data.tokenize import encode_prompt
+from strop.rollout.grammar import Grammar
 from strop.rollout.sampling import Sampling
 from strop.rollout.sampling_queue import SamplingRequest
 from strop.rollout.served_model import RequestError, ServedModel
@@ -45,6 +46,7 @@ class OpenAIRequest:
     messages   of a chat, as they went into the template; None for a text or ids
     echo_ids   also send token ids (`return_token_ids`)
     tools      the tools the model was shown; None where there are none
+    grammar    what a completion may be; None for any text
     """
 
     chat: bool
@@ -62,6 +64,7 @@ class OpenAIRequest:
     stream: bool
     stream_usage: bool
     tools: list[Json] | None
+    grammar: Grammar | None = None
     messages: list[Json] | None = None
 
     def sampling_requests(self, served: ServedModel) -> list[SamplingRequest]:
@@ -75,7 +78,7 @@ class OpenAIRequest:
             SamplingRequest(
                 prompt=prompt, sampling=self.sampling, num_samples=self.n, seed=self.seed, ignore_eos=self.ignore_eos,
                 model=self.model, ends=ends if self.stop else None, prompt_logps=self.prompt_logprobs,
-                num_top=self.num_top, streams=self.stream,
+                num_top=self.num_top, streams=self.stream, grammar=self.grammar,
             )
             for prompt in self.prompts
         ]  # fmt: skip
@@ -166,7 +169,9 @@ def _request(
             raise RequestError(f"{name:.80} must be left out: this server does not know it, found {_shown(value)}")
         if value not in SUPPORTED_VALUES[name]:
             raise RequestError(f"{name} must be {json.dumps(SUPPORTED_VALUES[name][0])}, found {_shown(value)}")
-    _check_response_format(body.get("response_format"))
+    grammar = _grammar(body.get("response_format"), served)
+    if grammar is not None and num_top:
+        raise RequestError(f"{'top_logprobs' if chat else 'logprobs'} must be 0 with response_format, found {num_top}")
     if _whole(body, ("prompt_logprobs",), 0) if not isinstance(body.get("prompt_logprobs"), bool) else 0:
         raise RequestError(
             f"prompt_logprobs must be 0, the prompt's own tokens, found {_shown(body['prompt_logprobs'])}"
@@ -210,16 +215,26 @@ def _request(
         prompt_logprobs=_wanted(body, "prompt_logprobs"), logprobs=_wanted(body, "logprobs"), num_top=num_top,
         echo_ids=_flag(body, "return_token_ids"), stream=stream,
         stream_usage=isinstance(options, dict) and bool(options.get("include_usage")), tools=tools,
+        grammar=grammar,
     )  # fmt: skip
 
 
-def _check_response_format(found: object) -> None:
+def _grammar(found: object, served: ServedModel) -> Grammar | None:
+    """Return what `response_format` allows; None for any text."""
     if found is None or found == {"type": "text"}:
-        return
+        return None
     kind = found.get("type") if isinstance(found, dict) else found
-    raise RequestError(
-        f'response_format must be {{"type": "text"}}, found {_shown(kind)}: this server does not constrain what is drawn'
-    )
+    if not isinstance(found, dict) or kind not in ("json_object", "json_schema"):
+        raise RequestError(
+            f'response_format must be of type "text", "json_object" or "json_schema", found {_shown(kind)}'
+        )
+    schema = {"type": "object"}
+    if kind == "json_schema":
+        described = found.get("json_schema")
+        schema = described.get("schema") if isinstance(described, dict) else None  # type: ignore[assignment]
+        if not isinstance(schema, dict):
+            raise RequestError(f"response_format must have a json_schema with a schema, found {_shown(described)}")
+    return served.grammars.of_schema(schema)
 
 
 def _template_options(body: Json) -> Json:

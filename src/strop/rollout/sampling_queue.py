@@ -13,6 +13,7 @@ what it has read of a row from piece to piece. A row's random numbers depend on 
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy
 from strop.rollout.cached_rows import CachedRows
 from strop.rollout.generate import CACHING, ENGINES, checked_prompts
+from strop.rollout.grammar import Grammar, draw_allowed
 from strop.rollout.sampling import Sampling, row_bits, sampling_logps, uniforms_from
 
 FIRST_PIECE, LONGEST_PIECE = 4, 16  # tokens of a row's first piece where the caller streams, and of later ones at most
@@ -47,6 +49,7 @@ class SamplingRequest:
     ends           says of a completion's ids whether it is to end here, such as at a stop text
     prompt_logps   also return the log-probs of the prompt's tokens
     num_top        also return so many of the most probable tokens at each place of a completion
+    grammar        draw only what it allows
     streams        the caller reads pieces as they come, so the first ones are short
     """
 
@@ -60,12 +63,13 @@ class SamplingRequest:
     ends: Callable[[list[int]], bool] | None = None
     prompt_logps: bool = False
     num_top: int = 0
+    grammar: Grammar | None = None
     streams: bool = False
 
     @property
     def rule(self) -> Hashable:
         """Rows of requests with equal rules can be decoded together."""
-        return self.model, replace(self.sampling, max_new_tokens=1), self.ignore_eos
+        return self.model, replace(self.sampling, max_new_tokens=1), self.ignore_eos, self.grammar
 
 
 @dataclass(kw_only=True)
@@ -73,7 +77,7 @@ class SampledCompletion:
     """One completion of a request.
 
     logps     the log-prob of each token under the distribution it was drawn from
-    reason    "eos"; "length" where max_new_tokens ended it; "stop" where the request's `ends` did
+    reason    "eos"; "length" where max_new_tokens ended it; "stop" where the request's `ends` or `grammar` did
     top       where asked for, at each place the most probable tokens: (id, log-prob), the most probable first
     """
 
@@ -120,6 +124,12 @@ class QueueRow:
     number: int
     piece: int
     last_turn: int = 0
+
+    @functools.cached_property
+    def matcher(self) -> Any:
+        """What follows the completion in the request's grammar; None without one."""
+        grammar = self.ticket.request.grammar
+        return None if grammar is None else grammar.matcher()
 
     @property
     def completion(self) -> SampledCompletion:
@@ -309,8 +319,13 @@ class SamplingQueue:
             further = {"cached": cached.of([row.number for row in rows])} if keeps else {}
             sampling = replace(request.sampling, max_new_tokens=num_tokens)
             uniforms_BT = uniforms_from(bits_B, first_B, num_tokens)
-            ids_B, logps_B = ENGINES[policy.kind](policy, prompts, sampling, 1, uniforms_BT, eos_ids, **further)
-            if not keeps or rows[0].number not in cached.rows:
+            if request.grammar is not None:
+                matchers = [row.matcher for row in rows]
+                drawn = draw_allowed(policy, prompts, request.grammar, matchers, sampling, uniforms_BT[:, 0])
+                ids_B, logps_B = map(list, drawn)
+            else:
+                ids_B, logps_B = ENGINES[policy.kind](policy, prompts, sampling, 1, uniforms_BT, eos_ids, **further)
+            if request.grammar is None and (not keeps or rows[0].number not in cached.rows):
                 self._longest_piece = LONGEST_PIECE_READ_AGAIN
             ended = []
             for row, ids, logps in zip(rows, ids_B, logps_B, strict=True):
@@ -330,7 +345,9 @@ class SamplingQueue:
         row.piece = min(2 * row.piece, self._longest_piece)
         if ids[-1] in eos_ids:
             completion.reason = "eos"
-        elif request.ends is not None and request.ends(completion.ids):
+        elif (request.ends is not None and request.ends(completion.ids)) or (
+            row.matcher is not None and row.matcher.is_stopped()
+        ):
             completion.reason = "stop"
         elif row.num_left == 0:
             completion.reason = "length"

@@ -12,6 +12,7 @@ from typing import Any
 from strop._types import Json
 from strop.models import Policy, load_model, unwrapped
 from strop.models.kinds import adapter_off, is_peft
+from strop.rollout.grammar import Grammars
 from strop.rollout.sampling_queue import SamplingQueue
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # of an adapter that peft saved
@@ -88,6 +89,11 @@ class ServedModel:
             yield self.policy
 
     # ---- text ----
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """What makes grammars for this model's tokens."""
+        return Grammars(self.policy.tokenizer, self.policy.vocab_size, self.policy.eos_ids)
 
     def decode(self, ids: list[int], special_tokens: bool = False) -> str:
         """Return the text of the ids; "" without a tokenizer."""
