@@ -588,7 +588,7 @@ MISTAKES = [
     ((L, L, A, M), {"clip_eps": math.nan}, ValueError, "clip_eps must be above 0, found nan"),
     ((L, L, A, M), {"clip_eps": (0.1, 0.2, 0.3)}, ValueError, "clip_eps must be one number or a pair (low, high), found 3 numbers"),
     ((L, L, A, M), {"clip_eps": "0.2"}, TypeError, "clip_eps must be a number, found str"),
-    ((L, L, A, M), {"loss_type": "cispo", "clip_eps": 0.2}, ValueError, "with high at least 1 for 'cispo', the bound of the ratio itself"),
+    ((L, L, A, M), {"loss_type": "cispo", "clip_eps": 0.2}, ValueError, "with high at least 1 for 'cispo', the ratio's bound"),
     ((L, L, A, M), {"loss_type": "cispo", "clip_eps": (0.2, 5.0), "delta": 6.0}, ValueError, "delta must be None for 'cispo'"),
     ((L, L, A, M), {"delta": 1.1}, ValueError, "delta must be at least 1 + clip_eps = 1.2, found 1.1"),
     ((L, L, A, M), {"delta": math.nan}, ValueError, "delta must be a number, found nan"),
