@@ -1,4 +1,4 @@
-"""Differentiable operators on torch tensors. Each is a torch reference with faster backends behind it; see registry."""
+"""Differentiable operators on torch tensors. Each has a torch reference and faster backends; see `registry`."""
 
 from strop.ops.grpo_loss import grpo_loss
 from strop.ops.linear_divergence import linear_divergence

@@ -1,21 +1,21 @@
 """Log-probs and losses from hidden states and LM head, in chunks: the logits [N, V] are never allocated as a whole.
 
-Tokens that do not count are dropped first. The rest go through in chunks. A matrix product makes the logits of some
-tokens, or of some tokens for some of the vocabulary, in a working memory of `workspace` bytes. The row function reads
-them and writes their gradient in the same place, sometimes without a factor for each row. Matrix products then make
-the gradients of hidden states and weight.
+Masked tokens are dropped first. The rest are processed in chunks: a block of tokens, or a block of tokens and a block
+of the vocabulary. A matrix product writes the chunk's logits into a working memory of `workspace` bytes. The row
+function overwrites them with their gradient, in some cases still to be multiplied by one factor per row. Further
+products give the gradients of hidden states and weight.
 
-Four ways, each with the fewest products:
+Four functions, each with the fewest products:
 
-    linear_logps         1 product: blocks of the vocabulary, statistics joined from block to block
-    linear_logps_bwd     3 products: blocks of the vocabulary, so the weight's gradient is final block by block, and the
-                         hidden states' is summed in float32
+    linear_logps         1 product, over blocks of the vocabulary; the statistics are updated from block to block
+    linear_logps_bwd     3 products, over blocks of the vocabulary. Each block of the weight's gradient is written once;
+                         the hidden states' gradient is summed in float32
     linear_logps_with_gradient
-                         2 products, both in the forward, for a frozen head: the backward only multiplies each token's
-                         gradient by a number. It is the next way, with the log-prob as the loss
-    linear_policy_terms  3 products, 2 with a frozen head: the loss's coefficient needs only its row, so the gradients are
-                         made in the forward. Chunks of tokens, the weight's gradient summed in float32; or, where all
-                         logits fit into the memory of that sum, all tokens at once and nothing to sum
+                         2 products, both in the forward, for a frozen head. The backward only multiplies each token's
+                         gradient by a scalar. This is `linear_policy_terms` with the log-prob as the loss
+    linear_policy_terms  3 products, 2 with a frozen head. A row's coefficient in the loss depends on that row only, so
+                         the forward computes the gradients. It works on chunks of tokens and sums the weight's gradient
+                         in float32. If all logits fit into the memory of that sum, it takes all tokens at once instead
 
 Shapes: N tokens, H hidden, V vocabulary; n and v the tokens and the vocabulary of a chunk.
 """
@@ -51,10 +51,10 @@ from strop.ops.rows import TokenValues, implementation
 MiB = 2**20
 SCORE_WORKSPACE = 60 * MiB
 TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
-_SCORE_TOKENS = 2048  # tokens of a block: with fewer, reading the weight for each block costs time
-_PRODUCT_TILE = 128, 256  # ids and tokens that a multiprocessor computes at a time
-_MOST_BLOCKS = 16  # with more the products become too small
-_FEWEST_TOKENS = 32  # of a frozen head's chunk: with fewer, reading the weight takes longer than a third product
+_SCORE_TOKENS = 2048  # tokens per block: with fewer, reading the weight for each block takes too long
+_PRODUCT_TILE = 128, 256  # ids and tokens that one multiprocessor computes at a time
+_MOST_BLOCKS = 16  # with more blocks the products become too small
+_FEWEST_TOKENS = 32  # tokens per chunk, frozen head: with fewer, reading the weight costs more than a third product
 
 
 def linear_logps(
@@ -67,7 +67,7 @@ def linear_logps(
     rows: ModuleType,
     workspace: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log-probs [N], statistics [2, N], entropies [N] (empty unless asked for)."""
+    """Return log-probs [N], statistics [2, N], entropies [N] (empty unless `entropy` is set)."""
     tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     logits_at_once = (workspace or SCORE_WORKSPACE) // rows.bytes_per_logit(tokens.dtype, entropy)
     n = max(1, min(tokens.count, _SCORE_TOKENS, logits_at_once // (head.row if head.exact else 1)))
@@ -87,9 +87,9 @@ def linear_logps(
 
 
 def _score_vocabulary(n: int, logits_at_once: int, device: torch.device) -> int:
-    """Return the number of ids of a block. On a GPU it keeps every multiprocessor busy until the product ends.
+    """Return the number of ids per block. On a GPU it keeps every multiprocessor busy until the product ends.
 
-    A product of 7.03 tiles for each multiprocessor takes as long as one of 8.
+    A product of 7.03 tiles per multiprocessor takes as long as one of 8.
     """
     v = max(1, logits_at_once // n)
     if device.type != "cuda":
@@ -98,8 +98,8 @@ def _score_vocabulary(n: int, logits_at_once: int, device: torch.device) -> int:
     at_a_time = torch.cuda.get_device_properties(device).multi_processor_count
     tiles_along_n = -(-n // tile_n)
     rounds = v // tile_v * tiles_along_n // at_a_time
-    tiles_along_v = rounds * at_a_time // tiles_along_n // 2 * 2  # odd numbers of tiles take longer
-    return tiles_along_v * tile_v or v  # 0 where the memory, or the GPU, is too small for full rounds
+    tiles_along_v = rounds * at_a_time // tiles_along_n // 2 * 2  # an odd number of tiles is slower
+    return tiles_along_v * tile_v or v  # 0 if the memory or the GPU is too small for full rounds
 
 
 def linear_logps_bwd(
@@ -116,11 +116,11 @@ def linear_logps_bwd(
     workspace: int | None,
     wanted: Wanted,
 ) -> Gradients:
-    """Return the gradients of log-probs, and of entropies where there are some."""
+    """Return the gradients of the inputs, given those of the log-probs and, if any, of the entropies."""
     tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
     grads = empty_gradients(tokens, head, wanted)
     logit_bytes = rows.bytes_per_logit(tokens.dtype, d_entropies_N is not None)
-    # a CPU's sum in float32 takes a copy of the weight
+    # on a CPU a float32 sum needs a float32 copy of the weight's block
     copy_bytes = 0 if hidden_NH.is_cuda or tokens.dtype.itemsize >= 4 else 4 * hidden_NH.shape[1]
     v = max(1, train_workspace(hidden_NH.device, workspace) // (max(tokens.count, 1) * logit_bytes + copy_bytes))
     hidden_nH, ids_n = tokens.hidden(), tokens.take(ids_N)
@@ -147,7 +147,7 @@ def linear_logps_bwd(
 
 
 def whole_rows_fit(device: torch.device, V: int, dtype: torch.dtype, rows: str, workspace: int | None) -> bool:
-    """Return whether the workspace holds the logits of enough tokens for `linear_logps_with_gradient` to be worth it."""
+    """Return whether the workspace holds the logits of enough tokens to make `linear_logps_with_gradient` faster."""
     return train_workspace(device, workspace) >= _FEWEST_TOKENS * V * _bytes_per_logit(rows, dtype)
 
 
@@ -165,7 +165,7 @@ def linear_logps_with_gradient(
     rows: ModuleType,
     workspace: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs [N] and d log-prob / d hidden [N, H], of a frozen head."""
+    """Return log-probs [N] and d log-prob / d hidden [N, H] for a frozen head."""
     dtype = head.weight_VH.dtype
     wanted = Wanted(hidden=True, weight=False, bias=False, weight_dtype=dtype)
     ones_N = hidden_NH.new_ones(len(hidden_NH), dtype=sums_in(dtype))
@@ -184,7 +184,7 @@ def linear_policy_terms(
     workspace: int | None,
     wanted: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
-    """Return the loss, its policy's and KL's parts [2], log-probs [N], and the gradients of the loss."""
+    """Return the loss, its policy and KL parts [2], the log-probs [N] and the gradients of the loss."""
     tokens = CountedTokens(hidden_NH, values.mask, head.weight_VH.dtype, rows)
     bytes_given = train_workspace(hidden_NH.device, workspace)
     plan = _over_the_gradient(
@@ -195,7 +195,7 @@ def linear_policy_terms(
     n = _chunk_size(tokens, head, wanted, bytes_given) if plan is None else tokens.count
     chunks = LogitChunks(tokens, head, n)
     logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,)))
-    # over several chunks the weight's gradient is summed in float32, whatever its own dtype
+    # with several chunks, sum the weight's gradient in float32 whatever its dtype
     weight_dtype = sums_in(tokens.dtype) if len(chunks.parts) > 1 else wanted.weight_dtype
     grads = empty_gradients(tokens, head, wanted._replace(weight_dtype=weight_dtype))
     for part, hidden_nH, logits_nV in chunks:
@@ -217,21 +217,24 @@ def linear_policy_terms(
 
 
 def _chunk_size(tokens: CountedTokens, head: Head, wanted: Wanted, workspace: int) -> int:
-    """Return the tokens of the largest chunk. Logits need memory, and where rows lack factors, gradients in float32."""
+    """Return the number of tokens in the largest chunk.
+
+    A chunk needs memory for its logits, and for float32 gradients if row factors are applied after the products.
+    """
     logits_bytes = head.row * tokens.rows.bytes_per_logit(tokens.dtype)
     most = workspace // (logits_bytes + head.weight_VH.shape[1] * 4 * wanted.factors_can_wait)
     return max((part.stop - part.start for part in cut(tokens.count, most, TOKENS_MULTIPLE)), default=0)
 
 
 class OverTheGradient(NamedTuple):
-    """How the logits of all tokens lie in the memory of the weight's gradient, in blocks of v ids of the vocabulary:
+    """The placement of all logits in the memory of the weight's gradient, in blocks of v ids of the vocabulary:
 
     | room | logits of block 0 | logits of block 1 | …
-    | gradient of block 0 | of block 1 | …                         overwrites logits that are no longer needed
+    | gradient of block 0 | of block 1 | …                         overwrites logits that were already used
     """
 
     v: int
-    room: int  # bytes, so that no gradient reaches logits that are still needed
+    room: int  # free bytes in front, so that no gradient overwrites logits that are still needed
 
 
 def _over_the_gradient(
@@ -239,22 +242,22 @@ def _over_the_gradient(
 ) -> OverTheGradient | None:
     """Return the fewest blocks with which the logits of n tokens fit into the memory of the weight's gradient.
 
-    That memory is a float32 sum and the workspace. None where they do not fit, where there is no such gradient, and where
-    the row functions need copies of the logits.
+    That memory is the float32 sum plus the workspace. Return None if they do not fit, if the weight needs no gradient
+    or if the row functions need copies of the logits.
     """
     H, V = head.weight_VH.shape[1], head.V
     if not wanted.weight or not n or logit_bytes != dtype.itemsize:
         return None
-    row, gradient_row = n * logit_bytes, H * wanted.weight_dtype.itemsize  # bytes of one id
+    row, gradient_row = n * logit_bytes, H * wanted.weight_dtype.itemsize  # bytes per id
     memory = V * H * sums_in(dtype).itemsize + workspace
     for number in range(1, _MOST_BLOCKS + 1):
         v = V if number == 1 else round_up(-(-V // number), IDS_MULTIPLE)
         done_before_last = (V - 1) // v * v
-        # the gradient of block b must end where its logits begin, at room + b·v·row: it does if it does for the first
-        # block, the last, and, since the last may be shorter, the one before it (between them it is linear in b)
+        # The gradient of block b must not reach the logits of block b, which begin at room + b·v·row. It is enough to
+        # check the first block and the last two (the last may be shorter): in between the distance is linear in b.
         before_last = done_before_last * gradient_row - max(done_before_last - v, 0) * row
         room = round_up(max(v * gradient_row, before_last, V * gradient_row - done_before_last * row), 256)
-        # the hidden states' gradient in float32; several blocks also need those states in one piece
+        # memory for the float32 gradient of the hidden states; several blocks also need a packed copy of the states
         hidden = n * H * (4 * wanted.factors_can_wait if number == 1 else logit_bytes + sums_in(dtype).itemsize)
         if room + V * row + hidden <= memory:
             return OverTheGradient(v, room)
@@ -271,7 +274,7 @@ def _policy_terms_in_blocks(
     rows: ModuleType,
     wanted: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
-    """Return what `linear_policy_terms` does, with all tokens at once."""
+    """Return the results of `linear_policy_terms`, computed for all tokens at once."""
     n, V, dtype, sums = tokens.count, head.V, tokens.dtype, sums_in(tokens.dtype)
     hidden_nH = tokens.hidden()
     memory = tokens.hidden_NH.new_empty(plan.room + n * V * dtype.itemsize, dtype=torch.uint8)
@@ -342,7 +345,7 @@ def linear_logp_with_gradient(hidden_NH, weight, bias, ids_N, mask_N, temperatur
 
 
 def fake_gradients(hidden_NH, weight, bias, dtype, wanted):
-    """Return the shapes and dtypes of gradients: those not asked for are empty, the weight's in the products' dtype."""
+    """Return empty tensors with the gradients' shapes and dtypes; gradients not asked for have no elements."""
     return (
         hidden_NH.new_empty(hidden_NH.shape if wanted[0] else 0),
         weight.new_empty(weight.shape) if wanted[1] else weight.new_empty(0, dtype=dtype),

@@ -1,9 +1,9 @@
-"""A matrix product whose sums have one order: y = x·wᵀ + bias + onto. A row is bit for bit the same beside any other rows.
+"""Batch-invariant matrix product y = x·wᵀ + bias + onto: a row's result does not depend on the other rows, bit for bit.
 
-Libraries choose tiles, and split the sum over K, by the number of rows. Here an element is one float32 accumulator, to
-which blocks of BLOCK_K products are added from the first to the last; it is rounded once, at the end. The size of tiles
-does not change a sum, if a Hopper GPU multiplies all of them by the same instruction (wgmma: 64 rows for four warps).
-`strop.models.exact` has attention.
+BLAS libraries choose their tiles, and the split of the sum over K, by the number of rows. Here each element has one
+float32 accumulator. Blocks of BLOCK_K products are added to it from first to last, and it is rounded once, at the end.
+The tile size does not change a sum as long as a Hopper GPU uses the same instruction for all tiles (wgmma: 64 rows for
+four warps). Attention is in `strop.models.exact`.
 
 Shapes: M rows of x and y, K columns of x and w, N rows of w and columns of y.
 """
@@ -14,15 +14,15 @@ import triton.language as tl
 
 from strop.ops.rows.launch import Launcher
 
-PROGRAMS = 132  # the fewest: one for each multiprocessor of an H200
-GROUP = 8  # tiles of rows that read the same columns of w together, so that these stay in the cache
+PROGRAMS = 132  # the minimum: one per multiprocessor of an H200
+GROUP = 8  # row tiles that run together and read the same columns of w, which then stay in the cache
 
-# dtype → (BLOCK_K, [(rows and columns of a tile, warps, blocks on their way at a time)]), the first with enough programs
+# dtype → (BLOCK_K, [(tile rows, tile columns, warps, pipeline stages)]); the first with enough programs is used
 TILES = {
-    torch.float32: (32, [(64, 64, 4, 2)]),  # without tensor cores: TF32 rounds its factors
+    torch.float32: (32, [(64, 64, 4, 2)]),  # no tensor cores: TF32 would round the inputs
     None: (64, [(128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 6), (64, 32, 4, 8)]),
 }
-INTERPRETED_TILES = [(64, 128, 4, 1)]  # only one: NumPy's products have one order of sums for one shape
+INTERPRETED_TILES = [(64, 128, 4, 1)]  # one tiling only: NumPy's order of summation depends on the shape
 
 
 @triton.jit
@@ -79,13 +79,13 @@ def product(
     onto: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x @ wᵀ + bias + onto, in the dtype of `onto` or x. The rows of `out` need not touch each other in memory."""
+    """Return x @ wᵀ + bias + onto in the dtype of `onto`, or of x without it. Rows of `out` may have gaps."""
     x_MK, (M, K), N = whole(x_MK), x_MK.shape, len(w_NK)
     if out is None:
         out = torch.empty(M, N, dtype=x_MK.dtype if onto is None else onto.dtype, device=x_MK.device)
     block_k, tiles = TILES[x_MK.dtype if x_MK.dtype in TILES else None]
     y_MN = out
-    if product_kernel.interpreted:  # it cuts bits off where a GPU rounds
+    if product_kernel.interpreted:  # the interpreter truncates where a GPU rounds
         tiles, y_MN = INTERPRETED_TILES, torch.empty(M, N)
     numbers = [-(-M // rows) * -(-N // columns) for rows, columns, *_ in tiles]
     which = next((i for i, number in enumerate(numbers) if number >= PROGRAMS), len(tiles) - 1)
@@ -102,13 +102,13 @@ def product(
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return how the kernel multiplies this dtype: float32 as it is, 16 bits by tensor cores."""
+    """Return the kernel's precision mode for this dtype: plain float32, or tensor cores for 16 bits."""
     if dtype == torch.float32:
         return "ieee"
     return "wide" if product_kernel.interpreted else "tf32"
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as the kernels read it: contiguous, on a boundary of 16 bytes."""
+    """Return the tensor, copied if needed, contiguous and aligned to 16 bytes, as the kernels need it."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

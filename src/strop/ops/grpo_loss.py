@@ -1,8 +1,8 @@
-"""The loss of GRPO and its relatives, from logits.
+"""The loss of GRPO and its variants, from logits.
 
-With the kernels a row is visited once: a row's coefficient in the loss needs only the row, so the gradient is written in
-the forward. Four launches forward (advantages and weights, the reference's log-probs, loss and gradient, sums) and one
-backward: at small sizes launching is what takes the time.
+The kernels read each row once: a row's coefficient in the loss depends on that row only, so the forward writes the
+gradient. There are four launches in the forward (advantages and weights, reference log-probs, loss and gradient, sums)
+and one in the backward. At small sizes the launches dominate the time.
 
 Shapes: B sequences, T completion tokens, V the vocabulary.
 """
@@ -45,28 +45,28 @@ def grpo_loss(
     validate: bool = False,
     **rule_options: Unpack[PolicyOptions],
 ) -> PolicyLoss:
-    """loss, policy_loss, kl = grpo_loss(…): group-normalised rewards, clipped surrogate, β·KL, any policy loss.
+    """Return (loss, policy_loss, kl) of GRPO or a variant: group-normalised rewards, clipped surrogate, β·KL.
 
-    policy_logits        [B, T, V] of the policy, position t being the one that predicts action_ids[:, t]
-    ref_logits           [B, T, V] of the reference, or None: then ref_logps, or no KL
+    policy_logits        [B, T, V] of the policy; position t predicts action_ids[:, t]
+    ref_logits           [B, T, V] of the reference; None with ref_logps or without a KL
     action_ids           [B, T] int64 or int32
-    old_logps            [B, T] of the policy that sampled; None: the policy itself, so that the ratio is 1
-    rewards              [B]; not read where advantages are given
-    completion_mask      [B, T] tokens that count; whatever stands elsewhere changes nothing
+    old_logps            [B, T] of the policy that sampled; None: the current policy, so the ratio is 1
+    rewards              [B]; ignored if advantages are given
+    completion_mask      [B, T] tokens in the loss; values at other tokens are ignored
     samples_per_prompt, group_boundaries, advantages   exactly one: groups of equal size, groups by their boundaries
                          (0 first, B last, strictly increasing), or advantages [B] or [B, T] instead of rewards
     ref_logps            [B, T] instead of ref_logits
     temperature          divides policy and reference logits
     num_tokens, num_sequences   see `strop.losses.token_weights`
-    in_place             the gradient may overwrite policy_logits, which nobody may read after this call; saves their size
-    validate             raise for an id outside the vocabulary on a GPU too
+    in_place             let the gradient overwrite policy_logits, which saves memory; do not read them after this call
+    validate             check ids against the vocabulary on a GPU too
     rule_options         fields of `strop.losses.PolicyRule`: loss_type="grpo", clip_eps=0.2, beta=0.0 and so on
 
-    returns              `PolicyLoss`: three 0-d tensors, and `.metrics`. Only the loss has a gradient, and only to
-                         policy_logits
+    returns              `PolicyLoss`: three 0-d tensors, and `.metrics`. Only the loss has a gradient, to policy_logits
+                         only
 
-    Rewards become (r − mean)/std of their group, `strop.losses.group_advantages` as it stands; for other conventions
-    (TRL's ddof=1 and eps=1e-4) call it and pass `advantages`.
+    Rewards become (r − mean)/std of their group, as `strop.losses.group_advantages` does by default. For other
+    conventions (TRL's ddof=1 and eps=1e-4) call it yourself and pass `advantages`.
     """
     rule = PolicyRule(**rule_options)
     check_logits_and_ids(policy_logits, action_ids, temperature, ("policy_logits", "action_ids"))

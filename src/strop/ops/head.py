@@ -1,6 +1,6 @@
-"""Parts of the functions in `strop.ops.chunks`: the LM head, the tokens that count, their logits by chunks, products.
+"""Building blocks of `strop.ops.chunks`: the LM head, the tokens in the loss, their logits in chunks, products.
 
-Shapes: N tokens, n of them that count or are in a chunk, H hidden, V vocabulary, v a part of it.
+Shapes: N tokens, n of them in the loss or in a chunk, H hidden, V vocabulary, v ids of a block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,15 +13,15 @@ from strop._tensors import sums_in
 from strop.ops.rows import TokenValues
 
 TOKENS_MULTIPLE, IDS_MULTIPLE = 512, 128  # chunks of tokens and blocks of the vocabulary are multiples of these
-ROW_MULTIPLE = 8  # 16-bit logits in 16 bytes: rows of exact logits begin on multiples of them
+ROW_MULTIPLE = 8  # 16-bit logits per 16 bytes: rows of exact logits are aligned to 16 bytes
 
 ALL = slice(None)
 
 
 class Head(NamedTuple):
-    """The LM head in the dtype of its products.
+    """The LM head, in the dtype of its matrix products.
 
-    exact   products have one order of sums, of whole rows: see `strop.ops.exact`
+    exact   use the batch-invariant product of `strop.ops.exact`, on whole rows
     """
 
     weight_VH: torch.Tensor
@@ -38,13 +38,13 @@ class Head(NamedTuple):
 
     @property
     def row(self) -> int:
-        """Return the distance from one row of logits to the next."""
+        """Return the row stride of the logits, in elements."""
         return round_up(self.V, ROW_MULTIPLE) if self.exact else self.V
 
     def logits(self, hidden_nH: torch.Tensor, vocabulary: slice, memory: torch.Tensor) -> torch.Tensor:
-        """Return hidden @ weightᵀ + bias for a part of the vocabulary, written into `memory`."""
+        """Return hidden @ weightᵀ + bias for a slice of the vocabulary, written into `memory`."""
         if self.exact:
-            from strop.ops.exact import product  # Triton
+            from strop.ops.exact import product  # needs Triton
 
             out_nV = memory[: len(hidden_nH) * self.row].view(len(hidden_nH), self.row)[:, : self.V]
             return product(hidden_nH, self.weight_VH, self.bias_V, out=out_nV)
@@ -56,12 +56,12 @@ class Head(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Says which gradients are asked for."""
+    """The gradients that are asked for."""
 
     hidden: bool
     weight: bool
     bias: bool
-    weight_dtype: torch.dtype  # of the parameter, which under autocast is not the head's
+    weight_dtype: torch.dtype  # the parameter's dtype; under autocast the head's is another
 
     @classmethod
     def of(cls, wanted: Sequence[bool], weight_dtype: torch.dtype) -> "Wanted":
@@ -70,7 +70,7 @@ class Wanted(NamedTuple):
 
     @property
     def factors_can_wait(self) -> bool:
-        """Return whether row factors can be applied after the products. A bias gradient rules this out."""
+        """Return whether row factors can be applied after the matmuls. A bias gradient rules this out."""
         return (self.hidden or self.weight) and not self.bias
 
 
@@ -83,7 +83,7 @@ class Gradients(NamedTuple):
 
 
 class CountedTokens:
-    """The tokens that count, out of N. Without a mask all do. With a mask on a GPU their number is waited for."""
+    """The tokens in the loss: those that the mask selects, or all N without a mask. A GPU mask is waited for."""
 
     def __init__(
         self, hidden_NH: torch.Tensor, mask_N: torch.Tensor | None, dtype: torch.dtype, rows: ModuleType
@@ -105,7 +105,7 @@ class CountedTokens:
         return values[part] if dim == 0 else values[:, part]
 
     def take_values(self, values: TokenValues, part: slice = ALL) -> TokenValues:
-        """Return the values of some of the tokens that count; so there is no mask."""
+        """Return the values of a slice of these tokens, with mask None."""
         without_mask = values._replace(mask=None)
         return TokenValues._make(None if one is None else self.take(one, part) for one in without_mask)
 
@@ -118,7 +118,7 @@ class CountedTokens:
     def put_product(
         self, a: torch.Tensor, b: torch.Tensor, factors_n: torch.Tensor | None, part: slice, out_NH: torch.Tensor
     ) -> None:
-        """Write the rows of a @ b, times their factors, into the rows of the tokens in `out_NH`."""
+        """Multiply a @ b by one factor per row and write it to these tokens' rows of `out_NH`."""
         if factors_n is not None:
             product_nH = a.new_empty(len(a), b.shape[1], dtype=sums_in(a.dtype))
             product(a, b, product_nH)
@@ -140,16 +140,17 @@ class CountedTokens:
         return self.hidden_NH.new_empty(size, dtype=self.dtype)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Return [.., N] from [.., count], 0 where a token does not count."""
+        """Return [.., count] scattered to [.., N], with 0 at masked tokens."""
         if self.places is None:
             return values
         return values.new_zeros(*values.shape[:-1], self.N).index_copy_(-1, self.places, values)
 
 
 def cut(total: int, most: int, multiple: int) -> list[slice]:
-    """Return the fewest parts of at most `most` elements, nearly equal; large ones are multiples of `multiple`.
+    """Return range(total) as the fewest nearly equal slices of at most `most` elements.
 
-    Products of other sizes leave multiprocessors idle or memory misaligned, and take up to 20 % longer.
+    Large slices are multiples of `multiple`. Products of other sizes leave multiprocessors idle or memory misaligned,
+    and take up to 20 % longer.
     """
     if total <= most:
         return [slice(0, total)] if total else []
@@ -168,7 +169,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 class LogitChunks:
-    """Yields the logits of at most n tokens at a time, all in the same memory."""
+    """An iterator over the logits of at most n tokens at a time, all in the same memory."""
 
     def __init__(self, tokens: CountedTokens, head: Head, n: int) -> None:
         self._tokens, self._head = tokens, head
@@ -176,14 +177,14 @@ class LogitChunks:
         self.parts = cut(tokens.count, n, TOKENS_MULTIPLE)
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield where the tokens are, their hidden states, their logits."""
+        """Yield each chunk's slice of tokens, its hidden states and its logits."""
         for part in self.parts:
             hidden_nH = self._tokens.hidden(part)
             yield part, hidden_nH, self._head.logits(hidden_nH, ALL, self._memory)
 
 
 def empty_gradients(tokens: CountedTokens, head: Head, wanted: Wanted) -> Gradients:
-    """Return memory for the wanted gradients. It is 0 where nothing will be written."""
+    """Return memory for the wanted gradients, with 0 where nothing will be written."""
     hidden_NH, weight_VH = tokens.hidden_NH, head.weight_VH
     whole = tokens.places is None and tokens.count > 0
     return Gradients(
@@ -218,10 +219,10 @@ def add_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def narrowed(wide_VH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the matrix in another dtype; a narrower one in the same memory, so that no second matrix is needed.
+    """Return the matrix in another dtype. A narrower dtype reuses the same memory.
 
-    Row i of the narrow matrix lies where row i/2 of the wide one lay. Rows k to 2k of the result overwrite wide rows
-    k/2 to k, which are done with, so each step doubles what is converted.
+    Row i of the narrow matrix takes the place of row i/2 of the wide one. Rows k to 2k of the result overwrite wide
+    rows k/2 to k, which are already converted, so each step doubles the number of converted rows.
     """
     if dtype == wide_VH.dtype:
         return wide_VH
@@ -238,5 +239,5 @@ def narrowed(wide_VH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def no_view(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is no view of the same memory: only to such a gradient does autograd add in place."""
+    """Return a tensor on the same memory that is not a view: autograd adds in place only to such gradients."""
     return gradient.data

@@ -1,7 +1,7 @@
-"""Operators of `torch.ops.strop`, each of which a compiled graph sees as one node; and what autograd functions share.
+"""Operators of `torch.ops.strop`, each one node of a compiled graph, and helpers shared by the autograd functions.
 
-The operators have no gradients of their own; the functions in `strop.ops` join a forward to its backward. They are
-defined by `torch.library.Library`, because its decorator costs four times as much per call.
+The operators have no gradients of their own; the functions in `strop.ops` pair a forward with its backward. They are
+defined by `torch.library.Library`, because the decorator `custom_op` costs four times as much per call.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ Result = TypeVar("Result")
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """Decorator: a compiled graph calls the function while it is made and keeps the result.
+    """Mark a function whose result a compiled graph treats as a constant (decorator).
 
-    It does what `torch.compiler.assume_constant_result` does. That would import the compiler, which takes a second.
+    Same as `torch.compiler.assume_constant_result`, which would import the compiler and take a second.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -28,9 +28,9 @@ _LIBRARY = torch.library.Library("strop", "FRAGMENT")
 
 
 class LibraryOp(Generic[Result]):
-    """Calls the function itself with plain tensors, and `torch.ops.strop.<name>` in a graph or on the meta device.
+    """An operator that calls its function directly, and `torch.ops.strop.<name>` in a graph or on the meta device.
 
-    The way through torch's dispatcher and back into Python takes as long as launching a kernel.
+    Going through torch's dispatcher and back into Python takes as long as a kernel launch.
     """
 
     def __init__(self, name: str, function: Callable[..., Result]) -> None:
@@ -50,7 +50,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def library_op(schema: str, fake: Callable[..., object]) -> Callable[[Callable[..., Result]], LibraryOp[Result]]:
-    """Decorator: define `torch.ops.strop.<name of the schema>` as this function; `fake` gives the shapes of its results."""
+    """Define `torch.ops.strop.<name of the schema>` (decorator). `fake` returns empty results of the right shapes."""
 
     def define(function: Callable[..., Result]) -> LibraryOp[Result]:
         name = schema.partition("(")[0]
@@ -62,23 +62,23 @@ def library_op(schema: str, fake: Callable[..., object]) -> Callable[[Callable[.
     return define
 
 
-# ---- what the autograd functions share ----
+# ---- helpers of the autograd functions ----
 
 
 def note_overwritten(logits: torch.Tensor) -> None:
-    """Tell autograd that a kernel has written the gradient over the logits.
+    """Tell autograd that a kernel has overwritten the logits with their gradient.
 
-    If another operation saved them for its own backward (a tanh its output, a second loss), torch then raises an error.
+    torch then raises an error if another operation (a tanh, a second loss) saved them for its own backward.
     """
-    if not torch.compiler.is_compiling():  # a graph knows it from the operator's schema
+    if not torch.compiler.is_compiling():  # in a graph the operator's schema says so
         torch.autograd.graph.increment_version(logits)
 
 
 def first_order(*gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Return gradients that raise if anyone asks for their gradient: they were computed without a graph.
+    """Return the gradients so that differentiating them raises an error: they were computed without a graph.
 
-    torch's `once_differentiable` raises only where the incoming gradient has a graph; otherwise a gradient penalty would
-    silently be a constant.
+    torch's `once_differentiable` raises only if the incoming gradient has a graph. Otherwise a gradient penalty would
+    silently be treated as a constant.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # enabled: create_graph=True
         return gradients

@@ -1,10 +1,10 @@
-"""Log-probs and losses from hidden states and an LM head, without checks and without the registry: what trainers call.
+"""Log-probs and losses from hidden states and an LM head, without checks and without the registry, for trainers.
 
-The operators `linear_logp`, `linear_token_loss` and `linear_grpo_loss` are the public edge. They check their arguments,
-choose a backend and call these functions. A trainer's arguments were checked when its config and its batch were made, so
-it comes here directly. Both ways run the same arithmetic.
+The operators `linear_logp`, `linear_token_loss` and `linear_grpo_loss` are the public interface. They check their
+arguments, choose a backend and call these functions. A trainer calls them directly, because its arguments were checked
+when its config and its batch were made. The arithmetic is the same.
 
-rows    which row functions compute: "torch" on any device, "triton" on a GPU, "exact" with sums of one order
+rows    the row functions to use: "torch" on any device, "triton" on a GPU, "exact" for batch-invariant sums
 
 Shapes: N tokens, H hidden, V vocabulary.
 """
@@ -35,7 +35,7 @@ _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 class LMHead(NamedTuple):
-    """Hidden states and the LM head that makes logits of them: hidden_NH @ weight_VHᵀ + bias_V."""
+    """Hidden states and the LM head. The logits are hidden_NH @ weight_VHᵀ + bias_V."""
 
     hidden_NH: torch.Tensor
     weight_VH: torch.Tensor
@@ -60,7 +60,7 @@ def logps_and_entropies(
     entropy: bool = False,
     workspace: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log-probs [N], and the entropies [N] where they are asked for."""
+    """Return log-probs [N], and entropies [N] or None if not asked for."""
     given = *head, ids_N, mask_N, temperature
     dtype = computed_in(head.hidden_NH)
     settings = rows, workspace, dtype
@@ -111,7 +111,7 @@ class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_logps_N, d_entropies_N):
         hidden_NH, weight, bias, ids_N, mask_N, stats_2N, entropies_N = ctx.saved_tensors
-        d_entropies_N = d_entropies_N if ctx.entropy else None  # a compiled graph gives the empty one a gradient
+        d_entropies_N = d_entropies_N if ctx.entropy else None  # a compiled graph passes one for the empty tensor
         if d_logps_N is None and d_entropies_N is None:
             return (None,) * 8
         wanted = list(ctx.needs_input_grad[:3])
@@ -126,7 +126,7 @@ class _LinearLogp(torch.autograd.Function):
         return first_order(*found, None, None, None, None, None)
 
 
-# ---- losses: three products in all, two with a frozen head, because the gradients are made in the forward ----
+# ---- losses: three products, two with a frozen head, because the forward computes the gradients ----
 
 
 def token_loss(
@@ -142,11 +142,11 @@ def token_loss(
     temperature: float = 1.0,
     workspace: int | None = None,
 ) -> PolicyLoss:
-    """Return Σ weight·(token loss + beta·kl) of tokens that all count, by a rule that each row of logits suffices for."""
+    """Return Σ weight·(token loss + beta·kl) over all tokens. A token's loss must need only its own row of logits."""
     weights_N, old_N, ref_N, advantages_N = in_dtype(
         sums_in(computed_in(head.hidden_NH)), weights_N, old_logps_N, ref_logps_N, advantages_N
     )
-    advantages_or_weights_N = weights_N if advantages_N is None else advantages_N  # NLL reads no advantages
+    advantages_or_weights_N = weights_N if advantages_N is None else advantages_N  # NLL ignores advantages
     values = TokenValues(ids_N, None, old_N, ref_N, advantages_or_weights_N, weights_N)
     results = loss_terms(head, values, temperature, rule, rows=rows, workspace=workspace, name="linear_token_loss")
     return computed_loss(rule, results, old_N, advantages_N, ref_N)
@@ -162,7 +162,7 @@ def loss_terms(
     workspace: int | None,
     name: str,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the loss, the policy's and the KL's parts [2], and log-probs [N].
+    """Return the loss, its policy and KL parts [2], and the log-probs [N].
 
     name   the operator's name, for errors
     """
@@ -171,7 +171,7 @@ def loss_terms(
 
 
 def _terms_and_gradients(hidden_NH, weight, bias, values, temperature, rule, rows, workspace, dtype, wanted):
-    if not is_plain(hidden_NH):  # a graph that is being compiled: its operators take text in place of objects
+    if not is_plain(hidden_NH):  # in a compiled graph, whose operators take text instead of objects
         found = linear_policy_loss(
             hidden_NH, weight, bias, *values, temperature, rule.text, rows, workspace, dtype, wanted
         )
@@ -184,7 +184,7 @@ def _terms_and_gradients(hidden_NH, weight, bias, values, temperature, rule, row
     return results, gradients if bias is None else gradients._replace(bias_V=gradients.bias_V.to(bias.dtype))
 
 
-# ---- functions that make their gradients in the forward ----
+# ---- functions that compute their gradients in the forward ----
 
 
 Run = Callable[..., tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor | None]]]
@@ -193,10 +193,10 @@ Run = Callable[..., tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor | None
 def with_gradients(
     run: Run, inputs: Sequence[torch.Tensor | None], settings: tuple[object, ...], *, rows: str, name: str
 ) -> tuple[torch.Tensor, ...]:
-    """Return the results of `run(*inputs, *settings, wanted)`, of which the first is differentiable in the inputs.
+    """Return the results of `run(*inputs, *settings, wanted)`; the first one is differentiable in the inputs.
 
-    run    returns the results, and the gradients of the first; `wanted` says for which inputs
-    rows   the row functions that scale the gradients where the incoming one is not 1
+    run    returns the results and the gradients of the first; `wanted` has a flag per input
+    rows   the row functions that scale the gradients if the incoming gradient is not 1
     name   the operator's name, for errors
     """
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in inputs]
@@ -209,12 +209,12 @@ class _WithGradients(torch.autograd.Function):
         results, gradients = run(*inputs, *settings, wanted)
         ctx.wanted, ctx.rows, ctx.name, ctx.gradients = wanted, rows, name, None
         if any(wanted):
-            if torch.compiler.is_compiling():  # a graph keeps tensors only, and decides itself about their memory
+            if torch.compiler.is_compiling():  # a graph saves only tensors and manages their memory itself
                 ctx.save_for_backward(*gradients)
             else:
                 ctx.gradients = gradients
         ctx.mark_non_differentiable(*results[1:])
-        ctx.set_materialize_grads(False)  # no zeros for those
+        ctx.set_materialize_grads(False)  # no zero gradients for the other results
         return tuple(results)
 
     @staticmethod
@@ -228,7 +228,7 @@ class _WithGradients(torch.autograd.Function):
             )
         else:
             gradients, ctx.gradients = ctx.gradients, None
-            if d_first.device.type != "cpu" or d_first != 1:  # to look at a GPU's would be to wait for it
+            if d_first.device.type != "cpu" or d_first != 1:  # reading a GPU scalar would wait for the device
                 with torch.no_grad():
                     for gradient in gradients:
                         implementation(ctx.rows).scale_(gradient, d_first)

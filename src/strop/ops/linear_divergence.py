@@ -1,9 +1,10 @@
-"""The divergence of a student from a teacher, from the hidden states and LM heads of both: what distillation trains on.
+"""The divergence of a student from a teacher, from the hidden states and LM heads of both: the loss of distillation.
 
-By chunks, the logits of some tokens, of student and teacher, lie in a working memory of fixed size; the row function leaves
-the gradient in the student's place. Four products in all, three with a frozen head: gradients are made in the forward.
+The tokens are processed in chunks. The logits of a chunk, of student and teacher, are written into a working memory of
+fixed size, and the row function overwrites the student's with their gradient. There are four products, three with a
+frozen head, because the forward computes the gradients.
 
-Shapes: n tokens, H hidden of the student, G of the teacher, V the vocabulary.
+Shapes: n tokens, H hidden size of the student, G of the teacher, V the vocabulary.
 """
 
 from typing import NamedTuple
@@ -45,7 +46,7 @@ from strop.ops.rows import implementation
 
 
 class DivergenceLoss(NamedTuple):
-    """Σ weight·divergence, 0-d, and the divergence of every token, [n], without gradient."""
+    """The loss Σ weight·divergence, 0-d, and the divergence of each token, [n], without gradient."""
 
     loss: torch.Tensor
     divergences: torch.Tensor
@@ -66,17 +67,17 @@ def linear_divergence(
     temperature: float = 1.0,
     workspace: int | None = None,
 ) -> DivergenceLoss:
-    """Σ weight·D(student, teacher) over tokens, without ever holding [n, V] (but in the reference).
+    """Return Σ weight·D(student, teacher) over tokens; only the reference backend allocates the logits [n, V].
 
-    hidden           [n, H] the student's states that predict the tokens
-    weight, bias     [V, H] and [V] of its LM head, of hidden's dtype (any under autocast); tied or frozen heads too
-    teacher_hidden   [n, G] the teacher's states of the same tokens, with teacher_weight [V, G] and teacher_bias [V]
-    weights          [n] of each token in the loss
-    beta             1 the reverse KL, 0 the forward KL, between them the generalised Jensen–Shannon divergence of GKD
-    temperature      divides the logits of both
+    hidden           [n, H] the student's hidden states that predict the tokens
+    weight, bias     [V, H] and [V] of its LM head, in hidden's dtype (any under autocast); may be tied or frozen
+    teacher_hidden   [n, G] the teacher's hidden states of the same tokens, with teacher_weight [V, G] and teacher_bias [V]
+    weights          [n] the weight of each token in the loss
+    beta             1 is the reverse KL, 0 the forward KL, between them GKD's generalised Jensen–Shannon divergence
+    temperature      divides the logits of student and teacher
     workspace        bytes of working memory; by default 560 MiB, 64 MiB on a CPU
 
-    returns          `DivergenceLoss`. Only the loss has a gradient, and only to hidden, weight and bias
+    returns          `DivergenceLoss`. Only the loss has a gradient, to hidden, weight and bias
     """
     head, teacher = LMHead(hidden, weight, bias), LMHead(teacher_hidden, teacher_weight, teacher_bias)
     _check(head, teacher, weights)
@@ -100,7 +101,7 @@ def _log_probs(head: LMHead, temperature: float) -> torch.Tensor:
 
 
 def _check(head: LMHead, teacher: LMHead, weights: torch.Tensor) -> None:
-    """Raise unless student, teacher and weights fit together."""
+    """Raise unless the shapes and dtypes of student, teacher and weights match."""
     hidden, weight, _ = head
     check_head(*head)
     if hidden.ndim != 2:
@@ -146,7 +147,7 @@ def divergence_terms(
     most = train_workspace(hidden_NH.device, workspace) // (head.V * module.divergence_bytes(dtype, teacher_dtype))
     n = max((part.stop - part.start for part in cut(tokens.count, max(most, 1), TOKENS_MULTIPLE)), default=0)
     chunks, teacher_chunks = LogitChunks(tokens, head, n), LogitChunks(teacher_tokens, teacher, n)
-    # over several chunks the weight's gradient is summed in float32, whatever its own dtype
+    # with several chunks, sum the weight's gradient in float32 whatever its dtype
     weight_dtype = sums_in(dtype) if len(chunks.parts) > 1 else weight.dtype
     grads = empty_gradients(tokens, head, Wanted.of(wanted, weight_dtype))
     found_N = hidden_NH.new_empty(tokens.count, dtype=sums_in(dtype))

@@ -1,6 +1,6 @@
-"""Preference losses (DPO and its relatives) from hidden states and the LM head.
+"""Preference losses (DPO and its variants) from hidden states and the LM head.
 
-A pair's loss needs its two completions whole, so log-probs come first: every backend is one of `linear_logp`.
+A pair's loss needs both whole completions, so the log-probs are computed first, by a backend of `linear_logp`.
 
 Shapes: B pairs, T tokens, H hidden, V the vocabulary. Row i of the first half is the chosen completion of pair i, row i
 of the second half its rejected one.
@@ -39,19 +39,19 @@ def linear_dpo_loss(
     validate: bool = False,
     **rule_options: Unpack[PreferenceOptions],
 ) -> PreferenceLoss:
-    """loss, chosen_rewards, rejected_rewards = linear_dpo_loss(…), without ever holding [N, V] (but in the reference).
+    """Return (loss, chosen_rewards, rejected_rewards); only the reference backend allocates the logits [N, V].
 
     hidden            [2B, T, H], B chosen then B rejected; position t predicts ids[:, t]
-    weight, bias      [V, H] and [V] of the LM head, of hidden's dtype (any under autocast); tied or frozen heads too
+    weight, bias      [V, H] and [V] of the LM head, in hidden's dtype (any under autocast); may be tied or frozen
     ids               [2B, T] int64 or int32
-    completion_mask   [2B, T] tokens that count; the others are dropped before the first product
+    completion_mask   [2B, T] tokens in the loss; the others are dropped before the first product
     ref_hidden        [2B, T, H'] of the reference with ref_weight [V, H'] and ref_bias; or
-    ref_logps         [2B] its log-probs summed over each completion, or [2B, T] per token; neither for a rule without one
+    ref_logps         [2B] its log-probs summed over each completion, or [2B, T] per token; neither if the rule needs none
     num_pairs, num_tokens   see `strop.losses.preference_loss`
     rule_options      fields of `strop.losses.PreferenceRule`: loss_type="sigmoid", beta=0.1 and so on
     workspace         bytes of working memory; by default 60 MiB to score, 560 MiB (64 MiB on a CPU) for gradients
 
-    returns           `PreferenceLoss`: the loss, the rewards [B] and [B] without gradient, and `.metrics`
+    returns           `PreferenceLoss`: the loss, the rewards [B] and [B], which have no gradient, and `.metrics`
     """
     rule = PreferenceRule(**rule_options)
     check_head(hidden, weight, bias)

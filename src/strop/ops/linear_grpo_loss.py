@@ -1,4 +1,4 @@
-"""The loss of GRPO and its relatives, from hidden states and the LM head: rows with a mask, by what `linear_token_loss` does.
+"""The loss of GRPO and its variants from hidden states and the LM head: `linear_token_loss` for masked [B, T] rows.
 
 Shapes: B sequences, T completion tokens, H hidden, V the vocabulary.
 """
@@ -52,17 +52,17 @@ def linear_grpo_loss(
     validate: bool = False,
     **rule_options: Unpack[PolicyOptions],
 ) -> PolicyLoss:
-    """`grpo_loss` of hidden @ weightᵀ + bias without memory for [N, V] beside the gradients'; the reference alone holds it.
+    """Return `grpo_loss` of hidden @ weightᵀ + bias; only the reference backend allocates the logits [N, V].
 
-    hidden            [B, T, H], position t being the one that predicts action_ids[:, t]
-    weight, bias      [V, H] and [V] of the LM head, of hidden's dtype (any under autocast); tied or frozen heads too
-    ref_hidden        [B, T, H'] of the reference with ref_weight [V, H'] and ref_bias, or ref_logps [B, T] instead, or neither
-    completion_mask   [B, T] tokens that count; the others are dropped before the first product
+    hidden            [B, T, H]; position t predicts action_ids[:, t]
+    weight, bias      [V, H] and [V] of the LM head, in hidden's dtype (any under autocast); may be tied or frozen
+    ref_hidden        [B, T, H'] of the reference with ref_weight [V, H'] and ref_bias; or ref_logps [B, T]; or neither
+    completion_mask   [B, T] tokens in the loss; the others are dropped before the first product
     workspace         bytes of working memory; by default 560 MiB, 64 MiB on a CPU
     rule_options      fields of `strop.losses.PolicyRule`: loss_type="grpo", clip_eps=0.2, beta=0.0 and so on
     everything else   as in `grpo_loss`
 
-    returns           `PolicyLoss`: three 0-d tensors, and `.metrics`. Only the loss has a gradient, and only to hidden,
+    returns           `PolicyLoss`: three 0-d tensors, and `.metrics`. Only the loss has a gradient, to hidden,
                       weight and bias
     """
     rule = PolicyRule(**rule_options)
@@ -88,7 +88,7 @@ def linear_grpo_loss(
 
     dtype = sums_in(computed_in(hidden))
     found = coefficients(batch) if rows == "triton" else token_coefficients(batch, dtype)
-    advantages_N, weights_N = (  # one for every token, where there may be one for every sequence
+    advantages_N, weights_N = (  # one per token, also if given per sequence
         values if values.numel() == action_ids.numel() else values[:, None].expand(action_ids.shape).reshape(-1)
         for values in found
     )
@@ -105,7 +105,7 @@ def linear_grpo_loss(
 def check_reference(
     head: LMHead, ref_hidden: torch.Tensor | None, ref_weight: torch.Tensor | None, ref_bias: torch.Tensor | None
 ) -> LMHead | None:
-    """Return the reference's head, or None; raise unless it has the same tokens and vocabulary as the policy's."""
+    """Return the reference's head, or None; raise unless its tokens and vocabulary match the policy's."""
     if (ref_hidden is None) != (ref_weight is None):
         found = "ref_weight" if ref_hidden is None else "ref_hidden"
         raise ValueError(f"ref_hidden and ref_weight must be given together, found only {found}")

@@ -1,7 +1,7 @@
 """`logp` of an LM head's logits, from the hidden states.
 
-By chunks, scoring takes one product. Gradients take three more, of which the first makes the logits again; with a frozen
-head it is two in all, in the forward, where the workspace has room for rows of logits.
+In chunks, scoring takes one product. The backward takes three more, the first of which recomputes the logits. With a
+frozen head, and a workspace large enough for whole rows of logits, two products in the forward are enough.
 
 Shapes: H hidden, V vocabulary; `[..]` any number of leading dimensions, usually [B, T].
 """
@@ -13,7 +13,7 @@ from strop.ops.linear import LMHead, logps_and_entropies
 from strop.ops.logp import Logps, Scores, logp_torch
 from strop.ops.registry import op_with_backends
 
-BY_ROWS = {"chunked": "torch", "triton": "triton"}  # backend → which row functions compute; the reference needs none
+BY_ROWS = {"chunked": "torch", "triton": "triton"}  # backend → its row functions; the reference needs none
 BY_EXACT_ROWS = {"chunked": "torch", "exact": "exact", "triton": "triton"}
 
 
@@ -26,10 +26,10 @@ def head_logps(
     workspace: int | None,
     entropy: bool = False,
 ) -> Scores:
-    """Return log-probs and entropies, [..]. The arguments are checked. rows: None is the definition, with all logits."""
+    """Return log-probs and entropies, [..], of checked arguments. rows=None computes all logits, as the reference."""
     hidden, weight, bias = head
     if rows is None:
-        if mask is not None:  # before the product: garbage under the mask may be NaN
+        if mask is not None:  # before the product: masked values may be NaN
             hidden = hidden.masked_fill(~mask[..., None], 0.0)
         return logp_torch(torch.nn.functional.linear(hidden, weight, bias), ids, mask, temperature, entropy)
     logps_N, entropies_N = logps_and_entropies(
@@ -54,21 +54,21 @@ def linear_logp(
     workspace: int | None = None,
     validate: bool = False,
 ) -> Logps:
-    """`logp(hidden @ weightᵀ + bias, ids)` without ever holding [N, V]; every backend but the reference keeps that promise.
+    """Return `logp(hidden @ weightᵀ + bias, ids)`; only the reference backend allocates the logits [N, V].
 
     hidden            [.., H] float32, bfloat16, float16, or float64
-    weight, bias      [V, H] and [V] of the LM head, of hidden's dtype (any under autocast); tied or frozen heads too
+    weight, bias      [V, H] and [V] of the LM head, in hidden's dtype (any under autocast); may be tied or frozen
     ids               [..] int64 or int32
-    completion_mask   [..] tokens that count; the others are dropped first and give 0 without gradient
+    completion_mask   [..] tokens to score; the others are dropped first, and their result is 0 without gradient
     entropy           also return the entropy, [..]
     workspace         bytes of working memory; by default 60 MiB to score, 560 MiB (64 MiB on a CPU) for gradients
-    validate          raise for an id outside the vocabulary on a GPU too
+    validate          check ids against the vocabulary on a GPU too
 
-    returns           [..] float32 (float64 for float64); with entropy=True a pair
+    returns           [..] float32 (float64 for float64); with entropy=True the pair (log-probs, entropies)
 
-    Gradient, with g that of the logits as in `logp`:
+    Gradient, where g is the logits' gradient as in `logp`:
         d hidden = g @ weight        d weight = gᵀ @ hidden        d bias = Σ g
-    Under autocast the products are in its dtype, as those of torch.nn.functional.linear would be.
+    Under autocast the products run in its dtype, as in torch.nn.functional.linear.
     """
     mask = check_linear_logp(hidden, weight, ids, bias, temperature, completion_mask, workspace, validate)
     logps, entropies = head_logps(rows, LMHead(hidden, weight, bias), ids, mask, temperature, workspace, entropy)

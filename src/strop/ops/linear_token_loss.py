@@ -1,4 +1,4 @@
-"""A rule's loss of tokens that all count, from hidden states and the LM head: what training calls.
+"""The loss of a packed list of tokens by a rule, from hidden states and the LM head.
 
 Shapes: n tokens, H hidden, V the vocabulary.
 """
@@ -32,19 +32,19 @@ def linear_token_loss(
     workspace: int | None = None,
     validate: bool = False,
 ) -> PolicyLoss:
-    """Σ weight·(token loss + beta·kl) over tokens one after the other, without ever holding [n, V] (but in the reference).
+    """Return Σ weight·(token loss + beta·kl) over tokens; only the reference backend allocates the logits [n, V].
 
-    hidden        [n, H] the states that predict the tokens
-    weight, bias  [V, H] and [V] of the LM head, of hidden's dtype (any under autocast); tied or frozen heads too
+    hidden        [n, H] the hidden states that predict the tokens
+    weight, bias  [V, H] and [V] of the LM head, in hidden's dtype (any under autocast); may be tied or frozen
     ids           [n] the tokens
-    weights       [n] of each token in the loss
-    rule          `PolicyRule` whose loss a row alone gives (no sequence is needed, no entropy), or `NLL`
-    old_logps     [n] of the policy that sampled; None: the policy itself
+    weights       [n] the weight of each token in the loss
+    rule          `NLL`, or a `PolicyRule` whose token loss needs only its own row of logits (no sequence, no entropy)
+    old_logps     [n] of the policy that sampled; None: the current policy
     ref_logps     [n] of the reference, for the KL
-    advantages    [n]; a PolicyRule needs them
+    advantages    [n]; required by a PolicyRule
     workspace     bytes of working memory; by default 560 MiB, 64 MiB on a CPU
 
-    returns       `PolicyLoss`: three 0-d tensors, and `.metrics` (of NLL none). Only the loss has a gradient
+    returns       `PolicyLoss`: three 0-d tensors, and `.metrics` (empty for NLL). Only the loss has a gradient
     """
     check_linear_logp(hidden, weight, ids, bias, temperature, None, workspace, validate)
     check_tokens(ids, hidden, weights=weights, old_logps=old_logps, ref_logps=ref_logps, advantages=advantages)

@@ -1,6 +1,6 @@
-"""The log-probability a model gives to chosen tokens: the primitive of every loss.
+"""The log-probabilities of given tokens, on which every loss is built.
 
-The kernels read the logits once forward; backward they read and write them once.
+The kernels read the logits once in the forward. In the backward they read and write them once.
 
 Shapes: V the vocabulary; `[..]` any number of leading dimensions, usually [B, T]; N tokens.
 """
@@ -12,24 +12,24 @@ from strop.ops.library import first_order, library_op, note_overwritten
 from strop.ops.registry import op_with_backends
 from strop.ops.rows import check_in_place, fake_gradient, implementation
 
-Logps = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # what users get: log-probs, or log-probs and entropies
-Scores = tuple[torch.Tensor, torch.Tensor | None]  # log-probs, and entropies where they are asked for
+Logps = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # the public result: log-probs, or log-probs and entropies
+Scores = tuple[torch.Tensor, torch.Tensor | None]  # log-probs, and entropies or None
 
 
 def logp_torch(
     logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | None, temperature: float, entropy: bool = False,
     in_place: bool = False,
 ) -> Scores:  # fmt: skip
-    """Return log-probs and entropies by their definition. The arguments are checked; there is no need to write in place."""
+    """Return log-probs and entropies of checked arguments by their definition. `in_place` has no effect."""
     if mask is not None and can_look(mask) and mask.all():
-        mask = None  # every token counts, which spares a copy of the logits
+        mask = None  # no token is masked: this saves a copy of the logits
     in_range = (ids >= 0) & (ids < logits.shape[-1])
     x = logits if logits.dtype == torch.float64 else logits.float()
-    if mask is not None:  # before any arithmetic: garbage under the mask may be NaN
+    if mask is not None:  # before any arithmetic: masked values may be NaN
         x = x.masked_fill(~mask[..., None], 0.0)
     log_probs = (x if temperature == 1 else x / temperature).log_softmax(-1)
     picked = log_probs.gather(-1, torch.where(in_range, ids, 0).long()[..., None]).squeeze(-1)
-    logps = picked * torch.where(in_range, 1.0, torch.nan)  # NaN, and so is its gradient
+    logps = picked * torch.where(in_range, 1.0, torch.nan)  # NaN with a NaN gradient for an id outside the vocabulary
     if mask is not None:
         logps = logps.masked_fill(~mask, 0.0)
     if not entropy:
@@ -43,7 +43,7 @@ def logp_kernels(
     logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | None, temperature: float, entropy: bool = False,
     in_place: bool = False,
 ) -> Scores:  # fmt: skip
-    """Return log-probs and entropies by the row kernels. The arguments are checked."""
+    """Return log-probs and entropies of checked arguments, by the row kernels."""
     mask_N = None if mask is None else mask.reshape(-1)
     if not (entropy or (logits.requires_grad and torch.is_grad_enabled())):
         return score(logits.detach(), ids.reshape(-1), mask_N, float(temperature)).view(ids.shape), None
@@ -65,18 +65,18 @@ def logp(
     in_place: bool = False,
     validate: bool = False,
 ) -> Logps:
-    """log softmax(logits / temperature)[ids], and optionally that distribution's entropy; both differentiable.
+    """Return log softmax(logits / temperature)[ids], and optionally that distribution's entropy; both differentiable.
 
     logits            [.., V] float32, bfloat16 or float16 (computed in float32), or float64 (computed in float64)
     ids               [..] int64 or int32
-    completion_mask   [..] tokens that count; elsewhere the result is 0 without gradient, whatever stands there
+    completion_mask   [..] tokens to score; elsewhere the result is 0 without gradient, whatever the values
     entropy           also return −Σ p·log p, [..]
-    in_place          the gradient may overwrite the logits, which nobody may read after backward; saves their size in memory
-    validate          raise for an id outside the vocabulary on a GPU too (it waits for the device)
+    in_place          let the gradient overwrite the logits, which saves memory; do not read them after backward
+    validate          check ids against the vocabulary on a GPU too (waits for the device)
 
-    returns           [..] float32 (float64 for float64); with entropy=True a pair
+    returns           [..] float32 (float64 for float64); with entropy=True the pair (log-probs, entropies)
 
-    A logit of −inf bans its token. An id outside the vocabulary that counts is a ValueError on the CPU and NaN on a GPU.
+    A logit of −inf bans its token. An unmasked id outside the vocabulary raises ValueError on the CPU and gives NaN on a GPU.
     Gradient, with p = softmax(logits / temperature):
         d logp / d logits = (onehot(id) − p) / temperature
         d H / d logits    = −p·(log p + H) / temperature
@@ -100,7 +100,7 @@ class _Logp(torch.autograd.Function):
         if ctx.overwritten:
             raise RuntimeError("backward of logp(in_place=True) can run once: the gradient has overwritten the logits")
         logits, ids_N, mask_N, stats_2N, entropies_N = ctx.saved_tensors
-        d_entropies_N = d_entropies_N if ctx.entropy else None  # a compiled graph gives the empty one a gradient
+        d_entropies_N = d_entropies_N if ctx.entropy else None  # a compiled graph passes one for the empty tensor
         if d_logps_N is None and d_entropies_N is None:
             return (None,) * 6
         with torch.no_grad():
@@ -139,7 +139,7 @@ def logp_forward(logits, ids_N, mask_N, temperature, entropy):
     lambda logits, ids_N, *_: logits.new_empty(ids_N.shape, dtype=torch.float32),
 )
 def score(logits, ids_N, mask_N, temperature):
-    """Return log-probs alone, without what a backward needs."""
+    """Return log-probs only, saving nothing for a backward."""
     return implementation("triton").logps(logits, ids_N, mask_N, temperature, False, way_back=False)[0]
 
 

@@ -1,7 +1,7 @@
-"""What `grpo_loss` and `linear_grpo_loss` share: their options, checked, and the loss from log-probs.
+"""Code shared by `grpo_loss` and `linear_grpo_loss`: checks of their options, and the loss from log-probs.
 
-Where a token's loss needs only its own row of logits, row functions give the loss and the gradient in one visit. Other
-losses (importance over a sequence, an entropy bonus) are computed from log-probs, as `strop.losses.policy_loss`.
+If a token's loss needs only its own row of logits, row functions compute loss and gradient in one pass. Other losses
+(sequence-level importance ratios, an entropy bonus) are computed from log-probs, as in `strop.losses.policy_loss`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from strop.ops.rows import implementation
 
 
 class PolicyBatch(NamedTuple):
-    """What the two operators take besides logits or hidden states; their meaning is written at `grpo_loss`."""
+    """The arguments of the two operators besides logits or hidden states; see `grpo_loss` for their meaning."""
 
     rule: PolicyRule
     ids_BT: torch.Tensor
@@ -34,7 +34,7 @@ class PolicyBatch(NamedTuple):
     num_sequences: Count | None
 
     def checked(self, ref: torch.Tensor | None, ref_name: str) -> "PolicyBatch":
-        """Return the batch with the mask as booleans; raise where something does not fit. ref: logits or hidden states."""
+        """Return the batch with a boolean mask; raise if arguments are inconsistent. ref: logits or hidden states."""
         if self.ids_BT.ndim != 2:
             raise ValueError(f"action_ids must have shape [B, T], found {list(self.ids_BT.shape)}")
         mask_BT = as_completion_mask(self.mask_BT, self.ids_BT, "action_ids")
@@ -68,7 +68,7 @@ class PolicyBatch(NamedTuple):
         check_device(self.rewards_B, "rewards", self.ids_BT, "action_ids")
 
     def advantages(self) -> torch.Tensor:
-        """Return [B] or [B, T]."""
+        """Return the advantages, [B] or [B, T]."""
         if self.given_advantages is not None:
             return self.given_advantages
         assert self.rewards_B is not None
@@ -77,13 +77,13 @@ class PolicyBatch(NamedTuple):
         )
 
     def flat_logps(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return old and reference log-probs as [N] or None, in the dtype of the policy's."""
+        """Return old and reference log-probs in the given dtype, each [N] or None."""
         old, ref = in_dtype(dtype, self.old_logps_BT, self.ref_logps_BT)
         return None if old is None else old.reshape(-1), None if ref is None else ref.reshape(-1)
 
 
 def composed(batch: PolicyBatch, scores: Scores) -> PolicyLoss:
-    """Return the loss from log-probs and, for a bonus, entropies."""
+    """Return the loss computed from log-probs and, for an entropy bonus, entropies."""
     logps_BT, entropy_BT = scores
     result = rows_loss(
         batch.rule, logps_BT, batch.old_logps_BT, batch.advantages(), batch.mask_BT, ref_logps=batch.ref_logps_BT,
@@ -93,12 +93,12 @@ def composed(batch: PolicyBatch, scores: Scores) -> PolicyLoss:
 
 
 def loss_alone(result: PolicyLoss) -> PolicyLoss:
-    """Return the loss with gradients for itself alone, as the fused way has it."""
+    """Return the result with a gradient on the loss only, as the fused backends do."""
     return PolicyLoss(result.loss, result.policy_loss.detach(), result.kl.detach(), result._compute_metrics)
 
 
 def token_coefficients(batch: PolicyBatch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and weights of every token, [N] and [N]."""
+    """Return the advantage and the weight of each token, [N] and [N]."""
     weights_BT = weights_of(batch.rule, batch.mask_BT, batch.num_tokens, batch.num_sequences, dtype)
     return per_token(batch.advantages(), weights_BT).to(dtype).reshape(-1), weights_BT.reshape(-1)
 
@@ -106,7 +106,7 @@ def token_coefficients(batch: PolicyBatch, dtype: torch.dtype) -> tuple[torch.Te
 def coefficients(batch: PolicyBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages and weights for the row kernels, one per sequence or one per token.
 
-    Where groups are of one size, one kernel computes what takes thirty launches in torch.
+    If all groups have the same size, one kernel replaces thirty launches in torch.
     """
     rewards_B = batch.rewards_B
     if batch.samples_per_prompt is None or rewards_B is None or rewards_B.dtype == torch.float64:
@@ -114,7 +114,7 @@ def coefficients(batch: PolicyBatch) -> tuple[torch.Tensor, torch.Tensor]:
     group_size = check_group_size(rewards_B.shape[0], batch.samples_per_prompt)
     count, tokens = weight_counts(batch.mask_BT, batch.rule, batch.num_tokens, batch.num_sequences)
     if torch.compiler.is_compiling() and not isinstance(count, torch.Tensor):
-        # as a float of an operator it would be a constant of the graph, which each step's count would make anew
+        # a float argument would be a constant of the graph, which would be recompiled for each step's count
         count = torch.ones((), device=rewards_B.device) * count
     if isinstance(count, torch.Tensor):
         on_device = count.to(rewards_B.device, non_blocking=True)

@@ -24,18 +24,18 @@ def ratio_kl(
     in_place: bool = False,
     validate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ratio = exp(logp − old_logps) and kl = exp(d) − d − 1 with d = logp_ref − logp, at every token.
+    """Return ratio = exp(logp − old_logps) and kl = exp(d) − d − 1, d = logp_ref − logp, for each token.
 
-    policy_logits     [.., V]; the gradient goes here and nowhere else
+    policy_logits     [.., V]; the only argument that gets a gradient
     ref_logits        [.., V] of the reference
     action_ids        [..] int64 or int32
-    completion_mask   [..] tokens that count, or None for all; elsewhere ratio 1, kl 0 and no gradient, whatever stands there
+    completion_mask   [..] tokens to compute, None for all; elsewhere ratio 1, kl 0 and no gradient, whatever the values
     old_logps         [..] of the policy that sampled
-    in_place          the gradient may overwrite policy_logits, which nobody may read after backward
+    in_place          let the gradient overwrite policy_logits; do not read them after backward
 
     returns           (ratio, kl), [..] float32 (float64 for float64)
 
-    d ratio / d logp = ratio,  d kl / d logp = 1 − exp(d),  and from logp on as in `logp`.
+    d ratio / d logp = ratio,  d kl / d logp = 1 − exp(d),  and d logp / d logits as in `logp`.
     """
     names = "policy_logits", "action_ids"
     mask = check_logp(policy_logits, action_ids, temperature, completion_mask, validate, names=names)
@@ -47,5 +47,5 @@ def ratio_kl(
         ref_logps = logp_by(ref_logits, action_ids, mask, temperature)[0].to(logps.dtype)
         old_logps = old_logps.to(logps.dtype)
         if mask is not None:
-            old_logps = old_logps.masked_fill(~mask, 0.0)  # with logp 0 there: ratio 1, and no gradient of NaN
+            old_logps = old_logps.masked_fill(~mask, 0.0)  # logp is 0 there too: ratio 1 and no NaN gradient
     return (logps - old_logps).exp(), kl_estimate(logps, ref_logps)

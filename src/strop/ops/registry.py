@@ -1,17 +1,16 @@
 """Operators and their backends.
 
 An operator is one contract with several implementations. The backend "torch" is its reference: plain torch, which runs
-everywhere and which the others are tested against. Every call chooses anew, by its arguments: the backend registered last
-is asked first, and the first that can run does. Nothing is tried a second time: an error inside the chosen backend
-reaches the caller.
+everywhere, and against which the other backends are tested. Each call chooses a backend by its arguments: the newest
+registered backend that can run them. There is no fallback: an error inside the chosen backend reaches the caller.
 
-A choice can be forced, and then that backend runs or raises:
+A choice can be forced; then that backend runs or raises:
 
     with use_backend("torch"): ...              every operator
     with use_backend(logp="triton"): ...        one operator
-    STROP_BACKEND=torch  or  logp=triton,grpo_loss=torch   in the environment; `use_backend` goes before it
+    STROP_BACKEND=torch  or  logp=triton,grpo_loss=torch   in the environment; `use_backend` overrides it
 
-In a function given to torch.compile the choice is made when it is compiled.
+Under torch.compile the choice is made at compile time.
 """
 
 import contextlib
@@ -31,16 +30,16 @@ import torch
 from strop.ops.library import constant_when_compiled
 
 REFERENCE = "torch"
-_DECIDING = ("logits", "policy_logits", "hidden")  # an operator's first argument
+_DECIDING = ("logits", "policy_logits", "hidden")  # the first argument, whose device and dtype decide
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
-Function = Callable[..., Any]  # takes what its operator takes and returns what that returns
+Function = Callable[..., Any]  # has the signature of its operator
 Usable = Callable[..., "bool | str"]
 """Called with the operator's own arguments: true where the backend can take them, else the reason why not."""
 
 
 def _reason_against(condition: Usable, args: tuple[object, ...], kwargs: dict[str, object]) -> str | None:
-    """Return why the condition does not hold, or None where it does."""
+    """Return the reason why the condition does not hold, or None if it holds."""
     usable = condition(*args, **kwargs)
     if isinstance(usable, str):
         return usable
@@ -62,14 +61,14 @@ def on_gpu(*args: object, **kwargs: object) -> bool | str:
     """Return True if the kernels can take an operator's logits or hidden states, else why not."""
     tensor = _first_floats(args, kwargs)
     if tensor is None:
-        return True  # and raises, as every backend does
+        return True  # the backend then raises the error
     if not tensor.is_cuda:
         return f"the tensors are on {tensor.device}, it needs a GPU"
     return _cannot_take(tensor) or True
 
 
 def on_gpu_or_interpreted(*args: object, **kwargs: object) -> bool | str:
-    """Return the same for a backend that is asked for by name: then Triton's interpreter will do too."""
+    """Return True if the kernels can run on a GPU or in Triton's interpreter, else why not; for forced backends."""
     tensor = _first_floats(args, kwargs)
     if tensor is None or tensor.device.type != "cpu":
         return on_gpu(*args, **kwargs)
@@ -87,8 +86,8 @@ def _interpreted() -> bool:
 
 def _first_floats(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor | None:
     if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
-        return args[0]  # as it nearly always is
-    # keywords come in any order: the logits or hidden states decide, not log-probs in float64 that stand before them
+        return args[0]  # the usual case
+    # Keywords have any order. Logits or hidden states decide, not float64 log-probs that precede them.
     values = (*args, *(kwargs.get(name) for name in _DECIDING), *kwargs.values())
     return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
 
@@ -99,7 +98,7 @@ def _cannot_take(tensor: torch.Tensor) -> str:
     return "float64 is computed by the reference" if tensor.dtype == torch.float64 else ""
 
 
-# When strop's own backends are chosen, and what they can take when they are asked for by name.
+# When strop's own backends are chosen automatically, and which arguments they accept when forced.
 _CONDITIONS: dict[str, tuple[Usable, Usable]] = {
     "chunked": (always, always),
     "exact": (only_by_name, on_gpu_or_interpreted),
@@ -115,12 +114,12 @@ class Backend:
     name: str
     function: Function
     when: Usable
-    by_name: Usable  # what it can take when asked for by name
+    by_name: Usable  # the condition when the backend is forced
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend a call would run, and a sentence on each of them."""
+    """The backend that a call would run, with a sentence about each backend."""
 
     op: str
     chosen: str
@@ -133,12 +132,12 @@ class Explanation:
 
 
 _ops: dict[str, "Op"] = {}
-REGISTERED_BY_USER: set[str] = set()  # operators that got a backend through `register`
+REGISTERED_BY_USER: set[str] = set()  # operators with a backend added through `register`
 FORCED: ContextVar[dict[str | None, str]] = ContextVar("strop_forced_backends", default={})  # noqa: B039 (never mutated)
 
 
 class Op:
-    """An operator: call it as the function it was made from, without the first parameter where that is the backend's."""
+    """An operator. Call it as the function it was made from, without that function's backend parameter if it has one."""
 
     def __init__(self, function: Function, own: dict[str, object]) -> None:
         self.name = function.__name__
@@ -155,23 +154,23 @@ class Op:
         try:
             return self._choose(args, kwargs).function(*args, **kwargs)
         except TypeError:
-            self._bind(args, kwargs)  # a call that does not fit says so in the operator's own words
+            self._bind(args, kwargs)  # for wrong arguments, raise the operator's own TypeError
             raise
 
     def __reduce__(self) -> tuple[object, ...]:
-        return get_op, (self.name,)  # there is one operator of a name: copies and pickles are that one
+        return get_op, (self.name,)  # operators are unique by name: a copy or pickle is the same object
 
     def __repr__(self) -> str:
         return f"<operator {self.name}: {', '.join(self.backends())}>"
 
     def backends(self) -> list[str]:
-        """Return the names in the order in which they are asked: the newest first, the reference last."""
+        """Return the backends' names in the order they are tried: the newest first, the reference last."""
         return list(reversed(self._backends))
 
     def backend(self, name: str, *, when: Usable = always, replace: bool = False) -> Callable[[Function], Function]:
-        """Decorator: register a function as this operator's backend `name`, usable where `when` says so.
+        """Register a function as this operator's backend `name` (decorator); `when` says for which arguments it can run.
 
-        The function has the operator's parameters; it may gather those that are keyword-only in **options.
+        The function has the operator's parameters. It may collect the keyword-only ones in **options.
         """
 
         def add(function: Function) -> Function:
@@ -212,7 +211,7 @@ class Op:
         return Explanation(self.name, chosen, reasons)
 
     def forced(self) -> tuple[str, str] | None:
-        """Return the backend that is asked for by name, and by what."""
+        """Return the forced backend and what forces it, or None."""
         return _forced_choice(self.name)
 
     def _choose(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Backend:
@@ -226,7 +225,7 @@ class Op:
         return self._backends[name]
 
 
-@constant_when_compiled  # in a compiled function the choice is made when it is compiled
+@constant_when_compiled  # under torch.compile the choice is made at compile time
 def _forced_choice(op_name: str) -> tuple[str, str] | None:
     for choices, source in ((FORCED.get(), "use_backend"), (_from_environment(), "STROP_BACKEND")):
         if name := choices.get(op_name) or choices.get(None):
@@ -235,7 +234,7 @@ def _forced_choice(op_name: str) -> tuple[str, str] | None:
 
 
 def _bare(signature: inspect.Signature, positional_only: bool = False) -> str:
-    """Return names, kinds and defaults, without annotations; of all parameters, or of those given by position."""
+    """Return the parameters' names, kinds and defaults as text, without annotations; of all, or of positional ones."""
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     if positional_only:
         parameters = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -243,14 +242,14 @@ def _bare(signature: inspect.Signature, positional_only: bool = False) -> str:
 
 
 def op(reference: Function) -> Op:
-    """Decorator: make a torch function an operator, itself being the reference."""
+    """Make an operator of a torch function, which becomes its reference (decorator)."""
     return _add(Op(reference, {}))
 
 
 def op_with_backends(**own: object) -> Callable[[Function], Op]:
-    """Decorator: make a function an operator with several backends.
+    """Make an operator with several backends of one function (decorator).
 
-    own   name of a backend → the function's first argument when that backend runs; "torch" is the reference
+    own   backend name → the first argument the function gets from that backend; "torch" is the reference
     """
     return lambda function: _add(Op(function, own))
 
@@ -280,7 +279,7 @@ def ops() -> list[str]:
 
 
 def backends(name: str) -> list[str]:
-    """Return the operator's backends in the order in which they are asked."""
+    """Return the names of the operator's backends in the order they are tried."""
     return get_op(name).backends()
 
 
@@ -291,7 +290,7 @@ def explain(name: str, *args: object, **kwargs: object) -> Explanation:
 
 @contextlib.contextmanager
 def use_backend(backend: str | None = None, /, **per_op: str) -> Iterator[None]:
-    """Within the block, run this backend, or for single operators these; inner blocks go before outer ones."""
+    """Force a backend within the block, for all operators or by operator name. Inner blocks override outer ones."""
     if backend is not None:
         known = {name for one in _ops.values() for name in one.backends()}
         if backend not in known:
