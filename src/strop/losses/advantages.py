@@ -1,14 +1,14 @@
-"""Advantages from rewards, in torch on any device: of a group compared with each other, or of tokens with a critic.
+"""Advantages from rewards, in torch on any device: relative to a group's rewards, or per token with a critic.
 
-    group_advantages   (r − mean) / (std + eps)                GRPO, arXiv 2402.03300; the primitives' numbers
+    group_advantages   (r − mean) / (std + eps)                GRPO, arXiv 2402.03300; as in the primitives
     rloo_advantages    r − mean of the others in the group     RLOO, arXiv 2402.14740
-    gae_advantages     Σ (γλ)^k·δ of the tokens that follow    GAE, arXiv 1506.02438; the numbers of strop.compute_gae
+    gae_advantages     Σ (γλ)^k·δ over the tokens from t on    GAE, arXiv 1506.02438; as strop.compute_gae
 
-Computed in float64, so that float32 rewards give the nearest float32. Equal rewards give exactly 0, and so does a group
-of one. NaN or infinity among the rewards is an error on the CPU; on a GPU, where looking would wait for the device, it
-makes its group NaN.
+The arithmetic is float64, so float32 rewards give the correctly rounded float32. Equal rewards give exactly 0, and so
+does a group of one. NaN or infinity among the rewards raises an error on the CPU. On a GPU, where a check would wait for
+the device, the whole group becomes NaN.
 
-Shapes: B rewards in P groups of G, padded where the groups differ in size; of GAE B sequences of T tokens, C at a time.
+Shapes: B rewards in P groups of G, padded if group sizes differ; for GAE B sequences of T tokens in chunks of C.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from strop._checks import as_count, check_choice, check_number
 from strop._tensors import FLOATS, as_completion_mask, can_look, check_floats, check_like, check_tensor
 from strop.config.on_policy import ADVANTAGE_SCALES
 
-GAE_CHUNK = 64  # tokens whose advantages are one product
+GAE_CHUNK = 64  # tokens per chunk, whose advantages are one matrix product
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
@@ -37,11 +37,11 @@ def group_advantages(
 
     rewards              [B], groups one after another; floats, integers or booleans
     samples_per_prompt   the size of every group, or
-    group_boundaries     where groups begin and end: 0 first, B last, strictly increasing; [0, 2, 5] is rewards 0–1
-                         and 2–4. A list or a CPU tensor; a CUDA tensor is waited for
-    ddof, eps            libraries differ: 0 and 0.0 are the paper as written, 1 and 1e-4 TRL's
-    scale                what the centred rewards are divided by: "group" each group's std + eps, "batch" that of all
-                         rewards, "none" nothing
+    group_boundaries     start and end of the groups: 0 first, B last, strictly increasing; [0, 2, 5] is rewards 0–1
+                         and 2–4. A list or a CPU tensor; a CUDA tensor makes the CPU wait
+    ddof, eps            0 and 0.0 follow the paper, 1 and 1e-4 follow TRL
+    scale                the divisor of the centred rewards: "group" is each group's std + eps, "batch" that of all
+                         rewards, "none" is 1
 
     returns              [B] float32 (float64 for float64), without gradient
     """
@@ -70,13 +70,13 @@ def group_advantages(
     else:
         from_first_B = values_B - values_B[0]
         std = _std(from_first_B - from_first_B.mean(), len(values_B), ddof, dim=0)
-    # equal rewards are 0 exactly, also where the divisor is 0
+    # equal rewards give exactly 0, even if the divisor is 0
     scaled_PG = torch.where(centred_PG == 0, centred_PG, centred_PG / (std + eps))
     return _like_rewards(groups.flat(scaled_PG), rewards)
 
 
 def rloo_advantages(rewards: torch.Tensor, samples_per_prompt: int) -> torch.Tensor:
-    """Return r − mean of the other rewards of its group, [B]; 0 for a group of one.
+    """Return each reward minus the mean of the other rewards in its group, [B]; 0 for a group of one.
 
     rewards              [B], groups one after another; floats, integers or booleans
     samples_per_prompt   the size of every group
@@ -99,13 +99,13 @@ def gae_advantages(
     lam: float = 0.95,
     completion_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the advantages of every token, [B, T], as `strop.compute_gae` does, for tensors on a GPU.
+    """Return the GAE advantage of each token, [B, T], as `strop.compute_gae` does, for tensors on any device.
 
         δ_t = r_t + γ·V_{t+1} − V_t        A_t = δ_t + γλ·A_{t+1}
 
-    rewards, values   [B, T] of each token, and what the critic expects before it
-    completion_mask   [B, T]; a token whose mask is 0 is left out as if it were not there, and has the advantage 0
-    returns           [B, T] float32 (float64 for float64); added to the values they are the returns
+    rewards, values   [B, T] the reward of each token, and the critic's value before it
+    completion_mask   [B, T]; tokens with mask 0 are skipped as if absent, and have the advantage 0
+    returns           [B, T] float32 (float64 for float64); advantages + values are the returns
     """
     check_floats(rewards, "rewards")
     if rewards.ndim != 2:
@@ -116,11 +116,11 @@ def gae_advantages(
     counts_BT = torch.ones_like(rewards, dtype=torch.bool)
     if completion_mask is not None:
         counts_BT = as_completion_mask(completion_mask, rewards, "rewards")
-    order_BT = counts_BT.byte().argsort(dim=1, descending=True, stable=True)  # tokens that count first, 0 behind them
+    order_BT = counts_BT.byte().argsort(dim=1, descending=True, stable=True)  # unmasked tokens first
     r_BT, v_BT = (x.double().masked_fill(~counts_BT, 0.0).gather(1, order_BT) for x in (rewards, values))
     delta_BT = r_BT - v_BT
     delta_BT[:, :-1] += gamma * v_BT[:, 1:]
-    # A_t = Σ_{s≥t} (γλ)^(s−t)·δ_s within a chunk, and (γλ)^(C−t)·A of the chunk behind it
+    # A_t = Σ_{s≥t} (γλ)^(s−t)·δ_s within the chunk, plus (γλ)^(C−t)·A at the start of the next chunk
     steps_C = torch.arange(GAE_CHUNK + 1, device=rewards.device)
     decay_C = torch.tensor(gamma * lam, dtype=torch.float64, device=rewards.device) ** steps_C
     apart_CC = steps_C[:-1, None] - steps_C[:-1]
@@ -138,7 +138,7 @@ def gae_advantages(
 class _Groups:
     """Groups of known sizes as the rows of one matrix, without waiting for the device.
 
-    place_B    where each reward stands in the flattened matrix; None where the groups are of one size and it is full
+    place_B    the position of each reward in the flattened matrix; None if all groups have the same size
     """
 
     def __init__(self, sizes: list[int], device: torch.device) -> None:
@@ -152,9 +152,9 @@ class _Groups:
             self.size_P1 = torch.tensor(sizes).to(device, non_blocking=True)[:, None]
 
     def centred(self, values_B: torch.Tensor) -> torch.Tensor:
-        """Return each reward minus its group's mean, [P, G]; 0 in the padding."""
+        """Return each reward minus its group's mean, [P, G], with 0 in the padding."""
         rows, columns = self.shape
-        # measured from the first reward: equal rewards give exactly 0, also where their mean is rounded
+        # subtract the first reward before the mean, so equal rewards give exactly 0 although the mean is rounded
         if self.place_B is None:
             values_PG = values_B.view(rows, columns)
             from_first_PG = values_PG - values_PG[:, :1]
@@ -171,10 +171,10 @@ class _Groups:
 
 
 def _std(centred: torch.Tensor, count: torch.Tensor | int, ddof: int, dim: int) -> torch.Tensor:
-    """Return √(Σ c² / (count − ddof)), with squares that neither overflow nor vanish."""
+    """Return √(Σ c² / (count − ddof)), scaled so that the squares neither overflow nor underflow."""
     largest = centred.abs().amax(dim, keepdim=True)
     unit = centred / torch.where(largest > 0, largest, torch.ones_like(largest))
-    # at least 1: a group of one is 0 whatever it is divided by
+    # divide by at least 1: for a group of one the sum is 0 anyway
     divisor = (count - ddof).clamp(min=1) if isinstance(count, torch.Tensor) else max(count - ddof, 1)
     return largest * (unit.square().sum(dim, keepdim=True) / divisor).sqrt()
 

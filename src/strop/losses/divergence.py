@@ -4,13 +4,13 @@
     0 < beta < 1      β·KL(q ‖ m) + (1−β)·KL(p ‖ m)              generalised Jensen–Shannon, m = (1−β)·p + β·q
     beta = 1          Σ p·(log p − log q)                        reverse KL
 
-and the gradient by the student's logits, at temperature 1:
+The gradient with respect to the student's logits, at temperature 1:
 
     forward           p − q
     others            p·(g − Σ p·g)      g = log p − log q, or (1−β)·(log p − log m)
 
-A token that has no probability adds nothing; one that the teacher excludes and the student does not (or the other way
-round in the forward KL) makes the divergence infinite.
+A token of weight 0 adds 0. The reverse KL is infinite if the teacher excludes a token that the student does not, the
+forward KL in the opposite case.
 
 Shapes: N tokens, V vocabulary.
 """
@@ -51,13 +51,13 @@ def divergence_and_gradient(
 
 
 def log_mixture(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return log m, m = (1−β)·p + β·q."""
-    lowest = torch.finfo(log_p_NV.dtype).min  # not −inf: of two of them logaddexp has the gradient NaN
+    """Return log m, where m = (1−β)·p + β·q."""
+    lowest = torch.finfo(log_p_NV.dtype).min  # not −inf: the gradient of logaddexp(−inf, −inf) is NaN
     parts = log_p_NV + math.log1p(-beta), log_q_NV + math.log(beta)
     return torch.logaddexp(*(part.clamp(min=lowest) for part in parts))
 
 
 def _weighted(log_weight_NV: torch.Tensor, values_NV: torch.Tensor) -> torch.Tensor:
-    """Return exp(log_weight)·values, 0 where the weight is 0: there the value may be infinite."""
+    """Return exp(log_weight)·values, with 0 where the weight is 0, even if the value is infinite there."""
     weight_NV = log_weight_NV.exp()
     return weight_NV * values_NV.masked_fill(weight_NV == 0, 0.0)

@@ -1,13 +1,12 @@
-"""Policy-gradient losses as pure functions of log-probs (GRPO and its relatives, GSPO, GMPO, CISPO, SAPO, VESPO, RLOO).
+"""Policy-gradient losses as pure functions of log-probs (GRPO and its variants, GSPO, GMPO, CISPO, SAPO, VESPO, RLOO).
 
-Every loss here is two choices: a formula for one token (`token_policy_loss`) and a fixed weight for every token
-(`token_weights`), and then
+A loss consists of a formula for one token (`token_policy_loss`) and a fixed weight for each token (`token_weights`):
 
     policy_loss = Σ weights · token_loss        loss = policy_loss + beta·kl − entropy_coef·entropy
 
-where kl and entropy are reduced with the same weights. Fused kernels compute the same two things.
+kl and entropy are reduced with the same weights. The fused kernels compute the same formulas and weights.
 
-    loss_type   token                                       weight of a token that counts
+    loss_type   token                                       weight of an unmasked token
     grpo        −min(r·A, clip(r)·A)                        1 / (length of its sequence · sequences)    arXiv 2402.03300
     bnpo        the same                                    1 / tokens
     dapo        the same                                    1 / tokens of the whole update              arXiv 2503.14476
@@ -17,14 +16,14 @@ where kl and entropy are reduced with the same weights. Fused kernels compute th
     sapo        −4/τ·σ(τ·(r − 1))·A, τ by the sign of A     1 / (length of its sequence · sequences)    arXiv 2511.20347
     vespo       −stop_gradient(φ(Π r))·A·log π              1 / tokens of the whole update              arXiv 2602.10693
 
-r is the ratio π/π_old of the token, or with importance_level="sequence" the geometric mean over its sequence
-(GSPO, arXiv 2507.18071), with "geometric" that of ratios clipped before (GMPO, arXiv 2507.20673). Π r is the product
-over the sequence, φ(w) = w^k·exp(λ − λw).
+r is the ratio π/π_old of the token. With importance_level="sequence" it is the geometric mean over the token's sequence
+(GSPO, arXiv 2507.18071); with "geometric" the tokens' ratios are clipped before that mean (GMPO, arXiv 2507.20673).
+Π r is the product over the sequence, φ(w) = w^k·exp(λ − λw).
 
-A `PolicyRule` holds the choices. The formulas work on tokens one after the other, [N] each; `[B, T]` with a mask is what
-the public functions take, and becomes tokens on their first lines.
+A `PolicyRule` holds these choices. The formulas take packed tokens, [N] each. The public functions take `[B, T]` with a
+mask and pack it first.
 
-Shapes: B sequences, T tokens; N tokens of all of them.
+Shapes: B sequences, T tokens; N tokens of all sequences.
 """
 
 import functools
@@ -52,7 +51,7 @@ Metrics = dict[str, torch.Tensor]
 
 
 class LossResult(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
-    """Three tensors to unpack, the loss first. `metrics` is a dict of 0-d tensors, computed when first asked for."""
+    """A tuple of three tensors, the loss first. `metrics` is a dict of 0-d tensors, computed on first access."""
 
     _compute_metrics: Callable[[], Metrics]
     _metrics: Metrics | None = None
@@ -75,7 +74,7 @@ class LossResult(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
     def loss(self) -> torch.Tensor:
         return self[0]
 
-    @property  # not functools.cached_property: its lock, in Python 3.11, does not go into a compiled graph
+    @property  # not functools.cached_property: torch.compile cannot trace its lock in Python 3.11
     def metrics(self) -> Metrics:
         if self._metrics is None:
             with torch.no_grad():
@@ -84,7 +83,7 @@ class LossResult(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
 
 
 class PolicyLoss(LossResult):
-    """`loss, policy_loss, kl`, 0-d tensors. `metrics`: see `policy_metrics`, computed when first asked for."""
+    """The tuple (loss, policy_loss, kl) of 0-d tensors. `metrics`: see `policy_metrics`; computed on first access."""
 
     @property
     def policy_loss(self) -> torch.Tensor:
@@ -107,17 +106,17 @@ def policy_loss(
     num_sequences: Count | None = None,
     **rule_options: Unpack[PolicyOptions],
 ) -> PolicyLoss:
-    """Return the loss of a batch, or of a micro-batch as its share of one.
+    """Return the loss of a batch, or a micro-batch's share of it.
 
-    logps             [B, T] of the policy, any floating dtype; computed in float32 (float64 in float64)
-    old_logps         [B, T] of the policy that sampled the tokens; None: the policy itself, so that the ratio is 1
+    logps             [B, T] of the policy, any floating dtype; computed in float32 (float64 for float64)
+    old_logps         [B, T] of the policy that sampled the tokens; None: the current policy, so the ratio is 1
     advantages        [B], or [B, T] for one per token
-    completion_mask   [B, T] tokens that count (None: all); what stands elsewhere changes neither value nor gradient
-    ref_logps         [B, T] of the reference; the kl is computed wherever they are given
+    completion_mask   [B, T] tokens in the loss (None: all); other tokens affect neither value nor gradient
+    ref_logps         [B, T] of the reference; if given, the kl is computed
     entropy           [B, T] entropies, for the bonus entropy_coef·entropy and the metrics
     num_tokens, num_sequences   see `token_weights`
-    rule_options      fields of `PolicyRule`: loss_type="grpo", clip_eps=0.2 and so on; beta and entropy_coef need ref_logps
-                      and entropy
+    rule_options      fields of `PolicyRule`: loss_type="grpo", clip_eps=0.2 and so on; beta needs ref_logps, entropy_coef
+                      needs entropy
 
     returns           (loss, policy_loss, kl) with `.metrics`; loss = policy_loss + beta·kl − entropy_coef·entropy
 
@@ -141,7 +140,7 @@ def rows_loss(
     num_tokens: Count | None = None,
     num_sequences: Count | None = None,
 ) -> PolicyLoss:
-    """Return `policy_loss` by a rule."""
+    """Return `policy_loss` for a given rule."""
     for needed, name, coefficient in ((ref_logps, "ref_logps", "beta"), (entropy, "entropy", "entropy_coef")):
         if needed is None and (value := getattr(rule, coefficient)):
             raise ValueError(
@@ -163,16 +162,16 @@ def tokens_loss(
     ref_logps_N: torch.Tensor | None = None,
     entropy_N: torch.Tensor | None = None,
 ) -> PolicyLoss:
-    """Return Σ weight·(token loss + beta·kl − entropy_coef·entropy) over tokens that `tokens_of` made."""
+    """Return Σ weight·(token loss + beta·kl − entropy_coef·entropy) over the packed tokens of `tokens_of`."""
     policy = (weights_N * token_loss(rule, tokens)).sum()
-    loss, kl = policy.clone(), policy.new_zeros(())  # so that `loss += other` leaves policy_loss as it is
+    loss, kl = policy.clone(), policy.new_zeros(())  # a copy, so that `loss += other` does not change policy_loss
     if ref_logps_N is not None:
         kl = (weights_N * kl_of(tokens.logps_N, ref_logps_N, rule.kl_estimator)).sum()
         if rule.beta:  # 0·inf is NaN
             loss = loss + rule.beta * kl
     if entropy_N is not None and rule.entropy_coef:
         loss = loss - rule.entropy_coef * (weights_N * entropy_N).sum()
-    # detached: metrics asked for late, or never, must not keep the graph
+    # detached, because the pending metrics must not keep the graph alive
     entropy_N = None if entropy_N is None else entropy_N.detach()
     compute_metrics = functools.partial(tokens_metrics, rule, tokens.detached(), ref_logps_N, entropy_N)
     return PolicyLoss(loss, policy, kl, compute_metrics)
@@ -192,9 +191,9 @@ def computed_loss(
     ref_N: torch.Tensor | None,
     mask_N: torch.Tensor | None = None,
 ) -> PolicyLoss:
-    """Return a loss that row functions have computed, with its metrics; of NLL there are none.
+    """Return the `PolicyLoss` for results of the row functions, with metrics (none for NLL).
 
-    results      the loss, the policy's and the KL's parts [2], log-probs [N]
+    results      the loss, its policy and KL parts [2], log-probs [N]
     advantages   [N], or [B] for sequences of N/B tokens
     """
     loss, policy_and_kl, logps_N = results
@@ -225,14 +224,14 @@ def token_policy_loss(
     completion_mask: torch.Tensor | None = None,
     **rule_options: Unpack[PolicyOptions],
 ) -> torch.Tensor:
-    """Return the loss of every token, [B, T], before weights; arguments as in `policy_loss`.
+    """Return the unweighted loss of each token, [B, T]; arguments as in `policy_loss`.
 
-    completion_mask   where it is 0 the result is 0 without gradient; None: every token counts
+    completion_mask   where it is 0 the result is 0 without gradient; None: no token is masked
     rule_options      fields of `PolicyRule`
 
-    Gradient with respect to logp, for a token whose ratio r is not cut: −A·r; cut: 0. With importance_level="sequence"
-    it is spread over the sequence, each of its tokens getting the mean. cispo: −A·min(r, high), cut or not. sapo:
-    −4·A·r·σ·(1 − σ). vespo: −A·φ.
+    Gradient with respect to logp: −A·r if the token's ratio r is not clipped, else 0. With importance_level="sequence"
+    each token of a sequence gets the mean gradient. cispo: −A·min(r, high), clipped or not. sapo: −4·A·r·σ·(1 − σ).
+    vespo: −A·φ.
     """
     rule = PolicyRule(**rule_options)
     tokens = _tokens_of_rows(rule, logps, old_logps, advantages, completion_mask)
@@ -248,14 +247,14 @@ def token_weights(
     num_sequences: Count | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return the weight of every token, [B, T]: loss = Σ weights · token_loss. 0 where the mask is 0.
+    """Return the weight of each token, [B, T], 0 where the mask is 0: loss = Σ weights · token_loss.
 
-    max_completion_length   of the run, for dr_grpo
-    num_tokens              tokens that count in the whole batch of which this is a part (bnpo, dapo, cispo, vespo)
+    max_completion_length   the run's limit, for dr_grpo
+    num_tokens              unmasked tokens in the whole batch, of which this may be a part (bnpo, dapo, cispo, vespo)
     num_sequences           sequences in the whole batch (grpo, dr_grpo, luspo, sapo)
 
-    Left out, the counts are those of the mask: this is then the whole batch. With them the losses of micro-batches add
-    up to the loss of the batch. They may be 0-d tensors, which are not waited for.
+    Without these counts the mask is taken as the whole batch. With them the losses of micro-batches add up to the loss
+    of the batch. They may be 0-d tensors on a GPU; the CPU does not wait for them.
     """
     if isinstance(completion_mask, torch.Tensor) and completion_mask.ndim != 2:
         raise ValueError(f"completion_mask must have shape [B, T], found {list(completion_mask.shape)}")
@@ -267,7 +266,7 @@ def token_weights(
 def weights_of(
     rule: PolicyRule, mask_BT: torch.Tensor, num_tokens: Count | None, num_sequences: Count | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return `token_weights` by a rule."""
+    """Return `token_weights` for a given rule."""
     count, tokens = weight_counts(mask_BT, rule, num_tokens, num_sequences)
     active_BT = mask_BT.to(dtype)
     per_token_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1).to(dtype) if tokens is None else tokens
@@ -277,7 +276,7 @@ def weights_of(
 def weight_counts(
     mask_BT: torch.Tensor, rule: PolicyRule, num_tokens: Count | None, num_sequences: Count | None
 ) -> tuple[Count, int | None]:
-    """Return count and tokens of the weight 1/(count·tokens); tokens None: the length of the token's own sequence."""
+    """Return (count, tokens) for the weight 1/(count·tokens); tokens None: the length of the token's sequence."""
     if rule.type.weight == "tokens":
         count = mask_BT.sum() if num_tokens is None else check_total(num_tokens, "num_tokens")
     else:
@@ -294,17 +293,17 @@ def rloo_loss(
     clip_eps: ClipEps = 0.2,
     num_sequences: Count | None = None,
 ) -> PolicyLoss:
-    """Return the loss of REINFORCE leave-one-out (arXiv 2402.14740): a completion is one action, its ratio is clipped.
+    """Return the loss of REINFORCE leave-one-out (arXiv 2402.14740), with one clipped ratio per completion.
 
         r = exp(Σ logp − Σ old)      loss = mean over sequences of −min(r·A, clip(r)·A)
 
     logps             [B, T]
-    old_logps         [B] sums over the tokens that count, or [B, T] per token; None: the policy itself
-    advantages        [B], as `rloo_advantages` gives them
-    completion_mask   [B, T]; a sequence without a token that counts adds nothing
-    num_sequences     in the whole batch of which this is a part
+    old_logps         [B] sums over the unmasked tokens, or [B, T] per token; None: the current policy
+    advantages        [B], as returned by `rloo_advantages`
+    completion_mask   [B, T]; a fully masked sequence adds 0
+    num_sequences     sequences in the whole batch, of which this may be a part
 
-    returns           (loss, policy_loss, kl) with `.metrics`; the kl is 0: RLOO takes it off the rewards beforehand
+    returns           (loss, policy_loss, kl) with `.metrics`; the kl is 0, because RLOO subtracts it from the rewards
     """
     mask_BT = _check_tokens(logps, completion_mask)
     mask_B1 = mask_BT.any(-1, keepdim=True)
@@ -320,7 +319,7 @@ def rloo_loss(
             old_B1 = _active(old_logps, mask_BT).sum(-1, keepdim=True)
     check_floats(advantages, "advantages")
     check_shape(advantages, "advantages", logps.shape[:1])
-    # one "token" per sequence: grpo's mean over a length of 1, then over sequences
+    # one "token" per sequence: with length 1, grpo's weight is the mean over sequences
     return policy_loss(logps_B1, old_B1, advantages, mask_B1, clip_eps=clip_eps, num_sequences=num_sequences)
 
 
@@ -334,17 +333,17 @@ def policy_metrics(
     entropy: torch.Tensor | None = None,
     **rule_options: Unpack[PolicyOptions],
 ) -> Metrics:
-    """Return metrics of training, 0-d tensors without gradient; arguments as in `policy_loss`.
+    """Return training metrics, 0-d tensors without gradient; arguments as in `policy_loss`.
 
     rule_options   fields of `PolicyRule`
 
-    Means over the tokens that count, whatever the loss's weights, so that loss types compare; 0 where none counts.
+    All are plain means over the unmasked tokens, so loss types can be compared; 0 if every token is masked.
 
-    clip_fraction         tokens whose ratio is cut (cispo: whose weight is; sapo and vespo: none), and of these
-    clip_fraction_low, clip_fraction_high, clip_fraction_delta     those cut by each bound
+    clip_fraction         share of tokens whose ratio is clipped (cispo: whose weight is; sapo and vespo: 0)
+    clip_fraction_low, clip_fraction_high, clip_fraction_delta     share clipped by each bound
     ratio/mean, ratio/min, ratio/max
-    approx_kl             k3 of KL(old ‖ policy): how far the updates have gone since the rollout
-    kl, entropy           where ref_logps, entropy are given
+    approx_kl             k3 estimate of KL(old ‖ policy): the change of the policy since the rollout
+    kl, entropy           if ref_logps, entropy are given
     """
     rule = PolicyRule(**rule_options)
     tokens = _tokens_of_rows(rule, logps, old_logps, advantages, completion_mask)
@@ -357,19 +356,19 @@ def policy_metrics(
 def tokens_metrics(
     rule: PolicyRule, tokens: Tokens, ref_logps_N: torch.Tensor | None, entropy_N: torch.Tensor | None
 ) -> Metrics:
-    """Return `policy_metrics` of tokens."""
+    """Return `policy_metrics` for packed tokens."""
     bounds, mask_N, ratio_N = rule.bounds, tokens.mask_N, tokens.log_ratio_N.exp()
     num_tokens: Count = max(len(ratio_N), 1) if mask_N is None else mask_N.sum().clamp(min=1)
 
     def mean(values_N: torch.Tensor) -> torch.Tensor:
         return tokens.active(values_N.to(ratio_N.dtype)).sum() / num_tokens
 
-    if rule.loss_type == "cispo" or not rule.type.clips:  # cispo's weight is cut for either sign
+    if rule.loss_type == "cispo" or not rule.type.clips:  # cispo clips the weight for either sign of A
         none_N = torch.zeros_like(ratio_N, dtype=torch.bool)
         low_N, high_N, delta_N = none_N, ratio_N > bounds.high if rule.loss_type == "cispo" else none_N, none_N
     else:
         low_N, high_N, delta_N = tokens.cut_N or cut(tokens.log_ratio_N, tokens.advantages_N, bounds)
-        high_N = high_N & (tokens.advantages_N > 0)  # at A = 0 nothing is lost
+        high_N = high_N & (tokens.advantages_N > 0)  # clipping has no effect at A = 0
     metrics = {
         "clip_fraction": mean(low_N | high_N | delta_N),
         "clip_fraction_low": mean(low_N),
@@ -391,7 +390,7 @@ def tokens_metrics(
 
 
 def check_given(rule: TokenRule, ref_logps: torch.Tensor | None, advantages: torch.Tensor | None) -> None:
-    """Raise unless each row of logits suffices for the rule's loss, and what the rule reads is given."""
+    """Raise unless a token's loss needs only its own row of logits and the rule's inputs are given."""
     if isinstance(rule, NLL):
         return
     if not rule.row_suffices:
@@ -429,7 +428,7 @@ def _tokens_of_rows(
 
 
 def _since_rollout(tokens: Tokens) -> torch.Tensor:
-    """Return k3 of KL(old ‖ policy), the old policy having sampled; on policy 0, also where logp is −inf."""
+    """Return the k3 estimate of KL(old ‖ policy) on samples of the old policy; 0 on policy, even if logp is −inf."""
     if tokens.old_N is None:
         return OnPolicyLogRatio.apply(tokens.logps_N)
     return kl_of(tokens.old_N, tokens.logps_N, "k3")
@@ -438,7 +437,7 @@ def _since_rollout(tokens: Tokens) -> torch.Tensor:
 def _extreme(
     ratio_N: torch.Tensor, mask_N: torch.Tensor | None, of: Callable[[torch.Tensor], torch.Tensor], none: float
 ) -> torch.Tensor:
-    """Return the least or greatest ratio of the tokens that count; 0, as the means, if none does."""
+    """Return the minimum or maximum ratio over unmasked tokens; 0, like the means, if all are masked."""
     if not ratio_N.numel():
         return ratio_N.new_zeros(())
     if mask_N is None:
@@ -457,7 +456,7 @@ def _check_tokens(logps: torch.Tensor, completion_mask: torch.Tensor | None) -> 
 
 
 def _active(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the values, 0 where the mask is 0, before any arithmetic: what stands there may be NaN, and 0·NaN is NaN."""
+    """Return the values with 0 where the mask is 0. Call it before any arithmetic: 0·NaN would be NaN."""
     return in_float(values_BT).masked_fill(~mask_BT, 0.0)
 
 
@@ -467,9 +466,9 @@ def _like_tokens(values: torch.Tensor, logps: torch.Tensor, tokens: Tokens, name
 
 
 def per_token(advantages: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
-    """Return advantages [B] or [B, T] as [B, T], checked against the log-probs."""
+    """Return advantages [B] or [B, T] as [B, T]; raise if their shape does not match the log-probs."""
     check_floats(advantages, "advantages")
-    if advantages.shape != logps.shape and advantages.shape != logps.shape[:1]:  # `in` takes no symbol for a number
+    if advantages.shape != logps.shape and advantages.shape != logps.shape[:1]:  # `in` fails on symbolic sizes
         rows, columns = logps.shape
         raise ValueError(f"advantages must have shape [{rows}] or [{rows}, {columns}], found {list(advantages.shape)}")
     check_device(advantages, "advantages", logps, "logps")

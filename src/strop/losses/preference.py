@@ -1,6 +1,6 @@
-"""Preference losses as pure functions of the log-probs of a chosen and a rejected completion (DPO and its relatives).
+"""Preference losses as pure functions of the log-probs of a chosen and a rejected completion (DPO and its variants).
 
-With c = log π(chosen) − log π_ref(chosen), r the same of the rejected one, h = β·(c − r) and σ the sigmoid:
+With c = log π(chosen) − log π_ref(chosen), r the same for the rejected one, h = β·(c − r) and σ the sigmoid:
 
     sigmoid        −(1−ε)·log σ(h) − ε·log σ(−h)                     DPO, arXiv 2305.18290; ε > 0: conservative DPO
     robust         (−(1−ε)·log σ(h) + ε·log σ(−h)) / (1 − 2ε)        arXiv 2403.00409
@@ -15,15 +15,15 @@ With c = log π(chosen) − log π_ref(chosen), r the same of the rejected one, 
     bco_pair       −log σ(βc) − log σ(−βr)                           BCO, arXiv 2404.04656, without its shift
     discopop       −(1−m)·log σ(h) + m·exp(−h), m = σ(h/τ)           DiscoPOP, arXiv 2406.08414
 
-and without a reference, with p = log π(chosen), q = log π(rejected):
+And without a reference, with p = log π(chosen), q = log π(rejected):
 
     cpo            sigmoid of β·(p − q)                              CPO, arXiv 2401.08417, with sft
     simpo          sigmoid of β·(p/|chosen| − q/|rejected|) − γ      SimPO, arXiv 2405.14734
     orpo           −β·log σ(log-odds of p/|chosen| − of q/|rejected|)   ORPO, arXiv 2403.07691, with sft
     sft            −p, over the batch divided by its chosen tokens   the NLL of the chosen completions
 
-ε is label_smoothing, the probability that a label is wrong; |·| is a completion's number of tokens; log-odds of x are
-x − log(1 − exp x). Several loss types are added, each with its weight: CPO is (cpo, sft), ORPO (orpo, sft).
+ε is label_smoothing, the probability that a label is wrong; |·| is a completion's number of tokens; the log-odds of x
+are x − log(1 − exp x). Several loss types are summed, each with its weight: CPO is (cpo, sft), ORPO (orpo, sft).
 
 Shapes: B pairs, T tokens.
 """
@@ -64,9 +64,9 @@ class PreferenceOptions(TypedDict, total=False):
 
 
 class _Pair(NamedTuple):
-    """What a formula reads: c, r, p, q, the rule, and where a formula asks for them lengths and chosen tokens.
+    """The inputs of a formula: c, r, p, q, the rule, and for some formulas lengths and chosen tokens.
 
-    tokens   chosen tokens for each pair of the batch, on average
+    tokens   average number of chosen tokens per pair of the batch
     """
 
     c: torch.Tensor
@@ -86,7 +86,7 @@ class _Pair(NamedTuple):
         return self.beta * (self.c - self.r)
 
     def means(self, chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return sums over tokens divided by the completions' lengths."""
+        """Return the means over tokens: the sums divided by the completions' lengths."""
         assert self.lengths is not None
         return chosen / self.lengths[0], rejected / self.lengths[1]
 
@@ -96,7 +96,7 @@ class _Pair(NamedTuple):
         return chosen - rejected
 
     def losses(self) -> torch.Tensor:
-        """Return the loss of every pair: the rule's loss types, each times its weight, added."""
+        """Return the loss of each pair: the weighted sum of the rule's loss types."""
         found, *others = (
             _FORMULAS[name](self) * weight if weight != 1 else _FORMULAS[name](self)
             for name, weight in zip(self.rule.types, self.rule.weights, strict=True)
@@ -120,9 +120,10 @@ def _orpo(pair: _Pair) -> torch.Tensor:
 
 
 def _log1mexp(x_B: torch.Tensor) -> torch.Tensor:
-    """Return log(1 − exp x) for x < 0; a token that is certain has the odds of the largest probability below 1."""
+    """Return log(1 − exp x) for x < 0; x = 0 is treated as the largest probability below 1."""
     x_B = x_B.clamp(max=-torch.finfo(x_B.dtype).eps)
-    near_B = x_B > -math.log(2)  # each form where it loses nothing; the other gets what cannot spoil its gradient
+    # use each form where it is accurate; the other gets a safe input, so that its gradient is not NaN
+    near_B = x_B > -math.log(2)
     by_expm1_B = torch.log(-torch.expm1(x_B.masked_fill(~near_B, -1.0)))
     return torch.where(near_B, by_expm1_B, torch.log1p(-torch.exp(x_B.masked_fill(near_B, -1.0))))
 
@@ -150,7 +151,7 @@ def _sppo_hard(pair: _Pair) -> torch.Tensor:
 
 def _discopop(pair: _Pair) -> torch.Tensor:
     h, tau = pair.h, pair.rule.discopop_tau
-    # σ(h/τ)·exp(−h) in one exponential: far below 0 the second factor alone would overflow
+    # σ(h/τ)·exp(−h) as one exponential: exp(−h) alone would overflow for very negative h
     return -logsigmoid(h) * torch.sigmoid(-h / tau) + (logsigmoid(h / tau) - h).exp()
 
 
@@ -180,12 +181,13 @@ _FORMULAS: dict[str, Callable[[_Pair], torch.Tensor]] = {
 
 
 class PreferenceLoss(LossResult):
-    """`loss, chosen_rewards, rejected_rewards`: 0-d, [B], [B]; the rewards are β·c and β·r, without gradient.
+    """The tuple (loss, chosen_rewards, rejected_rewards): 0-d, [B], [B].
 
-    Without a reference they are β·p and β·q, for simpo and orpo divided by the lengths.
+    The rewards are β·c and β·r, without gradient. Without a reference they are β·p and β·q, for simpo and orpo divided
+    by the lengths.
 
-    `metrics`, computed when first asked for: means over the pairs of rewards_chosen, rewards_rejected, margin (their
-    difference), accuracy (how often it is above 0), logps_chosen and logps_rejected.
+    `metrics`, computed on first access: means over the pairs of rewards_chosen, rewards_rejected, margin (their
+    difference), accuracy (share of margins above 0), logps_chosen and logps_rejected.
     """
 
     @property
@@ -211,8 +213,8 @@ def preference_loss(
 ) -> PreferenceLoss:
     """Return the mean of `pair_preference_loss` over the pairs, with rewards and metrics.
 
-    num_pairs, num_tokens   pairs, and tokens of chosen completions, in the whole batch of which these are a part: the
-                            losses of micro-batches then add up to the batch's
+    num_pairs, num_tokens   pairs and chosen tokens in the whole batch, of which this may be a part: the losses of
+                            micro-batches then add up to the batch's
     rule_options            fields of `PreferenceRule`
     """
     logps = policy_chosen, policy_rejected, ref_chosen, ref_rejected
@@ -230,7 +232,7 @@ def pairs_loss(
     num_pairs: Count | None = None,
     num_tokens: Count | None = None,
 ) -> PreferenceLoss:
-    """Return `preference_loss` by a rule."""
+    """Return `preference_loss` for a given rule."""
     logps = policy_chosen, policy_rejected, ref_chosen, ref_rejected
     pair = _as_pair(rule, *logps, chosen_lengths, rejected_lengths, num_pairs, num_tokens)
     losses_B = pair.losses()
@@ -252,16 +254,16 @@ def pair_preference_loss(
     rejected_lengths: torch.Tensor | None = None,
     **rule_options: Unpack[PreferenceOptions],
 ) -> torch.Tensor:
-    """Return the loss of every pair, [B].
+    """Return the loss of each pair, [B].
 
     policy_chosen, policy_rejected     [B] log-probs summed over each completion's tokens, as `sequence_logps` gives them
-    ref_chosen, ref_rejected           [B] those of the reference; no gradient flows into them. None for a rule without one
+    ref_chosen, ref_rejected           [B] those of the reference, without gradient; None for a rule without a reference
     chosen_lengths, rejected_lengths   [B] numbers of completion tokens, for ipo, sigmoid_norm, simpo and orpo, which divide
-                                       each sum by its length, and for sft; the others take no notice of them
+                                       each sum by its length, and for sft; ignored by the others
     rule_options                       fields of `PreferenceRule`: loss_type="sigmoid", beta=0.1 and so on
 
-    returns                            [B] float32 (float64 for float64); finite, and so is its gradient, however far
-                                       apart the log-probs are
+    returns                            [B] float32 (float64 for float64); value and gradient are finite however far apart
+                                       the log-probs are
     """
     logps = policy_chosen, policy_rejected, ref_chosen, ref_rejected
     return _as_pair(PreferenceRule(**rule_options), *logps, chosen_lengths, rejected_lengths).losses()
@@ -278,7 +280,7 @@ def _as_pair(
     num_pairs: Count | None = None,
     num_tokens: Count | None = None,
 ) -> _Pair:
-    """Return what the formulas read; raise where something does not fit."""
+    """Return the inputs of the formulas; raise if shapes or dtypes do not match."""
     check_floats(policy_chosen, "policy_chosen")
     if policy_chosen.ndim != 1:
         raise ValueError(
@@ -308,10 +310,10 @@ def _as_pair(
 
 
 def sequence_logps(logps: torch.Tensor, completion_mask: torch.Tensor, average: bool = False) -> torch.Tensor:
-    """Return the log-prob of each completion, [B]: the sum over its tokens that count, or with `average` their mean.
+    """Return the log-prob of each completion, [B]: the sum over its unmasked tokens, or with `average` the mean.
 
     logps             [B, T]
-    completion_mask   [B, T]; what stands where it is 0 changes neither value nor gradient
+    completion_mask   [B, T]; tokens where it is 0 affect neither value nor gradient
 
     returns           [B] float32 (float64 for float64); 0 for a completion without tokens
     """
@@ -324,7 +326,7 @@ def sequence_logps(logps: torch.Tensor, completion_mask: torch.Tensor, average: 
 
 
 def _log_ratio(policy_B: torch.Tensor, ref_B: torch.Tensor | None) -> torch.Tensor:
-    """Return log π − log π_ref in the policy's dtype, or log π without a reference: float64 would make the loss float64."""
+    """Return log π − log π_ref, or log π without a reference, in the policy's dtype; ref may be float64."""
     return policy_B if ref_B is None else policy_B - ref_B.detach().to(policy_B.dtype)
 
 
@@ -347,7 +349,7 @@ def _metrics(
 
 
 def _as_lengths(lengths: torch.Tensor | None, policy_chosen: torch.Tensor, name: str, loss_type: str) -> torch.Tensor:
-    """Return lengths of at least 1: a completion without tokens has log-prob 0 whatever it is divided by."""
+    """Return the lengths, at least 1: a completion without tokens has log-prob 0 anyway."""
     if lengths is None:
         raise ValueError(f"{name} must be given for {loss_type!r}, which divides by them, found None")
     check_tensor(lengths, name)

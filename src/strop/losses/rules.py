@@ -1,7 +1,7 @@
 """The loss of a token by a rule, its derivative, and estimates of the KL.
 
-A rule is a frozen value that says which loss is meant: it has the formula of one token and the weight of a token in its
-batch. It goes unchanged from a config to a kernel.
+A rule is a frozen value that names a loss. It gives the formula for one token and the weight of a token in its batch.
+It is passed unchanged from the config to the kernel.
 
 Shapes: N tokens.
 """
@@ -21,7 +21,7 @@ from strop.config.policy_losses import KL_ESTIMATORS, ClipBounds, ClipEps, Polic
 
 @dataclass(frozen=True, kw_only=True)
 class NLL:
-    """The rule of SFT: −log π of every token, the mean over the batch's tokens."""
+    """The rule of SFT: the mean of −log π over the tokens of the batch."""
 
     loss_type: str = "nll"
     beta: float = 0.0
@@ -54,7 +54,7 @@ class PolicyOptions(TypedDict, total=False):
 
 
 def token_loss(rule: TokenRule, tokens: Tokens) -> torch.Tensor:
-    """Return the loss of every token, [N]: the formula that the rule names."""
+    """Return the loss of each token, [N], by the rule's formula."""
     if isinstance(rule, NLL):
         return -tokens.logps_N
     return rule.type.formula(tokens, rule)
@@ -62,7 +62,7 @@ def token_loss(rule: TokenRule, tokens: Tokens) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def from_text(text: str) -> TokenRule:
-    """Return the rule of a `text`, as far as a row needs it."""
+    """Return the rule encoded in a `PolicyRule.text`, with the fields that a row's loss needs."""
     if not text:
         return NLL()
     loss_type, low, high, delta, beta, kl_estimator = text.split()
@@ -89,7 +89,7 @@ def tokens_of(
     num_sequences: int = 0,
     mask_N: torch.Tensor | None = None,
 ) -> Tokens:
-    """Return tokens from log-probs and advantages. A rule that needs whole sequences also needs `sequence_N`."""
+    """Return `Tokens` made from log-probs and advantages. A sequence-level rule also needs `sequence_N`."""
     log_ratio_N = OnPolicyLogRatio.apply(logps_N) if old_N is None else logps_N - old_N
     tokens = Tokens(logps_N, old_N, log_ratio_N, advantages_N, mask_N)
     if isinstance(rule, NLL) or rule.row_suffices:
@@ -97,13 +97,13 @@ def tokens_of(
     assert sequence_N is not None
 
     def total(values_N: torch.Tensor) -> torch.Tensor:
-        """Return the sum over its sequence at every token."""
+        """Return, for each token, the sum over its sequence."""
         zeros_S = values_N.new_zeros(num_sequences)
         return zeros_S.index_add(0, sequence_N, values_N).index_select(0, sequence_N)
 
     active_N = torch.ones_like(logps_N) if mask_N is None else mask_N.to(logps_N.dtype)
     length_N = total(active_N.detach()).clamp(min=1)
-    if rule.stale_kl is not None:  # without an advantage there is no policy term
+    if rule.stale_kl is not None:  # an advantage of 0 removes the policy term
         stale_N = (advantages_N < 0) & (-total(log_ratio_N.detach()) / length_N > rule.stale_kl)
         tokens = replace(tokens, advantages_N=advantages_N.masked_fill(stale_N, 0.0))
     if rule.loss_type == "vespo":
@@ -119,7 +119,7 @@ def tokens_of(
 
 
 class OnPolicyLogRatio(torch.autograd.Function):
-    """logp − stop_gradient(logp): 0, also where logp is −inf and the difference would be NaN; NaN for NaN."""
+    """The difference logp − stop_gradient(logp): 0, also for −inf, where a plain difference is NaN; NaN for NaN."""
 
     generate_vmap_rule = True
 
@@ -129,7 +129,7 @@ class OnPolicyLogRatio(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Context, inputs: object, output: object) -> None:
-        """Nothing is needed."""
+        """Save nothing: the backward needs no input."""
 
     @staticmethod
     def backward(ctx: Context, d_log_ratio_N: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ def token_terms(
     weights_N: torch.Tensor,
     rule: TokenRule,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the terms, their policy's and their KL's parts [3, N], and d sum of the terms / d logp of every token."""
+    """Return each token's loss term with its policy and KL parts, [3, N], and d (Σ terms) / d logp, [N]."""
     loss_N = token_loss(rule, tokens_of(rule, logps_N, old_logps_N, advantages_N))
     kl_N = torch.zeros_like(logps_N)
     if ref_logps_N is not None:
@@ -161,8 +161,8 @@ def _d_terms(
     advantages_N: torch.Tensor,
     rule: TokenRule,
 ) -> torch.Tensor:
-    """Return d (loss + beta·kl) / d logp of every token. Inside an operator of torch.ops autograd is switched off."""
-    if isinstance(rule, NLL):  # −1, but NaN where there is no log-prob
+    """Return d (loss + beta·kl) / d logp of each token, without autograd, which is off inside torch.ops operators."""
+    if isinstance(rule, NLL):  # −1, and NaN where logp is NaN
         return torch.where(logps_N == logps_N, -1.0, logps_N)
     assert rule.type.derivative is not None
     ratio_N = torch.ones_like(logps_N) if old_logps_N is None else (logps_N - old_logps_N).exp()
@@ -177,19 +177,19 @@ def _d_terms(
 
 # ---- the KL ----
 
-# k3 = d²·(1/2! + d/3! + … + d¹³/15!) inside |d| < ½: what is left out is 6e-18 of the value
+# k3 = d²·(1/2! + d/3! + … + d¹³/15!) inside |d| < ½: the truncation error is 6e-18 of the value
 _SERIES_BELOW = 0.5
 _SERIES = [1 / math.factorial(n) for n in range(15, 1, -1)]
 
 
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str = "k3") -> torch.Tensor:
-    """Return an estimate of KL(policy ‖ reference) at every sampled token, unreduced (Schulman 2020, "Approximating KL").
+    """Return an estimate of KL(policy ‖ reference) for each sampled token (Schulman 2020, "Approximating KL").
 
-    With d = log π_ref − log π_θ, reference minus policy as in TRL, verl and strop's primitives:
+    With d = log π_ref − log π_θ (reference minus policy, as in TRL, verl and strop's primitives):
 
-        k1 = −d                 unbiased, of both signs
-        k2 = d²/2               biased, never negative; its gradient is the one whose mean is the KL's
-        k3 = exp(d) − d − 1     unbiased, never negative; what GRPO adds to its loss
+        k1 = −d                 unbiased, may be negative
+        k2 = d²/2               biased, never negative; the mean of its gradient is the KL's gradient
+        k3 = exp(d) − d − 1     unbiased, never negative; used in GRPO's loss
 
     logps       [..] log-probs of the policy, any floating dtype
     ref_logps   [..] those of the reference; no gradient flows into them
@@ -197,7 +197,7 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str = "
 
     returns     [..] float32 (float64 for float64)
 
-    Right to the dtype's precision, gradient included, however near the two policies are:
+    Value and gradient are accurate to the dtype's precision, however close the two policies are:
         d k1 / d logp = 1        d k2 / d logp = −d        d k3 / d logp = 1 − exp(d)
     """
     check_floats(logps, "logps")
@@ -207,7 +207,7 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str = "
 
 
 def kl_of(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Return `kl_estimate` of checked arguments."""
+    """Return `kl_estimate` for checked arguments."""
     d = ref_logps - logps
     if estimator == "k1":
         return -d
@@ -215,7 +215,7 @@ def kl_of(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch
 
 
 class _K3(torch.autograd.Function):
-    """exp(d) − d − 1. A function of its own, because its exact gradient is one call: expm1(d)."""
+    """The function exp(d) − d − 1, with its exact gradient expm1(d)."""
 
     generate_vmap_rule = True
 
@@ -224,7 +224,7 @@ class _K3(torch.autograd.Function):
         series = torch.full_like(d, _SERIES[0])
         for coefficient in _SERIES[1:]:
             series = series * d + coefficient
-        # outside the series expm1(d) is at least 0.39 away from 0 and not near d: the subtraction costs two bits
+        # Outside the series |expm1(d)| is at least 0.39 and not close to d: the subtraction loses at most two bits.
         return torch.where(d.abs() < _SERIES_BELOW, series * d.square(), torch.expm1(d) - d)
 
     @staticmethod

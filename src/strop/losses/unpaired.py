@@ -1,12 +1,13 @@
-"""Losses of single completions with a label, desirable or not, as pure functions of log-probs (KTO and its relatives).
+"""Losses of single completions labelled desirable or not, as pure functions of log-probs (KTO and its variants).
 
-With c = log π − log π_ref of a completion, s = 1 for a desirable one and −1 for another, σ the sigmoid:
+With c = log π − log π_ref of a completion, s = 1 if it is desirable, else −1, and σ the sigmoid:
 
     kto                 σ(−s·(βc − β·KL))       KTO, arXiv 2402.01306: KL estimated on completions of other prompts
-    bco                 −log σ(s·(βc − δ))      BCO, arXiv 2404.04656: δ the mean of βc so far
+    bco                 −log σ(s·(βc − δ))      BCO, arXiv 2404.04656: δ the running mean of βc
     apo_zero_unpaired   σ(−s·βc)                APO, arXiv 2408.06266
 
-times the weight of its label, the mean over completions. β·KL or δ is the *shift*: what a reward βc is compared with.
+Each is multiplied by the weight of its label; the loss is the mean over completions. β·KL or δ is the *shift*, the
+baseline of a reward βc.
 
 Shapes: B completions.
 """
@@ -28,10 +29,10 @@ def unpaired_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss and the rewards βc [B], which have no gradient.
 
-    policy, ref   [B] log-probs summed over each completion's tokens; the gradient goes to the policy's alone
+    policy, ref   [B] log-probs summed over each completion's tokens; only the policy's get a gradient
     desirable     [B] booleans
-    shift         β·KL for kto, the mean of rewards for bco; no gradient flows into it
-    num_rows      completions in the whole batch of which these are a part: the losses of micro-batches then add up
+    shift         β·KL for kto, the mean of rewards for bco; without gradient
+    num_rows      completions in the whole batch, of which this may be a part: micro-batch losses then add up
     """
     check_floats(policy, "policy")
     if policy.ndim != 1:

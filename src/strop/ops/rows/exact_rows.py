@@ -1,7 +1,7 @@
-"""Row functions whose log-probs always come from one kernel: those of rollouts, scores and losses are equal bit for bit.
+"""Row functions that compute all log-probs with one kernel, so rollouts, scores and losses agree bit for bit.
 
-They are functions of `strop.ops.rows.triton_rows`. Rows must begin on multiples of 16 bytes (`Head.row`): elsewhere other
-elements would be summed together.
+They build on `strop.ops.rows.triton_rows`. Rows must begin on multiples of 16 bytes (`Head.row`): another alignment
+changes the order of the sums.
 """
 
 import torch
@@ -14,7 +14,7 @@ __all__ = ["bytes_per_logit", "logps", "logps_bwd", "policy_terms", "put_multipl
 
 
 def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = False) -> int:
-    """Return the bytes of working memory for a logit. With `kept` it is too much, so that rows are not cut into blocks."""
+    """Return the bytes per logit. With `kept` they are overestimated, so that rows are not split into blocks."""
     return dtype.itemsize * (2 if kept else 1)
 
 
@@ -28,7 +28,7 @@ def logps(
     block: tuple[int, int, int] | None = None,
     in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return what `triton_rows.logps` does, of whole rows. Entropies take a second visit."""
+    """Return the results of `triton_rows.logps` for whole rows. Entropies take a second pass."""
     given = logits, ids_N, mask_N, temperature
     assert block is None or block[:2] == (0, logits.shape[-1]), "of whole rows"
     entropies_N = triton_rows.logps(*given, True)[2] if entropy else None
@@ -48,7 +48,7 @@ def policy_terms(
     into: tuple[torch.Tensor, torch.Tensor],
     factored: bool = False,
 ) -> PolicyTerms:
-    """Return what `triton_rows.policy_terms` does: the log-prob by its kernel, the loss by torch, the gradient by a kernel."""
+    """Return the results of `triton_rows.policy_terms`: log-probs and gradient by kernels, the loss by torch."""
     assert in_place
     logps_N, stats_2N, _ = logps(logits, tokens.ids, tokens.mask, temperature, False)
     terms_3N, d_logps_N = token_terms(logps_N, *tokens[2:], rule)

@@ -1,16 +1,16 @@
-"""Kernels that are launched quickly.
+"""Triton kernels with a fast launch.
 
-Triton specialises a kernel on its arguments' values (divisible by 16, equal to 1) and therefore looks at every argument of
-every launch, which takes longer than the launch. These kernels state their integers' types and their own alignment and
-gain nothing from it: each is compiled once for a set of dtypes and constants, and what was compiled is launched directly,
-past the hooks that Triton calls before and after a launch. Pointers go to it as numbers: of a tensor it would ask the driver
-whether a kernel can reach it. Small operators take two thirds of the time that way.
+Triton specialises a kernel on the values of its arguments (divisible by 16, equal to 1). It therefore inspects every
+argument of every launch, which takes longer than the launch itself. These kernels declare their integer types and their
+alignment themselves, so they gain nothing from this. Each is compiled once per set of dtypes and constants, and the
+compiled kernel is launched directly, without Triton's launch hooks. Pointers are passed as integers: for a tensor,
+Triton would ask the driver whether the kernel can access it. Small operators then take two thirds of the time.
 
-Kernels on rows that begin on multiples of 16 bytes are `@aligned`: Triton then moves 16 bytes at a time. `tl.multiple_of` of a
-pointer that is an argument says nothing to it, that of a sum does.
+Kernels on rows that begin on multiples of 16 bytes are `@aligned`: Triton then moves 16 bytes at a time.
+`tl.multiple_of` has no effect on a pointer argument, only on a sum of a pointer and an offset.
 
-That launch is Triton's private one. Triton 3.6 to 3.9 make it with the same line; where the line is another one, kernels are
-launched the public way, and a warning says so.
+The direct launch uses Triton's private interface. Triton 3.6 to 3.9 make it with the same line of code. If that line is
+different, kernels are launched through the public interface, with a warning.
 """
 
 import functools
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 import triton
 
-_NO_HOOKS = (None, None, None)  # a launch's metadata, what to call before it, what after
+_NO_HOOKS = (None, None, None)  # launch metadata, enter hook, exit hook
 _TRITONS_OWN = """kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,
     knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())"""
 
 
 @functools.cache
 def launch_is_known() -> bool:
-    """Whether Triton launches what it compiled as `Launcher` does."""
+    """Return whether this version of Triton launches compiled kernels as `Launcher` does."""
     try:
         source = inspect.getsource(triton.JITFunction.run)
     except OSError:  # installed without its sources
@@ -42,10 +42,11 @@ def launch_is_known() -> bool:
 
 
 class Launcher:
-    """`kernel(programs, *arguments, num_warps=…, **constants)`: pointers first, then numbers; constants are the parameters
-    annotated constexpr.
+    """A kernel, called as `kernel(programs, *arguments, num_warps=…, **constants)`.
 
-    aligned   pointers are taken to lie on multiples of 16 bytes where they do; where one does not, it is another kernel
+    Pointers come first, then numbers. Constants are the parameters annotated constexpr.
+
+    aligned   compile a second kernel for the case that all pointers are multiples of 16 bytes
     """
 
     def __init__(self, function: Callable[..., None], aligned: bool = False) -> None:
@@ -64,7 +65,7 @@ class Launcher:
     def __call__(self, programs: int, *arguments: Any, num_warps: int = 4, **constants: object) -> None:
         device = arguments[0].device.index
         if not self.interpreted and device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):  # Triton launches on the current device, wherever the tensors are
+            with torch.cuda.device(device):  # Triton launches on the current device, not on that of the tensors
                 return self(programs, *arguments, num_warps=num_warps, **constants)
         pointers, numbers = arguments[: self.num_pointers], arguments[self.num_pointers :]
         dtypes, addresses = [pointer.dtype for pointer in pointers], [pointer.data_ptr() for pointer in pointers]
@@ -73,7 +74,7 @@ class Launcher:
         compiled = self._compiled.get(key)
         if compiled is None or self.interpreted or not launch_is_known():
             assert list(constants) == self.constants, "in the kernel's order, for they are passed on by position"
-            # fused multiply-add is asked for: Triton 3.9 warns where it is not, 3.10 would leave it out
+            # ask for fused multiply-add explicitly: Triton 3.9 warns otherwise, 3.10 would turn it off
             options = {} if self.interpreted else {"enable_fp_fusion": True}
             jitted = self.aligned if aligned else self.jitted
             self._compiled[key] = jitted[(programs,)](*arguments, num_warps=num_warps, **options, **constants)

@@ -1,6 +1,6 @@
-"""Row functions in plain torch: those of `strop.ops.rows.triton_rows`, for every other device.
+"""Row functions in plain torch, for any device; the same functions as in `strop.ops.rows.triton_rows`.
 
-Passes over [N, V] are what takes the time. There are few, and they use the logits' memory if it may be overwritten.
+The time goes into passes over [N, V]. There are few of them, and they reuse the logits' memory where allowed.
 """
 
 import torch
@@ -13,8 +13,9 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = False) -> int:
-    """Return the bytes of working memory for a logit: itself; a float32 copy if it is narrower or kept; for the entropy one
-    more copy and a mask.
+    """Return the bytes of working memory per logit.
+
+    These are the logit, a float32 copy if it is narrower or kept, and for the entropy one more copy and a mask.
     """
     wide = max(dtype.itemsize, 4)
     return dtype.itemsize + (wide if kept or dtype.itemsize < 4 else 0) + (wide + 1 if entropy else 0)
@@ -30,10 +31,10 @@ def logps(
     block: tuple[int, int, int] | None = None,
     in_place: bool = False,
 ) -> Results:
-    """Return log-probs [N], statistics [2, N] for the backward, entropies [N] (empty unless asked for).
+    """Return log-probs [N], statistics [2, N] for the backward, entropies [N] (empty unless `entropy` is set).
 
     block      (first id, vocabulary, number of this block) if the logits are one of several blocks of the vocabulary;
-               `into` has the results of the blocks before: x[id], the maximum m, Σ exp(x − m), Σ exp·(x − m)
+               `into` has the results of earlier blocks: x[id], the maximum m, Σ exp(x − m), Σ exp·(x − m)
     in_place   the logits may be overwritten
     """
     assert mask_N is None, "masked tokens are dropped before"
@@ -88,7 +89,7 @@ def logps_bwd(
     in_place: bool,
     block: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Return the gradient of the logits, with in_place in their memory. block: (first id, vocabulary)."""
+    """Return the gradient of the logits; in_place writes it over them. block: (first id, vocabulary)."""
     assert mask_N is None, "masked tokens are dropped before"
     first_id, vocabulary = block or (0, logits.shape[-1])
     m_N, log_sum_N = stats_2N
@@ -114,7 +115,7 @@ def policy_terms(
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
     factored: bool = False,
 ) -> PolicyTerms:
-    """Return the terms of a policy loss and the gradient of the logits, without factors."""
+    """Return the terms of a policy loss and the complete gradient of the logits; no row factors remain."""
     assert tokens.mask is None, "masked tokens are dropped before"
     ids_N = tokens.ids
     x_NV, own = _scaled(logits, temperature, in_place)
@@ -135,7 +136,7 @@ def policy_terms(
 
 
 def divergence_bytes(dtype: torch.dtype, teacher_dtype: torch.dtype) -> int:
-    """Return the bytes of working memory for a logit of student and teacher: both, wider copies, results of four passes."""
+    """Return the bytes per pair of student and teacher logits: both, wider copies, four intermediate results."""
     return dtype.itemsize + teacher_dtype.itemsize + 6 * max(dtype.itemsize, 4)
 
 
@@ -143,7 +144,7 @@ def divergence(
     logits_NV: torch.Tensor, teacher_NV: torch.Tensor, weights_N: torch.Tensor, beta: float, temperature: float,
     gradient: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Return `strop.losses.divergence` [N]. The gradient, times the rows' weights, overwrites the logits."""
+    """Return `strop.losses.divergence` [N]. With `gradient`, overwrite the logits with weight·gradient."""
     log_p_NV, log_q_NV = ((x.to(weights_N.dtype) / temperature).log_softmax(-1) for x in (logits_NV, teacher_NV))
     found_N, d_NV = divergence_and_gradient(log_p_NV, log_q_NV, beta)
     if gradient:
@@ -152,7 +153,7 @@ def divergence(
 
 
 def sums(terms_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a loss and, in one tensor, its policy's and its KL's parts."""
+    """Return the loss, and its policy and KL parts in one tensor [2]."""
     return terms_3N[0].sum(), terms_3N[1:].sum(-1)
 
 
@@ -165,7 +166,7 @@ def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
 
 
 def _scaled(logits: torch.Tensor, temperature: float, in_place: bool) -> tuple[torch.Tensor, bool]:
-    """Return logits / temperature in the precision of the arithmetic, and whether that memory may be overwritten."""
+    """Return logits / temperature in the precision of the arithmetic, and whether this tensor may be overwritten."""
     if logits.dtype in (torch.float32, torch.float64):
         x_NV, own = logits, in_place
     else:
@@ -176,7 +177,7 @@ def _scaled(logits: torch.Tensor, temperature: float, in_place: bool) -> tuple[t
 
 
 def _highest(x_NV: torch.Tensor) -> torch.Tensor:
-    return x_NV.amax(-1).clamp(min=torch.finfo(x_NV.dtype).min)  # a row of −inf keeps a finite maximum
+    return x_NV.amax(-1).clamp(min=torch.finfo(x_NV.dtype).min)  # finite, also for a row of −inf
 
 
 def _minus(x_NV: torch.Tensor, own: bool, values_N: torch.Tensor) -> torch.Tensor:
@@ -192,13 +193,13 @@ def _exists(ids_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def _column(ids_N: torch.Tensor, V: int, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which ids are among these V, and their columns [N, 1], 0 for others."""
+    """Return which ids lie in this block of V, and their columns [N, 1], 0 for the others."""
     here_N = _exists(ids_N - first_id, V)
     return here_N, torch.where(here_N, ids_N - first_id, 0).long()[:, None]
 
 
 def _picked(x_NV: torch.Tensor, ids_N: torch.Tensor, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which ids are among these columns, and their values; those of others mean nothing."""
+    """Return which ids lie in this block, and their logits, which are meaningless for the others."""
     here_N, column_N1 = _column(ids_N, x_NV.shape[1], first_id)
     return here_N, x_NV.gather(-1, column_N1).squeeze(-1)
 

@@ -1,4 +1,4 @@
-"""Row functions on a GPU, which launch the kernels. They are those of `strop.ops.rows.torch_rows`, and a few more.
+"""Row functions on a GPU, which launch Triton kernels: those of `strop.ops.rows.torch_rows` and a few more.
 
 Shapes: `[.., V]` logits with any leading dimensions; N their number of rows.
 """
@@ -25,30 +25,30 @@ INTERPRETED = kernels.logp_kernel.interpreted
 
 
 def bytes_per_logit(dtype: torch.dtype, entropy: bool = False, kept: bool = False) -> int:
-    """Return the bytes of working memory for a logit: itself."""
+    """Return the bytes of working memory per logit: only the logit itself."""
     return dtype.itemsize
 
 
 _WIDE_RANGE = (torch.bfloat16,)  # dtypes that can hold exponentials before the maximum is known
-_PER_LANE = 8  # numbers of 16 bits that are moved at a time
+_PER_LANE = 8  # 16-bit numbers per load
 _SCALE_BLOCK = 8192
-_SCALE_PROGRAMS = 1024  # few enough to cost nothing where there is nothing to do, enough to fill a GPU
+_SCALE_PROGRAMS = 1024  # enough to fill a GPU, few enough to be cheap when the factor is 1
 
 
 class RowLayout(NamedTuple):
-    """How the rows of a tensor lie in memory: [B, T] rows with two strides, V elements each, one after another."""
+    """The memory layout of a tensor's rows: [B, T] rows with two strides, each of V contiguous elements."""
 
     N: int
     T: int
     V: int
     stride_B: int
     stride_T: int
-    misaligned: int  # elements from a 16-byte boundary to the tensor's first
-    per: int  # elements in 16 bytes
+    misaligned: int  # offset of the first element from a 16-byte boundary, in elements
+    per: int  # elements per 16 bytes
 
 
 def as_rows(logits: torch.Tensor) -> tuple[torch.Tensor, RowLayout]:
-    """Return the logits, copied only if they are not rows with two strides, and their layout."""
+    """Return the logits and their layout. They are copied only if two strides cannot describe their rows."""
     found = _rows(logits)
     if found is None:
         logits = logits.contiguous()
@@ -71,10 +71,10 @@ def _rows(logits: torch.Tensor) -> RowLayout | None:
 
 
 class Tiling(NamedTuple):
-    """How a kernel goes through a row; the numbers are those that were fastest on an H200.
+    """A kernel's block choice for a row; the numbers were the fastest on an H200.
 
-    unroll   16-byte loads of each thread for a tile
-    stages   tiles on their way at a time, through shared memory where it is more than one
+    unroll   16-byte loads per thread and tile
+    stages   pipeline stages: tiles in flight; more than one go through shared memory
     """
 
     warps: int
@@ -87,19 +87,19 @@ class Tiling(NamedTuple):
 
 
 def _one_visit(V: int) -> Tiling:
-    """Return few warps, so that many rows are in flight; long rows are read several tiles ahead."""
+    """Return the tiling for one pass: few warps, so that many rows are in flight, and prefetching for long rows."""
     if V >= 16384:
         return Tiling(4, 8, stages=3)
     return Tiling(4, 1) if V >= 1024 else Tiling(2, 1)
 
 
 def _second_visit(V: int) -> Tiling:
-    """Return the tiling of a visit that also writes."""
+    """Return the tiling for a pass that also writes."""
     return Tiling(4, 2, stages=3) if V >= 4096 else _one_visit(V)
 
 
 def _two_visits(V: int) -> Tiling:
-    """Return more warps, so that fewer rows are in flight and the second visit finds them in the cache."""
+    """Return the tiling for two passes: more warps, so fewer rows are in flight and the second pass hits the cache."""
     if V >= 100_000:
         return Tiling(32, 1)
     if V >= 40_000:
@@ -114,14 +114,14 @@ def _policy_tiling(V: int, gradient: bool, factored: bool) -> Tiling:
 
 
 def _in_and_out(V: int) -> Tiling:
-    """Return the tiling of one visit that overwrites what it reads; stages gain nothing."""
+    """Return the tiling for one pass that overwrites its input; pipelining does not help there."""
     return Tiling(16, 1) if V >= 16384 else _one_visit(V)
 
 
 def put_multiplied(
     values_nH: torch.Tensor, factors_n: torch.Tensor, out_NH: torch.Tensor, places_n: torch.Tensor | None
 ) -> None:
-    """Write rows times their factors to these places among the rows of `out_NH`, or to its rows in order."""
+    """Multiply each row by its factor and write it to row `places_n` of `out_NH`; None: rows in order."""
     n, H = values_nH.shape
     assert out_NH.is_contiguous()
     if n:
@@ -142,12 +142,12 @@ def logps(
     in_place: bool = False,
     way_back: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return log-probs [N], statistics [2, N] for the backward, entropies [N] where asked for.
+    """Return log-probs [N], statistics [2, N] for the backward, entropies [N] or None.
 
     block      (first id, vocabulary, number of this block) if the logits are one of several blocks of the vocabulary;
-               `into` has the results of the blocks before
-    in_place   the logits may be overwritten, which is not needed here
-    way_back   whether a backward will follow
+               `into` has the results of earlier blocks
+    in_place   has no effect here
+    way_back   also return the statistics for a backward
     """
     logits, rows = as_rows(logits)
     first_id, vocabulary, number = block or (0, rows.V, 0)
@@ -184,7 +184,7 @@ def logps_bwd(
     in_place: bool,
     block: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Return the gradient of the logits, with in_place in their memory. block: (first id, vocabulary)."""
+    """Return the gradient of the logits; in_place writes it over them. block: (first id, vocabulary)."""
     given = logits
     logits, rows = as_rows(logits)
     out = _gradient_memory(given, logits, rows, in_place)
@@ -211,7 +211,7 @@ def batch_coefficients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages [B] and the weight of each sequence's tokens [B].
 
-    weight = 1/(count·tokens); tokens None: the sequence's own length
+    weight = 1/(count·tokens); tokens=None uses the sequence's own length
     """
     B, T = mask_BT.shape
     device = mask_BT.device
@@ -239,9 +239,9 @@ def policy_terms(
 ) -> PolicyTerms:
     """Return the terms of a policy loss and the gradient of the logits.
 
-    tokens     of which advantages and weights may be [B], one for every N/B rows
+    tokens     its advantages and weights may be [B], one per N/B rows
     into       memory for the log-probs [N] and the terms [3, N]
-    factored   each row of the gradient may lack a factor, which `factors_N` then has: it spares a visit
+    factored   the gradient may be returned without its row factors, which `factors_N` then has; saves a pass
     """
     ids_N, mask_N, old_logps_N, ref_logps_N, advantages, weights = tokens
     assert not factored or (gradient and in_place and mask_N is None), "exponentials are written over every row"
@@ -272,7 +272,7 @@ def policy_terms(
 
 
 def _kernel_of(rule: TokenRule) -> object:
-    """Return the Triton function with the rule's formula and its derivative."""
+    """Return the Triton function that has the rule's formula and its derivative."""
     if isinstance(rule, NLL):
         return kernels.negative_logp
     assert rule.type.kernel is not None
@@ -280,7 +280,7 @@ def _kernel_of(rule: TokenRule) -> object:
 
 
 def divergence_bytes(dtype: torch.dtype, teacher_dtype: torch.dtype) -> int:
-    """Return the bytes of working memory for a logit of student and teacher."""
+    """Return the bytes of working memory per pair of student and teacher logits."""
     return dtype.itemsize + teacher_dtype.itemsize
 
 
@@ -288,7 +288,7 @@ def divergence(
     logits_NV: torch.Tensor, teacher_NV: torch.Tensor, weights_N: torch.Tensor, beta: float, temperature: float,
     gradient: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Return `strop.losses.divergence` [N]. The gradient, times the rows' weights, overwrites the logits."""
+    """Return `strop.losses.divergence` [N]. With `gradient`, overwrite the logits with weight·gradient."""
     assert logits_NV.is_contiguous()
     assert teacher_NV.is_contiguous()
     N, V = logits_NV.shape
@@ -304,7 +304,7 @@ def divergence(
 
 
 def sums(terms_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a loss and, in one tensor, its policy's and its KL's parts."""
+    """Return the loss, and its policy and KL parts in one tensor [2]."""
     assert terms_3N.is_contiguous()
     total, policy_and_kl = terms_3N.new_empty(()), terms_3N.new_empty(2)
     small_kernels.sums_kernel(3, terms_3N, total, policy_and_kl, terms_3N.shape[1], BLOCK=4096, num_warps=8)
@@ -312,7 +312,7 @@ def sums(terms_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply the gradient by the factor in place. If the factor, which is on the device, is 1, nothing is read."""
+    """Multiply the gradient in place by a factor on the device. If the factor is 1, the gradient is not read."""
     size = gradient.numel()
     if size and not gradient.is_contiguous():
         gradient, rows = as_rows(gradient)
@@ -326,7 +326,7 @@ def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
 
 
 def _gradient_memory(given: torch.Tensor, logits: torch.Tensor, rows: RowLayout, in_place: bool) -> torch.Tensor:
-    """Return the logits' own memory, or new memory; `given` are the logits before `as_rows`."""
+    """Return the logits' own memory if in_place, else new memory; `given` are the logits before `as_rows`."""
     if not in_place:
         return empty_gradient(logits, rows.misaligned)
     check_in_place(given)
